@@ -1,0 +1,38 @@
+"""Personalised federated learning with local and shared representations: think locally, act globally.
+
+Everything a user needs is here by name and is loaded when first asked for: importing glocal costs nothing. `__init__.pyi` beside this
+file tells type checkers where each name lives.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "algorithm": ("Algorithm", "Update"),
+    "algorithms": ("fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"),
+    "backends": ("simulate",),
+    "data": ("crop_and_flip", "deal", "dirichlet", "iid", "load", "natural", "shards"),
+    "errors": ("GlocalWarning", "InputError"),
+    "federation": ("Federation", "from_tensors"),
+    "fitting": ("Options", "fit"),
+    "modules": ("params_of",),
+    "optimisers": ("adam", "sgd"),
+    "result": ("Result",),
+    "sampling": ("Plan", "stream"),
+    "split": ("Split", "first_layers", "last_layers"),
+    "training": ("Objective", "augmented", "cross_entropy", "pulled", "supervised"),
+}
+
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"glocal.{home}"), name)
+    raise AttributeError(f"glocal has no '{name}'; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,34 @@
+"""The contract: what every federated algorithm is made of, written for ONE device."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from glocal import trees
+from glocal.training import Work
+from glocal.trees import Params
+
+
+class Update(NamedTuple):
+    """What a device has after a round; only upload and loss () leave it."""
+
+    upload: Params
+    private: Params
+    loss: Tensor
+
+
+class Algorithm(NamedTuple):
+    """Four pure functions. `aggregate` never sees private state; an upload has exactly the names of the shared tree."""
+
+    name: str
+    init: Callable[[Params], tuple[Params, Params]]
+    client_update: Callable[[Params, Params, Work], Update]
+    aggregate: Callable[[Params, Params, Tensor], Params]
+    personal: Callable[[Params, Params], Params]
+
+
+def average(shared: Params, uploads: Params, weights: Tensor) -> Params:
+    """Sum over the cohort of N_m / N * upload_m (Algorithm 1, line 6): uploads (devices, ...), weights N_m (devices,)."""
+    trees.require_same_names(uploads, shared, "aggregate")
+    return trees.mean(uploads, weights)

@@ -1,0 +1,25 @@
+"""LG-FedAvg: Liang et al. 2020, "Think Locally, Act Globally: Federated Learning with Local and Global Representations"."""
+
+from glocal import trees
+from glocal.algorithm import Algorithm, Update, average
+from glocal.optimisers import Optimiser
+from glocal.split import Split
+from glocal.training import Objective, Work, descend
+from glocal.trees import Params
+
+
+def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Algorithm:
+    """Algorithm 1: both parts descend together on the device; theta^l stays there, theta^g is sent and averaged."""
+
+    def init(params: Params) -> tuple[Params, Params]:
+        trees.require_same_names(params, dict.fromkeys(split.local | split.shared, params[next(iter(params))]), "lg_fedavg")
+        return split.take_shared(params), split.take_local(params)
+
+    def client_update(shared: Params, private: Params, work: Work) -> Update:
+        trained, loss = descend(objective, personal(shared, private), work, optimiser)
+        return Update(split.take_shared(trained), split.take_local(trained), loss)
+
+    def personal(shared: Params, private: Params) -> Params:
+        return trees.merge(private, shared)
+
+    return Algorithm("lg_fedavg", init, client_update, average, personal)

@@ -1,0 +1,16 @@
+"""Local only: every device trains its own model and sends nothing; one end of the scale in Liang et al. 2020, section 5.2."""
+
+from glocal.algorithm import Algorithm, Update, average
+from glocal.optimisers import Optimiser
+from glocal.training import Objective, Work, descend
+from glocal.trees import Params
+
+
+def local_only(objective: Objective, optimiser: Optimiser) -> Algorithm:
+    """Everything is local."""
+
+    def client_update(shared: Params, private: Params, work: Work) -> Update:
+        trained, loss = descend(objective, private, work, optimiser)
+        return Update({}, trained, loss)
+
+    return Algorithm("local_only", lambda params: ({}, params), client_update, average, lambda shared, private: private)

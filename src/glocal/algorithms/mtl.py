@@ -1,0 +1,36 @@
+"""Mean-regularised multi-task learning: Evgeniou and Pontil 2004, as the baseline of Liang et al. 2020, appendix C.2.
+
+R(W) = tie * tr(W Omega W') + ridge * ||W||^2 with Omega = (I - 11'/M)^2. As I - 11'/M is a projection, the trace is the sum over
+devices of ||w_m - mean||^2, and its gradient with respect to w_m is 2 * tie * (w_m - mean): a device needs only the mean.
+"""
+
+from torch import Tensor
+
+from glocal import trees
+from glocal.algorithm import Algorithm, Update
+from glocal.errors import InputError
+from glocal.optimisers import Optimiser
+from glocal.training import Objective, Work, descend, pulled
+from glocal.trees import Params
+
+
+def mtl(objective: Objective, optimiser: Optimiser, *, devices: int, tie: float = 0.1, ridge: float = 0.0) -> Algorithm:
+    """Every device has its own w_m, pulled to the mean of all M; shared is that mean, an upload is how w_m moved."""
+    if tie < 0 or ridge < 0:
+        raise InputError(f"mtl: tie is {tie} and ridge {ridge}; neither may be negative")
+
+    def init(params: Params) -> tuple[Params, Params]:
+        return trees.pick(params, objective.trains), params
+
+    def client_update(shared: Params, private: Params, work: Work) -> Update:
+        origin = {name: 0 * tensor for name, tensor in shared.items()}
+        regularised = pulled(pulled(objective, shared, 2 * tie), origin, 2 * ridge)
+        trained, loss = descend(regularised, private, work, optimiser)
+        moved = trees.subtract(trees.pick(trained, shared), trees.pick(private, shared))
+        return Update(moved, trained, loss)
+
+    def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
+        # devices outside the cohort did not move, so the mean over all M moves by the cohort's sum over M
+        return trees.add(shared, {name: moved.sum(0) / devices for name, moved in uploads.items()})
+
+    return Algorithm("mtl", init, client_update, aggregate, lambda shared, private: private)

@@ -1,0 +1,120 @@
+"""A checkpoint: all that training needs to go on to the same bits.
+
+All randomness is addressed by (seed, round, device), so the random state is two numbers: the seed and how many rounds are done.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from glocal.errors import InputError
+from glocal.keep import Json, append_rows, read_rows, read_tensors, write_tensors, write_text
+from glocal.store import PrivateRows, State
+from glocal.trees import Params
+from glocal.wire import Ledger
+
+
+class Progress(NamedTuple):
+    """How far training has come: rounds done; state, ledger, and best (validation score, rounds done, state) of each seed."""
+
+    done: int
+    states: list[State]
+    ledgers: list[Ledger]
+    best: list[tuple[float, int, State] | None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The checkpoint and the rows of one case, in its folder."""
+
+    folder: Path
+    fingerprint: Json
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / "checkpoint.safetensors"
+
+    def append(self, rows: Iterable[Json]) -> None:
+        """Keep a round's rows; those after the last checkpoint are dropped when training goes on from there."""
+        append_rows(self.folder / "rows.jsonl", rows)
+
+    def save(self, progress: Progress) -> int:
+        """Replace the checkpoint; returns how many rounds it holds."""
+        tensors: Params = {}
+        for place, state in enumerate(progress.states):
+            tensors |= _flat(f"{place}/last", state)
+        kept = [best and best[:2] for best in progress.best]
+        for place, best in enumerate(progress.best):
+            tensors |= _flat(f"{place}/best", best[2]) if best else {}
+        ledgers = [ledger.as_dict() for ledger in progress.ledgers]
+        write_tensors(
+            self.path, tensors, {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
+        )
+        return progress.done
+
+    def load(self, device: torch.device) -> Progress | None:
+        """The progress that was saved, or None; rows written after it are dropped, they will come again."""
+        if not self.path.exists():
+            (self.folder / "rows.jsonl").unlink(missing_ok=True)
+            return None
+        tensors, about = read_tensors(self.path, device)
+        _require_same(about["fingerprint"], self.fingerprint, self.folder)
+        names = self.fingerprint["model"]
+        states = [_state(tensors, f"{place}/last", names) for place in range(len(about["ledgers"]))]
+        best = [(*kept, _state(tensors, f"{place}/best", names)) if kept else None for place, kept in enumerate(about["best"])]
+        self._drop_rows_after(self.fingerprint["plan"]["first_round"] + about["done"])
+        return Progress(about["done"], states, [Ledger.from_dict(ledger) for ledger in about["ledgers"]], best)
+
+    def _drop_rows_after(self, next_round: int) -> None:
+        path = self.folder / "rows.jsonl"
+        rows = [row for row in read_rows(path) if row["round"] < next_round]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _flat(prefix: str, state: State) -> Params:
+    """A state as one flat tree: prefix/shared/NAME, prefix/initial/NAME, prefix/DEVICE/NAME."""
+    parts = {"shared": state.shared, "initial": state.private.initial}
+    parts |= {str(device): tree for device, tree in state.private.trained.items()}
+    flat = {f"{prefix}/{part}/{name}": tensor for part, tree in parts.items() for name, tensor in tree.items()}
+    # a device without private tensors has trained all the same
+    return {**flat, f"{prefix}/trained": torch.tensor(sorted(state.private.trained), dtype=torch.int64)}
+
+
+def _state(tensors: Params, prefix: str, names: Json) -> State:
+    """The state that was flattened; names come in the model's order, for the file has an order of its own."""
+
+    def tree(part: str, side: str) -> Params:
+        return {name: tensors[f"{prefix}/{part}/{name}"] for name in names[side]}
+
+    trained = {device: tree(str(device), "private") for device in tensors[f"{prefix}/trained"].tolist()}
+    return State(tree("shared", "shared"), PrivateRows(tree("initial", "private"), trained))
+
+
+def _require_same(saved: Json, now: Json, folder: Path) -> None:
+    """Refuse to continue a run with something else, and say what differs."""
+    for key in now:
+        if saved.get(key) != now[key]:
+            was, is_ = (_difference(saved["model"], now["model"])) if key == "model" else (saved.get(key), now[key])
+            raise InputError(
+                f"resume: {folder} was made with another {key} ({was}) than the one given ({is_}); "
+                f"go back to the old {key}, or start a new run in another folder"
+            )
+
+
+def _difference(saved: Json, now: Json) -> tuple[str, str]:
+    """The first tensor that differs, as it was and as it is."""
+    for side in ("shared", "private"):
+        for name in sorted({*saved[side], *now[side]}):
+            was, is_ = saved[side].get(name), now[side].get(name)
+            if was != is_:
+                return _told(side, name, was), _told(side, name, is_)
+    return "the same tensors in another order", "this order"
+
+
+def _told(side: str, name: str, shape: list[int] | None) -> str:
+    return f"{side} '{name}' {tuple(shape)}" if shape is not None else f"no {side} '{name}'"

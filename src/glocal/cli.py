@@ -1,0 +1,336 @@
+"""The command line: a thin layer that reads words, shows progress and prints tables."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from glocal.errors import GlocalWarning, InputError
+
+if TYPE_CHECKING:
+    from glocal.studies import Settings, Step
+
+app = typer.Typer(
+    name="glocal",
+    help="Personalised federated learning with local and shared representations.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="List, fetch, check and draw data sets.", invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+
+Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.option=value. May be repeated.")]
+Folder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+Out = Annotated[Path | None, typer.Option(help="Where to keep the run; by default a new folder under runs/.")]
+Local = Annotated[list[str] | None, typer.Option(help="What stays on the device: a module, tensor or glob. May be repeated.")]
+Shared = Annotated[list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")]
+SourceName = Annotated[str, typer.Argument(help="digits, mnist or cifar10.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line: a mistake in the input is one line and exit code 2, a stop by Ctrl-C is 130."""
+    warnings.showwarning = _show_warning
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # so that model.name = "mine:build" finds mine.py where the user stands
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        code = 2
+    except click.ClickException as error:
+        code = _complain(f"command line: {error.format_message()}")
+    except InputError as error:
+        code = _complain(str(error))
+    except OSError as error:
+        code = _complain(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
+    except (KeyboardInterrupt, click.Abort):
+        print("stopped", file=sys.stderr)
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> int:
+    print("glocal: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+    """Our own warnings as one line; others are for developers and stay out of the way."""
+    if issubclass(category, GlocalWarning):
+        print(f"glocal: {message}", file=sys.stderr)
+
+
+@app.command()
+def demo(out: Out = None) -> None:
+    """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
+    from glocal.studies import STUDIES
+
+    _run(STUDIES["digits"], out or _free_folder(Path("runs/demo")))
+
+
+@app.command()
+def run(
+    study: Annotated[str, typer.Argument(help="A study's name (digits, mnist, cifar10) or a TOML file.")],
+    changes: Changes = None,
+    out: Out = None,
+) -> None:
+    """Run a study and write its report."""
+    from glocal.studies import STUDIES, changed, from_toml
+
+    if study in STUDIES:
+        settings = changed(STUDIES[study], changes or [])
+    elif Path(study).suffix == ".toml" or Path(study).exists():
+        settings = from_toml(Path(study), changes or [])
+    else:
+        from glocal.errors import nearest
+
+        raise InputError(f"run: there is no study '{study}'; {nearest(study, STUDIES)}; or give a TOML file")
+    if out is not None and (out / "settings.json").exists():
+        raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
+    _run(settings, out or _free_folder(Path("runs") / settings.name))
+
+
+@app.command()
+def resume(folder: Folder, changes: Changes = None) -> None:
+    """Go on with a run that was stopped, to the same bits as if it never had been."""
+    from glocal.studies import changed
+    from glocal.studies.run import read_settings
+
+    _run(changed(read_settings(folder), changes or []), folder)
+
+
+@app.command()
+def report(folder: Folder) -> None:
+    """Write a run's report anew."""
+    from glocal.report import write_report
+    from glocal.studies.run import read_results
+
+    _print_table(read_results(folder))
+    print(f"report: {write_report(folder)}")
+
+
+@app.command()
+def split(
+    model: Annotated[str, typer.Argument(help="mlp, lenet5, or your own module:function.")],
+    local: Local = None,
+    shared: Shared = None,
+) -> None:
+    """Show which part of a model stays on the device and which is sent."""
+    from glocal.modules import params_of
+    from glocal.split import Split
+    from glocal.studies.build import plain_model
+
+    built = plain_model(model)
+    print(Split.of(built, local=local or None, shared=shared or None).describe(params_of(built)))
+
+
+@data_app.callback()
+def data(context: typer.Context) -> None:
+    """List the data sets, and where they are."""
+    if context.invoked_subcommand is None:
+        data_list()
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """List the data sets, and where they are."""
+    from glocal.data import SOURCES, status
+
+    table = Table("name", "what", "where", box=None, pad_edge=False)
+    for name, source in SOURCES.items():
+        table.add_row(name, source.summary, status(name))
+    Console().print(table)
+
+
+@data_app.command("fetch")
+def data_fetch(name: SourceName) -> None:
+    """Download a data set into the cache; an interrupted download is continued."""
+    from glocal.data import fetch_source
+
+    with _downloads() as report:
+        folder = fetch_source(name, report=report)
+    print(f"{name}: {folder}")
+
+
+@data_app.command("check")
+def data_check(name: SourceName) -> None:
+    """Hold a data set's files against their checksums."""
+    from glocal.data import SOURCES, check
+
+    files = check(name)
+    for file, good in files:
+        print(f"{file}: {'good' if good else 'DAMAGED'}")
+    if not files and SOURCES[name].files:
+        raise InputError(f"data: {name} is not on this machine; get it with `glocal data fetch {name}`")
+    if not all(good for _, good in files):
+        raise InputError(f"data: {name} has damaged files; delete them and run `glocal data fetch {name}`")
+
+
+@data_app.command("draw")
+def data_draw(
+    name: SourceName,
+    changes: Changes = None,
+    out: Annotated[Path | None, typer.Option(help="Also draw it into this .svg or .png file.")] = None,
+) -> None:
+    """Draw who has which classes; --set data.devices=20 and so on say how the data are dealt out."""
+    from glocal.data import class_counts, load
+    from glocal.studies import Settings, changed
+    from glocal.studies.build import deal_out
+    from glocal.studies.settings import DataSettings
+
+    settings = changed(Settings(data=DataSettings(source=name)), changes or [])
+    with _downloads() as report:
+        dataset = load(name, report=report)
+    counts = class_counts(deal_out(dataset, settings.data, settings.plan.seed).train, dataset.classes)
+    _print_classes(counts.tolist())
+    if out is not None:
+        from glocal.report import draw_classes
+
+        print(f"drawn: {draw_classes(counts, out)}")
+
+
+def _run(settings: "Settings", folder: Path) -> None:
+    """Run or go on with a study, show it, write the report."""
+    from glocal.report import write_report
+    from glocal.studies.run import read_results, run_study
+
+    console = Console(stderr=True)
+    console.print(f"keeping everything in {folder}", highlight=False)
+    try:
+        with _downloads() as report, _bars() as bars:
+            show = _shown_on(bars)
+            for step in run_study(settings, folder, report=report):
+                show(step)
+    except KeyboardInterrupt:
+        console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
+        raise
+    _print_table(read_results(folder))
+    print(f"report: {write_report(folder)}")
+
+
+def _free_folder(wanted: Path) -> Path:
+    """The folder wanted, or the first of wanted-2, wanted-3, ... that does not exist."""
+    folder, number = wanted, 1
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
+def _bars() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def _shown_on(bars: Progress) -> Callable[["Step"], None]:
+    """A bar per case, with the newest figures in it."""
+    tasks: dict[str, TaskID] = {}
+    latest: dict[str, float] = {}
+
+    def show(step: "Step") -> None:
+        task = tasks.setdefault(step.case, TaskID(-1))
+        if task == -1:
+            task = tasks[step.case] = bars.add_task(escape(step.case), total=step.rounds, now="")
+        if step.moment is None:
+            bars.update(task, completed=step.rounds, now=_final(step))
+            return
+        row = step.moment.rows[0]
+        if row["validation"] is not None:
+            latest[step.case] = row["validation"]
+        seen = f"validation {latest[step.case]:.1%}  " if step.case in latest else ""
+        bars.update(task, completed=step.moment.progress.done, now=f"loss {row['loss']:.3f}  {seen}{readable(row['bytes'])}")
+
+    return show
+
+
+def _final(step: "Step") -> str:
+    first = step.results[0]
+    new = first["new_test"]["logits"] if first["new_test"] else None
+    return f"Local Test {_percent(first['local_test']['mean'])}  New Test {_percent(new)}"
+
+
+@contextmanager
+def _downloads() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for every file that is being downloaded, shown only if there is one."""
+    tasks: dict[str, TaskID] = {}
+    bars = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True)
+
+    def report(name: str, done: int, total: int) -> None:
+        if name not in tasks:
+            bars.start()
+            tasks[name] = bars.add_task(escape(name), total=total)
+        bars.update(tasks[name], completed=done)
+        if done >= total and all(task.finished for task in bars.tasks):
+            bars.stop()
+
+    try:
+        yield report
+    finally:
+        bars.stop()
+
+
+def _print_table(results: dict[str, list[dict[str, Any]]]) -> None:
+    """One row per case: means over seeds, and the spread where there is more than one."""
+    table = Table("case", "Local Test", "worst tenth", "New Test", "sent", "paper's count", "never sampled")
+    for name, seeds in results.items():
+        local, worst = ([result["local_test"][key] for result in seeds] for key in ("mean", "worst_tenth"))
+        new = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
+        sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
+        paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
+        never = ", ".join(str(result["never_sampled"]) for result in seeds)
+        table.add_row(escape(name), _percents(local), _percents(worst), _percents(new), readable(sent), f"{paper:.2e}", never)
+    Console().print(table)
+
+
+def _percents(values: Sequence[float | None]) -> str:
+    from statistics import fmean, stdev
+
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return _percent(known[0] if known else None)
+    return f"{100 * fmean(known):.2f} ± {100 * stdev(known):.2f} %"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def readable(size: float) -> str:
+    """Bytes for people.
+
+    >>> readable(1_234_567)
+    '1.2 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _print_classes(counts: list[list[int]]) -> None:
+    """Devices down, classes across; the fuller the block, the more examples."""
+    most = max(max(row) for row in counts) or 1
+    shades = " ░▒▓█"
+    table = Table("device", *(str(label) for label in range(len(counts[0]))), "examples", box=None, pad_edge=False)
+    for device, row in enumerate(counts):
+        blocks = [shades[-(-count * (len(shades) - 1) // most)] * 2 for count in row]
+        table.add_row(str(device), *blocks, str(sum(row)))
+    Console().print(table)

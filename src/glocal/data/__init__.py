@@ -1,0 +1,26 @@
+"""Data sets, how they are dealt to devices, and how they vary while training."""
+
+from glocal.data.augment import crop_and_flip
+from glocal.data.fetch import RemoteFile, Report
+from glocal.data.partition import Partition, class_counts, deal, dirichlet, iid, natural, shards
+from glocal.data.sources import SOURCES, Dataset, Source, check, fetch_source, load, status
+
+__all__ = [
+    "SOURCES",
+    "Dataset",
+    "Partition",
+    "RemoteFile",
+    "Report",
+    "Source",
+    "check",
+    "class_counts",
+    "crop_and_flip",
+    "deal",
+    "dirichlet",
+    "fetch_source",
+    "iid",
+    "load",
+    "natural",
+    "shards",
+    "status",
+]

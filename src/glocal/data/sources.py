@@ -1,0 +1,262 @@
+"""Public data sets by name: where their files come from, and how they become tensors.
+
+Files are looked for in the folder GLOCAL_DATA (one folder per source), then in the cache (GLOCAL_CACHE, else XDG_CACHE_HOME/glocal,
+else ~/.cache/glocal), and are downloaded into the cache when neither has them. No file is read unless its checksum is right.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from glocal.data import formats
+from glocal.data.fetch import RemoteFile, Report, digest, fetch, unreported, verified
+from glocal.data.formats import Bytes
+from glocal.errors import InputError, nearest
+from glocal.federation import Examples
+from glocal.sampling import stream
+
+
+class Dataset(NamedTuple):
+    """Examples to train and to test on: x float32 and normalised, images (rows, channels, height, width), y int64."""
+
+    train: Examples
+    test: Examples
+    classes: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set: what its download consists of, another packing that GLOCAL_DATA may hold, and how files become tensors."""
+
+    name: str
+    summary: str
+    files: tuple[RemoteFile, ...]
+    load: Callable[[Mapping[str, Path]], Dataset]
+    repacked: tuple[RemoteFile, ...] = ()
+
+
+def load(name: str, *, report: Report = unreported) -> Dataset:
+    """A data set by name, downloaded first if need be.
+
+    >>> load("digits").train.x.shape
+    torch.Size([1347, 1, 8, 8])
+    """
+    source = named(name)
+    return source.load(_obtain(source, report))
+
+
+def fetch_source(name: str, report: Report = unreported) -> Path:
+    """Make sure that a source's files are here and right; returns their folder."""
+    source = named(name)
+    paths = _obtain(source, report)
+    return next(iter(paths.values())).parent if paths else cache_folder() / name
+
+
+def status(name: str) -> str:
+    """Where a source is: "bundled", "in GLOCAL_DATA", "in the cache" or "not downloaded"; checksums are not computed."""
+    source = named(name)
+    if not source.files:
+        return "bundled"
+    if _given(source):
+        return "in GLOCAL_DATA"
+    return "in the cache" if _complete(source.files, cache_folder() / name) else "not downloaded"
+
+
+def check(name: str) -> list[tuple[str, bool]]:
+    """Each file of a source that is here, and whether its checksum is right; empty when none is here."""
+    source = named(name)
+    present = _given(source) or {file: path for file, path in _paths(source.files, cache_folder() / name).items() if path.is_file()}
+    known = _known(source)
+    return [(file, verified(path, known[file].sha256)) for file, path in present.items()]
+
+
+def named(name: str) -> Source:
+    """The source of this name."""
+    if name not in SOURCES:
+        raise InputError(f"data: there is no data set '{name}'; {nearest(name, SOURCES)}")
+    return SOURCES[name]
+
+
+def cache_folder() -> Path:
+    """Where downloads and decoded copies are kept."""
+    own = os.environ.get("GLOCAL_CACHE")
+    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "glocal"
+
+
+def _obtain(source: Source, report: Report) -> dict[str, Path]:
+    """The paths of all files by name, checked, from GLOCAL_DATA or the cache."""
+    given, known = _given(source), _known(source)
+    for name, path in given.items():
+        _verify(path, known[name])
+    folder = cache_folder() / source.name
+    return given or {remote.name: fetch(remote, folder, report=report) for remote in source.files}
+
+
+def _given(source: Source) -> dict[str, Path]:
+    """The files that the folder GLOCAL_DATA holds for a source, right or not; empty when it lacks one of them."""
+    named_folder = os.environ.get("GLOCAL_DATA")
+    if not named_folder:
+        return {}
+    folder = Path(named_folder).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"data: GLOCAL_DATA is {folder}, which is not a folder; set it to one that holds the data, or unset it")
+    for files in (source.files, source.repacked):
+        if files and _complete(files, folder / source.name):
+            return _paths(files, folder / source.name)
+    return {}
+
+
+def _known(source: Source) -> dict[str, RemoteFile]:
+    return {remote.name: remote for remote in (*source.files, *source.repacked)}
+
+
+def _paths(files: tuple[RemoteFile, ...], folder: Path) -> dict[str, Path]:
+    return {remote.name: folder / remote.name for remote in files}
+
+
+def _complete(files: tuple[RemoteFile, ...], folder: Path) -> bool:
+    return all(path.is_file() for path in _paths(files, folder).values())
+
+
+def _verify(path: Path, remote: RemoteFile) -> None:
+    try:
+        size, found = path.stat().st_size, digest(path)
+    except OSError as error:
+        raise InputError(f"data: {path} could not be read ({error.strerror}); make it readable, or unset GLOCAL_DATA") from error
+    if found != remote.sha256:
+        raise InputError(
+            f"data: {path} has {size} bytes and checksum {found[:12]}.., expected {remote.size} bytes and {remote.sha256[:12]}..; "
+            "copy it again from its origin, or unset GLOCAL_DATA to download it"
+        )
+
+
+def _load_digits(files: Mapping[str, Path]) -> Dataset:
+    from sklearn.datasets import load_digits
+
+    bundled = load_digits()
+    images, labels = bundled.images[:, None] / 16, bundled.target.astype(np.int64)
+    generator = stream(0, "digits")
+    shuffled = [generator.permutation(np.flatnonzero(labels == label)) for label in range(10)]
+    train = np.sort(np.concatenate([rows[: round(0.75 * len(rows))] for rows in shuffled]))
+    test = np.setdiff1d(np.arange(len(labels)), train)
+    # mean and standard deviation of the 1,347 training images' pixels, after division by 16
+    x = (torch.from_numpy(images).float() - 0.3049) / 0.3759
+    everything = Examples(x, torch.from_numpy(labels))
+    return Dataset(everything.take(train), everything.take(test), 10)
+
+
+def _load_mnist(files: Mapping[str, Path]) -> Dataset:
+    train, test = (
+        Examples(
+            _normalised(formats.idx(files[f"{part}-images-idx3-ubyte.gz"])[:, None], (0.1307,), (0.3081,)),
+            _labels(formats.idx(files[f"{part}-labels-idx1-ubyte.gz"])),
+        )
+        for part in ("train", "t10k")
+    )
+    return Dataset(train, test, 10)
+
+
+def _load_cifar10(files: Mapping[str, Path]) -> Dataset:
+    x, y = _decoded_cifar10(files)
+    mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    parts = (slice(-formats.CIFAR_IMAGES), slice(-formats.CIFAR_IMAGES, None))
+    train, test = (Examples(_normalised(x[part], mean, deviation), _labels(y[part])) for part in parts)
+    return Dataset(train, test, 10)
+
+
+def _decoded_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
+    """Images (60000, 3, 32, 32) and labels (60000,); decoding takes seconds, so a decoded copy is kept in the cache."""
+    known = _known(SOURCES["cifar10"])
+    version = hashlib.sha256("".join(known[name].sha256 for name in files).encode()).hexdigest()[:12]
+    kept_x, kept_y = (cache_folder() / "cifar10" / f"decoded-{version}-{part}.npy" for part in "xy")
+    images = len(formats.CIFAR_BATCHES) * formats.CIFAR_IMAGES
+    x, y = _recalled(kept_x, (images, 3, 32, 32)), _recalled(kept_y, (images,))
+    if x is not None and y is not None:
+        return x, y
+    x, y = formats.cifar_repacked(files) if len(files) > 1 else formats.cifar_binary(*files.values())
+    _keep(kept_x, x)
+    _keep(kept_y, y)
+    return x, y
+
+
+def _recalled(path: Path, shape: tuple[int, ...]) -> Bytes | None:
+    """The array kept under this path, or None if there is none of this shape."""
+    try:
+        with open(path, "rb") as file:
+            array: Bytes = np.lib.format.read_array(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, MemoryError):
+        return None
+    return array if array.shape == shape and array.dtype == np.uint8 else None
+
+
+def _keep(path: Path, array: Bytes) -> None:
+    """Write an array in one step; a cache that cannot be written costs time, not the run."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            with open(Path(scratch) / path.name, "wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(file.name, path)
+
+
+def _normalised(images: Bytes, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
+    """Bytes (rows, channels, height, width) as float32 of mean 0 and deviation 1 per channel."""
+    per_channel = torch.tensor([mean, deviation]).reshape(2, 1, -1, 1, 1)
+    return torch.tensor(images, dtype=torch.float32).div_(255).sub_(per_channel[0]).div_(per_channel[1])
+
+
+def _labels(values: npt.NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+_MNIST_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    "http://yann.lecun.com/exdb/mnist/",
+)
+
+
+def _mnist_file(name: str, sha256: str, size: int) -> RemoteFile:
+    return RemoteFile(name, tuple(mirror + name for mirror in _MNIST_MIRRORS), sha256, size)
+
+
+_MNIST = (
+    _mnist_file("train-images-idx3-ubyte.gz", "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", 9_912_422),
+    _mnist_file("train-labels-idx1-ubyte.gz", "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", 28_881),
+    _mnist_file("t10k-images-idx3-ubyte.gz", "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6", 1_648_877),
+    _mnist_file("t10k-labels-idx1-ubyte.gz", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6", 4_542),
+)
+_CIFAR10 = (
+    RemoteFile(
+        "cifar-10-binary.tar.gz",
+        ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
+        "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        170_052_171,
+    ),
+)
+_CIFAR10_REPACKED = (
+    RemoteFile("data_batch_1.xz", (), "45054fc75004b9672f23df104883df42066aa0dcd4801397c7abaae46bba48c3", 16_837_880),
+    RemoteFile("data_batch_2.xz", (), "34debafe1b93452d59ac20d79e4ddfae564e2870e4c889946ee4b34433f3b09c", 16_892_968),
+    RemoteFile("data_batch_3.xz", (), "3161cca6121209e91eba379c6bd4b8bb8a93f04ca0ff032a5ea97cf2cf2d1917", 16_894_880),
+    RemoteFile("data_batch_4.xz", (), "baaa4c36ba408211c40711eaaec402e4f69715aca1a6c18013f4bb94dadf17c0", 16_871_032),
+    RemoteFile("data_batch_5.xz", (), "73f86e188b0bd02f4d03a6af0fbc144d9ff2bdee1e78d2eaf6d67606eb600e36", 16_836_484),
+    RemoteFile("test_batch.xz", (), "a3e496156d30bb77b0069657fe3c6cc8ee592cc0a887845cf2a308fa9698dd74", 16_873_168),
+)
+
+SOURCES: dict[str, Source] = {
+    "digits": Source("digits", "1,797 handwritten digits, 8x8 grey, bundled with scikit-learn", (), _load_digits),
+    "mnist": Source("mnist", "70,000 handwritten digits, 28x28 grey, 10 classes (11 MB)", _MNIST, _load_mnist),
+    "cifar10": Source("cifar10", "60,000 photographs, 32x32 RGB, 10 classes (170 MB)", _CIFAR10, _load_cifar10, _CIFAR10_REPACKED),
+}

@@ -1,0 +1,24 @@
+"""What a user can put right: every such error says what was given, what was expected and what to do."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class InputError(ValueError):
+    """The input is at fault; the command line prints the message as one line and exits with code 2."""
+
+
+class GlocalWarning(UserWarning):
+    """Something the user should see once, in one line; the work goes on."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: the nearest known one first, then all of them.
+
+    >>> nearest("roundz", ["rounds", "cohort"])
+    "did you mean 'rounds'? known: cohort, rounds"
+    """
+    names = sorted(known)
+    close = get_close_matches(given, names, n=1, cutoff=0.5)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return f"{hint}known: {', '.join(names) or 'none'}"

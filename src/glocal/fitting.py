@@ -1,0 +1,284 @@
+"""Train a federation from start to finish: rounds, validation, checkpoints, and the final tests."""
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from glocal import trees
+from glocal.algorithm import Algorithm
+from glocal.backends import OverDevices, Report, Seat, begin, simulate_seeds
+from glocal.checkpoint import Checkpoint, Progress
+from glocal.errors import InputError
+from glocal.federation import Federation, check
+from glocal.keep import Json, write_json
+from glocal.measure import Evaluation, local_test, new_test, spread
+from glocal.modules import params_of, predictor
+from glocal.result import Result, save_models
+from glocal.sampling import Plan, choose_cohort
+from glocal.store import State
+from glocal.trees import Params
+from glocal.wire import Ledger
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run. Nothing here changes the numbers beyond rounding, but for `select`: the last round, or the best on validation."""
+
+    device: str = "auto"
+    engine: str = "auto"
+    chunk: int | None = None
+    validate_every: int = 10
+    keep_every: int = 10
+    select: str = "last"
+
+    def __post_init__(self) -> None:
+        if self.select not in ("last", "best"):
+            raise InputError(f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)")
+        if self.validate_every < 1 or self.keep_every < 1:
+            raise InputError(
+                f"options: validate_every is {self.validate_every}, keep_every {self.keep_every}; both must be at least 1"
+            )
+
+    def computing_device(self) -> torch.device:
+        """Where to compute; `auto` takes a GPU where there is one."""
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"options: device '{self.device}' cannot be used here; try 'cpu', 'cuda' or 'auto'") from error
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm on one data set, with one or more seeds side by side; each tuple has one entry per seed."""
+
+    algorithm: Algorithm
+    model: nn.Module
+    plan: Plan
+    seeds: tuple[int, ...]
+    params: tuple[Params, ...]
+    federations: tuple[Federation, ...]
+    spent: tuple[Ledger, ...]
+
+    def plans(self) -> list[Plan]:
+        """The plan of each seed."""
+        return [replace(self.plan, seed=seed) for seed in self.seeds]
+
+
+class Moment(NamedTuple):
+    """What the caller sees after each round: a row per seed, as it is kept, how far training has come, and the round's seconds."""
+
+    rows: list[Json]
+    progress: Progress
+    seconds: float
+
+
+def fit(
+    algorithm: Algorithm,
+    model: nn.Module,
+    federation: Federation,
+    plan: Plan,
+    *,
+    options: Options | None = None,
+    folder: Path | str | None = None,
+    start_from: Result | None = None,
+) -> Result:
+    """Train and test one federation. With a folder, everything is kept there, and calling again goes on where it stopped.
+
+    `start_from`, the result of another fit, is a warm start: its model becomes the first one here, its traffic is counted, and
+    its numbering of rounds is continued.
+    """
+    params, spent = params_of(model), Ledger()
+    if start_from is not None:
+        params, spent = warm_params(start_from.algorithm, start_from.state), start_from.ledger
+        plan = replace(plan, first_round=start_from.plan.first_round + start_from.plan.rounds)
+    case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,))
+    return fit_case(case, options or Options(), Path(folder) if folder else None)[0]
+
+
+def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[Result]:
+    """Train and test every seed of a case."""
+    case = placed(case, options)
+    progress = beginning(case, options, folder)
+    for moment in train(case, options, progress, folder):
+        progress = moment.progress
+    return finish(case, options, progress, folder)
+
+
+def warm_params(algorithm: Algorithm, state: State) -> Params:
+    """The one model to start others from: what a device that never took part would predict with."""
+    return algorithm.personal(state.shared, state.private.initial)
+
+
+def placed(case: Case, options: Options) -> Case:
+    """The case with data and weights on the computing device; refused if the data do not fit the model."""
+    device = options.computing_device()
+    for fed in case.federations:
+        _check(case.model, fed)
+    params = tuple(trees.to(tree, device) for tree in case.params)
+    return replace(case, params=params, federations=_sharing_stores(case.federations, device))
+
+
+def _sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[Federation, ...]:
+    """Federations moved to a device; stores that they have in common stay in common."""
+    stores = {id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)}
+    moved = {key: examples.to(device) for key, examples in stores.items()}
+    return tuple(
+        Federation(*(replace(part, examples=moved[id(part.examples)]) for part in (fed.train, fed.val, fed.test))) for fed in feds
+    )
+
+
+def _check(model: nn.Module, fed: Federation) -> None:
+    """Try the model on one example, then hold the data against what it puts out."""
+    example = fed.train.examples.x[:1].cpu()
+    try:
+        with torch.no_grad():
+            output = predictor(model)(trees.to(params_of(model), torch.device("cpu")), example, torch.ones(1, dtype=torch.bool))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"model: it cannot take inputs of shape {tuple(example.shape[1:])}, as the data have them ({reason})"
+        ) from error
+    if not isinstance(output, torch.Tensor) or output.dim() != 2:
+        given = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise InputError(f"model: it puts out {given} for one example; a tensor (1, classes) was expected")
+    check(fed, output.shape[1])
+
+
+def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
+    """Where to start: at the last checkpoint if the folder has one, else before the first round."""
+    saved = Checkpoint(folder, fingerprint(case)).load(options.computing_device()) if folder else None
+    states = [begin(case.algorithm, params) for params in case.params]
+    return saved or Progress(0, states, list(case.spent), [None for _ in states])
+
+
+def fingerprint(case: Case) -> Json:
+    """What must be the same for a run to be continued."""
+    shared, private = case.algorithm.init(case.params[0])
+    shapes = {
+        side: {name: [*tensor.shape] for name, tensor in tree.items()} for side, tree in (("shared", shared), ("private", private))
+    }
+    rows = b"".join(rows.tobytes() for fed in case.federations for rows in fed.train.rows)
+    plan = {name: value for name, value in asdict(case.plan).items() if name not in ("rounds", "seed")}
+    data = hashlib.sha256(rows).hexdigest()[:16]
+    return {"algorithm": case.algorithm.name, "model": shapes, "plan": plan, "seeds": list(case.seeds), "data": data}
+
+
+def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
+    """Rounds of a placed case as they happen; kept in the folder if there is one. Stopped at any moment, nothing done is lost."""
+    checkpoint = Checkpoint(folder, fingerprint(case)) if folder else None
+    over = OverDevices(case.algorithm.client_update, engine=options.engine, chunk=options.chunk)
+    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.engine, chunk=options.chunk)
+    seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
+    saved, started = progress.done, time.perf_counter()
+    try:
+        for moment in simulate_seeds(case.algorithm, seats, over, done=progress.done):
+            progress, rows = _advanced(case, options, evaluation, (progress, moment))
+            if checkpoint:
+                checkpoint.append(rows)
+                saved = checkpoint.save(progress) if _due(progress.done, options.keep_every, case) else saved
+            finished = time.perf_counter()
+            yield Moment(rows, progress, finished - started)
+            started = finished
+    except (KeyboardInterrupt, GeneratorExit):
+        if checkpoint and saved < progress.done:
+            checkpoint.save(progress)
+        raise
+
+
+def _due(done: int, every: int, case: Case) -> bool:
+    return done % every == 0 or done == case.plan.rounds
+
+
+def _advanced(
+    case: Case, options: Options, evaluation: Evaluation, step: tuple[Progress, list[tuple[State, Report]]]
+) -> tuple[Progress, list[Json]]:
+    """One round further: ledgers, losses, and every so often a validation score."""
+    progress, moment = step
+    ledgers = [ledger + report.traffic for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)]
+    progress = Progress(progress.done + 1, [state for state, _ in moment], ledgers, progress.best)
+    scores: list[float | None] = [None] * len(moment)
+    if _due(progress.done, options.validate_every, case):
+        progress, scores = _validated(case, options, evaluation, progress)
+    reports = [report for _, report in moment]
+    return progress, list(map(_row, case.seeds, reports, scores, progress.ledgers))
+
+
+def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json:
+    losses = report.losses.cpu()
+    if not bool(torch.isfinite(losses).all()):
+        device = int(report.cohort[int((~torch.isfinite(losses)).nonzero()[0])])
+        raise InputError(
+            f"training diverged in round {report.round_index}: device {device}'s loss is not finite; lower the learning rate"
+        )
+    sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
+    return {"seed": seed, "round": report.round_index, "loss": float(losses.mean()), "validation": score, **sent}
+
+
+def _validated(case: Case, options: Options, evaluation: Evaluation, progress: Progress) -> tuple[Progress, list[float | None]]:
+    """Score every seed on validation data; the shared tree has to reach those devices for it, and that is counted."""
+    scores, ledgers, best = [], [], []
+    for fed, state, ledger, so_far in zip(case.federations, progress.states, progress.ledgers, progress.best, strict=True):
+        score = spread(local_test(evaluation, state, fed.val), fed.val.sizes).mean
+        scores.append(score)
+        ledgers.append(ledger.after_evaluation(state.shared, int(np.count_nonzero(fed.val.sizes))))
+        better = options.select == "best" and score is not None and (so_far is None or score > so_far[0])
+        best.append((score, progress.done, state) if better and score is not None else so_far)
+    return progress._replace(ledgers=ledgers, best=best), scores
+
+
+def finish(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> list[Result]:
+    """The final tests of every seed of a placed case; with a folder, figures and personal models are kept there."""
+    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.engine, chunk=options.chunk)
+    results = [_tested(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
+    if folder:
+        for result in results:
+            save_models(result, folder / "models" / f"seed-{result.plan.seed}")
+        write_json(folder / "result.json", [result.as_dict() for result in results])
+    return results
+
+
+def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Progress, *, place: int) -> Result:
+    fed, plan = case.federations[place], case.plans()[place]
+    done, state = _selected(options, progress, place)
+    accuracies = local_test(evaluation, state, fed.test)
+    ledger = progress.ledgers[place].after_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
+    return Result(
+        algorithm=case.algorithm,
+        structure=case.model,
+        plan=replace(plan, rounds=max(progress.done, 1)),
+        state=state,
+        selected_round=plan.first_round + done,
+        accuracies=accuracies,
+        local=spread(accuracies, fed.test.sizes),
+        new=new_test(evaluation, state, fed.test),
+        validation=spread(local_test(evaluation, state, fed.val), fed.val.sizes),
+        ledger=ledger.after_ensemble(state.private.initial, trained=len(state.private.trained), devices=fed.devices),
+        sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
+        sampled=participation(plan, fed.devices, progress.done),
+    )
+
+
+def _selected(options: Options, progress: Progress, place: int) -> tuple[int, State]:
+    """Rounds done and state to test: the last one, or the best on validation."""
+    best = progress.best[place]
+    if options.select == "last":
+        return progress.done, progress.states[place]
+    if best is None:
+        raise InputError("options: select = 'best' needs validation data; set data.validation above 0, or use 'last'")
+    return best[1], best[2]
+
+
+def participation(plan: Plan, devices: int, done: int) -> list[int]:
+    """How often each device took part."""
+    counts = np.zeros(devices, dtype=np.int64)
+    for round_index in range(plan.first_round, plan.first_round + done):
+        counts[choose_cohort(plan, devices, round_index)] += 1
+    return [int(count) for count in counts]

@@ -1,0 +1,99 @@
+"""What is kept on disk: every file is written whole or not at all, tensors as safetensors, the rest as JSON."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from glocal.errors import InputError
+from glocal.trees import Params
+
+Json = dict[str, Any]
+
+
+@contextmanager
+def whole_or_not_at_all(path: Path) -> Iterator[Path]:
+    """A place to write that becomes `path` in one step at the end; on any failure `path` stays as it was."""
+    half = path.with_name(path.name + ".half")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield half
+        with half.open("rb") as written:
+            os.fsync(written.fileno())
+        half.replace(path)
+    except (OSError, SafetensorError) as error:
+        half.unlink(missing_ok=True) if os.access(path.parent, os.W_OK) else None
+        raise InputError(f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder") from error
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error).splitlines()[0]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file."""
+    with whole_or_not_at_all(path) as half:
+        half.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, data: object) -> None:
+    """Replace a JSON file."""
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that must be there."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"run: {path} cannot be read ({error}); restore it or start the run anew") from error
+
+
+def write_tensors(path: Path, tensors: Params, about: Mapping[str, object]) -> None:
+    """Replace a safetensors file; `about` goes into its header as JSON."""
+    with whole_or_not_at_all(path) as half:
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, half, metadata={"about": json.dumps(about)})
+
+
+def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[Params, Json]:
+    """Read a safetensors file and what its header says about it."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 (not a mapping)
+    except FileNotFoundError as error:
+        raise InputError(f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"run: {path} is damaged ({_reason(error)}); restore it from a copy or start the run anew") from error
+
+
+def append_rows(path: Path, rows: Iterable[Json]) -> None:
+    """Append to a JSON-lines file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    except OSError as error:
+        raise InputError(f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder") from error
+
+
+def read_rows(path: Path) -> list[Json]:
+    """Read a JSON-lines file; a last line that was cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows

@@ -1,0 +1,183 @@
+"""Any `nn.Module` as a pure function of its parameters: nothing is stored, nothing leaks from one device to the next."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from glocal import noise
+from glocal.errors import InputError
+from glocal.split import named_tensors, unique_tensors
+from glocal.trees import Params
+
+Forward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Params]]
+Predict = Callable[[Params, Tensor, Tensor], Tensor]
+
+
+def params_of(model: nn.Module) -> Params:
+    """A copy of every parameter and buffer, by name."""
+    _refuse_unusable(model)
+    return {name: tensor.detach().clone() for name, tensor in unique_tensors(model).items()}
+
+
+def trainable(model: nn.Module) -> frozenset[str]:
+    """The names that gradient descent moves: parameters that are not frozen, no buffers."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def training_forward(model: nn.Module) -> Forward:
+    """(params, x, mask, key) -> (output, buffers after the step), as in `model.train()`; rows with mask False count for nothing."""
+    skeleton = _skeleton(model).train()
+    buffers = [name for name, _ in model.named_buffers()]
+
+    def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
+        given = {**params, **{name: params[name].clone() for name in buffers}, **_context(skeleton, mask, key)}
+        output = functional_call(skeleton, given, (x,))
+        return output, {name: given[name] for name in buffers}
+
+    return forward
+
+
+def predictor(model: nn.Module) -> Predict:
+    """(params, x, mask) -> output, as in `model.eval()`."""
+    skeleton = _skeleton(model).eval()
+
+    def predict(params: Params, x: Tensor, mask: Tensor) -> Tensor:
+        given = {**params, **_context(skeleton, mask, mask.new_zeros((), dtype=torch.int64))}
+        output: Tensor = functional_call(skeleton, given, (x,))
+        return output
+
+    return predict
+
+
+def state_dict(model: nn.Module, params: Params) -> Params:
+    """Params under the names of `model.state_dict()`, tied names included, so that they load back strictly."""
+    first_name = {id(tensor): name for name, tensor in unique_tensors(model).items()}
+    aliases = {name: first_name[id(tensor)] for name, tensor in named_tensors(model).items()}
+    return {name: params[aliases[name]].detach().clone() for name in model.state_dict() if name in aliases}
+
+
+class MaskedBatchNorm(nn.Module):
+    """Batch normalisation whose statistics see only real rows; `rows` is handed in like any other tensor."""
+
+    rows: Tensor
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        self.eps, self.momentum, self.affine = norm.eps, norm.momentum, norm.affine
+        self.tracks = norm.track_running_stats
+        self._parameters.update(norm._parameters)
+        self._buffers.update(norm._buffers)
+        self.register_buffer("rows", torch.ones(1, device="meta"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (batch, channels, ...) per channel."""
+        mean, variance = self._batch_statistics(x) if self.training or not self.tracks else self._running_statistics()
+        shape = (1, -1, *(1,) * (x.dim() - 2))
+        normalised = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
+        if not self.affine:
+            return normalised
+        return normalised * self._tensor("weight").view(shape) + self._tensor("bias").view(shape)
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = {**self._parameters, **self._buffers}[name]
+        assert tensor is not None
+        return tensor
+
+    def _running_statistics(self) -> tuple[Tensor, Tensor]:
+        return self._tensor("running_mean"), self._tensor("running_var")
+
+    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # a model that folds time into the batch has several rows per example, one after the other
+        rows = self.rows.repeat_interleave(x.shape[0] // self.rows.shape[0])
+        weight = rows.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
+        axes = [0, *range(2, x.dim())]
+        total = (weight.sum() * (x[0, 0].numel())).clamp(min=1)
+        mean = (x * weight).sum(axes) / total
+        centred = (x - mean.view(1, -1, *(1,) * (x.dim() - 2))) * weight
+        variance = centred.square().sum(axes) / total
+        if self.training and self.tracks:
+            self._track(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
+        return mean, variance
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        old_mean, old_variance = self._running_statistics()
+        batches = self._tensor("num_batches_tracked") + 1
+        factor = 1 / batches if self.momentum is None else self.momentum
+        self._buffers["num_batches_tracked"] = batches
+        self._buffers["running_mean"] = old_mean + factor * (mean - old_mean)
+        self._buffers["running_var"] = old_variance + factor * (variance - old_variance)
+
+
+class AddressedDropout(nn.Module):
+    """Dropout whose pattern is computed from a key, so that a device drops the same units alone and in a batch."""
+
+    key: Tensor
+
+    def __init__(self, dropout: _DropoutNd, layer: int) -> None:
+        super().__init__()
+        self.p, self.layer = dropout.p, layer
+        self.whole_channels = not isinstance(dropout, nn.Dropout)
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Set units of x (batch, ...), or whole channels, to zero at rate p."""
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return x * 0
+        shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
+        kept = noise.uniform(noise.fold(self.key, self.layer), shape) >= self.p
+        return x * kept / (1 - self.p)
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """The model's structure without its weights; layers that mix a batch or draw numbers are swapped for ones that are told how."""
+    _refuse_unusable(model)
+    skeleton = copy.deepcopy(model).to("meta")
+    for layer, (name, module) in enumerate(list(skeleton.named_modules())):
+        swapped = _swapped(module, layer)
+        if swapped is not module and name:
+            parent, _, child = name.rpartition(".")
+            setattr(skeleton.get_submodule(parent), child, swapped)
+        elif swapped is not module:
+            skeleton = swapped
+    return skeleton
+
+
+def _swapped(module: nn.Module, layer: int) -> nn.Module:
+    if isinstance(module, _BatchNorm):
+        return MaskedBatchNorm(module)
+    if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
+        return AddressedDropout(module, layer)
+    return module
+
+
+def _context(skeleton: nn.Module, mask: Tensor, key: Tensor) -> Params:
+    """The mask and the key under the names of the layers that need them."""
+    return {name: mask if kind is MaskedBatchNorm else key for name, kind in _listeners(skeleton)}
+
+
+def _listeners(skeleton: nn.Module) -> Iterator[tuple[str, type[nn.Module]]]:
+    for name, module in skeleton.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, MaskedBatchNorm):
+            yield f"{prefix}rows", MaskedBatchNorm
+        elif isinstance(module, AddressedDropout):
+            yield f"{prefix}key", AddressedDropout
+
+
+def _refuse_unusable(model: nn.Module) -> None:
+    """Refuse at the door what could not be federated, name the layer, suggest the fix."""
+    for name, tensor in unique_tensors(model).items():
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise InputError(f"model: '{name}' has no shape yet (a lazy layer); run one batch through the model first")
+    for name, module in model.named_modules():
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise InputError(f"model: '{name}' tracks running statistics over padded rows; use track_running_stats=False")

@@ -1,0 +1,43 @@
+"""Random numbers computed from an address instead of drawn from a state.
+
+A key is a whole number (); folding a step, a layer or an element into it gives another. The numbers are the same on a CPU, on a
+GPU, alone or batched with other devices: a generator with a state cannot promise that under `vmap`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# splitmix64 (Steele, Lea and Flood 2014), its constants as signed 64-bit numbers
+_GOLDEN = -7046029254386353131
+_FIRST = -4658895280553007687
+_SECOND = -7723592293110705685
+
+
+def fold(key: Tensor, address: Tensor | int) -> Tensor:
+    """A new key (or many) out of a key and an address; shapes broadcast."""
+    mixed = (key ^ _mix(torch.as_tensor(address, device=key.device) * _GOLDEN)) + _GOLDEN
+    return _mix(mixed)
+
+
+def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Numbers in [0, 1) of this shape, float32, 24 random bits each.
+
+    >>> uniform(torch.tensor(7), (2,)).shape
+    torch.Size([2])
+    """
+    size = int(torch.Size(shape).numel())
+    bits = fold(key, torch.arange(size, device=key.device))
+    return (_shift(bits, 40).to(torch.float32) / 2**24).reshape(tuple(shape))
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shift(bits, 30)) * _FIRST
+    bits = (bits ^ _shift(bits, 27)) * _SECOND
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """Logical shift to the right: torch's own keeps the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,79 @@
+"""Who takes part in a round, and in which order a device visits its data: randomness by address, not by state."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from glocal.errors import InputError
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, with how many devices, and how they train; `first_round` > 0 continues the numbering of a warm start."""
+
+    rounds: int
+    cohort: int
+    epochs: int = 1
+    batch: int = 10
+    seed: int = 0
+    first_round: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "cohort", "epochs", "batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"plan: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.seed < 0 or self.first_round < 0:
+            raise InputError(f"plan: seed is {self.seed} and first_round {self.first_round}; neither may be negative")
+
+
+def stream(seed: int, purpose: str, *address: int) -> np.random.Generator:
+    """A generator for one purpose at one address; the same on a device as in the simulator.
+
+    >>> stream(0, "order", 3).integers(100) == stream(0, "order", 3).integers(100)
+    True
+    """
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address])))
+
+
+def choose_cohort(plan: Plan, devices: int, round_index: int) -> Integers:
+    """The devices of one round, S_t in the paper, in ascending order."""
+    if plan.cohort > devices:
+        raise InputError(f"plan: the cohort is {plan.cohort}, but there are {devices} devices; choose at most {devices}")
+    return np.sort(stream(plan.seed, "cohort", round_index).choice(devices, plan.cohort, replace=False))
+
+
+def visiting_order(plan: Plan, size: int, round_index: int, device: int) -> Integers:
+    """The order in which a device visits its own examples (steps, batch); -1 is padding, at each epoch's end only."""
+    generator = stream(plan.seed, "order", round_index, device)
+    steps = -(-size // plan.batch)
+    order = np.full((plan.epochs, steps * plan.batch), -1, dtype=np.int64)
+    for epoch in range(plan.epochs):
+        order[epoch, :size] = generator.permutation(size)
+    return order.reshape(plan.epochs * steps, plan.batch)
+
+
+def noise_key(plan: Plan, round_index: int, device: int) -> int:
+    """Where a device's dropout and augmentation of one round start from."""
+    return int(stream(plan.seed, "noise", round_index, device).integers(2**62))
+
+
+def in_turn(size: int, batch: int) -> Integers:
+    """Every example once, in order (steps, batch); -1 is padding."""
+    steps = -(-size // batch)
+    order = np.full(steps * batch, -1, dtype=np.int64)
+    order[:size] = np.arange(size)
+    return order.reshape(steps, batch)
+
+
+def padded(orders: Sequence[Integers]) -> Integers:
+    """Orders of many devices as one array (devices, steps, batch); short ones end in steps of padding."""
+    longest = max(len(order) for order in orders)
+    stacked = np.full((len(orders), longest, orders[0].shape[1]), -1, dtype=np.int64)
+    for place, order in zip(stacked, orders, strict=True):
+        place[: len(order)] = order
+    return stacked

@@ -1,0 +1,197 @@
+"""From settings to the things they name: data, model, split, optimiser, algorithm."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from glocal import algorithms, data
+from glocal.algorithm import Algorithm
+from glocal.data import Dataset, Partition
+from glocal.errors import InputError, nearest
+from glocal.federation import Federation, from_tensors
+from glocal.fitting import Options
+from glocal.modules import params_of
+from glocal.optimisers import Optimiser, adam, sgd
+from glocal.sampling import stream
+from glocal.split import Split
+from glocal.studies.models import lenet5, mlp
+from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
+from glocal.training import Objective, augmented, cross_entropy
+from glocal.trees import Params
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all cases of a study have in common; one federation and one set of initial parameters per seed."""
+
+    model: nn.Module
+    objective: Objective
+    seeds: tuple[int, ...]
+    federations: tuple[Federation, ...]
+    params: tuple[Params, ...]
+
+
+def build_parts(settings: Settings, report: data.Report) -> Parts:
+    """Load the data, deal it out, and build the model, once per seed."""
+    seeds = tuple(range(settings.plan.seed, settings.plan.seed + settings.plan.seeds))
+    if not seeds:
+        raise InputError(f"settings: plan.seeds is {settings.plan.seeds}; it must be at least 1")
+    loaded = build_data(settings.data, report)
+    federations = tuple(deal_out(loaded, settings.data, seed) for seed in seeds)
+    models = [build_model(settings.model, federations[0], seed) for seed in seeds]
+    objective = _augmented(cross_entropy(models[0]), settings.data, federations[0])
+    return Parts(models[0], objective, seeds, federations, tuple(params_of(model) for model in models))
+
+
+def build_data(settings: DataSettings, report: data.Report) -> Dataset | Federation | list[Any]:
+    """A known data set, or whatever the user's function returns: a Dataset, a Federation, or one (x, y) pair per device."""
+    if ":" not in settings.source:
+        return data.load(settings.source, report=report)
+    made = named_function(settings.source, "data.source")()
+    if isinstance(made, Dataset | Federation):
+        return made
+    if isinstance(made, list | tuple):
+        return list(made)
+    raise InputError(
+        f"data: {settings.source} returned {type(made).__name__}; a Dataset, a Federation or a list of (x, y) was expected"
+    )
+
+
+def deal_out(loaded: Dataset | Federation | list[Any], settings: DataSettings, seed: int) -> Federation:
+    """The data set dealt to devices; data that come device by device are taken as they are."""
+    if isinstance(loaded, Federation):
+        return loaded
+    if isinstance(loaded, Dataset):
+        return data.deal(loaded, build_partition(settings), validation=settings.validation, seed=seed)
+    return from_tensors(loaded, validation=settings.validation, seed=seed)
+
+
+def build_partition(settings: DataSettings) -> Partition:
+    """Who gets what, by name."""
+    known: dict[str, Callable[[], Partition]] = {
+        "iid": lambda: data.iid(settings.devices),
+        "shards": lambda: data.shards(settings.devices, settings.classes_per_device),
+        "dirichlet": lambda: data.dirichlet(settings.devices, settings.alpha),
+    }
+    if settings.partition == "natural":
+        raise InputError(
+            "data: partition 'natural' needs to know whose each example is; "
+            "let data.source be a function of yours that returns one (x, y) pair per device"
+        )
+    return _known(settings.partition, known, "data.partition")()
+
+
+def build_model(settings: ModelSettings, federation: Federation, seed: int) -> nn.Module:
+    """The network, its weights drawn from the seed; the caller's random state is left as it was."""
+    examples = federation.train.examples
+    classes = int(examples.y.max()) + 1
+    known: dict[str, Callable[[], nn.Module]] = {
+        "mlp": lambda: mlp(examples.x[0].numel(), settings.hidden, classes),
+        "lenet5": lambda: lenet5(examples.x.shape[1], classes),
+    }
+    own = ":" in settings.name
+    make = named_function(settings.name, "model.name") if own else _known(settings.name, known, "model.name")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(stream(seed, "weights").integers(2**62)))
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: {settings.name} returned {type(model).__name__}; an nn.Module was expected")
+    return model
+
+
+def plain_model(name: str) -> nn.Module:
+    """A model by name alone, with the paper's sizes."""
+    known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "lenet5": lenet5}
+    model = named_function(name, "model")() if ":" in name else _known(name, known, "model")()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: {name} returned {type(model).__name__}; an nn.Module was expected")
+    return model
+
+
+def build_split(settings: Settings, model: nn.Module) -> Split:
+    """The split as named."""
+    return Split.of(model, local=settings.split.local, shared=settings.split.shared)
+
+
+def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Algorithm:
+    """An exported algorithm (or your own "module:function"), given what its signature asks for."""
+    exported = {name: getattr(algorithms, name) for name in algorithms.__all__}
+    own = ":" in case.algorithm
+    make = named_function(case.algorithm, "algorithm") if own else _known(case.algorithm, exported, "algorithm")
+    offered: dict[str, Callable[[], object]] = {
+        "split": lambda: build_split(settings, parts.model),
+        "devices": lambda: parts.federations[0].devices,
+    }
+    wanted = list(inspect.signature(make).parameters.values())[2:]
+    given = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
+    knobs = _knobs(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
+    made = make(parts.objective, build_optimiser(settings.optimiser, case.rate), **given, **knobs)
+    if not isinstance(made, Algorithm):
+        raise InputError(f"algorithm: {case.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected")
+    return made
+
+
+def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[str, Knob]:
+    """The case's knobs, held against the algorithm's signature."""
+    for name, value in case.knobs.items():
+        if name not in wanted:
+            known = {*wanted, "rounds", "after", "after_round", "rate"}
+            raise InputError(f"settings: {case.algorithm} has no knob '{name}'; {nearest(name, known)}")
+        if wanted[name].annotation in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise InputError(f"settings: {case.algorithm}.{name} is {value!r}; a number was expected")
+    for name, parameter in wanted.items():
+        if parameter.default is inspect.Parameter.empty and name not in case.knobs:
+            raise InputError(f"settings: {case.algorithm} needs the knob '{name}'; add it to the case")
+    return case.knobs
+
+
+def build_optimiser(settings: OptimiserSettings, rate: float | None = None) -> Optimiser:
+    """The optimiser, by name; a case may have a rate of its own."""
+    pace = settings.rate if rate is None else rate
+    known: dict[str, Callable[[], Optimiser]] = {
+        "sgd": lambda: sgd(pace, momentum=settings.momentum, weight_decay=settings.weight_decay, decay=settings.decay),
+        "adam": lambda: adam(pace, weight_decay=settings.weight_decay, decay=settings.decay),
+    }
+    return _known(settings.name, known, "optimiser.name")()
+
+
+def build_options(settings: Settings) -> Options:
+    """How to run."""
+    return Options(**{name: getattr(settings.run, name) for name in Options.__dataclass_fields__})
+
+
+def named_function(address: str, where: str) -> Callable[..., Any]:
+    """The function behind "module:function"."""
+    module, _, name = address.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"settings: {where} = '{address}' cannot be found ({error}); write it as module:function, importable from here"
+        ) from error
+    if not callable(found):
+        raise InputError(f"settings: {where} = '{address}' is no function; write it as module:function")
+    return found  # type: ignore[no-any-return]
+
+
+def _augmented(objective: Objective, settings: DataSettings, federation: Federation) -> Objective:
+    # after normalisation a black pixel is each channel's smallest value
+    images = federation.train.examples.x
+    known: dict[str, Callable[[], Objective]] = {
+        "none": lambda: objective,
+        "crop_and_flip": lambda: augmented(objective, data.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist()))),
+    }
+    return _known(settings.augment, known, "data.augment")()
+
+
+def _known(name: str, known: Mapping[str, Made], where: str) -> Made:
+    if name not in known:
+        raise InputError(f"settings: {where} is '{name}'; {nearest(name, known)}")
+    return known[name]

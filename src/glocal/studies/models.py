@@ -1,0 +1,37 @@
+"""The paper's networks (Liang et al. 2020, appendix C), layer by layer under names that a split can use."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import nn
+
+
+def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
+    """Linear layers layer1, layer2, ... with ReLU between; the defaults are the paper's MNIST network, 633,226 parameters."""
+    widths = [inputs, *hidden, classes]
+    parts: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
+    for number, (before, after) in enumerate(pairwise(widths), start=1):
+        parts.append((f"layer{number}", nn.Linear(before, after)))
+        parts.append((f"relu{number}", nn.ReLU()))
+    return nn.Sequential(OrderedDict(parts[:-1]))
+
+
+def lenet5(channels: int = 3, classes: int = 10) -> nn.Sequential:
+    """Conv 6@5, pool, conv 16@5, pool, fc 120, fc 100, fc: the paper's CIFAR-10 network for 32x32, 64,102 parameters."""
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](
+            conv1=nn.Conv2d(channels, 6, 5),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(6, 16, 5),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(16 * 5 * 5, 120),
+            relu3=nn.ReLU(),
+            fc2=nn.Linear(120, 100),
+            relu4=nn.ReLU(),
+            fc3=nn.Linear(100, classes),
+        )
+    )

@@ -1,0 +1,171 @@
+"""Run a study case by case in a folder of its own, from wherever the folder left off."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from glocal import data
+from glocal.algorithm import Algorithm
+from glocal.checkpoint import Progress
+from glocal.data.fetch import unreported
+from glocal.errors import InputError, nearest
+from glocal.federation import Federation
+from glocal.fitting import Case, Moment, Options, beginning, finish, placed, train, warm_params
+from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
+from glocal.sampling import Plan
+from glocal.studies.build import Parts, build_algorithm, build_options, build_parts
+from glocal.studies.settings import CaseSettings, Settings, from_dict
+from glocal.trees import Params
+from glocal.wire import Ledger
+
+
+class Step(NamedTuple):
+    """What a study's caller sees: a case's next round, or (moment None) its final results, one per seed."""
+
+    case: str
+    rounds: int
+    moment: Moment | None
+    results: list[Json]
+
+
+@dataclass(frozen=True)
+class Study:
+    """Settings, the parts made of them, and the folder they run in."""
+
+    settings: Settings
+    parts: Parts
+    options: Options
+    folder: Path
+
+
+def run_study(settings: Settings, folder: Path, *, report: data.Report = unreported) -> Iterator[Step]:
+    """All cases in order; what the folder has finished is not done again."""
+    _check_cases(settings)
+    study = Study(settings, build_parts(settings, report), build_options(settings), folder)
+    built = {name: build_algorithm(settings, case, study.parts) for name, case in settings.cases.items()}
+    _plans(settings)
+    write_json(folder / "settings.json", settings.as_dict())
+    write_json(folder / "federation.json", _who_has_what(study.parts.federations[0]))
+    for name, algorithm in built.items():
+        yield from _run_case(study, name, algorithm)
+    write_json(folder / "results.json", read_results(folder))
+
+
+def _who_has_what(federation: Federation) -> Json:
+    """How many examples of each class every device of the first seed holds."""
+    classes = int(federation.train.examples.y.max()) + 1
+    counts = {part: data.class_counts(getattr(federation, part), classes).tolist() for part in ("train", "test")}
+    return {"classes": classes, **counts}
+
+
+def read_settings(folder: Path) -> Settings:
+    """The settings that a run was started with."""
+    return from_dict(read_json(folder / "settings.json"))
+
+
+def read_results(folder: Path) -> dict[str, list[Json]]:
+    """Every finished case's results, one per seed."""
+    cases = read_settings(folder).cases
+    return {name: read_json(path) for name in cases if (path := case_folder(folder, name) / "result.json").exists()}
+
+
+def case_folder(folder: Path, name: str) -> Path:
+    """Where a case lives: its name in small letters and dashes."""
+    return folder / "cases" / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _run_case(study: Study, name: str, algorithm: Algorithm) -> Iterator[Step]:
+    folder, plan = case_folder(study.folder, name), _plans(study.settings)[name]
+    params, spent = _start(study, study.settings.cases[name])
+    case = placed(
+        Case(algorithm, study.parts.model, plan, study.parts.seeds, params, study.parts.federations, spent), study.options
+    )
+    progress = beginning(case, study.options, folder)
+    wanted = _snapshots_wanted(study.settings, name)
+    _keep_snapshot(folder, case, progress, wanted)
+    for moment in train(case, study.options, progress, folder):
+        progress = moment.progress
+        _keep_snapshot(folder, case, progress, wanted)
+        append_rows(folder / "timing.jsonl", [{"round": moment.rows[0]["round"], "seconds": moment.seconds}])
+        yield Step(name, plan.rounds, moment, [])
+    if not _already_tested(folder, progress, plan):
+        finish(case, study.options, progress, folder)
+    yield Step(name, plan.rounds, None, read_json(folder / "result.json"))
+
+
+def _already_tested(folder: Path, progress: Progress, plan: Plan) -> bool:
+    path = folder / "result.json"
+    return path.exists() and bool(read_json(path)[0]["rounds"] == plan.first_round + progress.done)
+
+
+def _start(study: Study, case: CaseSettings) -> tuple[tuple[Params, ...], tuple[Ledger, ...]]:
+    """Initial parameters and traffic so far: fresh, or as an earlier case had them."""
+    parts = study.parts
+    if case.after is None:
+        return parts.params, tuple(Ledger() for _ in parts.seeds)
+    tensors, about = read_tensors(_snapshot(case_folder(study.folder, case.after), _after_round(study.settings, case)))
+    params = tuple({name: tensors[f"{place}/{name}"] for name in parts.params[place]} for place in range(len(parts.seeds)))
+    return params, tuple(Ledger.from_dict(ledger) for ledger in about["ledgers"])
+
+
+def _keep_snapshot(folder: Path, case: Case, progress: Progress, wanted: set[int]) -> None:
+    """Keep the model of a round that a later case starts from."""
+    done = case.plan.first_round + progress.done
+    if done in wanted and not _snapshot(folder, done).exists():
+        models = [warm_params(case.algorithm, state) for state in progress.states]
+        tensors = {f"{place}/{name}": tensor for place, model in enumerate(models) for name, tensor in model.items()}
+        write_tensors(_snapshot(folder, done), tensors, {"ledgers": [ledger.as_dict() for ledger in progress.ledgers]})
+
+
+def _snapshot(folder: Path, round_index: int) -> Path:
+    return folder / "snapshots" / f"round-{round_index:05d}.safetensors"
+
+
+def _snapshots_wanted(settings: Settings, name: str) -> set[int]:
+    return {_after_round(settings, case) for case in settings.cases.values() if case.after == name}
+
+
+def _after_round(settings: Settings, case: CaseSettings) -> int:
+    assert case.after is not None
+    plan = _plans(settings)[case.after]
+    last = plan.first_round + plan.rounds
+    start = last if case.after_round is None else case.after_round
+    if not plan.first_round < start <= last:
+        raise InputError(
+            f"settings: after_round is {start}, but {case.after} runs from round {plan.first_round} to {last}; choose one of those"
+        )
+    return start
+
+
+def _plans(settings: Settings) -> dict[str, Plan]:
+    """Each case's plan; a case that starts after another continues its numbering."""
+    common = settings.plan
+    plans: dict[str, Plan] = {}
+    for name, case in settings.cases.items():
+        rounds = common.rounds if case.rounds is None else case.rounds
+        plans[name] = Plan(rounds, common.cohort, common.epochs, common.batch, common.seed)
+        if case.after is not None:
+            earlier = plans[case.after]
+            start = earlier.first_round + earlier.rounds if case.after_round is None else case.after_round
+            plans[name] = replace(plans[name], first_round=start)
+    return plans
+
+
+def _check_cases(settings: Settings) -> None:
+    """Refuse a study that could not run to its end, before it starts."""
+    if not settings.cases:
+        raise InputError("settings: there are no cases; add a table such as [cases.LG] with algorithm = 'lg_fedavg'")
+    seen: dict[Path, str] = {}
+    for name, case in settings.cases.items():
+        if case.after is not None and case.after not in seen.values():
+            raise InputError(
+                f"settings: cases.{name}.after is '{case.after}', which is no earlier case; {nearest(case.after, seen.values())}"
+            )
+        twin = seen.setdefault(case_folder(Path(), name), name)
+        if twin != name:
+            raise InputError(f"settings: the cases '{twin}' and '{name}' would share a folder; rename one")
+    for case in settings.cases.values():
+        if case.after is not None:
+            _after_round(settings, case)

@@ -1,0 +1,220 @@
+"""What a run is: a tree of frozen settings, read from TOML, with every mistake named where it stands."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from glocal.errors import InputError, nearest
+from glocal.keep import Json
+
+Table = TypeVar("Table")
+Knob = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which data, and who gets what; `source` is digits, mnist, cifar10 or your own "module:function"."""
+
+    source: str = "digits"
+    partition: str = "shards"
+    devices: int = 20
+    classes_per_device: int = 2
+    alpha: float = 0.5
+    validation: float = 0.1
+    augment: str = "none"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which network: mlp (with these hidden widths), lenet5, or your own "module:function"."""
+
+    name: str = "mlp"
+    hidden: tuple[int, ...] = (64, 32, 32, 32)
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """Which side is named: tensors, modules or globs."""
+
+    local: tuple[str, ...] | None = None
+    shared: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class OptimiserSettings:
+    """How a device descends: sgd or adam; the rate in round t is rate / (1 + decay * t)."""
+
+    name: str = "sgd"
+    rate: float = 0.05
+    momentum: float = 0.5
+    weight_decay: float = 0.0
+    decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """How long and with how many devices; `seeds` runs side by side, from `seed` on."""
+
+    rounds: int = 50
+    cohort: int = 5
+    epochs: int = 1
+    batch: int = 10
+    seed: int = 0
+    seeds: int = 1
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How to compute and how often to look: nothing here changes the numbers, but for select."""
+
+    device: str = "auto"
+    engine: str = "auto"
+    chunk: int | None = None
+    validate_every: int = 10
+    keep_every: int = 10
+    select: str = "last"
+
+
+@dataclass(frozen=True)
+class CaseSettings:
+    """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`."""
+
+    algorithm: str
+    rounds: int | None = None
+    after: str | None = None
+    after_round: int | None = None
+    rate: float | None = None
+    knobs: dict[str, Knob] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole study."""
+
+    name: str = "study"
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    split: SplitSettings = SplitSettings()
+    optimiser: OptimiserSettings = OptimiserSettings()
+    plan: PlanSettings = PlanSettings()
+    run: RunSettings = RunSettings()
+    cases: dict[str, CaseSettings] = field(default_factory=dict)
+
+    def as_dict(self) -> Json:
+        """As TOML would hold it: no entry for what is not set, knobs beside the algorithm."""
+        plain: Json = _without_none(asdict(self))
+        plain["cases"] = {name: case.pop("knobs") | case for name, case in plain["cases"].items()}
+        return plain
+
+
+def from_toml(path: Path, changes: Sequence[str] = ()) -> Settings:
+    """Read a TOML file; each change is "a.b=value"."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"settings: cannot read {path} ({error.strerror}); give a study's name or a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"settings: {path} is not TOML ({error})") from error
+    return from_dict({"name": path.stem, **table}, changes)
+
+
+def changed(settings: Settings, changes: Sequence[str]) -> Settings:
+    """The same study with some settings changed."""
+    return from_dict(settings.as_dict(), changes)
+
+
+def from_dict(table: Json, changes: Sequence[str] = ()) -> Settings:
+    """Settings from plain data, checked name by name and type by type."""
+    for change in changes:
+        table = _with_change(table, change)
+    cases = table.get("cases", {})
+    if not isinstance(cases, dict):
+        raise InputError(f"settings: cases is {cases!r}; tables [cases.NAME] were expected")
+    plain = {key: value for key, value in table.items() if key != "cases"}
+    settings = _read(Settings, plain, "")
+    read = {name: _read_case(case, name) for name, case in cases.items()}
+    return Settings(**{**{part.name: getattr(settings, part.name) for part in fields(settings)}, "cases": read})
+
+
+def _read_case(table: Any, name: str) -> CaseSettings:
+    """A case: what is not a setting of every case is a knob of its algorithm, checked when that is built."""
+    where = f"cases.{name}"
+    if not isinstance(table, dict):
+        raise InputError(f"settings: {where} is {table!r}; a table was expected")
+    known = {part.name for part in fields(CaseSettings)} - {"knobs"}
+    knobs = {key: value for key, value in table.items() if key not in known}
+    if "algorithm" not in table:
+        raise InputError(f"settings: {where} has no algorithm; add one, such as algorithm = 'lg_fedavg'")
+    for key, value in knobs.items():
+        if not isinstance(value, Knob):
+            raise InputError(f"settings: {where}.{key} is {value!r}; a number or a word was expected")
+    case = _read(CaseSettings, {key: value for key, value in table.items() if key in known}, where)
+    return CaseSettings(**{**asdict(case), "knobs": knobs})
+
+
+def _read(kind: type[Table], table: Mapping[str, Any], where: str) -> Table:
+    hints = get_type_hints(kind)
+    for key in table:
+        if key not in hints or key in ("knobs", "cases"):
+            known = [name for name in hints if name != "knobs"]
+            raise InputError(f"settings: unknown option '{_path(where, key)}'; {nearest(key, known)}")
+    return kind(**{key: _value(hints[key], value, _path(where, key)) for key, value in table.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """A value of the type that a setting has, or an error that names it."""
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return _read(kind, value, where)  # type: ignore[arg-type]
+    for option in get_args(kind) if get_origin(kind) is UnionType else (kind,):
+        if get_origin(option) is tuple and isinstance(value, list | tuple | str):
+            items = [value] if isinstance(value, str) else value
+            return tuple(_value(get_args(option)[0], item, where) for item in items)
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option) and isinstance(value, bool) == (option is bool):
+            return value
+    raise InputError(f"settings: {where} is {value!r}; {_spoken(kind)} was expected")
+
+
+def _spoken(kind: Any) -> str:
+    if is_dataclass(kind):
+        return "a table"
+    if get_origin(kind) is UnionType:
+        return " or ".join(_spoken(option) for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is tuple:
+        return f"a list, each item {_spoken(get_args(kind)[0])},"
+    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
+
+
+def _with_change(table: Json, change: str) -> Json:
+    """Plain data with one "a.b=value" put in; the value is TOML, or else a text as it stands."""
+    address, equals, text = change.partition("=")
+    keys = address.strip().split(".")
+    if not equals or not all(keys):
+        raise InputError(f"settings: '{change}' is no change; write it as section.option=value, such as plan.rounds=20")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    return _put(table, keys, value, change)
+
+
+def _put(table: Any, keys: Sequence[str], value: Any, change: str) -> Json:
+    if not isinstance(table, dict):
+        raise InputError(f"settings: '{change}' goes through a value that is no table; write section.option=value")
+    if len(keys) == 1:
+        return {**table, keys[0]: value}
+    return {**table, keys[0]: _put(table.get(keys[0], {}), keys[1:], value, change)}
+
+
+def _path(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _without_none(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _without_none(value) for key, value in data.items() if value is not None}
+    return list(data) if isinstance(data, tuple) else data

@@ -1,0 +1,6 @@
+"""What crosses between a device and the server: only shared trees, counted to the byte."""
+
+from glocal.wire.crossing import admit, pack, unpack
+from glocal.wire.ledger import Ledger, Traffic
+
+__all__ = ["Ledger", "Traffic", "admit", "pack", "unpack"]
