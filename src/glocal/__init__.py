@@ -1,7 +1,7 @@
 """Personalised federated learning with local and shared representations: think locally, act globally.
 
-Everything a user needs is here by name and is loaded when first asked for: importing glocal costs nothing. `__init__.pyi` beside this
-file tells type checkers where each name lives.
+Everything a user needs is here by name and is loaded when first asked for: importing glocal costs nothing. `__init__.pyi`
+beside this file tells type checkers where each name lives.
 """
 
 from importlib import import_module

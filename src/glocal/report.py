@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 from string import Template
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from glocal.errors import InputError
 from glocal.keep import Json, read_json, read_rows, whole_or_not_at_all, write_text
@@ -41,21 +42,24 @@ _MARKERS = {
 }
 # stand-ins that the page's own colours take the place of, so that a figure follows its theme
 _INK, _PAPER = "#0a0b0c", "#fafbfc"
-_WIDTH = 5.2  # inches; small enough for 10 pt to stay readable on a phone
-
-
-class Hatching(NamedTuple):
-    """How a bar is hatched: for matplotlib, and the same as a path for the legend."""
-
-    pattern: str
-    strokes: str
-
-
-_PURPOSES = {
-    "download": Hatching("", ""),
-    "upload": Hatching("////", "M2 12L14 0M10 12L22 0M18 12L30 0"),
-    "evaluation": Hatching("....", "M4 4h0M12 4h0M20 4h0M28 4h0M8 9h0M16 9h0M24 9h0"),
-    "ensemble": Hatching("xxxx", "M0 12L12 0M9 12L21 0M18 12L30 0M0 0L12 12M9 0L21 12M18 0L30 12"),
+_WIDTH = 5.0  # inches; small enough for 10 pt to stay readable on a phone
+_PERCENT = 100.0
+_STYLE: dict[str, Any] = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.15,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.8,
+    "lines.scale_dashes": False,
+    "font.sans-serif": ["DejaVu Sans", "sans-serif"],
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "glocal",
 }
 
 
@@ -65,6 +69,23 @@ class Look(NamedTuple):
     colour: str
     dash: tuple[float, ...]
     marker: str
+
+
+class Hatching(NamedTuple):
+    """How a part of a bar is drawn: matplotlib's pattern, and the same as a path for the legend."""
+
+    colour: str
+    pattern: str
+    strokes: str
+
+
+_LOCAL, _NEW = Look(_COLOURS[0], (), "o"), Look(_COLOURS[1], (), "D")
+_PURPOSES = {
+    "download": Hatching(_COLOURS[0], "", ""),
+    "upload": Hatching(_COLOURS[1], "///", "M2 12L14 0M10 12L22 0M18 12L30 0"),
+    "evaluation": Hatching(_COLOURS[2], "|||", "M3 0v12M9 0v12M15 0v12M21 0v12M27 0v12"),
+    "ensemble": Hatching(_COLOURS[3], "xxx", "M0 12L12 0M9 12L21 0M18 12L30 0M0 0L12 12M9 0L21 12M18 0L30 12"),
+}
 
 
 @dataclass(frozen=True)
@@ -123,11 +144,9 @@ def write_report(folder: Path) -> Path:
     with _ink_and_paper(_INK, _PAPER):
         sections = [_notice(run), _results(run), _figures(run), _devices(run), _settings(run)]
     page = Template(files("glocal").joinpath("report_page.html").read_text(encoding="utf-8"))
-    path = folder / "report.html"
-    write_text(
-        path, page.substitute(title=escape(run.settings.name), summary=_summary(run), sections="\n".join(filter(None, sections)))
-    )
-    return path
+    words = {"title": escape(run.settings.name), "summary": _summary(run), "sections": "\n".join(filter(None, sections))}
+    write_text(folder / "report.html", page.substitute(words))
+    return folder / "report.html"
 
 
 def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
@@ -140,7 +159,7 @@ def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
         raise InputError(f"draw: the counts have shape {table.shape}; a table (devices, classes) was expected")
     with _ink_and_paper("#1c2126", "#ffffff"), whole_or_not_at_all(path) as half:
         about: dict[str, None] = {"Date": None} if kind == "svg" else {"Software": None}
-        _heat_map(table).savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)  # type: ignore[arg-type]
+        _heat_map(table).savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)
     return path
 
 
@@ -170,26 +189,8 @@ def _inside(data: Json, address: Sequence[str]) -> Any:
 def _ink_and_paper(ink: str, paper: str) -> Iterator[None]:
     """Draw in these colours, whatever the user's own matplotlib settings say."""
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
-    ours: dict[str, Any] = {name: ink for name in inked} | {
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        "hatch.color": paper,
-        "hatch.linewidth": 0.8,
-        "lines.markeredgecolor": paper,
-        "font.size": 10,
-        "axes.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.alpha": 0.15,
-        "grid.linewidth": 0.6,
-        "lines.scale_dashes": False,
-        "text.parse_math": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "glocal",
-    }
-    with style.context(["default", ours]), warnings.catch_warnings():
+    coloured = {**dict.fromkeys(inked, ink), "hatch.color": paper, "lines.markeredgecolor": paper}
+    with style.context(["default", _STYLE | coloured]), warnings.catch_warnings():
         # the page's fonts draw a name that matplotlib's own cannot
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
@@ -200,40 +201,47 @@ def _summary(run: Run) -> str:
     plan, model = run.settings.plan, run.settings.model
     hidden = f" with hidden layers of {', '.join(map(str, model.hidden))}" if model.name == "mlp" else ""
     seeds = f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with the one seed {plan.seed}"
+    rounds = max((_last_round(run.settings, record.case) for record in run.records), default=0)
     sentences = [
         _told_data(run),
         f"The model is {model.name}{hidden}.",
-        *(_told_share(record, run.settings) for record in run.records),
-        f"{_several(len(run.records), 'case')} trained for up to {max((_last_round(run.settings, record.case) for record in run.records), default=0)} rounds, "
-        f"with {_several(plan.cohort, 'device')} in each round, {seeds}.",
+        _told_shares(run),
+        f"The study compares {_several(len(run.records), 'case')} over up to {_several(rounds, 'round')},",
+        f"{_several(plan.cohort, 'device')} taking part in each, {seeds}.",
     ]
     return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
 
 
 def _told_data(run: Run) -> str:
-    data = run.settings.data
+    data, counts = run.settings.data, run.counts
     dealt = {
         "shards": f", each with at most {_several(data.classes_per_device, 'class')}",
         "dirichlet": f", each class in proportions drawn from Dirichlet({data.alpha:g})",
         "iid": ", in equal shares at random",
     }
-    examples = (
-        f" {run.counts.sum():,} training examples of {_several(run.counts.shape[1], 'class')}" if run.counts is not None else ""
-    )
+    examples = "" if counts is None else f": {counts.sum():,} training examples of {_several(counts.shape[1], 'class')}"
     how = "" if ":" in data.source else dealt.get(data.partition, "")
-    return f"The data are {data.source}:{examples} on {_several(run.devices, 'device')}{how}."
+    return f"The data are {data.source}{examples} on {_several(run.devices, 'device')}{how}."
 
 
-def _told_share(record: Record, settings: Settings) -> str:
-    """What part of the model LG-FedAvg shares, worked out from what the paper's count grew by: M + cohort shared trees a round."""
-    rows = [row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]]
-    if record.case.algorithm != "lg_fedavg" or not record.finished or len(rows) < 2:
+def _told_shares(run: Run) -> str:
+    """What part of its model each LG-FedAvg case shares; cases that share the same are named together."""
+    shares: dict[str, list[str]] = {}
+    for record in run.records:
+        if record.case.algorithm == "lg_fedavg" and (share := _share(record, run.settings)):
+            shares.setdefault(share, []).append(record.name)
+    return " ".join(f"Shared in {', '.join(names)}: {share}." for share, names in shares.items())
+
+
+def _share(record: Record, settings: Settings) -> str:
+    """Worked out from what the paper's count grew by: M + cohort shared trees a round, and M local ones in the end."""
+    counts = [row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]]
+    if not record.finished or len(counts) < 2:
         return ""
-    result = record.results[0]
-    devices = len(result["devices"])
-    shared = (rows[-1] - rows[-2]) / (devices + settings.plan.cohort)
-    whole = shared + (result["ledger"]["paper"]["parameters"] - rows[-1]) / devices
-    return f"{record.name} shares {shared:,.0f} of its {whole:,.0f} parameters ({100 * shared / whole:.0f} %)."
+    devices = len(record.results[0]["devices"])
+    shared = (counts[-1] - counts[-2]) / (devices + settings.plan.cohort)
+    whole = shared + (record.results[0]["ledger"]["paper"]["parameters"] - counts[-1]) / devices
+    return f"{shared:,.0f} of {whole:,.0f} parameters ({_PERCENT * shared / max(1, whole):.0f} %)"
 
 
 def _first_round(settings: Settings, case: CaseSettings) -> int:
@@ -254,10 +262,10 @@ def _several(count: int, thing: str) -> str:
 
 def _notice(run: Run) -> str:
     """Which cases are still to be finished, if any."""
-    open_cases = [f"{escape(record.name)} ({_progress(run, record)})" for record in run.records if not record.finished]
-    if not open_cases:
+    unfinished = [f"{escape(record.name)} ({_progress(run, record)})" for record in run.records if not record.finished]
+    if not unfinished:
         return ""
-    return f'<p class="notice"><b>This run is not finished.</b> Still open: {", ".join(open_cases)}.</p>'
+    return f'<p class="notice"><b>This run is not finished.</b> Still open: {", ".join(unfinished)}.</p>'
 
 
 def _progress(run: Run, record: Record) -> str:
@@ -265,8 +273,9 @@ def _progress(run: Run, record: Record) -> str:
 
 
 class Column(NamedTuple):
-    """A column of the main table: which figure of a result, how it is written, and which value is best."""
+    """A column of the main table: its heads, which figure of a result, how it is written, and which value is best."""
 
+    group: str
     head: str
     address: tuple[str, ...]
     write: Callable[[Sequence[float]], str]
@@ -275,12 +284,12 @@ class Column(NamedTuple):
 
 def _columns() -> list[Column]:
     return [
-        Column("Local Test, %", ("local_test", "mean"), _percent, max),
-        Column("worst tenth, %", ("local_test", "worst_tenth"), _percent, max),
-        *(Column(f"{way}, %", ("new_test", way), _percent, max) for way in ("logits", "votes", "weights")),
-        Column("Bytes sent", ("ledger", "total", "bytes"), _bytes_of, min),
-        Column("Paper’s<br>parameters", ("ledger", "paper", "parameters"), _power_of_ten, min),
-        Column("Never<br>sampled", ("never_sampled",), _count, min),
+        Column("Local Test, %", "mean", ("local_test", "mean"), _percent, max),
+        Column("Local Test, %", "worst tenth", ("local_test", "worst_tenth"), _percent, max),
+        *(Column("New Test, %", way, ("new_test", way), _percent, max) for way in ("logits", "votes", "weights")),
+        Column("Sent", "bytes", ("ledger", "total", "bytes"), _bytes_of, min),
+        Column("Sent", "paper’s count", ("ledger", "paper", "parameters"), _power_of_ten, min),
+        Column("Devices", "never sampled", ("never_sampled",), _count, min),
     ]
 
 
@@ -290,8 +299,8 @@ def _percent(values: Sequence[float]) -> str:
     >>> _percent([0.5, 0.75])
     '62.5 ± 17.7'
     """
-    spread = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{100 * fmean(values):.1f}{spread}"
+    spread = f" ± {_PERCENT * stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{_PERCENT * fmean(values):.1f}{spread}"
 
 
 def _bytes_of(values: Sequence[float]) -> str:
@@ -310,9 +319,8 @@ def _human(size: float) -> str:
 
 def _unit(size: float) -> tuple[int, str]:
     """The largest decimal unit that a number of bytes fills."""
-    return next(
-        ((1000**power, name) for power, name in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")) if size >= 1000**power), (1, "B")
-    )
+    units = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (1000, "kB"))
+    return next((unit for unit in units if size >= unit[0]), (1, "B"))
 
 
 def _power_of_ten(values: Sequence[float]) -> str:
@@ -334,12 +342,17 @@ def _results(run: Run) -> str:
     columns = _columns()
     best = [_best(run, column) for column in columns]
     rows = "\n".join(_table_row(run, record, columns, best) for record in run.records)
-    heads = [f'<th scope="col">{column.head}</th>' for column in columns]
-    alone = [head.replace("<th", '<th rowspan="2"') for head in heads]
-    first = f'<th rowspan="2" scope="col" class="name">Case</th><th rowspan="2" scope="col" class="name">Algorithm</th>{"".join(alone[:2])}'
-    grouped = f'{first}<th colspan="3" scope="colgroup">New Test</th>{"".join(alone[5:])}'
-    table = f"<table><thead><tr>{grouped}</tr><tr>{''.join(heads[2:5])}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+    table = f"<table>{_table_head(columns)}\n<tbody>\n{rows}\n</tbody></table>"
     return f'<section><h2>Results</h2>\n{_scrolling(table, "Results by case")}\n<p class="note">{_table_note(run)}</p></section>'
+
+
+def _table_head(columns: Sequence[Column]) -> str:
+    """Two rows: groups of columns, then the columns."""
+    groups = [(group, len(list(same))) for group, same in groupby(column.group for column in columns)]
+    names = "".join(f'<th rowspan="2" scope="col" class="name">{name}</th>' for name in ("Case", "Algorithm"))
+    upper = "".join(f'<th colspan="{width}" scope="colgroup">{group}</th>' for group, width in groups)
+    lower = "".join(f'<th scope="col">{column.head}</th>' for column in columns)
+    return f"<thead><tr>{names}{upper}</tr>\n<tr>{lower}</tr></thead>"
 
 
 def _best(run: Run, column: Column) -> str | None:
@@ -350,33 +363,32 @@ def _best(run: Run, column: Column) -> str | None:
 
 
 def _table_row(run: Run, record: Record, columns: Sequence[Column], best: Sequence[str | None]) -> str:
-    case = record.case
-    name = f'{_mark(record.look)}<span class="long" title="{escape(record.name)}">{escape(record.name)}</span>'
+    case, name = record.case, escape(record.name)
     after = f'<span class="small">after {escape(case.after)}, round {_first_round(run.settings, case)}</span>' if case.after else ""
-    open_case = "" if record.finished else f'<span class="small">unfinished, {_progress(run, record)}</span>'
+    progress = "" if record.finished else f'<span class="small">unfinished, {_progress(run, record)}</span>'
+    head = f'{_mark(record.look)}<span class="long" title="{name}">{name}</span>{after}{progress}'
     cells = "".join(_cell(record, column, top) for column, top in zip(columns, best, strict=True))
-    return (
-        f'<tr><th scope="row" class="name">{name}{after}{open_case}</th><td class="name">{escape(case.algorithm)}</td>{cells}</tr>'
-    )
+    return f'<tr><th scope="row" class="name">{head}</th><td class="name">{escape(case.algorithm)}</td>{cells}</tr>'
 
 
 def _cell(record: Record, column: Column, best: str | None) -> str:
     values = record.figures(*column.address)
     if not values:
         return "<td>–</td>"
-    strong = column.write([fmean(values)]) == best
-    return f"<td><strong>{column.write(values)}</strong></td>" if strong else f"<td>{column.write(values)}</td>"
+    written = column.write(values)
+    return f"<td><strong>{written}</strong></td>" if column.write([fmean(values)]) == best else f"<td>{written}</td>"
 
 
 def _table_note(run: Run) -> str:
-    when = {"last": "after its last round", "best": "at the round that was best on validation data"}[run.settings.run.select]
-    spread = f"± is the standard deviation over {run.settings.plan.seeds} seeds. " if run.settings.plan.seeds > 1 else ""
+    seeds, select = run.settings.plan.seeds, run.settings.run.select
+    when = {"last": "after its last round", "best": "at the round that was best on validation data"}.get(select, select)
+    spread = f"± is the standard deviation over {seeds} seeds. " if seeds > 1 else ""
     return (
-        f"Each case was tested {when}. Local Test: each device’s own model on its own test data, mean over devices; worst tenth: the mean "
-        f"over the tenth of devices that fare worst. New Test: the ensemble of all trained devices on everyone’s test data, by averaged "
-        f"logits, majority vote or averaged weights. {spread}Bytes sent are counted as they cross the wire, evaluation and a warm start "
-        f"included; the paper’s parameters are counted as Liang et al. (2020) do: every device receives in every round. Never sampled: "
-        f"devices that took part in no round of the case. The best value of a column is bold."
+        f"Each case was tested {when}; the best value of a column is bold. Local Test: each device’s own model on its own test "
+        "data, as the mean over devices and over the tenth of them that fare worst. New Test: the ensemble of all trained devices "
+        f"on everyone’s test data, by averaged logits, majority vote or averaged weights. {spread}Sent: bytes as they cross the "
+        "wire, evaluation and a warm start included; the paper’s count is in parameters, as if every device received in every "
+        "round (Liang et al. 2020). Never sampled: devices that took part in no round of the case."
     )
 
 
@@ -393,6 +405,13 @@ def _mark(look: Look) -> str:
     return f'<svg class="mark" viewBox="0 0 30 12" aria-hidden="true">{line}{marker}</svg>'
 
 
+def _patch(hatching: Hatching) -> str:
+    """A piece of a bar."""
+    bar = f'<path d="M0 0h30v12H0z" fill="{hatching.colour}"/>'
+    strokes = f'<path d="{hatching.strokes}" stroke="var(--card)" stroke-width="1.2" fill="none"/>' if hatching.strokes else ""
+    return f'<svg class="mark" viewBox="0 0 30 12" aria-hidden="true">{bar}{strokes}</svg>'
+
+
 def _figures(run: Run) -> str:
     """All figures that there are measurements for."""
     drawn = [drawing for draw in (_validation, _economy, _tests, _spread, _loss, _purposes) if (drawing := draw(run))]
@@ -402,7 +421,7 @@ def _figures(run: Run) -> str:
     return f'<section><h2>Figures</h2>\n<div class="figures">\n{shown}\n</div></section>'
 
 
-def _shown(drawing: Drawing, name: str, kind: str = "plain") -> str:
+def _shown(drawing: Drawing, name: str, *, kind: str = "plain") -> str:
     key = f'<ul class="key">{drawing.key}</ul>' if drawing.key else ""
     caption = f"<figcaption><b>{drawing.title}</b> {drawing.caption}</figcaption>"
     return f'<figure class="{kind}"><div>{_svg(drawing.figure, name, drawing.title)}{key}</div>{caption}</figure>'
@@ -412,11 +431,12 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     """A figure as inline SVG: ids of its own, no metadata, and the page's colours in place of the stand-ins."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    body = buffer.getvalue().partition("<svg")[2].partition(">")
-    drawn = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", body[2], flags=re.DOTALL)
-    box = re.search(r'viewBox="[^"]*"', body[0])
-    head = f'<svg class="plot" role="img" aria-label="{escape(label)}" {box.group() if box else ""} xmlns:xlink="http://www.w3.org/1999/xlink">'
-    return head + re.sub(r"<[^>]*>", lambda tag: _themed(tag.group(), name), drawn).strip()
+    _, _, drawn = buffer.getvalue().partition("<svg")
+    _, _, inner = drawn.partition(">")
+    inner = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", inner, flags=re.DOTALL)
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    head = f'<svg class="plot" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}">'
+    return head + re.sub(r"<[^>]*>", lambda tag: _themed(tag.group(), name), inner).strip()
 
 
 def _themed(tag: str, name: str) -> str:
@@ -464,22 +484,15 @@ def _bytes_so_far(rows: Sequence[Json]) -> float:
     return fmean(row["bytes"] for row in rows)
 
 
-def _trace(axes: Axes, look: Look, curve: Curve, scale: float = 1.0) -> None:
+def _trace(axes: Axes, look: Look, curve: Curve, *, scale: float = 1.0) -> None:
     """The mean as a line with some markers, the seeds' range as a band."""
     low, mean, high = ([scale * of(values) for values in curve.values] for of in (min, fmean, max))
     axes.fill_between(curve.places, low, high, color=look.colour, alpha=0.16, linewidth=0)
     dashes = (0, look.dash) if look.dash else "solid"
-    every = max(1, len(mean) // 8)
-    axes.plot(
-        curve.places,
-        mean,
-        color=look.colour,
-        linestyle=dashes,
-        linewidth=1.8,
-        marker=look.marker,
-        markersize=5.5,
-        markevery=(every - 1, every),
-    )
+    every = max(1, min(len(mean) // 2, 1 + len(mean) // 8))
+    # lines that lie on each other show their markers in turn
+    marked = (list(_MARKERS).index(look.marker) % every, every)
+    axes.plot(curve.places, mean, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, markevery=marked)
 
 
 def _validation(run: Run) -> Drawing | None:
@@ -489,12 +502,12 @@ def _validation(run: Run) -> Drawing | None:
         return None
     figure, axes = _panel()
     for record, curve in seen:
-        _trace(axes, record.look, curve, 100)
+        _trace(axes, record.look, curve, scale=_PERCENT)
     axes.set(xlabel="round", ylabel="validation accuracy, %")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     caption = (
-        "How well the devices’ own models do on their own validation data, as training goes on: the mean over devices, measured every "
-        f"{_several(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
+        "How well the devices’ own models do on their own validation data, as training goes on: the mean over devices, measured "
+        f"every {_several(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
     )
     return Drawing(figure, "Validation accuracy by round", caption, _key([record for record, _ in seen]))
 
@@ -508,36 +521,34 @@ def _economy(run: Run) -> Drawing | None:
         return None
     figure, axes = _panel()
     for record, curve in sending:
-        _trace(axes, record.look, curve, 100)
-    _scale_bytes(axes, [place for _, curve in sending for place in curve.places if place])
-    ends = axes.get_xlim()
+        _trace(axes, record.look, curve, scale=_PERCENT)
+    ends = _scale_bytes(axes, [place for _, curve in sending for place in curve.places if place])
     for record, curve in silent:
-        _trace(axes, record.look, Curve(list(np.geomspace(*ends, 9)), [curve.values[-1]] * 9), 100)
+        _trace(axes, record.look, Curve(list(np.linspace(*ends, 9)), [curve.values[-1]] * 9), scale=_PERCENT)
     axes.set(xlabel="sent so far", ylabel="validation accuracy, %", xlim=ends)
-    warm = (
-        " A case that goes on from another begins with what that one had sent."
-        if any(record.case.after for record in run.records)
-        else ""
-    )
-    level = " A case that sends nothing while it trains is a level line at its last value." if silent else ""
-    caption = f"What accuracy costs: the same measurements against all bytes sent until then, evaluation included.{warm}{level} {_over_seeds(run)}"
-    return Drawing(figure, "Validation accuracy by bytes sent", caption, _key([record for record, _ in sending + silent]))
+    caption = "What accuracy costs: the same measurements against all bytes sent until then, evaluation included."
+    if any(record.case.after for record, _ in sending):
+        caption += " A case that goes on from another begins with what that one had sent."
+    if silent:
+        caption += " A case that sends nothing while it trains is a level line at its last value."
+    shown = [record for record in run.records if record.rows]
+    return Drawing(figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", _key(shown))
 
 
-def _scale_bytes(axes: Axes, places: Sequence[float]) -> None:
-    """An axis in bytes, from the least sent to the most; logarithmic where that spans more than a factor of 20."""
+def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:
+    """An axis in bytes and its ends; logarithmic where the most is more than 20 times the least."""
     low, high = min(places), max(places)
+    unit, _ = _unit(high)
+    ticks: Locator = FixedLocator([unit * tick for tick in MaxNLocator(6).tick_values(0, high / unit)])
+    ends = 0.0, 1.05 * high
     if high > 20 * low:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high < 1000 * low else (1,)))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlim(low / 1.15, high * 1.15)
-    else:
-        unit = _unit(high)[0]
-        ticks = [unit * tick for tick in MaxNLocator(6).tick_values(0, high / unit)]
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
-        axes.set_xlim(min(low, 0.05 * high), 1.05 * high)
+        ticks = LogLocator(subs=(1, 3) if high < 1000 * low else (1,))
+        ends = low / 1.15, high * 1.15
+    axes.xaxis.set_major_locator(ticks)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _human(size).replace(".0 ", " ")))
+    return ends
 
 
 def _rungs(records: Sequence[Record]) -> tuple[Figure, Axes]:
@@ -545,6 +556,7 @@ def _rungs(records: Sequence[Record]) -> tuple[Figure, Axes]:
     figure, axes = _panel(max(2.4, 1.0 + 0.46 * len(records)))
     axes.set_yticks(range(len(records)), [_short(record.name) for record in records])
     axes.set_ylim(len(records) - 0.45, -0.55)
+    axes.margins(x=0.04)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(visible=False, axis="y")
@@ -562,37 +574,27 @@ def _tests(run: Run) -> Drawing | None:
         return None
     figure, axes = _rungs(records)
     for place, record in enumerate(records):
-        _dots(axes, place - 0.12, record.figures("local_test", "mean"), _LOCAL)
-        _dots(axes, place + 0.12, record.figures("new_test", "logits"), _NEW)
+        _dot(axes, place - 0.12, record.figures("local_test", "mean"), _LOCAL)
+        _dot(axes, place + 0.12, record.figures("new_test", "logits"), _NEW)
     axes.set(xlabel="accuracy, %")
-    bars = (
-        f" Dots are means over {run.settings.plan.seeds} seeds, bars one standard deviation." if run.settings.plan.seeds > 1 else ""
-    )
+    seeds = run.settings.plan.seeds
+    bars = f" Marks are means over {seeds} seeds, bars reach one standard deviation to either side." if seeds > 1 else ""
     caption = (
-        "Good for those who took part, and for newcomers? Local Test is each device’s own model on its own test data; New Test is the "
-        f"ensemble of all trained devices (averaged logits) on everyone’s test data.{bars}"
+        "Good for those who took part, and for newcomers? Local Test is each device’s own model on its own test data; New Test is "
+        f"the ensemble of all trained devices (averaged logits) on everyone’s test data.{bars}"
     )
     key = f"<li>{_mark(_LOCAL)}Local Test</li><li>{_mark(_NEW)}New Test</li>"
     return Drawing(figure, "Local Test and New Test", caption, key)
 
 
-_LOCAL, _NEW = Look(_COLOURS[0], (), "o"), Look(_COLOURS[1], (), "D")
-
-
-def _dots(axes: Axes, place: float, values: Sequence[float], look: Look) -> None:
-    if values:
-        error = 100 * stdev(values) if len(values) > 1 else 0.0
-        axes.errorbar(
-            100 * fmean(values),
-            place,
-            xerr=error,
-            color=look.colour,
-            marker=look.marker,
-            markersize=7.5,
-            capsize=3,
-            elinewidth=1.6,
-            linestyle="none",
-        )
+def _dot(axes: Axes, place: float, values: Sequence[float], look: Look) -> None:
+    """The mean over seeds, with its standard deviation."""
+    if not values:
+        return
+    middle = _PERCENT * fmean(values)
+    error = _PERCENT * stdev(values) if len(values) > 1 else 0.0
+    axes.plot([middle - error, middle + error], [place, place], color=look.colour, linewidth=1.6)
+    axes.plot(middle, place, color=look.colour, marker=look.marker, markersize=7.5)
 
 
 def _spread(run: Run) -> Drawing | None:
@@ -603,16 +605,17 @@ def _spread(run: Run) -> Drawing | None:
     figure, axes = _rungs(records)
     for place, record in enumerate(records):
         _box(axes, place, np.array(_accuracies(record)), record.look)
+    axes.use_sticky_edges = False  # else points at 100 % are cut in half
     axes.set(xlabel="Local Test of one device, %")
     caption = (
-        f"Who is left behind? One point for each device (seed {records[0].results[0]['seed']}): its own model on its own test data. The box "
-        "holds the middle half of the devices, the line in it is the median."
+        f"Who is left behind? One point for each device of seed {records[0].results[0]['seed']}: its own model on its own test "
+        "data. The box holds the middle half of the devices, the line in it is the median."
     )
     return Drawing(figure, "Local Test over devices", caption)
 
 
 def _accuracies(record: Record) -> list[float]:
-    return [100 * device["local_test"] for device in record.results[0]["devices"] if device["local_test"] is not None]
+    return [_PERCENT * device["local_test"] for device in record.results[0]["devices"] if device["local_test"] is not None]
 
 
 def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], look: Look) -> None:
@@ -620,10 +623,8 @@ def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], look: Look) ->
     axes.barh(place, third - first, left=first, height=0.62, color=look.colour, alpha=0.2)
     axes.plot([median, median], [place - 0.31, place + 0.31], color=look.colour, linewidth=2)
     # multiples of the golden ratio lie evenly apart, however many there are
-    heights = place + 0.46 * (np.arange(len(values)) * 0.6180339887 % 1 - 0.5)
-    axes.plot(
-        values, heights, color=look.colour, marker=look.marker, markersize=4.2, markeredgewidth=0.4, linestyle="none", alpha=0.8
-    )
+    heights = place + 0.5 * (np.arange(len(values)) * 0.6180339887 % 1 - 0.5)
+    axes.scatter(values, heights, s=20, color=look.colour, marker=look.marker, edgecolors=_PAPER, linewidths=0.5, alpha=0.85)
 
 
 def _loss(run: Run) -> Drawing | None:
@@ -662,64 +663,34 @@ def _purposes(run: Run) -> Drawing | None:
     figure, axes = _rungs(records)
     unit, name = _unit(max(fmean(record.figures("ledger", "total", "bytes")) for record in records))
     left = np.zeros(len(records))
-    for (purpose, hatching), colour in zip(_PURPOSES.items(), _COLOURS[:4], strict=True):
+    for purpose, hatching in _PURPOSES.items():
         width = np.array([fmean(record.figures("ledger", purpose, "bytes")) / unit for record in records])
-        axes.barh(range(len(records)), width, left=left, height=0.58, color=colour, hatch=hatching.pattern, linewidth=0)
+        axes.barh(range(len(records)), width, left=left, height=0.58, color=hatching.colour, hatch=hatching.pattern, linewidth=0)
         left += width
     axes.set(xlabel=f"sent, {name}")
-    key = "".join(f"<li>{_patch(purpose, colour)}{purpose}</li>" for purpose, colour in zip(_PURPOSES, _COLOURS[:4], strict=True))
     caption = (
         "What the bytes were for: the shared part sent to the devices of each round (download) and back (upload), to devices that "
-        "validate and test it (evaluation), and local parts sent once for the New Test (ensemble). As counted on the wire, mean over seeds."
+        "validate and test it (evaluation), and local parts sent once for the New Test (ensemble). As counted on the wire; the "
+        "mean over seeds."
     )
+    key = "".join(f"<li>{_patch(hatching)}{purpose}</li>" for purpose, hatching in _PURPOSES.items())
     return Drawing(figure, "Bytes by purpose", caption, key)
-
-
-def _patch(purpose: str, colour: str) -> str:
-    """A piece of a bar, with its hatching."""
-    strokes = f'<path d="{_PURPOSES[purpose].strokes}" stroke="var(--card)" stroke-width="1.4" stroke-linecap="round" fill="none"/>'
-    return f'<svg class="mark" viewBox="0 0 30 12" aria-hidden="true"><path d="M0 0h30v12H0z" fill="{colour}"/>{strokes}</svg>'
-
-
-def _heat_map(counts: Integers) -> Figure:
-    """Devices from left to right, classes from the bottom up; the more examples, the stronger the colour."""
-    figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
-    axes, scale = figure.subplots(1, 2, width_ratios=(30, 1))
-    axes.imshow(_tinted(counts.T, counts.max()), aspect="auto", origin="lower", interpolation="none")
-    axes.set(xlabel="device", ylabel="class")
-    for axis, length in ((axes.xaxis, len(counts)), (axes.yaxis, counts.shape[1])):
-        axis.set_major_locator(MaxNLocator(min(10, length), integer=True, steps=[1, 2, 5, 10]))
-    ramp = np.linspace(0, counts.max(), 64)[:, None]
-    scale.imshow(_tinted(ramp, counts.max()), aspect="auto", origin="lower", extent=(0, 1, 0, max(1, counts.max())))
-    scale.set(xticks=[], title="examples")
-    scale.title.set_fontsize(9)
-    scale.yaxis.tick_right()
-    for part in (axes, scale):
-        part.grid(visible=False)
-        part.spines[:].set_visible(False)
-    return figure
-
-
-def _tinted(counts: npt.NDArray[Any], highest: int) -> npt.NDArray[np.float64]:
-    """One colour, seen through where there is little (..., 4): nothing is the paper itself, one example can be told from none."""
-    colour = [int(_COLOURS[0][place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    strength = np.where(counts > 0, 0.12 + 0.88 * counts / max(1, highest), 0.0)
-    return np.concatenate([np.broadcast_to(colour, (*counts.shape, 3)), strength[..., None]], axis=-1)
 
 
 def _devices(run: Run) -> str:
     """Who has which classes, and each case's table of devices."""
     tables = [_device_table(record) for record in run.records if record.results]
     if run.counts is not None:
-        tables.insert(0, _shown(_classes(run, run.counts), "classes", "beside"))
+        tables.insert(0, _shown(_classes(run, run.counts), "classes", kind="beside"))
     return "\n".join(["<section><h2>Devices</h2>", *tables, "</section>"]) if tables else ""
 
 
 def _classes(run: Run, counts: Integers) -> Drawing:
     held = np.count_nonzero(counts, axis=1)
     caption = (
-        f"Training examples by device and class, as dealt to the {_several(len(counts), 'device')} of seed {run.settings.plan.seed}: the "
-        f"stronger the colour, the more. A device holds {_range(held)} classes and {_range(counts.sum(axis=1))} examples."
+        f"Training examples by device and class, as dealt to the {_several(len(counts), 'device')} of seed "
+        f"{run.settings.plan.seed}: the stronger the colour, the more. Classes on one device: {_range(held)}; "
+        f"training examples on one device: {_range(counts.sum(axis=1))}."
     )
     return Drawing(_heat_map(counts), "Who has which classes", caption)
 
@@ -729,10 +700,37 @@ def _range(values: Integers) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
+def _heat_map(counts: Integers) -> Figure:
+    """Devices from left to right, classes from the bottom up; the more examples, the stronger the colour."""
+    highest = max(1, int(counts.max()))
+    figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
+    axes, scale = figure.subplots(1, 2, width_ratios=(30, 1))
+    axes.imshow(_tinted(counts.T / highest), aspect="auto", origin="lower", interpolation="none")
+    axes.set(xlabel="device", ylabel="class")
+    for axis, length in ((axes.xaxis, len(counts)), (axes.yaxis, counts.shape[1])):
+        axis.set_major_locator(MaxNLocator(min(10, length), integer=True, steps=[1, 2, 5, 10]))
+    scale.imshow(_tinted(np.linspace(0, 1, 64)[:, None]), aspect="auto", origin="lower", extent=(0, 1, 0, highest))
+    scale.set(xticks=[], ylabel="examples")
+    scale.yaxis.tick_right()
+    scale.yaxis.set_label_position("right")
+    scale.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    scale.spines[:].set_visible(False)
+    for part in (axes, scale):
+        part.grid(visible=False)
+    return figure
+
+
+def _tinted(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """One colour over the paper (..., 4): nothing where there is none, and little can still be told from none."""
+    colour = [int(_COLOURS[0][place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    strength = np.where(shares > 0, 0.12 + 0.88 * shares, 0.0)
+    return np.concatenate([np.broadcast_to(colour, (*shares.shape, 3)), strength[..., None]], axis=-1)
+
+
 def _device_table(record: Record) -> str:
     result = record.results[0]
     heads = ("Device", "Training examples", "Validation examples", "Test examples", "Times sampled", "Local Test, %")
-    head = "".join(f'<th scope="col">{words.replace(" ", "<br>", 1)}</th>' for words in heads)
+    head = "".join(f'<th scope="col">{words}</th>' for words in heads)
     rows = "\n".join(_device_row(device) for device in result["devices"])
     table = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
     summary = f'{_mark(record.look)}{escape(record.name)} <span class="note">seed {result["seed"]}</span>'
@@ -740,7 +738,7 @@ def _device_table(record: Record) -> str:
 
 
 def _device_row(device: Json) -> str:
-    accuracy = "–" if device["local_test"] is None else f"{100 * device['local_test']:.1f}"
+    accuracy = "–" if device["local_test"] is None else f"{_PERCENT * device['local_test']:.1f}"
     cells = "".join(f"<td>{device[column]}</td>" for column in ("train", "val", "test", "sampled"))
     return f'<tr><th scope="row">{device["device"]}</th>{cells}<td>{accuracy}</td></tr>'
 
@@ -748,6 +746,4 @@ def _device_row(device: Json) -> str:
 def _settings(run: Run) -> str:
     text = escape(json.dumps(run.settings.as_dict(), indent=2, ensure_ascii=False))
     box = _scrolling(f"<pre>{text}</pre>", "Settings")
-    return (
-        f"<section><h2>Settings</h2>\n<details><summary>Everything this run was started with</summary>\n{box}</details></section>"
-    )
+    return f"<section><h2>Settings</h2>\n<details><summary>What this run was started with</summary>\n{box}</details></section>"

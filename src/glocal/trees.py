@@ -64,11 +64,10 @@ def mean(stacked: Params, weights: Tensor) -> Params:
 
 
 def _weighted(tensor: Tensor, shares: Tensor) -> Tensor:
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    summed: Tensor = torch.tensordot(
-        shares.to(torch.double if whole else tensor.dtype), tensor.double() if whole else tensor, dims=1
-    )
-    return summed.round().to(tensor.dtype) if whole else summed
+    counts = not (tensor.is_floating_point() or tensor.is_complex())
+    values = tensor.double() if counts else tensor
+    summed: Tensor = torch.tensordot(shares.to(values.dtype), values, dims=1)
+    return summed.round().to(tensor.dtype) if counts else summed
 
 
 def add(left: Params, right: Params) -> Params:

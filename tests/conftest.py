@@ -1,0 +1,15 @@
+"""Tests run with one thread each: small steps gain nothing from more, and the workers share the cores."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Nothing that a test loads may come from, or end in, the user's own cache."""
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

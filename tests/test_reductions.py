@@ -1,0 +1,107 @@
+"""A knob at its end turns one algorithm into another."""
+
+import torch
+import world
+from torch import nn
+
+from glocal import trees
+from glocal.algorithms import fedavg, fedprox, lg_fedavg, local_only, mtl
+from glocal.backends import simulate
+from glocal.federation import from_tensors
+from glocal.modules import params_of
+from glocal.optimisers import adam, sgd
+from glocal.sampling import Plan, visiting_order
+from glocal.split import Split
+from glocal.training import cross_entropy
+
+PLAN = Plan(rounds=5, cohort=4, epochs=2, batch=5)
+SGD = sgd(0.1, momentum=0.5)
+
+
+def run(make, model):
+    return world.last(simulate(make(cross_entropy(model), SGD), params_of(model), world.federation().train, PLAN))[0]
+
+
+def personal(make, model):
+    """Every device's personal model at the end."""
+    algorithm, state = make(cross_entropy(model), SGD), run(make, model)
+    return [algorithm.personal(state.shared, state.private.of(device)) for device in range(len(world.SIZES))]
+
+
+def same(left, right):
+    return all(trees.same_bits({name: tree[name] for name in other}, other) for tree, other in zip(left, right, strict=True))
+
+
+def test_lg_with_nothing_local_is_fedavg():
+    for make in world.MODELS.values():
+        model = world.seeded(make)
+        split = Split.of(model, local=[])
+        assert same(personal(lambda o, s, split=split: lg_fedavg(o, s, split=split), model), personal(fedavg, model))
+
+
+def test_lg_with_everything_local_is_local_only():
+    for make in world.MODELS.values():
+        model = world.seeded(make)
+        split = Split.of(model, shared=[])
+        assert same(personal(lambda o, s, split=split: lg_fedavg(o, s, split=split), model), personal(local_only, model))
+
+
+def test_fedprox_without_a_pull_is_fedavg():
+    model = world.seeded(world.with_batch_norm)
+    assert same(personal(lambda o, s: fedprox(o, s, mu=0.0), model), personal(fedavg, model))
+
+
+def test_fedprox_with_a_pull_is_not_fedavg():
+    model = world.seeded(world.plain)
+    assert not same(personal(lambda o, s: fedprox(o, s, mu=1.0), model), personal(fedavg, model))
+
+
+def test_mtl_without_a_tie_is_local_only():
+    model = world.seeded(world.with_batch_norm)
+    assert same(personal(lambda o, s: mtl(o, s, devices=6, tie=0.0), model), personal(local_only, model))
+
+
+def test_fedavg_on_one_device_is_torch_sgd_by_hand():
+    for options in ({}, {"momentum": 0.5}, {"momentum": 0.9, "weight_decay": 0.01}):
+        by_hand = trained_by_hand(world.with_batch_norm, lambda p, options=options: torch.optim.SGD(p, 0.1, **options))
+        assert world.distance(trained_by_us(world.with_batch_norm, sgd(0.1, **options)), by_hand) < 1e-5
+
+
+def test_adam_is_torch_adam_by_hand():
+    for weight_decay in (0.0, 0.01):
+        by_hand = trained_by_hand(world.plain, lambda p, wd=weight_decay: torch.optim.Adam(p, 0.01, weight_decay=wd))
+        assert world.distance(trained_by_us(world.plain, adam(0.01, weight_decay=weight_decay)), by_hand) < 1e-5
+
+
+ALONE = Plan(rounds=1, cohort=1, epochs=3, batch=4)
+
+
+def trained_by_us(make, optimiser):
+    model = world.seeded(make)
+    federation = from_tensors(world.devices((23,)), test=0.0, validation=0.0)
+    return world.last(simulate(fedavg(cross_entropy(model), optimiser), params_of(model), federation.train, ALONE))[0].shared
+
+
+def trained_by_hand(make, make_optimiser):
+    model = world.seeded(make)
+    (x, y), optimiser = world.devices((23,))[0], make_optimiser(model.parameters())
+    for rows in visiting_order(ALONE, 23, 0, 0):
+        rows = torch.from_numpy(rows[rows >= 0])
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimiser.step()
+    return params_of(model)
+
+
+def test_the_rate_decays_from_round_to_round():
+    model = world.seeded(world.plain)
+    federation = from_tensors(world.devices((8,)), test=0.0, validation=0.0)
+    plan = Plan(rounds=1, cohort=1, batch=8, first_round=3)
+    start = params_of(model)
+
+    def moved(optimiser):
+        shared = world.last(simulate(fedavg(cross_entropy(model), optimiser), start, federation.train, plan))[0].shared
+        return trees.subtract(shared, start)
+
+    whole, decayed = moved(sgd(0.1)), moved(sgd(0.1, decay=1.0))
+    assert world.distance({name: 4 * tensor for name, tensor in decayed.items()}, whole) < 1e-6  # 1 / (1 + 1.0 * 3)

@@ -1,0 +1,331 @@
+"""The report: one page that opens anywhere, from runs of every shape."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+
+from glocal.errors import InputError
+from glocal.report import draw_classes, write_report
+from glocal.studies.run import case_folder
+
+DEVICES, CLASSES, SHARED, LOCAL = 6, 4, 30, 70
+
+
+def ledger(rounds: int) -> dict[str, dict[str, int]]:
+    sent = {"download": 2 * SHARED * rounds, "upload": 2 * SHARED * rounds, "evaluation": 40, "ensemble": LOCAL * DEVICES}
+    amounts = {**sent, "total": sum(sent.values()), "paper": SHARED * (DEVICES + 2) * rounds + LOCAL * DEVICES}
+    return {part: {"parameters": count, "bytes": 4 * count} for part, count in amounts.items()}
+
+
+def result(seed: int, quality: float, rounds: int) -> dict[str, Any]:
+    devices = [
+        {"device": device, "train": 30 + device, "val": 3, "test": 9, "sampled": device, "local_test": quality - device / 50}
+        for device in range(DEVICES)
+    ]
+    spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality}
+    ways = {"logits": quality - 0.2, "votes": quality - 0.3, "weights": quality - 0.4}
+    figures = {"local_test": spread, "new_test": ways, "validation": spread, "never_sampled": 1, "ledger": ledger(rounds)}
+    return {"seed": seed, "algorithm": "any", "rounds": rounds, "selected_round": rounds, **figures, "devices": devices}
+
+
+def rows(seeds: int, rounds: int, quality: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "seed": seed,
+            "round": done,
+            "loss": 2 / (1 + done) + seed / 10,
+            "validation": quality * (done + 1) / rounds if done % 2 else None,
+            "bytes": 16 * SHARED * (done + 1),
+            "paper_parameters": SHARED * (DEVICES + 2) * (done + 1),
+        }
+        for done in range(rounds)
+        for seed in range(seeds)
+    ]
+
+
+def write(path: Path, data: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path:
+    """A finished run of these cases, LG-FedAvg all of them, each a little better than the one before."""
+    cases = {name: {"algorithm": "lg_fedavg"} for name in names}
+    plan = {"rounds": rounds, "cohort": 2, "seeds": seeds}
+    write(folder / "settings.json", {"name": "toy", "data": {"devices": DEVICES}, "plan": plan, "cases": cases})
+    counts = (np.arange(DEVICES * CLASSES).reshape(DEVICES, CLASSES) % 3).tolist()
+    write(folder / "federation.json", {"classes": CLASSES, "train": counts, "test": counts})
+    for place, name in enumerate(names):
+        home, quality = case_folder(folder, name), 0.7 + 0.05 * place
+        write(home / "result.json", [result(seed, quality + seed / 100, rounds) for seed in range(seeds)])
+        lines = [json.dumps(row) + "\n" for row in rows(seeds, rounds, quality)]
+        (home / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def page_of(folder: Path) -> str:
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def change_results(folder: Path, name: str, **changes: object) -> None:
+    path = case_folder(folder, name) / "result.json"
+    write(path, [{**seed, **changes} for seed in json.loads(path.read_text(encoding="utf-8"))])
+
+
+class Outline(HTMLParser):
+    """What a page is made of: tags, ids, addresses, and whether every tag is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "data")]
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_has_every_figure_with_a_caption_and_a_label(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "FedAvg", "LG"))
+    figures = re.findall(r"<figure.*?</figure>", page, flags=re.DOTALL)
+    assert len(figures) == 7
+    for figure in figures:
+        assert re.search(r'<svg class="plot" role="img" aria-label="[^"]+"', figure)
+        assert re.search(r"<figcaption><b>.+</b> .{40,}</figcaption>", figure)
+
+
+def test_a_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "FedAvg", "LG"))
+    assert not re.findall(r"https?://", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
+    assert all(address.startswith(("#", "data:image/png")) for address in Outline(page).addresses)
+    assert not {"script", "link", "iframe", "img"} & set(Outline(page).tags)
+    assert "@import" not in page
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+
+
+def test_tags_are_closed_ids_unique_and_headings_in_order(tmp_path: Path) -> None:
+    outline = Outline(page_of(fake_run(tmp_path, "FedAvg", "LG")))
+    assert outline.open == []
+    assert len(outline.ids) == len(set(outline.ids))
+    assert [tag for tag in outline.tags if re.fullmatch(r"h\d", tag)] == ["h1", "h2", "h2", "h2", "h2"]
+    assert {address[1:] for address in outline.addresses if address.startswith("#")} <= set(outline.ids)
+
+
+def test_axes_and_words_of_figures_follow_the_theme(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "FedAvg"))
+    assert "fill: currentColor" in page
+    assert "#0a0b0c" not in page
+    assert "#fafbfc" not in page
+    assert "#000000" not in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg", "LG")
+    assert write_report(folder).read_bytes() == write_report(folder).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ['<script>alert("x")</script>', "a & b's", "$x^2$ _{", "_hidden", ' id="f1-axes_1" #0a0b0c', "学習 🙂", "n" * 200]
+)
+def test_any_name_is_shown_as_it_is(tmp_path: Path, name: str) -> None:
+    page = page_of(fake_run(tmp_path, name, "other"))
+    assert f">{escape(name)}<" in page
+    assert "<script" not in page
+    assert Outline(page).open == []
+
+
+def test_the_table_gives_mean_and_deviation_and_marks_the_best(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "worse", "better"))
+    assert "<td>70.5 ± 0.7</td>" in page
+    assert "<td><strong>75.5 ± 0.7</strong></td>" in page
+    assert "<td>4.7 kB</td>" in page  # the same for both: nothing is best
+    assert "<td>1.86e3</td>" in page
+
+
+def test_the_summary_works_out_what_is_shared(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "LG", "LG again"))
+    assert f"Shared in LG, LG again: {SHARED} of {SHARED + LOCAL} parameters (30 %)." in page
+
+
+def test_one_seed_has_no_deviation(tmp_path: Path) -> None:
+    page = page_of(fake_run(tmp_path, "FedAvg", seeds=1))
+    assert "±" not in page
+    assert "<td>70.0</td>" in page
+    assert page.count("<figure") == 7
+
+
+def test_one_round_is_enough(tmp_path: Path) -> None:
+    assert page_of(fake_run(tmp_path, "FedAvg", rounds=1)).count("<figure") == 5
+
+
+def test_without_test_data_the_table_has_dashes(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg")
+    device = {"device": 0, "train": 30, "val": 0, "test": 0, "sampled": 1, "local_test": None}
+    nothing = {"mean": None, "worst_tenth": None, "pooled": None}
+    change_results(folder, "FedAvg", local_test=nothing, new_test=None, devices=[device])
+    page = page_of(folder)
+    assert page.count("<td>–</td>") == 6
+    assert "Local Test over devices" not in page
+    assert "Bytes by purpose" in page
+
+
+def test_without_counts_of_classes_that_figure_is_left_out(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg")
+    (folder / "federation.json").unlink()
+    page = page_of(folder)
+    assert "Who has which classes" not in page
+    assert page.count("<figure") == 6
+
+
+def test_an_unfinished_run_says_what_is_open(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "done", "going on", "waiting")
+    (case_folder(folder, "going on") / "result.json").unlink()
+    shutil.rmtree(case_folder(folder, "waiting"))
+    with (case_folder(folder, "going on") / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"seed": 0, "rou')
+    page = page_of(folder)
+    assert "This run is not finished" in page
+    assert "going on (round 6 of 6), waiting (not started)" in page
+    assert "done (" not in page
+    assert page.count("<details>") == 2
+
+
+def test_a_case_that_went_on_after_its_test_is_unfinished(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg")
+    change_results(folder, "FedAvg", rounds=3)
+    assert "FedAvg (round 6 of 6)" in page_of(folder)
+
+
+def test_a_run_that_has_only_begun_can_be_reported(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg")
+    shutil.rmtree(folder / "cases")
+    assert "Nothing has been measured yet" in page_of(folder)
+
+
+def test_a_case_that_sends_nothing_is_a_level_line(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, "FedAvg", "alone")
+    path = case_folder(folder, "alone") / "rows.jsonl"
+    silent = [json.dumps({**row, "bytes": 0, "paper_parameters": 0}) + "\n" for row in rows(2, 6, 0.9)]
+    path.write_text("".join(silent), encoding="utf-8")
+    assert "sends nothing while it trains is a level line" in page_of(folder)
+
+
+def test_many_rounds_and_cases_stay_one_small_page(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path, *(f"case {number}" for number in range(12)), seeds=1, rounds=500)
+    assert write_report(folder).stat().st_size < 2_000_000
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        write_report(tmp_path)
+
+
+def test_settings_of_the_users_matplotlib_change_nothing(tmp_path: Path) -> None:
+    before = page_of(fake_run(tmp_path, "FedAvg"))
+    with matplotlib.rc_context({"text.usetex": True, "axes.facecolor": "red", "font.size": 30}):
+        assert page_of(tmp_path) == before
+
+
+def test_classes_are_drawn_as_svg_and_png(tmp_path: Path) -> None:
+    counts = [[3, 0, 1], [0, 5, 2]]
+    svg, png = (draw_classes(counts, tmp_path / name) for name in ("who.svg", "who.PNG"))
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    for path in (svg, png):
+        drawn = path.read_bytes()
+        assert draw_classes(np.array(counts), path).read_bytes() == drawn
+    assert {path.name for path in tmp_path.iterdir()} == {"who.svg", "who.PNG"}
+
+
+@pytest.mark.parametrize("name", ["who.pdf", "who", "svg"])
+def test_classes_are_drawn_into_no_other_kind_of_file(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"neither \.svg nor \.png"):
+        draw_classes([[1]], tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("counts", [[], [1, 2], [[]]])
+def test_counts_that_are_no_table_are_refused(tmp_path: Path, counts: list[Any]) -> None:
+    with pytest.raises(InputError, match=r"\(devices, classes\) was expected"):
+        draw_classes(counts, tmp_path / "who.svg")
+
+
+def test_no_examples_at_all_can_be_drawn(tmp_path: Path) -> None:
+    assert draw_classes([[0, 0]], tmp_path / "who.svg").exists()
+
+
+CHROMIUM = shutil.which("chromium")
+MEASURE = """
+<iframe style="width: 360px; height: 800px; border: 0" srcdoc="{page}"></iframe>
+<script>
+addEventListener("load", () => {{
+  const page = document.querySelector("iframe").contentDocument;
+  page.querySelectorAll("details").forEach((part) => {{ part.open = true; }});
+  const seen = {{
+    window: page.defaultView.innerWidth,
+    width: page.documentElement.scrollWidth,
+    background: page.defaultView.getComputedStyle(page.body).backgroundColor,
+    words: page.defaultView.getComputedStyle(page.querySelector(".plot text")).fill,
+    plots: [...page.querySelectorAll(".plot")].map((plot) => plot.getBoundingClientRect().width),
+  }};
+  document.body.dataset.seen = JSON.stringify(seen);
+}});
+</script>
+"""
+
+
+def seen_on_a_phone(page: Path, folder: Path, scheme: int) -> dict[str, Any]:
+    """What a browser makes of a page in a frame of 360 px; scheme 0 is dark, 1 light."""
+    copy = folder / "measure.html"
+    copy.write_text(MEASURE.format(page=escape(page.read_text(encoding="utf-8"))), encoding="utf-8")
+    quiet = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
+    modes = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--blink-settings=preferredColorScheme={scheme}",
+    )
+    home = f"--user-data-dir={folder / f'browser-{scheme}'}"
+    command = [str(CHROMIUM), *modes, *quiet, home, "--dump-dom", copy.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    found = re.search(r'data-seen="([^"]*)"', dom)
+    assert found, dom[-500:]
+    seen: dict[str, Any] = json.loads(found.group(1).replace("&quot;", '"'))
+    return seen
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_phone_shows_the_page_without_scrolling_sideways_in_light_and_dark(tmp_path: Path) -> None:
+    page = write_report(fake_run(tmp_path / "run", "FedAvg", "a case with a long name that says all" * 3, "x" * 120))
+    dark, light = (seen_on_a_phone(page, tmp_path, scheme) for scheme in (0, 1))
+    for seen in (dark, light):
+        assert seen["window"] == 360
+        assert seen["width"] <= 360
+        assert all(200 < width < 360 for width in seen["plots"])
+    assert dark["background"] != light["background"]
+    assert dark["words"] != light["words"]
