@@ -1,9 +1,9 @@
 """A knob at its end turns one algorithm into another."""
 
 import torch
-import world
 from torch import nn
 
+import world
 from glocal import trees
 from glocal.algorithms import fedavg, fedprox, lg_fedavg, local_only, mtl
 from glocal.backends import simulate

@@ -1,6 +1,7 @@
 """A small federation, a few models, and every algorithm: what the contract is checked on."""
 
 import inspect
+from collections import deque
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from glocal.training import cross_entropy
 
 FEATURES, CLASSES = 6, 3
 SIZES = (23, 4, 31, 1, 12, 17)
+DEVICES = len(SIZES)
 
 
 def plain():
@@ -28,8 +30,8 @@ def with_dropout():
 
 
 def convolutional():
-    head = nn.Linear(4 * FEATURES, CLASSES)
-    return nn.Sequential(nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), head)
+    filters = [nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*filters, nn.Linear(4 * FEATURES, CLASSES))
 
 
 MODELS = {"plain": plain, "batch norm": with_batch_norm, "dropout": with_dropout, "convolution": convolutional}
@@ -59,7 +61,7 @@ def first_half(model):
     return Split.of(model, local=with_tensors[: len(with_tensors) // 2 + len(with_tensors) % 2])
 
 
-def algorithm(name, model, *, optimiser=None, total=len(SIZES), **knobs):
+def algorithm(name, model, *, optimiser=None, total=DEVICES, **knobs):
     """An exported algorithm, given what its signature asks for."""
     make = getattr(algorithms, name)
     offered = {"split": lambda: first_half(model), "devices": lambda: total}
@@ -70,10 +72,7 @@ def algorithm(name, model, *, optimiser=None, total=len(SIZES), **knobs):
 
 def last(rounds):
     """The last state and report of a simulation."""
-    final = None
-    for final in rounds:
-        pass
-    return final
+    return deque(rounds, maxlen=1).pop()
 
 
 def distance(left, right):
@@ -84,13 +83,13 @@ def distance(left, right):
     return max(gaps, default=0.0)
 
 
-def gap(left, right, total=len(SIZES)):
+def gap(left, right, total=DEVICES):
     """The largest difference between two states, all devices' private trees included."""
     private = [distance(left.private.of(device), right.private.of(device)) for device in range(total)]
     return max(distance(left.shared, right.shared), *private)
 
 
-def same_bits(left, right, total=len(SIZES)):
+def same_bits(left, right, total=DEVICES):
     return trees.same_bits(left.shared, right.shared) and all(
         trees.same_bits(left.private.of(device), right.private.of(device)) for device in range(total)
     )

@@ -249,6 +249,7 @@ def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Prog
     fed, plan = case.federations[place], case.plans()[place]
     done, state = _selected(options, progress, place)
     accuracies = local_test(evaluation, state, fed.test)
+    local, trained = state.private.initial, len(state.private.trained)
     ledger = progress.ledgers[place].after_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
     return Result(
         algorithm=case.algorithm,
@@ -260,7 +261,7 @@ def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Prog
         local=spread(accuracies, fed.test.sizes),
         new=new_test(evaluation, state, fed.test),
         validation=spread(local_test(evaluation, state, fed.val), fed.val.sizes),
-        ledger=ledger.after_ensemble(state.private.initial, trained=len(state.private.trained), devices=fed.devices),
+        ledger=ledger.after_ensemble(local, case.algorithm.personal(state.shared, local), trained=trained, devices=fed.devices),
         sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
         sampled=participation(plan, fed.devices, progress.done),
     )

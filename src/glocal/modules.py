@@ -11,9 +11,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from glocal import noise
+from glocal import noise, trees
 from glocal.errors import InputError
-from glocal.split import named_tensors, unique_tensors
+from glocal.split import first_names, unique_tensors
 from glocal.trees import Params
 
 Forward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Params]]
@@ -33,34 +33,41 @@ def trainable(model: nn.Module) -> frozenset[str]:
 
 def training_forward(model: nn.Module) -> Forward:
     """(params, x, mask, key) -> (output, buffers after the step), as in `model.train()`; rows with mask False count for nothing."""
-    skeleton = _skeleton(model).train()
-    buffers = [name for name, _ in model.named_buffers()]
+    call, buffers = _pure(model, nn.Module.train), [name for name, _ in model.named_buffers()]
 
     def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
-        given = {**params, **{name: params[name].clone() for name in buffers}, **_context(skeleton, mask, key)}
-        output = functional_call(skeleton, given, (x,))
-        return output, {name: given[name] for name in buffers}
+        output, used = call({**params, **{name: params[name].clone() for name in buffers}}, x, mask, key)
+        return output, trees.pick(used, buffers)
 
     return forward
 
 
 def predictor(model: nn.Module) -> Predict:
     """(params, x, mask) -> output, as in `model.eval()`."""
-    skeleton = _skeleton(model).eval()
+    call = _pure(model, nn.Module.eval)
 
     def predict(params: Params, x: Tensor, mask: Tensor) -> Tensor:
-        given = {**params, **_context(skeleton, mask, mask.new_zeros((), dtype=torch.int64))}
-        output: Tensor = functional_call(skeleton, given, (x,))
-        return output
+        return call(params, x, mask, mask.new_zeros((), dtype=torch.int64))[0]
 
     return predict
 
 
+def _pure(model: nn.Module, mode: Callable[[nn.Module], nn.Module]) -> Forward:
+    """(params, x, mask, key) -> (output, every tensor as the call left it); a tensor that is not given is an error."""
+    skeleton, names = mode(_skeleton(model)), first_names(model)
+
+    def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
+        given = {name: params[first] for name, first in names.items()} | _context(skeleton, mask, key)
+        output = functional_call(skeleton, given, (x,), tie_weights=False, strict=True)
+        return output, given
+
+    return call
+
+
 def state_dict(model: nn.Module, params: Params) -> Params:
     """Params under the names of `model.state_dict()`, tied names included, so that they load back strictly."""
-    first_name = {id(tensor): name for name, tensor in unique_tensors(model).items()}
-    aliases = {name: first_name[id(tensor)] for name, tensor in named_tensors(model).items()}
-    return {name: params[aliases[name]].detach().clone() for name in model.state_dict() if name in aliases}
+    names = first_names(model)
+    return {name: params[names[name]].detach().clone() for name in model.state_dict() if name in names}
 
 
 class MaskedBatchNorm(nn.Module):

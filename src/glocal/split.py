@@ -86,6 +86,12 @@ def unique_tensors(model: nn.Module) -> Params:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer, with the first name of the same tensor: they differ where weights are tied."""
+    first = {id(tensor): name for name, tensor in unique_tensors(model).items()}
+    return {name: first[id(tensor)] for name, tensor in named_tensors(model).items()}
+
+
 def first_layers(model: nn.Module, count: int) -> tuple[str, ...]:
     """A selector: the first `count` layers that hold weights, in the order the module registers them."""
     return tuple(_layers(model, count)[:count])
@@ -137,8 +143,6 @@ def _parents(name: str) -> list[str]:
 
 def _refuse_ties_across(split: Split, model: nn.Module) -> None:
     """One tensor under two names must not be both private and averaged."""
-    first_name = {id(tensor): name for name, tensor in unique_tensors(model).items()}
-    for name, tensor in named_tensors(model).items():
-        twin = first_name[id(tensor)]
+    for name, twin in first_names(model).items():
         if (name in split.local) != (twin in split.local):
             raise InputError(f"split: '{name}' and '{twin}' are one tied tensor; put both names on the same side")

@@ -26,9 +26,9 @@ class Traffic(NamedTuple):
 class Ledger:
     """Everything sent so far, by purpose.
 
-    `paper` counts as Liang et al. do: in every round all M devices receive the shared tree, the sampled ones send theirs, and the
-    New Test ensemble sends every local part once. The other columns are the honest count: only who takes part receives, and
-    evaluation traffic is in it.
+    `paper` counts as Liang et al. do: in every round all M devices receive the shared tree, the sampled ones send theirs, and for
+    the New Test ensemble every device sends its whole model once (only so do all rows of their tables come out). The other columns
+    are the honest count: only who takes part receives, the ensemble needs the local parts alone, and evaluation traffic is in it.
     """
 
     download: Traffic = Traffic()
@@ -59,9 +59,11 @@ class Ledger:
         """`sent` went to devices that test it on their own data."""
         return replace(self, evaluation=self.evaluation.plus(sent, devices))
 
-    def after_ensemble(self, local: Params, *, trained: int, devices: int) -> "Ledger":
-        """Every trained device sent its local part, once, for the New Test; the paper counts all of them."""
-        return replace(self, ensemble=self.ensemble.plus(local, trained), paper=self.paper.plus(local, devices))
+    def after_ensemble(self, local: Params, whole: Params, *, trained: int, devices: int) -> "Ledger":
+        """Every trained device sent its local part once for the New Test; nothing is sent where nothing is local."""
+        if not local:
+            return self
+        return replace(self, ensemble=self.ensemble.plus(local, trained), paper=self.paper.plus(whole, devices))
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For JSON: parameters and bytes by purpose."""

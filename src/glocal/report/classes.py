@@ -1,0 +1,71 @@
+"""The figure of who has which classes, for the page or into a file of its own."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from glocal.errors import InputError
+from glocal.keep import whole_or_not_at_all
+from glocal.report.drawing import Drawing, ink_and_paper, sheet
+from glocal.report.looks import COLOURS
+from glocal.report.numerals import several
+from glocal.sampling import Integers
+
+
+def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
+    """Draw who has which classes (devices, classes) into an .svg or .png file."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("svg", "png"):
+        raise InputError(f"draw: {path} is neither .svg nor .png; give the file one of these endings")
+    table = np.asarray(counts, dtype=np.int64)
+    if table.ndim != 2 or not table.size:
+        raise InputError(f"draw: the counts have shape {table.shape}; a table (devices, classes) was expected")
+    with ink_and_paper("#1c2126", "#ffffff"), whole_or_not_at_all(path) as half:
+        about: dict[str, None] = {"Date": None} if kind == "svg" else {"Software": None}
+        _heat_map(table).savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)
+    return path
+
+
+def draw_dealt(counts: Integers, seed: int) -> Drawing:
+    """The training examples that a seed dealt (devices, classes), with their words."""
+    held = np.count_nonzero(counts, axis=1)
+    caption = (
+        f"Training examples by device and class, as dealt to the {several(len(counts), 'device')} of seed {seed}: the stronger the "
+        f"colour, the more. Classes on one device: {_range(held)}; training examples on one device: {_range(counts.sum(axis=1))}."
+    )
+    return Drawing(_heat_map(counts), "Who has which classes", caption)
+
+
+def _range(values: Integers) -> str:
+    low, high = int(values.min()), int(values.max())
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _heat_map(counts: Integers) -> Figure:
+    """Devices from left to right, classes from the bottom up; the more examples, the stronger the colour."""
+    highest = max(1, int(counts.max()))
+    figure = sheet(3.0)
+    axes, scale = figure.subplots(1, 2, width_ratios=(30, 1))
+    axes.imshow(_tinted(counts.T / highest), aspect="auto", origin="lower", interpolation="none")
+    axes.set(xlabel="device", ylabel="class")
+    for axis, length in ((axes.xaxis, len(counts)), (axes.yaxis, counts.shape[1])):
+        axis.set_major_locator(MaxNLocator(min(10, length), integer=True, steps=[1, 2, 5, 10]))
+    scale.imshow(_tinted(np.linspace(0, 1, 64)[:, None]), aspect="auto", origin="lower", extent=(0, 1, 0, highest))
+    scale.set(xticks=[], ylabel="examples")
+    scale.yaxis.tick_right()
+    scale.yaxis.set_label_position("right")
+    scale.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    scale.spines[:].set_visible(False)
+    for part in (axes, scale):
+        part.grid(visible=False)
+    return figure
+
+
+def _tinted(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """One colour over the paper (..., 4): nothing where there is none, and little can still be told from none."""
+    strength = np.where(shares > 0, 0.12 + 0.88 * shares, 0.0)
+    return np.concatenate([np.broadcast_to(to_rgb(COLOURS[0]), (*shares.shape, 3)), strength[..., None]], axis=-1)

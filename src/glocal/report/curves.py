@@ -1,0 +1,158 @@
+"""Figures of what was measured round by round: one line per case, with a band over its seeds."""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
+
+from glocal.keep import Json
+from glocal.report.drawing import Drawing, panel
+from glocal.report.looks import MARKERS, legend, line_sample
+from glocal.report.numerals import PERCENT, several, size, unit_of
+from glocal.report.reading import Record, Run
+
+
+class Curve(NamedTuple):
+    """What a case measured over the rounds: places on the x axis, and each place's values, one per seed."""
+
+    record: Record
+    places: list[float]
+    values: list[list[float]]
+
+
+def draw_validation(run: Run) -> Drawing | None:
+    """Validation accuracy by round."""
+    curves = _curves(run, "validation", _round_number)
+    if not curves:
+        return None
+    figure, axes = _panel_by_round("validation accuracy, %")
+    for curve in curves:
+        _trace(axes, curve, scale=PERCENT)
+    caption = (
+        "How well the devices’ own models do on their own validation data, as training goes on: the mean over devices, measured "
+        f"every {several(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
+    )
+    return Drawing(figure, "Validation accuracy by round", caption, _legend(curve.record for curve in curves))
+
+
+def draw_economy(run: Run) -> Drawing | None:
+    """Validation accuracy against bytes; a case that sends nothing has no place on the axis and becomes a level line."""
+    curves = _curves(run, "validation", _bytes_so_far)
+    sending = [curve for curve in curves if any(curve.places)]
+    silent = [curve for curve in curves if not any(curve.places)]
+    if not sending:
+        return None
+    figure, axes = panel()
+    for curve in sending:
+        _trace(axes, curve, scale=PERCENT)
+    ends = _scale_bytes(axes, [place for curve in sending for place in curve.places if place])
+    for curve in silent:
+        _trace(axes, curve._replace(places=list(np.linspace(*ends, 9)), values=[curve.values[-1]] * 9), scale=PERCENT)
+    axes.set(xlabel="sent so far", ylabel="validation accuracy, %", xlim=ends)
+    caption = "What accuracy costs: the same measurements against all bytes sent until then, evaluation included."
+    if any(curve.record.case.after for curve in sending):
+        caption += " A case that goes on from another begins with what that one had sent."
+    if silent:
+        caption += " A case that sends nothing while it trains is a level line at its last value."
+    key = _legend(record for record in run.records if record.rows)
+    return Drawing(figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", key)
+
+
+def draw_loss(run: Run) -> Drawing | None:
+    """Training loss by round."""
+    curves = _curves(run, "loss", _round_number)
+    if not curves:
+        return None
+    step = 1 + max(len(curve.places) for curve in curves) // 200
+    figure, axes = _panel_by_round("training loss")
+    for curve in curves:
+        _trace(axes, _thinned(curve, step))
+    losses = [value for curve in curves for values in curve.values for value in values]
+    if min(losses) > 0 and max(losses) > 20 * min(losses):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    smooth = f" Each point is the mean of {step} rounds." if step > 1 else ""
+    caption = f"The mean loss of the devices that took part in a round, while they trained.{smooth} {_over_seeds(run)}"
+    return Drawing(figure, "Training loss by round", caption, _legend(curve.record for curve in curves))
+
+
+def _curves(run: Run, field: str, place: Callable[[Sequence[Json]], float]) -> list[Curve]:
+    """Each case's rounds in which a field was measured; cases without any are left out."""
+    curves = (_curve(record, field, place) for record in run.records)
+    return [curve for curve in curves if curve.places]
+
+
+def _curve(record: Record, field: str, place: Callable[[Sequence[Json]], float]) -> Curve:
+    rounds: dict[int, list[Json]] = {}
+    for row in record.rows:
+        if row[field] is not None:
+            rounds.setdefault(row["round"], []).append(row)
+    rows = [rounds[number] for number in sorted(rounds)]
+    return Curve(record, [place(seeds) for seeds in rows], [[row[field] for row in seeds] for seeds in rows])
+
+
+def _round_number(rows: Sequence[Json]) -> float:
+    return float(rows[0]["round"] + 1)
+
+
+def _bytes_so_far(rows: Sequence[Json]) -> float:
+    return fmean(row["bytes"] for row in rows)
+
+
+def _thinned(curve: Curve, step: int) -> Curve:
+    """Every so many rounds put together, seed by seed; a last round that some seed has not done yet is left out."""
+    full = max(len(values) for values in curve.values)
+    kept = [(place, values) for place, values in zip(curve.places, curve.values, strict=True) if len(values) == full]
+    groups = [kept[start : start + step] for start in range(0, len(kept), step)]
+    places = [fmean(place for place, _ in group) for group in groups]
+    values = [[fmean(seed) for seed in zip(*(values for _, values in group), strict=True)] for group in groups]
+    return Curve(curve.record, places, values)
+
+
+def _panel_by_round(measured: str) -> tuple[Figure, Axes]:
+    figure, axes = panel()
+    axes.set(xlabel="round", ylabel=measured)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure, axes
+
+
+def _trace(axes: Axes, curve: Curve, *, scale: float = 1.0) -> None:
+    """The mean as a line with some markers, the seeds' range as a band."""
+    look = curve.record.look
+    low, mean, high = ([scale * of(values) for values in curve.values] for of in (min, fmean, max))
+    axes.fill_between(curve.places, low, high, color=look.colour, alpha=0.16, linewidth=0)
+    dashes = (0, look.dash) if look.dash else "solid"
+    every = max(1, min(len(mean) // 2, 1 + len(mean) // 8))
+    # lines that lie on each other show their markers in turn
+    marked = (MARKERS.index(look.marker) % every, every)
+    axes.plot(curve.places, mean, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, markevery=marked)
+
+
+def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:
+    """An axis in bytes and its ends; logarithmic where the most is more than 20 times the least."""
+    low, high = min(places), max(places)
+    unit, _ = unit_of(high)
+    ticks: Locator = FixedLocator([unit * tick for tick in MaxNLocator(6).tick_values(0, high / unit)])
+    ends = 0.0, 1.05 * high
+    if high > 20 * low:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        ticks = LogLocator(subs=(1, 3) if high < 1000 * low else (1,))
+        ends = low / 1.15, high * 1.15
+    axes.xaxis.set_major_locator(ticks)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda amount, _: size(amount).replace(".0 ", " ")))
+    return ends
+
+
+def _legend(records: Iterable[Record]) -> str:
+    return legend((line_sample(record.look), record.name) for record in records)
+
+
+def _over_seeds(run: Run) -> str:
+    many = f"A line is the mean over {run.settings.plan.seeds} seeds, its band reaches from the lowest seed to the highest."
+    return many if run.settings.plan.seeds > 1 else "One seed was run."

@@ -1,0 +1,89 @@
+"""What every figure is drawn on and shown with: matplotlib's settings, empty panels, and inline SVG in the page's colours."""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import Any, NamedTuple
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# stand-ins that the page's own colours take the place of, so that a figure follows its theme
+INK, PAPER = "#0a0b0c", "#fafbfc"
+_WIDTH = 5.0  # inches; small enough for 10 pt to stay readable on a phone
+_STYLE: dict[str, Any] = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.15,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.8,
+    "lines.scale_dashes": False,
+    "font.sans-serif": ["DejaVu Sans", "sans-serif"],
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "glocal",
+}
+
+
+class Drawing(NamedTuple):
+    """A figure with its words; `legend` is HTML."""
+
+    figure: Figure
+    title: str
+    caption: str
+    legend: str = ""
+
+
+@contextmanager
+def ink_and_paper(ink: str, paper: str) -> Iterator[None]:
+    """Draw in these colours, whatever the user's own matplotlib settings say."""
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    coloured = {**dict.fromkeys(inked, ink), "hatch.color": paper, "lines.markeredgecolor": paper}
+    with style.context(["default", _STYLE | coloured]), warnings.catch_warnings():
+        # the page's fonts draw a name that matplotlib's own cannot
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+def sheet(height: float) -> Figure:
+    """An empty figure, so many inches high."""
+    return Figure(figsize=(_WIDTH, height), layout="constrained")
+
+
+def panel(height: float = 3.4) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes."""
+    figure = sheet(height)
+    return figure, figure.add_subplot()
+
+
+def shown(drawing: Drawing, name: str, *, kind: str = "plain") -> str:
+    """A drawing as HTML; `name` sets its ids apart from those of the page's other drawings."""
+    caption = f"<figcaption><b>{drawing.title}</b> {drawing.caption}</figcaption>"
+    return f'<figure class="{kind}"><div>{_svg(drawing.figure, name, drawing.title)}{drawing.legend}</div>{caption}</figure>'
+
+
+def _svg(figure: Figure, name: str, label: str) -> str:
+    """A figure as inline SVG: ids of its own, no metadata, and the page's colours in place of the stand-ins."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    _, _, drawn = buffer.getvalue().partition("<svg")
+    _, _, inner = drawn.partition(">")
+    inner = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", inner, flags=re.DOTALL)
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    head = f'<svg class="plot" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}">'
+    return head + re.sub(r"<[^>]*>", lambda tag: _themed(tag.group(), name), inner).strip()
+
+
+def _themed(tag: str, name: str) -> str:
+    """One SVG tag; what a user has named stands between tags and is left alone."""
+    owned = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", tag)
+    return owned.replace(INK, "currentColor").replace(PAPER, "var(--card)")

@@ -1,0 +1,119 @@
+"""The page: a summary in words, then sections of tables and figures, put into page.html."""
+
+import json
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from glocal.keep import write_text
+from glocal.report.classes import draw_dealt
+from glocal.report.curves import draw_economy, draw_loss, draw_validation
+from glocal.report.drawing import INK, PAPER, ink_and_paper, shown
+from glocal.report.numerals import PERCENT, several
+from glocal.report.reading import Record, Run, read_run
+from glocal.report.rungs import draw_purposes, draw_spread, draw_tests
+from glocal.report.tables import device_table, results_note, results_table, scrolling
+
+
+def write_report(folder: Path) -> Path:
+    """Write folder/report.html from what the run has kept so far."""
+    run = read_run(folder)
+    with ink_and_paper(INK, PAPER):
+        sections = [_notice(run), _results(run), _figures(run), _devices(run), _settings(run)]
+    page = Template(files("glocal.report").joinpath("page.html").read_text(encoding="utf-8"))
+    words = {"title": escape(run.settings.name), "summary": _summary(run), "sections": "\n".join(filter(None, sections))}
+    write_text(folder / "report.html", page.substitute(words))
+    return folder / "report.html"
+
+
+def _summary(run: Run) -> str:
+    """One paragraph: the data, the model, and how it was trained."""
+    plan, model = run.settings.plan, run.settings.model
+    hidden = f" with hidden layers of {', '.join(map(str, model.hidden))}" if model.name == "mlp" else ""
+    seeds = f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with the one seed {plan.seed}"
+    rounds = max((run.last_round(record.case) for record in run.records), default=0)
+    sentences = [
+        _told_data(run),
+        f"The model is {model.name}{hidden}.",
+        _told_shares(run),
+        f"The study compares {several(len(run.records), 'case')} over up to {several(rounds, 'round')},",
+        f"{several(plan.cohort, 'device')} taking part in each, {seeds}.",
+    ]
+    return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
+
+
+def _told_data(run: Run) -> str:
+    data, counts = run.settings.data, run.counts
+    dealt = {
+        "shards": f", each with at most {several(data.classes_per_device, 'class')}",
+        "dirichlet": f", each class in proportions drawn from Dirichlet({data.alpha:g})",
+        "iid": ", in equal shares at random",
+    }
+    examples = "" if counts is None else f": {counts.sum():,} training examples of {several(counts.shape[1], 'class')}"
+    how = "" if ":" in data.source else dealt.get(data.partition, "")
+    return f"The data are {data.source}{examples} on {several(run.devices, 'device')}{how}."
+
+
+def _told_shares(run: Run) -> str:
+    """What part of its model each LG-FedAvg case shares; cases that share the same are named together."""
+    shares: dict[str, list[str]] = {}
+    for record in run.records:
+        if record.case.algorithm == "lg_fedavg" and (share := _share(record, run.settings.plan.cohort)):
+            shares.setdefault(share, []).append(record.name)
+    return " ".join(f"Shared in {', '.join(names)}: {share}." for share, names in shares.items())
+
+
+def _share(record: Record, cohort: int) -> str:
+    """Worked out from what the paper's count grew by: M + cohort shared trees a round, and M local ones in the end."""
+    counts = [row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]]
+    if not record.finished or len(counts) < 2:
+        return ""
+    devices = len(record.results[0]["devices"])
+    shared = (counts[-1] - counts[-2]) / (devices + cohort)
+    whole = shared + (record.results[0]["ledger"]["paper"]["parameters"] - counts[-1]) / devices
+    return f"{shared:,.0f} of {whole:,.0f} parameters ({PERCENT * shared / max(1, whole):.0f} %)"
+
+
+def _notice(run: Run) -> str:
+    """Which cases are still to be finished, if any."""
+    unfinished = [f"{escape(record.name)} ({run.progress(record)})" for record in run.records if not record.finished]
+    if not unfinished:
+        return ""
+    return f'<p class="notice"><b>This run is not finished.</b> Still open: {", ".join(unfinished)}.</p>'
+
+
+def _results(run: Run) -> str:
+    return _section("Results", f'{results_table(run)}\n<p class="note">{results_note(run)}</p>')
+
+
+def _figures(run: Run) -> str:
+    """All figures that there are measurements for."""
+    draws = (draw_validation, draw_economy, draw_tests, draw_spread, draw_loss, draw_purposes)
+    drawn = [drawing for draw in draws if (drawing := draw(run))]
+    if not drawn:
+        return _section("Figures", "<p>Nothing has been measured yet.</p>")
+    figures = "\n".join(shown(drawing, f"f{number}") for number, drawing in enumerate(drawn, start=1))
+    return _section("Figures", f'<div class="figures">\n{figures}\n</div>')
+
+
+def _devices(run: Run) -> str:
+    """Who has which classes, and each case's table of devices."""
+    classes = "" if run.counts is None else shown(draw_dealt(run.counts, run.settings.plan.seed), "classes", kind="beside")
+    tables = "\n".join(device_table(record) for record in run.records if record.results)
+    columns = (
+        "Case by case: how many examples each device trains, validates and tests with, in how many rounds it took part, and how "
+        "its own model does on its own test data."
+    )
+    note = f'<p class="note">{columns}</p>\n' if tables else ""
+    return _section("Devices", classes + note + tables) if classes or tables else ""
+
+
+def _settings(run: Run) -> str:
+    text = escape(json.dumps(run.settings.as_dict(), indent=2, ensure_ascii=False))
+    box = scrolling(f"<pre>{text}</pre>", "Settings")
+    return _section("Settings", f"<details><summary>What this run was started with</summary>\n{box}</details>")
+
+
+def _section(title: str, inner: str) -> str:
+    return f"<section><h2>{title}</h2>\n{inner}</section>"

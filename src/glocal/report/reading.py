@@ -1,0 +1,87 @@
+"""What a report reads: the settings of a run, and how far each of its cases has come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from glocal.keep import Json, read_json, read_rows
+from glocal.report.looks import Look, look_of
+from glocal.sampling import Integers
+from glocal.studies.run import case_folder, read_results, read_settings
+from glocal.studies.settings import CaseSettings, Settings
+
+
+@dataclass(frozen=True)
+class Record:
+    """A case as its folder tells it: rows so far, and one result per seed once it has been tested."""
+
+    name: str
+    case: CaseSettings
+    look: Look
+    rows: list[Json]
+    results: list[Json]
+
+    @property
+    def reached(self) -> int:
+        """How many rounds are done, a warm start's included."""
+        return max((row["round"] + 1 for row in self.rows), default=0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the results are those of the last round."""
+        return bool(self.results) and self.results[0]["rounds"] >= self.reached
+
+    def measured(self, *address: str) -> list[float]:
+        """One number of each seed's result, such as ("local_test", "mean"), where it was measured."""
+        return [float(value) for result in self.results if (value := _inside(result, address)) is not None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a report tells; `counts` are the first seed's training examples (devices, classes)."""
+
+    settings: Settings
+    records: list[Record]
+    counts: Integers | None
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are; data of the user's own may have others than the settings say."""
+        if self.counts is not None:
+            return len(self.counts)
+        return next((len(record.results[0]["devices"]) for record in self.records if record.results), self.settings.data.devices)
+
+    def first_round(self, case: CaseSettings) -> int:
+        """The round that a case starts at; where it goes on from another case, that one's last unless it says which."""
+        if case.after is None:
+            return 0
+        return self.last_round(self.settings.cases[case.after]) if case.after_round is None else case.after_round
+
+    def last_round(self, case: CaseSettings) -> int:
+        """The round that a case ends with, a warm start's rounds included."""
+        return self.first_round(case) + (self.settings.plan.rounds if case.rounds is None else case.rounds)
+
+    def progress(self, record: Record) -> str:
+        """How far a case has come, in words."""
+        return f"round {record.reached} of {self.last_round(record.case)}" if record.rows else "not started"
+
+
+def read_run(folder: Path) -> Run:
+    """What the run has kept so far."""
+    settings, results, dealt = read_settings(folder), read_results(folder), folder / "federation.json"
+    records = [
+        Record(name, case, look_of(place), read_rows(case_folder(folder, name) / "rows.jsonl"), results.get(name, []))
+        for place, (name, case) in enumerate(settings.cases.items())
+    ]
+    return Run(settings, records, np.array(read_json(dealt)["train"], dtype=np.int64) if dealt.exists() else None)
+
+
+def _inside(data: Json, address: Sequence[str]) -> Any:
+    """What lies at an address of nested data; None where the way ends early."""
+    found: Any = data
+    for key in address:
+        found = None if found is None else found[key]
+    return found

@@ -1,0 +1,120 @@
+"""Figures of what came out in the end: one rung per case, the first on top."""
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from glocal.report.drawing import PAPER, Drawing, panel
+from glocal.report.looks import COLOURS, Hatching, Look, bar_sample, legend, line_sample
+from glocal.report.numerals import PERCENT, unit_of
+from glocal.report.reading import Record, Run
+
+_LOCAL, _NEW = Look(COLOURS[0], (), "o"), Look(COLOURS[1], (), "D")
+_PURPOSES = {
+    "download": Hatching(COLOURS[0], "", ""),
+    "upload": Hatching(COLOURS[1], "///", "M2 12L14 0M10 12L22 0M18 12L30 0"),
+    "evaluation": Hatching(COLOURS[2], "|||", "M3 0v12M9 0v12M15 0v12M21 0v12M27 0v12"),
+    "ensemble": Hatching(COLOURS[3], "xxx", "M0 12L12 0M9 12L21 0M18 12L30 0M0 0L12 12M9 0L21 12M18 0L30 12"),
+}
+
+
+def draw_tests(run: Run) -> Drawing | None:
+    """Local Test and New Test side by side."""
+    records = [record for record in run.records if record.measured("local_test", "mean") or record.measured("new_test", "logits")]
+    if not records:
+        return None
+    figure, axes = _rungs(records)
+    for place, record in enumerate(records):
+        _dot(axes, place - 0.12, record.measured("local_test", "mean"), _LOCAL)
+        _dot(axes, place + 0.12, record.measured("new_test", "logits"), _NEW)
+    axes.set(xlabel="accuracy, %")
+    seeds = run.settings.plan.seeds
+    bars = f" Marks are means over {seeds} seeds, bars reach one standard deviation to either side." if seeds > 1 else ""
+    caption = (
+        "Good for those who took part, and for newcomers? Local Test is each device’s own model on its own test data; New Test is "
+        f"the ensemble of all trained devices (averaged logits) on everyone’s test data.{bars}"
+    )
+    key = legend([(line_sample(_LOCAL), "Local Test"), (line_sample(_NEW), "New Test")])
+    return Drawing(figure, "Local Test and New Test", caption, key)
+
+
+def draw_spread(run: Run) -> Drawing | None:
+    """Every device of the first seed as a point, over a box from the first quartile to the third."""
+    records = [record for record in run.records if record.results and _accuracies(record)]
+    if not records:
+        return None
+    figure, axes = _rungs(records)
+    for place, record in enumerate(records):
+        _box(axes, place, np.array(_accuracies(record)), record.look)
+    axes.use_sticky_edges = False  # else points at 100 % are cut in half
+    axes.set(xlabel="Local Test of one device, %")
+    caption = (
+        f"Who is left behind? One point for each device of seed {records[0].results[0]['seed']}: its own model on its own test "
+        "data. The box holds the middle half of the devices, the line in it is the median."
+    )
+    return Drawing(figure, "Local Test over devices", caption)
+
+
+def draw_purposes(run: Run) -> Drawing | None:
+    """Bytes by purpose, as parts of one bar."""
+    records = [record for record in run.records if record.results]
+    if not records:
+        return None
+    figure, axes = _rungs(records)
+    unit, name = unit_of(max(fmean(record.measured("ledger", "total", "bytes")) for record in records))
+    left = np.zeros(len(records))
+    for purpose, hatching in _PURPOSES.items():
+        width = np.array([fmean(record.measured("ledger", purpose, "bytes")) / unit for record in records])
+        axes.barh(range(len(records)), width, left=left, height=0.58, color=hatching.colour, hatch=hatching.pattern, linewidth=0)
+        left += width
+    axes.set(xlabel=f"sent, {name}")
+    caption = (
+        "What the bytes were for: the shared part sent to the devices of each round (download) and back (upload), to devices that "
+        "validate and test it (evaluation), and local parts sent once for the New Test (ensemble). As counted on the wire; the "
+        "mean over seeds."
+    )
+    key = legend((bar_sample(hatching), purpose) for purpose, hatching in _PURPOSES.items())
+    return Drawing(figure, "Bytes by purpose", caption, key)
+
+
+def _rungs(records: Sequence[Record]) -> tuple[Figure, Axes]:
+    figure, axes = panel(max(2.4, 1.0 + 0.46 * len(records)))
+    axes.set_yticks(range(len(records)), [_short(record.name) for record in records])
+    axes.set_ylim(len(records) - 0.45, -0.55)
+    axes.margins(x=0.04)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(visible=False, axis="y")
+    return figure, axes
+
+
+def _short(name: str) -> str:
+    plain = " ".join(name.split())
+    return plain if len(plain) <= 18 else plain[:17] + "…"
+
+
+def _dot(axes: Axes, place: float, values: Sequence[float], look: Look) -> None:
+    """The mean over seeds, with its standard deviation."""
+    if not values:
+        return
+    middle = PERCENT * fmean(values)
+    error = PERCENT * stdev(values) if len(values) > 1 else 0.0
+    axes.plot([middle - error, middle + error], [place, place], color=look.colour, linewidth=1.6)
+    axes.plot(middle, place, color=look.colour, marker=look.marker, markersize=7.5)
+
+
+def _accuracies(record: Record) -> list[float]:
+    return [PERCENT * device["local_test"] for device in record.results[0]["devices"] if device["local_test"] is not None]
+
+
+def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], look: Look) -> None:
+    first, median, third = np.quantile(values, (0.25, 0.5, 0.75))
+    axes.barh(place, third - first, left=first, height=0.62, color=look.colour, alpha=0.2)
+    axes.plot([median, median], [place - 0.31, place + 0.31], color=look.colour, linewidth=2)
+    # multiples of the golden ratio lie evenly apart, however many there are
+    heights = place + 0.5 * (np.arange(len(values)) * 0.6180339887 % 1 - 0.5)
+    axes.scatter(values, heights, s=20, color=look.colour, marker=look.marker, edgecolors=PAPER, linewidths=0.5, alpha=0.85)

@@ -1,0 +1,112 @@
+"""The tables: all results case by case, and each case's devices."""
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from itertools import groupby
+from statistics import fmean
+from typing import NamedTuple
+
+from glocal.keep import Json
+from glocal.report.looks import line_sample
+from glocal.report.numerals import PERCENT, mean_count, mean_power_of_ten, mean_size, percent
+from glocal.report.reading import Record, Run
+
+
+class Column(NamedTuple):
+    """A column of the results: its heads, which number of a result, how it is written, and which value is best."""
+
+    group: str
+    head: str
+    address: tuple[str, ...]
+    write: Callable[[Sequence[float]], str]
+    best: Callable[[Sequence[float]], float]
+
+
+_COLUMNS = (
+    Column("Local Test, %", "mean", ("local_test", "mean"), percent, max),
+    Column("Local Test, %", "worst tenth", ("local_test", "worst_tenth"), percent, max),
+    *(Column("New Test, %", way, ("new_test", way), percent, max) for way in ("logits", "votes", "weights")),
+    Column("Sent", "bytes", ("ledger", "total", "bytes"), mean_size, min),
+    Column("Sent", "paper’s count", ("ledger", "paper", "parameters"), mean_power_of_ten, min),
+    Column("Devices", "never sampled", ("never_sampled",), mean_count, min),
+)
+
+
+def results_table(run: Run) -> str:
+    """One row per case; the best value of a column is bold."""
+    best = [_best(run, column) for column in _COLUMNS]
+    rows = (_result_row(run, record, best) for record in run.records)
+    return _table(_results_head(), rows, "Results by case")
+
+
+def results_note(run: Run) -> str:
+    """What the columns of the results mean."""
+    seeds, select = run.settings.plan.seeds, run.settings.run.select
+    when = {"last": "after its last round", "best": "at the round that was best on validation data"}.get(select, select)
+    spread = f"± is the standard deviation over {seeds} seeds. " if seeds > 1 else ""
+    return (
+        f"Each case was tested {when}; the best value of a column is bold. Local Test: each device’s own model on its own test "
+        "data, as the mean over devices and over the tenth of them that fare worst. New Test: the ensemble of all trained devices "
+        f"on everyone’s test data, by averaged logits, majority vote or averaged weights. {spread}Sent: bytes as they cross the "
+        "wire, evaluation and a warm start included; the paper’s count is in parameters, as if every device received in every "
+        "round (Liang et al. 2020). Never sampled: devices that took part in no round of the case."
+    )
+
+
+def device_table(record: Record) -> str:
+    """The devices of a case's first seed, folded away."""
+    result = record.results[0]
+    heads = ("Device", "Train", "Val", "Test", "Sampled", "Local Test, %")
+    head = "".join(f'<th scope="col">{words}</th>' for words in heads)
+    table = _table(f"<tr>{head}</tr>", map(_device_row, result["devices"]), f"Devices of {record.name}")
+    summary = f'{line_sample(record.look)}{escape(record.name)} <span class="note">seed {result["seed"]}</span>'
+    return f"<details><summary>{summary}</summary>\n{table}</details>"
+
+
+def scrolling(inner: str, label: str) -> str:
+    """A box that scrolls by itself, also by keyboard."""
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{inner}</div>'
+
+
+def _table(head: str, rows: Iterable[str], label: str) -> str:
+    body = "\n".join(rows)
+    return scrolling(f"<table><thead>{head}</thead>\n<tbody>\n{body}\n</tbody></table>", label)
+
+
+def _results_head() -> str:
+    """Two rows: groups of columns, then the columns."""
+    groups = [(group, len(list(same))) for group, same in groupby(column.group for column in _COLUMNS)]
+    names = "".join(f'<th rowspan="2" scope="col" class="name">{name}</th>' for name in ("Case", "Algorithm"))
+    upper = "".join(f'<th colspan="{width}" scope="colgroup">{group}</th>' for group, width in groups)
+    lower = "".join(f'<th scope="col">{column.head}</th>' for column in _COLUMNS)
+    return f"<tr>{names}{upper}</tr>\n<tr>{lower}</tr>"
+
+
+def _best(run: Run, column: Column) -> str | None:
+    """The best value as it is written; None where there is nothing to compare."""
+    means = [fmean(values) for record in run.records if (values := record.measured(*column.address))]
+    written = {column.write([mean]) for mean in means}
+    return column.write([column.best(means)]) if len(written) > 1 else None
+
+
+def _result_row(run: Run, record: Record, best: Sequence[str | None]) -> str:
+    case, name = record.case, escape(record.name)
+    after = f'<span class="small">after {escape(case.after)}, round {run.first_round(case)}</span>' if case.after else ""
+    progress = "" if record.finished else f'<span class="small">unfinished, {run.progress(record)}</span>'
+    head = f'{line_sample(record.look)}<span class="long" title="{name}">{name}</span>{after}{progress}'
+    cells = "".join(_cell(record, column, top) for column, top in zip(_COLUMNS, best, strict=True))
+    return f'<tr><th scope="row" class="name">{head}</th><td class="name">{escape(case.algorithm)}</td>{cells}</tr>'
+
+
+def _cell(record: Record, column: Column, best: str | None) -> str:
+    values = record.measured(*column.address)
+    if not values:
+        return "<td>–</td>"
+    written = column.write(values)
+    return f"<td><strong>{written}</strong></td>" if column.write([fmean(values)]) == best else f"<td>{written}</td>"
+
+
+def _device_row(device: Json) -> str:
+    accuracy = "–" if device["local_test"] is None else f"{PERCENT * device['local_test']:.1f}"
+    cells = "".join(f"<td>{device[column]}</td>" for column in ("train", "val", "test", "sampled"))
+    return f'<tr><th scope="row">{device["device"]}</th>{cells}<td>{accuracy}</td></tr>'

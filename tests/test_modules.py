@@ -1,0 +1,215 @@
+"""Any module as a pure function: masked, addressed, and without memory of its own."""
+
+import pytest
+import torch
+from torch import nn
+
+import world
+from glocal import trees
+from glocal.algorithms import fedavg, lg_fedavg
+from glocal.backends import OverDevices, Seat, begin, simulate, simulate_seeds
+from glocal.errors import GlocalWarning, InputError
+from glocal.federation import from_tensors
+from glocal.modules import params_of, predictor, state_dict, trainable, training_forward
+from glocal.noise import fold, uniform
+from glocal.optimisers import sgd
+from glocal.sampling import Plan
+from glocal.split import Split
+from glocal.training import cross_entropy
+
+KEY = torch.tensor(7)
+NORMS = [
+    (nn.BatchNorm1d(5), (6, 5)),
+    (nn.BatchNorm1d(5), (6, 5, 3)),
+    (nn.BatchNorm2d(5, momentum=None), (6, 5, 4, 3)),
+    (nn.BatchNorm2d(5, affine=False), (6, 5, 4, 3)),
+    (nn.BatchNorm1d(5, track_running_stats=False), (6, 5)),
+]
+
+
+@pytest.mark.parametrize(("norm", "shape"), NORMS)
+def test_batch_norm_is_torchs_own_when_nothing_is_padding(norm, shape):
+    model = nn.Sequential(nn.Identity(), norm)
+    x, mask = torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.ones(shape[0], dtype=torch.bool)
+    params = params_of(model)
+    output, buffers = training_forward(model)(params, x, mask, KEY)
+    evaluated = predictor(model)({**params, **buffers}, x, mask)
+    expected = model.train()(x)
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert world.distance(buffers, dict(model.named_buffers())) < 1e-6
+    assert torch.allclose(evaluated, model.eval()(x), atol=1e-5)
+
+
+@pytest.mark.parametrize(("norm", "shape"), NORMS)
+def test_batch_norm_sees_only_real_rows(norm, shape):
+    model = nn.Sequential(nn.Identity(), norm)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    junk = torch.full((3, *shape[1:]), 1e3)
+    forward, params = training_forward(model), params_of(model)
+    mask = torch.cat([torch.ones(shape[0], dtype=torch.bool), torch.zeros(3, dtype=torch.bool)])
+    alone = forward(params, x, mask[: shape[0]], KEY)
+    padded = forward(params, torch.cat([x, junk]), mask, KEY)
+    assert torch.allclose(alone[0], padded[0][: shape[0]], atol=1e-5)
+    assert world.distance(alone[1], padded[1]) < 1e-5
+
+
+def test_a_step_leaves_the_module_and_the_given_buffers_alone():
+    model = world.seeded(world.with_batch_norm)
+    before, params = params_of(model), params_of(model)
+    training_forward(model)(params, torch.randn(4, world.FEATURES), torch.ones(4, dtype=torch.bool), KEY)
+    assert trees.same_bits(params, before)
+    assert trees.same_bits(params_of(model), before)
+
+
+def shifted(*shifts):
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(40, world.FEATURES, generator=generator) for _ in shifts]
+    return [(x + shift, torch.zeros(40, dtype=torch.long)) for x, shift in zip(noise, shifts, strict=True)]
+
+
+def test_running_statistics_never_leak_from_one_device_to_the_next():
+    """Devices far apart: each private mean follows its own data and nobody else's."""
+    devices = shifted(0, 100, -100)
+    model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
+    algorithm = lg_fedavg(cross_entropy(model), sgd(1e-3), split=Split.of(model, local="0"))
+    train = from_tensors(devices, test=0.0, validation=0.0).train
+    state, _ = world.last(simulate(algorithm, params_of(model), train, Plan(rounds=20, cohort=3)))
+    means = [state.private.of(device)["0.running_mean"].mean().item() for device in range(3)]
+    assert means == pytest.approx([0, 100, -100], abs=3)
+    assert not any("running" in name for name in state.shared)
+
+
+def test_shared_batch_norm_statistics_are_averaged():
+    devices = shifted(0, 100)
+    model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
+    train = from_tensors(devices, test=0.0, validation=0.0).train
+    state, _ = world.last(simulate(fedavg(cross_entropy(model), sgd(1e-3)), params_of(model), train, Plan(rounds=20, cohort=2)))
+    assert state.shared["0.running_mean"].mean().item() == pytest.approx(50, abs=3)
+    assert state.shared["0.num_batches_tracked"].item() == 80
+
+
+def test_dropout_drops_at_its_rate_and_keeps_the_mean():
+    model = nn.Dropout(0.25)
+    x = torch.ones(200, 100)
+    output, _ = training_forward(model)({}, x, torch.ones(200, dtype=torch.bool), KEY)
+    assert (output == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+    assert output.mean().item() == pytest.approx(1, abs=0.02)
+    assert torch.equal(predictor(model)({}, x, torch.ones(200, dtype=torch.bool)), x)
+
+
+def test_dropout_of_channels_drops_whole_channels():
+    output, _ = training_forward(nn.Dropout2d(0.5))({}, torch.ones(20, 10, 3, 3), torch.ones(20, dtype=torch.bool), KEY)
+    per_channel = output.flatten(2)
+    assert bool(((per_channel == 0).all(-1) | (per_channel == 2).all(-1)).all())
+    assert 0 < (per_channel == 0).double().mean().item() < 1
+
+
+def test_two_dropout_layers_and_two_steps_differ():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    mask, x = torch.ones(50, dtype=torch.bool), torch.ones(50, 50)
+    both, _ = training_forward(model)({}, x, mask, KEY)
+    other, _ = training_forward(model)({}, x, mask, fold(KEY, 1))
+    assert (both != 0).double().mean().item() == pytest.approx(0.25, abs=0.05)  # one pattern twice would leave a half
+    assert not torch.equal(both, other)
+
+
+def test_addressed_numbers_are_uniform_and_uncorrelated():
+    draws = torch.stack([uniform(fold(torch.tensor(seed), 3), (1000,)) for seed in range(50)])
+    assert draws.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert draws.var().item() == pytest.approx(1 / 12, abs=0.005)
+    assert torch.corrcoef(draws).fill_diagonal_(0).abs().max().item() < 0.2
+    assert draws.min() >= 0
+    assert draws.max() < 1
+
+
+def test_frozen_parameters_stay_as_they_are():
+    model = world.seeded(world.plain)
+    model[0].weight.requires_grad_(False)
+    assert "0.weight" not in trainable(model)
+    algorithm = fedavg(cross_entropy(model), sgd(0.1, weight_decay=0.1))
+    state, _ = world.last(simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3)))
+    assert torch.allclose(state.shared["0.weight"], model[0].weight, atol=1e-6)
+    assert not torch.allclose(state.shared["2.weight"], model[2].weight, atol=1e-3)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(world.FEATURES, world.FEATURES), nn.Linear(world.FEATURES, world.FEATURES)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(world.FEATURES, world.CLASSES)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.second(torch.relu(self.first(x))) / self.scale)
+
+
+def test_tied_weights_train_as_one_and_load_back_under_both_names():
+    model = world.seeded(Tied)
+    state, _ = world.last(simulate(fedavg(cross_entropy(model), sgd(0.1)), params_of(model), world.federation().train, Plan(2, 3)))
+    loaded = state_dict(model, state.shared)
+    assert torch.equal(loaded["first.weight"], loaded["second.weight"])
+    assert not torch.equal(loaded["first.weight"], model.first.weight)
+    assert "scale" not in loaded
+    world.seeded(Tied, 1).load_state_dict(loaded)
+
+
+class DataDependent(nn.Module):
+    """Branches on a value: cannot be batched over devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = world.plain()
+
+    def forward(self, x):
+        return self.body(x) if float(x.sum()) > -1e9 else self.body(-x)
+
+
+def test_a_module_that_cannot_be_batched_runs_one_by_one_with_one_visible_line():
+    model = world.seeded(DataDependent)
+    plain = world.seeded(world.plain)
+    algorithm = fedavg(cross_entropy(model), sgd(0.1, momentum=0.5))
+    over = OverDevices(algorithm.client_update)
+    seat = Seat(Plan(3, 4), world.federation().train, begin(algorithm, params_of(model)))
+    with pytest.warns(GlocalWarning, match="cannot be batched over devices .* running them one by one") as seen:
+        state = world.last(simulate_seeds(algorithm, [seat], over))[0][0]
+    assert len(seen) == 1
+    same = world.last(simulate(fedavg(cross_entropy(plain), sgd(0.1, momentum=0.5)), params_of(plain), seat.train, seat.plan))[0]
+    assert world.distance({f"body.{name}": tensor for name, tensor in same.shared.items()}, state.shared) < 1e-6
+
+
+def test_a_mistake_in_the_model_is_not_hidden_by_the_fall_back():
+    model = nn.Linear(world.FEATURES + 1, world.CLASSES)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        list(simulate(fedavg(cross_entropy(model), sgd(0.1)), params_of(model), world.federation().train, Plan(1, 2)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(1, 4, batch_first=True)
+        self.head = nn.Linear(4, world.CLASSES)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.unsqueeze(-1))[0][:, -1])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recurrent_network_trains_the_same_on_every_engine():
+    model = world.seeded(Recurrent)
+    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    states = [
+        world.last(simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3), engine=engine))[0]
+        for engine in ("auto", "looped")
+    ]
+    assert world.gap(*states) < 1e-5
+
+
+def test_a_module_without_shapes_is_refused_by_name():
+    with pytest.raises(InputError, match=r"'0.weight' has no shape yet \(a lazy layer\); run one batch"):
+        params_of(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_statistics_over_padding_are_refused_by_name():
+    with pytest.raises(InputError, match="'1' tracks running statistics over padded rows"):
+        predictor(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2, track_running_stats=True)))

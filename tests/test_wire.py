@@ -1,0 +1,101 @@
+"""What crosses, counted: by hand, and as the paper counts."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glocal import trees
+from glocal.modules import params_of
+from glocal.split import Split, last_layers
+from glocal.studies import lenet5, mlp
+from glocal.wire import Ledger, Traffic, admit, pack, unpack
+
+
+def rounds(ledger, tree, count, *, devices, cohort):
+    uploads = {name: tensor.expand(cohort, *tensor.shape) for name, tensor in tree.items()}
+    for _ in range(count):
+        ledger = ledger.after_round(tree, uploads, cohort=cohort, devices=devices)
+    return ledger
+
+
+def counted(model, split, fedavg_rounds, lg_rounds, *, devices=100, cohort=10):
+    """FedAvg, then LG-FedAvg, then one sending of every model for the New Test."""
+    params = params_of(model)
+    ledger = rounds(Ledger(), params, fedavg_rounds, devices=devices, cohort=cohort)
+    if lg_rounds:
+        ledger = rounds(ledger, split.take_shared(params), lg_rounds, devices=devices, cohort=cohort)
+        ledger = ledger.after_ensemble(split.take_local(params), params, trained=devices, devices=devices)
+    return ledger
+
+
+MNIST = [(800, 0, "5.57"), (400, 100, "2.90"), (500, 100, "3.60"), (600, 100, "4.30"), (700, 100, "4.99"), (800, 100, "5.69")]
+CIFAR = [(1800, 0, "12.69"), (1000, 100, "7.09"), (1200, 100, "8.50"), (1400, 100, "9.91"), (1600, 100, "11.32")]
+CIFAR += [(1800, 100, "12.73")]
+
+
+@pytest.mark.parametrize(("fedavg", "lg", "published"), MNIST)
+def test_the_papers_mnist_counts_come_out(fedavg, lg, published):
+    """Liang et al. 2020, table of MNIST results, parameters communicated (x 10^10)."""
+    model = mlp()
+    ledger = counted(model, Split.of(model, shared=last_layers(model, 3)), fedavg, lg)
+    assert f"{ledger.paper.parameters / 1e10:.2f}" == published
+
+
+@pytest.mark.parametrize(("fedavg", "lg", "published"), CIFAR)
+def test_the_papers_cifar_counts_come_out(fedavg, lg, published):
+    """Liang et al. 2020, table of CIFAR-10 results, parameters communicated (x 10^9)."""
+    model = lenet5()
+    ledger = counted(model, Split.of(model, shared=["conv1", "conv2"]), fedavg, lg)
+    assert f"{ledger.paper.parameters / 1e9:.2f}" == published
+
+
+@pytest.mark.parametrize(("fedavg", "lg", "published"), [(47, 0, "13.97"), (32, 17, "9.99")])
+def test_the_papers_vqa_counts_come_out(fedavg, lg, published):
+    """Liang et al. 2020, table of VQA results (x 10^10): 50 devices, 5 of them a round, no ensemble."""
+    whole, shared = {"all": torch.empty(54_042_572, device="meta")}, {"shared": torch.empty(5_149_200, device="meta")}
+    ledger = rounds(rounds(Ledger(), whole, fedavg, devices=50, cohort=5), shared, lg, devices=50, cohort=5)
+    assert f"{ledger.paper.parameters / 1e10:.2f}" == published
+
+
+def test_the_honest_count_is_of_those_who_take_part():
+    tree = {"w": torch.zeros(10), "steps": torch.tensor(0)}
+    ledger = rounds(Ledger(), tree, 3, devices=100, cohort=4)
+    assert ledger.download == ledger.upload == Traffic(3 * 4 * 11, 3 * 4 * 48)
+    assert ledger.paper == Traffic(3 * 104 * 11, 3 * 104 * 48)
+    ledger = ledger.after_evaluation(tree, 7).after_ensemble({"v": torch.zeros(5)}, tree, trained=6, devices=100)
+    assert ledger.evaluation == Traffic(77, 7 * 48)
+    assert ledger.ensemble == Traffic(30, 120)
+    assert ledger.total == Traffic(2 * 3 * 4 * 11 + 77 + 30, 2 * 3 * 4 * 48 + 7 * 48 + 120)
+
+
+def test_a_ledger_survives_json():
+    ledger = rounds(Ledger(), {"w": torch.zeros(3)}, 2, devices=5, cohort=2).after_evaluation({"w": torch.zeros(3)}, 5)
+    assert Ledger.from_dict(ledger.as_dict()) == ledger
+
+
+@given(st.lists(st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8]), max_size=5))
+def test_what_is_packed_is_unpacked_to_the_same_bits(types):
+    tree = {f"t{place}": torch.arange(place * 2).reshape(2, -1).to(kind) for place, kind in enumerate(types)}
+    tree["scalar"] = torch.tensor(3.5)
+    assert len(pack(tree)) == trees.nbytes(tree)
+    assert trees.same_bits(unpack(pack(tree), tree), tree)
+
+
+def test_bytes_of_another_model_are_refused():
+    with pytest.raises(ValueError, match="12 bytes arrived, 8 were expected"):
+        unpack(pack({"w": torch.zeros(3)}), {"w": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("upload", "message"),
+    [
+        ({"w": torch.zeros(2, 3), "secret": torch.zeros(2, 1)}, r"unexpected \['secret'\]"),
+        ({}, r"missing \['w'\]"),
+        ({"w": torch.zeros(2, 4)}, r"'w' is \(4,\)"),
+        ({"w": torch.zeros(2, 3, dtype=torch.float64)}, "float64"),
+    ],
+)
+def test_only_the_shared_tree_passes_the_gate(upload, message):
+    with pytest.raises(ValueError, match=message):
+        admit(upload, {"w": torch.zeros(3)})
