@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -40,24 +41,31 @@ SourceName = Annotated[str, typer.Argument(help="digits, mnist or cifar10.")]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line: a mistake in the input is one line and exit code 2, a stop by Ctrl-C is 130."""
-    warnings.showwarning = _show_warning
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that model.name = "mine:build" finds mine.py where the user stands
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", GlocalWarning)
+        warnings.showwarning = _show_warning
+        code = _run_command(arguments)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run_command(arguments: Sequence[str] | None) -> Any:
+    """Run a command; its exit code."""
     try:
-        code = app(args=arguments, standalone_mode=False)
+        return app(args=arguments, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())
-        code = 2
+        return 2
     except click.ClickException as error:
-        code = _complain(f"command line: {error.format_message()}")
+        return _complain(f"command line: {error.format_message()}")
     except InputError as error:
-        code = _complain(str(error))
+        return _complain(str(error))
     except OSError as error:
-        code = _complain(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
+        return _complain(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
     except (KeyboardInterrupt, click.Abort):
         print("stopped", file=sys.stderr)
-        code = 130
-    sys.exit(code if isinstance(code, int) else 0)
+        return 130
 
 
 def _complain(message: str) -> int:
@@ -288,14 +296,18 @@ def _downloads() -> Iterator[Callable[[str, int, int], None]]:
 
 def _print_table(results: dict[str, list[dict[str, Any]]]) -> None:
     """One row per case: means over seeds, and the spread where there is more than one."""
-    table = Table("case", "Local Test", "worst tenth", "New Test", "sent", "paper's count", "never sampled")
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    for heading in ("Local Test %", "worst tenth %", "New Test %", "sent", "paper's count", "never sampled"):
+        table.add_column(heading, justify="right", no_wrap=heading.endswith("%"))
     for name, seeds in results.items():
         local, worst = ([result["local_test"][key] for result in seeds] for key in ("mean", "worst_tenth"))
         new = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
         sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
         paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
-        never = ", ".join(str(result["never_sampled"]) for result in seeds)
-        table.add_row(escape(name), _percents(local), _percents(worst), _percents(new), readable(sent), f"{paper:.2e}", never)
+        never = max(result["never_sampled"] for result in seeds)
+        figures = (*map(_percents, (local, worst, new)), readable(sent), f"{paper:.2e}", str(never))
+        table.add_row(escape(name), *figures)
     Console().print(table)
 
 
@@ -304,8 +316,8 @@ def _percents(values: Sequence[float | None]) -> str:
 
     known = [value for value in values if value is not None]
     if len(known) < 2:
-        return _percent(known[0] if known else None)
-    return f"{100 * fmean(known):.2f} ± {100 * stdev(known):.2f} %"
+        return f"{100 * known[0]:.2f}" if known else "-"
+    return f"{100 * fmean(known):.1f} ± {100 * stdev(known):.1f}"
 
 
 def _percent(value: float | None) -> str:

@@ -124,12 +124,15 @@ def carve(rows: Rows, share: float, seed: int, purpose: str, device: int) -> tup
 
 def check(federation: Federation, classes: int) -> None:
     """Refuse data that would train on nonsense: empty devices, labels outside 0..classes-1, NaN, unequal lengths."""
+    seen: set[int] = set()
     for part, holdings in (("train", federation.train), ("validation", federation.val), ("test", federation.test)):
         if holdings.devices != federation.devices:
             raise InputError(
                 f"data: {federation.devices} devices train but {holdings.devices} have a {part} part; give one per device"
             )
-        _check_store(holdings.examples, part)
+        if id(holdings.examples) not in seen:
+            _check_store(holdings.examples, part)
+            seen.add(id(holdings.examples))
         _check_labels(holdings, part, classes)
     empty = np.flatnonzero(federation.train.sizes == 0)
     if len(empty):

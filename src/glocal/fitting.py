@@ -98,13 +98,15 @@ def fit(
     params, spent = params_of(model), Ledger()
     if start_from is not None:
         params, spent = warm_params(start_from.algorithm, start_from.state), start_from.ledger
-        plan = replace(plan, first_round=start_from.plan.first_round + start_from.plan.rounds)
+        plan = replace(plan, first_round=start_from.plan.last_round)
     case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,))
     return fit_case(case, options or Options(), Path(folder) if folder else None)[0]
 
 
 def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[Result]:
     """Train and test every seed of a case."""
+    for fed in case.federations:
+        require_fit(case.model, fed, case.plan)
     case = placed(case, options)
     progress = beginning(case, options, folder)
     for moment in train(case, options, progress, folder):
@@ -118,10 +120,8 @@ def warm_params(algorithm: Algorithm, state: State) -> Params:
 
 
 def placed(case: Case, options: Options) -> Case:
-    """The case with data and weights on the computing device; refused if the data do not fit the model."""
+    """The case with data and weights on the computing device."""
     device = options.computing_device()
-    for fed in case.federations:
-        _check(case.model, fed)
     params = tuple(trees.to(tree, device) for tree in case.params)
     return replace(case, params=params, federations=_sharing_stores(case.federations, device))
 
@@ -135,8 +135,8 @@ def _sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[F
     )
 
 
-def _check(model: nn.Module, fed: Federation) -> None:
-    """Try the model on one example, then hold the data against what it puts out."""
+def require_fit(model: nn.Module, fed: Federation, plan: Plan) -> None:
+    """Refuse what could not run: try the model on one example, hold the data against what it puts out, choose one cohort."""
     example = fed.train.examples.x[:1].cpu()
     try:
         with torch.no_grad():
@@ -150,6 +150,7 @@ def _check(model: nn.Module, fed: Federation) -> None:
         given = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise InputError(f"model: it puts out {given} for one example; a tensor (1, classes) was expected")
     check(fed, output.shape[1])
+    choose_cohort(plan, fed.devices, plan.first_round)
 
 
 def beginning(case: Case, options: Options, folder: Path | None) -> Progress:

@@ -62,7 +62,7 @@ class Result:
         return {
             "seed": self.plan.seed,
             "algorithm": self.algorithm.name,
-            "rounds": self.plan.first_round + self.plan.rounds,
+            "rounds": self.plan.last_round,
             "selected_round": self.selected_round,
             "local_test": self.local._asdict(),
             "new_test": self.new._asdict() if self.new else None,

@@ -23,6 +23,11 @@ class Plan:
     seed: int = 0
     first_round: int = 0
 
+    @property
+    def last_round(self) -> int:
+        """How many rounds there have been at the end, a warm start's included."""
+        return self.first_round + self.rounds
+
     def __post_init__(self) -> None:
         for name in ("rounds", "cohort", "epochs", "batch"):
             if getattr(self, name) < 1:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import shorten
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -71,7 +72,7 @@ class OverDevices(Generic[Result]):
         except (RuntimeError, ValueError) as error:
             result = looped(self.function, tasks, examples, round_index)  # a mistake in the model itself is raised here
             self.form = looped
-            reason = str(error).strip().splitlines()[0]
+            reason = shorten(str(error), 100, placeholder=" ...")
             warnings.warn(
                 f"engine: this model cannot be batched over devices ({reason}); running them one by one",
                 GlocalWarning,

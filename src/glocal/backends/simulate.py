@@ -57,7 +57,7 @@ def simulate_seeds(
     """Train several federations side by side, all their devices in one batch; `done` rounds are behind them already."""
     _require_one_store(seats)
     plan = seats[0].plan
-    for round_index in range(plan.first_round + done, plan.first_round + plan.rounds):
+    for round_index in range(plan.first_round + done, plan.last_round):
         moment = _round(algorithm, seats, over, round_index)
         seats = [seat._replace(state=state) for seat, (state, _) in zip(seats, moment, strict=True)]
         yield moment

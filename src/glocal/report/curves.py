@@ -58,7 +58,7 @@ def draw_economy(run: Run) -> Drawing | None:
         caption += " A case that goes on from another begins with what that one had sent."
     if silent:
         caption += " A case that sends nothing while it trains is a level line at its last value."
-    key = _legend(record for record in run.records if record.rows)
+    key = _legend(curve.record for curve in curves)
     return Drawing(figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", key)
 
 

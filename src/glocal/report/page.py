@@ -32,7 +32,7 @@ def _summary(run: Run) -> str:
     plan, model = run.settings.plan, run.settings.model
     hidden = f" with hidden layers of {', '.join(map(str, model.hidden))}" if model.name == "mlp" else ""
     seeds = f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with the one seed {plan.seed}"
-    rounds = max((run.last_round(record.case) for record in run.records), default=0)
+    rounds = max((run.plan(record).last_round for record in run.records), default=0)
     sentences = [
         _told_data(run),
         f"The model is {model.name}{hidden}.",

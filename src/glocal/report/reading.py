@@ -9,8 +9,8 @@ import numpy as np
 
 from glocal.keep import Json, read_json, read_rows
 from glocal.report.looks import Look, look_of
-from glocal.sampling import Integers
-from glocal.studies.run import case_folder, read_results, read_settings
+from glocal.sampling import Integers, Plan
+from glocal.studies.run import case_folder, plans_of, read_results, read_settings
 from glocal.studies.settings import CaseSettings, Settings
 
 
@@ -54,19 +54,13 @@ class Run:
             return len(self.counts)
         return next((len(record.results[0]["devices"]) for record in self.records if record.results), self.settings.data.devices)
 
-    def first_round(self, case: CaseSettings) -> int:
-        """The round that a case starts at; where it goes on from another case, that one's last unless it says which."""
-        if case.after is None:
-            return 0
-        return self.last_round(self.settings.cases[case.after]) if case.after_round is None else case.after_round
-
-    def last_round(self, case: CaseSettings) -> int:
-        """The round that a case ends with, a warm start's rounds included."""
-        return self.first_round(case) + (self.settings.plan.rounds if case.rounds is None else case.rounds)
+    def plan(self, record: Record) -> Plan:
+        """Which rounds a case runs; where it goes on from another case, that one's rounds come before."""
+        return plans_of(self.settings)[record.name]
 
     def progress(self, record: Record) -> str:
         """How far a case has come, in words."""
-        return f"round {record.reached} of {self.last_round(record.case)}" if record.rows else "not started"
+        return f"round {record.reached} of {self.plan(record).last_round}" if record.rows else "not started"
 
 
 def read_run(folder: Path) -> Run:

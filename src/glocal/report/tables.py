@@ -91,7 +91,7 @@ def _best(run: Run, column: Column) -> str | None:
 
 def _result_row(run: Run, record: Record, best: Sequence[str | None]) -> str:
     case, name = record.case, escape(record.name)
-    after = f'<span class="small">after {escape(case.after)}, round {run.first_round(case)}</span>' if case.after else ""
+    after = f'<span class="small">after {escape(case.after)}, round {run.plan(record).first_round}</span>' if case.after else ""
     progress = "" if record.finished else f'<span class="small">unfinished, {run.progress(record)}</span>'
     head = f'{line_sample(record.look)}<span class="long" title="{name}">{name}</span>{after}{progress}'
     cells = "".join(_cell(record, column, top) for column, top in zip(_COLUMNS, best, strict=True))

@@ -12,7 +12,7 @@ from glocal.checkpoint import Progress
 from glocal.data.fetch import unreported
 from glocal.errors import InputError, nearest
 from glocal.federation import Federation
-from glocal.fitting import Case, Moment, Options, beginning, finish, placed, train, warm_params
+from glocal.fitting import Case, Moment, Options, beginning, finish, placed, require_fit, train, warm_params
 from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
 from glocal.sampling import Plan
 from glocal.studies.build import Parts, build_algorithm, build_options, build_parts
@@ -45,7 +45,9 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
     _check_cases(settings)
     study = Study(settings, build_parts(settings, report), build_options(settings), folder)
     built = {name: build_algorithm(settings, case, study.parts) for name, case in settings.cases.items()}
-    _plans(settings)
+    for federation in study.parts.federations:
+        require_fit(study.parts.model, federation, next(iter(plans_of(settings).values())))
+    study.options.computing_device()
     write_json(folder / "settings.json", settings.as_dict())
     write_json(folder / "federation.json", _who_has_what(study.parts.federations[0]))
     for name, algorithm in built.items():
@@ -77,7 +79,7 @@ def case_folder(folder: Path, name: str) -> Path:
 
 
 def _run_case(study: Study, name: str, algorithm: Algorithm) -> Iterator[Step]:
-    folder, plan = case_folder(study.folder, name), _plans(study.settings)[name]
+    folder, plan = case_folder(study.folder, name), plans_of(study.settings)[name]
     params, spent = _start(study, study.settings.cases[name])
     case = placed(
         Case(algorithm, study.parts.model, plan, study.parts.seeds, params, study.parts.federations, spent), study.options
@@ -129,17 +131,15 @@ def _snapshots_wanted(settings: Settings, name: str) -> set[int]:
 
 def _after_round(settings: Settings, case: CaseSettings) -> int:
     assert case.after is not None
-    plan = _plans(settings)[case.after]
-    last = plan.first_round + plan.rounds
-    start = last if case.after_round is None else case.after_round
-    if not plan.first_round < start <= last:
-        raise InputError(
-            f"settings: after_round is {start}, but {case.after} runs from round {plan.first_round} to {last}; choose one of those"
-        )
+    plan = plans_of(settings)[case.after]
+    start = plan.last_round if case.after_round is None else case.after_round
+    if not plan.first_round < start <= plan.last_round:
+        run = f"{case.after} runs from round {plan.first_round} to {plan.last_round}"
+        raise InputError(f"settings: after_round is {start}, but {run}; choose one of those")
     return start
 
 
-def _plans(settings: Settings) -> dict[str, Plan]:
+def plans_of(settings: Settings) -> dict[str, Plan]:
     """Each case's plan; a case that starts after another continues its numbering."""
     common = settings.plan
     plans: dict[str, Plan] = {}
@@ -147,8 +147,7 @@ def _plans(settings: Settings) -> dict[str, Plan]:
         rounds = common.rounds if case.rounds is None else case.rounds
         plans[name] = Plan(rounds, common.cohort, common.epochs, common.batch, common.seed)
         if case.after is not None:
-            earlier = plans[case.after]
-            start = earlier.first_round + earlier.rounds if case.after_round is None else case.after_round
+            start = plans[case.after].last_round if case.after_round is None else case.after_round
             plans[name] = replace(plans[name], first_round=start)
     return plans
 
@@ -166,6 +165,7 @@ def _check_cases(settings: Settings) -> None:
         twin = seen.setdefault(case_folder(Path(), name), name)
         if twin != name:
             raise InputError(f"settings: the cases '{twin}' and '{name}' would share a folder; rename one")
+    plans_of(settings)
     for case in settings.cases.values():
         if case.after is not None:
             _after_round(settings, case)

@@ -128,6 +128,8 @@ def changed(settings: Settings, changes: Sequence[str]) -> Settings:
 
 def from_dict(table: Json, changes: Sequence[str] = ()) -> Settings:
     """Settings from plain data, checked name by name and type by type."""
+    if not isinstance(table, dict):
+        raise InputError(f"settings: a table of settings was expected, not {table!r}")
     for change in changes:
         table = _with_change(table, change)
     cases = table.get("cases", {})

@@ -1,0 +1,119 @@
+"""The plan of the house: imports go one way, heavy libraries stay where they belong, exports are what they say."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import glocal
+
+SOURCE = Path(glocal.__file__).parent
+# each may import only from those before it
+BASIS = ("errors", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "algorithm")
+ENGINE = ("algorithms", "wire", "store", "backends", "measure", "keep", "checkpoint", "result", "fitting")
+ORDER = (*BASIS, *ENGINE, "data", "studies", "report", "cli", "__main__")
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def part(path):
+    """Which part of the house a file belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """The absolute names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: import by full name"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "glocal")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_only_go_down_the_list(path):
+    own = part(path)
+    if own == "__init__":
+        return
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("glocal.")}
+    upward = {name for name in used if name != own and ORDER.index(name) >= ORDER.index(own)}
+    assert not upward, f"{own} may not import {upward}"
+
+
+def test_every_part_has_its_place():
+    assert {part(path) for path in FILES} - {"__init__"} == set(ORDER)
+
+
+HOMES = {"matplotlib": "report", "typer": "cli", "rich": "cli", "sklearn": "data", "flwr": None}
+
+
+@pytest.mark.parametrize(("library", "home"), HOMES.items())
+def test_heavy_libraries_stay_where_they_belong(library, home):
+    users = {part(path) for path in FILES if any(name.split(".")[0] == library for name in imports(path))}
+    assert users <= {home}
+
+
+def test_importing_glocal_has_no_cost_and_no_side_effect():
+    code = "import sys; before = set(sys.modules); import glocal; print(*sorted(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    assert not {"torch", "numpy", "matplotlib", "sklearn", "rich", "typer"} & {name.split(".")[0] for name in loaded}
+
+
+def test_what_is_exported_is_there_and_the_stub_agrees():
+    stub = re.findall(r"^from \S+ import (\w+) as \1$", (SOURCE / "__init__.pyi").read_text(), re.MULTILINE)
+    assert sorted(stub) == sorted(glocal.__all__)
+    for name in glocal.__all__:
+        assert getattr(glocal, name).__name__ == name
+    with pytest.raises(AttributeError, match="glocal has no 'nothing'"):
+        glocal.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("package", ["algorithms", "backends", "data", "measure", "studies", "wire", "report"])
+def test_every_package_exports_what_it_says(package):
+    module = __import__(f"glocal.{package}", fromlist=["__all__"])
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "algorithms").glob("*.py")), ids=lambda path: path.stem)
+def test_an_algorithm_is_a_small_file(path):
+    assert len(path.read_text().splitlines()) <= 60
+
+
+def test_a_new_algorithm_is_one_small_file_and_its_export(tmp_path):
+    """FedPer, as a stranger would add it: a copy of the project with one more file and its export runs it everywhere."""
+    copy, tests = tmp_path / "glocal", Path(__file__).parent
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "algorithms/fedper.py").write_text(FEDPER)
+    export = copy / "algorithms/__init__.py"
+    text = export.read_text().replace("__all__ = [", '__all__ = ["fedper", ')
+    export.write_text(text.replace("\n\n__all__", "\nfrom glocal.algorithms.fedper import fedper\n\n__all__"))
+    (tmp_path / "study.toml").write_text('[split]\nlocal = ["layer5"]\n[plan]\nrounds = 2\n[cases.P]\nalgorithm = "fedper"\n')
+    here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{tests}"}, "capture_output": True, "text": True}
+    ran = subprocess.run([sys.executable, "-m", "glocal", "run", "study.toml", "--out", "run"], timeout=120, **here)
+    assert ran.returncode == 0, ran.stderr
+    chosen = [str(tests / "test_contract.py"), "-k", "fedper and plain"]
+    checked = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], timeout=300, **here)
+    assert checked.returncode == 0, checked.stdout
+    assert "passed" in checked.stdout
+
+
+FEDPER = '''"""FedPer: Arivazhagan et al. 2019, "Federated Learning with Personalization Layers"."""
+
+from glocal.algorithm import Algorithm
+from glocal.algorithms.lg_fedavg import lg_fedavg
+from glocal.optimisers import Optimiser
+from glocal.split import Split
+from glocal.training import Objective
+
+
+def fedper(objective: Objective, optimiser: Optimiser, *, split: Split) -> Algorithm:
+    """The base is shared, the personalisation layers (split.local, the head) stay on the device."""
+    return lg_fedavg(objective, optimiser, split=split)._replace(name="fedper")
+'''

@@ -1,0 +1,150 @@
+"""Data at the door: what is taken in, and what is refused in one clear line."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import glocal
+import world
+from glocal.errors import InputError
+from glocal.federation import check, from_tensors
+
+PLAN = glocal.Plan(rounds=2, cohort=2)
+
+
+def fitted(devices, model=None, **options):
+    model = model or world.seeded(world.plain)
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    return glocal.fit(algorithm, model, from_tensors(devices), glocal.Plan(2, min(2, len(devices))), **options)
+
+
+def devices(*sizes):
+    return world.devices(sizes)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.floats(0, 0.9), st.floats(0, 0.9), st.integers(0, 5))
+def test_every_example_is_on_one_device_and_in_one_part(sizes, test, validation, seed):
+    federation = from_tensors(world.devices(sizes), test=test, validation=validation, seed=seed)
+    ends = np.cumsum(sizes)
+    for device, size in enumerate(sizes):
+        parts = [part.rows[device] for part in (federation.train, federation.val, federation.test)]
+        assert sorted(np.concatenate(parts).tolist()) == list(range(ends[device] - size, ends[device]))
+        assert len(parts[0]) >= 1
+
+
+def test_examples_are_stored_once():
+    federation = world.federation()
+    assert federation.train.examples is federation.val.examples
+    assert federation.train.examples is federation.test.examples
+
+
+def test_numpy_arrays_lists_of_tests_and_groups_are_welcome():
+    x, y, group = np.random.default_rng(0).normal(size=(8, 3)), np.arange(8) % 2, np.arange(8) % 3
+    federation = from_tensors([(x, y, group)] * 2, test=[(x, y, group)] * 2)
+    assert federation.test.sizes.tolist() == [8, 8]
+    assert federation.train.examples.x.dtype == torch.float32
+    assert federation.train.of(1).group.tolist() == (federation.train.rows[1] % 8 % 3).tolist()
+
+
+def test_a_device_with_one_example_works():
+    result = fitted(devices(1, 20, 20))
+    assert result.sizes["train"][0] == 1
+    assert result.as_dict()["devices"][0]["local_test"] is None
+
+
+def test_devices_of_very_different_sizes_work():
+    assert fitted(devices(1, 2, 500)).new_test is not None
+
+
+def spoilt(change):
+    given = devices(20, 20)
+    change(given)
+    return given
+
+
+def with_nan(given):
+    given[1][0][3, 2] = float("nan")
+
+
+def with_label(label):
+    def change(given):
+        given[1][1][:] = label
+
+    return change
+
+
+def with_float_labels(given):
+    given[0] = (given[0][0], given[0][1].float())
+    given[1] = (given[1][0], given[1][1].float())
+
+
+def with_other_lengths(given):
+    given[1] = (given[1][0], given[1][1][:-1])
+
+
+def with_other_inputs(given):
+    given[1] = (given[1][0][:, :-1], given[1][1])
+
+
+def with_nothing(given):
+    given[1] = (given[1][0][:0], given[1][1][:0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_nan, r"example 23 holds NaN or infinity \(1 such examples\); clean or drop them"),
+        (with_label(3), r"device 1 has the train label 3, but the model has 3 outputs \(0..2\)"),
+        (with_label(-1), "device 1 has the train label -1"),
+        (with_float_labels, r"labels are torch.float32; class numbers 0..2 were expected"),
+        (with_other_lengths, "device 1 gave arrays of lengths 20, 19"),
+        (with_other_inputs, r"device 1 has inputs \(5,\), device 0 \(6,\)"),
+        (with_nothing, "device 1 has no training examples"),
+        (list.clear, "no devices given"),
+    ],
+)
+def test_data_that_would_train_on_nonsense_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        fitted(spoilt(change))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, 2.0])
+def test_a_share_outside_zero_to_one_is_refused(share):
+    with pytest.raises(InputError, match="must be at least 0 and below 1"):
+        from_tensors(devices(5, 5), validation=share)
+
+
+def test_one_test_set_per_device_is_expected():
+    with pytest.raises(InputError, match="2 devices but 1 test sets"):
+        from_tensors(devices(5, 5), test=devices(5))
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused():
+    with pytest.raises(InputError, match=r"it cannot take inputs of shape \(6,\)"):
+        fitted(devices(20, 20), nn.Linear(7, 3))
+    with pytest.raises(InputError, match=r"it puts out \(1, 6, 3\) for one example"):
+        fitted(devices(20, 20), nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 3)))
+
+
+def test_a_cohort_larger_than_the_federation_is_refused():
+    model = world.seeded(world.plain)
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    with pytest.raises(InputError, match="the cohort is 9, but there are 6 devices; choose at most 6"):
+        glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 9))
+
+
+def test_training_that_diverges_says_so():
+    model = world.seeded(world.plain)
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(1e9))
+    with pytest.raises(InputError, match=r"training diverged in round \d+: device \d+'s loss is not finite; lower"):
+        glocal.fit(algorithm, model, world.federation(), glocal.Plan(5, 3))
+
+
+def test_checking_names_the_part_that_is_wrong():
+    federation = world.federation()
+    federation.test.examples.y[federation.test.rows[0][0]] = 7
+    with pytest.raises(InputError, match="device 0 has the test label 7"):
+        check(federation, world.CLASSES)

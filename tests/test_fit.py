@@ -1,0 +1,288 @@
+"""From data to each device's own model: warm starts, selection on validation, and going on after a stop."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import glocal
+import world
+from glocal import algorithms, trees
+from glocal.errors import InputError
+from glocal.fitting import Case, Options, beginning, fit_case, placed, train, warm_params
+from glocal.keep import read_rows
+from glocal.modules import params_of
+from glocal.wire import Ledger
+
+PLAN = glocal.Plan(rounds=7, cohort=3, batch=5)
+OFTEN = Options(validate_every=2, keep_every=3)
+
+
+def fitted(name, *, folder=None, plan=PLAN, options=OFTEN, make=world.with_batch_norm, start_from=None):
+    model = world.seeded(make)
+    algorithm = world.algorithm(name, model)
+    return glocal.fit(algorithm, model, world.federation(), plan, options=options, folder=folder, start_from=start_from)
+
+
+def case(name, seeds=(0,)):
+    models = [world.seeded(world.with_batch_norm, seed) for seed in seeds]
+    federation = world.federation()
+    params, ledgers = tuple(params_of(model) for model in models), tuple(Ledger() for _ in seeds)
+    return Case(world.algorithm(name, models[0]), models[0], PLAN, seeds, params, tuple(federation for _ in seeds), ledgers)
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+@pytest.mark.parametrize("stop_after", [1, 3, 4])
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, stop_after, tmp_path):
+    whole = fit_case(case(name), OFTEN, tmp_path / "whole")[0]
+    broken = placed(case(name), OFTEN)
+    rounds = train(broken, OFTEN, beginning(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
+    for _ in range(stop_after):
+        next(rounds)
+    rounds.close()
+    resumed = fit_case(case(name), OFTEN, tmp_path / "broken")[0]
+    assert world.same_bits(whole.state, resumed.state)
+    assert whole.as_dict() == resumed.as_dict()
+    assert (tmp_path / "whole/rows.jsonl").read_bytes() == (tmp_path / "broken/rows.jsonl").read_bytes()
+    assert (tmp_path / "whole/checkpoint.safetensors").read_bytes() == (tmp_path / "broken/checkpoint.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_a_crash_without_warning_goes_on_from_the_last_checkpoint(name, tmp_path):
+    """Rows after the checkpoint, and half a row, are what a kill leaves behind."""
+    whole = fit_case(case(name, (0, 1)), OFTEN, tmp_path / "whole")
+    broken = placed(case(name, (0, 1)), OFTEN)
+    rounds = train(broken, OFTEN, beginning(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
+    for _ in range(5):
+        next(rounds)
+    crashed = tmp_path / "crashed"  # as the disk was after five rounds: the checkpoint is of round three
+    crashed.mkdir()
+    for file in ("rows.jsonl", "checkpoint.safetensors"):
+        (crashed / file).write_bytes((tmp_path / "broken" / file).read_bytes())
+    with (crashed / "rows.jsonl").open("a") as rows:
+        rows.write('{"seed": 0, "rou')
+    resumed = fit_case(case(name, (0, 1)), OFTEN, crashed)
+    assert all(world.same_bits(a.state, b.state) for a, b in zip(whole, resumed, strict=True))
+    assert (tmp_path / "whole/rows.jsonl").read_bytes() == (crashed / "rows.jsonl").read_bytes()
+
+
+STUDY = """
+[data]
+devices = 6
+[plan]
+rounds = 12
+cohort = 3
+seeds = 2
+[split]
+local = ["layer1"]
+[run]
+keep_every = 2
+validate_every = 4
+[cases.first]
+algorithm = "fedavg"
+[cases.second]
+algorithm = "lg_fedavg"
+after = "first"
+after_round = 8
+[cases.third]
+algorithm = "mtl"
+"""
+
+
+def command(*arguments):
+    return [sys.executable, "-c", "import sys; from glocal.cli import main; main(sys.argv[1:])", *map(str, arguments)]
+
+
+def kept(folder: Path):
+    """Everything a run keeps, but for the seconds it took."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != "timing.jsonl"]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(tmp_path):
+    (tmp_path / "study.toml").write_text(STUDY)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    started = time.monotonic()
+    subprocess.run(command("run", "study.toml", "--out", "whole"), check=True, timeout=120, **run)
+    usual = time.monotonic() - started
+    for attempt in range(2):
+        broken = tmp_path / f"broken{attempt}"
+        process = subprocess.Popen(command("run", "study.toml", "--out", broken), **run)
+        try:
+            process.wait(timeout=random.uniform(0.3, 0.95) * usual)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        process.communicate()
+        verb = ["resume", broken] if (broken / "settings.json").exists() else ["run", "study.toml", "--out", broken]
+        subprocess.run(command(*verb), check=True, timeout=120, **run)
+        assert kept(broken) == kept(tmp_path / "whole")
+
+
+def test_control_c_saves_what_is_done_and_says_how_to_go_on(tmp_path):
+    (tmp_path / "study.toml").write_text(
+        STUDY.replace("rounds = 12", "rounds = 5000").replace("keep_every = 2", "keep_every = 5000")
+    )
+    process = subprocess.Popen(command("run", "study.toml", "--out", "stopped"), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    rows = tmp_path / "stopped/cases/first/rows.jsonl"
+    deadline = time.monotonic() + 60
+    while len(read_rows(rows)) < 10 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "go on with: glocal resume stopped" in errors
+    assert "Traceback" not in errors
+    assert (tmp_path / "stopped/cases/first/checkpoint.safetensors").exists()
+
+
+def test_a_longer_plan_continues_a_finished_run(tmp_path):
+    fitted("lg_fedavg", folder=tmp_path / "short", plan=glocal.Plan(4, 3, batch=5), options=Options(validate_every=1))
+    longer = fitted("lg_fedavg", folder=tmp_path / "short", options=Options(validate_every=1))
+    whole = fitted("lg_fedavg", folder=tmp_path / "whole", options=Options(validate_every=1))
+    assert world.same_bits(longer.state, whole.state)
+    assert (tmp_path / "short/rows.jsonl").read_bytes() == (tmp_path / "whole/rows.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"make": world.plain}, r"another model \(no shared '2.bias'\) than the one given \(shared '2.bias' \(3,\)\)"),
+        ({"name": "fedavg"}, r"another algorithm \(lg_fedavg\) than the one given \(fedavg\)"),
+        ({"plan": glocal.Plan(7, 2, batch=5)}, "another plan"),
+        ({"plan": glocal.Plan(7, 3, batch=5, seed=4)}, "another seeds"),
+    ],
+)
+def test_a_run_is_not_continued_with_something_else(other, message, tmp_path):
+    fitted("lg_fedavg", folder=tmp_path)
+    before = kept(tmp_path)
+    with pytest.raises(InputError, match=message):
+        fitted(**{"name": "lg_fedavg", "folder": tmp_path, **other})
+    assert kept(tmp_path) == before
+
+
+def test_a_damaged_checkpoint_is_refused_and_kept(tmp_path):
+    fitted("lg_fedavg", folder=tmp_path)
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(InputError, match="is damaged"):
+        fitted("lg_fedavg", folder=tmp_path)
+    assert path.stat().st_size == 1000
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_personal_models_are_saved_and_load_back_as_plain_state_dicts(name, tmp_path):
+    result = fitted(name, folder=tmp_path)
+    test = world.federation().test
+    files = sorted((tmp_path / "models/seed-0").glob("*.safetensors"))
+    assert len(files) == (world.DEVICES if result.state.private.initial else 1)
+    for device in range(world.DEVICES):
+        model = world.with_batch_norm()
+        model.load_state_dict(load_file(files[device if len(files) > 1 else 0]))
+        x, y, _ = test.of(device)
+        if len(y):
+            accuracy = (model.eval()(x).argmax(1) == y).double().mean().item()
+            assert result.accuracies[device] == pytest.approx(accuracy)
+            assert torch.equal(result.model(device)(x), model(x))
+
+
+def test_a_warm_start_continues_from_the_averaged_model_and_counts_its_traffic():
+    first = fitted("fedavg")
+    second = fitted("lg_fedavg", start_from=first)
+    assert second.plan.first_round == 7
+    assert second.ledger.paper.parameters > first.ledger.paper.parameters
+    model = world.seeded(world.with_batch_norm)
+    fresh = case("lg_fedavg")
+    again = fit_case(
+        Case(
+            fresh.algorithm,
+            model,
+            glocal.Plan(7, 3, batch=5, first_round=7),
+            (0,),
+            (warm_params(first.algorithm, first.state),),
+            fresh.federations,
+            (first.ledger,),
+        ),
+        OFTEN,
+    )[0]
+    assert world.same_bits(second.state, again.state)
+
+
+def test_the_best_round_is_chosen_on_validation_data_alone(tmp_path):
+    """With the labels of the test data turned round, selection must not change."""
+    model = world.seeded(world.plain)
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.5, momentum=0.9))
+    results = []
+    for turned in (0, 1):
+        federation = world.federation(sizes=(60, 60, 60), test=world.devices((30, 30, 30), seed=turned + 5), validation=0.3)
+        federation.test.examples.y.copy_((federation.test.examples.y + turned) % world.CLASSES)
+        options = Options(validate_every=1, select="best")
+        results.append(glocal.fit(algorithm, model, federation, glocal.Plan(12, 2), options=options, folder=tmp_path / str(turned)))
+    scores = [row["validation"] for row in read_rows(tmp_path / "0/rows.jsonl")]
+    assert results[0].selected_round == results[1].selected_round == scores.index(max(scores)) + 1
+    assert results[0].validation.mean == pytest.approx(max(scores))
+    assert trees.same_bits(results[0].state.shared, results[1].state.shared)
+
+
+def test_choosing_without_validation_data_is_refused():
+    model = world.seeded(world.plain)
+    with pytest.raises(InputError, match="select = 'best' needs validation data"):
+        glocal.fit(
+            glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1)),
+            model,
+            world.federation(validation=0.0),
+            PLAN,
+            options=Options(select="best"),
+        )
+
+
+def test_devices_never_sampled_are_reported():
+    result = fitted("lg_fedavg", plan=glocal.Plan(1, 2))
+    assert result.as_dict()["never_sampled"] == 4
+    assert sum(result.sampled) == 2
+
+
+def test_evaluation_and_the_ensemble_are_in_the_ledger():
+    result = fitted("lg_fedavg")
+    shared, local = trees.count(result.state.shared), trees.count(result.state.private.initial)
+    tested = [sum(size > 0 for size in result.sizes[part]) for part in ("val", "test")]
+    validations = 4  # rounds 2, 4, 6 and the last
+    assert result.ledger.evaluation.parameters == shared * (validations * tested[0] + tested[1])
+    assert result.ledger.ensemble.parameters == local * len(result.state.private.trained)
+
+
+def test_rows_are_json_with_what_was_sent_so_far(tmp_path):
+    fitted("lg_fedavg", folder=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == list(range(7))
+    assert [row["validation"] is not None for row in rows] == [False, True, False, True, False, True, True]
+    assert all(before["bytes"] < after["bytes"] for before, after in pairwise(rows))
+
+
+def test_an_unknown_device_number_is_refused():
+    with pytest.raises(InputError, match=r"there is no device 6; devices are 0\.\.5"):
+        fitted("fedavg").model(6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"select": "test"}, "'last' or 'best'"), ({"keep_every": 0}, "at least 1"), ({"validate_every": -1}, "at least 1")],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        Options(**options)
+
+
+@pytest.mark.parametrize("options", [{"engine": "vmaped"}, {"chunk": 0}, {"device": "quantum"}])
+def test_engines_that_do_not_exist_are_refused(options):
+    with pytest.raises(InputError):
+        fitted("fedavg", options=Options(**options))

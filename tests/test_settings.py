@@ -1,0 +1,122 @@
+"""Settings from TOML: every mistake is named where it stands."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glocal.errors import InputError
+from glocal.studies import STUDIES, Settings, changed, from_toml
+from glocal.studies.run import run_study
+from glocal.studies.settings import from_dict
+
+CASE = {"cases": {"a": {"algorithm": "fedavg"}}}
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_a_study_survives_being_written_and_read(study):
+    assert from_dict(study.as_dict()) == study
+
+
+def test_toml_and_changes_are_read(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[data]\ndevices = 4\n[split]\nlocal = "layer1"\n[cases.one]\nalgorithm = "fedprox"\nmu = 1\nrounds = 3\n')
+    settings = from_toml(
+        file, ["plan.rounds=9", "optimiser.rate=1", "cases.one.mu=0.5", "data.source=digits", "model.hidden=[3, 4]"]
+    )
+    assert settings.name == "mine"
+    assert settings.data.devices == 4
+    assert settings.split.local == ("layer1",)
+    assert settings.plan.rounds == 9
+    assert settings.optimiser.rate == 1.0
+    assert settings.model.hidden == (3, 4)
+    assert settings.cases["one"].knobs == {"mu": 0.5}
+    assert settings.cases["one"].rounds == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("plan.roundz=3", "unknown option 'plan.roundz'; did you mean 'rounds'"),
+        ("plam.rounds=3", "unknown option 'plam'; did you mean 'plan'"),
+        ("plan.rounds=many", "plan.rounds is 'many'; a whole number was expected"),
+        ("plan.rounds=2.5", "plan.rounds is 2.5; a whole number was expected"),
+        ("plan.rounds=true", "plan.rounds is True; a whole number was expected"),
+        ("optimiser.rate=fast", "optimiser.rate is 'fast'; a number was expected"),
+        ("data.source=3", "data.source is 3; a text was expected"),
+        ("model.hidden=[1, 'x']", "model.hidden is 'x'; a whole number was expected"),
+        ("model.hidden=7", "model.hidden is 7; a list, each item a whole number, was expected"),
+        ("plan=3", "plan is 3; a table was expected"),
+        ("run.chunk=x", "run.chunk is 'x'; a whole number was expected"),
+        ("cases=3", "cases is 3; tables"),
+        ("cases.a=3", "cases.a is 3; a table was expected"),
+        ("cases.a.algorithm=3", "cases.a.algorithm is 3; a text was expected"),
+        ("cases.b.rounds=3", "cases.b has no algorithm"),
+        ("cases.a.mu=[1]", r"cases.a.mu is \[1\]; a number or a word was expected"),
+        ("plan.rounds", "is no change; write it as section.option=value"),
+        ("name.x=3", "goes through a value that is no table"),
+    ],
+)
+def test_a_mistake_in_a_setting_is_named(change, message):
+    with pytest.raises(InputError, match=message):
+        from_dict({"name": "x", **CASE}, [change])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["cases.a.algorithm=fedavgg"], "algorithm is 'fedavgg'; did you mean 'fedavg'"),
+        (["cases.a.mu=1"], "fedavg has no knob 'mu'"),
+        (["cases.a.algorithm=fedprox", "cases.a.nu=1"], "fedprox has no knob 'nu'; did you mean 'mu'"),
+        (["cases.a.algorithm=fedprox", "cases.a.mu=big"], "fedprox.mu is 'big'; a number was expected"),
+        (["cases.a.algorithm=lg_fedavg"], "neither side given"),
+        (["cases.a.algorithm=lg_fedavg", "split.local=encoder"], "'encoder' matches no parameter"),
+        (["data.source=minst"], "did you mean 'mnist'"),
+        (["data.partition=shard"], "did you mean 'shards'"),
+        (["data.partition=natural"], "one \\(x, y\\) pair per device"),
+        (["data.augment=flip"], "data.augment is 'flip'"),
+        (["model.name=mpl"], "did you mean 'mlp'"),
+        (["model.name=nowhere:build"], "cannot be found"),
+        (["model.name=math:pi"], "is no function"),
+        (["model.name=os:getcwd"], "returned str; an nn.Module was expected"),
+        (["data.source=os:getcwd"], "returned str; a Dataset"),
+        (["optimiser.name=sdg"], "did you mean 'sgd'"),
+        (["optimiser.rate=-1"], "rate is -1.0; it must be above 0"),
+        (["optimiser.momentum=1"], "momentum is 1.0"),
+        (["plan.cohort=0"], "cohort is 0; it must be at least 1"),
+        (["plan.cohort=99"], "the cohort is 99, but there are 20 devices"),
+        (["plan.seeds=0"], "plan.seeds is 0"),
+        (["plan.seed=-1"], "seed is -1"),
+        (["run.select=test"], "'last' or 'best'"),
+        (["run.engine=warp"], "engine: 'warp' is unknown"),
+        (["run.device=abacus"], "device 'abacus' cannot be used here"),
+        (["data.devices=5000"], "device"),
+        (["data.validation=1"], "below 1"),
+        (["cases.a.after=b"], "is no earlier case"),
+        (
+            ["cases.b.algorithm=fedavg", "cases.b.after=a", "cases.b.after_round=99"],
+            "after_round is 99, but a runs from round 0 to 2",
+        ),
+        (["cases.A.algorithm=fedavg"], "would share a folder"),
+    ],
+)
+def test_a_study_that_cannot_run_is_refused_before_it_starts(changes, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        list(run_study(from_dict({"name": "x", "plan": {"rounds": 2}, **CASE}, changes), tmp_path / "run"))
+
+
+def test_a_study_without_cases_is_refused(tmp_path):
+    with pytest.raises(InputError, match="there are no cases"):
+        list(run_study(Settings(), tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"[plan", b"\xff\xfe", b"a = 1\na = 2"])
+def test_a_file_that_is_no_toml_is_refused(content, tmp_path):
+    (tmp_path / "bad.toml").write_bytes(content)
+    with pytest.raises(InputError, match="is not TOML"):
+        from_toml(tmp_path / "bad.toml")
+
+
+@given(st.integers(1, 10**6), st.floats(1e-6, 10), st.lists(st.integers(1, 999), min_size=1, max_size=4))
+def test_changes_go_in_as_they_are(rounds, rate, hidden):
+    settings = changed(STUDIES["digits"], [f"plan.rounds={rounds}", f"optimiser.rate={rate!r}", f"model.hidden={hidden}"])
+    assert (settings.plan.rounds, settings.optimiser.rate, settings.model.hidden) == (rounds, rate, tuple(hidden))
