@@ -4,22 +4,23 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test quick check clean
+.PHONY: demo test slow check lint clean
 
 demo: $(READY)
 	$(BIN)/glocal demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
-quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+slow: $(READY)
+	$(BIN)/python -m pytest -m slow
 
-check: $(READY)
+check: lint test
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py src
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,4 +28,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -86,24 +86,6 @@ def test_an_algorithm_is_a_small_file(path):
     assert len(path.read_text().splitlines()) <= 60
 
 
-def test_a_new_algorithm_is_one_small_file_and_its_export(tmp_path):
-    """FedPer, as a stranger would add it: a copy of the project with one more file and its export runs it everywhere."""
-    copy, tests = tmp_path / "glocal", Path(__file__).parent
-    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "algorithms/fedper.py").write_text(FEDPER)
-    export = copy / "algorithms/__init__.py"
-    text = export.read_text().replace("__all__ = [", '__all__ = ["fedper", ')
-    export.write_text(text.replace("\n\n__all__", "\nfrom glocal.algorithms.fedper import fedper\n\n__all__"))
-    (tmp_path / "study.toml").write_text('[split]\nlocal = ["layer5"]\n[plan]\nrounds = 2\n[cases.P]\nalgorithm = "fedper"\n')
-    here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{tests}"}, "capture_output": True, "text": True}
-    ran = subprocess.run([sys.executable, "-m", "glocal", "run", "study.toml", "--out", "run"], timeout=120, **here)
-    assert ran.returncode == 0, ran.stderr
-    chosen = [str(tests / "test_contract.py"), "-k", "fedper and plain"]
-    checked = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], timeout=300, **here)
-    assert checked.returncode == 0, checked.stdout
-    assert "passed" in checked.stdout
-
-
 FEDPER = '''"""FedPer: Arivazhagan et al. 2019, "Federated Learning with Personalization Layers"."""
 
 from glocal.algorithm import Algorithm
@@ -117,3 +99,26 @@ def fedper(objective: Objective, optimiser: Optimiser, *, split: Split) -> Algor
     """The base is shared, the personalisation layers (split.local, the head) stay on the device."""
     return lg_fedavg(objective, optimiser, split=split)._replace(name="fedper")
 '''
+FEDAVGM = re.search(r"^```python\n(.*?)^```$", (SOURCE.parents[1] / "docs/new-algorithm.md").read_text(), re.MULTILINE | re.DOTALL)[
+    1
+]
+
+
+@pytest.mark.parametrize(("name", "file"), [("fedper", FEDPER), ("fedavgm", FEDAVGM)])
+def test_a_new_algorithm_is_one_small_file_and_its_export(name, file, tmp_path):
+    """As a stranger would add it: a copy of the project with one more file and its export runs it everywhere."""
+    assert len(file.splitlines()) <= 40
+    copy, tests = tmp_path / "glocal", Path(__file__).parent
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / f"algorithms/{name}.py").write_text(file)
+    export = copy / "algorithms/__init__.py"
+    text = export.read_text().replace("__all__ = [", f'__all__ = ["{name}", ')
+    export.write_text(text.replace("\n\n__all__", f"\nfrom glocal.algorithms.{name} import {name}\n\n__all__"))
+    (tmp_path / "study.toml").write_text(f'[split]\nlocal = ["layer5"]\n[plan]\nrounds = 2\n[cases.P]\nalgorithm = "{name}"\n')
+    here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{tests}"}, "capture_output": True, "text": True}
+    ran = subprocess.run([sys.executable, "-m", "glocal", "run", "study.toml", "--out", "run"], timeout=120, **here)
+    assert ran.returncode == 0, ran.stderr
+    chosen = [str(tests / "test_contract.py"), "-k", f"{name} and (plain or batch)"]
+    checked = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], timeout=300, **here)
+    assert checked.returncode == 0, checked.stdout
+    assert "passed" in checked.stdout

@@ -41,7 +41,7 @@ def complaint(capsys):
 def test_a_study_runs_prints_its_table_and_writes_its_report(capsys):
     assert run("run", "digits", *QUICK, "--out", "kept") == 0
     printed = capsys.readouterr().out
-    for word in ("FedAvg", "FedProx", "Local only", "MTL", "LG-FedAvg", "Local", "New Test", "kB", "report: kept/report.html"):
+    for word in ("FedAvg", "FedProx", "Local only", "MTL", "LG-FedAvg", "Local", "New", "kB", "report: kept/report.html"):
         assert word in printed
     assert Path("kept/report.html").read_text().count("<figure") >= 4
     assert run("report", "kept") == 0

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -296,17 +295,17 @@ def _downloads() -> Iterator[Callable[[str, int, int], None]]:
 
 def _print_table(results: dict[str, list[dict[str, Any]]]) -> None:
     """One row per case: means over seeds, and the spread where there is more than one."""
-    table = Table(box=SIMPLE, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("case", no_wrap=True)
-    for heading in ("Local Test %", "worst tenth %", "New Test %", "sent", "paper's count", "never sampled"):
-        table.add_column(heading, justify="right", no_wrap=heading.endswith("%"))
+    for heading in ("Local\nTest %", "worst\ntenth %", "New\nTest %", "sent", "paper's\ncount", "never\nsampled"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, seeds in results.items():
         local, worst = ([result["local_test"][key] for result in seeds] for key in ("mean", "worst_tenth"))
         new = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
         sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
         paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
         never = max(result["never_sampled"] for result in seeds)
-        figures = (*map(_percents, (local, worst, new)), readable(sent), f"{paper:.2e}", str(never))
+        figures = (*map(_percents, (local, worst, new)), readable(sent), f"{paper:.1e}".replace("e+", "e"), str(never))
         table.add_row(escape(name), *figures)
     Console().print(table)
 

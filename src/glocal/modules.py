@@ -1,7 +1,7 @@
 """Any `nn.Module` as a pure function of its parameters: nothing is stored, nothing leaks from one device to the next."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,12 @@ def predictor(model: nn.Module) -> Predict:
 def _pure(model: nn.Module, mode: Callable[[nn.Module], nn.Module]) -> Forward:
     """(params, x, mask, key) -> (output, every tensor as the call left it); a tensor that is not given is an error."""
     skeleton, names = mode(_skeleton(model)), first_names(model)
+    need_mask = _names_of(skeleton, MaskedBatchNorm, "rows")
+    need_key = _names_of(skeleton, AddressedDropout, "key")
 
     def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
-        given = {name: params[first] for name, first in names.items()} | _context(skeleton, mask, key)
+        given = {name: params[first] for name, first in names.items()}
+        given |= dict.fromkeys(need_mask, mask) | dict.fromkeys(need_key, key)
         output = functional_call(skeleton, given, (x,), tie_weights=False, strict=True)
         return output, given
 
@@ -166,18 +169,9 @@ def _swapped(module: nn.Module, layer: int) -> nn.Module:
     return module
 
 
-def _context(skeleton: nn.Module, mask: Tensor, key: Tensor) -> Params:
-    """The mask and the key under the names of the layers that need them."""
-    return {name: mask if kind is MaskedBatchNorm else key for name, kind in _listeners(skeleton)}
-
-
-def _listeners(skeleton: nn.Module) -> Iterator[tuple[str, type[nn.Module]]]:
-    for name, module in skeleton.named_modules():
-        prefix = f"{name}." if name else ""
-        if isinstance(module, MaskedBatchNorm):
-            yield f"{prefix}rows", MaskedBatchNorm
-        elif isinstance(module, AddressedDropout):
-            yield f"{prefix}key", AddressedDropout
+def _names_of(skeleton: nn.Module, kind: type[nn.Module], tensor: str) -> list[str]:
+    """The full names of what each layer of a kind must be told."""
+    return [f"{name}.{tensor}".lstrip(".") for name, module in skeleton.named_modules() if isinstance(module, kind)]
 
 
 def _refuse_unusable(model: nn.Module) -> None:

@@ -15,14 +15,14 @@ _DIGITS = Settings(
     data=DataSettings(source="digits", devices=10, classes_per_device=2),
     model=ModelSettings("mlp", hidden=(64, 32, 32, 32)),
     split=SplitSettings(local=("layer1",)),
-    optimiser=OptimiserSettings(rate=0.1, momentum=0.5),
-    plan=PlanSettings(rounds=100, cohort=3, batch=5, seeds=3),
+    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
+    plan=PlanSettings(rounds=150, cohort=3, batch=5, seeds=3),
     cases={
         "FedAvg": CaseSettings("fedavg"),
         "FedProx": CaseSettings("fedprox", knobs={"mu": 0.1}),
         "Local only": CaseSettings("local_only"),
         "MTL": CaseSettings("mtl", knobs={"tie": 0.05}),
-        "LG-FedAvg": CaseSettings("lg_fedavg", rounds=40, after="FedAvg", after_round=60),
+        "LG-FedAvg": CaseSettings("lg_fedavg", rounds=40, after="FedAvg", after_round=100),
     },
 )
 

@@ -1,0 +1,83 @@
+"""What the documents say is run, and the numbers they quote are held against the results they come from."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from glocal.studies import STUDIES
+from glocal.studies.settings import from_dict
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page):
+    names = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
+def test_the_settings_of_a_page_are_settings(page):
+    for block in blocks(page, "toml"):
+        assert from_dict(tomllib.loads(block)).cases
+
+
+def test_the_readme_trains_in_ten_lines():
+    lines = [line for line in blocks(ROOT / "README.md", "python")[0].splitlines() if line.strip()]
+    assert len(lines) <= 10
+
+
+def test_every_link_of_a_page_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def committed(name):
+    return json.loads((ROOT / "docs/results" / name).read_text())
+
+
+def test_the_readme_quotes_the_demo_as_it_was_measured():
+    results = committed("digits.json")["results"]
+    text = (ROOT / "README.md").read_text().replace("*", "")
+    table = re.findall(r"^\| ([^|:]+): [^|]*\| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) MB", text, re.MULTILINE)
+    assert len(table) == len(results) == 5
+    for name, local, new, sent in table:
+        seeds = results[name]
+        assert f"{100 * fmean(seed['local_test']['mean'] for seed in seeds):.1f}" == local
+        assert f"{100 * fmean(seed['new_test']['logits'] for seed in seeds):.1f}" == new
+        assert f"{fmean(seed['ledger']['total']['bytes'] for seed in seeds) / 1e6:.1f}" == sent
+
+
+def test_the_demo_shows_what_the_method_promises():
+    mean = {
+        name: {key: fmean(seed[key][part] for seed in seeds) for key, part in (("local_test", "mean"), ("new_test", "logits"))}
+        | {"bytes": fmean(seed["ledger"]["total"]["bytes"] for seed in seeds)}
+        for name, seeds in committed("digits.json")["results"].items()
+    }
+    assert mean["LG-FedAvg"]["local_test"] > mean["FedAvg"]["local_test"]
+    assert mean["LG-FedAvg"]["new_test"] > mean["Local only"]["new_test"] + 0.2
+    assert mean["LG-FedAvg"]["bytes"] < mean["FedAvg"]["bytes"]
+
+
+def test_the_readme_quotes_mnist_as_it_was_measured():
+    result = committed("mnist.json")["results"]["LG-FedAvg"][0]
+    quoted = re.search(r"reaches ([\d.]+) % on Local Test and ([\d.]+) % on New Test", (ROOT / "README.md").read_text()).groups()
+    assert quoted == (f"{100 * result['local_test']['mean']:.1f}", f"{100 * result['new_test']['logits']:.1f}")
+
+
+@pytest.mark.parametrize("name", ["digits.json", "mnist.json"])
+def test_results_name_the_command_that_made_them(name):
+    made = committed(name)
+    assert made["command"].startswith("glocal ")
+    assert made["settings"] == STUDIES[name.removesuffix(".json")].as_dict()
