@@ -57,7 +57,7 @@ def mean(stacked: Params, weights: Tensor) -> Params:
     """Weighted mean over the first axis; whole-number tensors (counters) are rounded.
 
     >>> mean({"w": torch.tensor([[0.0], [3.0]])}, torch.tensor([2.0, 1.0]))
-    {'w': tensor([[1.]])}
+    {'w': tensor([1.])}
     """
     shares = weights.double() / weights.double().sum()
     return {name: _weighted(tensor, shares) for name, tensor in stacked.items()}
