@@ -99,9 +99,8 @@ def fedper(objective: Objective, optimiser: Optimiser, *, split: Split) -> Algor
     """The base is shared, the personalisation layers (split.local, the head) stay on the device."""
     return lg_fedavg(objective, optimiser, split=split)._replace(name="fedper")
 '''
-FEDAVGM = re.search(r"^```python\n(.*?)^```$", (SOURCE.parents[1] / "docs/new-algorithm.md").read_text(), re.MULTILINE | re.DOTALL)[
-    1
-]
+PAGE = (Path(__file__).parents[1] / "docs/new-algorithm.md").read_text()
+FEDAVGM = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 
 
 @pytest.mark.parametrize(("name", "file"), [("fedper", FEDPER), ("fedavgm", FEDAVGM)])

@@ -128,7 +128,8 @@ def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(tmp_
         assert kept(broken) == kept(tmp_path / "whole")
 
 
-def test_control_c_saves_what_is_done_and_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize("request_to_stop", [signal.SIGINT, signal.SIGTERM])
+def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp_path):
     (tmp_path / "study.toml").write_text(
         STUDY.replace("rounds = 12", "rounds = 5000").replace("keep_every = 2", "keep_every = 5000")
     )
@@ -137,7 +138,7 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(tmp_path):
     deadline = time.monotonic() + 60
     while len(read_rows(rows)) < 10 and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(request_to_stop)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "go on with: glocal resume stopped" in errors

@@ -74,6 +74,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["data.partition=shard"], "did you mean 'shards'"),
         (["data.partition=natural"], "one \\(x, y\\) pair per device"),
         (["data.augment=flip"], "data.augment is 'flip'"),
+        (["data.augment=crop_and_flip", "data.source=settings_data:vectors"], "crop_and_flip needs images"),
         (["model.name=mpl"], "did you mean 'mlp'"),
         (["model.name=nowhere:build"], "cannot be found"),
         (["model.name=math:pi"], "is no function"),
@@ -99,9 +100,14 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["cases.A.algorithm=fedavg"], "would share a folder"),
     ],
 )
-def test_a_study_that_cannot_run_is_refused_before_it_starts(changes, message, tmp_path):
+def test_a_study_that_cannot_run_is_refused_before_it_starts(changes, message, tmp_path, monkeypatch):
+    (tmp_path / "settings_data.py").write_text(
+        "import torch\ndef vectors():\n    return [(torch.zeros(9, 4), torch.arange(9) % 2)] * 6\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=message):
         list(run_study(from_dict({"name": "x", "plan": {"rounds": 2}, **CASE}, changes), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_study_without_cases_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The command line: a thin layer that reads words, shows progress and prints tables."""
 
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line: a mistake in the input is one line and exit code 2, a stop by Ctrl-C is 130."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that model.name = "mine:build" finds mine.py where the user stands
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite request to stop is met like Ctrl-C
     with warnings.catch_warnings():
         warnings.simplefilter("once", GlocalWarning)
         warnings.showwarning = _show_warning

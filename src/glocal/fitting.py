@@ -13,7 +13,7 @@ from torch import nn
 
 from glocal import trees
 from glocal.algorithm import Algorithm
-from glocal.backends import OverDevices, Report, Seat, begin, simulate_seeds
+from glocal.backends import OverDevices, Report, Seat, begin, check_engine, simulate_seeds
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import InputError
 from glocal.federation import Federation, check
@@ -45,6 +45,7 @@ class Options:
             raise InputError(
                 f"options: validate_every is {self.validate_every}, keep_every {self.keep_every}; both must be at least 1"
             )
+        check_engine(self.engine, self.chunk)
 
     def computing_device(self) -> torch.device:
         """Where to compute; `auto` takes a GPU where there is one."""

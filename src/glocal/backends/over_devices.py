@@ -35,14 +35,19 @@ class Task(NamedTuple):
     key: int = 0
 
 
+def check_engine(engine: str, chunk: int | None) -> None:
+    """Refuse an engine that does not exist, or a chunk of no devices."""
+    if engine not in ENGINES:
+        raise InputError(f"engine: '{engine}' is unknown; {nearest(engine, ENGINES)}")
+    if chunk is not None and chunk < 1:
+        raise InputError(f"engine: chunk is {chunk}; it must be at least 1")
+
+
 class OverDevices(Generic[Result]):
     """A one-device function, ready to run over many devices; results come back stacked (devices, ...)."""
 
     def __init__(self, function: OneDevice[Result], *, engine: str = "auto", chunk: int | None = None) -> None:
-        if engine not in ENGINES:
-            raise InputError(f"engine: '{engine}' is unknown; {nearest(engine, ENGINES)}")
-        if chunk is not None and chunk < 1:
-            raise InputError(f"engine: chunk is {chunk}; it must be at least 1")
+        check_engine(engine, chunk)
         self.function, self.chunk = function, chunk
         self.form = looped if engine == "looped" else vmapped
 

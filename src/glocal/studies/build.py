@@ -14,7 +14,6 @@ from glocal.algorithm import Algorithm
 from glocal.data import Dataset, Partition
 from glocal.errors import InputError, nearest
 from glocal.federation import Federation, from_tensors
-from glocal.fitting import Options
 from glocal.modules import params_of
 from glocal.optimisers import Optimiser, adam, sgd
 from glocal.sampling import stream
@@ -162,11 +161,6 @@ def build_optimiser(settings: OptimiserSettings, rate: float | None = None) -> O
     return _known(settings.name, known, "optimiser.name")()
 
 
-def build_options(settings: Settings) -> Options:
-    """How to run."""
-    return Options(**{name: getattr(settings.run, name) for name in Options.__dataclass_fields__})
-
-
 def named_function(address: str, where: str) -> Callable[..., Any]:
     """The function behind "module:function"."""
     module, _, name = address.partition(":")
@@ -182,12 +176,17 @@ def named_function(address: str, where: str) -> Callable[..., Any]:
 
 
 def _augmented(objective: Objective, settings: DataSettings, federation: Federation) -> Objective:
-    # after normalisation a black pixel is each channel's smallest value
     images = federation.train.examples.x
-    known: dict[str, Callable[[], Objective]] = {
-        "none": lambda: objective,
-        "crop_and_flip": lambda: augmented(objective, data.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist()))),
-    }
+
+    def cropped() -> Objective:
+        if images.dim() != 4:
+            raise InputError(
+                f"data: crop_and_flip needs images (channels, height, width); the inputs are {tuple(images.shape[1:])}"
+            )
+        # after normalisation a black pixel is each channel's smallest value
+        return augmented(objective, data.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist())))
+
+    known: dict[str, Callable[[], Objective]] = {"none": lambda: objective, "crop_and_flip": cropped}
     return _known(settings.augment, known, "data.augment")()
 
 

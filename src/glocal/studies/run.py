@@ -15,7 +15,7 @@ from glocal.federation import Federation
 from glocal.fitting import Case, Moment, Options, beginning, finish, placed, require_fit, train, warm_params
 from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
 from glocal.sampling import Plan
-from glocal.studies.build import Parts, build_algorithm, build_options, build_parts
+from glocal.studies.build import Parts, build_algorithm, build_parts
 from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.trees import Params
 from glocal.wire import Ledger
@@ -43,7 +43,7 @@ class Study:
 def run_study(settings: Settings, folder: Path, *, report: data.Report = unreported) -> Iterator[Step]:
     """All cases in order; what the folder has finished is not done again."""
     _check_cases(settings)
-    study = Study(settings, build_parts(settings, report), build_options(settings), folder)
+    study = Study(settings, build_parts(settings, report), settings.run, folder)
     built = {name: build_algorithm(settings, case, study.parts) for name, case in settings.cases.items()}
     for federation in study.parts.federations:
         require_fit(study.parts.model, federation, next(iter(plans_of(settings).values())))

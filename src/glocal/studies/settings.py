@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from glocal.errors import InputError, nearest
+from glocal.fitting import Options
 from glocal.keep import Json
 
 Table = TypeVar("Table")
@@ -67,18 +68,6 @@ class PlanSettings:
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """How to compute and how often to look: nothing here changes the numbers, but for select."""
-
-    device: str = "auto"
-    engine: str = "auto"
-    chunk: int | None = None
-    validate_every: int = 10
-    keep_every: int = 10
-    select: str = "last"
-
-
-@dataclass(frozen=True)
 class CaseSettings:
     """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`."""
 
@@ -100,7 +89,7 @@ class Settings:
     split: SplitSettings = SplitSettings()
     optimiser: OptimiserSettings = OptimiserSettings()
     plan: PlanSettings = PlanSettings()
-    run: RunSettings = RunSettings()
+    run: Options = Options()
     cases: dict[str, CaseSettings] = field(default_factory=dict)
 
     def as_dict(self) -> Json:
