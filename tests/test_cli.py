@@ -78,7 +78,8 @@ def test_a_model_and_data_of_ones_own_run_from_a_toml_file(capsys):
     )
     assert run("run", "mine.toml", "--out", "kept") == 0
     assert "LG" in capsys.readouterr().out
-    Path("mine.py").write_text(Path("mine.py").read_text().replace("nn.Linear(5, 4)", "nn.Linear(5, 9)").replace("(4", "(9"))
+    wider = Path("mine.py").read_text().replace("5, 4)", "5, 9)").replace("1d(4)", "1d(9)").replace("4, 2)", "9, 2)")
+    Path("mine.py").write_text(wider)
     del sys.modules["mine"]
     assert run("resume", "kept", "--set", "plan.rounds=4") == 2
     assert "was made with another model (shared '3.weight' (2, 4)) than the one given (shared '3.weight' (2, 9))" in complaint(

@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 
 from glocal.studies import STUDIES
+from glocal.studies.run import resolved
 from glocal.studies.settings import from_dict
 
 ROOT = Path(__file__).parents[1]
@@ -80,4 +81,4 @@ def test_the_readme_quotes_mnist_as_it_was_measured():
 def test_results_name_the_command_that_made_them(name):
     made = committed(name)
     assert made["command"].startswith("glocal ")
-    assert made["settings"] == STUDIES[name.removesuffix(".json")].as_dict()
+    assert made["settings"] == resolved(STUDIES[name.removesuffix(".json")]).as_dict()

@@ -1,5 +1,7 @@
 """Data at the door: what is taken in, and what is refused in one clear line."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -101,7 +103,7 @@ def with_nothing(given):
         (with_label(-1), "device 1 has the train label -1"),
         (with_float_labels, r"labels are torch.float32; class numbers 0..2 were expected"),
         (with_other_lengths, "device 1 gave arrays of lengths 20, 19"),
-        (with_other_inputs, r"device 1 has inputs \(5,\), device 0 \(6,\)"),
+        (with_other_inputs, r"device 1 has 2 arrays, inputs \(5,\), but device 0 2 arrays, inputs \(6,\)"),
         (with_nothing, "device 1 has no training examples"),
         (list.clear, "no devices given"),
     ],
@@ -148,3 +150,86 @@ def test_checking_names_the_part_that_is_wrong():
     federation.test.examples.y[federation.test.rows[0][0]] = 7
     with pytest.raises(InputError, match="device 0 has the test label 7"):
         check(federation, world.CLASSES)
+
+
+def test_text_models_with_whole_number_inputs_train():
+    generator = torch.Generator().manual_seed(0)
+    texts = [(torch.randint(50, (30, 7), generator=generator), torch.randint(3, (30,), generator=generator)) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(28, 3))
+    assert fitted(texts, model).local_test is not None
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int32, torch.int64])
+def test_labels_of_any_whole_number_type_are_welcome(kind):
+    assert fitted([(x, y.to(kind)) for x, y in devices(20, 20)]).local_test is not None
+
+
+def test_lists_are_welcome():
+    assert fitted([([[0.0] * 6] * 8, [0, 1] * 4)] * 3).local_test is not None
+
+
+def test_a_batch_larger_than_the_data_costs_nothing():
+    model = world.seeded(world.plain)
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    results = [glocal.fit(algorithm, model, world.federation(), glocal.Plan(2, 3, batch=batch)) for batch in (31, 10**12)]
+    assert torch.equal(results[0].state.shared["0.weight"], results[1].state.shared["0.weight"])
+
+
+def wrong_shapes(given):
+    given[:] = [(x, y.reshape(-1, 1)) for x, y in given]
+
+
+def words(given):
+    given[:] = [(np.array([["a"] * 6] * 20), y) for x, y in given]
+
+
+@pytest.mark.parametrize(("change", "message"), [(wrong_shapes, "one label per input"), (words, "device 0 cannot be read")])
+def test_arrays_of_the_wrong_form_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        fitted(spoilt(change))
+
+
+def test_tests_unlike_the_training_data_are_refused():
+    federation = from_tensors(devices(20, 20), test=[(x[:, :5], y) for x, y in devices(5, 5)])
+    with pytest.raises(InputError, match=r"test inputs are \(5,\) torch.float32, training inputs \(6,\)"):
+        check(federation, 3)
+
+
+def test_rows_in_two_places_or_outside_are_refused():
+    federation = world.federation()
+    twice = replace(federation, test=federation.train)
+    with pytest.raises(InputError, match="is on two devices, or in two of train, validation and test"):
+        check(twice, 3)
+    outside = replace(federation, test=replace(federation.test, rows=(np.array([10**6]), *federation.test.rows[1:])))
+    with pytest.raises(InputError, match="row 1000000 is outside"):
+        check(outside, 3)
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        if self.training:
+            raise ZeroDivisionError
+        return self.layer(x)
+
+
+def test_a_model_that_fails_only_in_training_is_refused_before_it_starts():
+    with pytest.raises(InputError, match=r"it cannot be trained \(ZeroDivisionError"):
+        fitted(devices(20, 20), Broken())
+
+
+def test_a_frozen_model_is_refused():
+    model = world.plain()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(InputError, match="every parameter is frozen"):
+        fitted(devices(20, 20), model)
+
+
+def test_a_module_given_as_a_selector_is_refused_by_name():
+    model = world.plain()
+    with pytest.raises(InputError, match="give its name"):
+        glocal.Split.of(model, local=model[0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import glocal
 import world
 from glocal import trees
 from glocal.algorithms import fedavg, lg_fedavg
@@ -213,3 +214,106 @@ def test_a_module_without_shapes_is_refused_by_name():
 def test_statistics_over_padding_are_refused_by_name():
     with pytest.raises(InputError, match="'1' tracks running statistics over padded rows"):
         predictor(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2, track_running_stats=True)))
+
+
+def test_one_dropout_used_twice_drops_other_units_the_second_time():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.drop(x))
+
+    output, _ = training_forward(Twice())({}, torch.ones(100, 100), torch.ones(100, dtype=torch.bool), KEY)
+    assert (output != 0).double().mean().item() == pytest.approx(0.25, abs=0.02)
+
+
+def test_a_layer_that_stands_in_two_places_is_told_in_both():
+    norm, drop = nn.BatchNorm1d(4), nn.Dropout(0.3)
+    model = nn.Sequential(nn.Linear(4, 4), norm, drop, nn.Linear(4, 4), norm, drop)
+    forward, params = training_forward(model), params_of(model)
+    x, junk = torch.randn(5, 4), torch.full((2, 4), 1e3)
+    mask = torch.tensor([True] * 5 + [False] * 2)
+    alone, padded = forward(params, x, mask[:5], KEY), forward(params, torch.cat([x, junk]), mask, KEY)
+    assert torch.allclose(alone[0], padded[0][:5], atol=1e-4)
+    assert world.distance(alone[1], padded[1]) < 1e-4
+
+
+def test_one_row_has_no_variance_to_track():
+    model = nn.BatchNorm1d(3)
+    _, buffers = training_forward(model)(params_of(model), torch.randn(1, 3), torch.ones(1, dtype=torch.bool), KEY)
+    assert buffers["running_var"].tolist() == [1, 1, 1]
+
+
+class Counting(nn.Module):
+    """Writes into a buffer whenever it is used, also in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = world.plain()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return self.body(x)
+
+
+def test_evaluation_never_writes_into_the_federations_state():
+    model = world.seeded(Counting)
+    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    often, seldom = (
+        glocal.fit(algorithm, model, world.federation(), Plan(4, 3), options=glocal.Options(validate_every=every))
+        for every in (1, 4)
+    )
+    assert torch.equal(often.state.shared["seen"], seldom.state.shared["seen"])
+
+
+class Noisy(nn.Module):
+    """Draws from torch's own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = world.plain()
+
+    def forward(self, x):
+        return self.body(nn.functional.dropout(x, 0.3, self.training))
+
+
+def test_randomness_of_torchs_own_does_not_depend_on_who_else_is_in_the_batch():
+    model = world.seeded(Noisy)
+    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    with pytest.warns(GlocalWarning, match="random operation"):
+        states = [
+            world.last(simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), chunk=chunk))[0]
+            for chunk in (None, 1, 3)
+        ]
+    assert world.same_bits(states[0], states[1])
+    assert world.same_bits(states[0], states[2])
+
+
+class Doubling(nn.BatchNorm1d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(Doubling(3)), "'0' is a batch norm of your own"),
+        (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "'0' rewrites its weights whenever it is used"),
+        (nn.ReLU(), "it has no parameters"),
+    ],
+)
+def test_a_model_that_could_not_be_federated_rightly_is_refused(model, message):
+    with pytest.raises(InputError, match=message):
+        params_of(model)
+
+
+def test_half_precision_statistics_do_not_overflow():
+    model = nn.BatchNorm2d(2).half()
+    x = torch.full((64, 2, 40, 40), 3.0, dtype=torch.float16)
+    output, buffers = training_forward(model)(params_of(model), x, torch.ones(64, dtype=torch.bool), KEY)
+    assert output.dtype == torch.float16
+    assert bool(torch.isfinite(output).all())
+    assert buffers["running_mean"][0].item() == pytest.approx(0.3, abs=1e-3)

@@ -92,6 +92,14 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["run.device=abacus"], "device 'abacus' cannot be used here"),
         (["data.devices=5000"], "device"),
         (["data.validation=1"], "below 1"),
+        (["data.validation=0", "run.select=best"], "needs validation data"),
+        (["model.hidden=[-3]"], "each must be at least 1"),
+        (["model.hidden=[0]"], "each must be at least 1"),
+        (["run.device=meta"], "device 'meta' cannot be used here"),
+        (["cases.a.algorithm=math:sqrt"], "math:sqrt"),
+        (["cases.!!.algorithm=fedavg"], "is no name"),
+        (["model.name=settings_data:fails"], "the function failed .ZeroDivisionError"),
+        (["data.source=settings_data:fails"], "the function failed .ZeroDivisionError"),
         (["cases.a.after=b"], "is no earlier case"),
         (
             ["cases.b.algorithm=fedavg", "cases.b.after=a", "cases.b.after_round=99"],
@@ -102,7 +110,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
 )
 def test_a_study_that_cannot_run_is_refused_before_it_starts(changes, message, tmp_path, monkeypatch):
     (tmp_path / "settings_data.py").write_text(
-        "import torch\ndef vectors():\n    return [(torch.zeros(9, 4), torch.arange(9) % 2)] * 6\n"
+        "import torch\ndef vectors():\n    return [(torch.zeros(9, 4), torch.arange(9) % 2)] * 6\ndef fails():\n    return 1 / 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=message):

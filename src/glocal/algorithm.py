@@ -19,13 +19,18 @@ class Update(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """Four pure functions. `aggregate` never sees private state; an upload has exactly the names of the shared tree."""
+    """Four pure functions. `aggregate` never sees private state; an upload has exactly the names of the shared tree.
+
+    `about` tells two runs of one algorithm apart, and `devices` is set where an algorithm is made for that many.
+    """
 
     name: str
     init: Callable[[Params], tuple[Params, Params]]
     client_update: Callable[[Params, Params, Work], Update]
     aggregate: Callable[[Params, Params, Tensor], Params]
     personal: Callable[[Params, Params], Params]
+    about: str = ""
+    devices: int | None = None
 
 
 def average(shared: Params, uploads: Params, weights: Tensor) -> Params:

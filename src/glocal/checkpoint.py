@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from glocal.errors import InputError
-from glocal.keep import Json, append_rows, read_rows, read_tensors, write_tensors, write_text
+from glocal.keep import Json, append_rows, read_about, read_rows, read_tensors, write_tensors, write_text
 from glocal.store import PrivateRows, State
 from glocal.trees import Params
 from glocal.wire import Ledger
@@ -50,20 +50,30 @@ class Checkpoint:
             tensors |= _flat(f"{place}/last", state)
         kept = [best and best[:2] for best in progress.best]
         for place, best in enumerate(progress.best):
-            tensors |= _flat(f"{place}/best", best[2]) if best else {}
+            # the best state may be the last one, and a file holds no tensor twice
+            tensors |= {name: tensor.clone() for name, tensor in _flat(f"{place}/best", best[2]).items()} if best else {}
         ledgers = [ledger.as_dict() for ledger in progress.ledgers]
         write_tensors(
             self.path, tensors, {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
         )
         return progress.done
 
+    def done(self) -> int:
+        """How many rounds the checkpoint holds, 0 if there is none; refused if it was made with something else."""
+        if not self.path.exists():
+            return 0
+        about = read_about(self.path)
+        if not isinstance(about.get("fingerprint"), dict):
+            raise InputError(f"resume: {self.path} was not written by glocal; give the folder of a run")
+        _require_same(about["fingerprint"], self.fingerprint, self.folder)
+        return int(about["done"])
+
     def load(self, device: torch.device) -> Progress | None:
         """The progress that was saved, or None; rows written after it are dropped, they will come again."""
-        if not self.path.exists():
+        if not self.done():
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
             return None
         tensors, about = read_tensors(self.path, device)
-        _require_same(about["fingerprint"], self.fingerprint, self.folder)
         names = self.fingerprint["model"]
         states = [_state(tensors, f"{place}/last", names) for place in range(len(about["ledgers"]))]
         best = [(*kept, _state(tensors, f"{place}/best", names)) if kept else None for place, kept in enumerate(about["best"])]

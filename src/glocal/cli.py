@@ -96,6 +96,7 @@ def run(
 ) -> None:
     """Run a study and write its report."""
     from glocal.studies import STUDIES, changed, from_toml
+    from glocal.studies.run import slug
 
     if study in STUDIES:
         settings = changed(STUDIES[study], changes or [])
@@ -107,7 +108,7 @@ def run(
         raise InputError(f"run: there is no study '{study}'; {nearest(study, STUDIES)}; or give a TOML file")
     if out is not None and (out / "settings.json").exists():
         raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
-    _run(settings, out or _free_folder(Path("runs") / settings.name))
+    _run(settings, out or _free_folder(Path("runs") / slug(settings.name)))
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from textwrap import shorten
 
 
 class InputError(ValueError):
@@ -10,6 +11,15 @@ class InputError(ValueError):
 
 class GlocalWarning(UserWarning):
     """Something the user should see once, in one line; the work goes on."""
+
+
+def brief(error: BaseException) -> str:
+    """An error of somebody else's code in a few words.
+
+    >>> brief(ValueError("no  way"))
+    'ValueError: no way'
+    """
+    return shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

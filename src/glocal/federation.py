@@ -1,7 +1,8 @@
 """Every device's examples: stored once, each device's share a list of row numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from glocal.errors import InputError
+from glocal.errors import InputError, brief
 from glocal.sampling import stream
 
 Rows = npt.NDArray[np.int64]
@@ -45,7 +46,7 @@ class Holdings:
         """How many devices there are."""
         return len(self.rows)
 
-    @property
+    @cached_property
     def sizes(self) -> Rows:
         """N_m, how many examples each device holds (devices,)."""
         return np.array([len(rows) for rows in self.rows], dtype=np.int64)
@@ -57,10 +58,6 @@ class Holdings:
     def pooled(self) -> Rows:
         """The rows of all devices together."""
         return np.concatenate(self.rows) if self.rows else np.zeros(0, dtype=np.int64)
-
-    def to(self, device: torch.device) -> "Holdings":
-        """The same holdings on a computing device."""
-        return Holdings(self.examples.to(device), self.rows)
 
 
 @dataclass(frozen=True)
@@ -76,14 +73,6 @@ class Federation:
         """M, how many devices there are."""
         return self.train.devices
 
-    def to(self, device: torch.device) -> "Federation":
-        """The same federation on a computing device; a store that several parts have in common is moved once."""
-        moved: dict[int, Examples] = {}
-        for part in (self.train, self.val, self.test):
-            moved.setdefault(id(part.examples), part.examples.to(device))
-        train, val, test = (Holdings(moved[id(part.examples)], part.rows) for part in (self.train, self.val, self.test))
-        return Federation(train, val, test)
-
 
 def from_tensors(
     devices: Sequence[Arrays], *, test: float | Sequence[Arrays] = 0.2, validation: float = 0.1, seed: int = 0
@@ -94,16 +83,19 @@ def from_tensors(
     >>> federation.devices, federation.train.sizes.tolist()
     (4, [7, 7, 7, 7])
     """
-    store, rows = _gathered(devices)
-    if isinstance(test, float | int):
-        held_out = [carve(own, test, seed, "test", device) for device, own in enumerate(rows)]
-        rest, tests = [kept for kept, _ in held_out], Holdings(store, tuple(taken for _, taken in held_out))
-    else:
-        if len(test) != len(devices):
-            raise InputError(f"data: {len(devices)} devices but {len(test)} test sets; give one per device, or a share")
-        test_store, test_rows = _gathered(test)
-        rest, tests = rows, Holdings(test_store, tuple(test_rows))
-    return with_validation(Holdings(store, tuple(rest)), tests, validation=validation, seed=seed)
+    return held_out(gathered(devices), test=test, validation=validation, seed=seed)
+
+
+def held_out(everything: Holdings, *, test: float | Sequence[Arrays], validation: float, seed: int) -> Federation:
+    """Set a part of every device's examples aside for the test, or take the tests as given, then a part for validation."""
+    if not isinstance(test, Sequence):
+        parts = [carve(rows, float(test), seed, "test", device) for device, rows in enumerate(everything.rows)]
+        tests = replace(everything, rows=tuple(taken for _, taken in parts))
+        rest = replace(everything, rows=tuple(kept for kept, _ in parts))
+        return with_validation(rest, tests, validation=validation, seed=seed)
+    if len(test) != everything.devices:
+        raise InputError(f"data: {everything.devices} devices but {len(test)} test sets; give one per device, or a share")
+    return with_validation(everything, gathered(test), validation=validation, seed=seed)
 
 
 def with_validation(train: Holdings, test: Holdings, *, validation: float, seed: int) -> Federation:
@@ -123,37 +115,49 @@ def carve(rows: Rows, share: float, seed: int, purpose: str, device: int) -> tup
 
 
 def check(federation: Federation, classes: int) -> None:
-    """Refuse data that would train on nonsense: empty devices, labels outside 0..classes-1, NaN, unequal lengths."""
-    seen: set[int] = set()
-    for part, holdings in (("train", federation.train), ("validation", federation.val), ("test", federation.test)):
+    """Refuse data that would train on nonsense: empty devices, labels outside 0..classes-1, NaN, rows in two places."""
+    parts = {"train": federation.train, "validation": federation.val, "test": federation.test}
+    for part, holdings in parts.items():
         if holdings.devices != federation.devices:
             raise InputError(
-                f"data: {federation.devices} devices train but {holdings.devices} have a {part} part; give one per device"
+                f"data: {federation.devices} devices train, {holdings.devices} have a {part} part; give one per device"
             )
-        if id(holdings.examples) not in seen:
-            _check_store(holdings.examples, part)
-            seen.add(id(holdings.examples))
+    stores = {id(holdings.examples): (part, holdings.examples) for part, holdings in reversed(parts.items())}
+    for part, examples in stores.values():
+        _check_store(examples, part, federation.train.examples)
+        used = np.concatenate([holdings.pooled() for holdings in parts.values() if holdings.examples is examples])
+        _check_rows(used, examples, part)
+    for part, holdings in parts.items():
         _check_labels(holdings, part, classes)
     empty = np.flatnonzero(federation.train.sizes == 0)
     if len(empty):
-        raise InputError(
-            f"data: device {empty[0]} has no training examples ({len(empty)} such devices); drop it or use fewer devices"
-        )
+        raise InputError(f"data: device {empty[0]} has no training examples ({len(empty)} such); drop it or use fewer devices")
 
 
-def _check_store(examples: Examples, part: str) -> None:
-    if len(examples.x) != len(examples.y):
-        raise InputError(
-            f"data: {len(examples.x)} {part} inputs but {len(examples.y)} labels; partition both with the same indices"
-        )
-    if examples.x.is_floating_point() and not bool(torch.isfinite(examples.x).all()):
-        bad = torch.isfinite(examples.x).flatten(1).all(1).logical_not().nonzero()
+def _check_store(examples: Examples, part: str, like: Examples) -> None:
+    x, y, _ = examples
+    if len(x) != len(y) or y.dim() != 1:
+        raise InputError(f"data: {part} inputs are {tuple(x.shape)} and labels {tuple(y.shape)}; one label per input was expected")
+    if x.shape[1:] != like.x.shape[1:] or x.dtype != like.x.dtype:
+        given, expected = (f"{tuple(each.shape[1:])} {each.dtype}" for each in (x, like.x))
+        raise InputError(f"data: {part} inputs are {given}, training inputs {expected}; prepare both alike")
+    if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+        bad = torch.isfinite(x).flatten(1).all(1).logical_not().nonzero()
         raise InputError(f"data: {part} example {int(bad[0])} holds NaN or infinity ({len(bad)} such examples); clean or drop them")
+
+
+def _check_rows(used: Rows, examples: Examples, part: str) -> None:
+    outside = used[(used < 0) | (used >= len(examples.y))]
+    if len(outside):
+        raise InputError(f"data: row {outside[0]} is outside the {len(examples.y)} {part} examples; partition them anew")
+    twice = np.flatnonzero(np.bincount(used, minlength=1) > 1)
+    if len(twice):
+        raise InputError(f"data: example {twice[0]} is on two devices, or in two of train, validation and test; it may be in one")
 
 
 def _check_labels(holdings: Holdings, part: str, classes: int) -> None:
     labels = holdings.examples.y
-    if labels.is_floating_point():
+    if labels.is_floating_point() or labels.dtype == torch.bool:
         raise InputError(f"data: {part} labels are {labels.dtype}; class numbers 0..{classes - 1} were expected, use y.long()")
     wrong = ((labels < 0) | (labels >= classes)).cpu().numpy()
     for device, rows in enumerate(holdings.rows):
@@ -165,23 +169,29 @@ def _check_labels(holdings: Holdings, part: str, classes: int) -> None:
             )
 
 
-def _gathered(devices: Sequence[Arrays]) -> tuple[Examples, list[Rows]]:
+def gathered(devices: Sequence[Arrays]) -> Holdings:
     """All devices' arrays in one store, and each device's rows in it."""
     if not devices:
         raise InputError("data: no devices given; give one (x, y) pair per device")
-    for device, arrays in enumerate(devices):
-        if len(arrays) not in (2, 3) or len({len(array) for array in arrays}) != 1:
-            lengths = ", ".join(str(len(array)) for array in arrays)
-            raise InputError(
-                f"data: device {device} gave arrays of lengths {lengths}; (x, y) or (x, y, group) of one length was expected"
-            )
-        if arrays[0].shape[1:] != devices[0][0].shape[1:]:
-            raise InputError(
-                f"data: device {device} has inputs {tuple(arrays[0].shape[1:])}, device 0 {tuple(devices[0][0].shape[1:])}"
-            )
-    ends = np.cumsum([len(arrays[0]) for arrays in devices])
-    rows = [np.arange(end - len(arrays[0]), end, dtype=np.int64) for end, arrays in zip(ends, devices, strict=True)]
-    columns = [torch.cat([torch.as_tensor(array) for array in column]) for column in zip(*devices, strict=True)]
-    x = columns[0].float() if columns[0].dtype == torch.float64 else columns[0]
-    group = columns[2].long() if len(columns) == 3 else None
-    return Examples(x, columns[1].long() if not columns[1].is_floating_point() else columns[1], group), rows
+    tensors = [_as_tensors(arrays, device) for device, arrays in enumerate(devices)]
+    for device, each in enumerate(tensors):
+        if each[0].shape[1:] != tensors[0][0].shape[1:] or len(each) != len(tensors[0]):
+            given, first = (f"{len(arrays)} arrays, inputs {tuple(arrays[0].shape[1:])}" for arrays in (each, tensors[0]))
+            raise InputError(f"data: device {device} has {given}, but device 0 {first}; all devices need the same")
+    ends = np.cumsum([len(arrays[0]) for arrays in tensors])
+    rows = [np.arange(end - len(arrays[0]), end, dtype=np.int64) for end, arrays in zip(ends, tensors, strict=True)]
+    return Holdings(Examples(*(torch.cat(column) for column in zip(*tensors, strict=True))), tuple(rows))
+
+
+def _as_tensors(arrays: Arrays, device: int) -> list[Tensor]:
+    """A device's x, y and group as tensors: float64 inputs become float32, whole-number labels int64."""
+    try:
+        x, y, *group = (torch.as_tensor(array) for array in arrays)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"data: device {device} cannot be read as (x, y) or (x, y, group) ({brief(error)})") from error
+    lengths = [len(tensor) if tensor.dim() else 0 for tensor in (x, y, *group)]
+    if len(group) > 1 or len(set(lengths)) != 1:
+        told = ", ".join(map(str, lengths))
+        raise InputError(f"data: device {device} gave arrays of lengths {told}; (x, y) or (x, y, group) of one length was expected")
+    whole = y if y.is_floating_point() else y.long()
+    return [x.float() if x.dtype == torch.float64 else x, whole, *(column.long() for column in group)]

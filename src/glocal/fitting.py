@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from glocal import trees
 from glocal.algorithm import Algorithm
-from glocal.backends import OverDevices, Report, Seat, begin, check_engine, simulate_seeds
+from glocal.backends import OverDevices, Report, Seat, Task, begin, check_engine, looped, simulate_seeds
 from glocal.checkpoint import Checkpoint, Progress
-from glocal.errors import InputError
+from glocal.errors import InputError, brief
 from glocal.federation import Federation, check
 from glocal.keep import Json, write_json
 from glocal.measure import Evaluation, local_test, new_test, spread
@@ -24,12 +24,15 @@ from glocal.result import Result, save_models
 from glocal.sampling import Plan, choose_cohort
 from glocal.store import State
 from glocal.trees import Params
-from glocal.wire import Ledger
+from glocal.wire import Ledger, pack
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run. Nothing here changes the numbers beyond rounding, but for `select`: the last round, or the best on validation."""
+    """How to run. What is tested is the last round, or the best on validation data (`select`); each validation costs bytes.
+
+    Nothing else here changes the numbers beyond rounding.
+    """
 
     device: str = "auto"
     engine: str = "auto"
@@ -51,7 +54,9 @@ class Options:
         """Where to compute; `auto` takes a GPU where there is one."""
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         try:
-            return torch.empty(0, device=name).device
+            tried = torch.zeros(1, device=name)
+            tried.item()  # some devices exist in name only
+            return tried.device
         except (RuntimeError, AssertionError) as error:
             raise InputError(f"options: device '{self.device}' cannot be used here; try 'cpu', 'cuda' or 'auto'") from error
 
@@ -67,6 +72,7 @@ class Case:
     params: tuple[Params, ...]
     federations: tuple[Federation, ...]
     spent: tuple[Ledger, ...]
+    about: Json = field(default_factory=dict)
 
     def plans(self) -> list[Plan]:
         """The plan of each seed."""
@@ -98,6 +104,9 @@ def fit(
     """
     params, spent = params_of(model), Ledger()
     if start_from is not None:
+        names = start_from.algorithm.personal(start_from.state.shared, start_from.state.private.initial).keys()
+        if names != params.keys():
+            raise InputError(f"fit: start_from is of another model; only one of the two has {sorted(names ^ params.keys())}")
         params, spent = warm_params(start_from.algorithm, start_from.state), start_from.ledger
         plan = replace(plan, first_round=start_from.plan.last_round)
     case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,))
@@ -107,7 +116,7 @@ def fit(
 def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[Result]:
     """Train and test every seed of a case."""
     for fed in case.federations:
-        require_fit(case.model, fed, case.plan)
+        require_fit(case, fed, options)
     case = placed(case, options)
     progress = beginning(case, options, folder)
     for moment in train(case, options, progress, folder):
@@ -116,8 +125,11 @@ def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[R
 
 
 def warm_params(algorithm: Algorithm, state: State) -> Params:
-    """The one model to start others from: what a device that never took part would predict with."""
-    return algorithm.personal(state.shared, state.private.initial)
+    """The one model to start others from: what a newcomer would predict with, every shared tensor as it is now."""
+    if not state.shared:
+        raise InputError(f"warm start: {algorithm.name} shares nothing, so there is no one model to start from; use another case")
+    newcomer = algorithm.personal(state.shared, state.private.initial)
+    return {name: state.shared.get(name, tensor) for name, tensor in newcomer.items()}
 
 
 def placed(case: Case, options: Options) -> Case:
@@ -136,56 +148,95 @@ def _sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[F
     )
 
 
-def require_fit(model: nn.Module, fed: Federation, plan: Plan) -> None:
-    """Refuse what could not run: try the model on one example, hold the data against what it puts out, choose one cohort."""
+def require_fit(case: Case, fed: Federation, options: Options) -> None:
+    """Refuse what could not run to its end: data that do not fit the model, a cohort too large, nothing to choose on."""
+    check(fed, _classes(case.model, fed))
+    choose_cohort(case.plan, fed.devices, case.plan.first_round)
+    if case.algorithm.devices not in (None, fed.devices):
+        raise InputError(f"{case.algorithm.name}: made for {case.algorithm.devices} devices, but the data have {fed.devices}")
+    if options.select == "best" and not fed.val.sizes.any():
+        raise InputError("options: select = 'best' needs validation data; set data.validation above 0, or use 'last'")
+    _try_one_step(case, fed)
+
+
+def _classes(model: nn.Module, fed: Federation) -> int:
+    """How many classes the model knows: its outputs for one example."""
     example = fed.train.examples.x[:1].cpu()
     try:
         with torch.no_grad():
             output = predictor(model)(trees.to(params_of(model), torch.device("cpu")), example, torch.ones(1, dtype=torch.bool))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's own module may raise
+        shape = tuple(example.shape[1:])
         raise InputError(
-            f"model: it cannot take inputs of shape {tuple(example.shape[1:])}, as the data have them ({reason})"
+            f"model: it cannot take inputs of shape {shape} {example.dtype}, as the data have them ({brief(error)})"
         ) from error
     if not isinstance(output, torch.Tensor) or output.dim() != 2:
         given = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise InputError(f"model: it puts out {given} for one example; a tensor (1, classes) was expected")
-    check(fed, output.shape[1])
-    choose_cohort(plan, fed.devices, plan.first_round)
+    return output.shape[1]
+
+
+def _try_one_step(case: Case, fed: Federation) -> None:
+    """Train on two rows, to no effect: what fails here would fail in the first round."""
+    cpu, largest = torch.device("cpu"), int(fed.train.sizes.argmax())
+    examples = fed.train.examples.take(fed.train.rows[largest][:2]).to(cpu)
+    task = Task(*case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y)).reshape(1, -1))
+    try:
+        looped(case.algorithm.client_update, [task], examples, case.plan.first_round)
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's own module may raise
+        raise InputError(f"model: it cannot be trained ({brief(error)})") from error
 
 
 def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
     """Where to start: at the last checkpoint if the folder has one, else before the first round."""
-    saved = Checkpoint(folder, fingerprint(case)).load(options.computing_device()) if folder else None
+    saved = Checkpoint(folder, fingerprint(case, options)).load(options.computing_device()) if folder else None
     states = [begin(case.algorithm, params) for params in case.params]
     return saved or Progress(0, states, list(case.spent), [None for _ in states])
 
 
-def fingerprint(case: Case) -> Json:
+def fingerprint(case: Case, options: Options) -> Json:
     """What must be the same for a run to be continued."""
     shared, private = case.algorithm.init(case.params[0])
     shapes = {
         side: {name: [*tensor.shape] for name, tensor in tree.items()} for side, tree in (("shared", shared), ("private", private))
     }
-    rows = b"".join(rows.tobytes() for fed in case.federations for rows in fed.train.rows)
     plan = {name: value for name, value in asdict(case.plan).items() if name not in ("rounds", "seed")}
-    data = hashlib.sha256(rows).hexdigest()[:16]
-    return {"algorithm": case.algorithm.name, "model": shapes, "plan": plan, "seeds": list(case.seeds), "data": data}
+    algorithm = f"{case.algorithm.name}: {case.algorithm.about}" if case.algorithm.about else case.algorithm.name
+    choice = {"select": options.select, "validate_every": options.validate_every}
+    told = {"algorithm": algorithm, "model": shapes, "plan": plan, "seeds": list(case.seeds), "choice": choice, **case.about}
+    return {**told, "data": _data_fingerprint(case.federations)}
+
+
+def _data_fingerprint(feds: Sequence[Federation]) -> str:
+    """Who holds which rows, every label, and a sample of the inputs, as one short word."""
+    told = hashlib.sha256()
+    for part in (part for fed in feds for part in (fed.train, fed.val, fed.test)):
+        told.update(b"".join(rows.tobytes() for rows in part.rows))
+    for x, y, _ in {id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)}.values():
+        told.update(pack({"y": y, "x": x[:: max(1, len(x) // 500)]}))
+    return told.hexdigest()[:16]
 
 
 def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
-    """Rounds of a placed case as they happen; kept in the folder if there is one. Stopped at any moment, nothing done is lost."""
-    checkpoint = Checkpoint(folder, fingerprint(case)) if folder else None
+    """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
+    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
     over = OverDevices(case.algorithm.client_update, engine=options.engine, chunk=options.chunk)
     evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.engine, chunk=options.chunk)
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
     saved, started = progress.done, time.perf_counter()
     try:
         for moment in simulate_seeds(case.algorithm, seats, over, done=progress.done):
-            progress, rows = _advanced(case, options, evaluation, (progress, moment))
+            advanced, rows = _advanced(case, options, evaluation, (progress, moment))
             if checkpoint:
                 checkpoint.append(rows)
-                saved = checkpoint.save(progress) if _due(progress.done, options.keep_every, case) else saved
+            progress = advanced  # only now: a stop before this comes back to the round, rows and all
+            if checkpoint:
+                due = progress.done % options.keep_every == 0 or progress.done == case.plan.rounds
+                saved = checkpoint.save(progress) if due else saved
             finished = time.perf_counter()
             yield Moment(rows, progress, finished - started)
             started = finished
@@ -193,10 +244,6 @@ def train(case: Case, options: Options, progress: Progress, folder: Path | None 
         if checkpoint and saved < progress.done:
             checkpoint.save(progress)
         raise
-
-
-def _due(done: int, every: int, case: Case) -> bool:
-    return done % every == 0 or done == case.plan.rounds
 
 
 def _advanced(
@@ -207,7 +254,7 @@ def _advanced(
     ledgers = [ledger + report.traffic for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)]
     progress = Progress(progress.done + 1, [state for state, _ in moment], ledgers, progress.best)
     scores: list[float | None] = [None] * len(moment)
-    if _due(progress.done, options.validate_every, case):
+    if progress.done % options.validate_every == 0:
         progress, scores = _validated(case, options, evaluation, progress)
     reports = [report for _, report in moment]
     return progress, list(map(_row, case.seeds, reports, scores, progress.ledgers))
@@ -249,7 +296,7 @@ def finish(case: Case, options: Options, progress: Progress, folder: Path | None
 
 def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Progress, *, place: int) -> Result:
     fed, plan = case.federations[place], case.plans()[place]
-    done, state = _selected(options, progress, place)
+    done, state = _selected(options, evaluation, fed, (progress.done, progress.states[place], progress.best[place]))
     accuracies = local_test(evaluation, state, fed.test)
     local, trained = state.private.initial, len(state.private.trained)
     ledger = progress.ledgers[place].after_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
@@ -269,14 +316,15 @@ def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Prog
     )
 
 
-def _selected(options: Options, progress: Progress, place: int) -> tuple[int, State]:
-    """Rounds done and state to test: the last one, or the best on validation."""
-    best = progress.best[place]
-    if options.select == "last":
-        return progress.done, progress.states[place]
-    if best is None:
-        raise InputError("options: select = 'best' needs validation data; set data.validation above 0, or use 'last'")
-    return best[1], best[2]
+def _selected(
+    options: Options, evaluation: Evaluation, fed: Federation, last: tuple[int, State, tuple[float, int, State] | None]
+) -> tuple[int, State]:
+    """Rounds done and state to test: the last one, or an earlier one that was better on validation data."""
+    done, state, best = last
+    if options.select == "last" or best is None:
+        return done, state
+    score = spread(local_test(evaluation, state, fed.val), fed.val.sizes).mean
+    return (done, state) if score is None or score > best[0] else best[1:]
 
 
 def participation(plan: Plan, devices: int, done: int) -> list[int]:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ def whole_or_not_at_all(path: Path) -> Iterator[Path]:
             os.fsync(written.fileno())
         half.replace(path)
     except (OSError, SafetensorError) as error:
-        half.unlink(missing_ok=True) if os.access(path.parent, os.W_OK) else None
+        with suppress(OSError):
+            half.unlink()
         raise InputError(f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder") from error
 
 
@@ -47,14 +48,17 @@ def write_json(path: Path, data: object) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file that must be there."""
+def read_json(path: Path, kind: type) -> Any:
+    """Read a JSON file that must be there and hold a dict or a list, not an empty one."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it") from error
     except (OSError, ValueError) as error:
         raise InputError(f"run: {path} cannot be read ({error}); restore it or start the run anew") from error
+    if not isinstance(data, kind) or not data:
+        raise InputError(f"run: {path} does not hold what glocal writes there; restore it or start the run anew")
+    return data
 
 
 def write_tensors(path: Path, tensors: Params, about: Mapping[str, object]) -> None:
@@ -64,12 +68,24 @@ def write_tensors(path: Path, tensors: Params, about: Mapping[str, object]) -> N
         save_file(contiguous, half, metadata={"about": json.dumps(about)})
 
 
+def read_about(path: Path) -> Json:
+    """What the header of a safetensors file says about it; the tensors are not read."""
+    with _opened(path, "cpu") as file:
+        about: Json = json.loads((file.metadata() or {}).get("about", "{}"))
+        return about
+
+
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[Params, Json]:
     """Read a safetensors file and what its header says about it."""
+    with _opened(path, device) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, read_about(path)  # noqa: SIM118 (not a mapping)
+
+
+@contextmanager
+def _opened(path: Path, device: str | torch.device) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 (not a mapping)
+            yield file
     except FileNotFoundError as error:
         raise InputError(f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it") from error
     except (SafetensorError, OSError, ValueError) as error:
@@ -96,4 +112,4 @@ def read_rows(path: Path) -> list[Json]:
             rows.append(json.loads(line))
         except ValueError:
             break
-    return rows
+    return [row for row in rows if isinstance(row, dict)]

@@ -16,6 +16,9 @@ from glocal.errors import InputError
 from glocal.split import first_names, unique_tensors
 from glocal.trees import Params
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_NORM_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
 Forward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Params]]
 Predict = Callable[[Params, Tensor, Tensor], Tensor]
 
@@ -23,6 +26,8 @@ Predict = Callable[[Params, Tensor, Tensor], Tensor]
 def params_of(model: nn.Module) -> Params:
     """A copy of every parameter and buffer, by name."""
     _refuse_unusable(model)
+    if not unique_tensors(model):
+        raise InputError("model: it has no parameters; there is nothing to train")
     return {name: tensor.detach().clone() for name, tensor in unique_tensors(model).items()}
 
 
@@ -36,7 +41,7 @@ def training_forward(model: nn.Module) -> Forward:
     call, buffers = _pure(model, nn.Module.train), [name for name, _ in model.named_buffers()]
 
     def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
-        output, used = call({**params, **{name: params[name].clone() for name in buffers}}, x, mask, key)
+        output, used = call(params, x, mask, key)
         return output, trees.pick(used, buffers)
 
     return forward
@@ -57,8 +62,13 @@ def _pure(model: nn.Module, mode: Callable[[nn.Module], nn.Module]) -> Forward:
     skeleton, names = mode(_skeleton(model)), first_names(model)
     need_mask = _names_of(skeleton, MaskedBatchNorm, "rows")
     need_key = _names_of(skeleton, AddressedDropout, "key")
+    buffers = [name for name, _ in model.named_buffers()]
+    dropouts = [module for module in skeleton.modules() if isinstance(module, AddressedDropout)]
 
     def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
+        for dropout in dropouts:
+            dropout.calls = 0
+        params = {**params, **{name: params[name].clone() for name in buffers}}  # a module may write into its buffers
         given = {name: params[first] for name, first in names.items()}
         given |= dict.fromkeys(need_mask, mask) | dict.fromkeys(need_key, key)
         output = functional_call(skeleton, given, (x,), tie_weights=False, strict=True)
@@ -91,9 +101,9 @@ class MaskedBatchNorm(nn.Module):
         mean, variance = self._batch_statistics(x) if self.training or not self.tracks else self._running_statistics()
         shape = (1, -1, *(1,) * (x.dim() - 2))
         normalised = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
-        if not self.affine:
-            return normalised
-        return normalised * self._tensor("weight").view(shape) + self._tensor("bias").view(shape)
+        if self.affine:
+            normalised = normalised * self._tensor("weight").view(shape) + self._tensor("bias").view(shape)
+        return normalised.to(x.dtype)
 
     def _tensor(self, name: str) -> Tensor:
         tensor = {**self._parameters, **self._buffers}[name]
@@ -104,6 +114,7 @@ class MaskedBatchNorm(nn.Module):
         return self._tensor("running_mean"), self._tensor("running_var")
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # sums of many halves overflow
         # a model that folds time into the batch has several rows per example, one after the other
         rows = self.rows.repeat_interleave(x.shape[0] // self.rows.shape[0])
         weight = rows.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
@@ -113,7 +124,9 @@ class MaskedBatchNorm(nn.Module):
         centred = (x - mean.view(1, -1, *(1,) * (x.dim() - 2))) * weight
         variance = centred.square().sum(axes) / total
         if self.training and self.tracks:
-            self._track(mean.detach(), variance.detach() * total / (total - 1).clamp(min=1))
+            _, old = self._running_statistics()
+            unbiased = variance.detach() * total / (total - 1).clamp(min=1)
+            self._track(mean.detach(), torch.where(total > 1, unbiased, old))  # one value has no variance
         return mean, variance
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -132,7 +145,7 @@ class AddressedDropout(nn.Module):
 
     def __init__(self, dropout: _DropoutNd, layer: int) -> None:
         super().__init__()
-        self.p, self.layer = dropout.p, layer
+        self.p, self.layer, self.calls = dropout.p, layer, 0
         self.whole_channels = not isinstance(dropout, nn.Dropout)
         self.register_buffer("key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False)
 
@@ -143,7 +156,8 @@ class AddressedDropout(nn.Module):
         if self.p == 1:
             return x * 0
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
-        kept = noise.uniform(noise.fold(self.key, self.layer), shape) >= self.p
+        self.calls += 1  # one layer used twice in a step drops other units the second time
+        kept = noise.uniform(noise.fold(noise.fold(self.key, self.layer), self.calls), shape) >= self.p
         return x * kept / (1 - self.p)
 
 
@@ -151,27 +165,29 @@ def _skeleton(model: nn.Module) -> nn.Module:
     """The model's structure without its weights; layers that mix a batch or draw numbers are swapped for ones that are told how."""
     _refuse_unusable(model)
     skeleton = copy.deepcopy(model).to("meta")
-    for layer, (name, module) in enumerate(list(skeleton.named_modules())):
-        swapped = _swapped(module, layer)
-        if swapped is not module and name:
+    swapped: dict[int, nn.Module] = {}  # a layer that stands in two places is one layer still
+    for layer, (name, module) in enumerate(list(skeleton.named_modules(remove_duplicate=False))):
+        replacement = swapped.setdefault(id(module), _swapped(module, layer))
+        if replacement is not module and name:
             parent, _, child = name.rpartition(".")
-            setattr(skeleton.get_submodule(parent), child, swapped)
-        elif swapped is not module:
-            skeleton = swapped
+            setattr(skeleton.get_submodule(parent), child, replacement)
+        elif replacement is not module:
+            skeleton = replacement
     return skeleton
 
 
 def _swapped(module: nn.Module, layer: int) -> nn.Module:
     if isinstance(module, _BatchNorm):
         return MaskedBatchNorm(module)
-    if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)):
+    if isinstance(module, _DropoutNd) and type(module) in _DROPOUTS:
         return AddressedDropout(module, layer)
     return module
 
 
 def _names_of(skeleton: nn.Module, kind: type[nn.Module], tensor: str) -> list[str]:
     """The full names of what each layer of a kind must be told."""
-    return [f"{name}.{tensor}".lstrip(".") for name, module in skeleton.named_modules() if isinstance(module, kind)]
+    modules = skeleton.named_modules(remove_duplicate=False)
+    return [f"{name}.{tensor}".lstrip(".") for name, module in modules if isinstance(module, kind)]
 
 
 def _refuse_unusable(model: nn.Module) -> None:
@@ -182,3 +198,7 @@ def _refuse_unusable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise InputError(f"model: '{name}' tracks running statistics over padded rows; use track_running_stats=False")
+        if isinstance(module, _BatchNorm) and type(module).forward not in _NORM_FORWARDS:
+            raise InputError(f"model: '{name}' is a batch norm of your own, and padded rows would enter it; use torch's")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise InputError(f"model: '{name}' rewrites its weights whenever it is used; use max_norm=None")

@@ -13,12 +13,14 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131
 _FIRST = -4658895280553007687
 _SECOND = -7723592293110705685
+_ALL = 2**64 - 1
 
 
 def fold(key: Tensor, address: Tensor | int) -> Tensor:
     """A new key (or many) out of a key and an address; shapes broadcast."""
-    mixed = (key ^ _mix(torch.as_tensor(address, device=key.device) * _GOLDEN)) + _GOLDEN
-    return _mix(mixed)
+    if isinstance(address, int):  # worked out here: a copy to the accelerator at every step would wait for it
+        return _mix((key ^ _mixed_number(address * _GOLDEN)) + _GOLDEN)
+    return _mix((key ^ _mix(address * _GOLDEN)) + _GOLDEN)
 
 
 def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
@@ -36,6 +38,15 @@ def _mix(bits: Tensor) -> Tensor:
     bits = (bits ^ _shift(bits, 30)) * _FIRST
     bits = (bits ^ _shift(bits, 27)) * _SECOND
     return bits ^ _shift(bits, 31)
+
+
+def _mixed_number(number: int) -> int:
+    """What `_mix` does to one whole number, in Python."""
+    bits = number & _ALL
+    bits = ((bits ^ (bits >> 30)) * _FIRST) & _ALL
+    bits = ((bits ^ (bits >> 27)) * _SECOND) & _ALL
+    bits ^= bits >> 31
+    return bits - 2**64 if bits >> 63 else bits
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Optimisers as pure functions: a memory in, a memory out; the same rules as `torch.optim`."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,10 +14,11 @@ Step = Callable[[Params, Params, Params, Tensor], tuple[Params, Params]]
 
 
 class Optimiser(NamedTuple):
-    """init(params) -> memory; step(params, slopes, memory, round_index) -> (params, memory)."""
+    """init(params) -> memory; step(params, slopes, memory, round_index) -> (params, memory); about: its settings in words."""
 
     init: Callable[[Params], Params]
     step: Step
+    about: str = ""
 
 
 def sgd(rate: float, *, momentum: float = 0.0, weight_decay: float = 0.0, decay: float = 0.0) -> Optimiser:
@@ -40,7 +42,7 @@ def sgd(rate: float, *, momentum: float = 0.0, weight_decay: float = 0.0, decay:
             moved = {name: torch.sub(tensor, velocity[name], alpha=rate) for name, tensor in params.items()}
         return moved, velocity if momentum else {}
 
-    return Optimiser(init, step)
+    return Optimiser(init, step, f"sgd(rate={rate}, momentum={momentum}, weight_decay={weight_decay}, decay={decay})")
 
 
 def adam(
@@ -60,12 +62,17 @@ def adam(
         steps = memory["steps"] + 1
         first = {n: betas[0] * memory[f"first/{n}"] + (1 - betas[0]) * slope for n, slope in slopes.items()}
         second = {n: betas[1] * memory[f"second/{n}"] + (1 - betas[1]) * slope.square() for n, slope in slopes.items()}
-        pace = rate / (1 + decay * round_index) / (1 - betas[0] ** steps)
-        scale = (1 - betas[1] ** steps).sqrt()
+        pace = rate / (1 + decay * round_index) / _one_minus_power(betas[0], steps)
+        scale = _one_minus_power(betas[1], steps).sqrt()
         moved = {n: tensor - pace * first[n] / (second[n].sqrt() / scale + eps) for n, tensor in params.items()}
         return moved, {**_prefixed("first", first), **_prefixed("second", second), "steps": steps}
 
-    return Optimiser(init, step)
+    return Optimiser(init, step, f"adam(rate={rate}, betas={betas}, eps={eps}, weight_decay={weight_decay}, decay={decay})")
+
+
+def _one_minus_power(beta: float, steps: Tensor) -> Tensor:
+    """1 - beta ** steps, exact also where the power is near 1."""
+    return -torch.expm1(steps * math.log(beta)) if beta else torch.ones_like(steps)
 
 
 def _prefixed(moment: str, tree: Params) -> Params:

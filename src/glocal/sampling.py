@@ -55,11 +55,8 @@ def choose_cohort(plan: Plan, devices: int, round_index: int) -> Integers:
 def visiting_order(plan: Plan, size: int, round_index: int, device: int) -> Integers:
     """The order in which a device visits its own examples (steps, batch); -1 is padding, at each epoch's end only."""
     generator = stream(plan.seed, "order", round_index, device)
-    steps = -(-size // plan.batch)
-    order = np.full((plan.epochs, steps * plan.batch), -1, dtype=np.int64)
-    for epoch in range(plan.epochs):
-        order[epoch, :size] = generator.permutation(size)
-    return order.reshape(plan.epochs * steps, plan.batch)
+    epochs = [generator.permutation(size) for _ in range(plan.epochs)]
+    return np.concatenate([in_batches(epoch, plan.batch) for epoch in epochs])
 
 
 def noise_key(plan: Plan, round_index: int, device: int) -> int:
@@ -67,18 +64,19 @@ def noise_key(plan: Plan, round_index: int, device: int) -> int:
     return int(stream(plan.seed, "noise", round_index, device).integers(2**62))
 
 
-def in_turn(size: int, batch: int) -> Integers:
-    """Every example once, in order (steps, batch); -1 is padding."""
-    steps = -(-size // batch)
+def in_batches(rows: Integers, batch: int) -> Integers:
+    """Rows as they come (steps, batch), no wider than they are many; -1 is padding."""
+    batch = min(batch, max(len(rows), 1))
+    steps = -(-len(rows) // batch)
     order = np.full(steps * batch, -1, dtype=np.int64)
-    order[:size] = np.arange(size)
+    order[: len(rows)] = rows
     return order.reshape(steps, batch)
 
 
 def padded(orders: Sequence[Integers]) -> Integers:
-    """Orders of many devices as one array (devices, steps, batch); short ones end in steps of padding."""
-    longest = max(len(order) for order in orders)
-    stacked = np.full((len(orders), longest, orders[0].shape[1]), -1, dtype=np.int64)
+    """Orders of many devices as one array (devices, steps, batch); short or narrow ones end in padding."""
+    longest, widest = (max(order.shape[axis] for order in orders) for axis in (0, 1))
+    stacked = np.full((len(orders), longest, widest), -1, dtype=np.int64)
     for place, order in zip(stacked, orders, strict=True):
-        place[: len(order)] = order
+        place[: len(order), : order.shape[1]] = order
     return stacked

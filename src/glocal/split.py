@@ -120,6 +120,8 @@ def _chosen(selector: Selector, named: Params) -> frozenset[str]:
 
 
 def _matches(term: Term, named: Params) -> list[str]:
+    if isinstance(term, nn.Module):
+        raise InputError(f"split: a module ({type(term).__name__}) was given; give its name, such as 'encoder'")
     matched = [name for name, tensor in named.items() if _holds(term, name, tensor)]
     if not matched:
         known = {*named, *(parent for name in named for parent in _parents(name))}

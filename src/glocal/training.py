@@ -10,6 +10,7 @@ from torch.func import grad_and_value
 from torch.nn import functional
 
 from glocal import noise, trees
+from glocal.errors import InputError
 from glocal.federation import Examples
 from glocal.modules import trainable, training_forward
 from glocal.optimisers import Optimiser
@@ -52,13 +53,15 @@ class Objective(NamedTuple):
 
 def supervised(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
     """Mean over the real rows of loss(output, y) (rows,)."""
-    forward = training_forward(model)
+    forward, trains = training_forward(model), trainable(model)
+    if not trains:
+        raise InputError("model: every parameter is frozen; there is nothing to train")
 
     def mean_loss(params: Params, batch: Batch) -> tuple[Tensor, Params]:
         output, buffers = forward(params, batch.x, batch.mask, batch.key)
         return masked_mean(loss(output, batch.y), batch.mask), buffers
 
-    return Objective(mean_loss, trainable(model))
+    return Objective(mean_loss, trains)
 
 
 def cross_entropy(model: nn.Module) -> Objective:
@@ -94,7 +97,9 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def descend(objective: Objective, params: Params, work: Work, optimiser: Optimiser) -> tuple[Params, Tensor]:
     """Train params through the work's steps; returns them and the mean loss over examples (). A padded step is the identity."""
-    moving = trees.pick(params, objective.trains)
+    moving = {
+        name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()
+    }  # the caller's stay as they are
     carried = trees.pick(params, params.keys() - objective.trains)
     memory = optimiser.init(moving)
     total, seen = params_zero(params), params_zero(params)

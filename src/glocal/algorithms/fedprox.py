@@ -17,4 +17,5 @@ def fedprox(objective: Objective, optimiser: Optimiser, *, mu: float = 0.1) -> A
         trained, loss = descend(pulled(objective, shared, mu), shared, work, optimiser)
         return Update(trained, {}, loss)
 
-    return fedavg(objective, optimiser)._replace(name="fedprox", client_update=client_update)
+    about = f"{optimiser.about}, mu={mu}"
+    return fedavg(objective, optimiser)._replace(name="fedprox", client_update=client_update, about=about)

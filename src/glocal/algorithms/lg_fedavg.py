@@ -2,6 +2,7 @@
 
 from glocal import trees
 from glocal.algorithm import Algorithm, Update, average
+from glocal.errors import InputError
 from glocal.optimisers import Optimiser
 from glocal.split import Split
 from glocal.training import Objective, Work, descend
@@ -12,7 +13,11 @@ def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Al
     """Algorithm 1: both parts descend together on the device; theta^l stays there, theta^g is sent and averaged."""
 
     def init(params: Params) -> tuple[Params, Params]:
-        trees.require_same_names(params, dict.fromkeys(split.local | split.shared, params[next(iter(params))]), "lg_fedavg")
+        if params.keys() != split.local | split.shared:
+            differ = sorted(params.keys() ^ (split.local | split.shared))
+            raise InputError(
+                f"lg_fedavg: the split is of another model; only one of the two has {differ}; make it with Split.of(model)"
+            )
         return split.take_shared(params), split.take_local(params)
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
@@ -22,4 +27,4 @@ def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Al
     def personal(shared: Params, private: Params) -> Params:
         return trees.merge(private, shared)
 
-    return Algorithm("lg_fedavg", init, client_update, average, personal)
+    return Algorithm("lg_fedavg", init, client_update, average, personal, f"{optimiser.about}, local={sorted(split.local)}")

@@ -13,4 +13,7 @@ def local_only(objective: Objective, optimiser: Optimiser) -> Algorithm:
         trained, loss = descend(objective, private, work, optimiser)
         return Update({}, trained, loss)
 
-    return Algorithm("local_only", lambda params: ({}, params), client_update, average, lambda shared, private: private)
+    def init(params: Params) -> tuple[Params, Params]:
+        return {}, params
+
+    return Algorithm("local_only", init, client_update, average, lambda shared, private: private, optimiser.about)

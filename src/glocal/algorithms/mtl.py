@@ -33,4 +33,5 @@ def mtl(objective: Objective, optimiser: Optimiser, *, devices: int, tie: float 
         # devices outside the cohort did not move, so the mean over all M moves by the cohort's sum over M
         return trees.add(shared, {name: moved.sum(0) / devices for name, moved in uploads.items()})
 
-    return Algorithm("mtl", init, client_update, aggregate, lambda shared, private: private)
+    about = f"{optimiser.about}, tie={tie}, ridge={ridge}"
+    return Algorithm("mtl", init, client_update, aggregate, lambda shared, private: private, about, devices)

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from textwrap import shorten
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from glocal import trees
-from glocal.errors import GlocalWarning, InputError, nearest
+from glocal.errors import GlocalWarning, InputError, brief, nearest
 from glocal.federation import Examples
 from glocal.sampling import Integers, padded
 from glocal.training import Work
@@ -54,8 +53,7 @@ class OverDevices(Generic[Result]):
     def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int = 0) -> Result:
         """Run all tasks, a chunk of devices at a time; devices of like length share a chunk."""
         by_length = sorted(range(len(tasks)), key=lambda index: len(tasks[index].order))
-        size = self.chunk or _affordable(tasks[0])
-        chunks = [by_length[start : start + size] for start in range(0, len(tasks), size)]
+        chunks = _chunks(by_length, [len(task.order) for task in tasks], self.chunk or _affordable(tasks[0]))
         if len(chunks) == 1:
             return self._run(tasks, examples, round_index)
         results = [self._run([tasks[index] for index in chunk], examples, round_index) for chunk in chunks]
@@ -77,9 +75,8 @@ class OverDevices(Generic[Result]):
         except (RuntimeError, ValueError) as error:
             result = looped(self.function, tasks, examples, round_index)  # a mistake in the model itself is raised here
             self.form = looped
-            reason = shorten(str(error), 100, placeholder=" ...")
             warnings.warn(
-                f"engine: this model cannot be batched over devices ({reason}); running them one by one",
+                f"engine: this model cannot be batched over devices ({brief(error)}); running them one by one",
                 GlocalWarning,
                 stacklevel=3,
             )
@@ -95,20 +92,28 @@ def looped(function: OneDevice[Result], tasks: Sequence[Task], examples: Example
 def _alone(function: OneDevice[Result], task: Task, examples: Examples, round_index: int) -> Result:
     device = examples.y.device
     order = torch.from_numpy(task.order).to(device)
-    work = Work(examples, order, torch.tensor(task.key, device=device), torch.tensor(round_index, device=device), len(order))
+    key, number = torch.tensor(task.key, device=device), torch.tensor(round_index, device=device)
+    work = Work(examples, order, key, number, _full_steps(task.order[None]))
     with _own_randomness(task.key, device):
         return function(task.shared, task.private, work)
 
 
 def vmapped(function: OneDevice[Result], tasks: Sequence[Task], examples: Examples, round_index: int) -> Result:
-    """All devices in one batched step; the short ones end in padded steps."""
+    """All devices in one batched step; the short ones end in padded steps.
+
+    A model that draws from torch's own generator is refused by vmap: its numbers would depend on who else is in the batch.
+    """
     device = examples.y.device
-    order = torch.from_numpy(padded([task.order for task in tasks])).to(device)
-    keys = torch.tensor([task.key for task in tasks], device=device)
-    work = Work(examples, order, keys, torch.tensor(round_index, device=device), min(len(task.order) for task in tasks))
-    batched = torch.vmap(function, in_dims=(0, 0, Work(None, 0, 0, None, None)), randomness="different")  # type: ignore[arg-type]
-    with _own_randomness(tasks[0].key, device):
-        return batched(_stacked([t.shared for t in tasks]), _stacked([t.private for t in tasks]), work)
+    orders = padded([task.order for task in tasks])
+    keys, number = torch.tensor([task.key for task in tasks], device=device), torch.tensor(round_index, device=device)
+    work = Work(examples, torch.from_numpy(orders).to(device), keys, number, _full_steps(orders))
+    batched = torch.vmap(function, in_dims=(0, 0, Work(None, 0, 0, None, None)), randomness="error")  # type: ignore[arg-type]
+    return batched(_stacked([t.shared for t in tasks]), _stacked([t.private for t in tasks]), work)
+
+
+def _full_steps(orders: Integers) -> int:
+    """How many of the first steps of orders (devices, steps, batch) hold a row of every device."""
+    return int((orders >= 0).any(2).all(0).cumprod().sum())
 
 
 def _stacked(rows: list[Params]) -> Params:
@@ -116,6 +121,16 @@ def _stacked(rows: list[Params]) -> Params:
     if all(row is rows[0] for row in rows):
         return {name: tensor.expand(len(rows), *tensor.shape) for name, tensor in rows[0].items()}
     return trees.stack(rows)
+
+
+def _chunks(order: list[int], lengths: list[int], size: int) -> list[list[int]]:
+    """Devices in ascending length, at most `size` together, and none beside one more than twice as long: it would wait for it."""
+    chunks: list[list[int]] = []
+    for index in order:
+        if not chunks or len(chunks[-1]) == size or lengths[index] > 2 * lengths[chunks[-1][0]]:
+            chunks.append([])
+        chunks[-1].append(index)
+    return chunks
 
 
 def _affordable(task: Task) -> int:
@@ -145,5 +160,7 @@ def _calm_threads(stacked_bytes: int) -> Iterator[None]:
 def _own_randomness(key: int, device: torch.device) -> Iterator[None]:
     """Layers that draw from torch's own generator start from the device's key; the caller's generators are left as they were."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(key)
+        torch.default_generator.manual_seed(key)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(key)
         yield

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from glocal.data.sources import Dataset
 from glocal.errors import InputError
@@ -21,6 +22,9 @@ _LARGEST_ALPHA = 1e6  # beyond, shares are equal to within a row; far beyond, nu
 
 def deal(dataset: Dataset, partition: Partition, *, validation: float = 0.1, seed: int = 0) -> Federation:
     """Give every device its examples; the stores are used as they are, not copied."""
+    for part, (_, y, _) in (("train", dataset.train), ("test", dataset.test)):
+        if y.dim() != 1 or y.dtype != torch.int64:
+            raise InputError(f"data: {part} labels are {tuple(y.shape)} {y.dtype}; whole numbers (rows,) were expected: y.long()")
     labels = [part.y.cpu().numpy() for part in (dataset.train, dataset.test)]
     train, test = partition(labels[0], labels[1], stream(seed, "partition"))
     return with_validation(
@@ -58,7 +62,7 @@ def shards(devices: int, classes_per_device: int) -> Partition:
         _enough(devices, train)
         classes = np.union1d(train, test)
         held = _hands(_slots(devices, classes_per_device, classes, train), devices, generator)
-        train_owners, test_owners = np.empty_like(train), np.empty_like(test)
+        train_owners, test_owners = np.zeros(len(train), np.int64), np.zeros(len(test), np.int64)
         for label, slots in zip(classes, held.T, strict=True):
             holders = generator.permutation(np.repeat(np.arange(devices), slots))
             for owners, labels in ((train_owners, train), (test_owners, test)):
@@ -78,7 +82,7 @@ def dirichlet(devices: int, alpha: float) -> Partition:
 
     def partition(train: Integers, test: Integers, generator: np.random.Generator) -> Shares:
         _enough(devices, train)
-        train_owners, test_owners = np.empty_like(train), np.empty_like(test)
+        train_owners, test_owners = np.zeros(len(train), np.int64), np.zeros(len(test), np.int64)
         for label in np.union1d(train, test):
             proportions = generator.dirichlet(np.full(devices, alpha))
             for owners, labels in ((train_owners, train), (test_owners, test)):

@@ -1,6 +1,6 @@
 """Local Test (each device's own model on its own data) and New Test (data of unknown origin): Liang et al. 2020, section 3.3."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from glocal.algorithm import Algorithm
 from glocal.backends import OverDevices, Task
 from glocal.federation import Examples, Holdings
 from glocal.modules import Predict
-from glocal.sampling import in_turn
+from glocal.sampling import in_batches
 from glocal.store import State
 from glocal.training import Work, batch_at
 from glocal.trees import Params
@@ -60,9 +60,7 @@ def local_test(evaluation: Evaluation, state: State, holdings: Holdings) -> Accu
     tested = np.flatnonzero(holdings.sizes)
     if not len(tested):
         return accuracies
-    batch = int(min(_BATCH, holdings.sizes.max()))
-    orders = [_rows_in_turn(holdings.rows[device], batch) for device in tested]
-    tasks = [Task(state.shared, state.private.of(device), order) for device, order in zip(tested.tolist(), orders, strict=True)]
+    tasks = [Task(state.shared, state.private.of(d), in_batches(holdings.rows[d], _BATCH)) for d in tested.tolist()]
     for device, hits in zip(tested, _hits(evaluation, tasks, holdings.examples), strict=True):
         accuracies[device] = hits.mean()
     return accuracies
@@ -73,25 +71,28 @@ def _shared_model_on_each(evaluation: Evaluation, state: State, holdings: Holdin
     right = np.full(len(holdings.examples.y), np.nan)
     pooled = holdings.pooled()
     if len(pooled):
-        task = Task(state.shared, {}, _rows_in_turn(pooled, _BATCH))
-        right[pooled] = next(_hits(evaluation, [task], holdings.examples))
+        task = Task(state.shared, {}, in_batches(pooled, _BATCH))
+        right[pooled] = _hits(evaluation, [task], holdings.examples)[0]
     return np.array([right[rows].mean() if len(rows) else np.nan for rows in holdings.rows])
 
 
-def _hits(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> Iterator[npt.NDArray[np.bool_]]:
-    """For each task, which of its rows are predicted right; a bounded number of devices' outputs is held at a time."""
-    for group in _groups(tasks):
-        outputs = evaluation.over(group, examples)
-        for task, output in zip(group, outputs, strict=True):
-            rows = task.order.reshape(-1)
-            guesses = output[: len(task.order)].argmax(-1).reshape(-1)
-            labels = examples.y[torch.from_numpy(rows.clip(min=0)).to(examples.y.device)]
-            yield (guesses == labels).cpu().numpy()[rows >= 0]
+def _hits(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> list[npt.NDArray[np.bool_]]:
+    """For each task, which of its rows are predicted right; outputs of one shape, and a bounded number of them, at a time."""
+    found: dict[int, npt.NDArray[np.bool_]] = {}
+    for shape in sorted({task.order.shape for task in tasks}):
+        alike = [place for place, task in enumerate(tasks) if task.order.shape == shape]
+        for start in range(0, len(alike), _BATCH):
+            group = alike[start : start + _BATCH]
+            outputs = evaluation.over([tasks[place] for place in group], examples)
+            found |= {place: _right(tasks[place], output, examples) for place, output in zip(group, outputs, strict=True)}
+    return [found[place] for place in range(len(tasks))]
 
 
-def _groups(tasks: Sequence[Task]) -> Iterator[Sequence[Task]]:
-    for start in range(0, len(tasks), _BATCH):
-        yield tasks[start : start + _BATCH]
+def _right(task: Task, output: Tensor, examples: Examples) -> npt.NDArray[np.bool_]:
+    rows = task.order.reshape(-1)
+    labels = examples.y[torch.from_numpy(rows.clip(min=0)).to(examples.y.device)]
+    right: npt.NDArray[np.bool_] = (output.argmax(-1).reshape(-1) == labels).cpu().numpy()[rows >= 0]
+    return right
 
 
 @torch.no_grad()
@@ -105,11 +106,11 @@ def new_test(evaluation: Evaluation, state: State, holdings: Holdings) -> NewTes
         members = members[:1]
     averaged, most_voted = _ensemble(evaluation, [(state.shared, member) for member in members], holdings, pooled)
     one = _average_model(evaluation.algorithm, state.shared, members)
-    by_weights = OverDevices(lambda shared, _, work: _plain(evaluation.predict, shared, work))
-    output = by_weights([Task(one, {}, _rows_in_turn(pooled, _BATCH))], holdings.examples)[0]
-    weights = output.argmax(-1).reshape(-1)[: len(pooled)]
-    labels = holdings.examples.y[torch.from_numpy(pooled).to(weights.device)]
-    return NewTest(*(float((guesses == labels).double().mean()) for guesses in (averaged, most_voted, weights)))
+    alone = Evaluation(evaluation.algorithm._replace(personal=lambda shared, _: shared), evaluation.predict, engine="looped")
+    by_weights = _hits(alone, [Task(one, {}, in_batches(pooled, _BATCH))], holdings.examples)[0]
+    labels = holdings.examples.y[torch.from_numpy(pooled).to(averaged.device)]
+    by_logits, by_votes = (float((guesses == labels).double().mean()) for guesses in (averaged, most_voted))
+    return NewTest(by_logits, by_votes, float(by_weights.mean()))
 
 
 def _ensemble(
@@ -118,7 +119,7 @@ def _ensemble(
     """The class by averaged logits and by majority vote (the lower class on a tie), a slice of rows at a time."""
     averaged, voted = [], []
     for start in range(0, len(pooled), 4 * _BATCH):
-        order = _rows_in_turn(pooled[start : start + 4 * _BATCH], _BATCH)
+        order = in_batches(pooled[start : start + 4 * _BATCH], _BATCH)
         logits, votes = _polled(evaluation, [Task(shared, private, order) for shared, private in members], holdings.examples)
         kept = min(4 * _BATCH, len(pooled) - start)
         averaged.append(logits.argmax(-1)[:kept])
@@ -128,18 +129,14 @@ def _ensemble(
 
 def _polled(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> tuple[Tensor, Tensor]:
     """Sum of logits and count of votes over members (rows, classes)."""
-    logits: Tensor | int = 0
-    votes: Tensor | int = 0
-    for group in _groups(tasks):
-        outputs = evaluation.over(group, examples).flatten(1, 2)
-        logits = logits + outputs.double().sum(0)
-        votes = votes + torch.nn.functional.one_hot(outputs.argmax(-1), outputs.shape[-1]).sum(0)
-    return torch.as_tensor(logits), torch.as_tensor(votes)
-
-
-def _plain(predict: Predict, params: Params, work: Work) -> Tensor:
-    batches = (batch_at(work, step) for step in range(work.order.shape[0]))
-    return torch.stack([predict(params, batch.x, batch.mask) for batch in batches])
+    sums: list[Tensor] = []
+    votes: list[Tensor] = []
+    for start in range(0, len(tasks), _BATCH):
+        outputs = evaluation.over(tasks[start : start + _BATCH], examples).flatten(1, 2)
+        sums.append(outputs.double().sum(0))
+        guesses = outputs.argmax(-1).T
+        votes.append(torch.zeros_like(sums[0]).scatter_add_(1, guesses, torch.ones_like(guesses, dtype=torch.double)))
+    return torch.stack(sums).sum(0), torch.stack(votes).sum(0)
 
 
 def _average_model(algorithm: Algorithm, shared: Params, members: Sequence[Params]) -> Params:
@@ -154,11 +151,6 @@ def _average_model(algorithm: Algorithm, shared: Params, members: Sequence[Param
 
 def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if dtype.is_floating_point else tensor.round().to(dtype)
-
-
-def _rows_in_turn(rows: npt.NDArray[np.int64], batch: int) -> npt.NDArray[np.int64]:
-    order = in_turn(len(rows), batch)
-    return np.where(order >= 0, rows[order.clip(min=0)], -1)
 
 
 def spread(accuracies: Accuracies, sizes: npt.NDArray[np.int64]) -> Spread:

@@ -65,13 +65,13 @@ def _told_shares(run: Run) -> str:
 
 
 def _share(record: Record, cohort: int) -> str:
-    """Worked out from what the paper's count grew by: M + cohort shared trees a round, and M local ones in the end."""
+    """Worked out from what the paper's count grew by: M + cohort shared trees a round, and M whole models in the end."""
     counts = [row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]]
     if not record.finished or len(counts) < 2:
         return ""
     devices = len(record.results[0]["devices"])
     shared = (counts[-1] - counts[-2]) / (devices + cohort)
-    whole = shared + (record.results[0]["ledger"]["paper"]["parameters"] - counts[-1]) / devices
+    whole = (record.results[0]["ledger"]["paper"]["parameters"] - counts[-1]) / devices or shared
     return f"{shared:,.0f} of {whole:,.0f} parameters ({PERCENT * shared / max(1, whole):.0f} %)"
 
 

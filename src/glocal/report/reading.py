@@ -70,7 +70,7 @@ def read_run(folder: Path) -> Run:
         Record(name, case, look_of(place), read_rows(case_folder(folder, name) / "rows.jsonl"), results.get(name, []))
         for place, (name, case) in enumerate(settings.cases.items())
     ]
-    return Run(settings, records, np.array(read_json(dealt)["train"], dtype=np.int64) if dealt.exists() else None)
+    return Run(settings, records, np.array(read_json(dealt, dict)["train"], dtype=np.int64) if dealt.exists() else None)
 
 
 def _inside(data: Json, address: Sequence[str]) -> Any:

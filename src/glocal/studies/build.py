@@ -4,16 +4,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from glocal import algorithms, data
 from glocal.algorithm import Algorithm
 from glocal.data import Dataset, Partition
-from glocal.errors import InputError, nearest
-from glocal.federation import Federation, from_tensors
+from glocal.errors import InputError, brief, nearest
+from glocal.federation import Federation, Holdings, gathered, held_out
 from glocal.modules import params_of
 from glocal.optimisers import Optimiser, adam, sgd
 from glocal.sampling import stream
@@ -24,6 +25,7 @@ from glocal.training import Objective, augmented, cross_entropy
 from glocal.trees import Params
 
 Made = TypeVar("Made")
+OWN_TEST_SHARE = 0.2  # of data that come device by device
 
 
 @dataclass(frozen=True)
@@ -44,32 +46,33 @@ def build_parts(settings: Settings, report: data.Report) -> Parts:
         raise InputError(f"settings: plan.seeds is {settings.plan.seeds}; it must be at least 1")
     loaded = build_data(settings.data, report)
     federations = tuple(deal_out(loaded, settings.data, seed) for seed in seeds)
-    models = [build_model(settings.model, federations[0], seed) for seed in seeds]
+    classes = loaded.classes if isinstance(loaded, Dataset) else int(federations[0].train.examples.y.max()) + 1
+    models = [build_model(settings.model, federations[0].train.examples.x[0], classes, seed=seed) for seed in seeds]
     objective = _augmented(cross_entropy(models[0]), settings.data, federations[0])
     return Parts(models[0], objective, seeds, federations, tuple(params_of(model) for model in models))
 
 
-def build_data(settings: DataSettings, report: data.Report) -> Dataset | Federation | list[Any]:
-    """A known data set, or whatever the user's function returns: a Dataset, a Federation, or one (x, y) pair per device."""
+def build_data(settings: DataSettings, report: data.Report) -> Dataset | Federation | Holdings:
+    """A known data set, or what the user's function returns: a Dataset, a Federation, or one (x, y) pair per device."""
     if ":" not in settings.source:
         return data.load(settings.source, report=report)
-    made = named_function(settings.source, "data.source")()
+    made = called(named_function(settings.source, "data.source"), settings.source)
     if isinstance(made, Dataset | Federation):
         return made
     if isinstance(made, list | tuple):
-        return list(made)
+        return gathered(made)
     raise InputError(
         f"data: {settings.source} returned {type(made).__name__}; a Dataset, a Federation or a list of (x, y) was expected"
     )
 
 
-def deal_out(loaded: Dataset | Federation | list[Any], settings: DataSettings, seed: int) -> Federation:
+def deal_out(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed: int) -> Federation:
     """The data set dealt to devices; data that come device by device are taken as they are."""
     if isinstance(loaded, Federation):
         return loaded
     if isinstance(loaded, Dataset):
         return data.deal(loaded, build_partition(settings), validation=settings.validation, seed=seed)
-    return from_tensors(loaded, validation=settings.validation, seed=seed)
+    return held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed)
 
 
 def build_partition(settings: DataSettings) -> Partition:
@@ -87,19 +90,17 @@ def build_partition(settings: DataSettings) -> Partition:
     return _known(settings.partition, known, "data.partition")()
 
 
-def build_model(settings: ModelSettings, federation: Federation, seed: int) -> nn.Module:
-    """The network, its weights drawn from the seed; the caller's random state is left as it was."""
-    examples = federation.train.examples
-    classes = int(examples.y.max()) + 1
+def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed: int) -> nn.Module:
+    """The network for such examples, its weights drawn from the seed; the caller's random state is left as it was."""
     known: dict[str, Callable[[], nn.Module]] = {
-        "mlp": lambda: mlp(examples.x[0].numel(), settings.hidden, classes),
-        "lenet5": lambda: lenet5(examples.x.shape[1], classes),
+        "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
+        "lenet5": lambda: lenet5(example.shape[0], classes),
     }
     own = ":" in settings.name
     make = named_function(settings.name, "model.name") if own else _known(settings.name, known, "model.name")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(stream(seed, "weights").integers(2**62)))
-        model = make()
+        torch.default_generator.manual_seed(int(stream(seed, "weights").integers(2**62)))
+        model = called(make, settings.name)
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {settings.name} returned {type(model).__name__}; an nn.Module was expected")
     return model
@@ -108,7 +109,7 @@ def build_model(settings: ModelSettings, federation: Federation, seed: int) -> n
 def plain_model(name: str) -> nn.Module:
     """A model by name alone, with the paper's sizes."""
     known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "lenet5": lenet5}
-    model = named_function(name, "model")() if ":" in name else _known(name, known, "model")()
+    model = called(named_function(name, "model") if ":" in name else _known(name, known, "model"), name)
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {name} returned {type(model).__name__}; an nn.Module was expected")
     return model
@@ -131,7 +132,8 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Alg
     wanted = list(inspect.signature(make).parameters.values())[2:]
     given = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
     knobs = _knobs(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
-    made = make(parts.objective, build_optimiser(settings.optimiser, case.rate), **given, **knobs)
+    optimiser = build_optimiser(settings.optimiser, case.rate)
+    made = called(partial(make, parts.objective, optimiser, **given, **knobs), case.algorithm)
     if not isinstance(made, Algorithm):
         raise InputError(f"algorithm: {case.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected")
     return made
@@ -166,13 +168,23 @@ def named_function(address: str, where: str) -> Callable[..., Any]:
     module, _, name = address.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a user's own module may raise while it is imported
         raise InputError(
-            f"settings: {where} = '{address}' cannot be found ({error}); write it as module:function, importable from here"
+            f"settings: {where} = '{address}' cannot be found ({brief(error)}); write it as module:function, importable from here"
         ) from error
     if not callable(found):
         raise InputError(f"settings: {where} = '{address}' is no function; write it as module:function")
     return found  # type: ignore[no-any-return]
+
+
+def called(function: Callable[[], Any], name: str) -> Any:
+    """What a function of the user's makes; whatever it raises is told in one line."""
+    try:
+        return function()
+    except InputError:
+        raise
+    except Exception as error:  # whatever a user's own function may raise
+        raise InputError(f"{name}: the function failed ({brief(error)})") from error
 
 
 def _augmented(objective: Objective, settings: DataSettings, federation: Federation) -> Objective:

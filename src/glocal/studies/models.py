@@ -6,9 +6,13 @@ from itertools import pairwise
 
 from torch import nn
 
+from glocal.errors import InputError
+
 
 def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
     """Linear layers layer1, layer2, ... with ReLU between; the defaults are the paper's MNIST network, 633,226 parameters."""
+    if not all(width >= 1 for width in hidden):
+        raise InputError(f"model: the hidden widths are {list(hidden)}; each must be at least 1")
     widths = [inputs, *hidden, classes]
     parts: list[tuple[str, nn.Module]] = [("flatten", nn.Flatten())]
     for number, (before, after) in enumerate(pairwise(widths), start=1):

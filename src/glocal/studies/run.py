@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from glocal import data
-from glocal.algorithm import Algorithm
-from glocal.checkpoint import Progress
+from glocal.checkpoint import Checkpoint, Progress
 from glocal.data.fetch import unreported
 from glocal.errors import InputError, nearest
 from glocal.federation import Federation
-from glocal.fitting import Case, Moment, Options, beginning, finish, placed, require_fit, train, warm_params
+from glocal.fitting import Case, Moment, Options, beginning, fingerprint, finish, placed, require_fit, train, warm_params
 from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
 from glocal.sampling import Plan
 from glocal.studies.build import Parts, build_algorithm, build_parts
@@ -41,18 +40,47 @@ class Study:
 
 
 def run_study(settings: Settings, folder: Path, *, report: data.Report = unreported) -> Iterator[Step]:
-    """All cases in order; what the folder has finished is not done again."""
-    _check_cases(settings)
+    """All cases in order; what the folder has finished is not done again. What cannot run is refused before anything is written."""
+    settings = resolved(settings)
     study = Study(settings, build_parts(settings, report), settings.run, folder)
-    built = {name: build_algorithm(settings, case, study.parts) for name, case in settings.cases.items()}
+    cases = {name: _case(study, name) for name in settings.cases}
     for federation in study.parts.federations:
-        require_fit(study.parts.model, federation, next(iter(plans_of(settings).values())))
+        require_fit(next(iter(cases.values())), federation, study.options)
     study.options.computing_device()
+    for name, case in cases.items():
+        _require_continuable(study, name, case)
     write_json(folder / "settings.json", settings.as_dict())
     write_json(folder / "federation.json", _who_has_what(study.parts.federations[0]))
-    for name, algorithm in built.items():
-        yield from _run_case(study, name, algorithm)
+    for name, case in cases.items():
+        yield from _run_case(study, name, case)
     write_json(folder / "results.json", read_results(folder))
+
+
+def resolved(settings: Settings) -> Settings:
+    """The same settings with every case's start written out, so that a longer run starts its later cases where it did before."""
+    _check_cases(settings)
+    starts = {name: _after_round(settings, case) for name, case in settings.cases.items() if case.after is not None}
+    return replace(settings, cases={name: replace(case, after_round=starts.get(name)) for name, case in settings.cases.items()})
+
+
+def _case(study: Study, name: str) -> Case:
+    """A case before its start is known: initial weights, nothing sent."""
+    parts, settings, plain = study.parts, study.settings, study.settings.as_dict()
+    algorithm = build_algorithm(settings, settings.cases[name], parts)
+    about = {f"{part} settings": plain[part] for part in ("data", "model", "optimiser")}
+    spent = tuple(Ledger() for _ in parts.seeds)
+    return Case(algorithm, parts.model, plans_of(settings)[name], parts.seeds, parts.params, parts.federations, spent, about)
+
+
+def _require_continuable(study: Study, name: str, case: Case) -> None:
+    """Refuse to go on with something else than the folder holds, or to go back."""
+    folder = case_folder(study.folder, name)
+    done = Checkpoint(folder, fingerprint(case, study.options)).done()
+    if done > case.plan.rounds:
+        raise InputError(f"resume: {folder} has done {done} rounds, and plan.rounds is {case.plan.rounds}; choose {done} or more")
+    for start in _snapshots_wanted(study.settings, name):
+        if start < case.plan.first_round + done and not _snapshot(folder, start).exists():
+            raise InputError(f"resume: {folder} is past round {start} and kept no model of it; start a new run for that")
 
 
 def _who_has_what(federation: Federation) -> Json:
@@ -64,26 +92,36 @@ def _who_has_what(federation: Federation) -> Json:
 
 def read_settings(folder: Path) -> Settings:
     """The settings that a run was started with."""
-    return from_dict(read_json(folder / "settings.json"))
+    return from_dict(read_json(folder / "settings.json", dict))
 
 
 def read_results(folder: Path) -> dict[str, list[Json]]:
     """Every finished case's results, one per seed."""
     cases = read_settings(folder).cases
-    return {name: read_json(path) for name in cases if (path := case_folder(folder, name) / "result.json").exists()}
+    return {name: read_json(path, list) for name in cases if (path := case_folder(folder, name) / "result.json").exists()}
 
 
 def case_folder(folder: Path, name: str) -> Path:
     """Where a case lives: its name in small letters and dashes."""
-    return folder / "cases" / re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return folder / "cases" / slug(name)
 
 
-def _run_case(study: Study, name: str, algorithm: Algorithm) -> Iterator[Step]:
-    folder, plan = case_folder(study.folder, name), plans_of(study.settings)[name]
+def slug(name: str) -> str:
+    """A name as a folder: small letters, figures and dashes.
+
+    >>> slug("LG-FedAvg, 2 classes")
+    'lg-fedavg-2-classes'
+    """
+    made = re.sub(r"\W+", "-", name.lower()).strip("-")
+    if not made:
+        raise InputError(f"settings: '{name}' is no name; use letters or figures")
+    return made
+
+
+def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
+    folder, plan = case_folder(study.folder, name), case.plan
     params, spent = _start(study, study.settings.cases[name])
-    case = placed(
-        Case(algorithm, study.parts.model, plan, study.parts.seeds, params, study.parts.federations, spent), study.options
-    )
+    case = placed(replace(case, params=params, spent=spent), study.options)
     progress = beginning(case, study.options, folder)
     wanted = _snapshots_wanted(study.settings, name)
     _keep_snapshot(folder, case, progress, wanted)
@@ -92,14 +130,14 @@ def _run_case(study: Study, name: str, algorithm: Algorithm) -> Iterator[Step]:
         _keep_snapshot(folder, case, progress, wanted)
         append_rows(folder / "timing.jsonl", [{"round": moment.rows[0]["round"], "seconds": moment.seconds}])
         yield Step(name, plan.rounds, moment, [])
-    if not _already_tested(folder, progress, plan):
+    if not _already_tested(folder, plan):
         finish(case, study.options, progress, folder)
-    yield Step(name, plan.rounds, None, read_json(folder / "result.json"))
+    yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
 
 
-def _already_tested(folder: Path, progress: Progress, plan: Plan) -> bool:
+def _already_tested(folder: Path, plan: Plan) -> bool:
     path = folder / "result.json"
-    return path.exists() and bool(read_json(path)[0]["rounds"] == plan.first_round + progress.done)
+    return path.exists() and bool(read_json(path, list)[0].get("rounds") == plan.last_round)
 
 
 def _start(study: Study, case: CaseSettings) -> tuple[tuple[Params, ...], tuple[Ledger, ...]]:
