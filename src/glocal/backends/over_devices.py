@@ -72,7 +72,7 @@ class OverDevices(Generic[Result]):
             return vmapped(self.function, tasks, examples, round_index)
         except torch.OutOfMemoryError as error:
             raise InputError(f"engine: {len(tasks)} devices at once do not fit into memory; give a smaller chunk") from error
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, UserWarning) as error:
             result = looped(self.function, tasks, examples, round_index)  # a mistake in the model itself is raised here
             self.form = looped
             warnings.warn(
@@ -108,7 +108,10 @@ def vmapped(function: OneDevice[Result], tasks: Sequence[Task], examples: Exampl
     keys, number = torch.tensor([task.key for task in tasks], device=device), torch.tensor(round_index, device=device)
     work = Work(examples, torch.from_numpy(orders).to(device), keys, number, _full_steps(orders))
     batched = torch.vmap(function, in_dims=(0, 0, Work(None, 0, 0, None, None)), randomness="error")  # type: ignore[arg-type]
-    return batched(_stacked([t.shared for t in tasks]), _stacked([t.private for t in tasks]), work)
+    with warnings.catch_warnings():
+        # where torch has no batched rule it loops inside, and warns: our own loop is as fast and says so once
+        warnings.filterwarnings("error", message="There is a performance drop")
+        return batched(_stacked([t.shared for t in tasks]), _stacked([t.private for t in tasks]), work)
 
 
 def _full_steps(orders: Integers) -> int:
