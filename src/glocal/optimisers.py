@@ -1,8 +1,8 @@
 """Optimisers as pure functions: a memory in, a memory out; the same rules as `torch.optim`."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,64 +10,107 @@ from torch import Tensor
 from glocal.errors import InputError
 from glocal.trees import Params
 
-Step = Callable[[Params, Params, Params, Tensor], tuple[Params, Params]]
+
+class Optimiser(Protocol):
+    """How slopes move params: a rule with a memory. `Sgd` and `Adam` are two; a rule of your own needs these three."""
+
+    @property
+    def about(self) -> str:
+        """Its settings in words."""
+
+    def init(self, params: Params) -> Params:
+        """The memory before the first step."""
+
+    def step(self, params: Params, slopes: Params, memory: Params, round_index: Tensor) -> tuple[Params, Params]:
+        """Params and memory after a step."""
 
 
-class Optimiser(NamedTuple):
-    """init(params) -> memory; step(params, slopes, memory, round_index) -> (params, memory); about: its settings in words."""
-
-    init: Callable[[Params], Params]
-    step: Step
-    about: str = ""
-
-
-def sgd(rate: float, *, momentum: float = 0.0, weight_decay: float = 0.0, decay: float = 0.0) -> Optimiser:
+@dataclass(frozen=True)
+class Sgd:
     """Stochastic gradient descent as in `torch.optim.SGD`; the rate in round t is rate / (1 + decay * t)."""
-    _require("rate", rate, rate > 0, "above 0")
-    _require("momentum", momentum, 0 <= momentum < 1, "at least 0 and below 1")
-    _require_decays(weight_decay, decay)
 
-    def init(params: Params) -> Params:
-        return {name: torch.zeros_like(tensor) for name, tensor in params.items()} if momentum else {}
+    rate: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    decay: float = 0.0
 
-    def step(params: Params, slopes: Params, memory: Params, round_index: Tensor) -> tuple[Params, Params]:
-        # one fused pass over each tensor where torch has one: on a CPU the passes are the cost
-        velocity = {n: torch.add(slope, params[n], alpha=weight_decay) for n, slope in slopes.items()} if weight_decay else slopes
-        if momentum:
-            velocity = {name: torch.add(slope, memory[name], alpha=momentum) for name, slope in velocity.items()}
-        if decay:
-            pace = rate / (1 + decay * round_index)
+    def __post_init__(self) -> None:
+        _require("rate", self.rate, self.rate > 0, "above 0")
+        _require("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
+        _require_decays(self.weight_decay, self.decay)
+
+    @property
+    def about(self) -> str:
+        """Its settings in words."""
+        return f"sgd(rate={self.rate}, momentum={self.momentum}, weight_decay={self.weight_decay}, decay={self.decay})"
+
+    def init(self, params: Params) -> Params:
+        """A velocity for every tensor, if there is momentum."""
+        return {name: torch.zeros_like(tensor) for name, tensor in params.items()} if self.momentum else {}
+
+    def step(self, params: Params, slopes: Params, memory: Params, round_index: Tensor) -> tuple[Params, Params]:
+        """One fused pass over each tensor where torch has one: the passes are the cost."""
+        velocity = slopes
+        if self.weight_decay:
+            velocity = {n: torch.add(slope, params[n], alpha=self.weight_decay) for n, slope in slopes.items()}
+        if self.momentum:
+            velocity = {name: torch.add(slope, memory[name], alpha=self.momentum) for name, slope in velocity.items()}
+        if self.decay:
+            pace = self.rate / (1 + self.decay * round_index)
             moved = {name: tensor - pace * velocity[name] for name, tensor in params.items()}
         else:
-            moved = {name: torch.sub(tensor, velocity[name], alpha=rate) for name, tensor in params.items()}
-        return moved, velocity if momentum else {}
+            moved = {name: torch.sub(tensor, velocity[name], alpha=self.rate) for name, tensor in params.items()}
+        return moved, velocity if self.momentum else {}
 
-    return Optimiser(init, step, f"sgd(rate={rate}, momentum={momentum}, weight_decay={weight_decay}, decay={decay})")
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`; the rate in round t is rate / (1 + decay * t)."""
+
+    rate: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require("rate", self.rate, self.rate > 0, "above 0")
+        _require("betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "each at least 0 and below 1")
+        _require_decays(self.weight_decay, self.decay)
+
+    @property
+    def about(self) -> str:
+        """Its settings in words."""
+        settings = f"betas={self.betas}, eps={self.eps}, weight_decay={self.weight_decay}, decay={self.decay}"
+        return f"adam(rate={self.rate}, {settings})"
+
+    def init(self, params: Params) -> Params:
+        """Two moments for every tensor, and how many steps there were."""
+        zeros = {f"{moment}/{name}": torch.zeros_like(tensor) for moment in ("first", "second") for name, tensor in params.items()}
+        return {**zeros, "steps": torch.zeros((), device=next(iter(params.values())).device)}
+
+    def step(self, params: Params, slopes: Params, memory: Params, round_index: Tensor) -> tuple[Params, Params]:
+        """Both moments, freed of their bias, and the step they give."""
+        slopes = {name: slope + self.weight_decay * params[name] for name, slope in slopes.items()}
+        (fade, spread), steps = self.betas, memory["steps"] + 1
+        first = {n: fade * memory[f"first/{n}"] + (1 - fade) * slope for n, slope in slopes.items()}
+        second = {n: spread * memory[f"second/{n}"] + (1 - spread) * slope.square() for n, slope in slopes.items()}
+        pace = self.rate / (1 + self.decay * round_index) / _one_minus_power(fade, steps)
+        scale = _one_minus_power(spread, steps).sqrt()
+        moved = {n: tensor - pace * first[n] / (second[n].sqrt() / scale + self.eps) for n, tensor in params.items()}
+        return moved, {**_prefixed("first", first), **_prefixed("second", second), "steps": steps}
+
+
+def sgd(rate: float, *, momentum: float = 0.0, weight_decay: float = 0.0, decay: float = 0.0) -> Sgd:
+    """Stochastic gradient descent, with settings by name."""
+    return Sgd(rate, momentum, weight_decay, decay)
 
 
 def adam(
     rate: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, decay: float = 0.0
-) -> Optimiser:
-    """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`; the rate in round t is rate / (1 + decay * t)."""
-    _require("rate", rate, rate > 0, "above 0")
-    _require("betas", betas, all(0 <= beta < 1 for beta in betas), "each at least 0 and below 1")
-    _require_decays(weight_decay, decay)
-
-    def init(params: Params) -> Params:
-        zeros = {f"{moment}/{name}": torch.zeros_like(tensor) for moment in ("first", "second") for name, tensor in params.items()}
-        return {**zeros, "steps": torch.zeros((), device=next(iter(params.values())).device)}
-
-    def step(params: Params, slopes: Params, memory: Params, round_index: Tensor) -> tuple[Params, Params]:
-        slopes = {name: slope + weight_decay * params[name] for name, slope in slopes.items()}
-        steps = memory["steps"] + 1
-        first = {n: betas[0] * memory[f"first/{n}"] + (1 - betas[0]) * slope for n, slope in slopes.items()}
-        second = {n: betas[1] * memory[f"second/{n}"] + (1 - betas[1]) * slope.square() for n, slope in slopes.items()}
-        pace = rate / (1 + decay * round_index) / _one_minus_power(betas[0], steps)
-        scale = _one_minus_power(betas[1], steps).sqrt()
-        moved = {n: tensor - pace * first[n] / (second[n].sqrt() / scale + eps) for n, tensor in params.items()}
-        return moved, {**_prefixed("first", first), **_prefixed("second", second), "steps": steps}
-
-    return Optimiser(init, step, f"adam(rate={rate}, betas={betas}, eps={eps}, weight_decay={weight_decay}, decay={decay})")
+) -> Adam:
+    """Adam, with settings by name."""
+    return Adam(rate, betas, eps, weight_decay, decay)
 
 
 def _one_minus_power(beta: float, steps: Tensor) -> Tensor:

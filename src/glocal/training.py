@@ -1,8 +1,9 @@
 """Gradient descent on one device: the only training loop."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn import functional
 from glocal import noise, trees
 from glocal.errors import InputError
 from glocal.federation import Examples
-from glocal.modules import trainable, training_forward
+from glocal.modules import Forward, trainable, training_forward
 from glocal.optimisers import Optimiser
 from glocal.trees import Params
 
@@ -30,7 +31,8 @@ class Batch(NamedTuple):
 class Work(NamedTuple):
     """What one device does in one round: order (steps, batch) holds rows of examples, -1 = padding; key and round_index ().
 
-    Of the first `full_steps` steps it is known that they are not wholly padding, so that they need no guarding.
+    Of the first `full_steps` steps it is known that they are not wholly padding, so that they need no guarding. `descent`, if an
+    engine gives one, is a faster way to take the same steps.
     """
 
     examples: Examples
@@ -38,55 +40,99 @@ class Work(NamedTuple):
     key: Tensor
     round_index: Tensor
     full_steps: int = 0
+    descent: "Descent | None" = None
 
 
 Loss = Callable[[Params, Batch], tuple[Tensor, Params]]
+PerExample = Callable[[Tensor, Tensor], Tensor]
 Augment = Callable[[Tensor, Tensor], Tensor]
 
 
+class Pull(NamedTuple):
+    """strength/2 * ||params - towards||^2 over the names in `towards`."""
+
+    towards: Params
+    strength: float
+
+
 class Objective(NamedTuple):
-    """What a device minimises: loss(params, batch) -> (value, buffers after the step), and the names that may move."""
+    """What a device minimises: loss(params, batch) -> (value, buffers after the step) plus pulls; and the names that may move.
+
+    Tensors that differ from device to device belong into `pulls`: a loss is the same function for all of them.
+    """
 
     loss: Loss
     trains: frozenset[str]
+    pulls: tuple[Pull, ...] = ()
+
+    def value(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """The whole of what is minimised (), and the buffers after the step."""
+        total, buffers = self.loss(params, batch)
+        for towards, strength in self.pulls:
+            total = total + strength / 2 * trees.squared_distance(trees.pick(params, towards), towards)
+        return total, buffers
 
 
-def supervised(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Objective:
+class Descent(Protocol):
+    """Another way to do what `descend` does; None where it does not know how."""
+
+    def __call__(self, objective: Objective, params: Params, work: Work, optimiser: Optimiser) -> tuple[Params, Tensor] | None:
+        """Trained params and the mean loss over examples ()."""
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """The mean over the real rows of per_example(model(x), y) (rows,)."""
+
+    model: nn.Module
+    forward: Forward
+    per_example: PerExample
+
+    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """Its value (), and the buffers after the step."""
+        output, buffers = self.forward(params, batch.x, batch.mask, batch.key)
+        return masked_mean(self.per_example(output, batch.y), batch.mask), buffers
+
+
+@dataclass(frozen=True)
+class AugmentedLoss:
+    """Another loss, on augment(x, key) instead of x."""
+
+    inner: Loss
+    augment: Augment
+
+    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """Its value (), and the buffers after the step."""
+        return self.inner(params, batch._replace(x=self.augment(batch.x, noise.fold(batch.key, -1))))
+
+
+def supervised(model: nn.Module, loss: PerExample) -> Objective:
     """Mean over the real rows of loss(output, y) (rows,)."""
-    forward, trains = training_forward(model), trainable(model)
+    trains = trainable(model)
     if not trains:
         raise InputError("model: every parameter is frozen; there is nothing to train")
-
-    def mean_loss(params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        output, buffers = forward(params, batch.x, batch.mask, batch.key)
-        return masked_mean(loss(output, batch.y), batch.mask), buffers
-
-    return Objective(mean_loss, trains)
+    return Objective(ModelLoss(model, training_forward(model), loss), trains)
 
 
 def cross_entropy(model: nn.Module) -> Objective:
     """Classification: L_m of the paper's equation 1, from logits."""
-    return supervised(model, lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"))
+    return supervised(model, cross_entropy_of_each)
+
+
+def cross_entropy_of_each(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross entropy of every example (rows,)."""
+    return functional.cross_entropy(logits, labels, reduction="none")
 
 
 def pulled(objective: Objective, towards: Params, strength: float) -> Objective:
     """Add strength/2 * ||params - towards||^2 over the weights that move."""
-    anchor = trees.pick(towards, objective.trains)
-
-    def loss(params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        value, buffers = objective.loss(params, batch)
-        return value + strength / 2 * trees.squared_distance(trees.pick(params, anchor), anchor), buffers
-
-    return objective._replace(loss=loss)
+    pull = Pull(trees.pick(towards, objective.trains), strength)
+    return objective._replace(pulls=(*objective.pulls, pull))
 
 
 def augmented(objective: Objective, augment: Augment) -> Objective:
     """Train on augment(x, key) instead of x; evaluation never sees it."""
-
-    def loss(params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        return objective.loss(params, batch._replace(x=augment(batch.x, noise.fold(batch.key, -1))))
-
-    return objective._replace(loss=loss)
+    return objective._replace(loss=AugmentedLoss(objective.loss, augment))
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -97,15 +143,17 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def descend(objective: Objective, params: Params, work: Work, optimiser: Optimiser) -> tuple[Params, Tensor]:
     """Train params through the work's steps; returns them and the mean loss over examples (). A padded step is the identity."""
-    moving = {
-        name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()
-    }  # the caller's stay as they are
+    taken = work.descent(objective, params, work, optimiser) if work.descent else None
+    if taken is not None:
+        return taken
+    # the caller's tensors stay as they are
+    moving = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()}
     carried = trees.pick(params, params.keys() - objective.trains)
     memory = optimiser.init(moving)
     total, seen = params_zero(params), params_zero(params)
     for step in range(work.order.shape[0]):
         batch = batch_at(work, step)
-        slopes, loss, buffers = _slopes(objective, moving, carried, batch)
+        slopes, loss, buffers = slopes_of(objective, moving, carried, batch)
         before = (moving, memory, carried)
         moving, memory = optimiser.step(moving, slopes, memory, work.round_index)
         carried = {**carried, **buffers}
@@ -125,9 +173,11 @@ def batch_at(work: Work, step: int) -> Batch:
     return Batch(x[rows], y[rows], None if group is None else group[rows], mask, noise.fold(work.key, step))
 
 
-def _slopes(objective: Objective, moving: Params, carried: Params, batch: Batch) -> tuple[Params, Tensor, Params]:
+def slopes_of(objective: Objective, moving: Params, carried: Params, batch: Batch) -> tuple[Params, Tensor, Params]:
+    """Slopes of one step, its loss, and the buffers after it."""
+
     def loss(weights: Params) -> tuple[Tensor, Params]:
-        return objective.loss({**weights, **carried}, batch)
+        return objective.value({**weights, **carried}, batch)
 
     slopes, (value, buffers) = grad_and_value(loss, has_aux=True)(moving)
     return slopes, value, buffers
