@@ -1,6 +1,6 @@
 """Gradient descent on one device: the only training loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -149,28 +149,36 @@ def descend(objective: Objective, params: Params, work: Work, optimiser: Optimis
     # the caller's tensors stay as they are
     moving = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()}
     carried = trees.pick(params, params.keys() - objective.trains)
-    memory = optimiser.init(moving)
-    total, seen = params_zero(params), params_zero(params)
-    for step in range(work.order.shape[0]):
-        batch = batch_at(work, step)
+    memory, losses = optimiser.init(moving), []
+    for step, batch in enumerate(batches(work)):
         slopes, loss, buffers = slopes_of(objective, moving, carried, batch)
         before = (moving, memory, carried)
         moving, memory = optimiser.step(moving, slopes, memory, work.round_index)
         carried = {**carried, **buffers}
         if step >= work.full_steps:  # else a device out of data coasts on its momentum
-            active = batch.mask.any()
-            moving, memory, carried = map(partial(trees.where, active), (moving, memory, carried), before)
-        total, seen = total + loss * batch.mask.sum(), seen + batch.mask.sum()
+            moving, memory, carried = map(partial(trees.where, batch.mask.any()), (moving, memory, carried), before)
+        losses.append(loss)
     trained = {**moving, **carried}
-    return {name: trained[name] for name in params}, total / seen.clamp(min=1)
+    return {name: trained[name] for name in params}, mean_over_examples(losses, work)
 
 
-def batch_at(work: Work, step: int) -> Batch:
-    """Gather one step's examples; padding shows the device's own first row, masked."""
-    mask = work.order[step] >= 0
-    rows = torch.where(mask, work.order[step], work.order[0, 0])
+def batches(work: Work) -> Iterator[Batch]:
+    """Each step's examples; padding shows the device's own first row, masked."""
     x, y, group = work.examples
-    return Batch(x[rows], y[rows], None if group is None else group[rows], mask, noise.fold(work.key, step))
+    mask = work.order >= 0
+    rows = torch.where(mask, work.order, work.order[0, 0])
+    keys = noise.fold(work.key, torch.arange(len(rows), device=rows.device))
+    for step in range(len(rows)):
+        index = rows[step]
+        yield Batch(x[index], y[index], None if group is None else group[index], mask[step], keys[step])
+
+
+def mean_over_examples(losses: Sequence[Tensor], work: Work) -> Tensor:
+    """The mean () of the steps' losses, each counting as often as it has real rows."""
+    counts = (work.order >= 0).sum(1)
+    values = torch.stack(list(losses))
+    kept = torch.where(counts > 0, values, torch.zeros_like(values))  # a padded step's loss is not one
+    return (kept * counts).sum() / counts.sum().clamp(min=1)
 
 
 def slopes_of(objective: Objective, moving: Params, carried: Params, batch: Batch) -> tuple[Params, Tensor, Params]:
@@ -181,8 +189,3 @@ def slopes_of(objective: Objective, moving: Params, carried: Params, batch: Batc
 
     slopes, (value, buffers) = grad_and_value(loss, has_aux=True)(moving)
     return slopes, value, buffers
-
-
-def params_zero(params: Params) -> Tensor:
-    """A zero () on the device that the params are on."""
-    return torch.zeros((), device=next(iter(params.values())).device)

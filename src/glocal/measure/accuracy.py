@@ -14,7 +14,7 @@ from glocal.federation import Examples, Holdings
 from glocal.modules import Predict
 from glocal.sampling import in_batches
 from glocal.store import State
-from glocal.training import Work, batch_at
+from glocal.training import Work, batches
 from glocal.trees import Params
 
 Accuracies = npt.NDArray[np.float64]
@@ -47,8 +47,7 @@ class Evaluation:
     def _outputs(self, shared: Params, private: Params, work: Work) -> Tensor:
         """One device's outputs on its rows (steps, batch, classes)."""
         params = self.algorithm.personal(shared, private)
-        batches = (batch_at(work, step) for step in range(work.order.shape[0]))
-        return torch.stack([self.predict(params, batch.x, batch.mask) for batch in batches])
+        return torch.stack([self.predict(params, batch.x, batch.mask) for batch in batches(work)])
 
 
 @torch.no_grad()

@@ -1,0 +1,147 @@
+"""Which form to take: what was asked for, or what a few measured steps show to be fastest here."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from glocal.backends.engine import Choice, Engine, cores, remember, remembered
+from glocal.backends.forms import build
+from glocal.backends.products import Products
+from glocal.backends.tasks import OneDevice, Task
+from glocal.errors import brief
+from glocal.federation import Examples
+
+_WORTH_MEASURING = 300  # steps, one after the other, in the whole run
+_WORTH_COMPILING = 20_000
+_PROBE = 2  # steps
+
+
+class Bench(NamedTuple):
+    """What is tried out: a function, on the first steps of the tasks at hand."""
+
+    function: OneDevice[Any]
+    engine: Engine
+    tasks: Sequence[Task]
+    examples: Examples
+    round_index: int
+
+    def short(self) -> list[Task]:
+        """The tasks' first steps."""
+        return [task._replace(order=task.order[:_PROBE]) for task in self.tasks]
+
+    def steps(self) -> int:
+        """How many steps the longest task has."""
+        return max(len(task.order) for task in self.tasks)
+
+    def key(self) -> str:
+        """What the answer depends on, as one word."""
+        first = self.tasks[0]
+        shapes = [(name, tuple(tensor.shape)) for tree in first[:2] for name, tensor in tree.items()]
+        here = (torch.__version__, cores(), self.engine.crew, str(self.examples.y.device.type), getattr(self.function, "__qualname__", ""))
+        if self.examples.y.is_cuda:
+            here = (*here, torch.cuda.get_device_name(self.examples.y.device))
+        told = repr((shapes, len(self.tasks), first.order.shape[1], self.steps(), tuple(self.examples.x.shape[1:]), here))
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def chosen(bench: Bench, *, calls: int, descends: bool) -> list[Choice]:
+    """The form to take, then those to fall back to."""
+    name, on_gpu = bench.engine.name, bench.examples.y.is_cuda
+    fused = bench.engine.fused and descends and bench.engine.precision != "bf16"
+    if name == "looped":
+        return [Choice("looped")]
+    if name == "vmapped":
+        return [Choice("vmapped"), Choice("looped")]
+    if name == "graphed" or (name in ("auto", "workers") and on_gpu):
+        worth = name == "graphed" or calls * bench.steps() >= _WORTH_COMPILING
+        return _on_gpu(bench, fused=fused, worth=worth and descends)
+    if name == "workers":
+        return [*_with_fused("workers", bench, fused=fused), Choice("looped")]
+    return _on_cpu(bench, fused=fused, worth=calls * bench.steps() >= _WORTH_MEASURING)
+
+
+def _with_fused(form: str, bench: Bench, *, fused: bool) -> list[Choice]:
+    """A form with fused steps if they know the model, then without."""
+    if not fused:
+        return [Choice(form)]
+    reason = _why_not(Choice(form, fused=True), bench)
+    return [Choice(form, why=f"no fused steps: {reason}")] if reason else [Choice(form, fused=True), Choice(form)]
+
+
+def _why_not(choice: Choice, bench: Bench) -> str:
+    """Why a form does not run here; nothing if it does."""
+    form = build(bench.function, choice, bench.engine)
+    try:
+        form([task._replace(order=task.order[:1]) for task in bench.tasks[:1]], bench.examples, bench.round_index)
+    except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
+        return str(error) if isinstance(error, NotImplementedError) else brief(error)
+    finally:
+        form.close()
+    return ""
+
+
+def _on_cpu(bench: Bench, *, fused: bool, worth: bool) -> list[Choice]:
+    known = _with_fused("workers", bench, fused=fused)
+    if known[0].fused:
+        return [*known, Choice("looped")]
+    if not worth:
+        return [Choice("vmapped"), Choice("looped")]
+    best = remembered(bench.key()) or _fastest(bench, [known[0], Choice("vmapped"), Choice("looped")])
+    remember(bench.key(), best)
+    return [best, *([] if best.form == "looped" else [Choice("looped")])]
+
+
+def _on_gpu(bench: Bench, *, fused: bool, worth: bool) -> list[Choice]:
+    rest = [Choice("vmapped"), Choice("looped")]
+    known = _with_fused("graphed", bench, fused=fused and bench.examples.y.is_cuda)
+    if known[0].fused:
+        return [*known, *rest]
+    plain = known[0]
+    if bench.examples.y.is_cuda and _has_convolutions(bench):
+        key = bench.key()
+        plain = remembered(key) or _fastest(bench, [plain, replace(plain, products=True)])
+        remember(key, plain)
+    return [*([replace(plain, compiled=True)] if worth else []), plain, *rest]
+
+
+def _has_convolutions(bench: Bench) -> bool:
+    met = Products(on=False)
+    with met:
+        _why_not(Choice("vmapped"), bench)
+    return met.met
+
+
+def _fastest(bench: Bench, choices: Sequence[Choice]) -> Choice:
+    """The fastest of several forms on a few steps; what each took is told."""
+    seconds = {choice: _timed(bench, choice) for choice in choices}
+    best = min(seconds, key=lambda choice: seconds[choice])
+    told = ", ".join(f"{_name(choice)} {1000 * taken / _PROBE:.2g}" for choice, taken in seconds.items())
+    reason = f"{best.why}; " if best.why else ""
+    return replace(best, why=f"{reason}measured, ms a step: {told}")
+
+
+def _timed(bench: Bench, choice: Choice) -> float:
+    """Seconds for a few steps of all tasks, the best of three after two that warm up; endless for a form that fails."""
+    form = build(bench.function, choice, bench.engine)
+    wait: Callable[[], None] = torch.cuda.synchronize if bench.examples.y.is_cuda else lambda: None
+    taken = []
+    try:
+        for _ in range(5):
+            wait()
+            started = time.perf_counter()
+            form(bench.short(), bench.examples, bench.round_index)
+            wait()
+            taken.append(time.perf_counter() - started)
+    except (RuntimeError, ValueError, UserWarning, NotImplementedError):
+        return float("inf")
+    finally:
+        form.close()
+    return min(taken[2:])
+
+
+def _name(choice: Choice) -> str:
+    return {True: "products", False: "grouped"}[choice.products] if choice.form == "graphed" else choice.form

@@ -1,0 +1,301 @@
+"""Workers on a CPU: forked processes, each with one thread, that take one device after the other from a queue.
+
+They see data and model as the parent had them when it forked (nothing is copied), find weights in a piece of shared memory, and put
+their results there. Which worker trains a device changes nothing, so the numbers do not depend on how many there are.
+"""
+
+import math
+import mmap
+import os
+import signal
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from glocal.backends.tasks import OneDevice, Outcome, Result, Task, alone, own_randomness, threads
+from glocal.errors import InputError
+from glocal.federation import Examples
+from glocal.training import Descent
+from glocal.trees import Params
+
+_LINE = 64  # tensors start at a cache line
+_SPARE = 2**20
+
+
+class Order(NamedTuple):
+    """What a worker is told: where its shared tree lies, its slot, and the rest of the task."""
+
+    shared: int
+    slot: int
+    rows: Any
+    key: int
+    round_index: int
+
+
+@dataclass(frozen=True)
+class Plot:
+    """How the shared memory is laid out: some shared trees, then slots, each with a private tree and room for a result."""
+
+    shared: Params
+    private: Params
+    copies: int
+    slots: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Room for one shared tree."""
+        return _room(self.shared)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Room for one private tree and one result."""
+        return _room(self.private) + self.result_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        """Room for a result: what comes back is about as large as what went in."""
+        return 2 * (_room(self.shared) + _room(self.private)) + _SPARE
+
+    def shared_at(self, place: int) -> int:
+        """Where a shared tree starts."""
+        return place * self.shared_bytes
+
+    def private_at(self, slot: int) -> int:
+        """Where a slot's private tree starts."""
+        return self.copies * self.shared_bytes + slot * self.slot_bytes
+
+    def result_at(self, slot: int) -> int:
+        """Where a slot's result starts."""
+        return self.private_at(slot) + _room(self.private)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.private_at(self.slots)
+
+
+class Crew(Generic[Result]):
+    """A one-device function, run by several processes."""
+
+    def __init__(self, function: OneDevice[Result], *, workers: int, descent: Descent | None) -> None:
+        self.function, self.workers, self.descent = function, workers, descent
+        self.hired: _Hired | None = None
+
+    def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
+        """One result per task."""
+        if examples.y.is_cuda or not hasattr(os, "fork"):
+            raise RuntimeError("workers compute on a CPU, in forked processes")
+        self._prime(tasks[0], examples, round_index)
+        if self.workers == 1 or len(tasks) == 1:
+            with threads(1):
+                return Outcome(rows=[self._one(task, examples, round_index) for task in tasks])
+        try:
+            return Outcome(rows=self._hire(tasks, examples).run(tasks, round_index))
+        except BaseException:
+            self.close()  # whoever is in the middle of something is not waited for
+            raise
+
+    def _prime(self, task: Task, examples: Examples, round_index: int) -> None:
+        """Take one step here, once, so that what it prepares (traces, libraries) is there for all workers."""
+        if self.hired is None and self.descent is not None:
+            with threads(1):
+                self._one(task._replace(order=task.order[:1]), examples, round_index)
+
+    def _one(self, task: Task, examples: Examples, round_index: int) -> Result:
+        with own_randomness(task.key, examples.y.device):
+            return alone(self.function, task, examples, round_index, self.descent)
+
+    def _hire(self, tasks: Sequence[Task], examples: Examples) -> "_Hired":
+        copies = len({id(task.shared) for task in tasks})
+        if self.hired is None or not self.hired.suit(tasks[0], copies, examples):
+            self.close()
+            self.hired = _Hired(self, Plot(tasks[0].shared, tasks[0].private, copies, 2 * self.workers), examples)
+        return self.hired
+
+    def about(self) -> str:
+        """What it is."""
+        return f"{self.workers} processes, one device at a time each"
+
+    def close(self) -> None:
+        """Dismiss the workers."""
+        if self.hired is not None:
+            self.hired.dismiss()
+            self.hired = None
+
+
+class _Hired:
+    """Workers that run, and the memory that they share."""
+
+    def __init__(self, crew: Crew[Any], plot: Plot, examples: Examples) -> None:
+        self.plot, self.examples, self.memory = plot, examples, mmap.mmap(-1, max(plot.total, 1))
+        self.lines: list[Connection] = []
+        self.pids: list[int] = []
+        for _ in range(crew.workers):
+            self._fork(crew)
+        self.dismiss = weakref.finalize(self, _dismiss, self.lines, self.pids)
+
+    def _fork(self, crew: Crew[Any]) -> None:
+        ours, theirs = Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a worker uses none of the threads that it leaves behind
+            pid = os.fork()
+        if pid == 0:
+            try:
+                for line in (*self.lines, ours):
+                    line.close()  # else a worker outlives the parent, whose end it would hold open
+                _serve(crew, self, theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self.lines.append(ours)
+        self.pids.append(pid)
+
+    def suit(self, task: Task, copies: int, examples: Examples) -> bool:
+        """Whether tasks like this one fit into the memory, and the data are those that the workers know."""
+        alike = _same_shapes(task.shared, self.plot.shared) and _same_shapes(task.private, self.plot.private)
+        return alike and copies <= self.plot.copies and examples.x is self.examples.x and examples.y is self.examples.y
+
+    def run(self, tasks: Sequence[Task], round_index: int) -> list[Any]:
+        """Hand out the tasks, the longest first, two to each worker so that none waits for the next."""
+        shared = {id(task.shared): task.shared for task in tasks}
+        for place, tree in enumerate(shared.values()):
+            _write(self.memory, self.plot.shared_at(place), tree)
+        places = {key: place for place, key in enumerate(shared)}
+        waiting = sorted(range(len(tasks)), key=lambda index: -tasks[index].order.size)[::-1]
+        results: list[Any] = [None] * len(tasks)
+        free = {line: [2 * number, 2 * number + 1] for number, line in enumerate(self.lines)}
+        underway: dict[tuple[Connection, int], int] = {}
+        for line in [*self.lines, *self.lines]:
+            self._hand_out(line, free, waiting, underway, (tasks, places, round_index))
+        while underway:
+            for line in cast(list[Connection], wait({line for line, _ in underway})):
+                slot, answer = self._hear(line)
+                results[underway.pop((line, slot))] = answer
+                free[line].append(slot)
+                self._hand_out(line, free, waiting, underway, (tasks, places, round_index))
+        return results
+
+    def _hand_out(
+        self,
+        line: Connection,
+        free: dict[Connection, list[int]],
+        waiting: list[int],
+        underway: dict[tuple[Connection, int], int],
+        given: tuple[Sequence[Task], dict[int, int], int],
+    ) -> None:
+        if not waiting or not free[line]:
+            return
+        (tasks, places, round_index), index, slot = given, waiting.pop(), free[line].pop()
+        task = tasks[index]
+        _write(self.memory, self.plot.private_at(slot), task.private)
+        line.send(Order(places[id(task.shared)], slot, task.order, task.key, round_index))
+        underway[line, slot] = index
+
+    def _hear(self, line: Connection) -> tuple[int, Any]:
+        """A worker's answer: a slot, and the result that lies in it."""
+        try:
+            slot, spec, leaves = line.recv()
+        except EOFError as error:
+            raise InputError("engine: a worker was killed (is the memory full?); use fewer with run.workers") from error
+        if isinstance(leaves, Exception):
+            raise leaves
+        start, found = self.plot.result_at(slot), []
+        for leaf in leaves:
+            if isinstance(leaf, np.ndarray):
+                found.append(torch.from_numpy(leaf))
+            else:
+                found.append(_view(self.memory, start, *leaf).clone())
+                start += _rounded(found[-1].nbytes)
+        return slot, tree_unflatten(found, spec)
+
+
+def _serve(crew: Crew[Any], hired: _Hired, line: Any) -> None:
+    """What a worker does until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    plot, memory = hired.plot, hired.memory
+    while True:
+        try:
+            order: Order = line.recv()
+        except (EOFError, OSError):
+            return
+        shared = _read(memory, plot.shared_at(order.shared), plot.shared)
+        private = _read(memory, plot.private_at(order.slot), plot.private)
+        try:
+            result = crew._one(Task(shared, private, order.rows, order.key), hired.examples, order.round_index)
+            leaves, spec = tree_flatten(result)
+            answer = (order.slot, spec, _leave(memory, plot, order.slot, leaves))
+        except Exception as error:  # told to the parent, who raises it
+            answer = (order.slot, None, _sendable(error))  # type: ignore[assignment]
+        line.send(answer)
+
+
+def _leave(memory: mmap.mmap, plot: Plot, slot: int, leaves: Sequence[Tensor]) -> list[Any]:
+    """Put a result into its slot; what each tensor is, or the tensor itself where there is no room."""
+    if sum(_rounded(leaf.nbytes) for leaf in leaves) > plot.result_bytes:
+        return [leaf.numpy() for leaf in leaves]
+    start, told = plot.result_at(slot), []
+    for leaf in leaves:
+        _view(memory, start, leaf.dtype, leaf.shape).copy_(leaf)
+        told.append((leaf.dtype, leaf.shape))
+        start += _rounded(leaf.nbytes)
+    return told
+
+
+def _sendable(error: Exception) -> Exception:
+    kind = type(error) if type(error).__module__ in ("builtins", "glocal.errors") else RuntimeError
+    return kind(str(error))
+
+
+def _dismiss(lines: list[Connection], pids: list[int]) -> None:
+    for line in lines:
+        line.close()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _write(memory: mmap.mmap, start: int, tree: Params) -> None:
+    for tensor in tree.values():
+        _view(memory, start, tensor.dtype, tensor.shape).copy_(tensor)
+        start += _rounded(tensor.nbytes)
+
+
+def _read(memory: mmap.mmap, start: int, like: Params) -> Params:
+    tree: Params = {}
+    for name, tensor in like.items():
+        tree[name] = _view(memory, start, tensor.dtype, tensor.shape)
+        start += _rounded(tensor.nbytes)
+    return tree
+
+
+def _view(memory: mmap.mmap, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor that lies in the shared memory."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(*shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).reshape(tuple(shape))
+
+
+def _room(tree: Params) -> int:
+    return sum(_rounded(tensor.nbytes) for tensor in tree.values())
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+def _same_shapes(left: Params, right: Params) -> bool:
+    return left.keys() == right.keys() and all(
+        tensor.shape == right[name].shape and tensor.dtype == right[name].dtype for name, tensor in left.items()
+    )

@@ -1,0 +1,110 @@
+"""What engines run: one task per device in, one result per device out."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from glocal import trees
+from glocal.federation import Examples
+from glocal.sampling import Integers
+from glocal.training import Descent, Work
+from glocal.trees import Params
+
+Result = TypeVar("Result")
+OneDevice = Callable[[Params, Params, Work], Result]
+
+
+class Task(NamedTuple):
+    """One device's inputs: its trees, the rows it visits (steps, batch) with -1 for padding, and the key of its randomness."""
+
+    shared: Params
+    private: Params
+    order: Integers
+    key: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Result]):
+    """The results of several devices, as the engine has them: `rows` one by one, or `stack` with a first axis (devices, ...)."""
+
+    rows: Sequence[Result] | None = None
+    stack: Result | None = None
+
+    def stacked(self) -> Result:
+        """All results as one, each tensor with a first axis (devices, ...)."""
+        if self.rows is None:
+            return cast(Result, self.stack)
+        return cast(Result, tree_map(lambda *parts: torch.stack(parts), *self.rows))
+
+
+class Form(Protocol[Result]):
+    """A way to run a one-device function over many."""
+
+    def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
+        """One result per task, in the tasks' order."""
+
+    def about(self) -> str:
+        """What it is, in a few words."""
+
+    def close(self) -> None:
+        """Let go of whatever it holds."""
+
+
+def alone(function: OneDevice[Result], task: Task, examples: Examples, round_index: int, descent: Descent | None = None) -> Result:
+    """One task, by itself."""
+    device = examples.y.device
+    order = torch.from_numpy(task.order).to(device)
+    key, number = torch.tensor(task.key, device=device), torch.tensor(round_index, device=device)
+    work = Work(examples, order, key, number, full_steps(task.order[None]), descent)
+    return function(*on_device(task, device), work)
+
+
+def on_device(task: Task, device: torch.device) -> tuple[Params, Params]:
+    """A task's trees where the examples are: rows that have not been used for long may wait elsewhere."""
+    return trees.to(task.shared, device), trees.to(task.private, device)
+
+
+def full_steps(orders: Integers) -> int:
+    """How many of the first steps of orders (devices, steps, batch) hold a row of every device."""
+    return int((orders >= 0).any(2).all(0).cumprod().sum())
+
+
+def nbytes(task: Task) -> int:
+    """How large a task's trees are."""
+    return trees.nbytes(task.shared) + trees.nbytes(task.private)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Compute with that many threads."""
+    before = torch.get_num_threads()
+    if number != before:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number != before:
+            torch.set_num_threads(before)
+
+
+@contextmanager
+def own_randomness(key: int, device: torch.device) -> Iterator[None]:
+    """Layers that draw from torch's own generator start from the device's key; the caller's generators are left as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(key)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(key)
+        yield
+
+
+def rows_of(stack: Params, number: int) -> list[Params]:
+    """The trees of a stack; on a CPU as tensors of their own, on an accelerator as views, for copies are launches there."""
+    if not all(tensor.is_cuda for tensor in stack.values()):
+        return trees.unstack(stack, number)
+    columns: dict[str, tuple[Tensor, ...]] = {name: tensor.unbind(0) for name, tensor in stack.items()}
+    return [{name: column[place] for name, column in columns.items()} for place in range(number)]

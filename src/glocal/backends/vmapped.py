@@ -1,0 +1,66 @@
+"""All devices in one batched step, by `torch.vmap`."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+
+from glocal import trees
+from glocal.backends.tasks import OneDevice, Outcome, Result, Task, full_steps, nbytes, threads
+from glocal.federation import Examples
+from glocal.sampling import padded
+from glocal.training import Descent, Work
+from glocal.trees import Params
+
+_WORTH_THREADS = 2**23
+
+
+@dataclass(frozen=True)
+class Vmapped(Generic[Result]):
+    """The function, called once for all tasks; the short ones end in padded steps."""
+
+    function: OneDevice[Result]
+
+    def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
+        """One stack of results."""
+        device = examples.y.device
+        orders = padded([task.order for task in tasks])
+        keys, number = torch.tensor([task.key for task in tasks], device=device), torch.tensor(round_index, device=device)
+        work = Work(examples, torch.from_numpy(orders).to(device), keys, number, full_steps(orders))
+        trees_of_all = stacked([t.shared for t in tasks], device), stacked([t.private for t in tasks], device)
+        with threads(_calm(nbytes(tasks[0]) * len(tasks))):
+            return Outcome(stack=batched(self.function, *trees_of_all, work))
+
+    def about(self) -> str:
+        """What it is."""
+        return "all devices in one batched step"
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+def batched(function: OneDevice[Result], shared: Params, private: Params, work: Work) -> Result:
+    """The function on trees (devices, ...) and work with orders (devices, steps, batch).
+
+    A model that draws from torch's own generator is refused by vmap: its numbers would depend on who else is in the batch.
+    """
+    one: Descent | None = None
+    in_dims = (0, 0, Work(None, 0, 0, None, None, one))  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        # where torch has no batched rule it loops inside, and warns: our own loop is as fast and says so once
+        warnings.filterwarnings("error", message="There is a performance drop")
+        return torch.vmap(function, in_dims=in_dims, randomness="error")(shared, private, work)
+
+
+def stacked(rows: Sequence[Params], device: torch.device) -> Params:
+    """Rows as one tree; rows that are one and the same tree are not copied."""
+    if all(row is rows[0] for row in rows):
+        return {name: tensor.to(device).expand(len(rows), *tensor.shape) for name, tensor in rows[0].items()}
+    return trees.stack([trees.to(row, device) for row in rows])
+
+
+def _calm(stacked_bytes: int) -> int:
+    """Small steps gain nothing from threads, and wait for each other for seconds when a neighbour takes a core."""
+    return 1 if stacked_bytes < _WORTH_THREADS else torch.get_num_threads()
