@@ -4,8 +4,8 @@ Every kernel writes each number once and adds in a fixed order (no atomics), so 
 is None compiles away. Shapes: D devices, B rows in a batch; activations and slopes are (D, B, features), weights (D, out, in).
 """
 
-# ruff: noqa: N803 (a constant of the compiler is written in capitals, as Triton's users expect)
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# ruff: noqa: N803, SIM108 (a constant of the compiler is written in capitals, as Triton's users expect)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator, assignment"
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def _rows_at(x, rows, device, step, steps, batch, b, inputs):
 
 @triton.jit
 def _moved(w, slope, v, t, rate, momentum, weight_decay, strength, active):
-    """Weights and velocity after a step: velocity = momentum * v + slope + decay * w + strength * (w - t); a padded step moves none."""
+    """After a step: w, and velocity = momentum * v + slope + weight decay * w + strength * (w - t); a padded step moves none."""
     velocity = slope + weight_decay * w
     if t is not None:
         velocity += strength * (w - t)
@@ -98,7 +98,7 @@ def linear_loss(
     x, rows, w, bias, labels, counts, slopes, losses, inputs, outputs, batch, w_stride, bias_stride, step, steps,
     PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The last layer, its cross entropy summed into losses (steps, D, tiles), and the slopes of its mean by the logits (D, B, outputs).
+    """The last layer, its cross entropy summed into losses (steps, D, tiles), and the mean's slopes by the logits (D, B, outputs).
 
     labels (D, steps, B) are -1 in padding; counts (D, steps) are the real rows; all logits of a row are in one tile.
     """

@@ -1,5 +1,6 @@
 """The launches of one layer for many devices: forward, backward and update; none waits for the GPU."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -7,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glocal.fused import kernels
-from glocal.fused.chain import Linear
-from glocal.fused.tiles import SMALL_BATCH, Choose, Job, Kind, Tile
+from glocal.fused import conv_kernels, kernels
+from glocal.fused.chain import Conv, Linear
+from glocal.fused.tiles import SMALL_BATCH, Choose, Job, Kind, Tile, power_of_two, splits_for
 
 
 class Round(NamedTuple):
@@ -192,7 +193,7 @@ class LinearLayer(Layer):
 
 @dataclass
 class LastLayer(LinearLayer):
-    """The layer that gives the logits: forward leaves their slopes in dy, and the summed cross entropy in losses (steps, D, tiles)."""
+    """The layer that gives the logits: forward leaves their slopes in dy and summed cross entropies in losses (steps, D, tiles)."""
 
     losses: Tensor = field(init=False)
 
@@ -216,6 +217,93 @@ class LastLayer(LinearLayer):
         kernels.linear_loss[grid](
             **reads, **self._bias(step), **writes, **sizes, PRECISION=self.round.precision, BB=tile.rows, **_blocks(tile)
         )
+
+
+@dataclass
+class ConvLayer(Layer):
+    """A convolution, with a ReLU and a max-pool after it if the plan says so; picked (like out) says where each window's maximum is."""
+
+    plan: Conv
+    picked: Tensor | None = field(init=False, default=None)
+    parts: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.out = self.round.empty(*self.plan.pooled)
+        self.dy = torch.empty_like(self.out)
+        if self.plan.pool > 1:
+            dtype = torch.uint8 if self.plan.pool < 16 else torch.int32
+            self.picked = torch.empty_like(self.out, dtype=dtype)
+        _, splits = self._split()
+        self.parts = torch.empty(self.round.devices, splits, self.plan.outputs[0], self._taps + 1, device=self.x.device)
+
+    @property
+    def _taps(self) -> int:
+        """Weights of one output channel."""
+        return self.plan.inputs[0] * math.prod(self.plan.kernel)
+
+    @property
+    def _pixels(self) -> int:
+        """Pixels that leave the layer, of one channel in a whole batch."""
+        return self.round.batch * math.prod(self.plan.pooled[1:])
+
+    def forward(self, step: int) -> None:
+        """Fill `out` and `picked`."""
+        plan, weight = self.plan, self.weight.source(step)
+        tile = self.round.tile("conv_forward", self._pixels, plan.outputs[0], self._taps)
+        grid = (_ceil(self._pixels, tile.rows), self.round.devices, _ceil(plan.outputs[0], tile.outputs))
+        reads = {"x": self.x, "rows": self._rows, "w": weight, "w_stride": weight.stride(0), **self._bias(step)}
+        where = {"out": self.out, "step": step, "steps": self.round.rows.shape[1], "RELU": plan.relu}
+        conv_kernels.conv_forward[grid](**reads, **where, **self._shape, BB=tile.rows, **_blocks(tile))
+
+    def backward(self, step: int) -> None:
+        """Fill `dx` from `dy`, and move the weights."""
+        if self.dx is not None:
+            self._back(step, self.dx)
+        self._add_slopes(step)
+        self._update(step)
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """What the kernels of a convolution have in common."""
+        plan, (channels, height, width) = self.plan, self.plan.pooled
+        shape = (*plan.inputs, *plan.kernel, *plan.stride, *plan.padding)
+        sizes = {"SHAPE": shape, "OC": channels, "OH": height, "OW": width, "POOL": plan.pool}
+        return {"picked": self.picked, "batch": self.round.batch, "PRECISION": self.round.precision, **sizes}
+
+    @property
+    def _slopes_tile(self) -> Tile:
+        return self.round.tile("conv_slopes", self._pixels, self.plan.outputs[0], self._taps + 1)
+
+    def _split(self) -> tuple[int, int]:
+        """How many pixels each part sums, and how many parts there are."""
+        tile = self._slopes_tile
+        programs = self.round.devices * _ceil(self.plan.outputs[0], tile.outputs) * _ceil(self._taps + 1, tile.inputs)
+        span = _ceil(_ceil(self._pixels, tile.rows), splits_for(programs)) * tile.rows
+        return span, _ceil(self._pixels, span)
+
+    def _add_slopes(self, step: int) -> None:
+        """Fill `parts`: sums over different pixels, so that enough programs share the work."""
+        tile, (span, splits) = self._slopes_tile, self._split()
+        blocks = _ceil(self.plan.outputs[0], tile.outputs) * _ceil(self._taps + 1, tile.inputs)
+        reads = {"x": self.x, "rows": self._rows, "dy": self.dy, "parts": self.parts, "span": span}
+        where = {"step": step, "steps": self.round.rows.shape[1]}
+        grid = (blocks, self.round.devices, splits)
+        conv_kernels.conv_slopes[grid](**reads, **where, **self._shape, BB=tile.rows, **_blocks(tile))
+
+    def _update(self, step: int) -> None:
+        channels, block = self.plan.outputs[0], 256
+        grid = (_ceil(channels * self._taps, block), self.round.devices)
+        sizes = {"TAPS": self._taps, "OC": channels, "BLOCK": block, "BIAS_BLOCK": power_of_two(channels)}
+        reads = {"parts": self.parts, "splits": self.parts.shape[1], "drift": self._drift(grid[0])}
+        conv_kernels.conv_update[grid](**reads, **self._moving(step), **sizes)
+
+    def _back(self, step: int, dx: Tensor) -> None:
+        plan, weight = self.plan, self.weight.source(step)
+        pixels = self.round.batch * math.prod(plan.inputs[1:])
+        tile = self.round.tile("conv_back", pixels, plan.inputs[0], plan.outputs[0])
+        grid = (_ceil(pixels, tile.rows), self.round.devices, _ceil(plan.inputs[0], tile.outputs))
+        reads = {"x": self.x, "dy": self.dy, "dx": dx, "w": weight, "w_stride": weight.stride(0), "RELU": self.x_is_rectified}
+        conv_kernels.conv_back[grid](**reads, **self._shape, BB=tile.rows, **_blocks(tile))
 
 
 def _blocks(tile: Tile) -> dict[str, int]:

@@ -64,7 +64,7 @@ def descend_together(
     """
     from glocal.fused.launches import Round
 
-    with torch.cuda.device_of(x_store):
+    with torch.cuda.device_of(x_store):  # type: ignore[no-untyped-call]
         paces = torch.as_tensor(rate, dtype=torch.float32, device=order.device).expand(order.shape[0]).contiguous()
         round_ = Round(*_batches(y_store, order), paces, momentum, weight_decay, _IN_TRITON[precision], choose)
         moving = {name: _moving(params[name], name, pulls, momentum) for name in _names(chain)}
@@ -91,12 +91,19 @@ def _moving(start: Tensor, name: str, pulls: Sequence[tuple[Params, float]], mom
 
     ends = [(towards[name], strength) for towards, strength in pulls if strength and name in towards]
     strength = sum(strength for _, strength in ends)
-    towards = sum((end * (share / strength) for end, share in ends[1:]), ends[0][0] * (ends[0][1] / strength)) if ends[1:] else None
-    if len(ends) == 1:
-        towards = ends[0][0]
     now = torch.empty(start.shape, device=start.device)
     velocity = torch.empty_like(now) if momentum else None
-    return Moving(_rowwise(start), now, velocity, None if towards is None else _rowwise(towards), float(strength))
+    return Moving(_rowwise(start), now, velocity, _mean_end(ends, strength), strength)
+
+
+def _mean_end(ends: list[tuple[Tensor, float]], strength: float) -> Tensor | None:
+    """The mean of where pulls go (D, ...), weighted by their strengths; None without pulls."""
+    if not ends:
+        return None
+    first, *others = ends
+    if not others:
+        return _rowwise(first[0])
+    return _rowwise(sum((end * (share / strength) for end, share in others), first[0] * (first[1] / strength)))
 
 
 def _rowwise(tensor: Tensor) -> Tensor:
@@ -106,17 +113,17 @@ def _rowwise(tensor: Tensor) -> Tensor:
 
 def _layers(chain: Chain, moving: dict[str, Moving], round_: Round, x_store: Tensor) -> list[Layer]:
     """The chain's layers, each reading what the one before writes."""
-    from glocal.fused.launches import LastLayer, LinearLayer
+    from glocal.fused.launches import ConvLayer, LastLayer, LinearLayer
 
     layers: list[Layer] = []
     for plan in chain.layers:
-        assert isinstance(plan, Linear)
         before = layers[-1] if layers else None
-        kind = LastLayer if plan is chain.layers[-1] else LinearLayer
         bias = moving[plan.bias] if plan.bias else None
         x, dx = (before.out, before.dy) if before else (x_store.contiguous(), None)
         rectified = bool(layers) and chain.layers[len(layers) - 1].relu
-        layers.append(kind(round_, moving[plan.weight], bias, x, before is None, dx, rectified, plan))
+        shared = (round_, moving[plan.weight], bias, x, before is None, dx, rectified)
+        linear = LastLayer if plan is chain.layers[-1] else LinearLayer
+        layers.append(linear(*shared, plan) if isinstance(plan, Linear) else ConvLayer(*shared, plan))
     return layers
 
 
@@ -134,13 +141,13 @@ def _mean_loss(layers: list[Layer], round_: Round, scatter: Tensor | float) -> T
 
 def _scatter_of(pulls: Sequence[tuple[Params, float]], moving: dict[str, Moving]) -> Tensor | float:
     """What several pulls on one tensor cost at their weighted mean (D,): the sum of strength * ||end - mean||^2."""
-    shares = [
-        strength * (end - moving[name].towards).flatten(1).square().sum(dim=1)
-        for towards, strength in pulls
-        for name, end in towards.items()
-        if strength and moving[name].towards is not end
-    ]
-    return sum(shares, 0.0)
+    total: Tensor | float = 0.0
+    for towards, strength in pulls:
+        for name, end in towards.items():
+            mean = moving[name].towards
+            if strength and mean is not None and mean is not end:
+                total = total + strength * (end - mean).flatten(1).square().sum(dim=1)
+    return total
 
 
 def _names(chain: Chain) -> list[str]:

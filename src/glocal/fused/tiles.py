@@ -49,8 +49,19 @@ def tile_for(job: Job) -> Tile:
         return Tile(16, max(power_of_two(job.outputs), 16), 64, stages=2)
     if job.kind == "update":
         return Tile(rows, 32, 32, stages=2)
+    if job.kind == "conv_forward":
+        return Tile(128, min(max(power_of_two(job.outputs), 8), 64), 32 if job.inputs > 200 else 16, stages=2)
+    if job.kind == "conv_slopes":
+        return Tile(32, min(max(power_of_two(job.outputs), 8), 64), min(max(power_of_two(job.inputs), 16), 128), stages=1)
+    if job.kind == "conv_back":
+        return Tile(128, min(max(power_of_two(job.outputs), 8), 64), min(max(power_of_two(job.inputs), 16), 32), stages=2)
     outputs = 32 if job.devices * -(-job.outputs // 32) >= _PROGRAMS else 16
     return Tile(rows, outputs, 64, stages=4)
+
+
+def splits_for(programs: int) -> int:
+    """Into how many parts a sum is split that so many programs would share otherwise."""
+    return -(-2 * _PROGRAMS // programs)
 
 
 def power_of_two(number: int) -> int:
