@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from glocal.backends import Choice
 from glocal.errors import InputError
 from glocal.keep import Json, append_rows, read_about, read_rows, read_tensors, write_tensors, write_text
 from glocal.store import PrivateRows, State
@@ -19,12 +20,16 @@ from glocal.wire import Ledger
 
 
 class Progress(NamedTuple):
-    """How far training has come: rounds done; state, ledger, and best (validation score, rounds done, state) of each seed."""
+    """How far training has come: rounds done; state, ledger, and best (validation score, rounds done, state) of each seed.
+
+    `choice` is what the engine settled on, so that a run that goes on does so with the same rounding.
+    """
 
     done: int
     states: list[State]
     ledgers: list[Ledger]
     best: list[tuple[float, int, State] | None]
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,8 @@ class Checkpoint:
             # the best state may be the last one, and a file holds no tensor twice
             tensors |= {name: tensor.clone() for name, tensor in _flat(f"{place}/best", best[2]).items()} if best else {}
         ledgers = [ledger.as_dict() for ledger in progress.ledgers]
-        write_tensors(
-            self.path, tensors, {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
-        )
+        about = {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
+        write_tensors(self.path, tensors, {**about, "engine": progress.choice and progress.choice.as_dict()})
         return progress.done
 
     def done(self) -> int:
@@ -78,7 +82,8 @@ class Checkpoint:
         states = [_state(tensors, f"{place}/last", names) for place in range(len(about["ledgers"]))]
         best = [(*kept, _state(tensors, f"{place}/best", names)) if kept else None for place, kept in enumerate(about["best"])]
         self._drop_rows_after(self.fingerprint["plan"]["first_round"] + about["done"])
-        return Progress(about["done"], states, [Ledger.from_dict(ledger) for ledger in about["ledgers"]], best)
+        ledgers = [Ledger.from_dict(ledger) for ledger in about["ledgers"]]
+        return Progress(about["done"], states, ledgers, best, Choice.from_dict(about.get("engine")))
 
     def _drop_rows_after(self, next_round: int) -> None:
         path = self.folder / "rows.jsonl"

@@ -13,7 +13,8 @@ from torch import nn
 
 from glocal import trees
 from glocal.algorithm import Algorithm
-from glocal.backends import OverDevices, Report, Seat, Task, begin, check_engine, looped, simulate_seeds
+from glocal.backends import Engine, OverDevices, Report, Seat, Task, begin, simulate_seeds
+from glocal.backends.looped import Looped
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import InputError, brief
 from glocal.federation import Federation, check
@@ -31,12 +32,16 @@ from glocal.wire import Ledger, pack
 class Options:
     """How to run. What is tested is the last round, or the best on validation data (`select`); each validation costs bytes.
 
-    Nothing else here changes the numbers beyond rounding.
+    `engine`, `chunk`, `workers`, `fused` and `precision` are those of `Engine`. But for `select` and `precision`, nothing here
+    changes the numbers beyond rounding.
     """
 
     device: str = "auto"
     engine: str = "auto"
     chunk: int | None = None
+    workers: int | None = None
+    fused: bool = True
+    precision: str = "fp32"
     validate_every: int = 10
     keep_every: int = 10
     select: str = "last"
@@ -48,7 +53,11 @@ class Options:
             raise InputError(
                 f"options: validate_every is {self.validate_every}, keep_every {self.keep_every}; both must be at least 1"
             )
-        check_engine(self.engine, self.chunk)
+        self.how()
+
+    def how(self) -> Engine:
+        """The engine to run on."""
+        return Engine(self.engine, self.chunk, self.workers, self.fused, self.precision)
 
     def computing_device(self) -> torch.device:
         """Where to compute; `auto` takes a GPU where there is one."""
@@ -184,7 +193,7 @@ def _try_one_step(case: Case, fed: Federation) -> None:
     examples = fed.train.examples.take(fed.train.rows[largest][:2]).to(cpu)
     task = Task(*case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y)).reshape(1, -1))
     try:
-        looped(case.algorithm.client_update, [task], examples, case.plan.first_round)
+        Looped(case.algorithm.client_update)([task], examples, case.plan.first_round)
     except InputError:
         raise
     except Exception as error:  # whatever a user's own module may raise
@@ -207,6 +216,7 @@ def fingerprint(case: Case, options: Options) -> Json:
     plan = {name: value for name, value in asdict(case.plan).items() if name not in ("rounds", "seed")}
     algorithm = f"{case.algorithm.name}: {case.algorithm.about}" if case.algorithm.about else case.algorithm.name
     choice = {"select": options.select, "validate_every": options.validate_every}
+    choice |= {} if options.precision == "fp32" else {"precision": options.precision}
     told = {"algorithm": algorithm, "model": shapes, "plan": plan, "seeds": list(case.seeds), "choice": choice, **case.about}
     return {**told, "data": _data_fingerprint(case.federations)}
 
@@ -224,13 +234,14 @@ def _data_fingerprint(feds: Sequence[Federation]) -> str:
 def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
     """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    over = OverDevices(case.algorithm.client_update, engine=options.engine, chunk=options.chunk)
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.engine, chunk=options.chunk)
+    settled = progress.choice if options.engine == "auto" else None  # a run goes on as it began
+    over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
+    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
     saved, started = progress.done, time.perf_counter()
     try:
         for moment in simulate_seeds(case.algorithm, seats, over, done=progress.done):
-            advanced, rows = _advanced(case, options, evaluation, (progress, moment))
+            advanced, rows = _advanced(case, options, evaluation, (progress._replace(choice=over.choice), moment))
             if checkpoint:
                 checkpoint.append(rows)
             progress = advanced  # only now: a stop before this comes back to the round, rows and all
@@ -244,6 +255,9 @@ def train(case: Case, options: Options, progress: Progress, folder: Path | None 
         if checkpoint and saved < progress.done:
             checkpoint.save(progress)
         raise
+    finally:
+        over.close()
+        evaluation.close()
 
 
 def _advanced(
@@ -252,7 +266,7 @@ def _advanced(
     """One round further: ledgers, losses, and every so often a validation score."""
     progress, moment = step
     ledgers = [ledger + report.traffic for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)]
-    progress = Progress(progress.done + 1, [state for state, _ in moment], ledgers, progress.best)
+    progress = progress._replace(done=progress.done + 1, states=[state for state, _ in moment], ledgers=ledgers)
     scores: list[float | None] = [None] * len(moment)
     if progress.done % options.validate_every == 0:
         progress, scores = _validated(case, options, evaluation, progress)
@@ -285,8 +299,9 @@ def _validated(case: Case, options: Options, evaluation: Evaluation, progress: P
 
 def finish(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> list[Result]:
     """The final tests of every seed of a placed case; with a folder, figures and personal models are kept there."""
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.engine, chunk=options.chunk)
+    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
     results = [_tested(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
+    evaluation.close()
     if folder:
         for result in results:
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")

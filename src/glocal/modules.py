@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -64,14 +65,16 @@ def _pure(model: nn.Module, mode: Callable[[nn.Module], nn.Module]) -> Forward:
     need_key = _names_of(skeleton, AddressedDropout, "key")
     buffers = [name for name, _ in model.named_buffers()]
     dropouts = [module for module in skeleton.modules() if isinstance(module, AddressedDropout)]
+    one_at_a_time = Lock()  # tensors are put into the skeleton for the time of a call
 
     def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
-        for dropout in dropouts:
-            dropout.calls = 0
         params = {**params, **{name: params[name].clone() for name in buffers}}  # a module may write into its buffers
         given = {name: params[first] for name, first in names.items()}
         given |= dict.fromkeys(need_mask, mask) | dict.fromkeys(need_key, key)
-        output = functional_call(skeleton, given, (x,), tie_weights=False, strict=True)
+        with one_at_a_time:
+            for dropout in dropouts:
+                dropout.calls = 0
+            output = functional_call(skeleton, given, (x,), tie_weights=False, strict=True)
         return output, given
 
     return call

@@ -1,6 +1,21 @@
 """Ways to run one-device functions over many devices."""
 
-from glocal.backends.over_devices import ENGINES, OverDevices, Task, check_engine, looped
+from glocal.backends.engine import ENGINES, PRECISIONS, Choice, Engine
+from glocal.backends.over_devices import OverDevices
 from glocal.backends.simulate import Report, Seat, begin, simulate, simulate_seeds
+from glocal.backends.tasks import Outcome, Task
 
-__all__ = ["ENGINES", "OverDevices", "Report", "Seat", "Task", "begin", "check_engine", "looped", "simulate", "simulate_seeds"]
+__all__ = [
+    "ENGINES",
+    "PRECISIONS",
+    "Choice",
+    "Engine",
+    "Outcome",
+    "OverDevices",
+    "Report",
+    "Seat",
+    "Task",
+    "begin",
+    "simulate",
+    "simulate_seeds",
+]

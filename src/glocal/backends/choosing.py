@@ -41,9 +41,9 @@ class Bench(NamedTuple):
         """What the answer depends on, as one word."""
         first = self.tasks[0]
         shapes = [(name, tuple(tensor.shape)) for tree in first[:2] for name, tensor in tree.items()]
-        here = (torch.__version__, cores(), self.engine.crew, str(self.examples.y.device.type), getattr(self.function, "__qualname__", ""))
-        if self.examples.y.is_cuda:
-            here = (*here, torch.cuda.get_device_name(self.examples.y.device))
+        device = self.examples.y.device
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cores()} cores, {self.engine.crew} workers"
+        here = (torch.__version__, where, self.function.__qualname__, self.engine.precision)
         told = repr((shapes, len(self.tasks), first.order.shape[1], self.steps(), tuple(self.examples.x.shape[1:]), here))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 

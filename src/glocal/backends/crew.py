@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from glocal.backends.tasks import OneDevice, Outcome, Result, Task, alone, own_randomness, threads
 from glocal.errors import InputError
@@ -89,6 +89,7 @@ class Crew(Generic[Result]):
     def __init__(self, function: OneDevice[Result], *, workers: int, descent: Descent | None) -> None:
         self.function, self.workers, self.descent = function, workers, descent
         self.hired: _Hired | None = None
+        self.structure: TreeSpec | None = None
 
     def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
         """One result per task."""
@@ -99,16 +100,18 @@ class Crew(Generic[Result]):
             with threads(1):
                 return Outcome(rows=[self._one(task, examples, round_index) for task in tasks])
         try:
-            return Outcome(rows=self._hire(tasks, examples).run(tasks, round_index))
+            found = self._hire(tasks, examples).run(tasks, round_index)
+            assert self.structure is not None
+            return Outcome(rows=[cast(Result, tree_unflatten(leaves, self.structure)) for leaves in found])
         except BaseException:
             self.close()  # whoever is in the middle of something is not waited for
             raise
 
     def _prime(self, task: Task, examples: Examples, round_index: int) -> None:
-        """Take one step here, once, so that what it prepares (traces, libraries) is there for all workers."""
-        if self.hired is None and self.descent is not None:
+        """Take one step here, once: what it prepares is there for all workers, and what comes back has the structure of this."""
+        if self.structure is None:
             with threads(1):
-                self._one(task._replace(order=task.order[:1]), examples, round_index)
+                self.structure = tree_flatten(self._one(task._replace(order=task.order[:1]), examples, round_index))[1]
 
     def _one(self, task: Task, examples: Examples, round_index: int) -> Result:
         with own_randomness(task.key, examples.y.device):
@@ -164,14 +167,14 @@ class _Hired:
         alike = _same_shapes(task.shared, self.plot.shared) and _same_shapes(task.private, self.plot.private)
         return alike and copies <= self.plot.copies and examples.x is self.examples.x and examples.y is self.examples.y
 
-    def run(self, tasks: Sequence[Task], round_index: int) -> list[Any]:
+    def run(self, tasks: Sequence[Task], round_index: int) -> list[list[Tensor]]:
         """Hand out the tasks, the longest first, two to each worker so that none waits for the next."""
         shared = {id(task.shared): task.shared for task in tasks}
         for place, tree in enumerate(shared.values()):
             _write(self.memory, self.plot.shared_at(place), tree)
         places = {key: place for place, key in enumerate(shared)}
         waiting = sorted(range(len(tasks)), key=lambda index: -tasks[index].order.size)[::-1]
-        results: list[Any] = [None] * len(tasks)
+        results: list[list[Tensor]] = [[] for _ in tasks]
         free = {line: [2 * number, 2 * number + 1] for number, line in enumerate(self.lines)}
         underway: dict[tuple[Connection, int], int] = {}
         for line in [*self.lines, *self.lines]:
@@ -200,10 +203,10 @@ class _Hired:
         line.send(Order(places[id(task.shared)], slot, task.order, task.key, round_index))
         underway[line, slot] = index
 
-    def _hear(self, line: Connection) -> tuple[int, Any]:
-        """A worker's answer: a slot, and the result that lies in it."""
+    def _hear(self, line: Connection) -> tuple[int, list[Tensor]]:
+        """A worker's answer: a slot, and the tensors of the result that lies in it."""
         try:
-            slot, spec, leaves = line.recv()
+            slot, leaves = line.recv()
         except EOFError as error:
             raise InputError("engine: a worker was killed (is the memory full?); use fewer with run.workers") from error
         if isinstance(leaves, Exception):
@@ -215,7 +218,7 @@ class _Hired:
             else:
                 found.append(_view(self.memory, start, *leaf).clone())
                 start += _rounded(found[-1].nbytes)
-        return slot, tree_unflatten(found, spec)
+        return slot, found
 
 
 def _serve(crew: Crew[Any], hired: _Hired, line: Any) -> None:
@@ -233,11 +236,9 @@ def _serve(crew: Crew[Any], hired: _Hired, line: Any) -> None:
         private = _read(memory, plot.private_at(order.slot), plot.private)
         try:
             result = crew._one(Task(shared, private, order.rows, order.key), hired.examples, order.round_index)
-            leaves, spec = tree_flatten(result)
-            answer = (order.slot, spec, _leave(memory, plot, order.slot, leaves))
+            line.send((order.slot, _leave(memory, plot, order.slot, tree_flatten(result)[0])))
         except Exception as error:  # told to the parent, who raises it
-            answer = (order.slot, None, _sendable(error))  # type: ignore[assignment]
-        line.send(answer)
+            line.send((order.slot, _sendable(error)))
 
 
 def _leave(memory: mmap.mmap, plot: Plot, slot: int, leaves: Sequence[Tensor]) -> list[Any]:

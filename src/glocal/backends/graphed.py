@@ -1,6 +1,5 @@
 """Whole rounds on a GPU, captured once as a CUDA graph and replayed: hundreds of small kernels without a word from the host."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple
 
@@ -97,11 +96,12 @@ class _Captured:
         _stack_into(self.private, [task.private for task in tasks])
         numbers = [[places[id(task.shared)] for task in tasks], [task.key for task in tasks], [round_index] * len(tasks)]
         sent = torch.from_numpy(np.concatenate([np.array(numbers).reshape(-1), orders.reshape(-1)])).pin_memory()
-        whose, key, number, order = sent.to(self.order.device, non_blocking=True).split([len(tasks)] * 3 + [orders.size])
+        there = sent.to(self.order.device, non_blocking=True)
+        whose, key, number = there[: 3 * len(tasks)].view(3, -1)
         self.whose.copy_(whose)
         self.key.copy_(key)
         self.round_index.copy_(number[0])
-        self.order.copy_(order.view_as(self.order))
+        self.order.copy_(there[3 * len(tasks) :].view_as(self.order))
 
     def run(self) -> Any:
         """The round, launched kernel by kernel."""
@@ -140,7 +140,7 @@ def _round_number(number: int) -> int:
     >>> [_round_number(n) for n in (3, 9, 17, 60, 100)]
     [3, 10, 20, 64, 112]
     """
-    unit = 2 ** max(0, math.floor(math.log2(max(number, 1))) - 2)
+    unit: int = 2 ** max(0, number.bit_length() - 3)
     return -(-number // unit) * unit
 
 
@@ -150,7 +150,8 @@ def _shape(tasks: Sequence[Task], orders: Integers, examples: Examples) -> Shape
     full = full_steps(orders)
     full = full if full == orders.shape[1] else 0
     copies = len({id(task.shared) for task in tasks})
-    return Shape(*(len(tasks), copies), *orders.shape[1:], full, described, examples.x.data_ptr())
+    _, steps, batch = orders.shape
+    return Shape(len(tasks), copies, steps, batch, full, described, examples.x.data_ptr())
 
 
 def _empty(tree: Params, rows: int, device: torch.device) -> Params:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from glocal.backends.tasks import OneDevice, Outcome, Result, Task, alone, own_randomness
+from glocal.backends.tasks import OneDevice, Outcome, Result, Task, alone, calm, nbytes, own_randomness, threads
 from glocal.federation import Examples
 
 
@@ -16,7 +16,8 @@ class Looped(Generic[Result]):
 
     def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
         """One result per task."""
-        return Outcome(rows=[self._one(task, examples, round_index) for task in tasks])
+        with threads(calm(nbytes(tasks[0]))):
+            return Outcome(rows=[self._one(task, examples, round_index) for task in tasks])
 
     def _one(self, task: Task, examples: Examples, round_index: int) -> Result:
         with own_randomness(task.key, examples.y.device):

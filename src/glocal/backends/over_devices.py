@@ -60,11 +60,12 @@ class OverDevices(Generic[Result]):
 
     def _settle(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> None:
         """Choose a form, or take the one that was chosen before; say which and why."""
-        bench = Bench(self.function, self.engine, tasks, examples, round_index)
-        first, *rest = chosen(bench, calls=self.calls, descends=self.descends)
-        if self.choice is not None and self.choice != first:
-            first, rest = self.choice, [rung for rung in (first, *rest) if rung != self.choice]
-        self._take(first, rest)
+        if self.choice is None:
+            bench = Bench(self.function, self.engine, tasks, examples, round_index)
+            ladder = chosen(bench, calls=self.calls, descends=self.descends)
+        else:
+            ladder = [self.choice, *([Choice("looped")] if self.choice.form != "looped" else [])]
+        self._take(ladder[0], ladder[1:])
         if self.descends:
             _LOG.info("engine: %s", self.told())
 
@@ -81,11 +82,13 @@ class OverDevices(Generic[Result]):
 
     def told(self) -> str:
         """What runs, in one line."""
-        assert self.form is not None and self.choice is not None
+        assert self.form is not None
+        assert self.choice is not None
         return f"{self.form.about()}{f' ({self.choice.why})' if self.choice.why else ''}"
 
     def _run(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
-        assert self.form is not None and self.choice is not None
+        assert self.form is not None
+        assert self.choice is not None
         if self.choice.form not in ("vmapped", "graphed"):
             return self.form(tasks, examples, round_index)
         by_length = sorted(range(len(tasks)), key=lambda index: len(tasks[index].order))

@@ -1,4 +1,4 @@
-"""Convolutions as matrix products: over many devices a convolution becomes one with as many groups, which is slow for wide layers."""
+"""Convolutions as matrix products: over many devices one becomes a convolution with as many groups, slow for wide layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,12 +14,13 @@ class Products(TorchFunctionMode):
 
     def __init__(self, *, on: bool = True) -> None:
         super().__init__()
-        self.on = on
+        self.on, self.met = on, False
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Instead of `conv2d`, the product."""
+        self.met = self.met or function is torch.conv2d
         if self.on and function is torch.conv2d:
             return _conv2d(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))

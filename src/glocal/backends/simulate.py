@@ -10,7 +10,9 @@ from torch import Tensor
 
 from glocal import trees
 from glocal.algorithm import Algorithm, Update
-from glocal.backends.over_devices import OverDevices, Task
+from glocal.backends.engine import Engine
+from glocal.backends.over_devices import OverDevices
+from glocal.backends.tasks import Outcome, Task, rows_of
 from glocal.errors import InputError
 from glocal.federation import Holdings
 from glocal.sampling import Integers, Plan, choose_cohort, noise_key, visiting_order
@@ -43,12 +45,15 @@ def begin(algorithm: Algorithm, params: Params) -> State:
 
 
 def simulate(
-    algorithm: Algorithm, params: Params, train: Holdings, plan: Plan, *, engine: str = "auto", chunk: int | None = None
+    algorithm: Algorithm, params: Params, train: Holdings, plan: Plan, *, engine: Engine | str = "auto"
 ) -> Iterator[tuple[State, Report]]:
     """Train one federation, round by round."""
-    over = OverDevices(algorithm.client_update, engine=engine, chunk=chunk)
-    for moment in simulate_seeds(algorithm, [Seat(plan, train, begin(algorithm, params))], over):
-        yield moment[0]
+    over = OverDevices(algorithm.client_update, engine=engine, calls=plan.rounds)
+    try:
+        for moment in simulate_seeds(algorithm, [Seat(plan, train, begin(algorithm, params))], over):
+            yield moment[0]
+    finally:
+        over.close()
 
 
 def simulate_seeds(
@@ -57,50 +62,80 @@ def simulate_seeds(
     """Train several federations side by side, all their devices in one batch; `done` rounds are behind them already."""
     _require_one_store(seats)
     plan = seats[0].plan
-    for round_index in range(plan.first_round + done, plan.last_round):
-        moment = _round(algorithm, seats, over, round_index)
+    rounds = range(plan.first_round + done, plan.last_round)
+    duties = [assign_work(seat, rounds.start) for seat in seats] if rounds else []
+    for round_index in rounds:
+        moment = _round(algorithm, seats, duties, over, round_index)
         seats = [seat._replace(state=state) for seat, (state, _) in zip(seats, moment, strict=True)]
+        if round_index + 1 in rounds:  # while a GPU still computes
+            duties = [assign_work(seat, round_index + 1) for seat in seats]
         yield moment
 
 
-def _round(algorithm: Algorithm, seats: Sequence[Seat], over: OverDevices[Update], round_index: int) -> list[tuple[State, Report]]:
-    cohorts = [choose_cohort(seat.plan, seat.train.devices, round_index) for seat in seats]
-    tasks = [task for seat, cohort in zip(seats, cohorts, strict=True) for task in assign_work(seat, cohort, round_index)]
-    update = over(tasks, seats[0].train.examples, round_index)
+class Duty(NamedTuple):
+    """Who takes part in a round, the rows each device will visit, and the keys of their randomness."""
+
+    cohort: Integers
+    orders: list[Integers]
+    keys: list[int]
+
+
+def assign_work(seat: Seat, round_index: int) -> Duty:
+    """Who does what in a round: the only place where data enters."""
+    plan, train = seat.plan, seat.train
+    cohort = choose_cohort(plan, train.devices, round_index)
+    orders = []
+    for device in cohort.tolist():
+        order = visiting_order(plan, len(train.rows[device]), round_index, device)
+        orders.append(np.where(order >= 0, train.rows[device][order.clip(min=0)], -1))
+    return Duty(cohort, orders, [noise_key(plan, round_index, device) for device in cohort.tolist()])
+
+
+def _round(
+    algorithm: Algorithm, seats: Sequence[Seat], duties: Sequence[Duty], over: OverDevices[Update], round_index: int
+) -> list[tuple[State, Report]]:
+    tasks = [task for seat, duty in zip(seats, duties, strict=True) for task in _tasks(seat.state, duty)]
+    outcome = over(tasks, seats[0].train.examples, round_index)
     moment, start = [], 0
-    for seat, cohort in zip(seats, cohorts, strict=True):
-        own = _rows(update, start, start + len(cohort))
-        moment.append(_collect(algorithm, seat, cohort, own, round_index))
-        start += len(cohort)
+    for seat, duty in zip(seats, duties, strict=True):
+        own = _part(outcome, start, start + len(duty.cohort))
+        moment.append(_collect(algorithm, seat, duty.cohort, own, round_index))
+        start += len(duty.cohort)
     return moment
 
 
-def assign_work(seat: Seat, cohort: Integers, round_index: int) -> list[Task]:
-    """Each device's trees and the rows it will visit: the only place where data enters."""
-    plan, train, state = seat
-    tasks = []
-    for device in cohort.tolist():
-        own = train.rows[device]
-        order = visiting_order(plan, len(own), round_index, device)
-        rows = np.where(order >= 0, own[order.clip(min=0)], -1)
-        tasks.append(Task(state.shared, state.private.of(device), rows, noise_key(plan, round_index, device)))
-    return tasks
+def _tasks(state: State, duty: Duty) -> list[Task]:
+    rows = [state.private.of(device) for device in duty.cohort.tolist()]
+    return [Task(state.shared, *task) for task in zip(rows, duty.orders, duty.keys, strict=True)]
 
 
-def _collect(algorithm: Algorithm, seat: Seat, cohort: Integers, update: Update, round_index: int) -> tuple[State, Report]:
+class Part(NamedTuple):
+    """What came back from one federation's cohort: uploads (cohort, ...), a private tree per device, losses (cohort,)."""
+
+    uploads: Params
+    private: list[Params]
+    losses: Tensor
+
+
+def _part(outcome: Outcome[Update], start: int, stop: int) -> Part:
+    if outcome.rows is not None:
+        updates = outcome.rows[start:stop]
+        uploads = trees.stack([update.upload for update in updates])
+        return Part(uploads, [update.private for update in updates], torch.stack([update.loss for update in updates]))
+    update = outcome.stacked()
+    uploads, private = ({name: tensor[start:stop] for name, tensor in tree.items()} for tree in (update.upload, update.private))
+    return Part(uploads, rows_of(private, stop - start), update.loss[start:stop])
+
+
+def _collect(algorithm: Algorithm, seat: Seat, cohort: Integers, part: Part, round_index: int) -> tuple[State, Report]:
     """Count what crosses, average it, put the private rows back."""
     state = seat.state
-    uploads = admit(update.upload, state.shared)
+    uploads = admit(part.uploads, state.shared)
     traffic = Ledger().after_round(state.shared, uploads, cohort=len(cohort), devices=seat.train.devices)
-    weights = torch.from_numpy(seat.train.sizes[cohort]).to(update.loss.device)
+    weights = torch.from_numpy(seat.train.sizes[cohort]).to(part.losses.device)
     shared = algorithm.aggregate(state.shared, uploads, weights)
-    private = state.private.put(cohort.tolist(), trees.unstack(update.private, len(cohort)))
-    return State(shared, private), Report(round_index, cohort, update.loss, traffic)
-
-
-def _rows(update: Update, start: int, stop: int) -> Update:
-    upload, private = ({name: tensor[start:stop] for name, tensor in tree.items()} for tree in (update.upload, update.private))
-    return Update(upload, private, update.loss[start:stop])
+    private = state.private.put(cohort.tolist(), part.private)
+    return State(shared, private), Report(round_index, cohort, part.losses, traffic)
 
 
 def _require_one_store(seats: Sequence[Seat]) -> None:

@@ -17,6 +17,7 @@ from glocal.trees import Params
 
 Result = TypeVar("Result")
 OneDevice = Callable[[Params, Params, Work], Result]
+_WORTH_THREADS = 2**23
 
 
 class Task(NamedTuple):
@@ -77,6 +78,11 @@ def full_steps(orders: Integers) -> int:
 def nbytes(task: Task) -> int:
     """How large a task's trees are."""
     return trees.nbytes(task.shared) + trees.nbytes(task.private)
+
+
+def calm(bytes_at_once: int) -> int:
+    """How many threads to use: small steps gain nothing from several, which wait for each other when a neighbour takes a core."""
+    return 1 if bytes_at_once < _WORTH_THREADS else torch.get_num_threads()
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from glocal import noise, trees
 from glocal.backends.products import Products
 from glocal.backends.traced import FlatStep, Place, Signature, flat_step, trace, traceable
 from glocal.federation import Examples
+from glocal.fused.chain import Chain, chain_of
+from glocal.fused.on_gpu import descend_together, why_not
 from glocal.optimisers import Adam, Optimiser, Sgd
-from glocal.training import Batch, Objective, Pull, Work
+from glocal.training import Batch, Loss, ModelLoss, Objective, Pull, Work
 from glocal.trees import Params
 
 Compile = Callable[[FlatStep], FlatStep]
@@ -46,7 +48,9 @@ class Together:
         sizes = [len(params), *(len(pull.towards) for pull in objective.pulls)]
         towards = [tensor for pull in objective.pulls for tensor in pull.towards.values()]
         ticket = _Ticket(self, objective, optimiser, work, [*params], sizes)
-        *trained, loss = _Beneath.apply(ticket, *params.values(), *towards, work.order, work.key, work.round_index)
+        *trained, loss = _Beneath.apply(  # type: ignore[no-untyped-call]
+            ticket, *params.values(), *towards, work.order, work.key, work.round_index
+        )
         return dict(zip(params, trained, strict=True)), loss
 
 
@@ -84,7 +88,7 @@ class _Beneath(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], ticket: _Ticket, *tensors: Tensor) -> Any:
-        *many, round_index = [_first(tensor, axis, info.batch_size) for tensor, axis in zip(tensors, in_dims[1:], strict=True)]
+        *many, _ = [_first(tensor, axis, info.batch_size) for tensor, axis in zip(tensors, in_dims[1:], strict=True)]
         params, loss = ticket.together.take(ticket.journey([*many, tensors[-1]]))
         return (*params.values(), loss), (0,) * (len(params) + 1)
 
@@ -152,31 +156,33 @@ class FusedJourneys:
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
-        self.chains: dict[Loss, Chain | str] = {}
+        self.chains: dict[Loss, Chain] = {}
 
     def __call__(self, journey: Journey) -> tuple[Params, Tensor]:
         """Trained params (devices, ...) and losses (devices,)."""
-        chain = self._chain(journey)
-        assert isinstance(journey.optimiser, Sgd)
-        rate = journey.optimiser.rate / (1 + journey.optimiser.decay * journey.round_index)
+        chain, rule = self._chain(journey), journey.optimiser
+        assert isinstance(rule, Sgd)
         return descend_together(
             chain,
             journey.params,
             journey.examples.x,
             journey.examples.y,
             journey.order,
-            rate=rate,
-            momentum=journey.optimiser.momentum,
-            weight_decay=journey.optimiser.weight_decay,
-            pulls=[*journey.objective.pulls],
-            full_steps=journey.full_steps,
-            precision=self.precision,
+            rate=rule.rate / (1 + rule.decay * journey.round_index) if rule.decay else rule.rate,
+            momentum=rule.momentum,
+            weight_decay=rule.weight_decay,
+            pulls=journey.objective.pulls,
+            precision="tf32" if self.precision == "tf32" else "fp32",
         )
 
     def _chain(self, journey: Journey) -> Chain:
-        reason = why_not(journey.objective, journey.optimiser, journey.examples.x)
-        if reason:
-            raise NotImplementedError(reason)
-        loss = journey.objective.loss
-        assert isinstance(loss, ModelLoss)
-        return chain_of(loss.model, tuple(journey.examples.x.shape[1:]))
+        """The model as a chain, found once."""
+        loss, inputs = journey.objective.loss, tuple(journey.examples.x.shape[1:])
+        if loss not in self.chains:
+            dtypes = {tensor.dtype for tensor in (*journey.params.values(), journey.examples.x)}
+            reason = why_not(journey.objective, journey.optimiser, inputs, dtypes.pop() if len(dtypes) == 1 else torch.float64)
+            if reason:
+                raise NotImplementedError(reason)
+            assert isinstance(loss, ModelLoss)
+            self.chains[loss] = chain_of(loss.model, inputs)
+        return self.chains[loss]

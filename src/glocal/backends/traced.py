@@ -1,4 +1,4 @@
-"""One step of gradient descent as a flat list of tensor operations, traced once; after that no module and no autograd is in the way.
+"""One step of gradient descent as a flat list of tensor operations, traced once; then no module and no autograd is in the way.
 
 The trace is what engines work on: a worker on a CPU runs it as it is, with slopes added to velocities where they are computed and
 weights changed where they lie; on a GPU it is compiled and captured.

@@ -8,13 +8,11 @@ from typing import Generic
 import torch
 
 from glocal import trees
-from glocal.backends.tasks import OneDevice, Outcome, Result, Task, full_steps, nbytes, threads
+from glocal.backends.tasks import OneDevice, Outcome, Result, Task, calm, full_steps, nbytes, threads
 from glocal.federation import Examples
 from glocal.sampling import padded
-from glocal.training import Descent, Work
+from glocal.training import Work
 from glocal.trees import Params
-
-_WORTH_THREADS = 2**23
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Vmapped(Generic[Result]):
         keys, number = torch.tensor([task.key for task in tasks], device=device), torch.tensor(round_index, device=device)
         work = Work(examples, torch.from_numpy(orders).to(device), keys, number, full_steps(orders))
         trees_of_all = stacked([t.shared for t in tasks], device), stacked([t.private for t in tasks], device)
-        with threads(_calm(nbytes(tasks[0]) * len(tasks))):
+        with threads(calm(nbytes(tasks[0]) * len(tasks))):
             return Outcome(stack=batched(self.function, *trees_of_all, work))
 
     def about(self) -> str:
@@ -46,8 +44,7 @@ def batched(function: OneDevice[Result], shared: Params, private: Params, work: 
 
     A model that draws from torch's own generator is refused by vmap: its numbers would depend on who else is in the batch.
     """
-    one: Descent | None = None
-    in_dims = (0, 0, Work(None, 0, 0, None, None, one))  # type: ignore[arg-type]
+    in_dims = (0, 0, Work(None, 0, 0, None, None, None))  # type: ignore[arg-type]
     with warnings.catch_warnings():
         # where torch has no batched rule it loops inside, and warns: our own loop is as fast and says so once
         warnings.filterwarnings("error", message="There is a performance drop")
@@ -59,8 +56,3 @@ def stacked(rows: Sequence[Params], device: torch.device) -> Params:
     if all(row is rows[0] for row in rows):
         return {name: tensor.to(device).expand(len(rows), *tensor.shape) for name, tensor in rows[0].items()}
     return trees.stack([trees.to(row, device) for row in rows])
-
-
-def _calm(stacked_bytes: int) -> int:
-    """Small steps gain nothing from threads, and wait for each other for seconds when a neighbour takes a core."""
-    return 1 if stacked_bytes < _WORTH_THREADS else torch.get_num_threads()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glocal.algorithm import Algorithm
-from glocal.backends import OverDevices, Task
+from glocal.backends import Engine, OverDevices, Task
 from glocal.federation import Examples, Holdings
 from glocal.modules import Predict
 from glocal.sampling import in_batches
@@ -40,14 +40,25 @@ class NewTest(NamedTuple):
 class Evaluation:
     """Whatever is needed to predict with an algorithm's personal models, on any engine."""
 
-    def __init__(self, algorithm: Algorithm, predict: Predict, *, engine: str = "auto", chunk: int | None = None) -> None:
+    def __init__(self, algorithm: Algorithm, predict: Predict, *, engine: Engine | str = "auto") -> None:
         self.algorithm, self.predict = algorithm, predict
-        self.over = OverDevices(self._outputs, engine=engine, chunk=chunk)
+        self.outputs = OverDevices(self._outputs, engine=engine, descends=False)
+        self.right = OverDevices(self._right, engine=engine, descends=False)
 
     def _outputs(self, shared: Params, private: Params, work: Work) -> Tensor:
         """One device's outputs on its rows (steps, batch, classes)."""
         params = self.algorithm.personal(shared, private)
         return torch.stack([self.predict(params, batch.x, batch.mask) for batch in batches(work)])
+
+    def _right(self, shared: Params, private: Params, work: Work) -> Tensor:
+        """Which of its rows one device predicts right (steps, batch)."""
+        params = self.algorithm.personal(shared, private)
+        return torch.stack([self.predict(params, batch.x, batch.mask).argmax(-1) == batch.y for batch in batches(work)])
+
+    def close(self) -> None:
+        """Let go of workers and graphs."""
+        self.outputs.close()
+        self.right.close()
 
 
 @torch.no_grad()
@@ -76,22 +87,13 @@ def _shared_model_on_each(evaluation: Evaluation, state: State, holdings: Holdin
 
 
 def _hits(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> list[npt.NDArray[np.bool_]]:
-    """For each task, which of its rows are predicted right; outputs of one shape, and a bounded number of them, at a time."""
+    """For each task, which of its rows are predicted right; tasks of one shape at a time."""
     found: dict[int, npt.NDArray[np.bool_]] = {}
     for shape in sorted({task.order.shape for task in tasks}):
         alike = [place for place, task in enumerate(tasks) if task.order.shape == shape]
-        for start in range(0, len(alike), _BATCH):
-            group = alike[start : start + _BATCH]
-            outputs = evaluation.over([tasks[place] for place in group], examples)
-            found |= {place: _right(tasks[place], output, examples) for place, output in zip(group, outputs, strict=True)}
+        right = evaluation.right([tasks[place] for place in alike], examples).stacked().cpu().numpy()
+        found |= {place: hits[tasks[place].order >= 0] for place, hits in zip(alike, right, strict=True)}
     return [found[place] for place in range(len(tasks))]
-
-
-def _right(task: Task, output: Tensor, examples: Examples) -> npt.NDArray[np.bool_]:
-    rows = task.order.reshape(-1)
-    labels = examples.y[torch.from_numpy(rows.clip(min=0)).to(examples.y.device)]
-    right: npt.NDArray[np.bool_] = (output.argmax(-1).reshape(-1) == labels).cpu().numpy()[rows >= 0]
-    return right
 
 
 @torch.no_grad()
@@ -131,7 +133,7 @@ def _polled(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -
     sums: list[Tensor] = []
     votes: list[Tensor] = []
     for start in range(0, len(tasks), _BATCH):
-        outputs = evaluation.over(tasks[start : start + _BATCH], examples).flatten(1, 2)
+        outputs = evaluation.outputs(tasks[start : start + _BATCH], examples).stacked().flatten(1, 2)
         sums.append(outputs.double().sum(0))
         guesses = outputs.argmax(-1).T
         votes.append(torch.zeros_like(sums[0]).scatter_add_(1, guesses, torch.ones_like(guesses, dtype=torch.double)))
