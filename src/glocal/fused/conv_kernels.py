@@ -4,7 +4,7 @@ Images are (D, B, channels, height, width). What leaves a layer is pooled; `pick
 A tap is one (channel, row, column) of a kernel. Nothing is added by atomics, so that the same call gives the same bits.
 """
 
-# ruff: noqa: N803, N806, SIM108 (a constant of the compiler is written in capitals, as Triton's users expect)
+# ruff: noqa: N803, N806 (a constant of the compiler is written in capitals, as Triton's users expect)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
 import triton
