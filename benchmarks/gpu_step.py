@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class Workload:
 def workloads() -> dict[str, Workload]:
     torch.manual_seed(0)
     widths = (784, 512, 256, 256, 128)
-    hidden = [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), nn.ReLU())]
+    hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     mlp = nn.Sequential(*hidden, nn.Linear(128, 10))
     convs = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     lenet = nn.Sequential(*convs, nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 100), nn.ReLU(), nn.Linear(100, 10))
@@ -161,9 +162,8 @@ def check(name: str, it: Round, choose: Choose, precision: str) -> None:
         eager, fused = slow(short, torch.float32, 3), short.fused(choose, precision)
         again = short.fused(choose, precision)
         same = all(torch.equal(fused[0][n], again[0][n]) for n in fused[0])
-        print(
-            f"{name}: after {steps} steps fused is {gap(fused, truth, 3):.1e} from float64, eager {gap(eager, truth, 3):.1e}; same bits twice: {same}"
-        )
+        away = f"fused is {gap(fused, truth, 3):.1e} from float64, eager {gap(eager, truth, 3):.1e}"
+        print(f"{name}: after {steps} steps {away}; same bits twice: {same}", flush=True)
     it.work.model.float()
 
 
