@@ -4,7 +4,7 @@ Every kernel writes each number once and adds in a fixed order (no atomics), so 
 is None compiles away. Shapes: D devices, B rows in a batch; activations and slopes are (D, B, features), weights (D, out, in).
 """
 
-# ruff: noqa: N803, SIM108 (a constant of the compiler is written in capitals, as Triton's users expect)
+# ruff: noqa: N803, N806, SIM102, SIM108 (a constant of the compiler is written in capitals, as Triton's users expect)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator, assignment"
 
 import triton
@@ -140,6 +140,7 @@ def linear_backward(
 
     A program owns BK inputs and `span` outputs (all of them if there is a dx), BN at a time; RELU: x came out of one.
     """
+    LANES: tl.constexpr = 128  # biases at a time
     device = tl.program_id(1)
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     count = tl.load(counts + device * steps + step)
@@ -150,7 +151,7 @@ def linear_backward(
         xs = xs + (tl.load(row + k, mask=k < inputs, other=0.0),)  # noqa: RUF005 (the compiler does not unpack)
         sums = sums + (tl.zeros([BN, BK], tl.float32),)  # noqa: RUF005
     away = tl.zeros([BN, BK], tl.float32)
-    bias_away = tl.zeros([BN], tl.float32)
+    bias_away = tl.zeros([LANES], tl.float32)
     begin = tl.program_id(2) * span
     for first in tl.range(begin, tl.minimum(begin + span, outputs), BN, num_stages=STAGES):
         n = first + tl.arange(0, BN)
@@ -158,21 +159,25 @@ def linear_backward(
         ok = (n < outputs)[:, None] & (k < inputs)[None, :]
         ws = tl.load(w + device.to(tl.int64) * w_stride + at, mask=ok, other=0.0)
         slope = tl.zeros([BN, BK], tl.float32)
-        bias_slope = tl.zeros([BN], tl.float32)
         more = ()
         for b in tl.static_range(BATCH):
             g = tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=n < outputs, other=0.0)
             slope += g[:, None] * xs[b][None, :]
-            bias_slope += g
             more = more + (sums[b] + g[:, None] * ws,)  # noqa: RUF005
         sums = more
         hyper = (rate, momentum, weight_decay, strength, count > 0)
         away += _update(ws, slope, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper)
-        if bias is not None:
-            mine = (n < outputs) & (tl.program_id(0) == 0)
-            old = tl.load(bias + device * bias_stride + n, mask=mine, other=0.0)
-            pace = (rate, momentum, weight_decay, bias_strength, count > 0)
-            bias_away += _update(old, bias_slope, n, mine, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, pace)
+    if bias is not None:
+        if tl.program_id(0) == 0:
+            hyper = (rate, momentum, weight_decay, bias_strength, count > 0)
+            for first in tl.range(begin, tl.minimum(begin + span, outputs), LANES):
+                n = first + tl.arange(0, LANES)
+                ok = n < tl.minimum(begin + span, outputs)
+                slope = tl.zeros([LANES], tl.float32)
+                for b in tl.static_range(BATCH):
+                    slope += tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=ok, other=0.0)
+                old = tl.load(bias + device * bias_stride + n, mask=ok, other=0.0)
+                bias_away += _update(old, slope, n, ok, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, hyper)
     if dx is not None:
         for b in tl.static_range(BATCH):
             total = tl.sum(sums[b], axis=0)

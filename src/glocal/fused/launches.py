@@ -221,7 +221,7 @@ class LastLayer(LinearLayer):
 
 @dataclass
 class ConvLayer(Layer):
-    """A convolution, with a ReLU and a max-pool after it if the plan says so; picked (like out) says where each window's maximum is."""
+    """A convolution, with a ReLU and a max-pool if the plan says so; picked (like out) is where each maximum was."""
 
     plan: Conv
     picked: Tensor | None = field(init=False, default=None)

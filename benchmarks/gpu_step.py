@@ -1,0 +1,341 @@
+"""How long a round of training takes with the fused kernels, and which tiles suit them; needs a GPU.
+
+python benchmarks/gpu_step.py                            every workload: agreement, ms per round, microseconds per launch
+python benchmarks/gpu_step.py --only A10 --sweep         try the tiles below, launch by launch, and time the best together
+python benchmarks/gpu_step.py --set backward=16,8,128,4,1 --precision tf32x3
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from glocal import optimisers, training
+from glocal.federation import Examples
+from glocal.fused.chain import Chain, Conv, Linear, chain_of
+from glocal.fused.on_gpu import descend_together
+from glocal.fused.tiles import SMALL_BATCH, Choose, Job, Tile, tile_for
+from glocal.modules import params_of
+from glocal.trees import Params
+
+RATE, MOMENTUM, REPLAYS, EXAMPLES = 0.05, 0.5, 20, 6000
+KERNELS = (
+    "linear_forward",
+    "linear_loss",
+    "linear_backward",
+    "linear_update",
+    "conv_forward",
+    "conv_slopes",
+    "conv_update",
+    "conv_back",
+)
+# (rows, outputs, inputs, warps, stages); rows of "backward" and "loss" mean nothing
+CANDIDATES = {
+    "forward": [
+        (16, 16, 64, 4, 3), (16, 16, 64, 4, 5), (16, 16, 128, 4, 3), (16, 32, 64, 4, 4), (16, 32, 128, 4, 3), (16, 64, 64, 4, 3),
+        (16, 64, 32, 4, 5), (16, 32, 32, 2, 5), (16, 16, 32, 2, 6), (16, 16, 128, 2, 4), (16, 128, 32, 8, 4),
+    ],
+    "backward": [
+        (16, 8, 64, 4, 1), (16, 16, 32, 4, 1), (16, 32, 16, 4, 1), (16, 8, 32, 2, 1), (16, 16, 64, 8, 1), (16, 32, 32, 8, 1),
+        (16, 64, 16, 8, 1), (16, 4, 128, 4, 1), (16, 8, 128, 8, 1), (16, 8, 64, 4, 2), (16, 8, 64, 4, 3), (16, 16, 32, 4, 3),
+        (16, 16, 64, 4, 1),
+    ],
+    "update": [(64, 32, 32, 4, 1), (64, 32, 64, 4, 1), (64, 16, 64, 4, 1), (32, 32, 32, 4, 2), (64, 64, 64, 8, 1)],
+    "conv_forward": [],
+    "conv_slopes": [],
+    "conv_back": [],
+}  # fmt: skip
+CONV_CANDIDATES = {
+    "conv_forward": [
+        (64, 16, 4, 2),
+        (128, 16, 4, 1),
+        (128, 16, 4, 2),
+        (128, 16, 8, 2),
+        (128, 32, 8, 2),
+        (256, 16, 8, 2),
+        (256, 16, 4, 2),
+    ],
+    "conv_slopes": [
+        (32, 32, 4, 1),
+        (64, 32, 4, 1),
+        (32, 64, 4, 1),
+        (16, 128, 4, 1),
+        (32, 128, 8, 1),
+        (16, 128, 8, 2),
+        (64, 64, 8, 1),
+    ],
+    "conv_back": [(64, 16, 4, 2), (128, 16, 4, 2), (128, 16, 8, 2), (128, 32, 8, 2), (256, 16, 8, 2), (256, 16, 4, 1)],
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network, its inputs, and a round of D devices x steps x batch."""
+
+    model: nn.Module
+    inputs: tuple[int, ...]
+    devices: int
+    steps: int
+    batch: int
+
+    @property
+    def chain(self) -> Chain:
+        return chain_of(self.model, self.inputs)
+
+
+def workloads() -> dict[str, Workload]:
+    torch.manual_seed(0)
+    widths = (784, 512, 256, 256, 128)
+    hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+    mlp = nn.Sequential(*hidden, nn.Linear(128, 10))
+    convs = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    lenet = nn.Sequential(*convs, nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 100), nn.ReLU(), nn.Linear(100, 10))
+    wide = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    cnn = nn.Sequential(*wide, nn.Linear(12544, 128), nn.ReLU(), nn.Linear(128, 10))
+    image = (3, 32, 32)
+    return {
+        "A10": Workload(mlp, (784,), 10, 60, 10),
+        "A100": Workload(mlp, (784,), 100, 60, 10),
+        "B10": Workload(lenet, image, 10, 10, 50),
+        "B100": Workload(lenet, image, 100, 10, 50),
+        "C50": Workload(cnn, image, 50, 5, 10),
+    }
+
+
+@dataclass(frozen=True)
+class Round:
+    """The tensors of a workload."""
+
+    work: Workload
+    params: Params
+    x: Tensor
+    y: Tensor
+    order: Tensor
+
+    def fused(self, choose: Choose, precision: str) -> tuple[Params, Tensor]:
+        numbers = {"rate": RATE, "momentum": MOMENTUM, "precision": precision, "choose": choose}
+        return descend_together(self.work.chain, self.params, self.x, self.y, self.order, **numbers)
+
+    def shortened(self, steps: int) -> "Round":
+        return replace(self, order=self.order[:, :steps].contiguous())
+
+
+def prepared(work: Workload, device: str) -> Round:
+    shared = {name: tensor.detach().to(device) for name, tensor in params_of(work.model).items()}
+    params = {name: tensor.expand(work.devices, *tensor.shape).contiguous() for name, tensor in shared.items()}
+    x = torch.randn(EXAMPLES, *work.inputs, device=device)
+    y = torch.randint(0, 10, (EXAMPLES,), device=device)
+    order = torch.randint(0, EXAMPLES, (work.devices, work.steps, work.batch), device=device)
+    return Round(work, params, x, y, order)
+
+
+def slow(it: Round, dtype: torch.dtype, devices: int) -> tuple[Params, Tensor]:
+    """Eager `descend` under vmap, for the first devices."""
+    model = it.work.model.to(it.x.device, dtype)
+    objective, sgd = training.cross_entropy(model), optimisers.sgd(RATE, momentum=MOMENTUM)
+    zero = torch.zeros((), dtype=torch.int64, device=it.x.device)
+    x = it.x.to(dtype)
+
+    def one(params: Params, order: Tensor) -> tuple[Params, Tensor]:
+        work = training.Work(Examples(x, it.y), order, zero, zero, full_steps=order.shape[0])
+        return training.descend(objective, params, work, sgd)
+
+    return torch.vmap(one)({name: tensor[:devices].to(dtype) for name, tensor in it.params.items()}, it.order[:devices])
+
+
+def gap(one: tuple[Params, Tensor], other: tuple[Params, Tensor], devices: int) -> float:
+    worst = max((one[0][name][:devices] - other[0][name][:devices]).abs().max().item() for name in other[0])
+    return max(worst, (one[1][:devices] - other[1][:devices]).abs().max().item())
+
+
+def check(name: str, it: Round, choose: Choose, precision: str) -> None:
+    """Compare one and three steps with float64, for three devices, beside what eager float32 gives."""
+    for steps in (1, 3):
+        short = it.shortened(steps)
+        truth = slow(short, torch.float64, 3)
+        eager, fused = slow(short, torch.float32, 3), short.fused(choose, precision)
+        again = short.fused(choose, precision)
+        same = all(torch.equal(fused[0][n], again[0][n]) for n in fused[0])
+        away = f"fused is {gap(fused, truth, 3):.1e} from float64, eager {gap(eager, truth, 3):.1e}"
+        print(f"{name}: after {steps} steps {away}; same bits twice: {same}", flush=True)
+    it.work.model.float()
+
+
+def time_graph(it: Round, choose: Choose, precision: str) -> float:
+    """Median milliseconds of a replayed round."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        it.shortened(2).fused(choose, precision)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        it.fused(choose, precision)
+    times = []
+    for _ in range(3 + REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def launches(chain: Chain, devices: int, batch: int) -> Iterator[tuple[str, Job | None, float, float]]:
+    """The launches of one step in order: kernel, job, and its floor in megabytes of weights and GFLOP."""
+    for layer in chain.layers:
+        yield forward_of(layer, devices, batch, last=layer is chain.layers[-1])
+    for layer in reversed(chain.layers):
+        yield from backward_of(layer, devices, batch, first=layer is chain.layers[0])
+
+
+def forward_of(layer: Linear | Conv, devices: int, batch: int, *, last: bool) -> tuple[str, Job | None, float, float]:
+    if isinstance(layer, Linear):
+        size = devices * layer.inputs * layer.outputs
+        kernel, kind = ("linear_loss", "loss") if last else ("linear_forward", "forward")
+        return kernel, Job(kind, devices, batch, layer.outputs, layer.inputs), 4e-6 * size, 2e-9 * size * batch
+    taps, pixels, flops = conv_sizes(layer, devices, batch)
+    return "conv_forward", Job("conv_forward", devices, pixels, layer.outputs[0], taps), 0.0, flops
+
+
+def backward_of(layer: Linear | Conv, devices: int, batch: int, *, first: bool) -> Iterator[tuple[str, Job | None, float, float]]:
+    if isinstance(layer, Conv):
+        taps, pixels, flops = conv_sizes(layer, devices, batch)
+        area = batch * layer.inputs[1] * layer.inputs[2]
+        if not first:
+            yield "conv_back", Job("conv_back", devices, area, layer.inputs[0], layer.outputs[0]), 0.0, flops
+        yield "conv_slopes", Job("conv_slopes", devices, pixels, layer.outputs[0], taps + 1), 0.0, flops
+        yield "conv_update", None, 0.0, 0.0
+        return
+    size = devices * layer.inputs * layer.outputs
+    flops = 2e-9 * size * batch
+    if batch <= SMALL_BATCH:
+        yield (
+            "linear_backward",
+            Job("backward", devices, batch, layer.outputs, layer.inputs),
+            16e-6 * size,
+            flops * (1 if first else 2),
+        )
+        return
+    if not first:
+        yield "linear_forward", Job("forward", devices, batch, layer.inputs, layer.outputs), 4e-6 * size, flops
+    yield "linear_update", Job("update", devices, batch, layer.outputs, layer.inputs), 16e-6 * size, flops
+
+
+def conv_sizes(layer: Conv, devices: int, batch: int) -> tuple[int, int, float]:
+    """Taps, pooled pixels of a batch, GFLOP of all devices."""
+    taps = layer.inputs[0] * layer.kernel[0] * layer.kernel[1]
+    outputs, height, width = layer.pooled
+    pixels = batch * height * width
+    return taps, pixels, 2e-9 * devices * pixels * layer.pool**2 * outputs * taps
+
+
+def time_launches(it: Round, choose: Choose, precision: str, steps: int = 5) -> list[float]:
+    """Mean microseconds of each launch of a step, the first step left out."""
+    short = it.shortened(min(steps, it.work.steps))
+    short.fused(choose, precision)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        short.fused(choose, precision)
+        torch.cuda.synchronize()
+    found = sorted((event.time_range.start, event.time_range.elapsed_us()) for event in seen.events() if event.name in KERNELS)
+    count = short.order.shape[1]
+    each = len(found) // count
+    assert each * count == len(found), f"{len(found)} launches in {count} steps"
+    return [statistics.mean(found[step * each + place][1] for step in range(1, count)) for place in range(each)]
+
+
+def show_launches(it: Round, choose: Choose, precision: str) -> None:
+    work = it.work
+    times = time_launches(it, choose, precision)
+    for (kernel, job, megabytes, gflop), micros in zip(launches(work.chain, work.devices, work.batch), times, strict=True):
+        tile = choose(job) if job else None
+        sizes = f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}" if job else ""
+        rates = f"{megabytes / micros:6.2f} TB/s {gflop / micros * 1e3:6.1f} TFLOP/s"
+        print(f"  {micros:8.1f} us  {rates}  {kernel:16} {sizes:38} {short_form(tile)}")
+    print(f"  {sum(times):8.1f} us a step in kernels, x {work.steps} = {sum(times) * work.steps / 1e3:.2f} ms a round", flush=True)
+
+
+def short_form(tile: Tile | None) -> str:
+    return "" if tile is None else ",".join(str(value) for value in (tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages))
+
+
+def candidates(job: Job, usual: Tile) -> list[Tile]:
+    if job.kind in CONV_CANDIDATES:
+        return [Tile(rows, usual.outputs, inputs, warps, stages) for rows, inputs, warps, stages in CONV_CANDIDATES[job.kind]]
+    rows = usual.rows if job.kind == "forward" else None
+    return [Tile(rows or values[0], *values[1:]) for values in CANDIDATES.get(job.kind, [])]
+
+
+def sweep(name: str, it: Round, choose: Choose, precision: str, until: float) -> None:
+    """Try every candidate on all launches of its kind at once; keep the best tile of each job."""
+    jobs = [job for _, job, _, _ in launches(it.work.chain, it.work.devices, it.work.batch)]
+    best = {job: (micros, choose(job)) for job, micros in zip(jobs, time_launches(it, choose, precision), strict=True) if job}
+    for kind in dict.fromkeys(job.kind for job in best):
+        longest = max(len(candidates(job, choose(job))) for job in best if job.kind == kind)
+        for number in range(longest):
+            if time.monotonic() > until:
+                print("  out of time")
+                break
+            tried = {job: candidates(job, choose(job))[number] for job in best if job.kind == kind}
+            try:
+                times = time_launches(it, lambda job, tried=tried: tried.get(job) or choose(job), precision)
+            except Exception as error:  # a tile that does not fit the chip: whatever Triton raises then
+                print(f"  {kind} {short_form(next(iter(tried.values())))}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+                continue
+            for job, micros in zip(jobs, times, strict=True):
+                if job in tried:
+                    print(
+                        f"  {micros:8.1f} us {kind:12} outputs {job.outputs:5} inputs {job.inputs:5}  {short_form(tried[job])}",
+                        flush=True,
+                    )
+                    best[job] = min(best[job], (micros, tried[job]), key=lambda pair: pair[0])
+    print(f"{name}: best tiles")
+    for job, (micros, tile) in best.items():
+        print(f"  {micros:8.1f} us {job.kind:12} rows {job.rows} outputs {job.outputs} inputs {job.inputs}: {short_form(tile)}")
+    print(f"{name}: {time_graph(it, lambda job: best[job][1], precision):.2f} ms a round with them", flush=True)
+
+
+def chosen(settings: list[str]) -> Choose:
+    """The heuristic, with tiles by kind from the command line in its place."""
+    tiles = {}
+    for setting in settings:
+        kind, _, values = setting.partition("=")
+        tiles[kind] = Tile(*(int(value) for value in values.split(",")))
+    return lambda job: tiles.get(job.kind) or tile_for(job)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="A10,A100,B10,B100,C50", help="workloads, with commas")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32x3", "tf32"))
+    parser.add_argument("--set", action="append", default=[], metavar="KIND=rows,outputs,inputs,warps,stages")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--seconds", type=float, default=230.0, help="no new candidate is tried after this long")
+    given = parser.parse_args()
+    start, choose = time.monotonic(), chosen(given.set)
+    known = workloads()
+    for name in given.only.split(","):
+        it = prepared(known[name], "cuda")
+        begin = time.monotonic()
+        it.shortened(2).fused(choose, given.precision)
+        torch.cuda.synchronize()
+        print(f"{name}: compiled in {time.monotonic() - begin:.1f} s", flush=True)
+        if not given.no_check:
+            check(name, it, choose, given.precision)
+        print(f"{name}: {time_graph(it, choose, given.precision):.2f} ms a round ({given.precision})", flush=True)
+        show_launches(it, choose, given.precision)
+        if given.sweep:
+            sweep(name, it, choose, given.precision, start + given.seconds)
+    print(f"{time.monotonic() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

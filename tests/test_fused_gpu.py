@@ -1,0 +1,284 @@
+"""The fused kernels take the same steps as `descend`, judged in float64: on a GPU, else in Triton's interpreter, else skipped."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from glocal import optimisers, training
+from glocal.federation import Examples
+from glocal.fused.chain import chain_of
+from glocal.fused.on_gpu import descend_together, why_not
+from glocal.fused.tiles import Tile, tile_for
+from glocal.modules import params_of
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+ROWS, CLASSES = 40, 4
+if WHERE == "cpu" and "triton" not in sys.modules:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # it is read when the kernels are imported
+
+
+# Triton 3.6's interpreter makes an int of an array with one number, which NumPy 2.4 no longer allows
+INTERPRETER_RUNS = np.lib.NumpyVersion(np.__version__) < "2.4.0"
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    if WHERE == "cpu" and not INTERPRETER_RUNS:
+        pytest.skip("triton's interpreter does not run on this NumPy")
+    from glocal.fused import kernels
+
+    if WHERE == "cpu" and type(kernels.linear_forward).__name__ != "InterpretedFunction":
+        pytest.skip("triton was imported without its interpreter before")
+    return kernels
+
+
+needs_kernels = pytest.mark.usefixtures("kernels")
+
+
+def mlp(*widths, bias=True):
+    hidden = [layer for pair in pairwise(widths[:-1]) for layer in (nn.Linear(*pair, bias=bias), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(widths[-2], widths[-1], bias=bias))
+
+
+def small_lenet():
+    first = [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(3, 5, 2), nn.MaxPool2d(2), nn.ReLU()]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(20, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+
+
+def strided():
+    convs = [nn.Conv2d(1, 3, 3, stride=2, padding=1, bias=False), nn.ReLU(), nn.Conv2d(3, 9, (3, 2), stride=(2, 1), padding=(2, 1))]
+    return nn.Sequential(*convs, nn.Flatten(), nn.Linear(9 * 4 * 6, CLASSES))
+
+
+def odd_pool():
+    return nn.Sequential(nn.Conv2d(1, 2, 2, padding=1), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(8, CLASSES, bias=False))
+
+
+IMAGES = {"lenet": (small_lenet, (2, 12, 12)), "strided": (strided, (1, 9, 9)), "odd pool": (odd_pool, (1, 7, 7))}
+
+
+class Trial:
+    """A model, D devices that start apart, examples, and an order with padding at the end of a step and one wholly padded step."""
+
+    def __init__(self, model, inputs, *, devices=3, steps=3, batch=5, ragged=True):
+        torch.manual_seed(0)
+        self.model, self.inputs, self.chain = model, inputs, chain_of(model, inputs)
+        self.x = torch.randn(ROWS, *inputs, device=WHERE)
+        self.y = torch.randint(0, CLASSES, (ROWS,), device=WHERE)
+        self.order = torch.randint(0, ROWS, (devices, steps, batch), device=WHERE)
+        if ragged:
+            self.order[0, 1, batch // 2 + 1 :] = -1
+            self.order[-1, -1] = -1
+        self.params = self.near(params_of(model), 0.05)
+
+    def near(self, params, distance):
+        """One tree for each device, (D, ...)."""
+        devices = range(self.order.shape[0])
+        return {
+            n: torch.stack([t.to(WHERE) + distance * torch.randn(t.shape, device=WHERE) for _ in devices])
+            for n, t in params.items()
+        }
+
+    def fused(self, *, rate=0.1, **settings):
+        return descend_together(self.chain, self.params, self.x, self.y, self.order, rate=rate, **settings)
+
+    def truth(self, *, rate=0.1, momentum=0.0, weight_decay=0.0, pulls=()):
+        """`descend` in float64, one device after the other: params (D, ...) and losses (D,)."""
+        model = self.model.to(WHERE).double()
+        sgd = optimisers.sgd(rate, momentum=momentum, weight_decay=weight_decay)
+        found = [self.truth_of(device, model, sgd, pulls) for device in range(self.order.shape[0])]
+        model.float()
+        return {name: torch.stack([trained[name] for trained, _ in found]) for name in self.params}, torch.stack(
+            [loss for _, loss in found]
+        )
+
+    def truth_of(self, device, model, sgd, pulls):
+        ends = tuple(
+            training.Pull({name: end[device].double() for name, end in ends.items()}, strength) for ends, strength in pulls
+        )
+        zero = torch.tensor(0, device=WHERE)
+        work = training.Work(Examples(self.x.double(), self.y), self.order[device], zero, zero)
+        params = {name: tensor[device].double() for name, tensor in self.params.items()}
+        return training.descend(training.cross_entropy(model)._replace(pulls=ends), params, work, sgd)
+
+
+def assert_same(one, other, tolerance=1e-5):
+    for name, tensor in other[0].items():
+        assert (one[0][name] - tensor).abs().max() < tolerance, name
+    assert (one[1] - other[1]).abs().max() < tolerance
+
+
+def assert_same_bits(one, other):
+    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+    assert torch.equal(one[1], other[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [1, 2, 10, 16, 17, 70])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_mlp_of_odd_widths_takes_the_same_steps(batch, devices):
+    trial = Trial(mlp(67, 35, CLASSES), (67,), batch=batch, devices=devices)
+    assert_same(trial.fused(momentum=0.5), trial.truth(momentum=0.5))
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [3, 20])
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.5}, {"weight_decay": 0.1}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_setting_of_sgd_is_kept(batch, settings, bias):
+    trial = Trial(mlp(9, 5, CLASSES, bias=bias), (9,), batch=batch, devices=10)
+    assert_same(trial.fused(**settings), trial.truth(**settings))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("batch", [3, 18])
+def test_convolutions_take_the_same_steps(kind, batch):
+    make, inputs = IMAGES[kind]
+    trial = Trial(make(), inputs, batch=batch, devices=2)
+    assert_same(trial.fused(momentum=0.5), trial.truth(momentum=0.5))
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [3, 18])
+@pytest.mark.parametrize("strengths", [(0.3,), (0.3, 0.7), (0.0,), (0.0, 0.7)], ids=str)
+@pytest.mark.parametrize("kind", ["mlp", "odd pool"])
+def test_pulls_act_on_weights_and_count_in_the_loss(batch, strengths, kind):
+    make, inputs = IMAGES.get(kind, (lambda: mlp(9, 5, CLASSES), (9,)))
+    trial = Trial(make(), inputs, batch=batch, devices=2)
+    pulls = [(trial.near(params_of(trial.model), 0.2), strength) for strength in strengths]
+    assert_same(trial.fused(momentum=0.5, pulls=pulls), trial.truth(momentum=0.5, pulls=pulls))
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [3, 18])
+def test_a_pull_may_leave_names_out(batch):
+    trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, devices=2)
+    ends = trial.near(params_of(trial.model), 0.2)
+    pulls = [({name: ends[name] for name in ("0.weight", "2.bias")}, 0.5), (ends, 0.25)]
+    assert_same(trial.fused(pulls=pulls), trial.truth(pulls=pulls))
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [3, 18])
+def test_a_device_without_examples_stays_as_it_is(batch):
+    trial = Trial(small_lenet(), (2, 12, 12), batch=batch, devices=2)
+    trial.order[1] = -1
+    trained, loss = trial.fused(momentum=0.5, weight_decay=0.1)
+    assert all(torch.equal(trained[name][1], trial.params[name][1]) for name in trained)
+    assert loss[1] == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [3, 18])
+def test_a_padded_step_keeps_weights_and_momentum(batch):
+    trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, devices=2, steps=4, ragged=False)
+    without = trial.fused(momentum=0.9)
+    padding = torch.full_like(trial.order[:, :1], -1)
+    trial.order = torch.cat([trial.order[:, :2], padding, trial.order[:, 2:], padding], dim=1)
+    assert_same_bits(trial.fused(momentum=0.9), without)
+
+
+@needs_kernels
+def test_devices_may_share_where_they_start_and_what_pulls_them():
+    trial = Trial(small_lenet(), (2, 12, 12), devices=2)
+    shared = {name: tensor[:1].expand(2, *tensor.shape[1:]) for name, tensor in trial.params.items()}
+    copies = {name: tensor.contiguous() for name, tensor in shared.items()}
+    trial.params = shared
+    one = trial.fused(momentum=0.5, pulls=[(shared, 0.5)])
+    trial.params = copies
+    assert_same_bits(one, trial.fused(momentum=0.5, pulls=[(copies, 0.5)]))
+
+
+@needs_kernels
+def test_the_callers_tensors_stay_as_they_are_and_bits_repeat():
+    trial = Trial(small_lenet(), (2, 12, 12), devices=2)
+    before = {name: tensor.clone() for name, tensor in trial.params.items()}
+    assert_same_bits(trial.fused(momentum=0.5), trial.fused(momentum=0.5))
+    assert all(torch.equal(before[name], tensor) for name, tensor in trial.params.items())
+
+
+@needs_kernels
+def test_a_device_trains_the_same_whoever_is_beside_it():
+    trial = Trial(small_lenet(), (2, 12, 12), devices=3)
+    together = trial.fused(momentum=0.5)
+    trial.params, trial.order = {name: tensor[1:2] for name, tensor in trial.params.items()}, trial.order[1:2]
+    alone = trial.fused(momentum=0.5)
+    assert_same(alone, ({name: tensor[1:2] for name, tensor in together[0].items()}, together[1][1:2]), 1e-6)
+
+
+@needs_kernels
+def test_every_device_may_have_its_own_rate():
+    trial = Trial(mlp(9, 5, CLASSES), (9,), devices=2)
+    trained, _ = trial.fused(rate=torch.tensor([0.1, 0.3], device=WHERE))
+    for device, rate in enumerate((0.1, 0.3)):
+        assert (trained["0.weight"][device] - trial.truth(rate=rate)[0]["0.weight"][device]).abs().max() < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [3, 40])
+def test_tiles_are_only_a_matter_of_speed(batch):
+    def choose(job):
+        return Tile(16, 32, 16) if job.kind != "loss" else tile_for(job)
+
+    trial = Trial(small_lenet(), (2, 12, 12), batch=batch, devices=2)
+    assert_same(trial.fused(momentum=0.5, choose=choose), trial.fused(momentum=0.5), 1e-6)
+
+
+@needs_kernels
+@pytest.mark.skipif(WHERE == "cpu", reason="there is no GPU here")
+def test_a_graph_can_hold_a_round():
+    trial = Trial(small_lenet(), (2, 12, 12))
+    plain = trial.fused(momentum=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = trial.fused(momentum=0.5)
+    graph.replay()
+    assert_same_bits(held, plain)
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: name)
+
+
+def reason(model, inputs=(9,), *, optimiser=None, dtype=torch.float32, **changes):
+    objective = training.cross_entropy(model)._replace(**changes)
+    return why_not(objective, optimiser or optimisers.sgd(0.1), inputs, dtype)
+
+
+@pytest.mark.usefixtures("with_triton")
+def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
+    model = mlp(9, 5, CLASSES)
+    assert reason(model) is None
+    assert reason(small_lenet(), (2, 12, 12)) is None
+    assert reason(model, optimiser=optimisers.adam(0.1)) == "the optimiser is Adam, not Sgd"
+    assert reason(model, dtype=torch.float64) == "the weights are torch.float64, not torch.float32"
+    assert "layer '1' is Tanh" in reason(nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2)))
+    assert reason(model, trains=frozenset({"0.weight"})) == "some of the model's weights stay as they are"
+    assert reason(model, pulls=(training.Pull({}, -1.0),)) == "a pull has a negative strength"
+    augmented = training.augmented(training.cross_entropy(model), lambda x, key: x)
+    assert reason(model, loss=augmented.loss) == "the loss is not the cross entropy of a model"
+
+
+def test_without_triton_it_is_declined(monkeypatch):
+    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: None)
+    assert reason(mlp(9, 5, CLASSES)) == "triton is not installed"
+
+
+def test_importing_needs_no_triton():
+    code = "import sys; sys.modules['triton'] = None; import glocal.fused.on_gpu"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
