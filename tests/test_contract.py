@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import world
 from glocal import algorithms, trees
-from glocal.backends import OverDevices, Seat, Task, begin, simulate, simulate_seeds
+from glocal.backends import Engine, OverDevices, Seat, Task, begin, simulate, simulate_seeds
 from glocal.federation import from_tensors
 from glocal.modules import params_of
 from glocal.sampling import Plan, visiting_order
@@ -28,10 +28,14 @@ def baseline(name, kind):
     return run(name, kind)
 
 
-def run(name, kind, *, plan=PLAN, engine="auto", chunk=None, federation=None):
+def run(name, kind, *, plan=PLAN, engine="vmapped", chunk=None, federation=None):
     model = world.seeded(world.MODELS[kind])
     rounds = simulate(
-        world.algorithm(name, model), params_of(model), (federation or world.federation()).train, plan, engine=engine, chunk=chunk
+        world.algorithm(name, model),
+        params_of(model),
+        (federation or world.federation()).train,
+        plan,
+        engine=Engine(engine, chunk=chunk),
     )
     return world.last(rounds)[0]
 
@@ -54,7 +58,7 @@ def test_the_batched_form_is_really_batched(name, kind):
     algorithm, state = start(name, kind)
     over = OverDevices(algorithm.client_update, engine="vmapped")
     list(simulate_seeds(algorithm, [Seat(Plan(1, 4, batch=5), world.federation().train, state)], over))
-    assert over.form.__name__ == "vmapped"
+    assert over.choice.form == "vmapped"
 
 
 @every_algorithm
@@ -74,13 +78,13 @@ def test_padding_changes_nothing(name, kind):
     nothing = np.full((2, PLAN.batch), -1)
     wide = np.concatenate([order, np.full((len(order), 3), -1)], axis=1)
     alone = Task(state.shared, state.private.initial, order)
-    plain = OverDevices(algorithm.client_update, engine="looped")([alone], train.examples)
+    plain = OverDevices(algorithm.client_update, engine="looped")([alone], train.examples).stacked()
     longer = np.concatenate([order, nothing])
     for padded in (longer, np.concatenate([order[:2], nothing, order[2:], nothing]), wide):
         task = Task(state.shared, state.private.initial, padded)
         companion = Task(state.shared, state.private.initial, padded[:1])
         over = OverDevices(algorithm.client_update, engine="vmapped")
-        together = over([task, companion], train.examples)
+        together = over([task, companion], train.examples).stacked()
         if padded is longer or kind != "dropout":  # dropout is addressed by step and by place in the batch
             assert world.distance(trees.row(together.upload, 0), trees.row(plain.upload, 0)) < 1e-5
             assert (
@@ -198,7 +202,7 @@ def test_the_order_of_devices_changes_nothing(name):
     orders = [np.pad(order, ((0, 0), (0, 40 - order.shape[1])), constant_values=-1) for order in orders]
     means = []
     for turn in (list(range(6)), [5, 3, 1, 0, 2, 4]):
-        update = over([Task(state.shared, state.private.initial, orders[device]) for device in turn], train.examples)
+        update = over([Task(state.shared, state.private.initial, orders[device]) for device in turn], train.examples).stacked()
         means.append(algorithm.aggregate(state.shared, update.upload, torch.tensor([train.sizes[device] for device in turn])))
     assert world.distance(*means) < 1e-6
 

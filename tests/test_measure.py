@@ -7,7 +7,7 @@ from torch import nn
 
 import world
 from glocal.algorithms import fedavg, local_only
-from glocal.backends import begin
+from glocal.backends import Engine, begin
 from glocal.federation import Examples, Holdings
 from glocal.measure import Evaluation, local_test, new_test, spread
 from glocal.modules import params_of, predictor
@@ -77,10 +77,11 @@ def test_evaluation_agrees_over_engines_and_chunks():
     state = State(split.take_shared(rows[0]), PrivateRows(private_rows[0], private_rows))
     test = world.federation(sizes=(300, 20, 7, 60, 5, 11)).test
     answers = []
-    for options in ({}, {"engine": "looped"}, {"chunk": 2}):
-        asked = Evaluation(algorithm, predictor(model), **options)
+    for engine in ("auto", "looped", Engine("vmapped", chunk=2), "workers"):
+        asked = Evaluation(algorithm, predictor(model), engine=engine)
         answers.append((local_test(asked, state, test).tolist(), new_test(asked, state, test)))
-    assert answers[0] == answers[1] == answers[2]
+        asked.close()
+    assert answers.count(answers[0]) == 4
 
 
 def test_evaluation_is_what_the_plain_module_says():

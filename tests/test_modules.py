@@ -8,7 +8,7 @@ import glocal
 import world
 from glocal import trees
 from glocal.algorithms import fedavg, lg_fedavg
-from glocal.backends import OverDevices, Seat, begin, simulate, simulate_seeds
+from glocal.backends import Engine, OverDevices, Seat, begin, simulate, simulate_seeds
 from glocal.errors import GlocalWarning, InputError
 from glocal.federation import from_tensors
 from glocal.modules import params_of, predictor, state_dict, trainable, training_forward
@@ -283,10 +283,11 @@ def test_randomness_of_torchs_own_does_not_depend_on_who_else_is_in_the_batch():
     model = world.seeded(Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     with pytest.warns(GlocalWarning, match="random operation"):
-        states = [
-            world.last(simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), chunk=chunk))[0]
+        runs = [
+            simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=Engine("vmapped", chunk=chunk))
             for chunk in (None, 1, 3)
         ]
+        states = [world.last(rounds)[0] for rounds in runs]
     assert world.same_bits(states[0], states[1])
     assert world.same_bits(states[0], states[2])
 

@@ -207,7 +207,7 @@ class _Hired:
         """A worker's answer: a slot, and the tensors of the result that lies in it."""
         try:
             slot, leaves = line.recv()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise InputError("engine: a worker was killed (is the memory full?); use fewer with run.workers") from error
         if isinstance(leaves, Exception):
             raise leaves

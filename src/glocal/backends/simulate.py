@@ -1,5 +1,6 @@
 """The simulator: a generator of rounds. The caller's for-loop is the callback."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -61,14 +62,26 @@ def simulate_seeds(
 ) -> Iterator[list[tuple[State, Report]]]:
     """Train several federations side by side, all their devices in one batch; `done` rounds are behind them already."""
     _require_one_store(seats)
+    rounds = _rounds(algorithm, seats, over, done)
+    if not seats[0].train.examples.y.is_cuda:
+        yield from rounds
+        return
+    ready: deque[list[tuple[State, Report]]] = deque()
+    for moment in rounds:  # a GPU works on the next round while the caller looks at this one
+        ready.append(moment)
+        if len(ready) > 1:
+            yield ready.popleft()
+    yield from ready
+
+
+def _rounds(
+    algorithm: Algorithm, seats: Sequence[Seat], over: OverDevices[Update], done: int
+) -> Iterator[list[tuple[State, Report]]]:
     plan = seats[0].plan
-    rounds = range(plan.first_round + done, plan.last_round)
-    duties = [assign_work(seat, rounds.start) for seat in seats] if rounds else []
-    for round_index in rounds:
+    for round_index in range(plan.first_round + done, plan.last_round):
+        duties = [assign_work(seat, round_index) for seat in seats]
         moment = _round(algorithm, seats, duties, over, round_index)
         seats = [seat._replace(state=state) for seat, (state, _) in zip(seats, moment, strict=True)]
-        if round_index + 1 in rounds:  # while a GPU still computes
-            duties = [assign_work(seat, round_index + 1) for seat in seats]
         yield moment
 
 

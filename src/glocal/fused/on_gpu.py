@@ -65,7 +65,7 @@ def descend_together(
     from glocal.fused.launches import Round
 
     with torch.cuda.device_of(x_store):  # type: ignore[no-untyped-call]
-        paces = torch.as_tensor(rate, dtype=torch.float32, device=order.device).expand(order.shape[0]).contiguous()
+        paces = _paces(rate, order)
         round_ = Round(*_batches(y_store, order), paces, momentum, weight_decay, _IN_TRITON[precision], choose)
         moving = {name: _moving(params[name], name, pulls, momentum) for name in _names(chain)}
         layers = _layers(chain, moving, round_, x_store)
@@ -148,6 +148,13 @@ def _scatter_of(pulls: Sequence[tuple[Params, float]], moving: dict[str, Moving]
             if strength and mean is not None and mean is not end:
                 total = total + strength * (end - mean).flatten(1).square().sum(dim=1)
     return total
+
+
+def _paces(rate: Tensor | float, order: Tensor) -> Tensor:
+    """The rate of every device (D,); a number is filled in on the GPU, for a graph cannot hold a copy from the host."""
+    if not isinstance(rate, Tensor):
+        return torch.full(order.shape[:1], rate, dtype=torch.float32, device=order.device)
+    return rate.to(torch.float32).expand(order.shape[0]).contiguous()
 
 
 def _names(chain: Chain) -> list[str]:

@@ -1,0 +1,380 @@
+"""Every engine gives the numbers of the plain loop, and falls back in sight where it cannot run."""
+
+import logging
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import glocal
+import world
+from glocal import algorithms, trees
+from glocal.backends import Choice, Engine, OverDevices, Seat, begin, simulate, simulate_seeds
+from glocal.backends.choosing import Bench, chosen
+from glocal.backends.crew import Crew
+from glocal.backends.engine import remember, remembered
+from glocal.backends.graphed import _regular, _round_number
+from glocal.backends.looped import Looped
+from glocal.backends.products import Products
+from glocal.backends.tasks import Task
+from glocal.backends.together import Steps, Together
+from glocal.backends.traced import TracedDescent
+from glocal.backends.vmapped import batched, stacked
+from glocal.errors import GlocalWarning, InputError
+from glocal.federation import from_tensors
+from glocal.fitting import Options
+from glocal.modules import params_of
+from glocal.optimisers import adam, sgd
+from glocal.sampling import Plan, padded
+from glocal.training import Work, cross_entropy
+
+PLAN = Plan(rounds=2, cohort=4, epochs=2, batch=5)
+every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
+
+
+def images():
+    """A network with a convolution on images, for all that is special about them."""
+    body = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(4 * 3 * 4, world.CLASSES))
+
+
+MODELS = {**world.MODELS, "images": images}
+every_model = pytest.mark.parametrize("kind", MODELS)
+
+
+def run(name, kind, engine, *, plan=PLAN, optimiser=None):
+    model = world.seeded(MODELS[kind])
+    algorithm = world.algorithm(name, model, optimiser=optimiser)
+    return world.last(simulate(algorithm, params_of(model), world.federation().train, plan, engine=engine))[0]
+
+
+@every_algorithm
+@every_model
+@pytest.mark.parametrize("fused", [True, False])
+def test_workers_give_what_the_loop_gives(name, kind, fused):
+    looped = run(name, kind, "looped")
+    assert world.gap(run(name, kind, Engine("workers", workers=2, fused=fused)), looped) < 1e-5
+
+
+@every_algorithm
+@every_model
+@pytest.mark.parametrize("products", [True, False])
+def test_traced_steps_of_many_devices_give_what_the_loop_gives(name, kind, products):
+    """What a GPU captures and compiles, on a CPU: the same steps beneath vmap."""
+    model = world.seeded(MODELS[kind])
+    algorithm = world.algorithm(name, model)
+    state, train = begin(algorithm, params_of(model)), world.federation().train
+    tasks = [
+        Task(state.shared, state.private.initial, rows.reshape(1, -1)[:, :5].repeat(3, 0), key)
+        for key, rows in enumerate(train.rows)
+    ]
+    tasks[1] = tasks[1]._replace(order=np.full_like(tasks[1].order, -1))
+    tasks[1].order[:2, :2] = train.rows[1][:2]
+    orders = padded([task.order for task in tasks])
+    descent = Together(Steps(products=products))
+    work = Work(train.examples, torch.from_numpy(orders), torch.tensor([task.key for task in tasks]), torch.tensor(3), 2, descent)
+    here = torch.device("cpu")
+    rows = stacked([task.shared for task in tasks], here), stacked([task.private for task in tasks], here)
+    together = batched(algorithm.client_update, *rows, work)
+    alone = Looped(algorithm.client_update)(tasks, train.examples, 3).stacked()
+    for part in ("upload", "private"):
+        assert world.distance(getattr(together, part), getattr(alone, part)) < 1e-5
+    assert torch.allclose(together.loss, alone.loss, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimiser", [adam(0.01), sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.1, decay=0.5)])
+@pytest.mark.parametrize("fused", [True, False])
+def test_workers_know_every_optimiser(optimiser, fused):
+    looped = run("lg_fedavg", "plain", "looped", optimiser=optimiser)
+    assert world.gap(run("lg_fedavg", "plain", Engine("workers", fused=fused), optimiser=optimiser), looped) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_number_of_workers_changes_no_bit(kind, fused):
+    states = [run("lg_fedavg", kind, Engine("workers", workers=number, fused=fused)) for number in (1, 2, 3)]
+    assert world.same_bits(states[0], states[1])
+    assert world.same_bits(states[0], states[2])
+
+
+def test_workers_run_seeds_side_by_side():
+    model = world.seeded(world.plain)
+    algorithm = world.algorithm("lg_fedavg", model)
+    train = world.federation().train
+    for engine in (Engine("workers", fused=False), Engine("workers")):
+        over = OverDevices(algorithm.client_update, engine=engine)
+        seats = [Seat(Plan(2, 3, batch=5, seed=seed), train, begin(algorithm, params_of(model))) for seed in (0, 1)]
+        together = [state for state, _ in world.last(simulate_seeds(algorithm, seats, over))]
+        over.close()
+        for seat, state in zip(seats, together, strict=True):
+            alone = world.last(simulate(algorithm, params_of(model), train, seat.plan, engine=engine))[0]
+            assert world.same_bits(state, alone)
+
+
+def crew(function, tasks_of=4, **options):
+    """A crew at work, its tasks and their examples."""
+    train = world.federation().train
+    model = world.seeded(world.plain)
+    shared = params_of(model)
+    tasks = [Task(shared, {}, train.rows[device].reshape(1, -1)) for device in range(tasks_of)]
+    return Crew(function, workers=2, descent=None, **options), tasks, train.examples
+
+
+def test_a_mistake_in_a_worker_is_raised_by_the_parent():
+    def failing(shared, private, work):
+        if work.order.numel() > 20:
+            raise ValueError("too many rows for me")
+        return shared
+
+    workers, tasks, examples = crew(failing)
+    tasks.sort(key=lambda task: task.order.size)
+    with pytest.raises(ValueError, match="too many rows for me"):
+        workers(tasks, examples, 0)
+    assert workers.hired is None
+
+
+def test_a_killed_worker_is_one_line():
+    def dying(shared, private, work):
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return shared
+
+    parent = os.getpid()
+    workers, tasks, examples = crew(dying)
+    with pytest.raises(InputError, match=r"a worker was killed \(is the memory full\?\); use fewer"):
+        workers(tasks, examples, 0)
+
+
+def test_workers_are_gone_when_they_are_dismissed():
+    workers, tasks, examples = crew(lambda shared, private, work: shared)
+    workers(tasks, examples, 0)
+    pids = list(workers.hired.pids)
+    assert len(pids) == 2
+    workers.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_workers_do_not_outlive_their_parent(tmp_path):
+    """Also if it had no time for a last word."""
+    pid = os.fork()
+    if pid == 0:
+        workers, tasks, examples = crew(lambda shared, private, work: shared)
+        workers(tasks, examples, 0)
+        (tmp_path / "pids").write_text(" ".join(map(str, workers.hired.pids)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    waited = time.monotonic() + 10
+    for worker in map(int, (tmp_path / "pids").read_text().split()):
+        while running(worker) and time.monotonic() < waited:
+            time.sleep(0.05)
+        assert not running(worker)
+
+
+def running(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_result_that_does_not_fit_comes_another_way():
+    def large(shared, private, work):
+        return torch.arange(3_000_000) + work.key
+
+    workers, tasks, examples = crew(large)
+    found = workers([task._replace(key=key) for key, task in enumerate(tasks)], examples, 0).stacked()
+    workers.close()
+    assert torch.equal(found, torch.arange(3_000_000) + torch.arange(4)[:, None])
+
+
+def test_a_step_is_traced_once_and_slopes_go_straight_into_velocities():
+    model = world.seeded(world.plain)
+    descent = TracedDescent()
+    x, y = world.devices()[0]
+    order = torch.arange(20).reshape(4, 5)
+    work = Work(glocal.federation.Examples(x, y), order, torch.tensor(0), torch.tensor(0), 4)
+    assert descent(cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5)) is not None
+    (step,) = descent.steps.values()
+    assert step.__self__.code.count("addmm_") == 2
+    assert "aten.sub.Tensor" not in step.__self__.code
+
+
+class Branching(nn.Module):
+    """Goes one way or the other by what it sees: neither vmap nor a trace can follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = world.plain()
+
+    def forward(self, x):
+        return self.body(x) if bool(x.sum() > 0) else self.body(-x)
+
+
+def test_what_cannot_be_traced_is_run_as_it_is():
+    model = world.seeded(Branching)
+    algorithm = world.algorithm("fedavg", model)
+    train = world.federation().train
+    states = [
+        world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0]
+        for engine in ("looped", Engine("workers", fused=False))
+    ]
+    assert world.gap(*states) < 1e-6
+
+
+def test_graphs_without_a_gpu_fall_back_in_sight():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.warns(GlocalWarning, match="graphs need an NVIDIA GPU.*now all devices in one batched step"):
+        state = run("lg_fedavg", "plain", "graphed")
+    assert world.gap(state, run("lg_fedavg", "plain", "looped")) < 1e-5
+
+
+def test_without_a_compiler_general_steps_run_in_sight(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
+    with caplog.at_level(logging.INFO, "glocal"):
+        state = run("lg_fedavg", "plain", Engine("workers"))
+    assert "no fused steps" in caplog.text
+    assert "compiler" in caplog.text
+    assert world.gap(state, run("lg_fedavg", "plain", "looped")) < 1e-5
+
+
+def test_the_line_says_which_layer_the_fused_steps_do_not_know(caplog):
+    with caplog.at_level(logging.INFO, "glocal"):
+        run("lg_fedavg", "batch norm", Engine("workers"))
+    (line,) = [record.message for record in caplog.records]
+    assert line == "engine: 2 processes, one device at a time each (no fused steps: layer '1' is BatchNorm1d on (8,))".replace(
+        "2", str(Engine().crew), 1
+    )
+
+
+def bench(kind="batch norm", engine="auto", steps=4):
+    model = world.seeded(MODELS[kind])
+    algorithm = world.algorithm("fedavg", model)
+    train = world.federation().train
+    state = begin(algorithm, params_of(model))
+    tasks = [Task(state.shared, {}, np.resize(train.rows[device], (steps, 5))) for device in (0, 2)]
+    return Bench(algorithm.client_update, Engine(engine), tasks, train.examples, 0)
+
+
+def test_auto_takes_fused_steps_where_it_can():
+    assert chosen(bench("plain"), calls=1, descends=True)[0] == Choice("workers", fused=True)
+
+
+def test_auto_does_not_measure_for_a_short_run():
+    assert chosen(bench(), calls=2, descends=True)[0] == Choice("vmapped")
+
+
+def test_auto_measures_for_a_long_run_says_so_and_remembers(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
+    first = chosen(bench(), calls=1000, descends=True)[0]
+    assert "measured, ms a step: workers" in first.why
+    assert remembered(bench().key()) == first
+    remember(bench().key(), Choice("looped", why="because"))
+    assert chosen(bench(), calls=1000, descends=True)[0] == Choice("looped", why="because")
+
+
+def test_a_damaged_book_of_choices_is_no_reason_to_stop(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
+    (tmp_path / "engines.json").write_text("[1, 2")
+    assert remembered("key") is None
+    remember("key", Choice("looped"))
+    for text in ('{"key": {"form": "warp"}}', '{"key": [1]}', "[]", '{"key": {"fused": true}}'):
+        (tmp_path / "engines.json").write_text(text)
+        assert remembered("key") is None
+
+
+def test_a_run_goes_on_with_the_engine_it_began_with(tmp_path, monkeypatch):
+    """Else a stop and a change of mind between would change the rounding."""
+    model, federation = world.seeded(world.plain), world.federation()
+    algorithm = world.algorithm("lg_fedavg", model)
+    glocal.fit(algorithm, model, federation, Plan(2, 4, batch=5), options=Options(keep_every=1), folder=tmp_path)
+    began = []
+    monkeypatch.setattr(
+        "glocal.fitting.OverDevices", lambda *a, choice=None, **k: began.append(choice) or OverDevices(*a, choice=choice, **k)
+    )
+    glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=Options(keep_every=1), folder=tmp_path)
+    assert began == [Choice("workers", fused=True)]
+
+
+@pytest.mark.parametrize("stride", [1, 2, (2, 1)])
+@pytest.mark.parametrize("padding", [0, 1, (1, 0)])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_a_convolution_as_a_product_is_the_convolution(stride, padding, dilation):
+    x, weight, bias = torch.randn(3, 2, 9, 8), torch.randn(4, 2, 3, 2), torch.randn(4)
+    expected = torch.conv2d(x, weight, bias, stride, padding, dilation)
+    with Products():
+        assert torch.allclose(torch.conv2d(x, weight, bias, stride, padding, dilation), expected, atol=1e-5)
+        grouped = torch.conv2d(x, torch.ones(2, 1, 2, 2), groups=2, padding="same")
+    assert grouped.shape == x.shape
+
+
+def test_unequal_devices_come_in_few_shapes():
+    """So that a graph of a round can be used again."""
+    orders = [np.zeros((steps, 5), dtype=np.int64) for steps in (9, 12, 11)]
+    tasks, regular = _regular([Task({}, {}, order) for order in orders])
+    assert regular.shape == (3, 12, 5)
+    assert (regular[0, 9:] == -1).all()
+    many, regular = _regular([Task({}, {}, order) for order in orders * 3])
+    assert (len(many), len(regular)) == (10, 10)
+    assert all(number <= _round_number(number) <= 1.25 * number for number in range(1, 2000))
+    assert len({_round_number(number) for number in range(1, 2000)}) < 45
+
+
+def test_equal_devices_are_not_padded():
+    tasks = [Task({}, {}, np.zeros((60, 10), dtype=np.int64))] * 9
+    same, orders = _regular(tasks)
+    assert same is tasks
+    assert orders.shape == (9, 60, 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "warp"}, "engine: 'warp' is unknown"),
+        ({"precision": "fp16"}, "engine: precision 'fp16' is unknown"),
+        ({"workers": 0}, "engine: workers is 0; it must be at least 1"),
+        ({"chunk": 0}, "engine: chunk is 0; it must be at least 1"),
+    ],
+)
+def test_a_wrong_engine_is_one_line(settings, message):
+    with pytest.raises(InputError, match=message):
+        Engine(**settings)
+
+
+def test_halves_are_near_and_not_the_same():
+    half, full = (run("fedavg", "plain", Engine("vmapped", precision=name)) for name in ("bf16", "fp32"))
+    assert 1e-5 < world.gap(half, full) < 0.1
+    assert all(tensor.dtype == torch.float32 for tensor in half.shared.values())
+
+
+def test_very_unequal_devices_do_not_wait_for_each_other():
+    federation = from_tensors(world.devices((400, 3, 4, 5)), test=0.0, validation=0.0)
+    model = world.seeded(world.plain)
+    algorithm = world.algorithm("lg_fedavg", model, total=4)
+    states = [
+        world.last(simulate(algorithm, params_of(model), federation.train, Plan(1, 4, batch=5), engine=engine))[0]
+        for engine in ("looped", "vmapped", Engine("workers"), Engine("workers", fused=False))
+    ]
+    assert all(world.gap(states[0], state, 4) < 1e-4 for state in states)
+
+
+def test_only_devices_that_took_part_take_memory():
+    sizes = [6] * 300
+    federation = from_tensors(world.devices(sizes), test=0.0, validation=0.0)
+    model = world.seeded(world.plain)
+    algorithm = world.algorithm("lg_fedavg", model, total=300)
+    state = world.last(simulate(algorithm, params_of(model), federation.train, Plan(3, 2, batch=5)))[0]
+    stored = list(state.private.trained.values())
+    assert len(stored) <= 6
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tree in stored for tensor in tree.values()
+    }
+    assert sum(storages.values()) <= 6 * trees.nbytes(state.private.initial)
