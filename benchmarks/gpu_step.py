@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -50,11 +51,15 @@ CANDIDATES = {
 }  # fmt: skip
 # (rows, inputs, warps, stages); the outputs of a tile stay the heuristic's
 CONV_CANDIDATES = {
-    "conv_forward": [(64, 16, 2, 1), (64, 16, 4, 1), (128, 16, 2, 1), (128, 16, 4, 1), (128, 16, 8, 1), (256, 16, 4, 1), (256, 16, 8, 1),
-                     (128, 32, 8, 1), (128, 16, 8, 2)],
-    "conv_slopes": [(16, 32, 2, 1), (32, 32, 2, 1), (32, 32, 4, 1), (32, 64, 2, 1), (32, 64, 4, 1), (64, 64, 8, 1), (16, 128, 4, 1),
-                    (32, 128, 2, 1), (16, 128, 8, 1)],
-    "conv_back": [(64, 16, 2, 1), (64, 16, 4, 2), (128, 16, 4, 1), (128, 16, 4, 2), (128, 16, 8, 2), (128, 32, 4, 2), (256, 16, 8, 2)],
+    "conv_forward": [
+        (64, 16, 2, 1), (64, 16, 4, 1), (128, 16, 2, 1), (128, 16, 4, 1), (128, 16, 8, 1), (256, 16, 4, 1), (256, 16, 8, 1),
+        (128, 32, 8, 1), (128, 16, 8, 2),
+    ],
+    "conv_slopes": [
+        (16, 32, 2, 1), (32, 32, 2, 1), (32, 32, 4, 1), (32, 64, 2, 1), (32, 64, 4, 1), (64, 64, 8, 1), (16, 128, 4, 1),
+        (32, 128, 2, 1), (16, 128, 8, 1),
+    ],
+    "conv_back": [(64, 16, 2, 1), (64, 16, 4, 2), (128, 16, 4, 1), (128, 16, 4, 2), (128, 16, 8, 2), (128, 32, 4, 2)],
 }  # fmt: skip
 
 
@@ -68,8 +73,9 @@ class Workload:
     steps: int
     batch: int
 
-    @property
+    @cached_property
     def chain(self) -> Chain:
+        """Found once: it copies the model, which must not happen inside a graph."""
         return chain_of(self.model, self.inputs)
 
 
