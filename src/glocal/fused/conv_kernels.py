@@ -10,7 +10,7 @@ A tap is one (channel, row, column) of a kernel. Nothing is added by atomics, so
 import triton
 import triton.language as tl
 
-from glocal.fused.kernels import _store_drift, _update
+from glocal.fused.kernels import VARIES, _store_drift, _update
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _pixels(x, rows, device, step, steps, batch, b, y, xx, ok, taps, SHAPE: tl.c
     return tl.where((taps == C * AREA)[None, :], 1.0, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def conv_forward(
     x, rows, w, bias, out, picked, batch, w_stride, bias_stride, step, steps,
     SHAPE: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,
@@ -82,7 +82,7 @@ def conv_forward(
         tl.store(picked + at, winner.to(picked.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def conv_slopes(
     x, rows, dy, picked, parts, batch, span, step, steps,
     SHAPE: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,
@@ -118,7 +118,7 @@ def conv_slopes(
     tl.store(parts + at, slope, mask=(n < OC)[:, None] & (taps <= TAPS)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def conv_update(
     parts, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, rates, drift,
     w_stride, t_stride, bias_stride, bias_t_stride, momentum, weight_decay, strength, bias_strength, step, steps, splits,
@@ -150,7 +150,7 @@ def conv_update(
         _store_drift(drift, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def conv_back(
     x, dy, picked, w, dx, batch, w_stride,
     SHAPE: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,

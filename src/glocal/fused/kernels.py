@@ -10,6 +10,9 @@ is None compiles away. Shapes: D devices, B rows in a batch; activations and slo
 import triton
 import triton.language as tl
 
+# integers that say nothing about alignment: a kernel is not compiled anew for their values
+VARIES = ["step", "steps", "batch", "span", "splits", "bias_stride", "bias_t_stride"]
+
 
 @triton.jit
 def _rows_at(x, rows, device, step, steps, batch, b, inputs):
@@ -64,7 +67,7 @@ def _store_drift(drift, step, value):
     tl.store(drift + place.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def linear_forward(
     x, rows, w, bias, keep, out, inputs, outputs, batch, w_stride, w_out_stride, w_in_stride, bias_stride, step, steps,
     RELU: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
@@ -93,7 +96,7 @@ def linear_forward(
     tl.store(out + at, total, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def linear_loss(
     x, rows, w, bias, labels, counts, slopes, losses, inputs, outputs, batch, w_stride, bias_stride, step, steps,
     PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
@@ -130,7 +133,7 @@ def linear_loss(
     tl.store(slopes + at, tl.where(real[:, None], slope, 0.0), mask=(b < batch)[:, None] & (n < outputs)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def linear_backward(
     x, rows, dy, dx, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, rates, drift, inputs, outputs,
     w_stride, t_stride, bias_stride, bias_t_stride, momentum, weight_decay, strength, bias_strength, step, steps, span,
@@ -188,7 +191,7 @@ def linear_backward(
         _store_drift(drift, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARIES)
 def linear_update(
     x, rows, dy, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, rates, drift, inputs, outputs, batch,
     w_stride, t_stride, bias_stride, bias_t_stride, momentum, weight_decay, strength, bias_strength, step, steps,

@@ -65,8 +65,7 @@ def descend_together(
     from glocal.fused.launches import Round
 
     with torch.cuda.device_of(x_store):  # type: ignore[no-untyped-call]
-        paces = _paces(rate, order)
-        round_ = Round(*_batches(y_store, order), paces, momentum, weight_decay, _IN_TRITON[precision], choose)
+        round_ = Round(*_batches(y_store, order), _rates(rate, order), momentum, weight_decay, _IN_TRITON[precision], choose)
         moving = {name: _moving(params[name], name, pulls, momentum) for name in _names(chain)}
         layers = _layers(chain, moving, round_, x_store)
         for step in range(order.shape[1]):
@@ -78,11 +77,18 @@ def descend_together(
     return {name: moving[name].now for name in params}, value
 
 
+def _rates(rate: Tensor | float, order: Tensor) -> Tensor:
+    """A rate for every device (D,), made on the GPU: a graph cannot hold a copy from the host's memory."""
+    if isinstance(rate, Tensor):
+        return rate.to(order.device, torch.float32).expand(order.shape[0]).contiguous()
+    return torch.full((order.shape[0],), rate, device=order.device, dtype=torch.float32)
+
+
 def _batches(y_store: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and labels (D, steps, B) and the number of real rows (D, steps); padding shows a device's own first row, labelled -1."""
     real = order >= 0
     rows = torch.where(real, order, order[:, :1, :1]).clamp(min=0)
-    return rows, torch.where(real, y_store[rows], -1), real.sum(dim=2, dtype=torch.int32)
+    return rows, y_store[rows].masked_fill(~real, -1), real.sum(dim=2, dtype=torch.int32)
 
 
 def _moving(start: Tensor, name: str, pulls: Sequence[tuple[Params, float]], momentum: float) -> Moving:
@@ -148,13 +154,6 @@ def _scatter_of(pulls: Sequence[tuple[Params, float]], moving: dict[str, Moving]
             if strength and mean is not None and mean is not end:
                 total = total + strength * (end - mean).flatten(1).square().sum(dim=1)
     return total
-
-
-def _paces(rate: Tensor | float, order: Tensor) -> Tensor:
-    """The rate of every device (D,); a number is filled in on the GPU, for a graph cannot hold a copy from the host."""
-    if not isinstance(rate, Tensor):
-        return torch.full(order.shape[:1], rate, dtype=torch.float32, device=order.device)
-    return rate.to(torch.float32).expand(order.shape[0]).contiguous()
 
 
 def _names(chain: Chain) -> list[str]:

@@ -42,21 +42,29 @@ _PROGRAMS = 264  # two for each of the GPU's 132 processors
 def tile_for(job: Job) -> Tile:
     """The tile that was fastest, or the nearest guess."""
     rows = min(max(power_of_two(job.rows), 16), 64)
-    if job.kind == "backward":
-        wide = job.devices * -(-job.inputs // 64) >= _PROGRAMS
-        return Tile(rows, 8, 64) if wide else Tile(rows, 16, 32)
-    if job.kind == "loss":
-        return Tile(16, max(power_of_two(job.outputs), 16), 64, stages=2)
-    if job.kind == "update":
-        return Tile(rows, 32, 32, stages=2)
-    if job.kind == "conv_forward":
-        return Tile(128, min(max(power_of_two(job.outputs), 8), 64), 32 if job.inputs > 200 else 16, stages=2)
+    match job.kind:
+        case "backward":
+            many = job.devices * -(-job.inputs // 64) >= _PROGRAMS
+            return Tile(rows, 8, 64) if many else Tile(rows, 64, 16, warps=8)
+        case "loss":
+            return Tile(16, max(power_of_two(job.outputs), 16), 64, stages=2)
+        case "update":
+            return Tile(rows, 32, 32)
+        case "forward":
+            outputs = 32 if job.devices * -(-job.outputs // 32) >= _PROGRAMS else 16
+            return Tile(rows, outputs, 64, stages=4) if rows == 16 else Tile(rows, outputs, 32, stages=2)
+    return _tile_for_conv(job)
+
+
+def _tile_for_conv(job: Job) -> Tile:
+    """Sizes whose sums stay in registers; a tile as wide as the channels, so that each pixel is gathered once."""
+    channels = min(max(power_of_two(job.outputs), 8), 64)
     if job.kind == "conv_slopes":
-        return Tile(32, min(max(power_of_two(job.outputs), 8), 64), min(max(power_of_two(job.inputs), 16), 128), stages=1)
+        taps = min(max(power_of_two(job.inputs), 16), 128 if channels <= 16 else 64)
+        return Tile(16 if channels in (16, 32) else 32, channels, taps, warps=2 if channels == 8 else 4)
     if job.kind == "conv_back":
-        return Tile(128, min(max(power_of_two(job.outputs), 8), 64), min(max(power_of_two(job.inputs), 16), 32), stages=2)
-    outputs = 32 if job.devices * -(-job.outputs // 32) >= _PROGRAMS else 16
-    return Tile(rows, outputs, 64, stages=4)
+        return Tile(128, channels, 16, stages=2)
+    return Tile(256 if channels == 8 else 128, channels, 16, warps=8 if channels == 64 else 4)
 
 
 def splits_for(programs: int) -> int:
