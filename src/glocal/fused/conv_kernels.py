@@ -15,9 +15,9 @@ from glocal.fused.kernels import VARIES, _store_drift, _update
 
 @triton.jit
 def _pixels(x, rows, device, step, steps, batch, b, y, xx, ok, taps, SHAPE: tl.constexpr):
-    """The inputs under the kernel at output (y, xx) of image b, one per tap (pixels, taps); 1 for the tap after the last: the bias.
+    """The inputs under the kernel at output (y, xx) of image b, one per tap (taps, pixels); 1 for the tap after the last: the bias.
 
-    SHAPE is (C, H, W, KH, KW, SH, SW, PH, PW): inputs, kernel, stride, padding.
+    SHAPE is (C, H, W, KH, KW, SH, SW, PH, PW): inputs, kernel, stride, padding. Pixels are along the last axis, as in memory.
     """
     C: tl.constexpr = SHAPE[0]
     H: tl.constexpr = SHAPE[1]
@@ -32,12 +32,12 @@ def _pixels(x, rows, device, step, steps, batch, b, y, xx, ok, taps, SHAPE: tl.c
     i = taps % AREA // SHAPE[4]
     j = taps % SHAPE[4]
     start = x + image * (C * H * W) + top * W + left
-    inside = ok[:, None] & (taps < C * AREA)[None, :]
+    inside = ok[None, :] & (taps < C * AREA)[:, None]
     if SHAPE[7] + SHAPE[8] > 0:
-        row, column = top[:, None] + i[None, :], left[:, None] + j[None, :]
+        row, column = top[None, :] + i[:, None], left[None, :] + j[:, None]
         inside = inside & (row >= 0) & (row < H) & (column >= 0) & (column < W)
-    found = tl.load(start[:, None] + (taps // AREA * (H * W) + i * W + j)[None, :], mask=inside, other=0.0)
-    return tl.where((taps == C * AREA)[None, :], 1.0, found)
+    found = tl.load(start[None, :] + (taps // AREA * (H * W) + i * W + j)[:, None], mask=inside, other=0.0)
+    return tl.where((taps == C * AREA)[:, None], 1.0, found)
 
 
 @triton.jit(do_not_specialize=VARIES)
@@ -56,27 +56,27 @@ def conv_forward(
     n = tl.program_id(2) * BN + tl.arange(0, BN)
     ok = m < batch * (OH * OW)
     b, pixel = m // (OH * OW), m % (OH * OW)
-    best = tl.full([BB, BN], float("-inf"), tl.float32)
-    winner = tl.zeros([BB, BN], tl.int32)
+    best = tl.full([BN, BB], float("-inf"), tl.float32)
+    winner = tl.zeros([BN, BB], tl.int32)
     for place in tl.range(0, POOL * POOL):
         y, xx = pixel // OW * POOL + place // POOL, pixel % OW * POOL + place % POOL
-        total = tl.zeros([BB, BN], tl.float32)
+        total = tl.zeros([BN, BB], tl.float32)
         for first in tl.range(0, TAPS, BK, num_stages=STAGES):
             taps = first + tl.arange(0, BK)
             xs = _pixels(x, rows, device, step, steps, batch, b, y, xx, ok, taps, SHAPE)
-            at = device.to(tl.int64) * w_stride + n[None, :] * TAPS + taps[:, None]
+            at = device.to(tl.int64) * w_stride + n[:, None] * TAPS + taps[None, :]
             # the weight of the tap after the last is 0, so that no bias comes in by it
-            ws = tl.load(w + at, mask=(taps < TAPS)[:, None] & (n < OC)[None, :], other=0.0)
-            total = tl.dot(xs, ws, total, input_precision=PRECISION)
+            ws = tl.load(w + at, mask=(taps < TAPS)[None, :] & (n < OC)[:, None], other=0.0)
+            total = tl.dot(ws, xs, total, input_precision=PRECISION)
         better = total > best
         best = tl.where(better, total, best)
         winner = tl.where(better, place, winner)
     if bias is not None:
-        best += tl.load(bias + device * bias_stride + n, mask=n < OC, other=0.0)[None, :]
+        best += tl.load(bias + device * bias_stride + n, mask=n < OC, other=0.0)[:, None]
     if RELU:
         best = tl.maximum(best, 0.0)
-    at = ((device * batch + b).to(tl.int64) * (OC * OH * OW) + pixel)[:, None] + n[None, :] * (OH * OW)
-    inside = ok[:, None] & (n < OC)[None, :]
+    at = ((device * batch + b).to(tl.int64) * (OC * OH * OW) + pixel)[None, :] + n[:, None] * (OH * OW)
+    inside = ok[None, :] & (n < OC)[:, None]
     tl.store(out + at, best, mask=inside)
     if picked is not None:
         tl.store(picked + at, winner.to(picked.dtype.element_ty), mask=inside)
@@ -107,13 +107,13 @@ def conv_slopes(
         g = tl.load(dy + at, mask=inside, other=0.0)
         if POOL == 1:
             xs = _pixels(x, rows, device, step, steps, batch, b, pixel // OW, pixel % OW, ok, taps, SHAPE)
-            slope = tl.dot(g, xs, slope, input_precision=PRECISION)
+            slope = tl.dot(g, tl.trans(xs), slope, input_precision=PRECISION)
         else:
             winner = tl.load(picked + at, mask=inside, other=0)
             for place in tl.range(0, POOL * POOL, num_stages=STAGES):
                 y, xx = pixel // OW * POOL + place // POOL, pixel % OW * POOL + place % POOL
                 xs = _pixels(x, rows, device, step, steps, batch, b, y, xx, ok, taps, SHAPE)
-                slope = tl.dot(tl.where(winner == place, g, 0.0), xs, slope, input_precision=PRECISION)
+                slope = tl.dot(tl.where(winner == place, g, 0.0), tl.trans(xs), slope, input_precision=PRECISION)
     at = (device * tl.num_programs(2) + split).to(tl.int64) * (OC * (TAPS + 1)) + n[:, None] * (TAPS + 1) + taps[None, :]
     tl.store(parts + at, slope, mask=(n < OC)[:, None] & (taps <= TAPS)[None, :])
 
@@ -170,7 +170,7 @@ def conv_back(
     c = tl.program_id(2) * BN + tl.arange(0, BN)
     b, pixel = m // (H * W), m % (H * W)
     image = (device * batch + b).to(tl.int64)
-    total = tl.zeros([BB, BN], tl.float32)
+    total = tl.zeros([BN, BB], tl.float32)
     for tap in tl.range(0, AREA):
         down, right = pixel // W + SHAPE[7] - tap // SHAPE[4], pixel % W + SHAPE[8] - tap % SHAPE[4]
         y, xx = down // SHAPE[5], right // SHAPE[6]
@@ -180,16 +180,16 @@ def conv_back(
         place = y % POOL * POOL + xx % POOL
         for first in tl.range(0, OC, BK, num_stages=STAGES):
             n = first + tl.arange(0, BK)
-            inside = ok[:, None] & (n < OC)[None, :]
-            at = start[:, None] + n[None, :] * (OH * OW)
+            inside = ok[None, :] & (n < OC)[:, None]
+            at = start[None, :] + n[:, None] * (OH * OW)
             g = tl.load(dy + at, mask=inside, other=0.0)
             if POOL > 1:
-                g = tl.where(tl.load(picked + at, mask=inside, other=0) == place[:, None], g, 0.0)
-            where = device.to(tl.int64) * w_stride + n[:, None] * (C * AREA) + c[None, :] * AREA + tap
-            ws = tl.load(w + where, mask=(n < OC)[:, None] & (c < C)[None, :], other=0.0)
-            total = tl.dot(g, ws, total, input_precision=PRECISION)
-    at = (image * (C * H * W) + pixel)[:, None] + c[None, :] * (H * W)
-    inside = (m < batch * (H * W))[:, None] & (c < C)[None, :]
+                g = tl.where(tl.load(picked + at, mask=inside, other=0) == place[None, :], g, 0.0)
+            where = device.to(tl.int64) * w_stride + n[None, :] * (C * AREA) + c[:, None] * AREA + tap
+            ws = tl.load(w + where, mask=(n < OC)[None, :] & (c < C)[:, None], other=0.0)
+            total = tl.dot(ws, g, total, input_precision=PRECISION)
+    at = (image * (C * H * W) + pixel)[None, :] + c[:, None] * (H * W)
+    inside = (m < batch * (H * W))[None, :] & (c < C)[:, None]
     if RELU:
         total = tl.where(tl.load(x + at, mask=inside, other=0.0) > 0, total, 0.0)
     tl.store(dx + at, total, mask=inside)

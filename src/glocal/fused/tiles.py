@@ -58,13 +58,13 @@ def tile_for(job: Job) -> Tile:
 
 def _tile_for_conv(job: Job) -> Tile:
     """Sizes whose sums stay in registers; a tile as wide as the channels, so that each pixel is gathered once."""
-    channels = min(max(power_of_two(job.outputs), 8), 64)
+    channels = min(max(power_of_two(job.outputs), 16), 64)
     if job.kind == "conv_slopes":
         taps = min(max(power_of_two(job.inputs), 16), 128 if channels <= 16 else 64)
-        return Tile(16 if channels in (16, 32) else 32, channels, taps, warps=2 if channels == 8 else 4)
+        return Tile(32, channels, taps)
     if job.kind == "conv_back":
-        return Tile(128, channels, 16, stages=2)
-    return Tile(256 if channels == 8 else 128, channels, 16, warps=8 if channels == 64 else 4)
+        return Tile(128, channels, 32 if job.inputs > 16 else 16, stages=2)
+    return Tile(128, channels, 32, stages=2)
 
 
 def splits_for(programs: int) -> int:
