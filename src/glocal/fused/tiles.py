@@ -1,4 +1,4 @@
-"""How the kernels cut their work into programs: sizes that were measured on an H200, by shape and number of devices."""
+"""How the kernels cut their work into programs, by shape and number of devices; chosen from register counts, not yet measured."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -40,7 +40,7 @@ _PROGRAMS = 264  # two for each of the GPU's 132 processors
 
 
 def tile_for(job: Job) -> Tile:
-    """The tile that was fastest, or the nearest guess."""
+    """A tile that fills the GPU and whose sums stay in registers."""
     rows = min(max(power_of_two(job.rows), 16), 64)
     match job.kind:
         case "backward":
