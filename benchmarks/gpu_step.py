@@ -2,7 +2,7 @@
 
 python benchmarks/gpu_step.py                            every workload: agreement, ms per round, microseconds per launch
 python benchmarks/gpu_step.py --only A10 --sweep         try the tiles below, launch by launch, and time the best together
-python benchmarks/gpu_step.py --set backward=16,8,128,4,1 --precision tf32x3
+python benchmarks/gpu_step.py --set backward=16,8,128,4,1 --precision ieee
 """
 
 import argparse
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,47 +20,25 @@ from torch.profiler import ProfilerActivity, profile
 
 from glocal import optimisers, training
 from glocal.federation import Examples
-from glocal.fused.chain import Chain, Conv, Linear, chain_of
+from glocal.fused.chain import Chain, Linear, chain_of
 from glocal.fused.on_gpu import descend_together
 from glocal.fused.tiles import SMALL_BATCH, Choose, Job, Tile, tile_for
 from glocal.modules import params_of
 from glocal.trees import Params
 
 RATE, MOMENTUM, REPLAYS, EXAMPLES = 0.05, 0.5, 20, 6000
-KERNELS = (
-    "linear_forward",
-    "linear_loss",
-    "linear_backward",
-    "linear_update",
-    "conv_forward",
-    "conv_slopes",
-    "conv_update",
-    "conv_back",
-)
+KERNELS = ("linear_forward", "linear_loss", "linear_backward", "linear_update")
 # (rows, outputs, inputs, warps, stages); rows of "backward" and "loss" mean nothing
 CANDIDATES = {
     "forward": [
-        (16, 16, 64, 4, 3), (16, 16, 64, 4, 5), (16, 16, 128, 4, 3), (16, 32, 64, 4, 4), (16, 32, 128, 4, 3), (16, 64, 64, 4, 3),
-        (16, 64, 32, 4, 5), (16, 32, 32, 2, 5), (16, 16, 32, 2, 6), (16, 16, 128, 2, 4), (16, 8, 128, 4, 3),
+        (16, 16, 64, 4, 4), (16, 16, 128, 4, 3), (16, 32, 64, 4, 4), (16, 32, 128, 4, 3), (16, 16, 256, 4, 2), (16, 16, 128, 2, 4),
+        (16, 16, 128, 8, 3), (16, 32, 128, 8, 3), (16, 64, 64, 4, 3),
     ],
     "backward": [
-        (16, 8, 64, 4, 1), (16, 16, 32, 4, 1), (16, 32, 16, 4, 1), (16, 8, 32, 2, 1), (16, 16, 64, 8, 1), (16, 32, 32, 8, 1),
-        (16, 64, 16, 8, 1), (16, 64, 16, 8, 2), (16, 8, 64, 4, 2), (16, 8, 64, 4, 3), (16, 8, 64, 4, 4), (16, 16, 64, 8, 3),
-        (16, 16, 32, 4, 3), (16, 16, 64, 4, 1), (16, 8, 128, 8, 1),
+        (16, 8, 64, 4, 1), (16, 16, 32, 4, 1), (16, 32, 16, 4, 1), (16, 8, 32, 2, 1), (16, 64, 16, 8, 1), (16, 8, 64, 4, 3),
+        (16, 16, 32, 4, 3), (16, 16, 64, 8, 2), (16, 8, 128, 8, 1), (16, 4, 128, 4, 2), (16, 8, 64, 2, 2), (16, 4, 64, 2, 3),
     ],
-    "update": [(64, 32, 32, 4, 1), (64, 32, 64, 4, 1), (64, 16, 64, 4, 1), (32, 32, 32, 4, 1), (64, 16, 32, 2, 1)],
-}  # fmt: skip
-# (rows, inputs, warps, stages); the outputs of a tile stay the heuristic's
-CONV_CANDIDATES = {
-    "conv_forward": [
-        (64, 16, 2, 1), (64, 16, 4, 1), (128, 16, 2, 1), (128, 16, 4, 1), (128, 16, 8, 1), (256, 16, 4, 1), (256, 16, 8, 1),
-        (128, 32, 8, 1), (128, 16, 8, 2),
-    ],
-    "conv_slopes": [
-        (16, 32, 2, 1), (32, 32, 2, 1), (32, 32, 4, 1), (32, 64, 2, 1), (32, 64, 4, 1), (64, 64, 8, 1), (16, 128, 4, 1),
-        (32, 128, 2, 1), (16, 128, 8, 1),
-    ],
-    "conv_back": [(64, 16, 2, 1), (64, 16, 4, 2), (128, 16, 4, 1), (128, 16, 4, 2), (128, 16, 8, 2), (128, 32, 4, 2)],
+    "update": [(64, 32, 32, 4, 1), (64, 32, 64, 4, 1), (64, 64, 64, 4, 1), (64, 16, 64, 4, 1), (64, 64, 32, 4, 1)],
 }  # fmt: skip
 
 
@@ -177,79 +156,70 @@ def time_graph(it: Round, choose: Choose, precision: str) -> float:
     return statistics.median(times[3:])
 
 
-def launches(chain: Chain, devices: int, batch: int) -> Iterator[tuple[str, Job | None, float, float]]:
-    """The launches of one step in order: kernel, job, and its floor in megabytes of weights and GFLOP."""
-    for layer in chain.layers:
-        yield forward_of(layer, devices, batch, last=layer is chain.layers[-1])
-    for layer in reversed(chain.layers):
+def launches(chain: Chain, devices: int, batch: int) -> Iterator[tuple[str, Job, float, float]]:
+    """The launches of one step's linear layers in order: kernel, job, and its floor in megabytes of weights and GFLOP."""
+    linear = [layer for layer in chain.layers if isinstance(layer, Linear)]
+    for layer in linear:
+        size = devices * layer.inputs * layer.outputs
+        kernel, kind = ("linear_loss", "loss") if layer is linear[-1] else ("linear_forward", "forward")
+        yield kernel, Job(kind, devices, batch, layer.outputs, layer.inputs), 4e-6 * size, 2e-9 * size * batch
+    for layer in reversed(linear):
         yield from backward_of(layer, devices, batch, first=layer is chain.layers[0])
 
 
-def forward_of(layer: Linear | Conv, devices: int, batch: int, *, last: bool) -> tuple[str, Job | None, float, float]:
-    if isinstance(layer, Linear):
-        size = devices * layer.inputs * layer.outputs
-        kernel, kind = ("linear_loss", "loss") if last else ("linear_forward", "forward")
-        return kernel, Job(kind, devices, batch, layer.outputs, layer.inputs), 4e-6 * size, 2e-9 * size * batch
-    taps, pixels, flops = conv_sizes(layer, devices, batch)
-    return "conv_forward", Job("conv_forward", devices, pixels, layer.outputs[0], taps), 0.0, flops
-
-
-def backward_of(layer: Linear | Conv, devices: int, batch: int, *, first: bool) -> Iterator[tuple[str, Job | None, float, float]]:
-    if isinstance(layer, Conv):
-        taps, pixels, flops = conv_sizes(layer, devices, batch)
-        area = batch * layer.inputs[1] * layer.inputs[2]
-        if not first:
-            yield "conv_back", Job("conv_back", devices, area, layer.inputs[0], layer.outputs[0]), 0.0, flops
-        yield "conv_slopes", Job("conv_slopes", devices, pixels, layer.outputs[0], taps + 1), 0.0, flops
-        yield "conv_update", None, 0.0, 0.0
-        return
+def backward_of(layer: Linear, devices: int, batch: int, *, first: bool) -> Iterator[tuple[str, Job, float, float]]:
     size = devices * layer.inputs * layer.outputs
     flops = 2e-9 * size * batch
     if batch <= SMALL_BATCH:
-        yield (
-            "linear_backward",
-            Job("backward", devices, batch, layer.outputs, layer.inputs),
-            16e-6 * size,
-            flops * (1 if first else 2),
-        )
+        job = Job("backward", devices, batch, layer.outputs, layer.inputs)
+        yield "linear_backward", job, 16e-6 * size, flops * (1 if first else 2)
         return
     if not first:
         yield "linear_forward", Job("forward", devices, batch, layer.inputs, layer.outputs), 4e-6 * size, flops
     yield "linear_update", Job("update", devices, batch, layer.outputs, layer.inputs), 16e-6 * size, flops
 
 
-def conv_sizes(layer: Conv, devices: int, batch: int) -> tuple[int, int, float]:
-    """Taps, pooled pixels of a batch, GFLOP of all devices."""
-    taps = layer.inputs[0] * layer.kernel[0] * layer.kernel[1]
-    outputs, height, width = layer.pooled
-    pixels = batch * height * width
-    return taps, pixels, 2e-9 * devices * pixels * layer.pool**2 * outputs * taps
-
-
-def time_launches(it: Round, choose: Choose, precision: str, steps: int = 5) -> list[float]:
-    """Mean microseconds of each launch of a step, the first step left out."""
+def profiled(it: Round, choose: Choose, precision: str, steps: int = 5) -> tuple[list[Any], int]:
+    """All kernels of a few steps, in order, and how many steps they are."""
     short = it.shortened(min(steps, it.work.steps))
     short.fused(choose, precision)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         short.fused(choose, precision)
         torch.cuda.synchronize()
-    found = sorted((event.time_range.start, event.time_range.elapsed_us()) for event in seen.events() if event.name in KERNELS)
-    count = short.order.shape[1]
+    return sorted(seen.events(), key=lambda event: event.time_range.start), short.order.shape[1]
+
+
+def time_launches(it: Round, choose: Choose, precision: str) -> list[float]:
+    """Mean microseconds of each launch of a step's linear layers, the first step left out."""
+    events, count = profiled(it, choose, precision)
+    found = [event.time_range.elapsed_us() for event in events if event.name in KERNELS]
     each = len(found) // count
     assert each * count == len(found), f"{len(found)} launches in {count} steps"
-    return [statistics.mean(found[step * each + place][1] for step in range(1, count)) for place in range(each)]
+    return [statistics.mean(found[step * each + place] for step in range(1, count)) for place in range(each)]
+
+
+def show_kernels(it: Round, choose: Choose, precision: str) -> None:
+    """Where the time goes, kernel by kernel, over a few steps."""
+    events, count = profiled(it, choose, precision)
+    spent: dict[str, list[float]] = {}
+    for event in events:
+        spent.setdefault(event.name[:70], []).append(event.time_range.elapsed_us())
+    for name, micros in sorted(spent.items(), key=lambda item: -sum(item[1]))[:14]:
+        print(f"  {sum(micros) / count:8.1f} us a step in {len(micros) / count:5.1f} launches  {name}")
 
 
 def show_launches(it: Round, choose: Choose, precision: str) -> None:
     work = it.work
     times = time_launches(it, choose, precision)
     for (kernel, job, megabytes, gflop), micros in zip(launches(work.chain, work.devices, work.batch), times, strict=True):
-        tile = choose(job) if job else None
-        sizes = f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}" if job else ""
+        tile, sizes = choose(job), f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}"
         rates = f"{megabytes / micros:6.2f} TB/s {gflop / micros * 1e3:6.1f} TFLOP/s"
         print(f"  {micros:8.1f} us  {rates}  {kernel:16} {sizes:38} {short_form(tile)}")
-    print(f"  {sum(times):8.1f} us a step in kernels, x {work.steps} = {sum(times) * work.steps / 1e3:.2f} ms a round", flush=True)
+    print(
+        f"  {sum(times):8.1f} us a step in linear layers, x {work.steps} = {sum(times) * work.steps / 1e3:.2f} ms a round",
+        flush=True,
+    )
 
 
 def short_form(tile: Tile | None) -> str:
@@ -257,8 +227,6 @@ def short_form(tile: Tile | None) -> str:
 
 
 def candidates(job: Job, usual: Tile) -> list[Tile]:
-    if job.kind in CONV_CANDIDATES:
-        return [Tile(rows, usual.outputs, inputs, warps, stages) for rows, inputs, warps, stages in CONV_CANDIDATES[job.kind]]
     rows = usual.rows if job.kind == "forward" else None
     return [Tile(rows or values[0], *values[1:]) for values in CANDIDATES.get(job.kind, [])]
 
@@ -266,7 +234,7 @@ def candidates(job: Job, usual: Tile) -> list[Tile]:
 def sweep(name: str, it: Round, choose: Choose, precision: str, until: float) -> None:
     """Try every candidate on all launches of its kind at once; keep the best tile of each job."""
     jobs = [job for _, job, _, _ in launches(it.work.chain, it.work.devices, it.work.batch)]
-    best = {job: (micros, choose(job)) for job, micros in zip(jobs, time_launches(it, choose, precision), strict=True) if job}
+    best = {job: (micros, choose(job)) for job, micros in zip(jobs, time_launches(it, choose, precision), strict=True)}
     for kind in dict.fromkeys(job.kind for job in best):
         longest = max(len(candidates(job, choose(job))) for job in best if job.kind == kind)
         for number in range(longest):
@@ -304,7 +272,7 @@ def chosen(settings: list[str]) -> Choose:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="A10,A100,B10,B100,C50", help="workloads, with commas")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32x3", "tf32"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "ieee", "tf32"))
     parser.add_argument("--set", action="append", default=[], metavar="KIND=rows,outputs,inputs,warps,stages")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-check", action="store_true")
@@ -321,6 +289,7 @@ def main() -> None:
         if not given.no_check:
             check(name, it, choose, given.precision)
         print(f"{name}: {time_graph(it, choose, given.precision):.2f} ms a round ({given.precision})", flush=True)
+        show_kernels(it, choose, given.precision)
         show_launches(it, choose, given.precision)
         if given.sweep:
             sweep(name, it, choose, given.precision, start + given.seconds)

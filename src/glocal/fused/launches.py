@@ -10,7 +10,9 @@ from torch import Tensor
 
 from glocal.fused import conv_kernels, kernels
 from glocal.fused.chain import Conv, Linear
-from glocal.fused.tiles import SMALL_BATCH, Choose, Job, Kind, Tile, power_of_two, splits_for
+from glocal.fused.tiles import SMALL_BATCH, Choose, Job, Kind, Tile, power_of_two
+
+_BLOCK = 1024  # pixels that a program takes at a time
 
 
 class Round(NamedTuple):
@@ -221,20 +223,30 @@ class LastLayer(LinearLayer):
 
 @dataclass
 class ConvLayer(Layer):
-    """A convolution, with a ReLU and a max-pool if the plan says so; picked (like out) is where each maximum was."""
+    """A convolution, with a ReLU and a max-pool if the plan says so, as one matrix product per image.
+
+    columns (D, B, taps + 1, pixels) are what the kernel covers at every place, the last row ones; full (D, B, OC, H, W) is what
+    comes before the pool; picked (like out) is where each maximum was; wide (D, B, OC, taps + 1) are weights and bias for every
+    image, parts (like it) their slopes.
+    """
 
     plan: Conv
     picked: Tensor | None = field(init=False, default=None)
+    columns: Tensor = field(init=False)
+    full: Tensor = field(init=False)
+    wide: Tensor = field(init=False)
     parts: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        channels, height, width = self.plan.outputs
         self.out = self.round.empty(*self.plan.pooled)
         self.dy = torch.empty_like(self.out)
+        self.columns = self.round.empty(self._taps + 1, height * width)
+        self.full = self.round.empty(channels, height, width)
+        self.wide = self.round.empty(channels, self._taps + 1)
+        self.parts = torch.empty_like(self.wide)
         if self.plan.pool > 1:
-            dtype = torch.uint8 if self.plan.pool < 16 else torch.int32
-            self.picked = torch.empty_like(self.out, dtype=dtype)
-        _, splits = self._split()
-        self.parts = torch.empty(self.round.devices, splits, self.plan.outputs[0], self._taps + 1, device=self.x.device)
+            self.picked = torch.empty_like(self.out, dtype=torch.uint8 if self.plan.pool < 16 else torch.int32)
 
     @property
     def _taps(self) -> int:
@@ -242,68 +254,59 @@ class ConvLayer(Layer):
         return self.plan.inputs[0] * math.prod(self.plan.kernel)
 
     @property
-    def _pixels(self) -> int:
-        """Pixels that leave the layer, of one channel in a whole batch."""
-        return self.round.batch * math.prod(self.plan.pooled[1:])
+    def _shape(self) -> dict[str, Any]:
+        """The sizes of the convolution, for a kernel."""
+        plan = self.plan
+        return {"SHAPE": (*plan.inputs, *plan.kernel, *plan.stride, *plan.padding), "OH": plan.outputs[1], "OW": plan.outputs[2]}
+
+    @property
+    def _pool(self) -> dict[str, Any]:
+        """The sizes of the pool, for a kernel."""
+        (_, height, width), (_, down, across) = self.plan.outputs, self.plan.pooled
+        return {"H": height, "W": width, "OH": down, "OW": across, "POOL": self.plan.pool, "BLOCK": _BLOCK}
 
     def forward(self, step: int) -> None:
-        """Fill `out` and `picked`."""
-        plan, weight = self.plan, self.weight.source(step)
-        tile = self.round.tile("conv_forward", self._pixels, plan.outputs[0], self._taps)
-        grid = (_ceil(self._pixels, tile.rows), self.round.devices, _ceil(plan.outputs[0], tile.outputs))
-        reads = {"x": self.x, "rows": self._rows, "w": weight, "w_stride": weight.stride(0), **self._bias(step)}
-        where = {"out": self.out, "step": step, "steps": self.round.rows.shape[1], "RELU": plan.relu}
-        conv_kernels.conv_forward[grid](**reads, **where, **self._shape, BB=tile.rows, **_blocks(tile))
+        """Fill `columns`, `full`, `out` and `picked`."""
+        images, block = self.round.devices * self.round.batch, min(power_of_two(math.prod(self.plan.outputs[1:])), _BLOCK)
+        where = {"rows": self._rows, "batch": self.round.batch, "step": step, "steps": self.round.rows.shape[1]}
+        conv_kernels.unfold[images, self.plan.inputs[0] + 1](x=self.x, columns=self.columns, **where, **self._shape, BLOCK=block)
+        self.wide[..., :-1] = self.weight.source(step).flatten(2)[:, None]
+        self.wide[..., -1] = 0.0 if self.bias is None else self.bias.source(step)[:, None]
+        torch.bmm(self.wide.flatten(0, 1), self.columns.flatten(0, 1), out=self.full.view(images, self.plan.outputs[0], -1))
+        size = self.out.numel()
+        conv_kernels.pool[(_ceil(size, _BLOCK),)](
+            full=self.full, out=self.out, picked=self.picked, size=size, RELU=self.plan.relu, **self._pool
+        )
 
     def backward(self, step: int) -> None:
-        """Fill `dx` from `dy`, and move the weights."""
+        """Fill `dx` from `dy`, and move the weights; `full` and `columns` are written over by their slopes."""
+        slopes = self._before_pool().view(self.round.devices * self.round.batch, self.plan.outputs[0], -1)
+        torch.bmm(slopes, self.columns.flatten(0, 1).transpose(1, 2), out=self.parts.flatten(0, 1))
         if self.dx is not None:
-            self._back(step, self.dx)
-        self._add_slopes(step)
+            self._back(slopes, self.dx)
         self._update(step)
 
-    @property
-    def _shape(self) -> dict[str, Any]:
-        """What the kernels of a convolution have in common."""
-        plan, (channels, height, width) = self.plan, self.plan.pooled
-        shape = (*plan.inputs, *plan.kernel, *plan.stride, *plan.padding)
-        sizes = {"SHAPE": shape, "OC": channels, "OH": height, "OW": width, "POOL": plan.pool}
-        return {"picked": self.picked, "batch": self.round.batch, "PRECISION": self.round.precision, **sizes}
+    def _before_pool(self) -> Tensor:
+        """The slopes (D, B, OC, H, W) of what comes before the pool."""
+        if self.picked is None:
+            return self.dy
+        size = self.full.numel()
+        conv_kernels.unpool[(_ceil(size, _BLOCK),)](dy=self.dy, picked=self.picked, dfull=self.full, size=size, **self._pool)
+        return self.full
 
-    @property
-    def _slopes_tile(self) -> Tile:
-        return self.round.tile("conv_slopes", self._pixels, self.plan.outputs[0], self._taps + 1)
-
-    def _split(self) -> tuple[int, int]:
-        """How many pixels each part sums, and how many parts there are."""
-        tile = self._slopes_tile
-        programs = self.round.devices * _ceil(self.plan.outputs[0], tile.outputs) * _ceil(self._taps + 1, tile.inputs)
-        span = _ceil(_ceil(self._pixels, tile.rows), splits_for(programs)) * tile.rows
-        return span, _ceil(self._pixels, span)
-
-    def _add_slopes(self, step: int) -> None:
-        """Fill `parts`: sums over different pixels, so that enough programs share the work."""
-        tile, (span, splits) = self._slopes_tile, self._split()
-        blocks = _ceil(self.plan.outputs[0], tile.outputs) * _ceil(self._taps + 1, tile.inputs)
-        reads = {"x": self.x, "rows": self._rows, "dy": self.dy, "parts": self.parts, "span": span}
-        where = {"step": step, "steps": self.round.rows.shape[1]}
-        grid = (blocks, self.round.devices, splits)
-        conv_kernels.conv_slopes[grid](**reads, **where, **self._shape, BB=tile.rows, **_blocks(tile))
+    def _back(self, slopes: Tensor, dx: Tensor) -> None:
+        torch.bmm(self.wide.flatten(0, 1).transpose(1, 2), slopes, out=self.columns.flatten(0, 1))
+        size, rectified = dx.numel(), self.x_is_rectified
+        conv_kernels.fold[(_ceil(size, _BLOCK),)](
+            columns=self.columns, x=self.x, dx=dx, size=size, RELU=rectified, **self._shape, BLOCK=_BLOCK
+        )
 
     def _update(self, step: int) -> None:
         channels, block = self.plan.outputs[0], 256
         grid = (_ceil(channels * self._taps, block), self.round.devices)
         sizes = {"TAPS": self._taps, "OC": channels, "BLOCK": block, "BIAS_BLOCK": power_of_two(channels)}
-        reads = {"parts": self.parts, "splits": self.parts.shape[1], "drift": self._drift(grid[0])}
+        reads = {"parts": self.parts, "splits": self.round.batch, "drift": self._drift(grid[0])}
         conv_kernels.conv_update[grid](**reads, **self._moving(step), **sizes)
-
-    def _back(self, step: int, dx: Tensor) -> None:
-        plan, weight = self.plan, self.weight.source(step)
-        pixels = self.round.batch * math.prod(plan.inputs[1:])
-        tile = self.round.tile("conv_back", pixels, plan.inputs[0], plan.outputs[0])
-        grid = (_ceil(pixels, tile.rows), self.round.devices, _ceil(plan.inputs[0], tile.outputs))
-        reads = {"x": self.x, "dy": self.dy, "dx": dx, "w": weight, "w_stride": weight.stride(0), "RELU": self.x_is_rectified}
-        conv_kernels.conv_back[grid](**reads, **self._shape, BB=tile.rows, **_blocks(tile))
 
 
 def _blocks(tile: Tile) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Kind = Literal["forward", "loss", "backward", "update", "conv_forward", "conv_slopes", "conv_back"]
+Kind = Literal["forward", "loss", "backward", "update"]
 
 
 @dataclass(frozen=True)
@@ -36,40 +36,24 @@ class Choose(Protocol):
 
 
 SMALL_BATCH = 16  # up to so many rows a layer's backward pass is one kernel whose sums stay in registers
-_PROGRAMS = 264  # two for each of the GPU's 132 processors
+_PROGRAMS = 128  # about one for each of the GPU's processors
 
 
 def tile_for(job: Job) -> Tile:
-    """A tile that fills the GPU and whose sums stay in registers."""
+    """A tile that fills the GPU and whose sums stay in registers: what `benchmarks/gpu_step.py --sweep` found on an H200."""
     rows = min(max(power_of_two(job.rows), 16), 64)
     match job.kind:
         case "backward":
             many = job.devices * -(-job.inputs // 64) >= _PROGRAMS
-            return Tile(rows, 8, 64) if many else Tile(rows, 64, 16, warps=8)
+            return Tile(rows, 8, 64, stages=3) if many else Tile(rows, 16, 32, stages=3)
         case "loss":
             return Tile(16, max(power_of_two(job.outputs), 16), 64, stages=2)
         case "update":
-            return Tile(rows, 32, 32)
+            return Tile(rows, 64, 32)
         case "forward":
-            outputs = 32 if job.devices * -(-job.outputs // 32) >= _PROGRAMS else 16
-            return Tile(rows, outputs, 64, stages=4) if rows == 16 else Tile(rows, outputs, 32, stages=2)
-    return _tile_for_conv(job)
-
-
-def _tile_for_conv(job: Job) -> Tile:
-    """Sizes whose sums stay in registers; a tile as wide as the channels, so that each pixel is gathered once."""
-    channels = min(max(power_of_two(job.outputs), 16), 64)
-    if job.kind == "conv_slopes":
-        taps = min(max(power_of_two(job.inputs), 16), 128 if channels <= 16 else 64)
-        return Tile(32, channels, taps)
-    if job.kind == "conv_back":
-        return Tile(128, channels, 32 if job.inputs > 16 else 16, stages=2)
-    return Tile(128, channels, 32, stages=2)
-
-
-def splits_for(programs: int) -> int:
-    """Into how many parts a sum is split that so many programs would share otherwise."""
-    return -(-2 * _PROGRAMS // programs)
+            many = job.devices * -(-job.outputs // 64) >= _PROGRAMS
+            outputs = 32 if rows == 16 or many else 16
+            return Tile(rows, outputs, 64, stages=4)
 
 
 def power_of_two(number: int) -> int:
