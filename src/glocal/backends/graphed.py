@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from glocal.backends.tasks import OneDevice, Outcome, Result, Task, full_steps
+from glocal.backends.tasks import OneDevice, Outcome, Result, Task, full_steps, sent
 from glocal.backends.vmapped import batched
 from glocal.federation import Examples
 from glocal.sampling import Integers, padded
@@ -95,8 +95,7 @@ class _Captured:
         _stack_into(self.shared, list(trees_of.values()))
         _stack_into(self.private, [task.private for task in tasks])
         numbers = [[places[id(task.shared)] for task in tasks], [task.key for task in tasks], [round_index] * len(tasks)]
-        sent = torch.from_numpy(np.concatenate([np.array(numbers).reshape(-1), orders.reshape(-1)])).pin_memory()
-        there = sent.to(self.order.device, non_blocking=True)
+        there = sent(np.concatenate([np.array(numbers).reshape(-1), orders.reshape(-1)]), self.order.device)
         whose, key, number = there[: 3 * len(tasks)].view(3, -1)
         self.whose.copy_(whose)
         self.key.copy_(key)

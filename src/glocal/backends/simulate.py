@@ -1,7 +1,7 @@
 """The simulator: a generator of rounds. The caller's for-loop is the callback."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from glocal import trees
 from glocal.algorithm import Algorithm, Update
 from glocal.backends.engine import Engine
 from glocal.backends.over_devices import OverDevices
-from glocal.backends.tasks import Outcome, Task, rows_of
+from glocal.backends.tasks import Outcome, Task, rows_of, sent
 from glocal.errors import InputError
 from glocal.federation import Holdings
 from glocal.sampling import Integers, Plan, choose_cohort, noise_key, visiting_order
@@ -66,12 +66,27 @@ def simulate_seeds(
     if not seats[0].train.examples.y.is_cuda:
         yield from rounds
         return
-    ready: deque[list[tuple[State, Report]]] = deque()
+    underway: deque[Callable[[], list[tuple[State, Report]]]] = deque()
     for moment in rounds:  # a GPU works on the next round while the caller looks at this one
-        ready.append(moment)
-        if len(ready) > 1:
-            yield ready.popleft()
-    yield from ready
+        underway.append(_landing(moment))
+        if len(underway) > 1:
+            yield underway.popleft()()
+    for landed in underway:
+        yield landed()
+
+
+def _landing(moment: list[tuple[State, Report]]) -> Callable[[], list[tuple[State, Report]]]:
+    """Send a round's losses to the host; what is returned waits for them, and for nothing that comes after them."""
+    there = [report.losses for _, report in moment]
+    here = [torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True).copy_(losses, non_blocking=True) for losses in there]
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def landed() -> list[tuple[State, Report]]:
+        arrived.synchronize()
+        return [(state, report._replace(losses=losses)) for (state, report), losses in zip(moment, here, strict=True)]
+
+    return landed
 
 
 def _rounds(
@@ -145,7 +160,7 @@ def _collect(algorithm: Algorithm, seat: Seat, cohort: Integers, part: Part, rou
     state = seat.state
     uploads = admit(part.uploads, state.shared)
     traffic = Ledger().after_round(state.shared, uploads, cohort=len(cohort), devices=seat.train.devices)
-    weights = torch.from_numpy(seat.train.sizes[cohort]).to(part.losses.device)
+    weights = sent(seat.train.sizes[cohort], part.losses.device)
     shared = algorithm.aggregate(state.shared, uploads, weights)
     private = state.private.put(cohort.tolist(), part.private)
     return State(shared, private), Report(round_index, cohort, part.losses, traffic)

@@ -108,6 +108,12 @@ def own_randomness(key: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def sent(array: Integers, device: torch.device) -> Tensor:
+    """Numbers on a computing device; a GPU gets them without being waited for."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def rows_of(stack: Params, number: int) -> list[Params]:
     """The trees of a stack; on a CPU as tensors of their own, on an accelerator as views, for copies are launches there."""
     if not all(tensor.is_cuda for tensor in stack.values()):
