@@ -14,7 +14,7 @@ import glocal
 
 SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
-BASIS = ("errors", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "fused", "algorithm")
+BASIS = ("errors", "places", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "fused", "algorithm")
 ENGINE = ("algorithms", "wire", "store", "backends", "measure", "keep", "checkpoint", "result", "fitting")
 ORDER = (*BASIS, *ENGINE, "data", "studies", "report", "cli", "__main__")
 FILES = sorted(SOURCE.rglob("*.py"))

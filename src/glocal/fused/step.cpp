@@ -1,0 +1,1041 @@
+// Trains one device: all steps of gradient descent on a chain of convolutions and linear layers, in one call and one thread.
+//
+// A device's weights, velocities and batch stay in the caches of one core. What makes it fast:
+// - a linear layer holds a group of examples in registers and passes over its weights once per direction: the slope of a weight is
+//   summed, enters the velocity and moves the weight without ever going to memory;
+// - a convolution's backward pass visits only the pixels that its max-pool chose.
+// Vectors are those of the compiler (GCC, Clang), so that one source serves AVX-512, AVX2, SSE and NEON.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <new>
+#include <utility>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+// What the caller hands over; on_cpu.py mirrors both structures. Weights and biases are trained in place, in torch's layout.
+struct LayerSpec {
+    std::int64_t is_conv, channels, height, width, outputs;
+    std::int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
+    std::int64_t relu, pool;
+    float *weight, *bias;
+    const float *weight_anchor, *bias_anchor;
+    double weight_pull, bias_pull;
+};
+
+struct Job {
+    const LayerSpec *layers;
+    std::int64_t layer_count;
+    const float *x;
+    const std::int64_t *y;
+    std::int64_t rows;
+    const std::int64_t *order;
+    std::int64_t steps, batch;
+    double rate, momentum, weight_decay, pull_floor;
+    double loss;
+};
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool MANY_REGISTERS = true;  // 32 of them
+#else
+constexpr bool MANY_REGISTERS = false;  // 16
+#endif
+
+constexpr int GROUP = MANY_REGISTERS ? 10 : 5;  // examples, or pixels, that a kernel holds at once
+constexpr int MAPS = 6;                         // output channels of the kernel that runs along pixels
+constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // and its vectors of pixels
+constexpr int TAPS = MANY_REGISTERS ? 12 : 8;   // vectors of a filter that the backward kernels hold
+constexpr int TAP_ROWS = 5, TAP_VECTORS = 4;
+constexpr long CHUNK = 128;  // outputs whose slopes wait in the nearest cache when the batch has several groups
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef std::int32_t ints __attribute__((vector_size(LANES * 4)));
+
+inline vec load(const float *from) { return *reinterpret_cast<const loose_vec *>(from); }
+inline void store(float *to, vec value) { *reinterpret_cast<loose_vec *>(to) = value; }
+inline vec spread(float value) { return value - vec{}; }
+inline long padded(long count, long unit = LANES) { return (count + unit - 1) / unit * unit; }
+
+// Calls body with integral constants 0 .. N-1, unrolled: arrays indexed by them live in registers.
+template <int... I, class Body>
+inline __attribute__((always_inline)) void unrolled(std::integer_sequence<int, I...>, Body body) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class Body>
+inline __attribute__((always_inline)) void unrolled(Body body) {
+    unrolled(std::make_integer_sequence<int, N>{}, body);
+}
+
+// Zeroed memory for one call, in few large pieces; every array has room for one vector more than asked.
+class Arena {
+public:
+    ~Arena() {
+        for (void *piece : pieces_) std::free(piece);
+    }
+    template <class T>
+    T *take(long count) {
+        static_assert(sizeof(T) == 4, "the room at the end is counted in floats");
+        const std::size_t bytes = std::size_t(padded(count + LANES, 64 / 4)) * 4;
+        if (bytes > left_) grow(bytes);
+        T *taken = reinterpret_cast<T *>(next_);
+        next_ += bytes, left_ -= bytes;
+        return taken;
+    }
+    float *floats(long count) { return take<float>(count); }
+
+private:
+    static constexpr std::size_t HUGE_PAGE = std::size_t(1) << 21;
+
+    void grow(std::size_t bytes) {
+        const std::size_t size = std::max(bytes, 2 * HUGE_PAGE) / HUGE_PAGE * HUGE_PAGE + HUGE_PAGE;
+        pieces_.reserve(pieces_.size() + 1);
+        char *piece = static_cast<char *>(std::calloc(size + HUGE_PAGE, 1));
+        if (!piece) throw std::bad_alloc();
+        pieces_.push_back(piece);
+        next_ = reinterpret_cast<char *>((reinterpret_cast<std::uintptr_t>(piece) + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1));
+        left_ = size;
+#ifdef __linux__
+        madvise(next_, size, MADV_HUGEPAGE);  // thousands of page faults less per call; a refusal does no harm
+#endif
+    }
+
+    std::vector<void *> pieces_;
+    char *next_ = nullptr;
+    std::size_t left_ = 0;
+};
+
+// The rule of stochastic gradient descent.
+struct Rule {
+    float rate, momentum, decay;
+};
+
+// A tensor in a kernel's own layout, with its velocity, and what pulls it.
+struct Moving {
+    float *weight = nullptr, *velocity = nullptr, *anchor = nullptr;  // velocity: only with momentum; anchor: only if pulled
+    float pull = 0;
+
+    Moving() = default;
+    Moving(Arena &arena, long count, const Rule &rule, bool pulled, double strength) : pull(float(strength)) {
+        weight = arena.floats(count);
+        if (rule.momentum != 0) velocity = arena.floats(count);
+        if (pulled) anchor = arena.floats(count);
+    }
+};
+
+// Moves one vector of weights down its slope; returns by how much it was away from its anchor, squared.
+inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec slope, const Rule &rule) {
+    vec distance{};
+    slope += rule.decay * weight;
+    if (tensor.anchor) {
+        const vec away = weight - load(tensor.anchor + at);
+        slope += tensor.pull * away;
+        distance = away * away;
+    }
+    if (tensor.velocity) {
+        slope += rule.momentum * load(tensor.velocity + at);
+        store(tensor.velocity + at, slope);
+    }
+    store(tensor.weight + at, weight - rule.rate * slope);
+    return distance;
+}
+
+inline double sum_of(vec values) {
+    double sum = 0;
+    for (int lane = 0; lane < LANES; ++lane) sum += values[lane];
+    return sum;
+}
+
+// Moves a whole tensor; returns the value of its pull.
+double move_all(const Moving &tensor, const float *slope, long count, const Rule &rule) {
+    vec distance{};
+    for (long at = 0; at < count; at += LANES) distance += move(tensor, at, load(tensor.weight + at), load(slope + at), rule);
+    return tensor.pull / 2 * sum_of(distance);
+}
+
+// Splits `count` into parts of at most `most`, as even as can be, and calls body(begin, size).
+template <class Body>
+inline void in_parts(long count, long most, Body body) {
+    const long parts = (count + most - 1) / most;
+    for (long part = 0, begin = 0; part < parts; ++part) {
+        const long size = (count - begin) / (parts - part);
+        body(begin, size);
+        begin += size;
+    }
+}
+
+// Calls body with an integral constant equal to `size`, 1 .. N.
+template <int N, class Body>
+inline void with_constant(long size, Body body) {
+    if (size == N) {
+        body(std::integral_constant<int, N>{});
+    } else if constexpr (N > 1) {
+        with_constant<N - 1>(size, body);
+    }
+}
+
+// Lanes with bit `D` clear: sums of pairs in `a`; with it set: in `b`. Applied for D = 1, 2, 4, .. it leaves sums of whole vectors.
+template <int D, int... I>
+inline vec paired(vec a, vec b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    const vec near = __builtin_shufflevector(a, b, (I & D ? LANES + I : I)...);
+    const vec far = __builtin_shufflevector(a, b, (I & D ? LANES + I - D : I + D)...);
+#else
+    const vec near = __builtin_shuffle(a, b, ints{(I & D ? LANES + I : I)...});
+    const vec far = __builtin_shuffle(a, b, ints{(I & D ? LANES + I - D : I + D)...});
+#endif
+    return near + far;
+}
+
+// Lane i holds the sum over the lanes of parts[i], i < N <= LANES; the other lanes hold anything.
+template <int N, int D = 1>
+inline vec totals(const vec *parts) {
+    if constexpr (D == LANES) {
+        return parts[0];
+    } else {
+        vec halved[(N + 1) / 2];
+        unrolled<(N + 1) / 2>([&](auto i) {
+            constexpr int second = std::min(2 * i + 1, N - 1);
+            halved[i] = paired<D>(parts[2 * i], parts[second], std::make_integer_sequence<int, LANES>{});
+        });
+        return totals<(N + 1) / 2, 2 * D>(halved);
+    }
+}
+
+// Writes the sum over the lanes of each of N parts.
+template <int N>
+inline void write_totals(const vec *parts, float *to) {
+    if constexpr (N <= LANES) {
+        const vec sums = totals<N>(parts);
+        std::memcpy(to, &sums, N * sizeof(float));
+    } else {
+        write_totals<LANES>(parts, to);
+        write_totals<N - LANES>(parts + LANES, to + LANES);
+    }
+}
+
+// The numbers of a batch in panels of neighbouring columns (panels, examples, width): what a kernel reads at once lies together.
+struct Sheet {
+    float *data = nullptr;
+    long width = 1, examples = 0;
+
+    float *at(long column, long example) const { return data + (column / width * examples + example) * width + column % width; }
+};
+
+// Copies a row of numbers to its place in a sheet.
+void pour(const float *row, long count, const Sheet &sheet, long example) {
+    for (long column = 0; column < count; column += sheet.width) {
+        std::memcpy(sheet.at(column, example), row + column, std::min(sheet.width, count - column) * sizeof(float));
+    }
+}
+
+// A linear layer, its weights in panels of neighbouring inputs (panels, outputs, width).
+struct Dense {
+    long inputs, outputs, width, panels, batch;
+    bool relu, first, has_bias;
+    Moving weight, bias;
+    Sheet input;           // what entered
+    Sheet slope_in;        // its slope; not for the first layer, whose input does not move
+    float *slope_out;      // slope of what left (outputs, batch)
+    float *bias_slope;     // (outputs,)
+    float *waiting;        // slopes of a chunk of weights, summed over the groups seen so far
+
+    Dense(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size, bool is_first)
+        : inputs(spec.channels * spec.height * spec.width),
+          outputs(spec.outputs),
+          width(is_first ? 2 * LANES : LANES),  // the first has registers to spare, as no slope of its input is summed
+          panels((inputs + width - 1) / width),
+          batch(batch_size),
+          relu(spec.relu),
+          first(is_first),
+          has_bias(spec.bias),
+          weight(arena, panels * width * outputs, rule, spec.weight_anchor, spec.weight_pull),
+          bias(arena, outputs, rule, spec.bias_anchor, spec.bias_pull),
+          input{arena.floats(panels * width * batch), width, batch},
+          slope_in{is_first ? nullptr : arena.floats(panels * width * batch), width, batch},
+          slope_out(arena.floats(outputs * batch)),
+          bias_slope(arena.floats(outputs)),
+          waiting(arena.floats(CHUNK * width)) {}
+};
+
+// Products of M outputs' weights with N examples, without the bias: to[m * N + n]. W is the width in vectors.
+template <int N, int M, int W>
+inline void products(const Dense &layer, long example, long output, float *to) {
+    vec sums[M * N] = {};
+    const float *x = layer.input.data + example * W * LANES;
+    const float *w = layer.weight.weight + output * W * LANES;
+    for (long panel = 0; panel < layer.panels; ++panel) {
+        unrolled<W>([&](auto k) {
+            vec weights[M];
+            unrolled<M>([&](auto m) { weights[m] = load(w + (m * W + k) * LANES); });
+            unrolled<N>([&](auto n) {
+                const vec value = load(x + (n * W + k) * LANES);
+                unrolled<M>([&](auto m) { sums[m * N + n] += weights[m] * value; });
+            });
+        });
+        x += layer.batch * W * LANES;
+        w += layer.outputs * W * LANES;
+    }
+    unrolled<M>([&](auto m) { write_totals<N>(sums + m * N, to + m * N); });
+}
+
+// Adds the bias, applies the ReLU, and puts N examples of one output in their place.
+template <int N>
+inline void emit(const Dense &layer, const float *sums, const Sheet &to, long example, long output) {
+    float *place = to.at(output, example);
+    const float bias = layer.bias.weight[output];
+    for (long n = 0; n < N; ++n) {
+        const float value = sums[n] + bias;
+        place[n * to.width] = layer.relu && value < 0 ? 0 : value;  // a NaN passes
+    }
+}
+
+template <int N, int W>
+void forward_group(const Dense &layer, long example, const Sheet &to) {
+    float sums[2 * N];
+    long output = 0;
+    for (; output + 2 <= layer.outputs; output += 2) {
+        products<N, 2, W>(layer, example, output, sums);
+        emit<N>(layer, sums, to, example, output);
+        emit<N>(layer, sums + N, to, example, output + 1);
+    }
+    if (output < layer.outputs) {
+        products<N, 1, W>(layer, example, output, sums);
+        emit<N>(layer, sums, to, example, output);
+    }
+}
+
+void forward(const Dense &layer, long examples, const Sheet &to) {
+    in_parts(examples, GROUP, [&](long example, long size) {
+        with_constant<GROUP>(size, [&](auto n) {
+            layer.first ? forward_group<n, 2>(layer, example, to) : forward_group<n, 1>(layer, example, to);
+        });
+    });
+}
+
+// Which part of a layer's weights a backward kernel visits: outputs [begin, end) of one panel, for one group of examples.
+struct Tile {
+    long panel, begin, end, example;
+    bool opens, closes;  // whether the group is the batch's first and last: the last one moves the weights
+};
+
+// Slopes of weights and, if not for the first layer, of what entered; the weights move once their slope is whole.
+template <int N, bool FIRST>
+vec backward_tile(const Dense &layer, const Tile &tile, const Rule &rule) {
+    constexpr int W = FIRST ? 2 : 1;
+    const long entry = (tile.panel * layer.batch + tile.example) * W * LANES;
+    vec x[N * W], slope_in[N], distance{};
+    unrolled<N * W>([&](auto i) { x[i] = load(layer.input.data + entry + i * LANES); });
+    if constexpr (!FIRST) unrolled<N>([&](auto n) { slope_in[n] = load(layer.slope_in.data + entry + n * LANES); });
+    for (long output = tile.begin; output < tile.end; ++output) {
+        const long at = (tile.panel * layer.outputs + output) * W * LANES;
+        const float *slope_out = layer.slope_out + output * layer.batch + tile.example;
+        float *waiting = layer.waiting + (output - tile.begin) * W * LANES;
+        vec weight[W], slope[W] = {};
+        unrolled<W>([&](auto k) { weight[k] = load(layer.weight.weight + at + k * LANES); });
+        unrolled<N>([&](auto n) {
+            const vec s = spread(slope_out[n]);
+            unrolled<W>([&](auto k) { slope[k] += s * x[n * W + k]; });
+            if constexpr (!FIRST) slope_in[n] += s * weight[0];
+        });
+        unrolled<W>([&](auto k) {
+            if (!tile.opens) slope[k] += load(waiting + k * LANES);
+            if (tile.closes) {
+                distance += move(layer.weight, at + k * LANES, weight[k], slope[k], rule);
+            } else {
+                store(waiting + k * LANES, slope[k]);
+            }
+        });
+    }
+    if constexpr (!FIRST) unrolled<N>([&](auto n) { store(layer.slope_in.data + entry + n * LANES, slope_in[n]); });
+    return distance;
+}
+
+double move_bias(const Dense &layer, long examples, const Rule &rule) {
+    for (long output = 0; output < layer.outputs; ++output) {
+        float sum = 0;
+        for (long n = 0; n < examples; ++n) sum += layer.slope_out[output * layer.batch + n];
+        layer.bias_slope[output] = sum;
+    }
+    return move_all(layer.bias, layer.bias_slope, layer.outputs, rule);
+}
+
+// Moves the layer's weights, given slope_out, and fills slope_in; returns the value of the pulls on it.
+double backward(const Dense &layer, long examples, const Rule &rule) {
+    const long chunk = examples <= GROUP ? layer.outputs : CHUNK;
+    if (!layer.first) std::memset(layer.slope_in.data, 0, layer.panels * layer.width * layer.batch * sizeof(float));
+    double distance = 0;
+    for (long panel = 0; panel < layer.panels; ++panel) {
+        for (long begin = 0; begin < layer.outputs; begin += chunk) {
+            in_parts(examples, GROUP, [&](long example, long size) {
+                const long end = std::min(begin + chunk, layer.outputs);
+                const Tile tile{panel, begin, end, example, example == 0, example + size == examples};
+                with_constant<GROUP>(size, [&](auto n) {
+                    const vec part = layer.first ? backward_tile<n, true>(layer, tile, rule) : backward_tile<n, false>(layer, tile, rule);
+                    if (layer.weight.anchor) distance += sum_of(part);
+                });
+            });
+        }
+    }
+    return layer.weight.pull / 2 * distance + (layer.has_bias ? move_bias(layer, examples, rule) : 0);
+}
+
+// Hands the slope of what entered to the linear layer before, through its ReLU.
+void pass_back(const Dense &layer, const Dense &before, long examples) {
+    for (long column = 0; column < before.outputs; ++column) {
+        const float *slope = layer.slope_in.at(column, 0), *value = layer.input.at(column, 0);
+        float *to = before.slope_out + column * before.batch;
+        for (long n = 0; n < examples; ++n) {
+            const long from = n * layer.width;
+            to[n] = before.relu && !(value[from] > 0) ? 0 : slope[from];
+        }
+    }
+}
+
+// A convolution with its ReLU and max-pool. Images are (height, width, channels), so that a row of a filter is one run of numbers.
+struct Conv {
+    long channels, height, width, outputs, kernel_height, kernel_width, pad_height, pad_width, pool;
+    bool relu, first, has_bias;
+    long framed_height, framed_width;       // with the padding
+    long row;                               // numbers in a framed row
+    long run, run_padded, filter;           // numbers in a filter's row, in whole vectors, and in a filter of such rows
+    long whole_height, whole_width;         // outputs before the pool, without those that no window covers
+    long pooled_width, places;              // after the pool
+    bool along_pixels;                      // forward in vectors of pixels instead of channels
+    long plane;                             // numbers in a plane of outputs before the pool, if along pixels
+    std::vector<std::int32_t> begins;       // where in the framed image the patch of each whole output begins
+    std::vector<std::int32_t> pixel_of;     // the reverse
+    std::vector<std::int32_t> taps;         // where the numbers of a filter lie in framed planes
+    Moving weight, bias;                    // weight: (outputs, filter)
+    float *slope, *bias_slope, *forward_weight;
+    float *output, *slope_out;              // what left (batch, places, outputs), and its slope, through the ReLU
+    std::int32_t *chosen;                   // where in the framed image the patch begins that the pool chose, for all of `output`
+    long chosen_by_place, chosen_by_output;
+    float *frame, *planes, *maps;           // one image: framed, its planes, and the outputs before the pool
+    float *slope_frame, *entry_slope;       // one image: slope of what entered, and of each whole output that was chosen
+    std::int32_t *entry_output, *entries;
+
+    Conv(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch, bool is_first);
+
+    long numbers_in() const { return channels * height * width; }
+    long numbers_out() const { return places * outputs; }
+
+private:
+    void find_sizes(const LayerSpec &spec);
+    void find_places(const LayerSpec &spec);
+};
+
+void Conv::find_sizes(const LayerSpec &spec) {
+    framed_height = height + 2 * pad_height, framed_width = width + 2 * pad_width;
+    row = framed_width * channels;
+    run = kernel_width * channels, run_padded = padded(run), filter = kernel_height * run_padded;
+    const long pooled_height = ((framed_height - kernel_height) / spec.stride_height + 1) / pool;
+    pooled_width = ((framed_width - kernel_width) / spec.stride_width + 1) / pool;
+    places = pooled_height * pooled_width;
+    whole_height = pooled_height * pool, whole_width = pooled_width * pool;
+    plane = padded((whole_height - 1) * framed_width + whole_width);
+    // lanes that do nothing: channels beyond the last, or pixels beyond the end of a row
+    along_pixels = spec.stride_height == 1 && spec.stride_width == 1 && outputs * plane < padded(outputs) * whole_height * whole_width;
+}
+
+void Conv::find_places(const LayerSpec &spec) {
+    pixel_of.resize(framed_height * row);
+    for (long y = 0; y < whole_height; ++y) {
+        for (long x = 0; x < whole_width; ++x) {
+            const long begin = y * spec.stride_height * row + x * spec.stride_width * channels;
+            pixel_of[begin] = std::int32_t(begins.size());
+            begins.push_back(std::int32_t(begin));
+        }
+    }
+    for (long y = 0; y < kernel_height; ++y) {
+        for (long x = 0; x < kernel_width; ++x) {
+            for (long c = 0; c < channels; ++c) taps.push_back(std::int32_t((c * framed_height + y) * framed_width + x));
+        }
+    }
+}
+
+Conv::Conv(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch, bool is_first)
+    : channels(spec.channels),
+      height(spec.height),
+      width(spec.width),
+      outputs(spec.outputs),
+      kernel_height(spec.kernel_height),
+      kernel_width(spec.kernel_width),
+      pad_height(spec.pad_height),
+      pad_width(spec.pad_width),
+      pool(spec.pool),
+      relu(spec.relu),
+      first(is_first),
+      has_bias(spec.bias) {
+    find_sizes(spec);
+    find_places(spec);
+    const long whole = whole_height * whole_width, framed = framed_height * row;
+    weight = Moving(arena, outputs * filter, rule, spec.weight_anchor, spec.weight_pull);
+    bias = Moving(arena, outputs, rule, spec.bias_anchor, spec.bias_pull);
+    slope = arena.floats(outputs * filter), bias_slope = arena.floats(outputs);
+    forward_weight = arena.floats(padded(outputs) * kernel_height * run);
+    output = arena.floats(batch * numbers_out()), slope_out = arena.floats(batch * numbers_out());
+    chosen_by_place = along_pixels ? 1 : padded(outputs), chosen_by_output = along_pixels ? places : 1;
+    chosen = arena.take<std::int32_t>(batch * places * padded(outputs));
+    frame = arena.floats(framed), planes = arena.floats(framed);
+    maps = arena.floats(along_pixels ? outputs * plane : padded(outputs) * whole);
+    slope_frame = arena.floats(framed);
+    entry_slope = arena.floats(whole * outputs);
+    entry_output = arena.take<std::int32_t>(whole * outputs), entries = arena.take<std::int32_t>(whole);
+}
+
+// An image wherever it lies: number (c, y, x) is at c * by_channel + y * by_row + x * by_column.
+struct Image {
+    const float *data;
+    long by_channel, by_row, by_column;
+};
+
+// The image with its padding around it, channels innermost; in place if it lies so already.
+const float *framed(const Conv &conv, const Image &image) {
+    const bool in_order = image.by_channel == 1 || conv.channels == 1;
+    if (in_order && conv.pad_height == 0 && conv.pad_width == 0 && !conv.first) return image.data;
+    for (long y = 0; y < conv.height; ++y) {
+        float *to = conv.frame + (y + conv.pad_height) * conv.row + conv.pad_width * conv.channels;
+        const float *from = image.data + y * image.by_row;
+        if (in_order) {
+            std::memcpy(to, from, conv.width * conv.channels * sizeof(float));
+            continue;
+        }
+        for (long c = 0; c < conv.channels; ++c) {
+            for (long x = 0; x < conv.width; ++x) to[x * conv.channels + c] = from[c * image.by_channel + x];
+        }
+    }
+    return conv.frame;
+}
+
+// The image with its padding around it, plane by plane.
+const float *framed_planes(const Conv &conv, const Image &image) {
+    for (long c = 0; c < conv.channels; ++c) {
+        for (long y = 0; y < conv.height; ++y) {
+            float *to = conv.planes + (c * conv.framed_height + y + conv.pad_height) * conv.framed_width + conv.pad_width;
+            const float *from = image.data + c * image.by_channel + y * image.by_row;
+            if (image.by_column == 1) {
+                std::memcpy(to, from, conv.width * sizeof(float));
+                continue;
+            }
+            for (long x = 0; x < conv.width; ++x) to[x] = from[x * image.by_column];
+        }
+    }
+    return conv.planes;
+}
+
+// Whole outputs of P pixels and V vectors of channels, beginning at output `o`.
+template <int P, int V>
+void channels_of_pixels(const Conv &conv, const float *frame, long pixel, long o) {
+    vec sums[P * V];
+    const float *patch[P];
+    unrolled<P>([&](auto p) { patch[p] = frame + conv.begins[pixel + p]; });
+    unrolled<P * V>([&](auto i) { sums[i] = load(conv.bias.weight + o + i % V * LANES); });
+    const long block = conv.kernel_height * conv.run * LANES;
+    const float *w = conv.forward_weight + o / LANES * block;
+    for (long y = 0; y < conv.kernel_height; ++y) {
+        for (long k = 0; k < conv.run; ++k, w += LANES) {
+            vec weights[V];
+            unrolled<V>([&](auto v) { weights[v] = load(w + v * block); });
+            unrolled<P>([&](auto p) {
+                const vec value = spread(patch[p][k]);
+                unrolled<V>([&](auto v) { sums[p * V + v] += value * weights[v]; });
+            });
+        }
+        unrolled<P>([&](auto p) { patch[p] += conv.row; });
+    }
+    float *to = conv.maps + pixel * padded(conv.outputs) + o;
+    unrolled<P>([&](auto p) { unrolled<V>([&](auto v) { store(to + p * padded(conv.outputs) + v * LANES, sums[p * V + v]); }); });
+}
+
+// Whole outputs of M channels and S vectors of pixels; a row of pixels is as wide as the framed image, its end is not used.
+template <int M, int S>
+void pixels_of_channels(const Conv &conv, const float *planes, long pixel, long o) {
+    vec sums[M * S];
+    unrolled<M * S>([&](auto i) { sums[i] = spread(conv.bias.weight[o + i / S]); });
+    const float *w = conv.forward_weight + o;
+    for (const std::int32_t tap : conv.taps) {
+        vec values[S];
+        unrolled<S>([&](auto s) { values[s] = load(planes + tap + pixel + s * LANES); });
+        unrolled<M>([&](auto m) {
+            const vec weight = spread(w[m]);
+            unrolled<S>([&](auto s) { sums[m * S + s] += weight * values[s]; });
+        });
+        w += conv.outputs;
+    }
+    unrolled<M * S>([&](auto i) { store(conv.maps + (o + i / S) * conv.plane + pixel + i % S * LANES, sums[i]); });
+}
+
+void convolve_along_channels(const Conv &conv, const float *frame) {
+    in_parts(padded(conv.outputs) / LANES, 2, [&](long vector, long vectors) {
+        in_parts(long(conv.begins.size()), GROUP, [&](long pixel, long pixels) {
+            with_constant<GROUP>(pixels, [&](auto p) {
+                with_constant<2>(vectors, [&](auto v) { channels_of_pixels<p, v>(conv, frame, pixel, vector * LANES); });
+            });
+        });
+    });
+}
+
+void convolve_along_pixels(const Conv &conv, const float *planes) {
+    in_parts(conv.plane / LANES, SPAN, [&](long vector, long vectors) {
+        in_parts(conv.outputs, MAPS, [&](long o, long maps) {
+            with_constant<SPAN>(vectors, [&](auto s) {
+                with_constant<MAPS>(maps, [&](auto m) { pixels_of_channels<m, s>(conv, planes, vector * LANES, o); });
+            });
+        });
+    });
+}
+
+// Keeps the greater of two numbers and where it was; the first of equals, and a NaN above all, as torch does.
+template <class Value, class Where>
+inline void keep_greater(Value &best, Where &at, Value value, Where where) {
+    const auto greater = (value > best) | (value != value);
+    best = greater ? value : best;
+    at = greater ? where : at;
+}
+
+// The greatest of each pool window, and where its patch begins; vectors of channels.
+void pool_channels(const Conv &conv, float *output, std::int32_t *chosen) {
+    const long stride = padded(conv.outputs);
+    for (long place = 0; place < conv.places; ++place) {
+        const long corner = place / conv.pooled_width * conv.pool * conv.whole_width + place % conv.pooled_width * conv.pool;
+        for (long o = 0; o < conv.outputs; o += LANES) {
+            vec best = load(conv.maps + corner * stride + o);
+            ints at = conv.begins[corner] - ints{};
+            for (long i = 1; i < conv.pool * conv.pool; ++i) {
+                const long pixel = corner + i / conv.pool * conv.whole_width + i % conv.pool;
+                keep_greater(best, at, load(conv.maps + pixel * stride + o), conv.begins[pixel] - ints{});
+            }
+            if (conv.relu) best = best < 0 ? vec{} : best;
+            std::memcpy(output + place * conv.outputs + o, &best, std::min<long>(LANES, conv.outputs - o) * sizeof(float));
+            std::memcpy(chosen + place * stride + o, &at, sizeof(at));
+        }
+    }
+}
+
+// One row of pool windows of one plane: the greatest of each and where its patch begins. POOL is the window's side if known, else 0.
+template <int POOL>
+void pool_row(const Conv &conv, const float *map, std::int32_t begin, float *best, std::int32_t *at) {
+    const int side = POOL ? POOL : int(conv.pool), step = int(conv.channels);
+    const long count = conv.pooled_width;
+    for (long i = 0; i < count; ++i) best[i] = map[i * side], at[i] = begin + std::int32_t(i) * side * step;
+    for (int y = 0; y < side; ++y) {
+        for (int x = 0; x < side; ++x) {
+            const float *value = map + y * conv.framed_width + x;
+            const std::int32_t where = begin + std::int32_t(y * conv.row) + x * step;
+            for (long i = 0; i < count; ++i) {
+                const bool greater = (value[i * side] > best[i]) | (value[i * side] != value[i * side]);
+                best[i] = greater ? value[i * side] : best[i];
+                at[i] = greater ? where + std::int32_t(i) * side * step : at[i];
+            }
+        }
+    }
+    if (conv.relu) {
+        for (long i = 0; i < count; ++i) best[i] = best[i] < 0 ? 0 : best[i];
+    }
+}
+
+void pool_pixels(const Conv &conv, float *output, std::int32_t *chosen) {
+    const auto pool = conv.pool == 1 ? pool_row<1> : conv.pool == 2 ? pool_row<2> : conv.pool == 3 ? pool_row<3> : pool_row<0>;
+    float *best = conv.planes;  // has been read, and is wide enough
+    for (long o = 0; o < conv.outputs; ++o) {
+        for (long place = 0; place < conv.places; place += conv.pooled_width) {
+            const long y = place / conv.pooled_width * conv.pool;
+            const float *map = conv.maps + o * conv.plane + y * conv.framed_width;
+            pool(conv, map, std::int32_t(y * conv.row), best, chosen + o * conv.places + place);
+            for (long i = 0; i < conv.pooled_width; ++i) output[(place + i) * conv.outputs + o] = best[i];
+        }
+    }
+}
+
+void forward(const Conv &conv, const Image &image, long example) {
+    float *output = conv.output + example * conv.numbers_out();
+    std::int32_t *chosen = conv.chosen + example * conv.places * padded(conv.outputs);
+    if (conv.along_pixels) {
+        convolve_along_pixels(conv, framed_planes(conv, image));
+        pool_pixels(conv, output, chosen);
+    } else {
+        convolve_along_channels(conv, framed(conv, image));
+        pool_channels(conv, output, chosen);
+    }
+}
+
+// Calls body(R, V, y, k) for pieces of a filter that fit into registers: R rows from y on, V vectors from number k on.
+template <class Body>
+void in_taps(const Conv &conv, Body body) {
+    in_parts(conv.run_padded / LANES, TAP_VECTORS, [&](long vector, long vectors) {
+        in_parts(conv.kernel_height, std::min<long>(TAP_ROWS, TAPS / vectors), [&](long y, long rows) {
+            with_constant<TAP_VECTORS>(vectors, [&](auto v) {
+                with_constant<std::min(TAP_ROWS, TAPS / v)>(rows, [&](auto r) { body(r, v, y, vector * LANES); });
+            });
+        });
+    });
+}
+
+// Adds one image's slopes of a piece of filter `o`; returns the slope of its bias.
+template <int R, int V>
+float filter_slopes(const Conv &conv, const float *frame, const float *slope_out, const std::int32_t *chosen, float *slope) {
+    vec sums[R * V];
+    float total = 0;
+    unrolled<R * V>([&](auto i) { sums[i] = load(slope + i / V * conv.run_padded + i % V * LANES); });
+    for (long place = 0; place < conv.places; ++place) {
+        const float number = slope_out[place * conv.outputs];
+        const float *patch = frame + chosen[place * conv.chosen_by_place];
+        total += number;
+        unrolled<R>([&](auto r) {
+            unrolled<V>([&](auto v) { sums[r * V + v] += spread(number) * load(patch + v * LANES); });
+            patch += conv.row;
+        });
+    }
+    unrolled<R * V>([&](auto i) { store(slope + i / V * conv.run_padded + i % V * LANES, sums[i]); });
+    return total;
+}
+
+void add_filter_slopes(const Conv &conv, const float *frame, const float *slope_out, const std::int32_t *chosen) {
+    in_taps(conv, [&](auto r, auto v, long y, long k) {
+        for (long o = 0; o < conv.outputs; ++o) {
+            float *slope = conv.slope + o * conv.filter + y * conv.run_padded + k;
+            const float total =
+                filter_slopes<r, v>(conv, frame + y * conv.row + k, slope_out + o, chosen + o * conv.chosen_by_output, slope);
+            if (y == 0 && k == 0) conv.bias_slope[o] += total;
+        }
+    });
+}
+
+// Sorts an image's slopes by the whole output that the pool chose.
+void collect_entries(const Conv &conv, const float *slope_out, const std::int32_t *chosen) {
+    std::fill_n(conv.entries, conv.begins.size(), 0);
+    for (long place = 0; place < conv.places; ++place) {
+        for (long o = 0; o < conv.outputs; ++o) {
+            const float slope = slope_out[place * conv.outputs + o];
+            const long pixel = conv.pixel_of[chosen[place * conv.chosen_by_place + o * conv.chosen_by_output]];
+            const long entry = pixel * conv.outputs + conv.entries[pixel];
+            conv.entry_slope[entry] = slope, conv.entry_output[entry] = std::int32_t(o * conv.filter);
+            conv.entries[pixel] += slope != 0;
+        }
+    }
+}
+
+// Adds to the slope of the framed image what a piece of all filters contributes at one whole output.
+template <int R, int V>
+inline void patch_slopes(const Conv &conv, long pixel, long piece, float *patch) {
+    vec sums[R * V] = {};
+    const long begin = pixel * conv.outputs, end = begin + conv.entries[pixel];
+    for (long entry = begin; entry < end; ++entry) {
+        const float *weight = conv.weight.weight + conv.entry_output[entry] + piece;
+        const vec slope = spread(conv.entry_slope[entry]);
+        unrolled<R * V>([&](auto i) { sums[i] += slope * load(weight + i / V * conv.run_padded + i % V * LANES); });
+    }
+    unrolled<R>([&](auto r) {
+        unrolled<V>([&](auto v) { store(patch + v * LANES, load(patch + v * LANES) + sums[r * V + v]); });
+        patch += conv.row;
+    });
+}
+
+void find_frame_slopes(const Conv &conv, const float *slope_out, const std::int32_t *chosen) {
+    collect_entries(conv, slope_out, chosen);
+    std::fill_n(conv.slope_frame, conv.framed_height * conv.row + LANES, 0.0f);
+    in_taps(conv, [&](auto r, auto v, long y, long k) {
+        // column by column: the patches of two pixels in a row overlap askew, and a load would wait for the stores before it
+        for (long x = 0; x < conv.whole_width; ++x) {
+            for (long pixel = x; pixel < long(conv.begins.size()); pixel += conv.whole_width) {
+                float *patch = conv.slope_frame + conv.begins[pixel] + y * conv.row + k;
+                if (conv.entries[pixel]) patch_slopes<r, v>(conv, pixel, y * conv.run_padded + k, patch);
+            }
+        }
+    });
+}
+
+// Adds one image's slopes; leaves the slope of what entered in slope_frame, unless the layer is the first.
+void backward(const Conv &conv, const Image &image, long example) {
+    const float *slope_out = conv.slope_out + example * conv.numbers_out();
+    const std::int32_t *chosen = conv.chosen + example * conv.places * padded(conv.outputs);
+    add_filter_slopes(conv, framed(conv, image), slope_out, chosen);
+    if (!conv.first) find_frame_slopes(conv, slope_out, chosen);
+}
+
+// slope, or nothing where the ReLU let nothing through.
+void through_relu(const float *slope, const float *value, bool relu, long count, float *to) {
+    for (long i = 0; i < count; ++i) to[i] = relu && !(value[i] > 0) ? 0 : slope[i];
+}
+
+// Hands the slope of what entered, less its padding, to the convolution before.
+void pass_back(const Conv &conv, const Conv &before, long example) {
+    const long count = conv.width * conv.channels;
+    for (long y = 0; y < conv.height; ++y) {
+        const float *slope = conv.slope_frame + (y + conv.pad_height) * conv.row + conv.pad_width * conv.channels;
+        const long at = example * before.numbers_out() + y * count;
+        through_relu(slope, before.output + at, before.relu, count, before.slope_out + at);
+    }
+}
+
+void pass_back(const Dense &layer, const Conv &before, long examples) {
+    for (long n = 0; n < examples; ++n) {
+        for (long column = 0; column < layer.inputs; column += layer.width) {
+            const long at = n * before.numbers_out() + column, count = std::min(layer.width, layer.inputs - column);
+            through_relu(layer.slope_in.at(column, n), before.output + at, before.relu, count, before.slope_out + at);
+        }
+    }
+}
+
+// Lays the filters out for the forward kernel: (vector of outputs, number, output) or (number, output).
+void lay_out_forward(const Conv &conv) {
+    const long outputs = conv.along_pixels ? conv.outputs : LANES, block = conv.kernel_height * conv.run * LANES;
+    for (long o = 0; o < conv.outputs; ++o) {
+        float *to = conv.forward_weight + (conv.along_pixels ? o : o / LANES * block + o % LANES);
+        for (long y = 0; y < conv.kernel_height; ++y) {
+            const float *from = conv.weight.weight + o * conv.filter + y * conv.run_padded;
+            for (long k = 0; k < conv.run; ++k, to += outputs) *to = from[k];
+        }
+    }
+}
+
+// Moves the filters down the slopes of the whole batch; returns the value of the pulls on them.
+double move_filters(const Conv &conv, const Rule &rule) {
+    for (long at = 0; at < conv.outputs * conv.filter; at += conv.run_padded) {
+        std::fill(conv.slope + at + conv.run, conv.slope + at + conv.run_padded, 0.0f);  // read beyond the patch
+    }
+    double pulled = move_all(conv.weight, conv.slope, conv.outputs * conv.filter, rule);
+    if (conv.has_bias) pulled += move_all(conv.bias, conv.bias_slope, conv.outputs, rule);
+    std::fill_n(conv.slope, conv.outputs * conv.filter, 0.0f);
+    std::fill_n(conv.bias_slope, conv.outputs, 0.0f);
+    lay_out_forward(conv);
+    return pulled;
+}
+
+// Calls visit(theirs, ours, count) for each run of numbers that follow each other in torch's layout of a filter,
+// (channels, height, width), and in ours, (height, width, channels).
+template <class Visit>
+void for_each_run(const Conv &conv, Visit visit) {
+    long theirs = 0;
+    for (long o = 0; o < conv.outputs; ++o) {
+        for (long c = 0; c < conv.channels; ++c) {
+            for (long y = 0; y < conv.kernel_height; ++y) {
+                const long ours = o * conv.filter + y * conv.run_padded + c;
+                for (long x = 0; x < conv.kernel_width; ++x) visit(theirs++, ours + x * conv.channels, 1);
+            }
+        }
+    }
+}
+
+// The same for a linear layer whose inputs are `channels` planes in torch, and pixels of `channels` numbers here.
+template <class Visit>
+void for_each_run(const Dense &layer, long channels, Visit visit) {
+    const long pixels = layer.inputs / channels, panel = layer.outputs * layer.width;
+    for (long o = 0; o < layer.outputs; ++o) {
+        const long theirs = o * layer.inputs, ours = o * layer.width;
+        if (channels == 1) {
+            for (long i = 0, p = 0; i < layer.inputs; i += layer.width, ++p) {
+                visit(theirs + i, ours + p * panel, std::min(layer.width, layer.inputs - i));
+            }
+            continue;
+        }
+        for (long c = 0; c < channels; ++c) {
+            for (long i = 0, column = c; i < pixels; ++i, column += channels) {
+                visit(theirs + c * pixels + i, ours + column / LANES * panel + column % LANES, 1);  // not the first layer's width
+            }
+        }
+    }
+}
+
+// Reads weights and anchors from torch's layout; `runs` calls its argument as for_each_run does.
+template <class Runs>
+void pack(const Moving &tensor, const float *weight, const float *anchor, Runs runs) {
+    runs([&](long theirs, long ours, long count) { std::copy_n(weight + theirs, count, tensor.weight + ours); });
+    if (anchor) runs([&](long theirs, long ours, long count) { std::copy_n(anchor + theirs, count, tensor.anchor + ours); });
+}
+
+// A bias has one layout.
+void pack_bias(const Moving &bias, const LayerSpec &spec) {
+    if (!spec.bias) return;
+    std::copy_n(spec.bias, spec.outputs, bias.weight);
+    if (spec.bias_anchor) std::copy_n(spec.bias_anchor, spec.outputs, bias.anchor);
+}
+
+template <class Runs>
+void unpack(const Moving &tensor, float *weight, Runs runs) {
+    runs([&](long theirs, long ours, long count) { std::copy_n(tensor.weight + ours, count, weight + theirs); });
+}
+
+struct Network {
+    const Job &job;
+    Rule rule;
+    Arena arena;
+    std::vector<Conv> convs;
+    std::vector<Dense> denses;  // never empty: the last one gives the logits
+    Sheet logits;
+    std::vector<std::int64_t> rows;  // of the step's examples, padding left out
+
+    explicit Network(const Job &given);
+    double step();
+    void finish() const;
+
+private:
+    long channels_into(const Dense &layer) const { return &layer == &denses[0] && !convs.empty() ? convs.back().outputs : 1; }
+    Image image_into(const Conv &conv, long example) const;
+    void forward_all();
+    double loss_and_slopes();
+    double backward_all();
+};
+
+Network::Network(const Job &given)
+    : job(given), rule{float(given.rate), float(given.momentum), float(given.weight_decay)} {
+    for (long i = 0; i < job.layer_count; ++i) {
+        const LayerSpec &spec = job.layers[i];
+        if (spec.is_conv) {
+            convs.emplace_back(arena, spec, rule, job.batch, i == 0);
+        } else {
+            denses.emplace_back(arena, spec, rule, job.batch, i == 0);
+        }
+    }
+    const LayerSpec *spec = job.layers;
+    for (const Conv &conv : convs) {
+        pack(conv.weight, spec->weight, spec->weight_anchor, [&](auto visit) { for_each_run(conv, visit); });
+        pack_bias(conv.bias, *spec++);
+        lay_out_forward(conv);
+    }
+    for (const Dense &layer : denses) {
+        const long channels = channels_into(layer);
+        pack(layer.weight, spec->weight, spec->weight_anchor, [&](auto visit) { for_each_run(layer, channels, visit); });
+        pack_bias(layer.bias, *spec++);
+    }
+    const long classes = denses.back().outputs;
+    logits = Sheet{arena.floats(classes * job.batch), classes, job.batch};
+}
+
+// Writes what was trained over the weights that came.
+void Network::finish() const {
+    const LayerSpec *spec = job.layers;
+    for (const Conv &conv : convs) {
+        unpack(conv.weight, spec->weight, [&](auto visit) { for_each_run(conv, visit); });
+        if (spec->bias) std::copy_n(conv.bias.weight, conv.outputs, spec->bias);
+        ++spec;
+    }
+    for (const Dense &layer : denses) {
+        const long channels = channels_into(layer);
+        unpack(layer.weight, spec->weight, [&](auto visit) { for_each_run(layer, channels, visit); });
+        if (spec->bias) std::copy_n(layer.bias.weight, layer.outputs, spec->bias);
+        ++spec;
+    }
+}
+
+Image Network::image_into(const Conv &conv, long example) const {
+    if (conv.first) return {job.x + rows[example] * conv.numbers_in(), conv.height * conv.width, conv.width, 1};
+    const Conv &before = (&conv)[-1];
+    return {before.output + example * before.numbers_out(), 1, conv.width * conv.channels, conv.channels};
+}
+
+void Network::forward_all() {
+    const long examples = long(rows.size());
+    for (long n = 0; n < examples; ++n) {
+        for (const Conv &conv : convs) forward(conv, image_into(conv, n), n);
+        const long numbers = denses[0].inputs;
+        pour(convs.empty() ? job.x + rows[n] * numbers : convs.back().output + n * numbers, numbers, denses[0].input, n);
+    }
+    for (const Dense &layer : denses) {
+        const bool last = &layer == &denses.back();
+        forward(layer, examples, last ? logits : (&layer)[1].input);
+    }
+}
+
+// The mean cross entropy, and its slope at the logits.
+double Network::loss_and_slopes() {
+    const Dense &last = denses.back();
+    const long examples = long(rows.size());
+    double loss = 0;
+    for (long n = 0; n < examples; ++n) {
+        float *row = logits.at(0, n);
+        const long label = job.y[rows[n]];
+        const float greatest = *std::max_element(row, row + last.outputs);
+        const float chosen = row[label] - greatest;
+        float sum = 0;
+        for (long o = 0; o < last.outputs; ++o) sum += row[o] = std::exp(row[o] - greatest);
+        loss += std::log(sum) - chosen;
+        for (long o = 0; o < last.outputs; ++o) last.slope_out[o * last.batch + n] = (row[o] / sum - (o == label)) / float(examples);
+    }
+    return loss / double(examples);
+}
+
+// Moves all weights; returns the value of the pulls before they moved.
+double Network::backward_all() {
+    const long examples = long(rows.size());
+    double pulled = 0;
+    for (long i = long(denses.size()) - 1; i >= 0; --i) {
+        pulled += backward(denses[i], examples, rule);
+        if (i > 0) pass_back(denses[i], denses[i - 1], examples);
+    }
+    if (convs.empty()) return pulled;
+    pass_back(denses[0], convs.back(), examples);
+    for (long n = 0; n < examples; ++n) {
+        for (long i = long(convs.size()) - 1; i >= 0; --i) {
+            backward(convs[i], image_into(convs[i], n), n);
+            if (i > 0) pass_back(convs[i], convs[i - 1], n);
+        }
+    }
+    for (const Conv &conv : convs) pulled += move_filters(conv, rule);
+    return pulled;
+}
+
+// One step on the examples in `rows`; returns its loss.
+double Network::step() {
+    forward_all();
+    const double loss = loss_and_slopes();
+    return loss + backward_all() + job.pull_floor;
+}
+
+enum Outcome { TRAINED = 0, ROW_OUTSIDE = 1, LABEL_OUTSIDE = 2, NO_MEMORY = 3 };
+
+// Whether every row of the order is in the store and has a label that the network knows.
+Outcome checked(const Job &job) {
+    const std::int64_t classes = job.layers[job.layer_count - 1].outputs;
+    for (std::int64_t i = 0; i < job.steps * job.batch; ++i) {
+        if (job.order[i] >= job.rows) return ROW_OUTSIDE;
+        if (job.order[i] >= 0 && (job.y[job.order[i]] < 0 || job.y[job.order[i]] >= classes)) return LABEL_OUTSIDE;
+    }
+    return TRAINED;
+}
+
+void train(Job &job) {
+    Network network(job);
+    double total = 0, seen = 0;
+    for (std::int64_t step = 0; step < job.steps; ++step) {
+        const std::int64_t *order = job.order + step * job.batch;
+        network.rows.clear();
+        std::copy_if(order, order + job.batch, std::back_inserter(network.rows), [](std::int64_t row) { return row >= 0; });
+        if (network.rows.empty()) continue;  // a padded step is the identity
+        const double examples = double(network.rows.size());
+        total += network.step() * examples;
+        seen += examples;
+    }
+    network.finish();
+    job.loss = total / std::max(seen, 1.0);
+}
+
+}  // namespace
+
+extern "C" int glocal_train(Job *job) {
+    try {
+        const Outcome outcome = checked(*job);
+        if (outcome == TRAINED) train(*job);
+        return outcome;
+    } catch (const std::bad_alloc &) {
+        return NO_MEMORY;
+    }
+}
