@@ -13,6 +13,7 @@
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -63,6 +64,7 @@ constexpr int MAPS = 6;                         // output channels of the kernel
 constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // and its vectors of pixels
 constexpr int TAPS = MANY_REGISTERS ? 12 : 8;   // vectors of a filter that the backward kernels hold
 constexpr int TAP_ROWS = 5, TAP_VECTORS = 4;
+constexpr long AHEAD = 32;   // vectors of weights to fetch ahead
 constexpr long CHUNK = 128;  // outputs whose slopes wait in the nearest cache when the batch has several groups
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
@@ -140,21 +142,27 @@ struct Moving {
     }
 };
 
-// Moves one vector of weights down its slope; returns by how much it was away from its anchor, squared.
-inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec slope, const Rule &rule) {
-    vec distance{};
+// Moves one vector of weights down its slope and returns it; adds to `distance` how far it was from its anchor, squared.
+inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec slope, const Rule &rule, vec &distance) {
     slope += rule.decay * weight;
     if (tensor.anchor) {
         const vec away = weight - load(tensor.anchor + at);
         slope += tensor.pull * away;
-        distance = away * away;
+        distance += away * away;
     }
     if (tensor.velocity) {
         slope += rule.momentum * load(tensor.velocity + at);
         store(tensor.velocity + at, slope);
     }
-    store(tensor.weight + at, weight - rule.rate * slope);
-    return distance;
+    const vec moved = weight - rule.rate * slope;
+    store(tensor.weight + at, moved);
+    return moved;
+}
+
+// Asks for weights that will move soon: a core waits for its outer cache longer than it computes.
+inline __attribute__((always_inline)) void fetch_ahead(const Moving &tensor, long at) {
+    __builtin_prefetch(tensor.weight + at + AHEAD * LANES, 1);
+    if (tensor.velocity) __builtin_prefetch(tensor.velocity + at + AHEAD * LANES, 1);
 }
 
 inline double sum_of(vec values) {
@@ -166,7 +174,7 @@ inline double sum_of(vec values) {
 // Moves a whole tensor; returns the value of its pull.
 double move_all(const Moving &tensor, const float *slope, long count, const Rule &rule) {
     vec distance{};
-    for (long at = 0; at < count; at += LANES) distance += move(tensor, at, load(tensor.weight + at), load(slope + at), rule);
+    for (long at = 0; at < count; at += LANES) move(tensor, at, load(tensor.weight + at), load(slope + at), rule, distance);
     return tensor.pull / 2 * sum_of(distance);
 }
 
@@ -246,52 +254,161 @@ void pour(const float *row, long count, const Sheet &sheet, long example) {
     }
 }
 
-// A linear layer, its weights in panels of neighbouring inputs (panels, outputs, width).
-struct Dense {
-    long inputs, outputs, width, panels, batch;
-    bool relu, first, has_bias;
+// What all linear layers have in common; weights lie in panels of LANES neighbouring inputs, or of outputs in an Entry.
+struct Linear {
+    long inputs, outputs, batch;
+    bool relu, has_bias;
     Moving weight, bias;
-    Sheet input;           // what entered
-    Sheet slope_in;        // its slope; not for the first layer, whose input does not move
-    float *slope_out;      // slope of what left (outputs, batch)
-    float *bias_slope;     // (outputs,)
-    float *waiting;        // slopes of a chunk of weights, summed over the groups seen so far
+    float *waiting;   // slopes of a chunk of weights, summed over the groups of examples seen so far
+    Sheet slope_out;  // slope of what left
 
-    Dense(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size, bool is_first)
+    Linear(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size, long weights)
         : inputs(spec.channels * spec.height * spec.width),
           outputs(spec.outputs),
-          width(is_first ? 2 * LANES : LANES),  // the first has registers to spare, as no slope of its input is summed
-          panels((inputs + width - 1) / width),
           batch(batch_size),
           relu(spec.relu),
-          first(is_first),
           has_bias(spec.bias),
-          weight(arena, panels * width * outputs, rule, spec.weight_anchor, spec.weight_pull),
+          weight(arena, weights, rule, spec.weight_anchor, spec.weight_pull),
           bias(arena, outputs, rule, spec.bias_anchor, spec.bias_pull),
-          input{arena.floats(panels * width * batch), width, batch},
-          slope_in{is_first ? nullptr : arena.floats(panels * width * batch), width, batch},
-          slope_out(arena.floats(outputs * batch)),
-          bias_slope(arena.floats(outputs)),
-          waiting(arena.floats(CHUNK * width)) {}
+          waiting(arena.floats(CHUNK * LANES)) {}
 };
 
-// Products of M outputs' weights with N examples, without the bias: to[m * N + n]. W is the width in vectors.
-template <int N, int M, int W>
+// Which weights a backward kernel visits: [begin, end) of a panel, for a group of examples; the batch's last group moves them.
+struct Tile {
+    long panel, begin, end, example;
+    bool opens, closes;  // whether the group is the batch's first, and its last
+};
+
+// Visits all tiles of a layer; several groups share a chunk of weights while it is near.
+template <class Visit>
+void for_each_tile(long panels, long count, long examples, Visit visit) {
+    const long chunk = examples <= GROUP ? count : CHUNK;
+    for (long panel = 0; panel < panels; ++panel) {
+        for (long begin = 0; begin < count; begin += chunk) {
+            in_parts(examples, GROUP, [&](long example, long size) {
+                const long end = std::min(begin + chunk, count);
+                const Tile tile{panel, begin, end, example, example == 0, example + size == examples};
+                with_constant<GROUP>(size, [&](auto n) { visit(n, tile); });
+            });
+        }
+    }
+}
+
+inline vec through_relu(vec value, bool relu) { return relu ? (value < 0 ? vec{} : value) : value; }  // a NaN passes
+
+// A linear layer at the head of the chain: its input does not move, and is known before the step begins. So one pass over its
+// weights, panel by panel of outputs (panels, inputs, LANES), moves them and computes what leaves in the next step.
+struct Entry : Linear {
+    long panels;
+    float *input, *next_input;  // (inputs, batch)
+
+    Entry(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size)
+        : Linear(arena, spec, rule, batch_size, padded(spec.outputs) * spec.channels * spec.height * spec.width),
+          panels(padded(outputs) / LANES),
+          input(arena.floats(inputs * batch)),
+          next_input(arena.floats(inputs * batch)) {
+        slope_out = {arena.floats(padded(outputs) * batch), LANES, batch};
+    }
+};
+
+template <int N>
+void forward_group(const Entry &layer, long example, const Sheet &to) {
+    for (long panel = 0; panel < layer.panels; ++panel) {
+        const float *w = layer.weight.weight + panel * layer.inputs * LANES, *x = layer.input + example;
+        vec sums[N];
+        unrolled<N>([&](auto n) { sums[n] = load(layer.bias.weight + panel * LANES); });
+        for (long i = 0; i < layer.inputs; ++i, w += LANES, x += layer.batch) {
+            const vec weight = load(w);
+            unrolled<N>([&](auto n) { sums[n] += x[n] * weight; });
+        }
+        unrolled<N>([&](auto n) { store(to.at(panel * LANES, example + n), through_relu(sums[n], layer.relu)); });
+    }
+}
+
+void forward(const Entry &layer, long examples, const Sheet &to) {
+    in_parts(examples, GROUP, [&](long example, long size) {
+        with_constant<GROUP>(size, [&](auto n) { forward_group<n>(layer, example, to); });
+    });
+}
+
+// Moves the weights of a tile. If `next` is given the tile is a whole panel, and what leaves it in the next step goes there.
+template <int N, bool NEXT>
+vec move_tile(const Entry &layer, const Tile &tile, const Rule &given, const Sheet &next) {
+    const Rule rule = given;  // copies: else a store might change them, and they would be loaded again and again
+    const Moving tensor = layer.weight;
+    const long batch = layer.batch, from = (tile.panel * layer.inputs + tile.begin) * LANES;
+    const long count = (tile.end - tile.begin) * LANES;
+    const float *x = layer.input + tile.begin * batch + tile.example, *next_x = layer.next_input;
+    float *waiting = layer.waiting;
+    const bool opens = tile.opens, closes = tile.closes;
+    vec slope_out[N], sums[N], distance{};
+    unrolled<N>([&](auto n) { slope_out[n] = load(layer.slope_out.at(tile.panel * LANES, tile.example + n)); });
+    unrolled<N>([&](auto n) { sums[n] = load(layer.bias.weight + tile.panel * LANES); });
+    for (long at = from; at < from + count; at += LANES, x += batch, next_x += batch, waiting += LANES) {
+        fetch_ahead(tensor, at);
+        vec slope = opens ? vec{} : load(waiting);
+        unrolled<N>([&](auto n) { slope += x[n] * slope_out[n]; });
+        if (!closes) {
+            store(waiting, slope);
+            continue;
+        }
+        const vec weight = move(tensor, at, load(tensor.weight + at), slope, rule, distance);
+        if constexpr (NEXT) unrolled<N>([&](auto n) { sums[n] += next_x[n] * weight; });
+    }
+    if constexpr (NEXT) unrolled<N>([&](auto n) { store(next.at(tile.panel * LANES, n), through_relu(sums[n], layer.relu)); });
+    return distance;
+}
+
+double move_bias(const Entry &layer, long examples, const Rule &rule) {
+    if (!layer.has_bias) return 0;
+    vec distance{};
+    for (long panel = 0; panel < layer.panels; ++panel) {
+        vec slope{};
+        for (long n = 0; n < examples; ++n) slope += load(layer.slope_out.at(panel * LANES, n));
+        move(layer.bias, panel * LANES, load(layer.bias.weight + panel * LANES), slope, rule, distance);
+    }
+    return layer.bias.pull / 2 * sum_of(distance);
+}
+
+// Moves the weights; returns the value of the pulls on them. If `next` is not empty, fills it with what leaves in the next step,
+// which must have as many examples as this one, and no more than a group.
+double backward(const Entry &layer, long examples, const Rule &rule, const Sheet &next) {
+    const double pulled = move_bias(layer, examples, rule);
+    double distance = 0;
+    for_each_tile(layer.panels, layer.inputs, examples, [&](auto n, const Tile &tile) {
+        distance += sum_of(next.data ? move_tile<n, true>(layer, tile, rule, next) : move_tile<n, false>(layer, tile, rule, next));
+    });
+    return pulled + layer.weight.pull / 2 * distance;
+}
+
+// A linear layer further down, its weights in panels of inputs (panels, outputs, LANES).
+struct Dense : Linear {
+    long panels;
+    Sheet input, slope_in;  // what entered, and its slope
+    float *bias_slope;
+
+    Dense(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size)
+        : Linear(arena, spec, rule, batch_size, padded(spec.channels * spec.height * spec.width) * spec.outputs),
+          panels(padded(inputs) / LANES),
+          input{arena.floats(padded(inputs) * batch), LANES, batch},
+          slope_in{arena.floats(padded(inputs) * batch), LANES, batch},
+          bias_slope(arena.floats(outputs)) {
+        slope_out = {arena.floats(outputs * batch), 1, batch};
+    }
+};
+
+// Products of M outputs' weights with N examples, without the bias: to[m * N + n].
+template <int N, int M>
 inline void products(const Dense &layer, long example, long output, float *to) {
     vec sums[M * N] = {};
-    const float *x = layer.input.data + example * W * LANES;
-    const float *w = layer.weight.weight + output * W * LANES;
-    for (long panel = 0; panel < layer.panels; ++panel) {
-        unrolled<W>([&](auto k) {
-            vec weights[M];
-            unrolled<M>([&](auto m) { weights[m] = load(w + (m * W + k) * LANES); });
-            unrolled<N>([&](auto n) {
-                const vec value = load(x + (n * W + k) * LANES);
-                unrolled<M>([&](auto m) { sums[m * N + n] += weights[m] * value; });
-            });
+    const float *x = layer.input.data + example * LANES, *w = layer.weight.weight + output * LANES;
+    for (long panel = 0; panel < layer.panels; ++panel, x += layer.batch * LANES, w += layer.outputs * LANES) {
+        vec weights[M];
+        unrolled<M>([&](auto m) { weights[m] = load(w + m * LANES); });
+        unrolled<N>([&](auto n) {
+            const vec value = load(x + n * LANES);
+            unrolled<M>([&](auto m) { sums[m * N + n] += weights[m] * value; });
         });
-        x += layer.batch * W * LANES;
-        w += layer.outputs * W * LANES;
     }
     unrolled<M>([&](auto m) { write_totals<N>(sums + m * N, to + m * N); });
 }
@@ -303,109 +420,98 @@ inline void emit(const Dense &layer, const float *sums, const Sheet &to, long ex
     const float bias = layer.bias.weight[output];
     for (long n = 0; n < N; ++n) {
         const float value = sums[n] + bias;
-        place[n * to.width] = layer.relu && value < 0 ? 0 : value;  // a NaN passes
+        place[n * to.width] = layer.relu && value < 0 ? 0 : value;
     }
 }
 
-template <int N, int W>
+template <int N>
 void forward_group(const Dense &layer, long example, const Sheet &to) {
     float sums[2 * N];
     long output = 0;
     for (; output + 2 <= layer.outputs; output += 2) {
-        products<N, 2, W>(layer, example, output, sums);
+        products<N, 2>(layer, example, output, sums);
         emit<N>(layer, sums, to, example, output);
         emit<N>(layer, sums + N, to, example, output + 1);
     }
     if (output < layer.outputs) {
-        products<N, 1, W>(layer, example, output, sums);
+        products<N, 1>(layer, example, output, sums);
         emit<N>(layer, sums, to, example, output);
     }
 }
 
 void forward(const Dense &layer, long examples, const Sheet &to) {
     in_parts(examples, GROUP, [&](long example, long size) {
-        with_constant<GROUP>(size, [&](auto n) {
-            layer.first ? forward_group<n, 2>(layer, example, to) : forward_group<n, 1>(layer, example, to);
-        });
+        with_constant<GROUP>(size, [&](auto n) { forward_group<n>(layer, example, to); });
     });
 }
 
-// Which part of a layer's weights a backward kernel visits: outputs [begin, end) of one panel, for one group of examples.
-struct Tile {
-    long panel, begin, end, example;
-    bool opens, closes;  // whether the group is the batch's first and last: the last one moves the weights
-};
-
-// Slopes of weights and, if not for the first layer, of what entered; the weights move once their slope is whole.
-template <int N, bool FIRST>
-vec backward_tile(const Dense &layer, const Tile &tile, const Rule &rule) {
-    constexpr int W = FIRST ? 2 : 1;
-    const long entry = (tile.panel * layer.batch + tile.example) * W * LANES;
-    vec x[N * W], slope_in[N], distance{};
-    unrolled<N * W>([&](auto i) { x[i] = load(layer.input.data + entry + i * LANES); });
-    if constexpr (!FIRST) unrolled<N>([&](auto n) { slope_in[n] = load(layer.slope_in.data + entry + n * LANES); });
-    for (long output = tile.begin; output < tile.end; ++output) {
-        const long at = (tile.panel * layer.outputs + output) * W * LANES;
-        const float *slope_out = layer.slope_out + output * layer.batch + tile.example;
-        float *waiting = layer.waiting + (output - tile.begin) * W * LANES;
-        vec weight[W], slope[W] = {};
-        unrolled<W>([&](auto k) { weight[k] = load(layer.weight.weight + at + k * LANES); });
+// Slopes of a tile's weights and of what entered; the weights move once their slope is whole.
+template <int N>
+vec backward_tile(const Dense &layer, const Tile &tile, const Rule &given) {
+    const Rule rule = given;  // copies, as in move_tile
+    const Moving tensor = layer.weight;
+    const long batch = layer.batch, entry = (tile.panel * batch + tile.example) * LANES;
+    const long from = (tile.panel * layer.outputs + tile.begin) * LANES, count = (tile.end - tile.begin) * LANES;
+    const float *slope_out = layer.slope_out.at(tile.begin, tile.example);
+    float *waiting = layer.waiting;
+    const bool opens = tile.opens, closes = tile.closes;
+    vec x[N], slope_in[N], distance{};
+    unrolled<N>([&](auto n) { x[n] = load(layer.input.data + entry + n * LANES); });
+    unrolled<N>([&](auto n) { slope_in[n] = load(layer.slope_in.data + entry + n * LANES); });
+    for (long at = from; at < from + count; at += LANES, slope_out += batch, waiting += LANES) {
+        fetch_ahead(tensor, at);
+        const vec weight = load(tensor.weight + at);
+        vec slope = opens ? vec{} : load(waiting);
         unrolled<N>([&](auto n) {
             const vec s = spread(slope_out[n]);
-            unrolled<W>([&](auto k) { slope[k] += s * x[n * W + k]; });
-            if constexpr (!FIRST) slope_in[n] += s * weight[0];
+            slope += s * x[n];
+            slope_in[n] += s * weight;
         });
-        unrolled<W>([&](auto k) {
-            if (!tile.opens) slope[k] += load(waiting + k * LANES);
-            if (tile.closes) {
-                distance += move(layer.weight, at + k * LANES, weight[k], slope[k], rule);
-            } else {
-                store(waiting + k * LANES, slope[k]);
-            }
-        });
+        if (closes) {
+            move(tensor, at, weight, slope, rule, distance);
+        } else {
+            store(waiting, slope);
+        }
     }
-    if constexpr (!FIRST) unrolled<N>([&](auto n) { store(layer.slope_in.data + entry + n * LANES, slope_in[n]); });
+    unrolled<N>([&](auto n) { store(layer.slope_in.data + entry + n * LANES, slope_in[n]); });
     return distance;
 }
 
 double move_bias(const Dense &layer, long examples, const Rule &rule) {
+    if (!layer.has_bias) return 0;
     for (long output = 0; output < layer.outputs; ++output) {
-        float sum = 0;
-        for (long n = 0; n < examples; ++n) sum += layer.slope_out[output * layer.batch + n];
-        layer.bias_slope[output] = sum;
+        const float *slope = layer.slope_out.at(output, 0);
+        layer.bias_slope[output] = std::accumulate(slope, slope + examples, 0.0f);
     }
     return move_all(layer.bias, layer.bias_slope, layer.outputs, rule);
 }
 
-// Moves the layer's weights, given slope_out, and fills slope_in; returns the value of the pulls on it.
+// Moves the weights, given slope_out, and fills slope_in; returns the value of the pulls on them.
 double backward(const Dense &layer, long examples, const Rule &rule) {
-    const long chunk = examples <= GROUP ? layer.outputs : CHUNK;
-    if (!layer.first) std::memset(layer.slope_in.data, 0, layer.panels * layer.width * layer.batch * sizeof(float));
+    std::fill_n(layer.slope_in.data, layer.panels * LANES * layer.batch, 0.0f);
     double distance = 0;
-    for (long panel = 0; panel < layer.panels; ++panel) {
-        for (long begin = 0; begin < layer.outputs; begin += chunk) {
-            in_parts(examples, GROUP, [&](long example, long size) {
-                const long end = std::min(begin + chunk, layer.outputs);
-                const Tile tile{panel, begin, end, example, example == 0, example + size == examples};
-                with_constant<GROUP>(size, [&](auto n) {
-                    const vec part = layer.first ? backward_tile<n, true>(layer, tile, rule) : backward_tile<n, false>(layer, tile, rule);
-                    if (layer.weight.anchor) distance += sum_of(part);
-                });
-            });
-        }
-    }
-    return layer.weight.pull / 2 * distance + (layer.has_bias ? move_bias(layer, examples, rule) : 0);
+    for_each_tile(layer.panels, layer.outputs, examples,
+                  [&](auto n, const Tile &tile) { distance += sum_of(backward_tile<n>(layer, tile, rule)); });
+    return layer.weight.pull / 2 * distance + move_bias(layer, examples, rule);
 }
 
-// Hands the slope of what entered to the linear layer before, through its ReLU.
+// slope, or nothing where the ReLU let nothing through.
+inline float behind_relu(float slope, float value, bool relu) { return relu && !(value > 0) ? 0 : slope; }
+
+void behind_relu(const float *slope, const float *value, bool relu, long count, float *to) {
+    for (long i = 0; i < count; ++i) to[i] = behind_relu(slope[i], value[i], relu);
+}
+
+// Hands the slope of what entered a layer to the one before, behind its ReLU.
+void pass_back(const Dense &layer, const Entry &before) {
+    behind_relu(layer.slope_in.data, layer.input.data, before.relu, layer.panels * LANES * layer.batch, before.slope_out.data);
+}
+
 void pass_back(const Dense &layer, const Dense &before, long examples) {
     for (long column = 0; column < before.outputs; ++column) {
         const float *slope = layer.slope_in.at(column, 0), *value = layer.input.at(column, 0);
-        float *to = before.slope_out + column * before.batch;
-        for (long n = 0; n < examples; ++n) {
-            const long from = n * layer.width;
-            to[n] = before.relu && !(value[from] > 0) ? 0 : slope[from];
-        }
+        float *to = before.slope_out.at(column, 0);
+        for (long n = 0; n < examples; ++n) to[n] = behind_relu(slope[n * LANES], value[n * LANES], before.relu);
     }
 }
 
@@ -771,26 +877,21 @@ void backward(const Conv &conv, const Image &image, long example) {
     if (!conv.first) find_frame_slopes(conv, slope_out, chosen);
 }
 
-// slope, or nothing where the ReLU let nothing through.
-void through_relu(const float *slope, const float *value, bool relu, long count, float *to) {
-    for (long i = 0; i < count; ++i) to[i] = relu && !(value[i] > 0) ? 0 : slope[i];
-}
-
 // Hands the slope of what entered, less its padding, to the convolution before.
 void pass_back(const Conv &conv, const Conv &before, long example) {
     const long count = conv.width * conv.channels;
     for (long y = 0; y < conv.height; ++y) {
         const float *slope = conv.slope_frame + (y + conv.pad_height) * conv.row + conv.pad_width * conv.channels;
         const long at = example * before.numbers_out() + y * count;
-        through_relu(slope, before.output + at, before.relu, count, before.slope_out + at);
+        behind_relu(slope, before.output + at, before.relu, count, before.slope_out + at);
     }
 }
 
 void pass_back(const Dense &layer, const Conv &before, long examples) {
     for (long n = 0; n < examples; ++n) {
-        for (long column = 0; column < layer.inputs; column += layer.width) {
-            const long at = n * before.numbers_out() + column, count = std::min(layer.width, layer.inputs - column);
-            through_relu(layer.slope_in.at(column, n), before.output + at, before.relu, count, before.slope_out + at);
+        for (long column = 0; column < layer.inputs; column += LANES) {
+            const long at = n * before.numbers_out() + column, count = std::min<long>(LANES, layer.inputs - column);
+            behind_relu(layer.slope_in.at(column, n), before.output + at, before.relu, count, before.slope_out + at);
         }
     }
 }
@@ -838,19 +939,31 @@ void for_each_run(const Conv &conv, Visit visit) {
 // The same for a linear layer whose inputs are `channels` planes in torch, and pixels of `channels` numbers here.
 template <class Visit>
 void for_each_run(const Dense &layer, long channels, Visit visit) {
-    const long pixels = layer.inputs / channels, panel = layer.outputs * layer.width;
+    const long pixels = layer.inputs / channels, panel = layer.outputs * LANES;
     for (long o = 0; o < layer.outputs; ++o) {
-        const long theirs = o * layer.inputs, ours = o * layer.width;
+        const long theirs = o * layer.inputs, ours = o * LANES;
         if (channels == 1) {
-            for (long i = 0, p = 0; i < layer.inputs; i += layer.width, ++p) {
-                visit(theirs + i, ours + p * panel, std::min(layer.width, layer.inputs - i));
+            for (long i = 0; i < layer.inputs; i += LANES) {
+                visit(theirs + i, ours + i / LANES * panel, std::min<long>(LANES, layer.inputs - i));
             }
             continue;
         }
         for (long c = 0; c < channels; ++c) {
             for (long i = 0, column = c; i < pixels; ++i, column += channels) {
-                visit(theirs + c * pixels + i, ours + column / LANES * panel + column % LANES, 1);  // not the first layer's width
+                visit(theirs + c * pixels + i, ours + column / LANES * panel + column % LANES, 1);
             }
+        }
+    }
+}
+
+// The same for the first layer; input by input in blocks, so that both sides stay near.
+template <class Visit>
+void for_each_run(const Entry &layer, Visit visit) {
+    for (long begin = 0; begin < layer.inputs; begin += LANES) {
+        const long end = std::min<long>(begin + LANES, layer.inputs);
+        for (long o = 0; o < layer.outputs; ++o) {
+            const long ours = o / LANES * layer.inputs * LANES + o % LANES;
+            for (long i = begin; i < end; ++i) visit(o * layer.inputs + i, ours + i * LANES, 1);
         }
     }
 }
@@ -874,118 +987,153 @@ void unpack(const Moving &tensor, float *weight, Runs runs) {
     runs([&](long theirs, long ours, long count) { std::copy_n(tensor.weight + ours, count, weight + theirs); });
 }
 
+using Rows = std::vector<std::int64_t>;
+
 struct Network {
     const Job &job;
     Rule rule;
     Arena arena;
-    std::vector<Conv> convs;
-    std::vector<Dense> denses;  // never empty: the last one gives the logits
+    std::vector<Conv> convs;      // first,
+    std::vector<Entry> entries;   // or one linear layer,
+    std::vector<Dense> denses;    // then the others
     Sheet logits;
-    std::vector<std::int64_t> rows;  // of the step's examples, padding left out
+    bool entered = false;         // whether what leaves the first layer in this step was computed in the last one
 
     explicit Network(const Job &given);
-    double step();
+    double step(const Rows &rows, const Rows &next);
     void finish() const;
 
 private:
-    long channels_into(const Dense &layer) const { return &layer == &denses[0] && !convs.empty() ? convs.back().outputs : 1; }
-    Image image_into(const Conv &conv, long example) const;
-    void forward_all();
-    double loss_and_slopes();
-    double backward_all();
+    template <class Visit>
+    void for_each_tensor(Visit visit) const;
+    const Linear &last() const { return denses.empty() ? static_cast<const Linear &>(entries[0]) : denses.back(); }
+    Image image_into(const Conv &conv, long row, long example) const;
+    void enter(const Rows &rows);
+    void forward_all(const Rows &rows);
+    double loss_and_slopes(const Rows &rows);
+    double backward_all(const Rows &rows, const Rows &next);
+    double backward_entry(long examples, const Rows &next);
 };
 
-Network::Network(const Job &given)
-    : job(given), rule{float(given.rate), float(given.momentum), float(given.weight_decay)} {
+Network::Network(const Job &given) : job(given), rule{float(given.rate), float(given.momentum), float(given.weight_decay)} {
     for (long i = 0; i < job.layer_count; ++i) {
         const LayerSpec &spec = job.layers[i];
         if (spec.is_conv) {
             convs.emplace_back(arena, spec, rule, job.batch, i == 0);
+        } else if (i == 0) {
+            entries.emplace_back(arena, spec, rule, job.batch);
         } else {
-            denses.emplace_back(arena, spec, rule, job.batch, i == 0);
+            denses.emplace_back(arena, spec, rule, job.batch);
         }
     }
+    for_each_tensor([](const LayerSpec &spec, const Moving &weight, const Moving &bias, auto runs) {
+        pack(weight, spec.weight, spec.weight_anchor, runs);
+        pack_bias(bias, spec);
+    });
+    for (const Conv &conv : convs) lay_out_forward(conv);
+    const long classes = padded(last().outputs);
+    logits = {arena.floats(classes * job.batch), classes, job.batch};
+}
+
+// Calls visit(spec, weight, bias, runs) layer by layer; `runs` calls its argument as for_each_run does.
+template <class Visit>
+void Network::for_each_tensor(Visit visit) const {
     const LayerSpec *spec = job.layers;
     for (const Conv &conv : convs) {
-        pack(conv.weight, spec->weight, spec->weight_anchor, [&](auto visit) { for_each_run(conv, visit); });
-        pack_bias(conv.bias, *spec++);
-        lay_out_forward(conv);
+        visit(*spec++, conv.weight, conv.bias, [&](auto each) { for_each_run(conv, each); });
+    }
+    for (const Entry &layer : entries) {
+        visit(*spec++, layer.weight, layer.bias, [&](auto each) { for_each_run(layer, each); });
     }
     for (const Dense &layer : denses) {
-        const long channels = channels_into(layer);
-        pack(layer.weight, spec->weight, spec->weight_anchor, [&](auto visit) { for_each_run(layer, channels, visit); });
-        pack_bias(layer.bias, *spec++);
+        const long channels = &layer == &denses[0] && !convs.empty() ? convs.back().outputs : 1;
+        visit(*spec++, layer.weight, layer.bias, [&](auto each) { for_each_run(layer, channels, each); });
     }
-    const long classes = denses.back().outputs;
-    logits = Sheet{arena.floats(classes * job.batch), classes, job.batch};
 }
 
 // Writes what was trained over the weights that came.
 void Network::finish() const {
-    const LayerSpec *spec = job.layers;
-    for (const Conv &conv : convs) {
-        unpack(conv.weight, spec->weight, [&](auto visit) { for_each_run(conv, visit); });
-        if (spec->bias) std::copy_n(conv.bias.weight, conv.outputs, spec->bias);
-        ++spec;
-    }
-    for (const Dense &layer : denses) {
-        const long channels = channels_into(layer);
-        unpack(layer.weight, spec->weight, [&](auto visit) { for_each_run(layer, channels, visit); });
-        if (spec->bias) std::copy_n(layer.bias.weight, layer.outputs, spec->bias);
-        ++spec;
-    }
+    for_each_tensor([](const LayerSpec &spec, const Moving &weight, const Moving &bias, auto runs) {
+        unpack(weight, spec.weight, runs);
+        if (spec.bias) std::copy_n(bias.weight, spec.outputs, spec.bias);
+    });
 }
 
-Image Network::image_into(const Conv &conv, long example) const {
-    if (conv.first) return {job.x + rows[example] * conv.numbers_in(), conv.height * conv.width, conv.width, 1};
+Image Network::image_into(const Conv &conv, long row, long example) const {
+    if (conv.first) return {job.x + row * conv.numbers_in(), conv.height * conv.width, conv.width, 1};
     const Conv &before = (&conv)[-1];
     return {before.output + example * before.numbers_out(), 1, conv.width * conv.channels, conv.channels};
 }
 
-void Network::forward_all() {
-    const long examples = long(rows.size());
-    for (long n = 0; n < examples; ++n) {
-        for (const Conv &conv : convs) forward(conv, image_into(conv, n), n);
-        const long numbers = denses[0].inputs;
-        pour(convs.empty() ? job.x + rows[n] * numbers : convs.back().output + n * numbers, numbers, denses[0].input, n);
-    }
-    for (const Dense &layer : denses) {
-        const bool last = &layer == &denses.back();
-        forward(layer, examples, last ? logits : (&layer)[1].input);
+// Lays examples out for a linear layer at the head of the chain.
+void read_into(float *input, const Entry &layer, const float *x, const Rows &rows) {
+    for (std::size_t n = 0; n < rows.size(); ++n) {
+        const float *row = x + rows[n] * layer.inputs;
+        for (long i = 0; i < layer.inputs; ++i) input[i * layer.batch + long(n)] = row[i];
     }
 }
 
+// Takes the examples through the layers before the second linear one.
+void Network::enter(const Rows &rows) {
+    const Sheet &to = denses.empty() ? logits : denses[0].input;
+    if (!entries.empty() && !entered) {
+        read_into(entries[0].input, entries[0], job.x, rows);
+        forward(entries[0], long(rows.size()), to);
+    }
+    for (long n = 0; !convs.empty() && n < long(rows.size()); ++n) {
+        for (const Conv &conv : convs) forward(conv, image_into(conv, rows[n], n), n);
+        const Conv &conv = convs.back();
+        pour(conv.output + n * conv.numbers_out(), conv.numbers_out(), to, n);
+    }
+}
+
+void Network::forward_all(const Rows &rows) {
+    enter(rows);
+    for (const Dense &layer : denses) forward(layer, long(rows.size()), &layer == &denses.back() ? logits : (&layer)[1].input);
+}
+
 // The mean cross entropy, and its slope at the logits.
-double Network::loss_and_slopes() {
-    const Dense &last = denses.back();
-    const long examples = long(rows.size());
+double Network::loss_and_slopes(const Rows &rows) {
+    const long examples = long(rows.size()), classes = last().outputs;
     double loss = 0;
     for (long n = 0; n < examples; ++n) {
-        float *row = logits.at(0, n);
+        float *row = logits.at(0, n), sum = 0;
         const long label = job.y[rows[n]];
-        const float greatest = *std::max_element(row, row + last.outputs);
-        const float chosen = row[label] - greatest;
-        float sum = 0;
-        for (long o = 0; o < last.outputs; ++o) sum += row[o] = std::exp(row[o] - greatest);
+        const float greatest = *std::max_element(row, row + classes), chosen = row[label] - greatest;
+        for (long o = 0; o < classes; ++o) sum += row[o] = std::exp(row[o] - greatest);
         loss += std::log(sum) - chosen;
-        for (long o = 0; o < last.outputs; ++o) last.slope_out[o * last.batch + n] = (row[o] / sum - (o == label)) / float(examples);
+        for (long o = 0; o < classes; ++o) *last().slope_out.at(o, n) = (row[o] / sum - float(o == label)) / float(examples);
     }
     return loss / double(examples);
 }
 
+// Moves the first layer, and takes the next step's examples through it in the same pass if a group holds them.
+double Network::backward_entry(long examples, const Rows &next) {
+    Entry &layer = entries[0];
+    entered = long(next.size()) == examples && examples <= GROUP;
+    if (!entered) return backward(layer, examples, rule, {});
+    read_into(layer.next_input, layer, job.x, next);
+    const double pulled = backward(layer, examples, rule, denses.empty() ? logits : denses[0].input);
+    std::swap(layer.input, layer.next_input);
+    return pulled;
+}
+
 // Moves all weights; returns the value of the pulls before they moved.
-double Network::backward_all() {
+double Network::backward_all(const Rows &rows, const Rows &next) {
     const long examples = long(rows.size());
     double pulled = 0;
     for (long i = long(denses.size()) - 1; i >= 0; --i) {
         pulled += backward(denses[i], examples, rule);
         if (i > 0) pass_back(denses[i], denses[i - 1], examples);
     }
-    if (convs.empty()) return pulled;
+    if (!entries.empty()) {
+        if (!denses.empty()) pass_back(denses[0], entries[0]);
+        return pulled + backward_entry(examples, next);
+    }
     pass_back(denses[0], convs.back(), examples);
     for (long n = 0; n < examples; ++n) {
         for (long i = long(convs.size()) - 1; i >= 0; --i) {
-            backward(convs[i], image_into(convs[i], n), n);
+            backward(convs[i], image_into(convs[i], rows[n], n), n);
             if (i > 0) pass_back(convs[i], convs[i - 1], n);
         }
     }
@@ -993,11 +1141,11 @@ double Network::backward_all() {
     return pulled;
 }
 
-// One step on the examples in `rows`; returns its loss.
-double Network::step() {
-    forward_all();
-    const double loss = loss_and_slopes();
-    return loss + backward_all() + job.pull_floor;
+// One step; `next` are the rows of the step after it. Returns its loss.
+double Network::step(const Rows &rows, const Rows &next) {
+    forward_all(rows);
+    const double loss = loss_and_slopes(rows);
+    return loss + backward_all(rows, next) + job.pull_floor;
 }
 
 enum Outcome { TRAINED = 0, ROW_OUTSIDE = 1, LABEL_OUTSIDE = 2, NO_MEMORY = 3 };
@@ -1012,16 +1160,25 @@ Outcome checked(const Job &job) {
     return TRAINED;
 }
 
-void train(Job &job) {
-    Network network(job);
-    double total = 0, seen = 0;
+// The rows of each step, without the padding; a step that is all padding is the identity, and left out.
+std::vector<Rows> steps_of(const Job &job) {
+    std::vector<Rows> steps;
     for (std::int64_t step = 0; step < job.steps; ++step) {
         const std::int64_t *order = job.order + step * job.batch;
-        network.rows.clear();
-        std::copy_if(order, order + job.batch, std::back_inserter(network.rows), [](std::int64_t row) { return row >= 0; });
-        if (network.rows.empty()) continue;  // a padded step is the identity
-        const double examples = double(network.rows.size());
-        total += network.step() * examples;
+        Rows rows;
+        std::copy_if(order, order + job.batch, std::back_inserter(rows), [](std::int64_t row) { return row >= 0; });
+        if (!rows.empty()) steps.push_back(std::move(rows));
+    }
+    return steps;
+}
+
+void train(Job &job) {
+    Network network(job);
+    const std::vector<Rows> steps = steps_of(job);
+    double total = 0, seen = 0;
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+        const double examples = double(steps[i].size());
+        total += network.step(steps[i], i + 1 < steps.size() ? steps[i + 1] : Rows{}) * examples;
         seen += examples;
     }
     network.finish();
