@@ -14,6 +14,7 @@
 #include <iterator>
 #include <new>
 #include <numeric>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -59,11 +60,8 @@ constexpr bool MANY_REGISTERS = true;  // 32 of them
 constexpr bool MANY_REGISTERS = false;  // 16
 #endif
 
-constexpr int GROUP = MANY_REGISTERS ? 10 : 5;  // examples, or pixels, that a kernel holds at once
-constexpr int MAPS = 6;                         // output channels of the kernel that runs along pixels
-constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // and its vectors of pixels
-constexpr int TAPS = MANY_REGISTERS ? 12 : 8;   // vectors of a filter that the backward kernels hold
-constexpr int TAP_ROWS = 5, TAP_VECTORS = 4;
+constexpr int GROUP = MANY_REGISTERS ? 10 : 5;  // examples, or pixels, that a kernel holds at most
+constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of pixels that the kernel along pixels holds
 constexpr long AHEAD = 32;   // vectors of weights to fetch ahead
 constexpr long CHUNK = 128;  // outputs whose slopes wait in the nearest cache when the batch has several groups
 
@@ -178,38 +176,45 @@ double move_all(const Moving &tensor, const float *slope, long count, const Rule
     return tensor.pull / 2 * sum_of(distance);
 }
 
-// Splits `count` into parts of at most `most`, as even as can be, and calls body(begin, size).
-template <class Body>
-inline void in_parts(long count, long most, Body body) {
-    const long parts = (count + most - 1) / most;
-    for (long part = 0, begin = 0; part < parts; ++part) {
-        const long size = (count - begin) / (parts - part);
-        body(begin, size);
-        begin += size;
+// Sizes that a kernel is compiled for, in descending order and down to 1: what it holds in registers must be known beforehand.
+template <int... S>
+struct Sizes {};
+using Groups = std::conditional_t<MANY_REGISTERS, Sizes<10, 8, 6, 4, 2, 1>, Sizes<5, 4, 3, 2, 1>>;  // of examples, or of pixels
+
+template <int S, int... SMALLER, class Body>
+inline long first_piece(Sizes<S, SMALLER...>, long most, long begin, Body body) {
+    if constexpr (sizeof...(SMALLER) > 0) {
+        if (S > most) return first_piece(Sizes<SMALLER...>{}, most, begin, body);
+    }
+    body(begin, std::integral_constant<int, S>{});
+    return S;
+}
+
+// Splits `count` into pieces of such sizes, as even as can be, and calls body(begin, size), the size a constant.
+template <int MOST, int... SMALLER, class Body>
+inline void in_pieces(Sizes<MOST, SMALLER...> sizes, long count, Body body) {
+    const long pieces = (count + MOST - 1) / MOST;
+    for (long begin = 0; begin < count;) {
+        const long even = (count + pieces - 1) / pieces;
+        begin += first_piece(sizes, std::min(even, count - begin), begin, body);
     }
 }
 
-// Calls body with an integral constant equal to `size`, 1 .. N.
-template <int N, class Body>
-inline void with_constant(long size, Body body) {
-    if (size == N) {
-        body(std::integral_constant<int, N>{});
-    } else if constexpr (N > 1) {
-        with_constant<N - 1>(size, body);
-    }
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, ints{__VA_ARGS__})
+#endif
+
+template <int... I>
+inline ints count_up(std::integer_sequence<int, I...>) {
+    return ints{I...};
 }
 
 // Lanes with bit `D` clear: sums of pairs in `a`; with it set: in `b`. Applied for D = 1, 2, 4, .. it leaves sums of whole vectors.
 template <int D, int... I>
 inline vec paired(vec a, vec b, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-    const vec near = __builtin_shufflevector(a, b, (I & D ? LANES + I : I)...);
-    const vec far = __builtin_shufflevector(a, b, (I & D ? LANES + I - D : I + D)...);
-#else
-    const vec near = __builtin_shuffle(a, b, ints{(I & D ? LANES + I : I)...});
-    const vec far = __builtin_shuffle(a, b, ints{(I & D ? LANES + I - D : I + D)...});
-#endif
-    return near + far;
+    return SHUFFLED(a, b, (I & D ? LANES + I : I)...) + SHUFFLED(a, b, (I & D ? LANES + I - D : I + D)...);
 }
 
 // Lane i holds the sum over the lanes of parts[i], i < N <= LANES; the other lanes hold anything.
@@ -285,10 +290,9 @@ void for_each_tile(long panels, long count, long examples, Visit visit) {
     const long chunk = examples <= GROUP ? count : CHUNK;
     for (long panel = 0; panel < panels; ++panel) {
         for (long begin = 0; begin < count; begin += chunk) {
-            in_parts(examples, GROUP, [&](long example, long size) {
+            in_pieces(Groups{}, examples, [&](long example, auto n) {
                 const long end = std::min(begin + chunk, count);
-                const Tile tile{panel, begin, end, example, example == 0, example + size == examples};
-                with_constant<GROUP>(size, [&](auto n) { visit(n, tile); });
+                visit(n, Tile{panel, begin, end, example, example == 0, example + n == examples});
             });
         }
     }
@@ -326,9 +330,7 @@ void forward_group(const Entry &layer, long example, const Sheet &to) {
 }
 
 void forward(const Entry &layer, long examples, const Sheet &to) {
-    in_parts(examples, GROUP, [&](long example, long size) {
-        with_constant<GROUP>(size, [&](auto n) { forward_group<n>(layer, example, to); });
-    });
+    in_pieces(Groups{}, examples, [&](long example, auto n) { forward_group<n>(layer, example, to); });
 }
 
 // Moves the weights of a tile. If `next` is given the tile is a whole panel, and what leaves it in the next step goes there.
@@ -440,9 +442,7 @@ void forward_group(const Dense &layer, long example, const Sheet &to) {
 }
 
 void forward(const Dense &layer, long examples, const Sheet &to) {
-    in_parts(examples, GROUP, [&](long example, long size) {
-        with_constant<GROUP>(size, [&](auto n) { forward_group<n>(layer, example, to); });
-    });
+    in_pieces(Groups{}, examples, [&](long example, auto n) { forward_group<n>(layer, example, to); });
 }
 
 // Slopes of a tile's weights and of what entered; the weights move once their slope is whole.
@@ -517,7 +517,7 @@ void pass_back(const Dense &layer, const Dense &before, long examples) {
 
 // A convolution with its ReLU and max-pool. Images are (height, width, channels), so that a row of a filter is one run of numbers.
 struct Conv {
-    long channels, height, width, outputs, kernel_height, kernel_width, pad_height, pad_width, pool;
+    long channels, height, width, outputs, kernel_height, kernel_width, stride_height, pad_height, pad_width, pool;
     bool relu, first, has_bias;
     long framed_height, framed_width;       // with the padding
     long row;                               // numbers in a framed row
@@ -535,6 +535,7 @@ struct Conv {
     std::int32_t *chosen;                   // where in the framed image the patch begins that the pool chose, for all of `output`
     long chosen_by_place, chosen_by_output;
     float *frame, *planes, *maps;           // one image: framed, its planes, and the outputs before the pool
+    float *pooled_row;
     float *slope_frame, *entry_slope;       // one image: slope of what entered, and of each whole output that was chosen
     std::int32_t *entry_output, *entries;
 
@@ -584,6 +585,7 @@ Conv::Conv(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch, bo
       outputs(spec.outputs),
       kernel_height(spec.kernel_height),
       kernel_width(spec.kernel_width),
+      stride_height(spec.stride_height),
       pad_height(spec.pad_height),
       pad_width(spec.pad_width),
       pool(spec.pool),
@@ -601,7 +603,8 @@ Conv::Conv(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch, bo
     chosen_by_place = along_pixels ? 1 : padded(outputs), chosen_by_output = along_pixels ? places : 1;
     chosen = arena.take<std::int32_t>(batch * places * padded(outputs));
     frame = arena.floats(framed), planes = arena.floats(framed);
-    maps = arena.floats(along_pixels ? outputs * plane : padded(outputs) * whole);
+    maps = arena.floats((along_pixels ? outputs * plane : padded(outputs) * whole) + LANES);
+    pooled_row = arena.floats(pooled_width);
     slope_frame = arena.floats(framed);
     entry_slope = arena.floats(whole * outputs);
     entry_output = arena.take<std::int32_t>(whole * outputs), entries = arena.take<std::int32_t>(whole);
@@ -612,6 +615,18 @@ struct Image {
     const float *data;
     long by_channel, by_row, by_column;
 };
+
+// One row of an image from planes to pixels.
+void interleave(const Conv &conv, const float *from, long by_channel, float *to) {
+    if (conv.channels == 3) {  // colours: a loop that compilers turn into vectors
+        const float *red = from, *green = from + by_channel, *blue = green + by_channel;
+        for (long x = 0; x < conv.width; ++x) to[3 * x] = red[x], to[3 * x + 1] = green[x], to[3 * x + 2] = blue[x];
+        return;
+    }
+    for (long c = 0; c < conv.channels; ++c) {
+        for (long x = 0; x < conv.width; ++x) to[x * conv.channels + c] = from[c * by_channel + x];
+    }
+}
 
 // The image with its padding around it, channels innermost; in place if it lies so already.
 const float *framed(const Conv &conv, const Image &image) {
@@ -624,9 +639,7 @@ const float *framed(const Conv &conv, const Image &image) {
             std::memcpy(to, from, conv.width * conv.channels * sizeof(float));
             continue;
         }
-        for (long c = 0; c < conv.channels; ++c) {
-            for (long x = 0; x < conv.width; ++x) to[x * conv.channels + c] = from[c * image.by_channel + x];
-        }
+        interleave(conv, from, image.by_channel, to);
     }
     return conv.frame;
 }
@@ -690,22 +703,16 @@ void pixels_of_channels(const Conv &conv, const float *planes, long pixel, long 
 }
 
 void convolve_along_channels(const Conv &conv, const float *frame) {
-    in_parts(padded(conv.outputs) / LANES, 2, [&](long vector, long vectors) {
-        in_parts(long(conv.begins.size()), GROUP, [&](long pixel, long pixels) {
-            with_constant<GROUP>(pixels, [&](auto p) {
-                with_constant<2>(vectors, [&](auto v) { channels_of_pixels<p, v>(conv, frame, pixel, vector * LANES); });
-            });
-        });
+    in_pieces(Sizes<2, 1>{}, padded(conv.outputs) / LANES, [&](long vector, auto v) {
+        in_pieces(Groups{}, long(conv.begins.size()),
+                  [&](long pixel, auto p) { channels_of_pixels<p, v>(conv, frame, pixel, vector * LANES); });
     });
 }
 
 void convolve_along_pixels(const Conv &conv, const float *planes) {
-    in_parts(conv.plane / LANES, SPAN, [&](long vector, long vectors) {
-        in_parts(conv.outputs, MAPS, [&](long o, long maps) {
-            with_constant<SPAN>(vectors, [&](auto s) {
-                with_constant<MAPS>(maps, [&](auto m) { pixels_of_channels<m, s>(conv, planes, vector * LANES, o); });
-            });
-        });
+    in_pieces(Sizes<SPAN, 1>{}, conv.plane / LANES, [&](long vector, auto s) {
+        in_pieces(Sizes<6, 4, 2, 1>{}, conv.outputs,
+                  [&](long o, auto m) { pixels_of_channels<m, s>(conv, planes, vector * LANES, o); });
     });
 }
 
@@ -729,38 +736,56 @@ void pool_channels(const Conv &conv, float *output, std::int32_t *chosen) {
                 const long pixel = corner + i / conv.pool * conv.whole_width + i % conv.pool;
                 keep_greater(best, at, load(conv.maps + pixel * stride + o), conv.begins[pixel] - ints{});
             }
-            if (conv.relu) best = best < 0 ? vec{} : best;
+            best = through_relu(best, conv.relu);
             std::memcpy(output + place * conv.outputs + o, &best, std::min<long>(LANES, conv.outputs - o) * sizeof(float));
             std::memcpy(chosen + place * stride + o, &at, sizeof(at));
         }
     }
 }
 
-// One row of pool windows of one plane: the greatest of each and where its patch begins. POOL is the window's side if known, else 0.
-template <int POOL>
-void pool_row(const Conv &conv, const float *map, std::int32_t begin, float *best, std::int32_t *at) {
-    const int side = POOL ? POOL : int(conv.pool), step = int(conv.channels);
-    const long count = conv.pooled_width;
-    for (long i = 0; i < count; ++i) best[i] = map[i * side], at[i] = begin + std::int32_t(i) * side * step;
-    for (int y = 0; y < side; ++y) {
-        for (int x = 0; x < side; ++x) {
-            const float *value = map + y * conv.framed_width + x;
-            const std::int32_t where = begin + std::int32_t(y * conv.row) + x * step;
-            for (long i = 0; i < count; ++i) {
-                const bool greater = (value[i * side] > best[i]) | (value[i * side] != value[i * side]);
-                best[i] = greater ? value[i * side] : best[i];
-                at[i] = greater ? where + std::int32_t(i) * side * step : at[i];
-            }
-        }
+// Lanes 0, 2, 4, .. of two vectors, or with FROM 1 the lanes between them.
+template <int FROM, int... I>
+inline vec every_second(vec a, vec b, std::integer_sequence<int, I...>) {
+    return SHUFFLED(a, b, (2 * I + FROM)...);
+}
+
+// A row of windows of side 2 in one plane: the greatest of each, and where its patch begins. May write one vector too far.
+void pool_row_by_two(const Conv &conv, const float *map, std::int32_t begin, float *best, std::int32_t *chosen) {
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+    const std::int32_t right = std::int32_t(conv.channels), down = std::int32_t(conv.row);
+    ints start = begin + 2 * right * count_up(lanes);
+    for (long i = 0; i < conv.pooled_width; i += LANES, start += 2 * right * LANES) {
+        const float *above = map + 2 * i, *below = above + conv.framed_width;
+        const vec a = load(above), b = load(above + LANES), c = load(below), d = load(below + LANES);
+        vec greatest = every_second<0>(a, b, lanes);
+        ints at = start;
+        keep_greater(greatest, at, every_second<1>(a, b, lanes), start + right);
+        keep_greater(greatest, at, every_second<0>(c, d, lanes), start + down);
+        keep_greater(greatest, at, every_second<1>(c, d, lanes), start + down + right);
+        store(best + i, through_relu(greatest, conv.relu));
+        std::memcpy(chosen + i, &at, sizeof(at));
     }
-    if (conv.relu) {
-        for (long i = 0; i < count; ++i) best[i] = best[i] < 0 ? 0 : best[i];
+}
+
+// The same for windows of any side.
+void pool_row(const Conv &conv, const float *map, std::int32_t begin, float *best, std::int32_t *chosen) {
+    const std::int32_t right = std::int32_t(conv.channels), down = std::int32_t(conv.row);
+    for (long i = 0; i < conv.pooled_width; ++i) {
+        const float *corner = map + i * conv.pool;
+        const std::int32_t start = begin + std::int32_t(i * conv.pool) * right;
+        float greatest = *corner;
+        std::int32_t at = start;
+        for (int y = 0; y < conv.pool; ++y) {
+            for (int x = 0; x < conv.pool; ++x) keep_greater(greatest, at, corner[y * conv.framed_width + x], start + y * down + x * right);
+        }
+        best[i] = conv.relu && greatest < 0 ? 0 : greatest;
+        chosen[i] = at;
     }
 }
 
 void pool_pixels(const Conv &conv, float *output, std::int32_t *chosen) {
-    const auto pool = conv.pool == 1 ? pool_row<1> : conv.pool == 2 ? pool_row<2> : conv.pool == 3 ? pool_row<3> : pool_row<0>;
-    float *best = conv.planes;  // has been read, and is wide enough
+    const auto pool = conv.pool == 2 ? pool_row_by_two : pool_row;
+    float *best = conv.pooled_row;
     for (long o = 0; o < conv.outputs; ++o) {
         for (long place = 0; place < conv.places; place += conv.pooled_width) {
             const long y = place / conv.pooled_width * conv.pool;
@@ -786,12 +811,9 @@ void forward(const Conv &conv, const Image &image, long example) {
 // Calls body(R, V, y, k) for pieces of a filter that fit into registers: R rows from y on, V vectors from number k on.
 template <class Body>
 void in_taps(const Conv &conv, Body body) {
-    in_parts(conv.run_padded / LANES, TAP_VECTORS, [&](long vector, long vectors) {
-        in_parts(conv.kernel_height, std::min<long>(TAP_ROWS, TAPS / vectors), [&](long y, long rows) {
-            with_constant<TAP_VECTORS>(vectors, [&](auto v) {
-                with_constant<std::min(TAP_ROWS, TAPS / v)>(rows, [&](auto r) { body(r, v, y, vector * LANES); });
-            });
-        });
+    in_pieces(Sizes<3, 2, 1>{}, conv.run_padded / LANES, [&](long vector, auto v) {
+        using Rows = std::conditional_t<v == 3 || !MANY_REGISTERS, Sizes<3, 1>, Sizes<5, 3, 1>>;
+        in_pieces(Rows{}, conv.kernel_height, [&](long y, auto r) { body(r, v, y, vector * LANES); });
     });
 }
 
@@ -839,32 +861,34 @@ void collect_entries(const Conv &conv, const float *slope_out, const std::int32_
     }
 }
 
-// Adds to the slope of the framed image what a piece of all filters contributes at one whole output.
+// Adds to the slope of the framed image what a piece of all filters contributes at one column of whole outputs. Patches overlap from
+// one output to the next: the rows that they share stay in registers.
 template <int R, int V>
-inline void patch_slopes(const Conv &conv, long pixel, long piece, float *patch) {
+void column_slopes(const Conv &conv, long x, long piece, float *patch) {
     vec sums[R * V] = {};
-    const long begin = pixel * conv.outputs, end = begin + conv.entries[pixel];
-    for (long entry = begin; entry < end; ++entry) {
-        const float *weight = conv.weight.weight + conv.entry_output[entry] + piece;
-        const vec slope = spread(conv.entry_slope[entry]);
-        unrolled<R * V>([&](auto i) { sums[i] += slope * load(weight + i / V * conv.run_padded + i % V * LANES); });
-    }
-    unrolled<R>([&](auto r) {
-        unrolled<V>([&](auto v) { store(patch + v * LANES, load(patch + v * LANES) + sums[r * V + v]); });
+    const auto finish_row = [&] {
+        unrolled<V>([&](auto v) { store(patch + v * LANES, load(patch + v * LANES) + sums[v]); });
+        unrolled<R * V>([&](auto i) { sums[i] = i + V < R * V ? sums[(i + V) % (R * V)] : vec{}; });
         patch += conv.row;
-    });
+    };
+    for (long y = 0; y < conv.whole_height; ++y) {
+        const long pixel = y * conv.whole_width + x, begin = pixel * conv.outputs, end = begin + conv.entries[pixel];
+        for (long entry = begin; entry < end; ++entry) {
+            const float *weight = conv.weight.weight + conv.entry_output[entry] + piece;
+            const vec slope = spread(conv.entry_slope[entry]);
+            unrolled<R * V>([&](auto i) { sums[i] += slope * load(weight + i / V * conv.run_padded + i % V * LANES); });
+        }
+        const long rows = y + 1 < conv.whole_height ? conv.stride_height : R;
+        for (long done = 0; done < rows; ++done) finish_row();
+    }
 }
 
 void find_frame_slopes(const Conv &conv, const float *slope_out, const std::int32_t *chosen) {
     collect_entries(conv, slope_out, chosen);
     std::fill_n(conv.slope_frame, conv.framed_height * conv.row + LANES, 0.0f);
     in_taps(conv, [&](auto r, auto v, long y, long k) {
-        // column by column: the patches of two pixels in a row overlap askew, and a load would wait for the stores before it
         for (long x = 0; x < conv.whole_width; ++x) {
-            for (long pixel = x; pixel < long(conv.begins.size()); pixel += conv.whole_width) {
-                float *patch = conv.slope_frame + conv.begins[pixel] + y * conv.row + k;
-                if (conv.entries[pixel]) patch_slopes<r, v>(conv, pixel, y * conv.run_padded + k, patch);
-            }
+            column_slopes<r, v>(conv, x, y * conv.run_padded + k, conv.slope_frame + conv.begins[x] + y * conv.row + k);
         }
     });
 }
