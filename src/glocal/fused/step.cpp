@@ -60,8 +60,7 @@ constexpr bool MANY_REGISTERS = true;  // 32 of them
 constexpr bool MANY_REGISTERS = false;  // 16
 #endif
 
-constexpr int GROUP = MANY_REGISTERS ? 10 : 5;  // examples, or pixels, that a kernel holds at most
-constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of pixels that the kernel along pixels holds
+constexpr int SPAN = MANY_REGISTERS ? 4 : 2;  // vectors of pixels that the kernel along pixels holds
 constexpr long AHEAD = 32;   // vectors of weights to fetch ahead
 constexpr long CHUNK = 128;  // outputs whose slopes wait in the nearest cache when the batch has several groups
 
@@ -190,6 +189,11 @@ inline long first_piece(Sizes<S, SMALLER...>, long most, long begin, Body body) 
     return S;
 }
 
+template <int... S>
+constexpr bool is_one_piece(Sizes<S...>, long count) {
+    return ((count == S) || ...);
+}
+
 // Splits `count` into pieces of such sizes, as even as can be, and calls body(begin, size), the size a constant.
 template <int MOST, int... SMALLER, class Body>
 inline void in_pieces(Sizes<MOST, SMALLER...> sizes, long count, Body body) {
@@ -287,7 +291,7 @@ struct Tile {
 // Visits all tiles of a layer; several groups share a chunk of weights while it is near.
 template <class Visit>
 void for_each_tile(long panels, long count, long examples, Visit visit) {
-    const long chunk = examples <= GROUP ? count : CHUNK;
+    const long chunk = is_one_piece(Groups{}, examples) ? count : CHUNK;
     for (long panel = 0; panel < panels; ++panel) {
         for (long begin = 0; begin < count; begin += chunk) {
             in_pieces(Groups{}, examples, [&](long example, auto n) {
@@ -373,7 +377,7 @@ double move_bias(const Entry &layer, long examples, const Rule &rule) {
 }
 
 // Moves the weights; returns the value of the pulls on them. If `next` is not empty, fills it with what leaves in the next step,
-// which must have as many examples as this one, and no more than a group.
+// which must have as many examples as this one, all in one group.
 double backward(const Entry &layer, long examples, const Rule &rule, const Sheet &next) {
     const double pulled = move_bias(layer, examples, rule);
     double distance = 0;
@@ -1134,7 +1138,7 @@ double Network::loss_and_slopes(const Rows &rows) {
 // Moves the first layer, and takes the next step's examples through it in the same pass if a group holds them.
 double Network::backward_entry(long examples, const Rows &next) {
     Entry &layer = entries[0];
-    entered = long(next.size()) == examples && examples <= GROUP;
+    entered = long(next.size()) == examples && is_one_piece(Groups{}, examples);
     if (!entered) return backward(layer, examples, rule, {});
     read_into(layer.next_input, layer, job.x, next);
     const double pulled = backward(layer, examples, rule, denses.empty() ? logits : denses[0].input);
