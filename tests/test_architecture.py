@@ -14,8 +14,8 @@ import glocal
 
 SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
-BASIS = ("errors", "places", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "fused", "algorithm")
-ENGINE = ("algorithms", "wire", "store", "backends", "measure", "keep", "checkpoint", "result", "fitting")
+BASIS = ("errors", "places", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "fused")
+ENGINE = ("algorithm", "algorithms", "wire", "store", "backends", "measure", "keep", "checkpoint", "result", "fitting")
 ORDER = (*BASIS, *ENGINE, "data", "studies", "report", "cli", "__main__")
 FILES = sorted(SOURCE.rglob("*.py"))
 

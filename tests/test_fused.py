@@ -1,6 +1,7 @@
 """The compiled step takes the same steps as the general path, or declines and says why."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def assert_agrees(fused, objective, params, work, optimiser):
 
 
 def mlp(*widths, bias=True):
-    layers = [layer for n, m in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(n, m, bias=bias), nn.ReLU())]
+    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m, bias=bias), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -183,7 +184,9 @@ def test_pulls_are_part_of_slopes_and_loss(fused, strengths, momentum):
     for model, shape in ((mlp(9, 12, 7, CLASSES), (9,)), (conv_net((2, 8, 8), [PLAIN], [6]), (2, 8, 8))):
         objective, params = cross_entropy(model), params_of(model)
         for strength in strengths:
-            objective = pulled(objective, {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()}, strength)
+            objective = pulled(
+                objective, {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()}, strength
+            )
         objective = objective._replace(pulls=(*objective.pulls, Pull({"0.weight": params["0.weight"] + 0.3}, 0.5)))
         assert_agrees(fused, objective, params, work_of(shape, random_order(2, 7, seed=0)), sgd(0.1, momentum=momentum))
 
@@ -301,12 +304,12 @@ def test_the_step_is_compiled_once(fused, monkeypatch, tmp_path):
     compiler = build._compiler()
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "SOURCE", tmp_path / "step.cpp")
-    (tmp_path / "step.cpp").write_text("extern \"C\" int glocal_train(void *) { return 0; }\n")
+    (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 0; }\n')
     made = build.compiled(compiler)
     stamp = made.stat().st_mtime_ns
     assert build.compiled(compiler) == made
     assert made.stat().st_mtime_ns == stamp
-    (tmp_path / "step.cpp").write_text("extern \"C\" int glocal_train(void *) { return 1; }\n")
+    (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 1; }\n')
     assert build.compiled(compiler) != made
     assert {path.suffix for path in made.parent.iterdir()} == {".so"}
 
@@ -314,7 +317,9 @@ def test_the_step_is_compiled_once(fused, monkeypatch, tmp_path):
 def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoFusedStepError, match=r"^there is no C\+\+ compiler \(looked for c\+\+, g\+\+, clang\+\+; CXX may name another\)$"):
+    with pytest.raises(
+        NoFusedStepError, match=r"^there is no C\+\+ compiler \(looked for c\+\+, g\+\+, clang\+\+; CXX may name another\)$"
+    ):
         load_step()
 
 
