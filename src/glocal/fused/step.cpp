@@ -139,19 +139,22 @@ struct Moving {
     }
 };
 
-// Moves one vector of weights down its slope and returns it; adds to `distance` how far it was from its anchor, squared.
-inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec slope, const Rule &rule, vec &distance) {
-    slope += rule.decay * weight;
+// What pushes one vector of weights besides its slope: decay, pull and momentum. Adds its squared distance from its anchor.
+inline __attribute__((always_inline)) vec push_on(const Moving &tensor, long at, vec weight, const Rule &rule, vec &distance) {
+    vec push = rule.decay * weight;
     if (tensor.anchor) {
         const vec away = weight - load(tensor.anchor + at);
-        slope += tensor.pull * away;
+        push += tensor.pull * away;
         distance += away * away;
     }
-    if (tensor.velocity) {
-        slope += rule.momentum * load(tensor.velocity + at);
-        store(tensor.velocity + at, slope);
-    }
-    const vec moved = weight - rule.rate * slope;
+    if (tensor.velocity) push += rule.momentum * load(tensor.velocity + at);
+    return push;
+}
+
+// Moves one vector of weights, given slope and push together, and returns it.
+inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec velocity, const Rule &rule) {
+    if (tensor.velocity) store(tensor.velocity + at, velocity);
+    const vec moved = weight - rule.rate * velocity;
     store(tensor.weight + at, moved);
     return moved;
 }
@@ -171,7 +174,10 @@ inline double sum_of(vec values) {
 // Moves a whole tensor; returns the value of its pull.
 double move_all(const Moving &tensor, const float *slope, long count, const Rule &rule) {
     vec distance{};
-    for (long at = 0; at < count; at += LANES) move(tensor, at, load(tensor.weight + at), load(slope + at), rule, distance);
+    for (long at = 0; at < count; at += LANES) {
+        const vec weight = load(tensor.weight + at);
+        move(tensor, at, weight, load(slope + at) + push_on(tensor, at, weight, rule, distance), rule);
+    }
     return tensor.pull / 2 * sum_of(distance);
 }
 
@@ -352,14 +358,16 @@ vec move_tile(const Entry &layer, const Tile &tile, const Rule &given, const She
     unrolled<N>([&](auto n) { sums[n] = load(layer.bias.weight + tile.panel * LANES); });
     for (long at = from; at < from + count; at += LANES, x += batch, next_x += batch, waiting += LANES) {
         fetch_ahead(tensor, at);
-        vec slope = opens ? vec{} : load(waiting);
-        unrolled<N>([&](auto n) { slope += x[n] * slope_out[n]; });
+        const vec weight = load(tensor.weight + at);
+        // two sums, and the push first: one after the other, additions would wait for each other
+        vec slope[2] = {opens ? vec{} : load(waiting), closes ? push_on(tensor, at, weight, rule, distance) : vec{}};
+        unrolled<N>([&](auto n) { slope[n % 2] += x[n] * slope_out[n]; });
         if (!closes) {
-            store(waiting, slope);
+            store(waiting, slope[0] + slope[1]);
             continue;
         }
-        const vec weight = move(tensor, at, load(tensor.weight + at), slope, rule, distance);
-        if constexpr (NEXT) unrolled<N>([&](auto n) { sums[n] += next_x[n] * weight; });
+        const vec moved = move(tensor, at, weight, slope[0] + slope[1], rule);
+        if constexpr (NEXT) unrolled<N>([&](auto n) { sums[n] += next_x[n] * moved; });
     }
     if constexpr (NEXT) unrolled<N>([&](auto n) { store(next.at(tile.panel * LANES, n), through_relu(sums[n], layer.relu)); });
     return distance;
@@ -371,7 +379,8 @@ double move_bias(const Entry &layer, long examples, const Rule &rule) {
     for (long panel = 0; panel < layer.panels; ++panel) {
         vec slope{};
         for (long n = 0; n < examples; ++n) slope += load(layer.slope_out.at(panel * LANES, n));
-        move(layer.bias, panel * LANES, load(layer.bias.weight + panel * LANES), slope, rule, distance);
+        const vec weight = load(layer.bias.weight + panel * LANES);
+        move(layer.bias, panel * LANES, weight, slope + push_on(layer.bias, panel * LANES, weight, rule, distance), rule);
     }
     return layer.bias.pull / 2 * sum_of(distance);
 }
@@ -465,16 +474,16 @@ vec backward_tile(const Dense &layer, const Tile &tile, const Rule &given) {
     for (long at = from; at < from + count; at += LANES, slope_out += batch, waiting += LANES) {
         fetch_ahead(tensor, at);
         const vec weight = load(tensor.weight + at);
-        vec slope = opens ? vec{} : load(waiting);
+        vec slope[2] = {opens ? vec{} : load(waiting), closes ? push_on(tensor, at, weight, rule, distance) : vec{}};
         unrolled<N>([&](auto n) {
             const vec s = spread(slope_out[n]);
-            slope += s * x[n];
+            slope[n % 2] += s * x[n];
             slope_in[n] += s * weight;
         });
         if (closes) {
-            move(tensor, at, weight, slope, rule, distance);
+            move(tensor, at, weight, slope[0] + slope[1], rule);
         } else {
-            store(waiting, slope);
+            store(waiting, slope[0] + slope[1]);
         }
     }
     unrolled<N>([&](auto n) { store(layer.slope_in.data + entry + n * LANES, slope_in[n]); });
@@ -984,14 +993,15 @@ void for_each_run(const Dense &layer, long channels, Visit visit) {
     }
 }
 
-// The same for the first layer; input by input in blocks, so that both sides stay near.
+// The same for the first layer; in square blocks, so that both sides stay near.
 template <class Visit>
 void for_each_run(const Entry &layer, Visit visit) {
-    for (long begin = 0; begin < layer.inputs; begin += LANES) {
-        const long end = std::min<long>(begin + LANES, layer.inputs);
-        for (long o = 0; o < layer.outputs; ++o) {
-            const long ours = o / LANES * layer.inputs * LANES + o % LANES;
-            for (long i = begin; i < end; ++i) visit(o * layer.inputs + i, ours + i * LANES, 1);
+    for (long panel = 0; panel < layer.outputs; panel += LANES) {
+        for (long begin = 0; begin < layer.inputs; begin += LANES) {
+            const long last = std::min<long>(panel + LANES, layer.outputs), end = std::min<long>(begin + LANES, layer.inputs);
+            for (long o = panel; o < last; ++o) {
+                for (long i = begin; i < end; ++i) visit(o * layer.inputs + i, panel * layer.inputs + i * LANES + o - panel, 1);
+            }
         }
     }
 }
