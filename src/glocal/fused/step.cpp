@@ -61,8 +61,8 @@ constexpr bool MANY_REGISTERS = false;  // 16
 #endif
 
 constexpr int SPAN = MANY_REGISTERS ? 4 : 2;  // vectors of pixels that the kernel along pixels holds
-constexpr long AHEAD = 32;   // vectors of weights to fetch ahead
-constexpr long CHUNK = 128;  // outputs whose slopes wait in the nearest cache when the batch has several groups
+constexpr long AHEAD = 32;                    // vectors of weights to fetch ahead
+constexpr long CHUNK = 128;                   // of those whose slopes wait nearby if the batch has several groups
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -572,7 +572,8 @@ void Conv::find_sizes(const LayerSpec &spec) {
     whole_height = pooled_height * pool, whole_width = pooled_width * pool;
     plane = padded((whole_height - 1) * framed_width + whole_width);
     // lanes that do nothing: channels beyond the last, or pixels beyond the end of a row
-    along_pixels = spec.stride_height == 1 && spec.stride_width == 1 && outputs * plane < padded(outputs) * whole_height * whole_width;
+    const bool dense = spec.stride_height == 1 && spec.stride_width == 1;
+    along_pixels = dense && outputs * plane < padded(outputs) * whole_height * whole_width;
 }
 
 void Conv::find_places(const LayerSpec &spec) {
@@ -718,14 +719,14 @@ void pixels_of_channels(const Conv &conv, const float *planes, long pixel, long 
 void convolve_along_channels(const Conv &conv, const float *frame) {
     in_pieces(Sizes<2, 1>{}, padded(conv.outputs) / LANES, [&](long vector, auto v) {
         in_pieces(Groups{}, long(conv.begins.size()),
-                  [&](long pixel, auto p) { channels_of_pixels<p, v>(conv, frame, pixel, vector * LANES); });
+                  [&](long pixel, auto p) { channels_of_pixels<p, decltype(v)::value>(conv, frame, pixel, vector * LANES); });
     });
 }
 
 void convolve_along_pixels(const Conv &conv, const float *planes) {
     in_pieces(Sizes<SPAN, 1>{}, conv.plane / LANES, [&](long vector, auto s) {
         in_pieces(Sizes<6, 4, 2, 1>{}, conv.outputs,
-                  [&](long o, auto m) { pixels_of_channels<m, s>(conv, planes, vector * LANES, o); });
+                  [&](long o, auto m) { pixels_of_channels<m, decltype(s)::value>(conv, planes, vector * LANES, o); });
     });
 }
 
@@ -789,7 +790,9 @@ void pool_row(const Conv &conv, const float *map, std::int32_t begin, float *bes
         float greatest = *corner;
         std::int32_t at = start;
         for (int y = 0; y < conv.pool; ++y) {
-            for (int x = 0; x < conv.pool; ++x) keep_greater(greatest, at, corner[y * conv.framed_width + x], start + y * down + x * right);
+            for (int x = 0; x < conv.pool; ++x) {
+                keep_greater(greatest, at, corner[y * conv.framed_width + x], start + y * down + x * right);
+            }
         }
         best[i] = conv.relu && greatest < 0 ? 0 : greatest;
         chosen[i] = at;
@@ -825,8 +828,8 @@ void forward(const Conv &conv, const Image &image, long example) {
 template <class Body>
 void in_taps(const Conv &conv, Body body) {
     in_pieces(Sizes<3, 2, 1>{}, conv.run_padded / LANES, [&](long vector, auto v) {
-        using Rows = std::conditional_t<v == 3 || !MANY_REGISTERS, Sizes<3, 1>, Sizes<5, 3, 1>>;
-        in_pieces(Rows{}, conv.kernel_height, [&](long y, auto r) { body(r, v, y, vector * LANES); });
+        using Heights = std::conditional_t<v == 3 || !MANY_REGISTERS, Sizes<3, 1>, Sizes<5, 3, 1>>;
+        in_pieces(Heights{}, conv.kernel_height, [&](long y, auto r) { body(r, v, y, vector * LANES); });
     });
 }
 
@@ -874,8 +877,8 @@ void collect_entries(const Conv &conv, const float *slope_out, const std::int32_
     }
 }
 
-// Adds to the slope of the framed image what a piece of all filters contributes at one column of whole outputs. Patches overlap from
-// one output to the next: the rows that they share stay in registers.
+// Adds to the slope of the framed image what a piece of all filters contributes at one column of whole outputs. Patches overlap
+// from one output to the next: the rows that they share stay in registers.
 template <int R, int V>
 void column_slopes(const Conv &conv, long x, long piece, float *patch) {
     vec sums[R * V] = {};
