@@ -14,21 +14,8 @@ import glocal
 
 SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
-BASIS = (
-    "errors",
-    "places",
-    "trees",
-    "split",
-    "noise",
-    "modules",
-    "sampling",
-    "federation",
-    "optimisers",
-    "training",
-    "fused",
-    "algorithm",
-)
-ENGINE = ("algorithms", "wire", "store", "backends", "measure", "keep", "checkpoint", "result", "fitting")
+BASIS = ("errors", "places", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "fused")
+ENGINE = ("algorithm", "algorithms", "wire", "store", "backends", "measure", "keep", "checkpoint", "result", "fitting")
 ORDER = (*BASIS, *ENGINE, "data", "studies", "report", "cli", "__main__")
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -63,7 +50,7 @@ def test_every_part_has_its_place():
     assert {part(path) for path in FILES} - {"__init__"} == set(ORDER)
 
 
-HOMES = {"triton": "fused", "matplotlib": "report", "typer": "cli", "rich": "cli", "sklearn": "data", "flwr": None}
+HOMES = {"matplotlib": "report", "typer": "cli", "rich": "cli", "sklearn": "data", "flwr": None}
 
 
 @pytest.mark.parametrize(("library", "home"), HOMES.items())

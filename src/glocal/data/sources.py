@@ -23,6 +23,7 @@ from glocal.data.fetch import RemoteFile, Report, digest, fetch, unreported, ver
 from glocal.data.formats import Bytes
 from glocal.errors import InputError, nearest
 from glocal.federation import Examples
+from glocal.places import cache_folder
 from glocal.sampling import stream
 
 
@@ -85,12 +86,6 @@ def named(name: str) -> Source:
     if name not in SOURCES:
         raise InputError(f"data: there is no data set '{name}'; {nearest(name, SOURCES)}")
     return SOURCES[name]
-
-
-def cache_folder() -> Path:
-    """Where downloads and decoded copies are kept."""
-    own = os.environ.get("GLOCAL_CACHE")
-    return Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "glocal"
 
 
 def _obtain(source: Source, report: Report) -> dict[str, Path]:

@@ -107,16 +107,23 @@ def merged_pulls(pulls: Iterable[Pull]) -> tuple[dict[str, float], Params, float
     by_name: dict[str, list[tuple[float, Tensor]]] = {}
     for towards, strength in pulls:
         for name, anchor in towards.items() if strength else ():
-            by_name.setdefault(name, []).append((strength, anchor))
-    strengths, anchors, floor = {}, {}, 0.0
-    for name, parts in by_name.items():
-        strengths[name] = sum(strength for strength, _ in parts)
-        middle = sum((strength * anchor.double() for strength, anchor in parts), torch.zeros(())) / strengths[name]
-        anchors[name] = (parts[0][1] if len(parts) == 1 else middle.float()).detach().contiguous()
-        floor += sum(
-            strength / 2 * float((anchor - middle).square().sum()) for strength, anchor in parts[: len(parts) * (len(parts) > 1)]
-        )
-    return strengths, anchors, floor
+            by_name.setdefault(name, []).append((strength, anchor.detach()))
+    strengths = {name: sum(strength for strength, _ in parts) for name, parts in by_name.items()}
+    middles = {name: _middle(parts) for name, parts in by_name.items()}
+    floor = sum(strength / 2 * _squared(anchor - middles[name]) for name, parts in by_name.items() for strength, anchor in parts)
+    return strengths, middles, floor
+
+
+def _middle(parts: list[tuple[float, Tensor]]) -> Tensor:
+    """The mean of anchors, weighted by their strengths."""
+    if len(parts) == 1:
+        return parts[0][1].contiguous()
+    weighted = torch.stack([strength * anchor.double() for strength, anchor in parts]).sum(0)
+    return (weighted / sum(strength for strength, _ in parts)).to(parts[0][1].dtype)
+
+
+def _squared(difference: Tensor) -> float:
+    return float(difference.double().square().sum())
 
 
 def _layer_spec(layer: Linear | Conv, weights: Params, strengths: dict[str, float], anchors: Params) -> _LayerSpec:
@@ -187,7 +194,7 @@ def _require_plain(objective: Objective, params: Params, work: Work, chain: Chai
     named = [*params.items(), *pulled, ("x", x), ("y", y), ("order", work.order), ("round_index", work.round_index)]
     for name, tensor in named:
         _require_readable(name, tensor, torch.float32 if name in params or name == "x" else torch.int64)
-    _require_shapes({**params}, chain, objective)
+    _require_shapes(params, chain, objective)
     for name, tensor in pulled:
         if tensor.shape != params[name].shape:
             raise _DeclinedError(f"a pull on '{name}' has another shape")
@@ -218,8 +225,5 @@ def _require_shapes(params: Params, chain: Chain, objective: Objective) -> None:
 
 
 def _shapes(layer: Linear | Conv) -> dict[str, Shape]:
-    if isinstance(layer, Linear):
-        weight, outputs = (layer.outputs, layer.inputs), layer.outputs
-    else:
-        weight, outputs = (layer.outputs[0], layer.inputs[0], *layer.kernel), layer.outputs[0]
-    return {layer.weight: weight} | ({layer.bias: (outputs,)} if layer.bias else {})
+    weight: Shape = (layer.outputs[0], layer.inputs[0], *layer.kernel) if isinstance(layer, Conv) else (layer.outputs, layer.inputs)
+    return {layer.weight: weight} | ({layer.bias: weight[:1]} if layer.bias else {})

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <numeric>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -58,12 +60,9 @@ constexpr bool MANY_REGISTERS = true;  // 32 of them
 constexpr bool MANY_REGISTERS = false;  // 16
 #endif
 
-constexpr int GROUP = MANY_REGISTERS ? 10 : 5;  // examples, or pixels, that a kernel holds at once
-constexpr int MAPS = 6;                         // output channels of the kernel that runs along pixels
-constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // and its vectors of pixels
-constexpr int TAPS = MANY_REGISTERS ? 12 : 8;   // vectors of a filter that the backward kernels hold
-constexpr int TAP_ROWS = 5, TAP_VECTORS = 4;
-constexpr long CHUNK = 128;  // outputs whose slopes wait in the nearest cache when the batch has several groups
+constexpr int SPAN = MANY_REGISTERS ? 4 : 2;  // vectors of pixels that the kernel along pixels holds
+constexpr long AHEAD = 32;                    // vectors of weights to fetch ahead
+constexpr long CHUNK = 128;                   // of those whose slopes wait nearby if the batch has several groups
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -140,21 +139,30 @@ struct Moving {
     }
 };
 
-// Moves one vector of weights down its slope; returns by how much it was away from its anchor, squared.
-inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec slope, const Rule &rule) {
-    vec distance{};
-    slope += rule.decay * weight;
+// What pushes one vector of weights besides its slope: decay, pull and momentum. Adds its squared distance from its anchor.
+inline __attribute__((always_inline)) vec push_on(const Moving &tensor, long at, vec weight, const Rule &rule, vec &distance) {
+    vec push = rule.decay * weight;
     if (tensor.anchor) {
         const vec away = weight - load(tensor.anchor + at);
-        slope += tensor.pull * away;
-        distance = away * away;
+        push += tensor.pull * away;
+        distance += away * away;
     }
-    if (tensor.velocity) {
-        slope += rule.momentum * load(tensor.velocity + at);
-        store(tensor.velocity + at, slope);
-    }
-    store(tensor.weight + at, weight - rule.rate * slope);
-    return distance;
+    if (tensor.velocity) push += rule.momentum * load(tensor.velocity + at);
+    return push;
+}
+
+// Moves one vector of weights, given slope and push together, and returns it.
+inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec velocity, const Rule &rule) {
+    if (tensor.velocity) store(tensor.velocity + at, velocity);
+    const vec moved = weight - rule.rate * velocity;
+    store(tensor.weight + at, moved);
+    return moved;
+}
+
+// Asks for weights that will move soon: a core waits for its outer cache longer than it computes.
+inline __attribute__((always_inline)) void fetch_ahead(const Moving &tensor, long at) {
+    __builtin_prefetch(tensor.weight + at + AHEAD * LANES, 1);
+    if (tensor.velocity) __builtin_prefetch(tensor.velocity + at + AHEAD * LANES, 1);
 }
 
 inline double sum_of(vec values) {
@@ -166,42 +174,57 @@ inline double sum_of(vec values) {
 // Moves a whole tensor; returns the value of its pull.
 double move_all(const Moving &tensor, const float *slope, long count, const Rule &rule) {
     vec distance{};
-    for (long at = 0; at < count; at += LANES) distance += move(tensor, at, load(tensor.weight + at), load(slope + at), rule);
+    for (long at = 0; at < count; at += LANES) {
+        const vec weight = load(tensor.weight + at);
+        move(tensor, at, weight, load(slope + at) + push_on(tensor, at, weight, rule, distance), rule);
+    }
     return tensor.pull / 2 * sum_of(distance);
 }
 
-// Splits `count` into parts of at most `most`, as even as can be, and calls body(begin, size).
-template <class Body>
-inline void in_parts(long count, long most, Body body) {
-    const long parts = (count + most - 1) / most;
-    for (long part = 0, begin = 0; part < parts; ++part) {
-        const long size = (count - begin) / (parts - part);
-        body(begin, size);
-        begin += size;
+// Sizes that a kernel is compiled for, in descending order and down to 1: what it holds in registers must be known beforehand.
+template <int... S>
+struct Sizes {};
+using Groups = std::conditional_t<MANY_REGISTERS, Sizes<10, 8, 6, 4, 2, 1>, Sizes<5, 4, 3, 2, 1>>;  // of examples, or of pixels
+
+template <int S, int... SMALLER, class Body>
+inline long first_piece(Sizes<S, SMALLER...>, long most, long begin, Body body) {
+    if constexpr (sizeof...(SMALLER) > 0) {
+        if (S > most) return first_piece(Sizes<SMALLER...>{}, most, begin, body);
+    }
+    body(begin, std::integral_constant<int, S>{});
+    return S;
+}
+
+template <int... S>
+constexpr bool is_one_piece(Sizes<S...>, long count) {
+    return ((count == S) || ...);
+}
+
+// Splits `count` into pieces of such sizes, as even as can be, and calls body(begin, size), the size a constant.
+template <int MOST, int... SMALLER, class Body>
+inline void in_pieces(Sizes<MOST, SMALLER...> sizes, long count, Body body) {
+    const long pieces = (count + MOST - 1) / MOST;
+    for (long begin = 0; begin < count;) {
+        const long even = (count + pieces - 1) / pieces;
+        begin += first_piece(sizes, std::min(even, count - begin), begin, body);
     }
 }
 
-// Calls body with an integral constant equal to `size`, 1 .. N.
-template <int N, class Body>
-inline void with_constant(long size, Body body) {
-    if (size == N) {
-        body(std::integral_constant<int, N>{});
-    } else if constexpr (N > 1) {
-        with_constant<N - 1>(size, body);
-    }
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, ints{__VA_ARGS__})
+#endif
+
+template <int... I>
+inline ints count_up(std::integer_sequence<int, I...>) {
+    return ints{I...};
 }
 
 // Lanes with bit `D` clear: sums of pairs in `a`; with it set: in `b`. Applied for D = 1, 2, 4, .. it leaves sums of whole vectors.
 template <int D, int... I>
 inline vec paired(vec a, vec b, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-    const vec near = __builtin_shufflevector(a, b, (I & D ? LANES + I : I)...);
-    const vec far = __builtin_shufflevector(a, b, (I & D ? LANES + I - D : I + D)...);
-#else
-    const vec near = __builtin_shuffle(a, b, ints{(I & D ? LANES + I : I)...});
-    const vec far = __builtin_shuffle(a, b, ints{(I & D ? LANES + I - D : I + D)...});
-#endif
-    return near + far;
+    return SHUFFLED(a, b, (I & D ? LANES + I : I)...) + SHUFFLED(a, b, (I & D ? LANES + I - D : I + D)...);
 }
 
 // Lane i holds the sum over the lanes of parts[i], i < N <= LANES; the other lanes hold anything.
@@ -246,52 +269,161 @@ void pour(const float *row, long count, const Sheet &sheet, long example) {
     }
 }
 
-// A linear layer, its weights in panels of neighbouring inputs (panels, outputs, width).
-struct Dense {
-    long inputs, outputs, width, panels, batch;
-    bool relu, first, has_bias;
+// What all linear layers have in common; weights lie in panels of LANES neighbouring inputs, or of outputs in an Entry.
+struct Linear {
+    long inputs, outputs, batch;
+    bool relu, has_bias;
     Moving weight, bias;
-    Sheet input;           // what entered
-    Sheet slope_in;        // its slope; not for the first layer, whose input does not move
-    float *slope_out;      // slope of what left (outputs, batch)
-    float *bias_slope;     // (outputs,)
-    float *waiting;        // slopes of a chunk of weights, summed over the groups seen so far
+    float *waiting;   // slopes of a chunk of weights, summed over the groups of examples seen so far
+    Sheet slope_out;  // slope of what left
 
-    Dense(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size, bool is_first)
+    Linear(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size, long weights)
         : inputs(spec.channels * spec.height * spec.width),
           outputs(spec.outputs),
-          width(is_first ? 2 * LANES : LANES),  // the first has registers to spare, as no slope of its input is summed
-          panels((inputs + width - 1) / width),
           batch(batch_size),
           relu(spec.relu),
-          first(is_first),
           has_bias(spec.bias),
-          weight(arena, panels * width * outputs, rule, spec.weight_anchor, spec.weight_pull),
+          weight(arena, weights, rule, spec.weight_anchor, spec.weight_pull),
           bias(arena, outputs, rule, spec.bias_anchor, spec.bias_pull),
-          input{arena.floats(panels * width * batch), width, batch},
-          slope_in{is_first ? nullptr : arena.floats(panels * width * batch), width, batch},
-          slope_out(arena.floats(outputs * batch)),
-          bias_slope(arena.floats(outputs)),
-          waiting(arena.floats(CHUNK * width)) {}
+          waiting(arena.floats(CHUNK * LANES)) {}
 };
 
-// Products of M outputs' weights with N examples, without the bias: to[m * N + n]. W is the width in vectors.
-template <int N, int M, int W>
+// Which weights a backward kernel visits: [begin, end) of a panel, for a group of examples; the batch's last group moves them.
+struct Tile {
+    long panel, begin, end, example;
+    bool opens, closes;  // whether the group is the batch's first, and its last
+};
+
+// Visits all tiles of a layer; several groups share a chunk of weights while it is near.
+template <class Visit>
+void for_each_tile(long panels, long count, long examples, Visit visit) {
+    const long chunk = is_one_piece(Groups{}, examples) ? count : CHUNK;
+    for (long panel = 0; panel < panels; ++panel) {
+        for (long begin = 0; begin < count; begin += chunk) {
+            in_pieces(Groups{}, examples, [&](long example, auto n) {
+                const long end = std::min(begin + chunk, count);
+                visit(n, Tile{panel, begin, end, example, example == 0, example + n == examples});
+            });
+        }
+    }
+}
+
+inline vec through_relu(vec value, bool relu) { return relu ? (value < 0 ? vec{} : value) : value; }  // a NaN passes
+
+// A linear layer at the head of the chain: its input does not move, and is known before the step begins. So one pass over its
+// weights, panel by panel of outputs (panels, inputs, LANES), moves them and computes what leaves in the next step.
+struct Entry : Linear {
+    long panels;
+    float *input, *next_input;  // (inputs, batch)
+
+    Entry(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size)
+        : Linear(arena, spec, rule, batch_size, padded(spec.outputs) * spec.channels * spec.height * spec.width),
+          panels(padded(outputs) / LANES),
+          input(arena.floats(inputs * batch)),
+          next_input(arena.floats(inputs * batch)) {
+        slope_out = {arena.floats(padded(outputs) * batch), LANES, batch};
+    }
+};
+
+template <int N>
+void forward_group(const Entry &layer, long example, const Sheet &to) {
+    for (long panel = 0; panel < layer.panels; ++panel) {
+        const float *w = layer.weight.weight + panel * layer.inputs * LANES, *x = layer.input + example;
+        vec sums[N];
+        unrolled<N>([&](auto n) { sums[n] = load(layer.bias.weight + panel * LANES); });
+        for (long i = 0; i < layer.inputs; ++i, w += LANES, x += layer.batch) {
+            const vec weight = load(w);
+            unrolled<N>([&](auto n) { sums[n] += x[n] * weight; });
+        }
+        unrolled<N>([&](auto n) { store(to.at(panel * LANES, example + n), through_relu(sums[n], layer.relu)); });
+    }
+}
+
+void forward(const Entry &layer, long examples, const Sheet &to) {
+    in_pieces(Groups{}, examples, [&](long example, auto n) { forward_group<n>(layer, example, to); });
+}
+
+// Moves the weights of a tile. If `next` is given the tile is a whole panel, and what leaves it in the next step goes there.
+template <int N, bool NEXT>
+vec move_tile(const Entry &layer, const Tile &tile, const Rule &given, const Sheet &next) {
+    const Rule rule = given;  // copies: else a store might change them, and they would be loaded again and again
+    const Moving tensor = layer.weight;
+    const long batch = layer.batch, from = (tile.panel * layer.inputs + tile.begin) * LANES;
+    const long count = (tile.end - tile.begin) * LANES;
+    const float *x = layer.input + tile.begin * batch + tile.example, *next_x = layer.next_input;
+    float *waiting = layer.waiting;
+    const bool opens = tile.opens, closes = tile.closes;
+    vec slope_out[N], sums[N], distance{};
+    unrolled<N>([&](auto n) { slope_out[n] = load(layer.slope_out.at(tile.panel * LANES, tile.example + n)); });
+    unrolled<N>([&](auto n) { sums[n] = load(layer.bias.weight + tile.panel * LANES); });
+    for (long at = from; at < from + count; at += LANES, x += batch, next_x += batch, waiting += LANES) {
+        fetch_ahead(tensor, at);
+        const vec weight = load(tensor.weight + at);
+        // two sums, and the push first: one after the other, additions would wait for each other
+        vec slope[2] = {opens ? vec{} : load(waiting), closes ? push_on(tensor, at, weight, rule, distance) : vec{}};
+        unrolled<N>([&](auto n) { slope[n % 2] += x[n] * slope_out[n]; });
+        if (!closes) {
+            store(waiting, slope[0] + slope[1]);
+            continue;
+        }
+        const vec moved = move(tensor, at, weight, slope[0] + slope[1], rule);
+        if constexpr (NEXT) unrolled<N>([&](auto n) { sums[n] += next_x[n] * moved; });
+    }
+    if constexpr (NEXT) unrolled<N>([&](auto n) { store(next.at(tile.panel * LANES, n), through_relu(sums[n], layer.relu)); });
+    return distance;
+}
+
+double move_bias(const Entry &layer, long examples, const Rule &rule) {
+    if (!layer.has_bias) return 0;
+    vec distance{};
+    for (long panel = 0; panel < layer.panels; ++panel) {
+        vec slope{};
+        for (long n = 0; n < examples; ++n) slope += load(layer.slope_out.at(panel * LANES, n));
+        const vec weight = load(layer.bias.weight + panel * LANES);
+        move(layer.bias, panel * LANES, weight, slope + push_on(layer.bias, panel * LANES, weight, rule, distance), rule);
+    }
+    return layer.bias.pull / 2 * sum_of(distance);
+}
+
+// Moves the weights; returns the value of the pulls on them. If `next` is not empty, fills it with what leaves in the next step,
+// which must have as many examples as this one, all in one group.
+double backward(const Entry &layer, long examples, const Rule &rule, const Sheet &next) {
+    const double pulled = move_bias(layer, examples, rule);
+    double distance = 0;
+    for_each_tile(layer.panels, layer.inputs, examples, [&](auto n, const Tile &tile) {
+        distance += sum_of(next.data ? move_tile<n, true>(layer, tile, rule, next) : move_tile<n, false>(layer, tile, rule, next));
+    });
+    return pulled + layer.weight.pull / 2 * distance;
+}
+
+// A linear layer further down, its weights in panels of inputs (panels, outputs, LANES).
+struct Dense : Linear {
+    long panels;
+    Sheet input, slope_in;  // what entered, and its slope
+    float *bias_slope;
+
+    Dense(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch_size)
+        : Linear(arena, spec, rule, batch_size, padded(spec.channels * spec.height * spec.width) * spec.outputs),
+          panels(padded(inputs) / LANES),
+          input{arena.floats(padded(inputs) * batch), LANES, batch},
+          slope_in{arena.floats(padded(inputs) * batch), LANES, batch},
+          bias_slope(arena.floats(outputs)) {
+        slope_out = {arena.floats(outputs * batch), 1, batch};
+    }
+};
+
+// Products of M outputs' weights with N examples, without the bias: to[m * N + n].
+template <int N, int M>
 inline void products(const Dense &layer, long example, long output, float *to) {
     vec sums[M * N] = {};
-    const float *x = layer.input.data + example * W * LANES;
-    const float *w = layer.weight.weight + output * W * LANES;
-    for (long panel = 0; panel < layer.panels; ++panel) {
-        unrolled<W>([&](auto k) {
-            vec weights[M];
-            unrolled<M>([&](auto m) { weights[m] = load(w + (m * W + k) * LANES); });
-            unrolled<N>([&](auto n) {
-                const vec value = load(x + (n * W + k) * LANES);
-                unrolled<M>([&](auto m) { sums[m * N + n] += weights[m] * value; });
-            });
+    const float *x = layer.input.data + example * LANES, *w = layer.weight.weight + output * LANES;
+    for (long panel = 0; panel < layer.panels; ++panel, x += layer.batch * LANES, w += layer.outputs * LANES) {
+        vec weights[M];
+        unrolled<M>([&](auto m) { weights[m] = load(w + m * LANES); });
+        unrolled<N>([&](auto n) {
+            const vec value = load(x + n * LANES);
+            unrolled<M>([&](auto m) { sums[m * N + n] += weights[m] * value; });
         });
-        x += layer.batch * W * LANES;
-        w += layer.outputs * W * LANES;
     }
     unrolled<M>([&](auto m) { write_totals<N>(sums + m * N, to + m * N); });
 }
@@ -303,119 +435,102 @@ inline void emit(const Dense &layer, const float *sums, const Sheet &to, long ex
     const float bias = layer.bias.weight[output];
     for (long n = 0; n < N; ++n) {
         const float value = sums[n] + bias;
-        place[n * to.width] = layer.relu && value < 0 ? 0 : value;  // a NaN passes
+        place[n * to.width] = layer.relu && value < 0 ? 0 : value;
     }
 }
 
-template <int N, int W>
+template <int N>
 void forward_group(const Dense &layer, long example, const Sheet &to) {
     float sums[2 * N];
     long output = 0;
     for (; output + 2 <= layer.outputs; output += 2) {
-        products<N, 2, W>(layer, example, output, sums);
+        products<N, 2>(layer, example, output, sums);
         emit<N>(layer, sums, to, example, output);
         emit<N>(layer, sums + N, to, example, output + 1);
     }
     if (output < layer.outputs) {
-        products<N, 1, W>(layer, example, output, sums);
+        products<N, 1>(layer, example, output, sums);
         emit<N>(layer, sums, to, example, output);
     }
 }
 
 void forward(const Dense &layer, long examples, const Sheet &to) {
-    in_parts(examples, GROUP, [&](long example, long size) {
-        with_constant<GROUP>(size, [&](auto n) {
-            layer.first ? forward_group<n, 2>(layer, example, to) : forward_group<n, 1>(layer, example, to);
-        });
-    });
+    in_pieces(Groups{}, examples, [&](long example, auto n) { forward_group<n>(layer, example, to); });
 }
 
-// Which part of a layer's weights a backward kernel visits: outputs [begin, end) of one panel, for one group of examples.
-struct Tile {
-    long panel, begin, end, example;
-    bool opens, closes;  // whether the group is the batch's first and last: the last one moves the weights
-};
-
-// Slopes of weights and, if not for the first layer, of what entered; the weights move once their slope is whole.
-template <int N, bool FIRST>
+// Slopes of a tile's weights and of what entered; the weights move once their slope is whole.
+template <int N>
 vec backward_tile(const Dense &layer, const Tile &tile, const Rule &given) {
-    constexpr int W = FIRST ? 2 : 1;
-    const Rule rule = given;  // copies: a store could otherwise change what they refer to, and everything would be loaded again
+    const Rule rule = given;  // copies, as in move_tile
     const Moving tensor = layer.weight;
-    const long entry = (tile.panel * layer.batch + tile.example) * W * LANES, batch = layer.batch, count = tile.end - tile.begin;
-    const bool opens = tile.opens, closes = tile.closes;
-    vec x[N * W], slope_in[N], distance{};
-    unrolled<N * W>([&](auto i) { x[i] = load(layer.input.data + entry + i * LANES); });
-    if constexpr (!FIRST) unrolled<N>([&](auto n) { slope_in[n] = load(layer.slope_in.data + entry + n * LANES); });
-    const float *slope_out = layer.slope_out + tile.begin * batch + tile.example;
+    const long batch = layer.batch, entry = (tile.panel * batch + tile.example) * LANES;
+    const long from = (tile.panel * layer.outputs + tile.begin) * LANES, count = (tile.end - tile.begin) * LANES;
+    const float *slope_out = layer.slope_out.at(tile.begin, tile.example);
     float *waiting = layer.waiting;
-    long at = (tile.panel * layer.outputs + tile.begin) * W * LANES;
-    for (long output = 0; output < count; ++output) {
-        vec weight[W], slope[W] = {};
-        unrolled<W>([&](auto k) { weight[k] = load(tensor.weight + at + k * LANES); });
+    const bool opens = tile.opens, closes = tile.closes;
+    vec x[N], slope_in[N], distance{};
+    unrolled<N>([&](auto n) { x[n] = load(layer.input.data + entry + n * LANES); });
+    unrolled<N>([&](auto n) { slope_in[n] = load(layer.slope_in.data + entry + n * LANES); });
+    for (long at = from; at < from + count; at += LANES, slope_out += batch, waiting += LANES) {
+        fetch_ahead(tensor, at);
+        const vec weight = load(tensor.weight + at);
+        vec slope[2] = {opens ? vec{} : load(waiting), closes ? push_on(tensor, at, weight, rule, distance) : vec{}};
         unrolled<N>([&](auto n) {
             const vec s = spread(slope_out[n]);
-            unrolled<W>([&](auto k) { slope[k] += s * x[n * W + k]; });
-            if constexpr (!FIRST) slope_in[n] += s * weight[0];
+            slope[n % 2] += s * x[n];
+            slope_in[n] += s * weight;
         });
-        unrolled<W>([&](auto k) {
-            if (!opens) slope[k] += load(waiting + k * LANES);
-            if (closes) {
-                distance += move(tensor, at + k * LANES, weight[k], slope[k], rule);
-            } else {
-                store(waiting + k * LANES, slope[k]);
-            }
-        });
-        slope_out += batch, waiting += W * LANES, at += W * LANES;
+        if (closes) {
+            move(tensor, at, weight, slope[0] + slope[1], rule);
+        } else {
+            store(waiting, slope[0] + slope[1]);
+        }
     }
-    if constexpr (!FIRST) unrolled<N>([&](auto n) { store(layer.slope_in.data + entry + n * LANES, slope_in[n]); });
+    unrolled<N>([&](auto n) { store(layer.slope_in.data + entry + n * LANES, slope_in[n]); });
     return distance;
 }
 
 double move_bias(const Dense &layer, long examples, const Rule &rule) {
+    if (!layer.has_bias) return 0;
     for (long output = 0; output < layer.outputs; ++output) {
-        float sum = 0;
-        for (long n = 0; n < examples; ++n) sum += layer.slope_out[output * layer.batch + n];
-        layer.bias_slope[output] = sum;
+        const float *slope = layer.slope_out.at(output, 0);
+        layer.bias_slope[output] = std::accumulate(slope, slope + examples, 0.0f);
     }
     return move_all(layer.bias, layer.bias_slope, layer.outputs, rule);
 }
 
-// Moves the layer's weights, given slope_out, and fills slope_in; returns the value of the pulls on it.
+// Moves the weights, given slope_out, and fills slope_in; returns the value of the pulls on them.
 double backward(const Dense &layer, long examples, const Rule &rule) {
-    const long chunk = examples <= GROUP ? layer.outputs : CHUNK;
-    if (!layer.first) std::memset(layer.slope_in.data, 0, layer.panels * layer.width * layer.batch * sizeof(float));
+    std::fill_n(layer.slope_in.data, layer.panels * LANES * layer.batch, 0.0f);
     double distance = 0;
-    for (long panel = 0; panel < layer.panels; ++panel) {
-        for (long begin = 0; begin < layer.outputs; begin += chunk) {
-            in_parts(examples, GROUP, [&](long example, long size) {
-                const long end = std::min(begin + chunk, layer.outputs);
-                const Tile tile{panel, begin, end, example, example == 0, example + size == examples};
-                with_constant<GROUP>(size, [&](auto n) {
-                    const vec part = layer.first ? backward_tile<n, true>(layer, tile, rule) : backward_tile<n, false>(layer, tile, rule);
-                    if (layer.weight.anchor) distance += sum_of(part);
-                });
-            });
-        }
-    }
-    return layer.weight.pull / 2 * distance + (layer.has_bias ? move_bias(layer, examples, rule) : 0);
+    for_each_tile(layer.panels, layer.outputs, examples,
+                  [&](auto n, const Tile &tile) { distance += sum_of(backward_tile<n>(layer, tile, rule)); });
+    return layer.weight.pull / 2 * distance + move_bias(layer, examples, rule);
 }
 
-// Hands the slope of what entered to the linear layer before, through its ReLU.
+// slope, or nothing where the ReLU let nothing through.
+inline float behind_relu(float slope, float value, bool relu) { return relu && !(value > 0) ? 0 : slope; }
+
+void behind_relu(const float *slope, const float *value, bool relu, long count, float *to) {
+    for (long i = 0; i < count; ++i) to[i] = behind_relu(slope[i], value[i], relu);
+}
+
+// Hands the slope of what entered a layer to the one before, behind its ReLU.
+void pass_back(const Dense &layer, const Entry &before) {
+    behind_relu(layer.slope_in.data, layer.input.data, before.relu, layer.panels * LANES * layer.batch, before.slope_out.data);
+}
+
 void pass_back(const Dense &layer, const Dense &before, long examples) {
     for (long column = 0; column < before.outputs; ++column) {
         const float *slope = layer.slope_in.at(column, 0), *value = layer.input.at(column, 0);
-        float *to = before.slope_out + column * before.batch;
-        for (long n = 0; n < examples; ++n) {
-            const long from = n * layer.width;
-            to[n] = before.relu && !(value[from] > 0) ? 0 : slope[from];
-        }
+        float *to = before.slope_out.at(column, 0);
+        for (long n = 0; n < examples; ++n) to[n] = behind_relu(slope[n * LANES], value[n * LANES], before.relu);
     }
 }
 
 // A convolution with its ReLU and max-pool. Images are (height, width, channels), so that a row of a filter is one run of numbers.
 struct Conv {
-    long channels, height, width, outputs, kernel_height, kernel_width, pad_height, pad_width, pool;
+    long channels, height, width, outputs, kernel_height, kernel_width, stride_height, pad_height, pad_width, pool;
     bool relu, first, has_bias;
     long framed_height, framed_width;       // with the padding
     long row;                               // numbers in a framed row
@@ -433,6 +548,7 @@ struct Conv {
     std::int32_t *chosen;                   // where in the framed image the patch begins that the pool chose, for all of `output`
     long chosen_by_place, chosen_by_output;
     float *frame, *planes, *maps;           // one image: framed, its planes, and the outputs before the pool
+    float *pooled_row;
     float *slope_frame, *entry_slope;       // one image: slope of what entered, and of each whole output that was chosen
     std::int32_t *entry_output, *entries;
 
@@ -456,7 +572,8 @@ void Conv::find_sizes(const LayerSpec &spec) {
     whole_height = pooled_height * pool, whole_width = pooled_width * pool;
     plane = padded((whole_height - 1) * framed_width + whole_width);
     // lanes that do nothing: channels beyond the last, or pixels beyond the end of a row
-    along_pixels = spec.stride_height == 1 && spec.stride_width == 1 && outputs * plane < padded(outputs) * whole_height * whole_width;
+    const bool dense = spec.stride_height == 1 && spec.stride_width == 1;
+    along_pixels = dense && outputs * plane < padded(outputs) * whole_height * whole_width;
 }
 
 void Conv::find_places(const LayerSpec &spec) {
@@ -482,6 +599,7 @@ Conv::Conv(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch, bo
       outputs(spec.outputs),
       kernel_height(spec.kernel_height),
       kernel_width(spec.kernel_width),
+      stride_height(spec.stride_height),
       pad_height(spec.pad_height),
       pad_width(spec.pad_width),
       pool(spec.pool),
@@ -499,7 +617,8 @@ Conv::Conv(Arena &arena, const LayerSpec &spec, const Rule &rule, long batch, bo
     chosen_by_place = along_pixels ? 1 : padded(outputs), chosen_by_output = along_pixels ? places : 1;
     chosen = arena.take<std::int32_t>(batch * places * padded(outputs));
     frame = arena.floats(framed), planes = arena.floats(framed);
-    maps = arena.floats(along_pixels ? outputs * plane : padded(outputs) * whole);
+    maps = arena.floats((along_pixels ? outputs * plane : padded(outputs) * whole) + LANES);
+    pooled_row = arena.floats(pooled_width);
     slope_frame = arena.floats(framed);
     entry_slope = arena.floats(whole * outputs);
     entry_output = arena.take<std::int32_t>(whole * outputs), entries = arena.take<std::int32_t>(whole);
@@ -510,6 +629,18 @@ struct Image {
     const float *data;
     long by_channel, by_row, by_column;
 };
+
+// One row of an image from planes to pixels.
+void interleave(const Conv &conv, const float *from, long by_channel, float *to) {
+    if (conv.channels == 3) {  // colours: a loop that compilers turn into vectors
+        const float *red = from, *green = from + by_channel, *blue = green + by_channel;
+        for (long x = 0; x < conv.width; ++x) to[3 * x] = red[x], to[3 * x + 1] = green[x], to[3 * x + 2] = blue[x];
+        return;
+    }
+    for (long c = 0; c < conv.channels; ++c) {
+        for (long x = 0; x < conv.width; ++x) to[x * conv.channels + c] = from[c * by_channel + x];
+    }
+}
 
 // The image with its padding around it, channels innermost; in place if it lies so already.
 const float *framed(const Conv &conv, const Image &image) {
@@ -522,9 +653,7 @@ const float *framed(const Conv &conv, const Image &image) {
             std::memcpy(to, from, conv.width * conv.channels * sizeof(float));
             continue;
         }
-        for (long c = 0; c < conv.channels; ++c) {
-            for (long x = 0; x < conv.width; ++x) to[x * conv.channels + c] = from[c * image.by_channel + x];
-        }
+        interleave(conv, from, image.by_channel, to);
     }
     return conv.frame;
 }
@@ -588,22 +717,16 @@ void pixels_of_channels(const Conv &conv, const float *planes, long pixel, long 
 }
 
 void convolve_along_channels(const Conv &conv, const float *frame) {
-    in_parts(padded(conv.outputs) / LANES, 2, [&](long vector, long vectors) {
-        in_parts(long(conv.begins.size()), GROUP, [&](long pixel, long pixels) {
-            with_constant<GROUP>(pixels, [&](auto p) {
-                with_constant<2>(vectors, [&](auto v) { channels_of_pixels<p, v>(conv, frame, pixel, vector * LANES); });
-            });
-        });
+    in_pieces(Sizes<2, 1>{}, padded(conv.outputs) / LANES, [&](long vector, auto v) {
+        in_pieces(Groups{}, long(conv.begins.size()),
+                  [&](long pixel, auto p) { channels_of_pixels<p, decltype(v)::value>(conv, frame, pixel, vector * LANES); });
     });
 }
 
 void convolve_along_pixels(const Conv &conv, const float *planes) {
-    in_parts(conv.plane / LANES, SPAN, [&](long vector, long vectors) {
-        in_parts(conv.outputs, MAPS, [&](long o, long maps) {
-            with_constant<SPAN>(vectors, [&](auto s) {
-                with_constant<MAPS>(maps, [&](auto m) { pixels_of_channels<m, s>(conv, planes, vector * LANES, o); });
-            });
-        });
+    in_pieces(Sizes<SPAN, 1>{}, conv.plane / LANES, [&](long vector, auto s) {
+        in_pieces(Sizes<6, 4, 2, 1>{}, conv.outputs,
+                  [&](long o, auto m) { pixels_of_channels<m, decltype(s)::value>(conv, planes, vector * LANES, o); });
     });
 }
 
@@ -627,38 +750,58 @@ void pool_channels(const Conv &conv, float *output, std::int32_t *chosen) {
                 const long pixel = corner + i / conv.pool * conv.whole_width + i % conv.pool;
                 keep_greater(best, at, load(conv.maps + pixel * stride + o), conv.begins[pixel] - ints{});
             }
-            if (conv.relu) best = best < 0 ? vec{} : best;
+            best = through_relu(best, conv.relu);
             std::memcpy(output + place * conv.outputs + o, &best, std::min<long>(LANES, conv.outputs - o) * sizeof(float));
             std::memcpy(chosen + place * stride + o, &at, sizeof(at));
         }
     }
 }
 
-// One row of pool windows of one plane: the greatest of each and where its patch begins. POOL is the window's side if known, else 0.
-template <int POOL>
-void pool_row(const Conv &conv, const float *map, std::int32_t begin, float *best, std::int32_t *at) {
-    const int side = POOL ? POOL : int(conv.pool), step = int(conv.channels);
-    const long count = conv.pooled_width;
-    for (long i = 0; i < count; ++i) best[i] = map[i * side], at[i] = begin + std::int32_t(i) * side * step;
-    for (int y = 0; y < side; ++y) {
-        for (int x = 0; x < side; ++x) {
-            const float *value = map + y * conv.framed_width + x;
-            const std::int32_t where = begin + std::int32_t(y * conv.row) + x * step;
-            for (long i = 0; i < count; ++i) {
-                const bool greater = (value[i * side] > best[i]) | (value[i * side] != value[i * side]);
-                best[i] = greater ? value[i * side] : best[i];
-                at[i] = greater ? where + std::int32_t(i) * side * step : at[i];
+// Lanes 0, 2, 4, .. of two vectors, or with FROM 1 the lanes between them.
+template <int FROM, int... I>
+inline vec every_second(vec a, vec b, std::integer_sequence<int, I...>) {
+    return SHUFFLED(a, b, (2 * I + FROM)...);
+}
+
+// A row of windows of side 2 in one plane: the greatest of each, and where its patch begins. May write one vector too far.
+void pool_row_by_two(const Conv &conv, const float *map, std::int32_t begin, float *best, std::int32_t *chosen) {
+    constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+    const std::int32_t right = std::int32_t(conv.channels), down = std::int32_t(conv.row);
+    ints start = begin + 2 * right * count_up(lanes);
+    for (long i = 0; i < conv.pooled_width; i += LANES, start += 2 * right * LANES) {
+        const float *above = map + 2 * i, *below = above + conv.framed_width;
+        const vec a = load(above), b = load(above + LANES), c = load(below), d = load(below + LANES);
+        vec greatest = every_second<0>(a, b, lanes);
+        ints at = start;
+        keep_greater(greatest, at, every_second<1>(a, b, lanes), start + right);
+        keep_greater(greatest, at, every_second<0>(c, d, lanes), start + down);
+        keep_greater(greatest, at, every_second<1>(c, d, lanes), start + down + right);
+        store(best + i, through_relu(greatest, conv.relu));
+        std::memcpy(chosen + i, &at, sizeof(at));
+    }
+}
+
+// The same for windows of any side.
+void pool_row(const Conv &conv, const float *map, std::int32_t begin, float *best, std::int32_t *chosen) {
+    const std::int32_t right = std::int32_t(conv.channels), down = std::int32_t(conv.row);
+    for (long i = 0; i < conv.pooled_width; ++i) {
+        const float *corner = map + i * conv.pool;
+        const std::int32_t start = begin + std::int32_t(i * conv.pool) * right;
+        float greatest = *corner;
+        std::int32_t at = start;
+        for (int y = 0; y < conv.pool; ++y) {
+            for (int x = 0; x < conv.pool; ++x) {
+                keep_greater(greatest, at, corner[y * conv.framed_width + x], start + y * down + x * right);
             }
         }
-    }
-    if (conv.relu) {
-        for (long i = 0; i < count; ++i) best[i] = best[i] < 0 ? 0 : best[i];
+        best[i] = conv.relu && greatest < 0 ? 0 : greatest;
+        chosen[i] = at;
     }
 }
 
 void pool_pixels(const Conv &conv, float *output, std::int32_t *chosen) {
-    const auto pool = conv.pool == 1 ? pool_row<1> : conv.pool == 2 ? pool_row<2> : conv.pool == 3 ? pool_row<3> : pool_row<0>;
-    float *best = conv.planes;  // has been read, and is wide enough
+    const auto pool = conv.pool == 2 ? pool_row_by_two : pool_row;
+    float *best = conv.pooled_row;
     for (long o = 0; o < conv.outputs; ++o) {
         for (long place = 0; place < conv.places; place += conv.pooled_width) {
             const long y = place / conv.pooled_width * conv.pool;
@@ -684,12 +827,9 @@ void forward(const Conv &conv, const Image &image, long example) {
 // Calls body(R, V, y, k) for pieces of a filter that fit into registers: R rows from y on, V vectors from number k on.
 template <class Body>
 void in_taps(const Conv &conv, Body body) {
-    in_parts(conv.run_padded / LANES, TAP_VECTORS, [&](long vector, long vectors) {
-        in_parts(conv.kernel_height, std::min<long>(TAP_ROWS, TAPS / vectors), [&](long y, long rows) {
-            with_constant<TAP_VECTORS>(vectors, [&](auto v) {
-                with_constant<std::min(TAP_ROWS, TAPS / v)>(rows, [&](auto r) { body(r, v, y, vector * LANES); });
-            });
-        });
+    in_pieces(Sizes<3, 2, 1>{}, conv.run_padded / LANES, [&](long vector, auto v) {
+        using Heights = std::conditional_t<v == 3 || !MANY_REGISTERS, Sizes<3, 1>, Sizes<5, 3, 1>>;
+        in_pieces(Heights{}, conv.kernel_height, [&](long y, auto r) { body(r, v, y, vector * LANES); });
     });
 }
 
@@ -737,32 +877,34 @@ void collect_entries(const Conv &conv, const float *slope_out, const std::int32_
     }
 }
 
-// Adds to the slope of the framed image what a piece of all filters contributes at one whole output.
+// Adds to the slope of the framed image what a piece of all filters contributes at one column of whole outputs. Patches overlap
+// from one output to the next: the rows that they share stay in registers.
 template <int R, int V>
-inline void patch_slopes(const Conv &conv, long pixel, long piece, float *patch) {
+void column_slopes(const Conv &conv, long x, long piece, float *patch) {
     vec sums[R * V] = {};
-    const long begin = pixel * conv.outputs, end = begin + conv.entries[pixel];
-    for (long entry = begin; entry < end; ++entry) {
-        const float *weight = conv.weight.weight + conv.entry_output[entry] + piece;
-        const vec slope = spread(conv.entry_slope[entry]);
-        unrolled<R * V>([&](auto i) { sums[i] += slope * load(weight + i / V * conv.run_padded + i % V * LANES); });
-    }
-    unrolled<R>([&](auto r) {
-        unrolled<V>([&](auto v) { store(patch + v * LANES, load(patch + v * LANES) + sums[r * V + v]); });
+    const auto finish_row = [&] {
+        unrolled<V>([&](auto v) { store(patch + v * LANES, load(patch + v * LANES) + sums[v]); });
+        unrolled<R * V>([&](auto i) { sums[i] = i + V < R * V ? sums[(i + V) % (R * V)] : vec{}; });
         patch += conv.row;
-    });
+    };
+    for (long y = 0; y < conv.whole_height; ++y) {
+        const long pixel = y * conv.whole_width + x, begin = pixel * conv.outputs, end = begin + conv.entries[pixel];
+        for (long entry = begin; entry < end; ++entry) {
+            const float *weight = conv.weight.weight + conv.entry_output[entry] + piece;
+            const vec slope = spread(conv.entry_slope[entry]);
+            unrolled<R * V>([&](auto i) { sums[i] += slope * load(weight + i / V * conv.run_padded + i % V * LANES); });
+        }
+        const long rows = y + 1 < conv.whole_height ? conv.stride_height : R;
+        for (long done = 0; done < rows; ++done) finish_row();
+    }
 }
 
 void find_frame_slopes(const Conv &conv, const float *slope_out, const std::int32_t *chosen) {
     collect_entries(conv, slope_out, chosen);
     std::fill_n(conv.slope_frame, conv.framed_height * conv.row + LANES, 0.0f);
     in_taps(conv, [&](auto r, auto v, long y, long k) {
-        // column by column: the patches of two pixels in a row overlap askew, and a load would wait for the stores before it
         for (long x = 0; x < conv.whole_width; ++x) {
-            for (long pixel = x; pixel < long(conv.begins.size()); pixel += conv.whole_width) {
-                float *patch = conv.slope_frame + conv.begins[pixel] + y * conv.row + k;
-                if (conv.entries[pixel]) patch_slopes<r, v>(conv, pixel, y * conv.run_padded + k, patch);
-            }
+            column_slopes<r, v>(conv, x, y * conv.run_padded + k, conv.slope_frame + conv.begins[x] + y * conv.row + k);
         }
     });
 }
@@ -775,26 +917,21 @@ void backward(const Conv &conv, const Image &image, long example) {
     if (!conv.first) find_frame_slopes(conv, slope_out, chosen);
 }
 
-// slope, or nothing where the ReLU let nothing through.
-void through_relu(const float *slope, const float *value, bool relu, long count, float *to) {
-    for (long i = 0; i < count; ++i) to[i] = relu && !(value[i] > 0) ? 0 : slope[i];
-}
-
 // Hands the slope of what entered, less its padding, to the convolution before.
 void pass_back(const Conv &conv, const Conv &before, long example) {
     const long count = conv.width * conv.channels;
     for (long y = 0; y < conv.height; ++y) {
         const float *slope = conv.slope_frame + (y + conv.pad_height) * conv.row + conv.pad_width * conv.channels;
         const long at = example * before.numbers_out() + y * count;
-        through_relu(slope, before.output + at, before.relu, count, before.slope_out + at);
+        behind_relu(slope, before.output + at, before.relu, count, before.slope_out + at);
     }
 }
 
 void pass_back(const Dense &layer, const Conv &before, long examples) {
     for (long n = 0; n < examples; ++n) {
-        for (long column = 0; column < layer.inputs; column += layer.width) {
-            const long at = n * before.numbers_out() + column, count = std::min(layer.width, layer.inputs - column);
-            through_relu(layer.slope_in.at(column, n), before.output + at, before.relu, count, before.slope_out + at);
+        for (long column = 0; column < layer.inputs; column += LANES) {
+            const long at = n * before.numbers_out() + column, count = std::min<long>(LANES, layer.inputs - column);
+            behind_relu(layer.slope_in.at(column, n), before.output + at, before.relu, count, before.slope_out + at);
         }
     }
 }
@@ -842,18 +979,31 @@ void for_each_run(const Conv &conv, Visit visit) {
 // The same for a linear layer whose inputs are `channels` planes in torch, and pixels of `channels` numbers here.
 template <class Visit>
 void for_each_run(const Dense &layer, long channels, Visit visit) {
-    const long pixels = layer.inputs / channels, panel = layer.outputs * layer.width;
+    const long pixels = layer.inputs / channels, panel = layer.outputs * LANES;
     for (long o = 0; o < layer.outputs; ++o) {
-        const long theirs = o * layer.inputs, ours = o * layer.width;
+        const long theirs = o * layer.inputs, ours = o * LANES;
         if (channels == 1) {
-            for (long i = 0, p = 0; i < layer.inputs; i += layer.width, ++p) {
-                visit(theirs + i, ours + p * panel, std::min(layer.width, layer.inputs - i));
+            for (long i = 0; i < layer.inputs; i += LANES) {
+                visit(theirs + i, ours + i / LANES * panel, std::min<long>(LANES, layer.inputs - i));
             }
             continue;
         }
         for (long c = 0; c < channels; ++c) {
             for (long i = 0, column = c; i < pixels; ++i, column += channels) {
-                visit(theirs + c * pixels + i, ours + column / LANES * panel + column % LANES, 1);  // not the first layer's width
+                visit(theirs + c * pixels + i, ours + column / LANES * panel + column % LANES, 1);
+            }
+        }
+    }
+}
+
+// The same for the first layer; in square blocks, so that both sides stay near.
+template <class Visit>
+void for_each_run(const Entry &layer, Visit visit) {
+    for (long panel = 0; panel < layer.outputs; panel += LANES) {
+        for (long begin = 0; begin < layer.inputs; begin += LANES) {
+            const long last = std::min<long>(panel + LANES, layer.outputs), end = std::min<long>(begin + LANES, layer.inputs);
+            for (long o = panel; o < last; ++o) {
+                for (long i = begin; i < end; ++i) visit(o * layer.inputs + i, panel * layer.inputs + i * LANES + o - panel, 1);
             }
         }
     }
@@ -878,118 +1028,153 @@ void unpack(const Moving &tensor, float *weight, Runs runs) {
     runs([&](long theirs, long ours, long count) { std::copy_n(tensor.weight + ours, count, weight + theirs); });
 }
 
+using Rows = std::vector<std::int64_t>;
+
 struct Network {
     const Job &job;
     Rule rule;
     Arena arena;
-    std::vector<Conv> convs;
-    std::vector<Dense> denses;  // never empty: the last one gives the logits
+    std::vector<Conv> convs;      // first,
+    std::vector<Entry> entries;   // or one linear layer,
+    std::vector<Dense> denses;    // then the others
     Sheet logits;
-    std::vector<std::int64_t> rows;  // of the step's examples, padding left out
+    bool entered = false;         // whether what leaves the first layer in this step was computed in the last one
 
     explicit Network(const Job &given);
-    double step();
+    double step(const Rows &rows, const Rows &next);
     void finish() const;
 
 private:
-    long channels_into(const Dense &layer) const { return &layer == &denses[0] && !convs.empty() ? convs.back().outputs : 1; }
-    Image image_into(const Conv &conv, long example) const;
-    void forward_all();
-    double loss_and_slopes();
-    double backward_all();
+    template <class Visit>
+    void for_each_tensor(Visit visit) const;
+    const Linear &last() const { return denses.empty() ? static_cast<const Linear &>(entries[0]) : denses.back(); }
+    Image image_into(const Conv &conv, long row, long example) const;
+    void enter(const Rows &rows);
+    void forward_all(const Rows &rows);
+    double loss_and_slopes(const Rows &rows);
+    double backward_all(const Rows &rows, const Rows &next);
+    double backward_entry(long examples, const Rows &next);
 };
 
-Network::Network(const Job &given)
-    : job(given), rule{float(given.rate), float(given.momentum), float(given.weight_decay)} {
+Network::Network(const Job &given) : job(given), rule{float(given.rate), float(given.momentum), float(given.weight_decay)} {
     for (long i = 0; i < job.layer_count; ++i) {
         const LayerSpec &spec = job.layers[i];
         if (spec.is_conv) {
             convs.emplace_back(arena, spec, rule, job.batch, i == 0);
+        } else if (i == 0) {
+            entries.emplace_back(arena, spec, rule, job.batch);
         } else {
-            denses.emplace_back(arena, spec, rule, job.batch, i == 0);
+            denses.emplace_back(arena, spec, rule, job.batch);
         }
     }
+    for_each_tensor([](const LayerSpec &spec, const Moving &weight, const Moving &bias, auto runs) {
+        pack(weight, spec.weight, spec.weight_anchor, runs);
+        pack_bias(bias, spec);
+    });
+    for (const Conv &conv : convs) lay_out_forward(conv);
+    const long classes = padded(last().outputs);
+    logits = {arena.floats(classes * job.batch), classes, job.batch};
+}
+
+// Calls visit(spec, weight, bias, runs) layer by layer; `runs` calls its argument as for_each_run does.
+template <class Visit>
+void Network::for_each_tensor(Visit visit) const {
     const LayerSpec *spec = job.layers;
     for (const Conv &conv : convs) {
-        pack(conv.weight, spec->weight, spec->weight_anchor, [&](auto visit) { for_each_run(conv, visit); });
-        pack_bias(conv.bias, *spec++);
-        lay_out_forward(conv);
+        visit(*spec++, conv.weight, conv.bias, [&](auto each) { for_each_run(conv, each); });
+    }
+    for (const Entry &layer : entries) {
+        visit(*spec++, layer.weight, layer.bias, [&](auto each) { for_each_run(layer, each); });
     }
     for (const Dense &layer : denses) {
-        const long channels = channels_into(layer);
-        pack(layer.weight, spec->weight, spec->weight_anchor, [&](auto visit) { for_each_run(layer, channels, visit); });
-        pack_bias(layer.bias, *spec++);
+        const long channels = &layer == &denses[0] && !convs.empty() ? convs.back().outputs : 1;
+        visit(*spec++, layer.weight, layer.bias, [&](auto each) { for_each_run(layer, channels, each); });
     }
-    const long classes = denses.back().outputs;
-    logits = Sheet{arena.floats(classes * job.batch), classes, job.batch};
 }
 
 // Writes what was trained over the weights that came.
 void Network::finish() const {
-    const LayerSpec *spec = job.layers;
-    for (const Conv &conv : convs) {
-        unpack(conv.weight, spec->weight, [&](auto visit) { for_each_run(conv, visit); });
-        if (spec->bias) std::copy_n(conv.bias.weight, conv.outputs, spec->bias);
-        ++spec;
-    }
-    for (const Dense &layer : denses) {
-        const long channels = channels_into(layer);
-        unpack(layer.weight, spec->weight, [&](auto visit) { for_each_run(layer, channels, visit); });
-        if (spec->bias) std::copy_n(layer.bias.weight, layer.outputs, spec->bias);
-        ++spec;
-    }
+    for_each_tensor([](const LayerSpec &spec, const Moving &weight, const Moving &bias, auto runs) {
+        unpack(weight, spec.weight, runs);
+        if (spec.bias) std::copy_n(bias.weight, spec.outputs, spec.bias);
+    });
 }
 
-Image Network::image_into(const Conv &conv, long example) const {
-    if (conv.first) return {job.x + rows[example] * conv.numbers_in(), conv.height * conv.width, conv.width, 1};
+Image Network::image_into(const Conv &conv, long row, long example) const {
+    if (conv.first) return {job.x + row * conv.numbers_in(), conv.height * conv.width, conv.width, 1};
     const Conv &before = (&conv)[-1];
     return {before.output + example * before.numbers_out(), 1, conv.width * conv.channels, conv.channels};
 }
 
-void Network::forward_all() {
-    const long examples = long(rows.size());
-    for (long n = 0; n < examples; ++n) {
-        for (const Conv &conv : convs) forward(conv, image_into(conv, n), n);
-        const long numbers = denses[0].inputs;
-        pour(convs.empty() ? job.x + rows[n] * numbers : convs.back().output + n * numbers, numbers, denses[0].input, n);
-    }
-    for (const Dense &layer : denses) {
-        const bool last = &layer == &denses.back();
-        forward(layer, examples, last ? logits : (&layer)[1].input);
+// Lays examples out for a linear layer at the head of the chain.
+void read_into(float *input, const Entry &layer, const float *x, const Rows &rows) {
+    for (std::size_t n = 0; n < rows.size(); ++n) {
+        const float *row = x + rows[n] * layer.inputs;
+        for (long i = 0; i < layer.inputs; ++i) input[i * layer.batch + long(n)] = row[i];
     }
 }
 
+// Takes the examples through the layers before the second linear one.
+void Network::enter(const Rows &rows) {
+    const Sheet &to = denses.empty() ? logits : denses[0].input;
+    if (!entries.empty() && !entered) {
+        read_into(entries[0].input, entries[0], job.x, rows);
+        forward(entries[0], long(rows.size()), to);
+    }
+    for (long n = 0; !convs.empty() && n < long(rows.size()); ++n) {
+        for (const Conv &conv : convs) forward(conv, image_into(conv, rows[n], n), n);
+        const Conv &conv = convs.back();
+        pour(conv.output + n * conv.numbers_out(), conv.numbers_out(), to, n);
+    }
+}
+
+void Network::forward_all(const Rows &rows) {
+    enter(rows);
+    for (const Dense &layer : denses) forward(layer, long(rows.size()), &layer == &denses.back() ? logits : (&layer)[1].input);
+}
+
 // The mean cross entropy, and its slope at the logits.
-double Network::loss_and_slopes() {
-    const Dense &last = denses.back();
-    const long examples = long(rows.size());
+double Network::loss_and_slopes(const Rows &rows) {
+    const long examples = long(rows.size()), classes = last().outputs;
     double loss = 0;
     for (long n = 0; n < examples; ++n) {
-        float *row = logits.at(0, n);
+        float *row = logits.at(0, n), sum = 0;
         const long label = job.y[rows[n]];
-        const float greatest = *std::max_element(row, row + last.outputs);
-        const float chosen = row[label] - greatest;
-        float sum = 0;
-        for (long o = 0; o < last.outputs; ++o) sum += row[o] = std::exp(row[o] - greatest);
+        const float greatest = *std::max_element(row, row + classes), chosen = row[label] - greatest;
+        for (long o = 0; o < classes; ++o) sum += row[o] = std::exp(row[o] - greatest);
         loss += std::log(sum) - chosen;
-        for (long o = 0; o < last.outputs; ++o) last.slope_out[o * last.batch + n] = (row[o] / sum - (o == label)) / float(examples);
+        for (long o = 0; o < classes; ++o) *last().slope_out.at(o, n) = (row[o] / sum - float(o == label)) / float(examples);
     }
     return loss / double(examples);
 }
 
+// Moves the first layer, and takes the next step's examples through it in the same pass if a group holds them.
+double Network::backward_entry(long examples, const Rows &next) {
+    Entry &layer = entries[0];
+    entered = long(next.size()) == examples && is_one_piece(Groups{}, examples);
+    if (!entered) return backward(layer, examples, rule, {});
+    read_into(layer.next_input, layer, job.x, next);
+    const double pulled = backward(layer, examples, rule, denses.empty() ? logits : denses[0].input);
+    std::swap(layer.input, layer.next_input);
+    return pulled;
+}
+
 // Moves all weights; returns the value of the pulls before they moved.
-double Network::backward_all() {
+double Network::backward_all(const Rows &rows, const Rows &next) {
     const long examples = long(rows.size());
     double pulled = 0;
     for (long i = long(denses.size()) - 1; i >= 0; --i) {
         pulled += backward(denses[i], examples, rule);
         if (i > 0) pass_back(denses[i], denses[i - 1], examples);
     }
-    if (convs.empty()) return pulled;
+    if (!entries.empty()) {
+        if (!denses.empty()) pass_back(denses[0], entries[0]);
+        return pulled + backward_entry(examples, next);
+    }
     pass_back(denses[0], convs.back(), examples);
     for (long n = 0; n < examples; ++n) {
         for (long i = long(convs.size()) - 1; i >= 0; --i) {
-            backward(convs[i], image_into(convs[i], n), n);
+            backward(convs[i], image_into(convs[i], rows[n], n), n);
             if (i > 0) pass_back(convs[i], convs[i - 1], n);
         }
     }
@@ -997,11 +1182,11 @@ double Network::backward_all() {
     return pulled;
 }
 
-// One step on the examples in `rows`; returns its loss.
-double Network::step() {
-    forward_all();
-    const double loss = loss_and_slopes();
-    return loss + backward_all() + job.pull_floor;
+// One step; `next` are the rows of the step after it. Returns its loss.
+double Network::step(const Rows &rows, const Rows &next) {
+    forward_all(rows);
+    const double loss = loss_and_slopes(rows);
+    return loss + backward_all(rows, next) + job.pull_floor;
 }
 
 enum Outcome { TRAINED = 0, ROW_OUTSIDE = 1, LABEL_OUTSIDE = 2, NO_MEMORY = 3 };
@@ -1016,16 +1201,25 @@ Outcome checked(const Job &job) {
     return TRAINED;
 }
 
-void train(Job &job) {
-    Network network(job);
-    double total = 0, seen = 0;
+// The rows of each step, without the padding; a step that is all padding is the identity, and left out.
+std::vector<Rows> steps_of(const Job &job) {
+    std::vector<Rows> steps;
     for (std::int64_t step = 0; step < job.steps; ++step) {
         const std::int64_t *order = job.order + step * job.batch;
-        network.rows.clear();
-        std::copy_if(order, order + job.batch, std::back_inserter(network.rows), [](std::int64_t row) { return row >= 0; });
-        if (network.rows.empty()) continue;  // a padded step is the identity
-        const double examples = double(network.rows.size());
-        total += network.step() * examples;
+        Rows rows;
+        std::copy_if(order, order + job.batch, std::back_inserter(rows), [](std::int64_t row) { return row >= 0; });
+        if (!rows.empty()) steps.push_back(std::move(rows));
+    }
+    return steps;
+}
+
+void train(Job &job) {
+    Network network(job);
+    const std::vector<Rows> steps = steps_of(job);
+    double total = 0, seen = 0;
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+        const double examples = double(steps[i].size());
+        total += network.step(steps[i], i + 1 < steps.size() ? steps[i + 1] : Rows{}) * examples;
         seen += examples;
     }
     network.finish();

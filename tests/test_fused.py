@@ -1,0 +1,342 @@
+"""The compiled step takes the same steps as the general path, or declines and says why."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from glocal import trees
+from glocal.federation import Examples
+from glocal.fused import build
+from glocal.fused.build import NoFusedStepError, load_step
+from glocal.fused.on_cpu import FusedOnCpu, merged_pulls
+from glocal.modules import params_of
+from glocal.optimisers import adam, sgd
+from glocal.training import Pull, Work, augmented, cross_entropy, descend, pulled, supervised
+
+CLASSES = 5
+MANY = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="session")
+def fused(tmp_path_factory):
+    """Compiled once for all workers of a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOCAL_CACHE", str(tmp_path_factory.getbasetemp().parent / "cache"))
+        try:
+            return FusedOnCpu()
+        except NoFusedStepError as why:
+            pytest.skip(str(why))
+
+
+def work_of(shape, order, *, seed=0, round_index=0):
+    """Random examples of a shape, and an order over them."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(30, *shape, generator=draw)
+    y = torch.randint(CLASSES, (30,), generator=draw)
+    return Work(Examples(x, y, None), torch.as_tensor(order), torch.tensor(seed), torch.tensor(round_index))
+
+
+def random_order(steps, batch, *, seed, padding=0.0):
+    """Rows of a store of 30, some of them padding, and whole steps of it among them."""
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randint(30, (steps, batch), generator=draw)
+    order[torch.rand(steps, batch, generator=draw) < padding] = -1
+    order[torch.rand(steps, generator=draw) < padding] = -1
+    return order
+
+
+def doubled(tree):
+    return {name: tensor.double() for name, tensor in tree.items()}
+
+
+def in_double(objective, params, work, optimiser):
+    """The general path in float64: the fairest judge of two ways to compute in float32."""
+    examples = work.examples._replace(x=work.examples.x.double())
+    pulls = tuple(Pull(doubled(towards), strength) for towards, strength in objective.pulls)
+    return descend(objective._replace(pulls=pulls), doubled(params), work._replace(examples=examples), optimiser)
+
+
+def assert_agrees(fused, objective, params, work, optimiser):
+    before = {name: tensor.clone() for name, tensor in params.items()}
+    taken = fused(objective, params, work, optimiser)
+    assert taken is not None, fused.reason
+    trained, loss = taken
+    expected, expected_loss = in_double(objective, params, work, optimiser)
+    assert list(trained) == list(params)
+    assert trees.same_bits(params, before)
+    for name, tensor in trained.items():
+        scale = expected[name].abs().max().clamp(min=0.1)
+        assert tensor.dtype == torch.float32
+        assert float((tensor - expected[name]).abs().max() / scale) < 1e-5, name
+    torch.testing.assert_close(loss.double(), expected_loss.double(), rtol=1e-5, atol=1e-6)
+
+
+def mlp(*widths, bias=True):
+    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m, bias=bias), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+rules = st.builds(
+    sgd,
+    st.sampled_from([0.05, 0.2]),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    weight_decay=st.sampled_from([0.0, 0.01]),
+    decay=st.sampled_from([0.0, 0.5]),
+)
+
+
+@MANY
+@given(
+    widths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    batch=st.integers(1, 12) | st.sampled_from([16, 20, 27, 32]),
+    steps=st.integers(1, 5),
+    padding=st.sampled_from([0.0, 0.0, 0.3, 0.9]),
+    rule=rules,
+    bias=st.booleans(),
+    round_index=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_linear_chains_agree_with_the_general_path(fused, widths, batch, steps, padding, rule, bias, round_index, seed):
+    torch.manual_seed(seed)
+    model = mlp(*widths, CLASSES, bias=bias)
+    work = work_of((widths[0],), random_order(steps, batch, seed=seed, padding=padding), seed=seed, round_index=round_index)
+    assert_agrees(fused, cross_entropy(model), params_of(model), work, rule)
+
+
+@st.composite
+def conv_layers(draw):
+    """A convolution with whatever may follow it."""
+    kernel, stride = draw(st.tuples(st.integers(1, 5), st.integers(1, 5))), draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))
+    return {
+        "outputs": draw(st.sampled_from([1, 2, 3, 5, 6, 16, 19, 33])),
+        "kernel": kernel,
+        "stride": draw(st.sampled_from([(1, 1), stride])),
+        "padding": draw(st.sampled_from([(0, 0), (kernel[0] // 2, kernel[1] // 2)])),
+        "after": draw(st.permutations(draw(st.sampled_from([[], ["relu"], ["pool"], ["relu", "pool"]])))),
+        "side": draw(st.integers(1, 4)),
+        "bias": draw(st.booleans()),
+    }
+
+
+def conv_net(shape, convs, hidden):
+    """The convolutions that still fit, then linear layers; the shape that enters must be (channels, height, width)."""
+    layers, entered = [], torch.zeros(1, *shape)
+    for conv in convs:
+        kernel, stride, padding = conv["kernel"], conv["stride"], conv["padding"]
+        piece = [nn.Conv2d(entered.shape[1], conv["outputs"], kernel, stride, padding, bias=conv["bias"])]
+        piece += [nn.ReLU() if kind == "relu" else nn.MaxPool2d(conv["side"]) for kind in conv["after"]]
+        try:
+            entered = nn.Sequential(*piece)(entered).detach()
+        except RuntimeError:  # torch refuses an image that shrinks to nothing
+            break
+        layers += piece
+    return nn.Sequential(*layers, nn.Flatten(), mlp(entered.numel(), *hidden, CLASSES))
+
+
+@MANY
+@given(
+    shape=st.tuples(st.sampled_from([1, 2, 3, 7]), st.integers(5, 15), st.integers(5, 15)),
+    convs=st.lists(conv_layers(), min_size=1, max_size=3),
+    hidden=st.lists(st.integers(1, 20), max_size=1),
+    batch=st.integers(1, 12),
+    rule=rules,
+    seed=st.integers(0, 2**20),
+)
+def test_convolutional_chains_agree_with_the_general_path(fused, shape, convs, hidden, batch, rule, seed):
+    torch.manual_seed(seed)
+    model = conv_net(shape, convs, hidden)
+    # one step: two correct paths part ways for good where two outputs are nearly the greatest of their window
+    work = work_of(shape, random_order(1, batch, seed=seed), seed=seed)
+    assert_agrees(fused, cross_entropy(model), params_of(model), work, rule)
+
+
+def lenet():
+    features = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*features, mlp(400, 120, 100, CLASSES))
+
+
+def test_a_few_steps_of_lenet_agree_with_the_general_path(fused):
+    torch.manual_seed(0)
+    model = lenet()
+    work = work_of((3, 32, 32), random_order(3, 25, seed=1, padding=0.2))
+    assert_agrees(fused, cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5))
+
+
+def test_equal_values_in_a_window_share_nothing_as_in_torch(fused):
+    """The background of a drawing: every output of a window is the same, and the first of them gets the slope."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(4, 16, 2), nn.MaxPool2d(2), nn.Flatten())
+    model = nn.Sequential(*model, nn.Linear(64, CLASSES))
+    work = work_of((1, 12, 12), random_order(1, 8, seed=0))
+    work.examples.x[:] = torch.where(work.examples.x > 1.5, work.examples.x, 0)
+    assert_agrees(fused, cross_entropy(model), params_of(model), work, sgd(0.1))
+
+
+@MANY
+@given(strengths=st.lists(st.sampled_from([0.0, 0.1, 2.0]), min_size=1, max_size=3), momentum=st.sampled_from([0.0, 0.9]))
+def test_pulls_are_part_of_slopes_and_loss(fused, strengths, momentum):
+    torch.manual_seed(0)
+    for model, shape in ((mlp(9, 12, 7, CLASSES), (9,)), (conv_net((2, 8, 8), [PLAIN], [6]), (2, 8, 8))):
+        objective, params = cross_entropy(model), params_of(model)
+        for strength in strengths:
+            objective = pulled(
+                objective, {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()}, strength
+            )
+        objective = objective._replace(pulls=(*objective.pulls, Pull({"0.weight": params["0.weight"] + 0.3}, 0.5)))
+        assert_agrees(fused, objective, params, work_of(shape, random_order(2, 7, seed=0)), sgd(0.1, momentum=momentum))
+
+
+PLAIN = {"outputs": 4, "kernel": (3, 3), "stride": (1, 1), "padding": (0, 0), "after": ["relu", "pool"], "side": 2, "bias": True}
+
+
+def test_many_pulls_are_one_pull_and_a_floor():
+    w, *anchors = torch.randn(4, 6, dtype=torch.float64)
+    pulls = [Pull({"w": anchor}, strength) for anchor, strength in zip(anchors, (0.5, 1.0, 0.25), strict=True)]
+    strengths, middle, floor = merged_pulls(pulls)
+    apart = sum(strength / 2 * (w - towards["w"]).square().sum() for towards, strength in pulls)
+    torch.testing.assert_close(strengths["w"] / 2 * (w - middle["w"]).square().sum() + floor, apart, rtol=1e-6, atol=1e-6)
+
+
+def test_work_that_is_all_padding_leaves_everything_as_it_was(fused):
+    model = mlp(4, 3, CLASSES)
+    params = params_of(model)
+    trained, loss = fused(cross_entropy(model), params, work_of((4,), torch.full((2, 3), -1)), sgd(0.1, momentum=0.9))
+    assert trees.same_bits(trained, params)
+    assert loss == 0
+    assert all(trained[name].data_ptr() != params[name].data_ptr() for name in params)
+
+
+@pytest.mark.parametrize("model", [mlp(30, 50, 20, CLASSES), conv_net((3, 16, 16), [PLAIN, PLAIN], [10])], ids=["mlp", "conv"])
+def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
+    shape = (30,) if isinstance(model[0], nn.Linear) else (3, 16, 16)
+    objective, params = cross_entropy(model), params_of(model)
+    works = [work_of(shape, random_order(8, 12, seed=seed, padding=0.1), seed=seed) for seed in range(6)]
+
+    def run(work):
+        return fused(objective, params, work, sgd(0.1, momentum=0.5))
+
+    alone = [run(work) for work in works]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(run, works * 3))
+    for (tree, loss), (other, other_loss) in zip(alone * 3, together, strict=True):
+        assert trees.same_bits(tree, other)
+        assert loss == other_loss
+
+
+@pytest.mark.parametrize("model", [mlp(6, 7, CLASSES), conv_net((2, 6, 6), [PLAIN], [])], ids=["mlp", "conv"])
+def test_what_diverges_has_a_loss_that_says_so(fused, model):
+    shape = (6,) if isinstance(model[0], nn.Linear) else (2, 6, 6)
+    work = work_of(shape, random_order(6, 5, seed=0))
+    _, huge = fused(cross_entropy(model), params_of(model), work, sgd(1e30))
+    work.examples.x[:] = torch.nan
+    _, lost = fused(cross_entropy(model), params_of(model), work, sgd(0.1))
+    assert not torch.isfinite(huge)
+    assert not torch.isfinite(lost)
+
+
+def test_descend_takes_the_fused_steps_if_the_work_brings_them(fused):
+    model = mlp(4, 6, CLASSES)
+    work = work_of((4,), random_order(3, 5, seed=0))
+    objective, params, rule = cross_entropy(model), params_of(model), sgd(0.1)
+    trained, loss = descend(objective, params, work._replace(descent=fused), rule)
+    expected, expected_loss = fused(objective, params, work, rule)
+    assert trees.same_bits(trained, expected)
+    assert loss == expected_loss
+
+
+LINEAR = mlp(4, 6, CLASSES)
+NORMED = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+FROZEN = mlp(4, 6, CLASSES)
+FROZEN[0].weight.requires_grad_(False)
+
+
+def declined_case(objective=None, *, model=LINEAR, rule=None, tree=None, **examples):
+    work = work_of((4,), random_order(2, 3, seed=0))
+    order = examples.pop("order", work.order)
+    params = params_of(model) if tree is None else tree(params_of(model))
+    work = work._replace(examples=work.examples._replace(**examples), order=order)
+    return objective or cross_entropy(model), params, work, rule or sgd(0.1)
+
+
+X, Y = work_of((4,), [[0]]).examples[:2]
+DECLINED = {
+    "the optimiser is Adam, not Sgd": declined_case(rule=adam(0.1)),
+    "the loss is AugmentedLoss, not a model's own": declined_case(augmented(cross_entropy(LINEAR), lambda x, key: x)),
+    "the loss is not the cross entropy": declined_case(supervised(LINEAR, lambda output, y: output.square().sum(1))),
+    "layer '1' is BatchNorm1d on (6,)": declined_case(model=NORMED),
+    "some of its weights are frozen": declined_case(model=FROZEN),
+    "not every weight of the model is trained": declined_case(cross_entropy(LINEAR)._replace(trains=frozenset({"0.weight"}))),
+    "'0.weight' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(tree=doubled),
+    "'x' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(x=X.double()),
+    "'y' is torch.int32 on cpu, not torch.int64 on cpu": declined_case(y=Y.int()),
+    "the examples are not contiguous": declined_case(x=X.t().contiguous().t()),
+    "there is no batch": declined_case(order=torch.zeros(0, 3, dtype=torch.int64)),
+    "a row of the order is outside the examples": declined_case(order=torch.tensor([[0, 30]])),
+    "a label is no class of the model": declined_case(y=Y - 100),
+    "'0.weight' asks for a gradient": declined_case(tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}),
+    "a pull pushes": declined_case(pulled(cross_entropy(LINEAR), params_of(LINEAR), -1.0)),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_is_not_its_business_is_declined_with_a_reason(fused, reason):
+    assert fused(*DECLINED[reason]) is None
+    assert fused.reason == reason
+
+
+def test_batched_devices_are_declined(fused):
+    work, objective = work_of((4,), random_order(2, 3, seed=0)), cross_entropy(LINEAR)
+
+    def one(params):
+        assert fused(objective, params, work, sgd(0.1)) is None
+        return params["0.bias"]
+
+    torch.vmap(one)(trees.stack([params_of(LINEAR)] * 2))
+    assert fused.reason == "devices are batched"
+
+
+def test_the_step_is_compiled_once(fused, monkeypatch, tmp_path):
+    compiler = build._compiler()
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "step.cpp")
+    (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 0; }\n')
+    made = build.compiled(compiler)
+    stamp = made.stat().st_mtime_ns
+    assert build.compiled(compiler) == made
+    assert made.stat().st_mtime_ns == stamp
+    (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 1; }\n')
+    assert build.compiled(compiler) != made
+    assert {path.suffix for path in made.parent.iterdir()} == {".so"}
+
+
+def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        NoFusedStepError, match=r"^there is no C\+\+ compiler \(looked for c\+\+, g\+\+, clang\+\+; CXX may name another\)$"
+    ):
+        load_step()
+
+
+def test_a_compiler_that_fails_is_quoted_in_one_line(fused, monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "step.cpp")
+    (tmp_path / "step.cpp").write_text("this is no C++\n")
+    with pytest.raises(NoFusedStepError, match=r"could not compile the C\+\+ step \(.*error.*\)$") as caught:
+        load_step()
+    assert "\n" not in str(caught.value)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NoFusedStepError, match="looked for no-such-compiler"):
+        load_step()
+
+
+def test_a_cache_that_cannot_be_written_is_named(fused, monkeypatch, tmp_path):
+    (tmp_path / "occupied").write_text("")
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "occupied"))
+    with pytest.raises(NoFusedStepError, match=r"could not be compiled \(.*occupied"):
+        load_step()
