@@ -8,23 +8,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from benchmarks.workloads import Workload
 
-Answer = dict[str, object]
-FEWEST_ROUNDS = 3
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One tool's task: so many rounds, the first `warm_up` of them not counted; `seconds` is when to stop early."""
+    """One tool's task: so many counted rounds after `warm_up` others; fewer, but `fewest`, once `seconds` have gone by."""
 
     workload: Workload
     folder: str
     rounds: int
     warm_up: int = 1
+    fewest: int = 3
     seconds: float = 120.0
     device: str = "cpu"
     options: dict[str, str | int] = field(default_factory=dict)
@@ -66,7 +67,7 @@ def timed(rounds: Iterator[object], job: Job, settle: Callable[[], object] | Non
         next(rounds)
     wait()
     seconds: list[float] = []
-    while len(seconds) < job.rounds and (len(seconds) < FEWEST_ROUNDS or sum(seconds) < job.seconds):
+    while len(seconds) < job.rounds and (len(seconds) < job.fewest or sum(seconds) < job.seconds):
         seconds.append(_clocked(rounds, 1, wait))
     in_a_row = _clocked(rounds, len(seconds), wait) / len(seconds) if settle else None
     return {"seconds_per_round": seconds, "in_a_row": in_a_row, "rounds": job.warm_up + len(seconds) * (2 if settle else 1)}

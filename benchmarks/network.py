@@ -46,3 +46,8 @@ def as_tensors(arrays: tuple[np.ndarray, np.ndarray], device: str) -> tuple[Tens
 def settle_on(device: str) -> Callable[[], object] | None:
     """How to wait for a computing device, if it is one to wait for."""
     return torch.cuda.synchronize if device == "cuda" else None
+
+
+def device_peak(device: str) -> dict[str, int]:
+    """The most memory of an accelerator that this process has held."""
+    return {"peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 1e6)} if device == "cuda" else {}

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from torch import nn
 
 import glocal
 from benchmarks import network
 from benchmarks.job import Answer, Job, answer, given, timed
+from benchmarks.plain import TESTED
 from glocal.algorithm import Algorithm
 from glocal.backends import OverDevices, Seat, begin, simulate, simulate_seeds
 from glocal.federation import Examples, Holdings
@@ -23,7 +23,7 @@ Loaded = tuple[Algorithm, nn.Module, Params, Holdings]
 def main() -> None:
     """Run the job named on the command line."""
     job = given()
-    answer({"version": glocal.__version__, **MEASURES[str(job.options["measure"])](job)})
+    answer({"version": glocal.__version__, **MEASURES[str(job.options["measure"])](job), **network.device_peak(job.device)})
 
 
 def training(job: Job) -> Answer:
@@ -43,21 +43,23 @@ def training(job: Job) -> Answer:
 
 
 def side_by_side(job: Job) -> Answer:
-    """Seconds per round of several seeds trained together, all of them in one round."""
+    """Seconds per round of several seeds trained together, divided by their number."""
     algorithm, _, params, train = loaded(job)
     seeds = int(job.options["seeds"])
     over = OverDevices(algorithm.client_update, engine=str(job.options["engine"]))
     seats = [Seat(plan(job, seed), train, begin(algorithm, params)) for seed in range(seeds)]
-    return timed(simulate_seeds(algorithm, seats, over), job, network.settle_on(job.device))
+    told = timed(simulate_seeds(algorithm, seats, over), job, network.settle_on(job.device))
+    in_a_row = told["in_a_row"] / seeds if told["in_a_row"] else None
+    return {**told, "seconds_per_round": [each / seeds for each in told["seconds_per_round"]], "in_a_row": in_a_row}
 
 
 def testing(job: Job) -> Answer:
-    """Seconds of a Local Test: every device's own model on a hundred examples of its own."""
+    """Seconds of a Local Test: every device's own model on its first hundred examples."""
     algorithm, model, params, train = loaded(job)
     state = begin(algorithm, params)
     own = [{name: tensor.clone() for name, tensor in state.private.initial.items()} for _ in range(train.devices)]
     state = state._replace(private=state.private.put(range(train.devices), own))
-    held = Holdings(train.examples, tuple(rows[:100] for rows in train.rows))
+    held = Holdings(train.examples, tuple(rows[:TESTED] for rows in train.rows))
     evaluation = Evaluation(algorithm, predictor(model), engine=str(job.options["engine"]))
     tests = (local_test(evaluation, state, held) for _ in range(job.all_rounds))
     return timed(tests, job, network.settle_on(job.device))

@@ -10,22 +10,46 @@ from benchmarks import network
 from benchmarks.job import Answer, Job, answer, given, timed
 from benchmarks.workloads import Workload
 
-State = dict[str, Tensor]
+TESTED = 100
 
 
 def main() -> None:
     """Run the job named on the command line."""
     job = given()
     torch.set_num_threads(int(job.options.get("threads", 1)))
-    answer({"version": f"torch {torch.__version__}", **measure(job)})
+    answer(
+        {
+            "version": f"torch {torch.__version__}",
+            **MEASURES[str(job.options.get("measure", "training"))](job),
+            **network.device_peak(job.device),
+        }
+    )
 
 
-def measure(job: Job) -> Answer:
+def training(job: Job) -> Answer:
     """Seconds of every round, and the loss at the end."""
     model = network.build(job.workload).to(job.device)
     x, y = network.as_tensors(job.arrays(), job.device)
     told = timed(train(model, job.workload, x, y), job, network.settle_on(job.device))
     return {**told, "loss": network.probe(model, job.arrays())}
+
+
+def testing(job: Job) -> Answer:
+    """Seconds of a Local Test: every device's own model on its first hundred examples, one after the other."""
+    model = network.build(job.workload).to(job.device)
+    x, y = network.as_tensors(job.arrays(), job.device)
+    own = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for _ in range(job.workload.devices)]
+
+    @torch.no_grad()
+    def score(device: int) -> float:
+        model.load_state_dict(own[device])
+        return float((model(x[device, :TESTED]).argmax(1) == y[device, :TESTED]).float().mean())
+
+    tests = ([score(device) for device in range(len(own))] for _ in range(job.all_rounds))
+    return timed(tests, job, network.settle_on(job.device))
+
+
+MEASURES = {"training": training, "local test": testing}
 
 
 def train(model: nn.Module, workload: Workload, x: Tensor, y: Tensor) -> Iterator[None]:

@@ -4,6 +4,7 @@ Only numpy is needed to read this file: peers import it in environments that kno
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class Workload:
 def dense(*widths: int) -> tuple[Layer, ...]:
     """Linear layers with ReLU between."""
     layers: list[Layer] = []
-    for before, after in zip(widths[:-1], widths[1:], strict=True):
+    for before, after in pairwise(widths):
         layers += [("linear", before, after), ("relu",)]
     return tuple(layers[:-1])
 

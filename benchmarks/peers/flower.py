@@ -3,6 +3,7 @@
 import os
 import sys
 from functools import cache
+from itertools import pairwise
 from time import perf_counter
 
 import flwr
@@ -58,7 +59,7 @@ def server_app(job: Job, told: Answer) -> ServerApp:
         first = ArrayRecord(model.state_dict())
         result = strategy.start(grid=grid, initial_arrays=first, num_rounds=job.all_rounds, evaluate_fn=note_time)
         model.load_state_dict(result.arrays.to_torch_state_dict())
-        lasted = [after - before for before, after in zip(times[:-1], times[1:], strict=True)]
+        lasted = [after - before for before, after in pairwise(times)]
         told["seconds_per_round"], told["rounds"] = lasted[job.warm_up :], len(lasted)
         told["loss"] = network.probe(model, job.arrays())
 

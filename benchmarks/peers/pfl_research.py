@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -37,11 +38,11 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
 
-    def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:  # noqa: A002  (pfl's name)
+    def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:
         self.eval() if eval else self.train()
         return functional.cross_entropy(self(x), y)
 
-    def metrics(self, x: Tensor, y: Tensor, eval: bool = True) -> dict[str, float]:  # noqa: A002
+    def metrics(self, x: Tensor, y: Tensor, eval: bool = True) -> dict[str, float]:
         return {}
 
 
@@ -51,7 +52,9 @@ class Clock(TrainingProcessCallback):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def after_central_iteration(self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int) -> tuple[bool, Metrics]:
+    def after_central_iteration(
+        self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
         self.times.append(perf_counter())
         return False, Metrics()
 
@@ -77,7 +80,7 @@ def simulate(job: Job) -> None:
         [clock],
     )
     if os.environ.get("PFL_WORKER_RANK", "0") == "0":
-        lasted = [after - before for before, after in zip(clock.times[:-1], clock.times[1:], strict=True)]
+        lasted = [after - before for before, after in pairwise(clock.times)]
         told = {"seconds_per_round": lasted[job.warm_up - 1 :], "rounds": len(clock.times)}
         answer({**told, "version": f"pfl {version('pfl')}", "loss": network.probe(network_of_pfl, job.arrays())})
 
