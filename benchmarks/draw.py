@@ -5,6 +5,7 @@ python -m benchmarks.draw --benchmark docs/results/benchmark.json --scaling docs
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -84,6 +85,7 @@ def times(report: Answer) -> Figure:
         value=lambda row: 1e3 * row["median"],
         text=lambda row: f"{_short(1e3 * row['median'])} ms, {row['speed_up']:.2g} x",
         heading="milliseconds per round of training (log scale); x: times as fast as the plain loop with one thread",
+        start=3.0,
     )
 
 
@@ -97,13 +99,16 @@ def distances(report: Answer) -> Figure:
     )
 
 
-def _bars(report: Answer, *, value, text, heading: str) -> Figure:
+def _bars(
+    report: Answer, *, value: Callable[[Answer], float], text: Callable[[Answer], str], heading: str, start: float | None = None
+) -> Figure:
+    """A panel for each workload on one common scale, which begins at 1, or at the least value divided by `start`."""
     names = [name for name in WORKLOADS if trained(report, name)]
     heights = [len(trained(report, name)) for name in names]
     figure, places = pyplot.subplots(
         len(names),
         1,
-        figsize=(8, 0.24 * sum(heights) + 0.55 * len(names) + 0.5),
+        figsize=(8, 0.21 * sum(heights) + 0.42 * len(names) + 0.5),
         height_ratios=heights,
         squeeze=False,
         layout="constrained",
@@ -113,16 +118,18 @@ def _bars(report: Answer, *, value, text, heading: str) -> Figure:
         rows = trained(report, name)
         axes.set_title(f"{name}: {WORKLOADS[name].summary}")
         _horizontal(axes, rows, [value(row) for row in rows], [text(row) for row in rows])
-    places[-1, 0].set_xlabel(heading)
+    every = [value(row) for name in names for row in trained(report, name)]
+    lowest = 1.0 if start is None else min(every) / start
+    places[-1, 0].set(xlabel=heading, xlim=(min(lowest, min(every)), max(every) * 5))
+    places[-1, 0].xaxis.set_major_formatter(lambda number, _: f"{number:,g}")
     return figure
 
 
 def _horizontal(axes: Axes, rows: list[Answer], values: list[float], texts: list[str]) -> None:
     axes.barh(range(len(rows)), values, color=[_colour(row) for row in rows], height=0.72, log=True)
     axes.set_yticks(range(len(rows)), [f"{row['tool']}, {row['setting']}" for row in rows])
-    axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(min(values) / 3, max(values) * 4)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     for place, (width, text) in enumerate(zip(values, texts, strict=True)):
         axes.annotate(text, (width, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
 
@@ -138,37 +145,40 @@ def _short(number: float) -> str:
 
 
 def growth(report: Answer) -> Figure:
-    """For every axis a curve of time above a curve of memory, all on log scales; the dashed line grows with the work."""
+    """For every axis a curve of time above a curve of memory; the dashed line grows as the axis does."""
     axes_of = [axis for axis in AXES if any(row["axis"] == axis and "seconds" in row for row in report["rows"])]
     figure, places = pyplot.subplots(2, len(axes_of), figsize=(2.6 * len(axes_of) + 0.6, 4.6), squeeze=False, layout="constrained")
-    for column, axis in enumerate(axes_of):
+    for (above, below), axis in zip(places.T, axes_of, strict=True):
         rows = [row for row in report["rows"] if row["axis"] == axis and "seconds" in row]
         across = [row["parameters"] if axis == "width" else row["value"] for row in rows]
-        memory = "peak_device_memory_mb" if "peak_device_memory_mb" in rows[0] else "peak_memory_mb"
-        _curve(places[0, column], across, [1e3 * row["seconds"] for row in rows])
-        _curve(places[1, column], across, [row[memory] for row in rows])
+        times, memory = [1e3 * row["seconds"] for row in rows], [_memory(row) for row in rows]
         if axis != "devices":  # there a round has less to do, the more devices share the examples
-            places[0, column].plot(*_in_proportion(across, [1e3 * row["seconds"] for row in rows]), "--", color=OTHERS, lw=1)
-        places[1, column].set_xlabel(AXES[axis])
+            above.plot(*_in_proportion(across, times), "--", color=OTHERS, lw=1, label="in proportion")
+        above.set(yscale="log", ylim=(min(times) / 2.2, max(times) * 2.2))
+        _curve(above, across, times)
+        _curve(below, across, memory)
+        below.set(xlabel=AXES[axis], ylim=(0, 1.25 * max(memory)))
+    places[0, 0].legend(frameon=False, fontsize=8, loc="lower right")
     places[0, 0].set_ylabel("milliseconds per round")
     places[1, 0].set_ylabel("peak memory, MB")
     return figure
 
 
+def _memory(row: Answer) -> float:
+    """Of the accelerator where there is one, else of the process."""
+    return row.get("peak_device_memory_mb", row["peak_memory_mb"])
+
+
 def _curve(axes: Axes, across: list[float], up: list[float]) -> None:
     axes.plot(across, up, "o-", color=OURS, markersize=4, lw=1.5)
-    axes.set(xscale="log", yscale="log", ylim=(min(up) / 2.2, max(up) * 2.2))
+    axes.set(xscale="log", xlim=(across[0] / 1.35, across[-1] * 1.35))
     axes.set_xticks(across, [_thousands(each) for each in across])
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda number, _: f"{number:,g}")
     axes.grid(axis="y", color=FAINT, lw=0.5)
-    _label_ends(axes, across, up)
-
-
-def _label_ends(axes: Axes, across: list[float], up: list[float]) -> None:
     for place in {0, len(up) - 1}:
-        axes.annotate(
-            _short(up[place]), (across[place], up[place]), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8
-        )
+        offset = (0, -13) if place == 0 else (0, 7)
+        axes.annotate(_short(up[place]), (across[place], up[place]), offset, textcoords="offset points", ha="center", fontsize=8)
 
 
 def _in_proportion(across: list[float], up: list[float]) -> tuple[list[float], list[float]]:
