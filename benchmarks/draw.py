@@ -85,7 +85,6 @@ def times(report: Answer) -> Figure:
         value=lambda row: 1e3 * row["median"],
         text=lambda row: f"{_short(1e3 * row['median'])} ms, {row['speed_up']:.2g} x",
         heading="milliseconds per round of training (log scale); x: times as fast as the plain loop with one thread",
-        start=3.0,
     )
 
 
@@ -96,13 +95,14 @@ def distances(report: Answer) -> Figure:
         value=lambda row: row["times_floor"],
         text=lambda row: f"{_short(row['times_floor'])} x",
         heading="time per round as a multiple of the machine's floor (log scale; 1 is the floor)",
+        mark=1.0,
     )
 
 
 def _bars(
-    report: Answer, *, value: Callable[[Answer], float], text: Callable[[Answer], str], heading: str, start: float | None = None
+    report: Answer, *, value: Callable[[Answer], float], text: Callable[[Answer], str], heading: str, mark: float | None = None
 ) -> Figure:
-    """A panel for each workload on one common scale, which begins at 1, or at the least value divided by `start`."""
+    """A panel for each workload, all on one scale; `mark` is a value to draw a line at."""
     names = [name for name in WORKLOADS if trained(report, name)]
     heights = [len(trained(report, name)) for name in names]
     figure, places = pyplot.subplots(
@@ -118,9 +118,11 @@ def _bars(
         rows = trained(report, name)
         axes.set_title(f"{name}: {WORKLOADS[name].summary}")
         _horizontal(axes, rows, [value(row) for row in rows], [text(row) for row in rows])
+        if mark:
+            axes.axvline(mark, color=INK, lw=0.8)
     every = [value(row) for name in names for row in trained(report, name)]
-    lowest = 1.0 if start is None else min(every) / start
-    places[-1, 0].set(xlabel=heading, xlim=(min(lowest, min(every)), max(every) * 5))
+    left = min(every) / 2 if mark is None else 0.8 * min(mark, *every)
+    places[-1, 0].set(xlabel=heading, xlim=(left, max(every) * 5))
     places[-1, 0].xaxis.set_major_formatter(lambda number, _: f"{number:,g}")
     return figure
 

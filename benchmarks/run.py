@@ -26,7 +26,7 @@ Row = Answer
 
 def main() -> None:
     """Measure, print and write."""
-    asked, console = arguments(sys.argv[1:]), Console()
+    asked, console = arguments(sys.argv[1:]), Console(width=None if sys.stdout.isatty() else 150)
     workloads = [WORKLOADS[name] for name in asked.workloads]
     report = {
         "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
