@@ -83,6 +83,9 @@ def simulate(job: Job) -> None:
         lasted = [after - before for before, after in pairwise(clock.times)]
         told = {"seconds_per_round": lasted[job.warm_up - 1 :], "rounds": len(clock.times)}
         answer({**told, "version": f"pfl {version('pfl')}", "loss": network.probe(network_of_pfl, job.arrays())})
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the first process holds what the others talk through: it must not leave before them
+        torch.distributed.destroy_process_group()
 
 
 def launch(processes: int) -> int:
