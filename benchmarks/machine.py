@@ -20,6 +20,11 @@ def describe(device: str) -> dict[str, object]:
     return {**told, "gpu": torch.cuda.get_device_name()} if device == "cuda" else told
 
 
+def command(module: str, words: list[str]) -> str:
+    """What was typed, without the folders of this machine."""
+    return " ".join([f"python -m {module}", *(Path(word).name if Path(word).is_absolute() else word for word in words)])
+
+
 def _processor() -> str:
     """The model as the system names it; of a virtual machine also family and model, for its name says little."""
     path = Path("/proc/cpuinfo")

@@ -25,7 +25,7 @@ import torch
 from benchmarks.workloads import WORKLOADS, Layer, Shape, Workload, parameters
 
 Figures = dict[str, object]
-_REPEATS = 7
+_REPEATS = 15
 _MATRIX = {"cpu": 1536, "cuda": 8192}
 _LARGE = {"cpu": 2**28, "cuda": 2**31}
 
@@ -82,15 +82,19 @@ def measure(workloads: list[Workload], device: str) -> Figures:
     counts = sorted({1, torch.get_num_threads()}) if device == "cpu" else [1]
     matrix = {count: matrix_rate(device, count) for count in counts}
     large = {count: copy_rate(_LARGE[device], device, count) for count in counts}
-    best, fastest = counts[-1], max(matrix.values())
-    small = {work.name: copy_rate(best * _state(work), device, best) if device == "cpu" else large[best] for work in workloads}
+    small = {work.name: max(_device_copy(work, device, count, large) for count in counts) for work in workloads}
     return {
         "device": device,
         "matrix_gflops": {_label(device, count): rate / 1e9 for count, rate in matrix.items()},
         "large_copy_gbs": {_label(device, count): rate / 1e9 for count, rate in large.items()},
         "copy_of_a_device_gbs": {name: rate / 1e9 for name, rate in small.items()},
-        "workloads": {work.name: floor(work, fastest, small[work.name]) for work in workloads},
+        "workloads": {work.name: floor(work, max(matrix.values()), small[work.name]) for work in workloads},
     }
+
+
+def _device_copy(workload: Workload, device: str, threads: int, large: dict[int, float]) -> float:
+    """The bandwidth that training can have: on a CPU that of one device's state per thread, on a GPU that of a large copy."""
+    return copy_rate(threads * _state(workload), device, threads) if device == "cpu" else large[threads]
 
 
 def _label(device: str, threads: int) -> str:

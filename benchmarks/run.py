@@ -29,7 +29,7 @@ def main() -> None:
     asked, console = arguments(sys.argv[1:]), Console(width=None if sys.stdout.isatty() else 150)
     workloads = [WORKLOADS[name] for name in asked.workloads]
     report = {
-        "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
+        "command": machine.command("benchmarks.run", sys.argv[1:]),
         "date": date.today().isoformat(),
         "machine": machine.describe(asked.device),
         "roofline": roofline.measure(workloads, asked.device),

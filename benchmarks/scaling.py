@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("scaling.json"))
     asked = parser.parse_args()
     report: Answer = {
-        "command": " ".join(["python -m benchmarks.scaling", *sys.argv[1:]]),
+        "command": machine.command("benchmarks.scaling", sys.argv[1:]),
         "machine": machine.describe(asked.device),
     }
     report["rows"] = []

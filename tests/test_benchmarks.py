@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import draw, job, network, ours, plain, roofline, run, scaling, tools
+from benchmarks import draw, job, machine, network, ours, plain, roofline, run, scaling, tools
 from benchmarks.workloads import LENET, MLP, WIDE_CNN, Workload, dense, parameters, write_arrays
 
 TINY = Workload(
@@ -122,6 +122,10 @@ def row(tool, seconds):
 
 def test_a_ratio_is_to_the_plain_loop_just_before_and_just_after():
     assert row("pfl", 0.5)["speed_up"] == pytest.approx(2.0)
+
+
+def test_a_command_is_kept_without_the_folders_of_the_machine():
+    assert machine.command("benchmarks.run", ["--out", "/somewhere/mine/a.json"]) == "python -m benchmarks.run --out a.json"
 
 
 @pytest.fixture
