@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test slow check lint clean
+.PHONY: demo test slow check lint bench clean
 
 demo: $(READY)
 	$(BIN)/glocal demo
@@ -21,6 +21,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.run --workloads A B C --rounds 7 --out docs/results/benchmark.json
+	$(BIN)/python -m benchmarks.scaling --out docs/results/scaling.json
+	$(BIN)/python -m benchmarks.draw --benchmark docs/results/benchmark.json --scaling docs/results/scaling.json --into docs/images
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

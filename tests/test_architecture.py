@@ -50,7 +50,7 @@ def test_every_part_has_its_place():
     assert {part(path) for path in FILES} - {"__init__"} == set(ORDER)
 
 
-HOMES = {"matplotlib": "report", "typer": "cli", "rich": "cli", "sklearn": "data", "flwr": None}
+HOMES = {"matplotlib": "report", "typer": "cli", "rich": "cli", "sklearn": "data", "triton": "fused", "flwr": None}
 
 
 @pytest.mark.parametrize(("library", "home"), HOMES.items())

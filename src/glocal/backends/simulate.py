@@ -79,7 +79,7 @@ def _landing(moment: list[tuple[State, Report]]) -> Callable[[], list[tuple[Stat
     """Send a round's losses to the host; what is returned waits for them, and for nothing that comes after them."""
     there = [report.losses for _, report in moment]
     here = [torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True).copy_(losses, non_blocking=True) for losses in there]
-    arrived = torch.cuda.Event()
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
 
     def landed() -> list[tuple[State, Report]]:

@@ -1,0 +1,1 @@
+"""How fast glocal is, beside what else there is: `python -m benchmarks.run`."""

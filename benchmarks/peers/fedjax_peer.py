@@ -1,0 +1,81 @@
+"""FedJAX, its own federated averaging on a haiku network of the same layers, with the JAX of its day."""
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+
+import fedjax
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from fedjax.algorithms import fed_avg
+
+from benchmarks.job import Answer, Job, answer, given, timed
+from benchmarks.workloads import CLASSES, Layer, Workload
+
+PROBE = 1000
+
+
+def layer_of(layer: Layer) -> Callable[[jax.Array], jax.Array]:
+    """One layer in haiku; images are (rows, height, width, channels), as JAX likes them."""
+    kind, *numbers = layer
+    makers = {
+        "linear": lambda: hk.Linear(numbers[1]),
+        "conv": lambda: hk.Conv2D(numbers[1], numbers[2], padding="VALID"),
+        "pool": lambda: hk.MaxPool(numbers[0], numbers[0], padding="VALID"),
+        "relu": lambda: jax.nn.relu,
+        "flatten": lambda: hk.Flatten(),
+    }
+    return makers[kind]()
+
+
+def model_of(workload: Workload) -> fedjax.Model:
+    """The network and its loss, as FedJAX wants them."""
+    height, width, channels = workload.shape[1], workload.shape[2], workload.shape[0]
+    sample = {"x": jnp.zeros((1, height, width, channels)), "y": jnp.zeros((1,), jnp.int32)}
+    network = hk.transform(lambda batch: hk.Sequential([layer_of(layer) for layer in workload.layers])(batch["x"]))
+
+    def loss(batch: dict[str, jax.Array], logits: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["y"], CLASSES))
+
+    return fedjax.create_model_from_haiku(network, sample, loss)
+
+
+def datasets(job: Job) -> list[fedjax.ClientDataset]:
+    """Each device's rows, still mapped from disk."""
+    x, y = job.arrays()
+    images = np.moveaxis(x, 2, -1)
+    return [fedjax.ClientDataset({"x": images[device], "y": y[device]}) for device in range(job.workload.devices)]
+
+
+def measure(job: Job) -> Answer:
+    """Seconds of every round, and the loss at the end."""
+    work, model, devices = job.workload, model_of(job.workload), datasets(job)
+    batches = fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch, num_epochs=work.epochs)
+    momentum = work.momentum or None
+    client, server = fedjax.optimizers.sgd(work.rate, momentum=momentum), fedjax.optimizers.sgd(1.0)
+    algorithm = fed_avg.federated_averaging(fedjax.model_grad(model), client, server, batches)
+    states = [algorithm.init(model.init(jax.random.PRNGKey(0)))]
+
+    def rounds() -> Iterator[None]:
+        for seed in range(job.all_rounds):
+            cohort = np.random.default_rng(seed).choice(work.devices, work.cohort, replace=False)
+            keys = jax.random.split(jax.random.PRNGKey(seed), work.cohort)
+            clients = [(device, devices[device], key) for device, key in zip(cohort.tolist(), keys, strict=True)]
+            states[0] = jax.block_until_ready(algorithm.apply(states[0], clients)[0])
+            yield
+
+    told = timed(rounds(), job)
+    x, y = job.arrays()
+    probe = {"x": np.moveaxis(x, 2, -1).reshape(-1, *devices[0].raw_examples["x"].shape[1:])[:PROBE], "y": y.reshape(-1)[:PROBE]}
+    return {**told, "loss": float(model.train_loss(probe, model.apply_for_eval(states[0].params, probe)).mean())}
+
+
+def main() -> None:
+    """Run the job named on the command line."""
+    answer({"version": f"fedjax {version('fedjax')}, jax {jax.__version__}", **measure(given())})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""pfl (apple/pfl-research), FederatedAveraging on a PyTorch model, in one process or in several."""
+
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from time import perf_counter
+
+import torch
+from pfl.aggregate.simulate import SimulatedBackend
+from pfl.aggregate.weighting import WeightByDatapoints
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.callback.base import TrainingProcessCallback
+from pfl.data.dataset import Dataset
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.data.sampling import get_user_sampler
+from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+from pfl.metrics import Metrics
+from pfl.model.pytorch import PyTorchModel
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks import network
+from benchmarks.job import Job, answer, given
+
+
+class Classifier(nn.Module):
+    """The network with the two methods that pfl asks for."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:
+        self.eval() if eval else self.train()
+        return functional.cross_entropy(self(x), y)
+
+    def metrics(self, x: Tensor, y: Tensor, eval: bool = True) -> dict[str, float]:
+        return {}
+
+
+class Clock(TrainingProcessCallback):
+    """Notes when each round ends."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def after_central_iteration(
+        self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
+    ) -> tuple[bool, Metrics]:
+        self.times.append(perf_counter())
+        return False, Metrics()
+
+
+def simulate(job: Job) -> None:
+    """This process's share of the job; the first process answers."""
+    torch.set_num_threads(int(job.options.get("threads", 1)))
+    work, (x, y) = job.workload, network.as_tensors(job.arrays(), "cpu")
+    network_of_pfl = Classifier(network.build(work))
+    central = torch.optim.SGD(network_of_pfl.parameters(), lr=1.0)
+    model = PyTorchModel(network_of_pfl, partial(torch.optim.SGD, momentum=work.momentum), central)
+    sampler = get_user_sampler("random", list(range(work.devices)))
+    users = FederatedDataset(lambda user: Dataset((x[user], y[user])), sampler)
+    backend = SimulatedBackend(training_data=users, val_data=users, postprocessors=[WeightByDatapoints()])
+    clock = Clock()
+    FederatedAveraging().run(
+        # the evaluation falls into the first round alone, which is not counted
+        NNAlgorithmParams(job.all_rounds, evaluation_frequency=10**9, train_cohort_size=work.cohort, val_cohort_size=None),
+        backend,
+        model,
+        NNTrainHyperParams(local_batch_size=work.batch, local_num_epochs=work.epochs, local_learning_rate=work.rate),
+        NNEvalHyperParams(local_batch_size=None),
+        [clock],
+    )
+    if os.environ.get("PFL_WORKER_RANK", "0") == "0":
+        lasted = [after - before for before, after in pairwise(clock.times)]
+        told = {"seconds_per_round": lasted[job.warm_up - 1 :], "rounds": len(clock.times)}
+        answer({**told, "version": f"pfl {version('pfl')}", "loss": network.probe(network_of_pfl, job.arrays())})
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the first process holds what the others talk through: it must not leave before them
+        torch.distributed.destroy_process_group()
+
+
+def launch(processes: int) -> int:
+    """Start this script once for every process, as pfl's guide to distributed simulation says; returns the first bad status."""
+    addresses = ",".join(f"localhost:{port}" for port in _free_ports(processes))
+    settings = [{**os.environ, "PFL_WORKER_ADDRESSES": addresses, "PFL_WORKER_RANK": str(rank)} for rank in range(processes)]
+    workers = [subprocess.Popen([sys.executable, *sys.argv], env=each) for each in settings]
+    return max(abs(worker.wait()) for worker in workers)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("localhost", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def main() -> None:
+    """Run the job named on the command line."""
+    job = given()
+    processes = int(job.options.get("processes", 1))
+    if processes > 1 and "PFL_WORKER_RANK" not in os.environ:
+        sys.exit(launch(processes))
+    simulate(job)
+
+
+if __name__ == "__main__":
+    main()

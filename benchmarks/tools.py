@@ -1,0 +1,79 @@
+"""Who is measured: every tool in every setting, as a command and its options."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+
+from benchmarks import environments, processes
+from benchmarks.job import Answer, Job
+from benchmarks.workloads import Workload
+
+CORES = os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One row of the table: a module of this benchmark, what to tell it, and the peer's environment if it needs one."""
+
+    name: str
+    setting: str
+    module: str
+    options: dict[str, str | int] = field(default_factory=dict)
+    peer: str | None = None
+
+    @property
+    def measure(self) -> str:
+        """What is timed: "training" or "local test"."""
+        return "local test" if self.options.get("measure") == "local test" else "training"
+
+    def ask(self, job: Job) -> Answer:
+        """Run the job in a fresh process."""
+        job = replace(job, options=self.options)
+        if not self.peer:
+            return processes.ask(processes.module(self.module), job, environment=processes.our_environment())
+        command = [environments.python_of(self.peer), "-m", f"benchmarks.{self.module}"]
+        return processes.ask(command, job, environment=environments.peer_environment(self.peer))
+
+
+REFERENCE = Tool("plain loop", "1 thread", "plain", {"threads": 1})
+PEERS = (
+    Tool("Flower", "Ray, 1 CPU per client", "peers.flower", {"cpus": 1, "threads": 1}, "flower"),
+    Tool("pfl", "1 process", "peers.pfl_research", {"processes": 1}, "pfl"),
+    Tool("pfl", f"{CORES} processes", "peers.pfl_research", {"processes": CORES}, "pfl"),
+    Tool("FedJAX", "jit", "peers.fedjax_peer", {}, "fedjax"),
+)
+
+
+def everything(workload: Workload, *, device: str, seeds: int) -> Iterator[Tool]:
+    """All rows for one workload, in the order of the table."""
+    yield REFERENCE
+    if device == "cpu" and CORES > 1:
+        yield Tool("plain loop", f"{CORES} threads", "plain", {"threads": CORES})
+    yield from _glocal(workload, seeds)
+    yield from PEERS
+    if workload.name == "A":
+        yield from _local_tests()
+
+
+def _glocal(workload: Workload, seeds: int) -> Iterator[Tool]:
+    algorithms = ("fedavg",) if workload.name == "C" else ("fedavg", "lg_fedavg")
+    for algorithm in algorithms:
+        for engine in engines():
+            told: dict[str, str | int] = {"engine": engine, "algorithm": algorithm}
+            yield Tool(f"glocal {algorithm}", engine, "ours", {**told, "measure": "training"})
+            if seeds > 1 and engine != "looped":
+                yield Tool(
+                    f"glocal {algorithm}", f"{engine}, {seeds} seeds, each", "ours", {**told, "measure": "seeds", "seeds": seeds}
+                )
+
+
+def _local_tests() -> Iterator[Tool]:
+    yield Tool("plain loop", "1 thread", "plain", {"threads": 1, "measure": "local test"})
+    for engine in engines():
+        yield Tool("glocal", engine, "ours", {"engine": engine, "algorithm": "lg_fedavg", "measure": "local test"})
+
+
+def engines() -> tuple[str, ...]:
+    """The engines that glocal has; whether they run here is found out by running them."""
+    return import_module("glocal.backends").ENGINES

@@ -1,0 +1,146 @@
+"""The workloads, as plain values that every tool can read: a network layer by layer, the data, and how devices train.
+
+Only numpy is needed to read this file: peers import it in environments that know neither glocal nor, in one case, torch.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+Layer = tuple[str, *tuple[int, ...]]
+Shape = tuple[int, ...]
+
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained on what: layers are ("linear", in, out), ("conv", in, out, kernel), ("pool", size), "relu" or "flatten"."""
+
+    name: str
+    summary: str
+    source: str
+    shape: Shape
+    layers: tuple[Layer, ...]
+    shared: tuple[str, ...]
+    devices: int
+    examples: int
+    cohort: int
+    batch: int
+    rate: float
+    momentum: float
+    epochs: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of one device in one round."""
+        return self.epochs * -(-self.examples // self.batch)
+
+
+def dense(*widths: int) -> tuple[Layer, ...]:
+    """Linear layers with ReLU between."""
+    layers: list[Layer] = []
+    for before, after in pairwise(widths):
+        layers += [("linear", before, after), ("relu",)]
+    return tuple(layers[:-1])
+
+
+_RELU_POOL: tuple[Layer, ...] = (("relu",), ("pool", 2))
+
+MLP = Workload(
+    name="A",
+    summary="MNIST, MLP 784-512-256-256-128-10, 100 devices x 600, cohort 10, batch 10",
+    source="mnist",
+    shape=(1, 28, 28),
+    layers=(("flatten",), *dense(784, 512, 256, 256, 128, CLASSES)),
+    shared=("layer3", "layer4", "layer5"),
+    devices=100,
+    examples=600,
+    cohort=10,
+    batch=10,
+    rate=0.05,
+    momentum=0.5,
+)
+LENET = Workload(
+    name="B",
+    summary="CIFAR-10, LeNet-5, 100 devices x 500, cohort 10, batch 50",
+    source="cifar10",
+    shape=(3, 32, 32),
+    layers=(("conv", 3, 6, 5), *_RELU_POOL, ("conv", 6, 16, 5), *_RELU_POOL, ("flatten",), *dense(400, 120, 100, CLASSES)),
+    shared=("layer1", "layer2"),
+    devices=100,
+    examples=500,
+    cohort=10,
+    batch=50,
+    rate=0.05,
+    momentum=0.5,
+)
+# as in pfl-research's own benchmark on CIFAR-10, but without dropout: every tool can then do exactly the same work
+WIDE_CNN = Workload(
+    name="C",
+    summary="CIFAR-10, conv 32 - conv 64 - dense 128 (1.6 M), 1,000 devices x 50, cohort 50, batch 10",
+    source="cifar10",
+    shape=(3, 32, 32),
+    layers=(("conv", 3, 32, 3), ("relu",), ("conv", 32, 64, 3), *_RELU_POOL, ("flatten",), *dense(12544, 128, CLASSES)),
+    shared=("layer1", "layer2"),
+    devices=1000,
+    examples=50,
+    cohort=50,
+    batch=10,
+    rate=0.1,
+    momentum=0.0,
+)
+WORKLOADS = {workload.name: workload for workload in (MLP, LENET, WIDE_CNN)}
+
+
+def widened(workload: Workload, factor: float) -> Workload:
+    """The MLP with every hidden layer so many times as wide."""
+    hidden = [round(factor * width) for width in (512, 256, 256, 128)]
+    return replace(workload, layers=(("flatten",), *dense(784, *hidden, CLASSES)))
+
+
+def parameters(workload: Workload) -> int:
+    """How many numbers the network holds."""
+    return sum(_size(layer) for layer in workload.layers)
+
+
+def _size(layer: Layer) -> int:
+    kind, *numbers = layer
+    if kind == "linear":
+        return (numbers[0] + 1) * numbers[1]
+    return (numbers[0] * numbers[2] ** 2 + 1) * numbers[1] if kind == "conv" else 0
+
+
+def write_arrays(workload: Workload, folder: Path) -> str:
+    """Deal the data once, x.npy (devices, examples, ...) and y.npy (devices, examples); returns what the data are."""
+    held = (workload.devices, workload.examples)
+    x, y, told = _real(workload) or _random(workload)
+    rows = np.random.default_rng(0).permutation(len(y))[: prod(held)]
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / "x.npy", x[rows].reshape(*held, *workload.shape))
+    np.save(folder / "y.npy", y[rows].reshape(held))
+    return told
+
+
+Data = tuple[np.ndarray, np.ndarray, str]
+
+
+def _real(workload: Workload) -> Data | None:
+    """The training set, where GLOCAL_DATA or the cache has it and it is large enough."""
+    from glocal import data
+
+    if workload.source not in data.SOURCES or data.status(workload.source) == "not downloaded":
+        return None
+    examples = data.load(workload.source).train
+    enough = len(examples.y) >= workload.devices * workload.examples
+    return (examples.x.numpy(), examples.y.numpy(), f"{workload.source}, real") if enough else None
+
+
+def _random(workload: Workload) -> Data:
+    """Noise of the same shape: the time is the same, the loss means nothing."""
+    generator, count = np.random.default_rng(0), workload.devices * workload.examples
+    x = generator.standard_normal((count, *workload.shape), dtype=np.float32)
+    return x, generator.integers(CLASSES, size=count), f"random numbers in the shape of {workload.source}"
