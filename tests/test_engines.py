@@ -319,7 +319,7 @@ def test_a_convolution_as_a_product_is_the_convolution(stride, padding, dilation
 def test_unequal_devices_come_in_few_shapes():
     """So that a graph of a round can be used again."""
     orders = [np.zeros((steps, 5), dtype=np.int64) for steps in (9, 12, 11)]
-    tasks, regular = _regular([Task({}, {}, order) for order in orders])
+    _, regular = _regular([Task({}, {}, order) for order in orders])
     assert regular.shape == (3, 12, 5)
     assert (regular[0, 9:] == -1).all()
     many, regular = _regular([Task({}, {}, order) for order in orders * 3])

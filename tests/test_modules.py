@@ -282,11 +282,9 @@ class Noisy(nn.Module):
 def test_randomness_of_torchs_own_does_not_depend_on_who_else_is_in_the_batch():
     model = world.seeded(Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    engines = [Engine("vmapped", chunk=chunk) for chunk in (None, 1, 3)]
+    runs = [simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=engine) for engine in engines]
     with pytest.warns(GlocalWarning, match="random operation"):
-        runs = [
-            simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=Engine("vmapped", chunk=chunk))
-            for chunk in (None, 1, 3)
-        ]
         states = [world.last(rounds)[0] for rounds in runs]
     assert world.same_bits(states[0], states[1])
     assert world.same_bits(states[0], states[2])
