@@ -10,7 +10,7 @@ from benchmarks import network
 from benchmarks.job import Answer, Job, answer, given, timed
 from benchmarks.plain import TESTED
 from glocal.algorithm import Algorithm
-from glocal.backends import OverDevices, Seat, begin, simulate, simulate_seeds
+from glocal.backends import Engine, OverDevices, Seat, begin, simulate, simulate_seeds
 from glocal.federation import Examples, Holdings
 from glocal.measure import Evaluation, local_test
 from glocal.modules import predictor
@@ -32,7 +32,7 @@ def training(job: Job) -> Answer:
     states: list[State] = []
 
     def rounds() -> Iterator[None]:
-        for state, _ in simulate(algorithm, params, train, plan(job), engine=str(job.options["engine"])):
+        for state, _ in simulate(algorithm, params, train, plan(job), engine=engine(job)):
             states[:] = [state]
             yield
 
@@ -46,7 +46,7 @@ def side_by_side(job: Job) -> Answer:
     """Seconds per round of several seeds trained together, divided by their number."""
     algorithm, _, params, train = loaded(job)
     seeds = int(job.options["seeds"])
-    over = OverDevices(algorithm.client_update, engine=str(job.options["engine"]))
+    over = OverDevices(algorithm.client_update, engine=engine(job))
     seats = [Seat(plan(job, seed), train, begin(algorithm, params)) for seed in range(seeds)]
     told = timed(simulate_seeds(algorithm, seats, over), job, network.settle_on(job.device))
     in_a_row = told["in_a_row"] / seeds if told["in_a_row"] else None
@@ -60,7 +60,7 @@ def testing(job: Job) -> Answer:
     own = [{name: tensor.clone() for name, tensor in state.private.initial.items()} for _ in range(train.devices)]
     state = state._replace(private=state.private.put(range(train.devices), own))
     held = Holdings(train.examples, tuple(rows[:TESTED] for rows in train.rows))
-    evaluation = Evaluation(algorithm, predictor(model), engine=str(job.options["engine"]))
+    evaluation = Evaluation(algorithm, predictor(model), engine=engine(job))
     tests = (local_test(evaluation, state, held) for _ in range(job.all_rounds))
     return timed(tests, job, network.settle_on(job.device))
 
@@ -81,6 +81,11 @@ def loaded(job: Job) -> Loaded:
     rows = np.arange(y.numel()).reshape(y.shape)
     params = {name: tensor.to(job.device) for name, tensor in glocal.params_of(model).items()}
     return makers[str(job.options["algorithm"])](), model, params, Holdings(Examples(x.flatten(0, 1), y.flatten()), tuple(rows))
+
+
+def engine(job: Job) -> Engine:
+    """The engine that is asked for."""
+    return Engine(str(job.options["engine"]), fused=bool(job.options.get("fused", 1)))
 
 
 def plan(job: Job, seed: int = 0) -> glocal.Plan:

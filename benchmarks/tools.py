@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 
 from benchmarks import environments, processes
 from benchmarks.job import Answer, Job
@@ -50,30 +49,39 @@ def everything(workload: Workload, *, device: str, seeds: int) -> Iterator[Tool]
     yield REFERENCE
     if device == "cpu" and CORES > 1:
         yield Tool("plain loop", f"{CORES} threads", "plain", {"threads": CORES})
-    yield from _glocal(workload, seeds)
+    yield from _glocal(workload, device, seeds)
     yield from PEERS
     if workload.name == "A":
-        yield from _local_tests()
+        yield from _local_tests(device)
 
 
-def _glocal(workload: Workload, seeds: int) -> Iterator[Tool]:
+def _glocal(workload: Workload, device: str, seeds: int) -> Iterator[Tool]:
     algorithms = ("fedavg",) if workload.name == "C" else ("fedavg", "lg_fedavg")
     for algorithm in algorithms:
-        for engine in engines():
-            told: dict[str, str | int] = {"engine": engine, "algorithm": algorithm}
-            yield Tool(f"glocal {algorithm}", engine, "ours", {**told, "measure": "training"})
-            if seeds > 1 and engine != "looped":
-                yield Tool(
-                    f"glocal {algorithm}", f"{engine}, {seeds} seeds, each", "ours", {**told, "measure": "seeds", "seeds": seeds}
-                )
+        for setting, engine in ENGINES[device].items():
+            told: dict[str, str | int] = {**engine, "algorithm": algorithm}
+            yield Tool(f"glocal {algorithm}", setting, "ours", {**told, "measure": "training"})
+            if seeds > 1 and setting in ("auto", "graphed"):
+                many = f"{setting}, {seeds} seeds, each"
+                yield Tool(f"glocal {algorithm}", many, "ours", {**told, "measure": "seeds", "seeds": seeds})
 
 
-def _local_tests() -> Iterator[Tool]:
+def _local_tests(device: str) -> Iterator[Tool]:
     yield Tool("plain loop", "1 thread", "plain", {"threads": 1, "measure": "local test"})
-    for engine in engines():
-        yield Tool("glocal", engine, "ours", {"engine": engine, "algorithm": "lg_fedavg", "measure": "local test"})
+    yield Tool("glocal", "auto", "ours", {**ENGINES[device]["auto"], "algorithm": "lg_fedavg", "measure": "local test"})
 
 
-def engines() -> tuple[str, ...]:
-    """The engines that glocal has; whether they run here is found out by running them."""
-    return import_module("glocal.backends").ENGINES
+# what each device can run: engines as they come, and without the fused steps where they have them
+ENGINES: dict[str, dict[str, dict[str, str | int]]] = {
+    "cpu": {
+        "auto": {"engine": "auto"},
+        "workers, general steps": {"engine": "workers", "fused": 0},
+        "vmapped": {"engine": "vmapped"},
+        "looped": {"engine": "looped"},
+    },
+    "cuda": {
+        "auto": {"engine": "auto"},
+        "graphed, general steps": {"engine": "graphed", "fused": 0},
+        "vmapped": {"engine": "vmapped"},
+    },
+}

@@ -30,6 +30,7 @@ from glocal.trees import Params
 
 FlatStep = Callable[..., Sequence[Tensor]]
 _ATEN = torch.ops.aten
+_IN_PLACE = (_ATEN.addmm_.default, _ATEN.mul_.Tensor, _ATEN.add_.Tensor, _ATEN.sub_.Tensor)
 
 
 class Place(NamedTuple):
@@ -123,6 +124,8 @@ def in_place(traced: fx.GraphModule, states: int) -> fx.GraphModule:
     for state, after in zip(inputs, output.args[0][:states], strict=True):
         _overwrite(graph, state, after)
     graph.eliminate_dead_code()
+    for state in reversed(inputs):  # velocities, then the weights that follow them
+        _hasten(graph, state)
     traced.recompile()
     return traced
 
@@ -150,6 +153,16 @@ def _accumulate(graph: fx.Graph, velocity: fx.Node, after: fx.Node) -> None:
             faded = graph.call_function(_ATEN.mul_.Tensor, (velocity, fade))
             made = graph.call_function(_ATEN.add_.Tensor, (faded, slope))
     after.replace_all_uses_with(made)
+
+
+def _hasten(graph: fx.Graph, state: fx.Node) -> None:
+    """Change a state as soon as nothing waits for its old value: what was just read is still near."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for change in [user for user in state.users if user.target in _IN_PLACE and user.args[0] is state]:
+        needed = [node for node in (*change.all_input_nodes, *state.users) if node is not change and order[node] < order[change]]
+        latest = max(needed, key=lambda node: order[node])
+        latest.append(change)
+        order = {node: place for place, node in enumerate(graph.nodes)}
 
 
 def _drop_double_transposes(graph: fx.Graph) -> None:
