@@ -10,13 +10,14 @@ from benchmarks import network
 from benchmarks.job import Answer, Job, answer, given, timed
 from benchmarks.plain import TESTED
 from glocal.algorithm import Algorithm
-from glocal.backends import Engine, OverDevices, Seat, begin, simulate, simulate_seeds
+from glocal.backends import Engine, OverDevices, Seat, begin, simulate_seeds
 from glocal.federation import Examples, Holdings
 from glocal.measure import Evaluation, local_test
 from glocal.modules import predictor
 from glocal.store import State
 from glocal.trees import Params
 
+LONG = 1000  # rounds of a study as people run it: what `auto` does for those is measured
 Loaded = tuple[Algorithm, nn.Module, Params, Holdings]
 
 
@@ -29,28 +30,30 @@ def main() -> None:
 def training(job: Job) -> Answer:
     """Seconds per round of one federation."""
     algorithm, model, params, train = loaded(job)
+    over = OverDevices(algorithm.client_update, engine=engine(job), calls=LONG)
     states: list[State] = []
 
     def rounds() -> Iterator[None]:
-        for state, _ in simulate(algorithm, params, train, plan(job), engine=engine(job)):
-            states[:] = [state]
+        for moment in simulate_seeds(algorithm, [Seat(plan(job), train, begin(algorithm, params))], over):
+            states[:] = [moment[0][0]]
             yield
 
     told = timed(rounds(), job, network.settle_on(job.device))
     model.load_state_dict(algorithm.personal(states[0].shared, states[0].private.initial))
     loss = network.probe(model, job.arrays()) if algorithm.name == "fedavg" else None
-    return {**told, "loss": loss}
+    return {**told, "loss": loss, "engine": over.told()}
 
 
 def side_by_side(job: Job) -> Answer:
     """Seconds per round of several seeds trained together, divided by their number."""
     algorithm, _, params, train = loaded(job)
     seeds = int(job.options["seeds"])
-    over = OverDevices(algorithm.client_update, engine=engine(job))
+    over = OverDevices(algorithm.client_update, engine=engine(job), calls=LONG)
     seats = [Seat(plan(job, seed), train, begin(algorithm, params)) for seed in range(seeds)]
     told = timed(simulate_seeds(algorithm, seats, over), job, network.settle_on(job.device))
     in_a_row = told["in_a_row"] / seeds if told["in_a_row"] else None
-    return {**told, "seconds_per_round": [each / seeds for each in told["seconds_per_round"]], "in_a_row": in_a_row}
+    each = [seconds / seeds for seconds in told["seconds_per_round"]]
+    return {**told, "seconds_per_round": each, "in_a_row": in_a_row, "engine": over.told()}
 
 
 def testing(job: Job) -> Answer:

@@ -183,8 +183,9 @@ def test_a_model_that_cannot_be_batched_says_so_in_one_line(capsys):
     )
     assert run("run", "branchy.toml", "--out", "kept") == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: engine")]
-    assert lines
-    assert "running them one by one" in lines[0]
+    assert lines[0] == "glocal: engine: all devices in one batched step"
+    assert lines[1].endswith("now one device after the other")
+    assert "data-dependent" in lines[1]
 
 
 def test_without_arguments_the_commands_are_listed(capsys):

@@ -1,11 +1,16 @@
 """The same promises on a GPU; skipped where there is none."""
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import nn
 
 import glocal
 import world
 from glocal import algorithms
+from glocal.backends import Choice, OverDevices, Seat, begin, simulate, simulate_seeds
 from glocal.data import crop_and_flip
 from glocal.fitting import Options
 from glocal.modules import params_of, training_forward
@@ -22,6 +27,12 @@ every_model = pytest.mark.parametrize("kind", world.MODELS)
 def full_precision():
     """Tests compare to 1e-5: no TF32."""
     torch.backends.cudnn.allow_tf32 = False
+
+
+def images():
+    """A network with a convolution, a pool and what belongs to them."""
+    body = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(4 * 1 * 2, world.CLASSES))
 
 
 def fitted(name, kind, device, *, folder=None, plan=PLAN, **options):
@@ -46,10 +57,100 @@ def test_gpu_and_cpu_train_the_same(name, kind):
 
 @every_algorithm
 @every_model
-def test_batched_equals_one_by_one(name, kind):
-    batched = fitted(name, kind, "cuda", engine="vmapped")
-    assert world.gap(on_cpu(batched), on_cpu(fitted(name, kind, "cuda", engine="looped"))) < 1e-5
-    assert world.gap(on_cpu(batched), on_cpu(fitted(name, kind, "cuda", chunk=2))) < 1e-5
+def test_every_engine_equals_one_by_one(name, kind):
+    """All of one case together: the loop is what takes time here."""
+    one_by_one = on_cpu(fitted(name, kind, "cuda", engine="looped"))
+    for options in ({}, {"engine": "vmapped"}, {"chunk": 2}, {"fused": False}):
+        assert world.gap(on_cpu(fitted(name, kind, "cuda", **options)), one_by_one) < 1e-5, options
+
+
+IMAGES = {"images": 0, "batch norm": 1, "dropout": 2}
+
+
+def choices(kind):
+    """Forms of a graph that `auto` may settle on: as traced, compiled, and with convolutions as products."""
+    yield Choice("graphed")
+    yield Choice("graphed", compiled=True)
+    if kind == "images":
+        yield Choice("graphed", products=True)
+        yield Choice("graphed", compiled=True, products=True)
+        yield Choice("graphed", fused=True)
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_every_form_of_a_graph_equals_one_by_one(kind):
+    model = world.seeded({**world.MODELS, "images": images}[kind])
+    algorithm = world.algorithm("lg_fedavg", model)
+    train = world.federation().train
+    train = replace(train, examples=train.examples.to(torch.device("cuda")))
+    params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
+    one_by_one = world.last(simulate(algorithm, params, train, PLAN, engine="looped"))[0]
+    for choice in choices(kind):
+        over = OverDevices(algorithm.client_update, choice=choice)
+        moments = simulate_seeds(algorithm, [Seat(PLAN, train, begin(algorithm, params))], over)
+        state = world.last(moments)[0][0]
+        assert over.choice == choice, over.told()
+        assert world.gap(one_by_one, state) < 1e-5, choice
+        over.close()
+
+
+def test_a_shape_that_comes_back_is_captured():
+    model = world.seeded(world.plain)
+    algorithm = world.algorithm("lg_fedavg", model)
+    train = world.federation().train
+    train = replace(train, examples=train.examples.to(torch.device("cuda")))
+    params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
+    over = OverDevices(algorithm.client_update)
+    list(simulate_seeds(algorithm, [Seat(glocal.Plan(8, 6, batch=5), train, begin(algorithm, params))], over))
+    captured = [graph for graph in over.form.graphs.values() if graph is not None and graph.graph is not None]
+    assert captured
+    assert len(over.form.graphs) <= 4
+
+
+def test_a_model_that_cannot_be_captured_falls_back_in_sight():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = world.plain()
+
+        def forward(self, x):
+            return self.body(x) if bool(x.sum() > 0) else self.body(-x)
+
+    model = world.seeded(Branching)
+    federation, plan = world.federation(), glocal.Plan(2, 3, batch=5)
+    results = []
+    for engine in ("auto", "looped"):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            algorithm = world.algorithm("fedavg", model)
+            results.append(on_cpu(glocal.fit(algorithm, model, federation, plan, options=Options(device="cuda", engine=engine))))
+        lines = [str(warning.message) for warning in seen if issubclass(warning.category, glocal.GlocalWarning)]
+        assert (engine == "looped") or any("now one device after the other" in line for line in lines)
+    assert world.gap(*results) < 1e-5
+
+
+def test_rows_without_room_wait_on_the_host():
+    model = world.seeded(world.plain)
+    algorithm = world.algorithm("lg_fedavg", model)
+    train = world.federation().train
+    train = replace(train, examples=train.examples.to(torch.device("cuda")))
+    params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
+    states = []
+    for room in (None, 2):
+        start = begin(algorithm, params)
+        start = start._replace(private=replace(start.private, room=room))
+        over = OverDevices(algorithm.client_update)
+        states.append(world.last(simulate_seeds(algorithm, [Seat(glocal.Plan(6, 2, batch=5), train, start)], over))[0][0])
+    rows = list(states[1].private.trained.values())
+    assert [all(tensor.is_cuda for tensor in row.values()) for row in rows] == [False] * (len(rows) - 2) + [True] * 2
+    assert world.same_bits(*states)
+
+
+def test_less_precision_is_near_and_not_the_same():
+    full = on_cpu(fitted("fedavg", "plain", "cuda"))
+    for precision in ("tf32", "bf16"):
+        assert 0 < world.gap(on_cpu(fitted("fedavg", "plain", "cuda", precision=precision)), full) < 0.1
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 @every_algorithm

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,8 +78,7 @@ def test_traced_steps_of_many_devices_give_what_the_loop_gives(name, kind, produ
     orders = padded([task.order for task in tasks])
     descent = Together(Steps(products=products))
     work = Work(train.examples, torch.from_numpy(orders), torch.tensor([task.key for task in tasks]), torch.tensor(3), 2, descent)
-    here = torch.device("cpu")
-    rows = stacked([task.shared for task in tasks], here), stacked([task.private for task in tasks], here)
+    rows = stacked([task.shared for task in tasks]), stacked([task.private for task in tasks])
     together = batched(algorithm.client_update, *rows, work)
     alone = Looped(algorithm.client_update)(tasks, train.examples, 3).stacked()
     for part in ("upload", "private"):
@@ -178,7 +178,7 @@ def test_workers_do_not_outlive_their_parent(tmp_path):
 
 def running(pid):
     try:
-        return open(f"/proc/{pid}/stat").read().split()[2] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except FileNotFoundError:
         return False
 
@@ -201,7 +201,7 @@ def test_a_step_is_traced_once_and_slopes_go_straight_into_velocities():
     work = Work(glocal.federation.Examples(x, y), order, torch.tensor(0), torch.tensor(0), 4)
     assert descent(cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5)) is not None
     (step,) = descent.steps.values()
-    assert step.__self__.code.count("addmm_") == 2
+    assert step.__self__.code.count("aten.addmm_.default(") == 2
     assert "aten.sub.Tensor" not in step.__self__.code
 
 
@@ -312,7 +312,7 @@ def test_a_convolution_as_a_product_is_the_convolution(stride, padding, dilation
     expected = torch.conv2d(x, weight, bias, stride, padding, dilation)
     with Products():
         assert torch.allclose(torch.conv2d(x, weight, bias, stride, padding, dilation), expected, atol=1e-5)
-        grouped = torch.conv2d(x, torch.ones(2, 1, 2, 2), groups=2, padding="same")
+        grouped = torch.conv2d(x, torch.ones(2, 1, 3, 3), groups=2, padding="same")
     assert grouped.shape == x.shape
 
 

@@ -172,7 +172,7 @@ def test_a_module_that_cannot_be_batched_runs_one_by_one_with_one_visible_line()
     algorithm = fedavg(cross_entropy(model), sgd(0.1, momentum=0.5))
     over = OverDevices(algorithm.client_update)
     seat = Seat(Plan(3, 4), world.federation().train, begin(algorithm, params_of(model)))
-    with pytest.warns(GlocalWarning, match="cannot be batched over devices .* running them one by one") as seen:
+    with pytest.warns(GlocalWarning, match="data-dependent control flow.*now one device after the other") as seen:
         state = world.last(simulate_seeds(algorithm, [seat], over))[0][0]
     assert len(seen) == 1
     same = world.last(simulate(fedavg(cross_entropy(plain), sgd(0.1, momentum=0.5)), params_of(plain), seat.train, seat.plan))[0]
@@ -198,7 +198,7 @@ class Recurrent(nn.Module):
 def test_a_network_without_a_batched_rule_runs_one_by_one_with_one_visible_line():
     model = world.seeded(Recurrent)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
-    with pytest.warns(GlocalWarning, match="running them one by one") as seen:
+    with pytest.warns(GlocalWarning, match="now one device after the other") as seen:
         batched = world.last(simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3)))[0]
     assert len(seen) == 1
     looped = world.last(simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3), engine="looped"))[0]

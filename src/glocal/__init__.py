@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "algorithm": ("Algorithm", "Update"),
     "algorithms": ("fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"),
-    "backends": ("simulate",),
+    "backends": ("Engine", "simulate"),
     "data": ("crop_and_flip", "deal", "dirichlet", "iid", "load", "natural", "shards"),
     "errors": ("GlocalWarning", "InputError"),
     "federation": ("Federation", "from_tensors"),

@@ -5,6 +5,7 @@ from glocal.algorithms.fedprox import fedprox as fedprox
 from glocal.algorithms.lg_fedavg import lg_fedavg as lg_fedavg
 from glocal.algorithms.local_only import local_only as local_only
 from glocal.algorithms.mtl import mtl as mtl
+from glocal.backends.engine import Engine as Engine
 from glocal.backends.simulate import simulate as simulate
 from glocal.data.augment import crop_and_flip as crop_and_flip
 from glocal.data.partition import deal as deal

@@ -72,12 +72,12 @@ class Checkpoint:
         _require_same(about["fingerprint"], self.fingerprint, self.folder)
         return int(about["done"])
 
-    def load(self, device: torch.device) -> Progress | None:
-        """The progress that was saved, or None; rows written after it are dropped, they will come again."""
+    def load(self) -> Progress | None:
+        """The progress that was saved, in the host's memory, or None; rows written after it are dropped, they will come again."""
         if not self.done():
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
             return None
-        tensors, about = read_tensors(self.path, device)
+        tensors, about = read_tensors(self.path)
         names = self.fingerprint["model"]
         states = [_state(tensors, f"{place}/last", names) for place in range(len(about["ledgers"]))]
         best = [(*kept, _state(tensors, f"{place}/best", names)) if kept else None for place, kept in enumerate(about["best"])]

@@ -1,5 +1,6 @@
 """The command line: a thin layer that reads words, shows progress and prints tables."""
 
+import logging
 import signal
 import sys
 import warnings
@@ -36,6 +37,9 @@ Folder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 Out = Annotated[Path | None, typer.Option(help="Where to keep the run; by default a new folder under runs/.")]
 Local = Annotated[list[str] | None, typer.Option(help="What stays on the device: a module, tensor or glob. May be repeated.")]
 Shared = Annotated[list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")]
+EngineName = Annotated[
+    str | None, typer.Option("--engine", help="auto, looped, vmapped, graphed (a GPU) or workers (a CPU); auto says what it took.")
+]
 SourceName = Annotated[str, typer.Argument(help="digits, mnist or cifar10.")]
 
 
@@ -44,10 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that model.name = "mine:build" finds mine.py where the user stands
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite request to stop is met like Ctrl-C
+    log, lines = logging.getLogger("glocal"), _Lines()
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
     with warnings.catch_warnings():
         warnings.simplefilter("once", GlocalWarning)
         warnings.showwarning = _show_warning
         code = _run_command(arguments)
+    log.removeHandler(lines)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -80,28 +88,49 @@ def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, *
         print(f"glocal: {message}", file=sys.stderr)
 
 
-@app.command()
-def demo(out: Out = None) -> None:
-    """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
-    from glocal.studies import STUDIES
+class _Lines(logging.Handler):
+    """What the library has to say, each line once."""
 
-    _run(STUDIES["digits"], out or _free_folder(Path("runs/demo")))
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self.said:
+            self.said.add(line)
+            print(f"glocal: {line}", file=sys.stderr)
+
+
+@app.command()
+def demo(out: Out = None, engine: EngineName = None) -> None:
+    """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
+    from glocal.studies import STUDIES, changed
+
+    _run(changed(STUDIES["digits"], _on(engine)), out or _free_folder(Path("runs/demo")))
+
+
+def _on(engine: str | None) -> list[str]:
+    """The change of settings that an engine's name stands for."""
+    return [] if engine is None else [f'run.engine="{engine}"']
 
 
 @app.command()
 def run(
     study: Annotated[str, typer.Argument(help="A study's name (digits, mnist, cifar10) or a TOML file.")],
     changes: Changes = None,
+    engine: EngineName = None,
     out: Out = None,
 ) -> None:
     """Run a study and write its report."""
     from glocal.studies import STUDIES, changed, from_toml
     from glocal.studies.run import slug
 
+    wanted = [*(changes or []), *_on(engine)]
     if study in STUDIES:
-        settings = changed(STUDIES[study], changes or [])
+        settings = changed(STUDIES[study], wanted)
     elif Path(study).suffix == ".toml" or Path(study).exists():
-        settings = from_toml(Path(study), changes or [])
+        settings = from_toml(Path(study), wanted)
     else:
         from glocal.errors import nearest
 
@@ -112,12 +141,12 @@ def run(
 
 
 @app.command()
-def resume(folder: Folder, changes: Changes = None) -> None:
+def resume(folder: Folder, changes: Changes = None, engine: EngineName = None) -> None:
     """Go on with a run that was stopped, to the same bits as if it never had been."""
     from glocal.studies import changed
     from glocal.studies.run import read_settings
 
-    _run(changed(read_settings(folder), changes or []), folder)
+    _run(changed(read_settings(folder), [*(changes or []), *_on(engine)]), folder)
 
 
 @app.command()

@@ -202,9 +202,13 @@ def _try_one_step(case: Case, fed: Federation) -> None:
 
 def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
     """Where to start: at the last checkpoint if the folder has one, else before the first round."""
-    saved = Checkpoint(folder, fingerprint(case, options)).load(options.computing_device()) if folder else None
-    states = [begin(case.algorithm, params) for params in case.params]
-    return saved or Progress(0, states, list(case.spent), [None for _ in states])
+    states = [begin(case.algorithm, params, len(case.seeds)) for params in case.params]
+    saved = Checkpoint(folder, fingerprint(case, options)).load() if folder else None
+    if saved is None:
+        return Progress(0, states, list(case.spent), [None for _ in states])
+    device, room = options.computing_device(), states[0].private.room
+    best = [kept and (*kept[:2], kept[2].on(device, room)) for kept in saved.best]
+    return saved._replace(states=[state.on(device, room) for state in saved.states], best=best)
 
 
 def fingerprint(case: Case, options: Options) -> Json:

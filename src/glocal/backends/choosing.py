@@ -14,6 +14,7 @@ from glocal.backends.products import Products
 from glocal.backends.tasks import OneDevice, Task
 from glocal.errors import brief
 from glocal.federation import Examples
+from glocal.fused.build import NoFusedStepError
 
 _WORTH_MEASURING = 300  # steps, one after the other, in the whole run
 _WORTH_COMPILING = 20_000
@@ -74,11 +75,16 @@ def _with_fused(form: str, bench: Bench, *, fused: bool) -> list[Choice]:
 
 def _why_not(choice: Choice, bench: Bench) -> str:
     """Why a form does not run here; nothing if it does."""
-    form = build(bench.function, choice, bench.engine)
+    try:
+        form = build(bench.function, choice, bench.engine)
+    except NoFusedStepError as error:
+        return str(error)
     try:
         form([task._replace(order=task.order[:1]) for task in bench.tasks[:1]], bench.examples, bench.round_index)
-    except (RuntimeError, ValueError, NotImplementedError, ImportError) as error:
-        return str(error) if isinstance(error, NotImplementedError) else brief(error)
+    except NotImplementedError as error:
+        return str(error)
+    except (RuntimeError, ValueError, ImportError) as error:
+        return brief(error)
     finally:
         form.close()
     return ""

@@ -1,5 +1,6 @@
 """From a choice to the form that it names."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -47,7 +48,9 @@ def compiled(traced: FlatStep) -> FlatStep:
     made = torch.compile(traced, dynamic=False, fullgraph=True, options={"combo_kernels": True})
 
     def step(*tensors: Tensor) -> Sequence[Tensor]:
-        result: Sequence[Tensor] = made(*tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's advice is for its developers
+            result: Sequence[Tensor] = made(*tensors)
         return result
 
     return step

@@ -5,7 +5,6 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from glocal.backends.tasks import OneDevice, Outcome, Result, Task, full_steps, sent
@@ -159,8 +158,4 @@ def _empty(tree: Params, rows: int, device: torch.device) -> Params:
 
 def _stack_into(static: Params, rows: Sequence[Params]) -> None:
     for name, tensor in static.items():
-        torch.stack([_near(row[name], tensor) for row in rows], out=tensor)
-
-
-def _near(tensor: Tensor, other: Tensor) -> Tensor:
-    return tensor if tensor.device == other.device else tensor.to(other.device, non_blocking=True)
+        torch.stack([row[name] for row in rows], out=tensor)

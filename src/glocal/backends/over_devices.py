@@ -19,6 +19,7 @@ from glocal.federation import Examples
 _CHUNK_BYTES = 2**30
 _CHUNK_SHARE = 0.25  # of a GPU's memory
 _COPIES_WHILE_TRAINING = 6  # weights, slopes, momentum, and what a step makes new of each
+_FAILURES = (RuntimeError, ValueError, UserWarning, NotImplementedError)
 _LOG = logging.getLogger("glocal")
 
 
@@ -44,19 +45,28 @@ class OverDevices(Generic[Result]):
         with precision(self.engine.precision, examples.y.device):
             if self.form is None:
                 self._settle(tasks, examples, round_index)
-            while True:
-                try:
-                    return self._run(tasks, examples, round_index)
-                except InputError:
-                    raise
-                except torch.OutOfMemoryError as error:
-                    raise InputError(
-                        f"engine: {len(tasks)} devices at once do not fit into memory; give a smaller chunk"
-                    ) from error
-                except (RuntimeError, ValueError, UserWarning, NotImplementedError) as error:
-                    if not self.ladder:
-                        raise  # one device by itself: a mistake in the model
-                    self._step_down(error)
+            try:
+                return self._run(tasks, examples, round_index)
+            except InputError:
+                raise
+            except _FAILURES as error:
+                return self._without(error, tasks, examples, round_index)
+
+    def _without(self, error: Exception, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
+        """The first form further down that runs, with the same numbers and one visible line; a wrong model runs in none."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise InputError(f"engine: {len(tasks)} devices at once do not fit into memory; give a smaller chunk") from error
+        failed, latest = self.told(), error
+        while self.ladder:
+            self._take(self.ladder[0], self.ladder[1:])
+            try:
+                outcome = self._run(tasks, examples, round_index)
+            except _FAILURES as again:
+                latest = again
+                continue
+            warnings.warn(f"engine: {failed} failed ({brief(error)}); now {self.told()}", GlocalWarning, stacklevel=3)
+            return outcome
+        raise latest
 
     def _settle(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> None:
         """Choose a form, or take the one that was chosen before; say which and why."""
@@ -73,12 +83,6 @@ class OverDevices(Generic[Result]):
         self.close()
         self.choice, self.ladder = choice, list(ladder)
         self.form = build(self.function, choice, self.engine)
-
-    def _step_down(self, error: Exception) -> None:
-        """The next form, with the same numbers, and one visible line."""
-        before = self.told()
-        self._take(self.ladder[0], self.ladder[1:])
-        warnings.warn(f"engine: {before} failed ({brief(error)}); now {self.told()}", GlocalWarning, stacklevel=3)
 
     def told(self) -> str:
         """What runs, in one line."""

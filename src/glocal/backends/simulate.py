@@ -17,7 +17,7 @@ from glocal.backends.tasks import Outcome, Task, rows_of, sent
 from glocal.errors import InputError
 from glocal.federation import Holdings
 from glocal.sampling import Integers, Plan, choose_cohort, noise_key, visiting_order
-from glocal.store import PrivateRows, State
+from glocal.store import PrivateRows, State, hot_rows
 from glocal.trees import Params
 from glocal.wire import Ledger, admit
 
@@ -39,10 +39,10 @@ class Seat(NamedTuple):
     state: State
 
 
-def begin(algorithm: Algorithm, params: Params) -> State:
-    """The state before the first round: every device starts from the same private tree."""
+def begin(algorithm: Algorithm, params: Params, federations: int = 1) -> State:
+    """The state before the first round, of one of several federations: every device starts from the same private tree."""
     shared, private = algorithm.init(params)
-    return State(shared, PrivateRows(private, {}))
+    return State(shared, PrivateRows(private, {}, hot_rows(private, federations)))
 
 
 def simulate(

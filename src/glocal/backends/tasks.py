@@ -62,12 +62,7 @@ def alone(function: OneDevice[Result], task: Task, examples: Examples, round_ind
     order = torch.from_numpy(task.order).to(device)
     key, number = torch.tensor(task.key, device=device), torch.tensor(round_index, device=device)
     work = Work(examples, order, key, number, full_steps(task.order[None]), descent)
-    return function(*on_device(task, device), work)
-
-
-def on_device(task: Task, device: torch.device) -> tuple[Params, Params]:
-    """A task's trees where the examples are: rows that have not been used for long may wait elsewhere."""
-    return trees.to(task.shared, device), trees.to(task.private, device)
+    return function(task.shared, task.private, work)
 
 
 def full_steps(orders: Integers) -> int:

@@ -27,7 +27,7 @@ class Vmapped(Generic[Result]):
         orders = padded([task.order for task in tasks])
         keys, number = torch.tensor([task.key for task in tasks], device=device), torch.tensor(round_index, device=device)
         work = Work(examples, torch.from_numpy(orders).to(device), keys, number, full_steps(orders))
-        trees_of_all = stacked([t.shared for t in tasks], device), stacked([t.private for t in tasks], device)
+        trees_of_all = stacked([t.shared for t in tasks]), stacked([t.private for t in tasks])
         with threads(calm(nbytes(tasks[0]) * len(tasks))):
             return Outcome(stack=batched(self.function, *trees_of_all, work))
 
@@ -51,8 +51,8 @@ def batched(function: OneDevice[Result], shared: Params, private: Params, work: 
         return torch.vmap(function, in_dims=in_dims, randomness="error")(shared, private, work)
 
 
-def stacked(rows: Sequence[Params], device: torch.device) -> Params:
+def stacked(rows: Sequence[Params]) -> Params:
     """Rows as one tree; rows that are one and the same tree are not copied."""
     if all(row is rows[0] for row in rows):
-        return {name: tensor.to(device).expand(len(rows), *tensor.shape) for name, tensor in rows[0].items()}
-    return trees.stack([trees.to(row, device) for row in rows])
+        return {name: tensor.expand(len(rows), *tensor.shape) for name, tensor in rows[0].items()}
+    return trees.stack(rows)
