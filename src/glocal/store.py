@@ -9,7 +9,7 @@ import torch
 from glocal import trees
 from glocal.trees import Params
 
-_HOT_SHARE = 0.3  # of a GPU's memory
+_HOT_SHARE = 0.1  # of a GPU's memory; a row may keep those that were trained beside it
 
 
 @dataclass(frozen=True)

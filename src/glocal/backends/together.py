@@ -12,6 +12,7 @@ from torch import Tensor
 from glocal import noise, trees
 from glocal.backends.products import Products
 from glocal.backends.traced import FlatStep, Place, Signature, flat_step, trace, traceable
+from glocal.errors import brief
 from glocal.federation import Examples
 from glocal.fused.chain import Chain, chain_of
 from glocal.fused.on_gpu import descend_together, why_not
@@ -160,7 +161,15 @@ class FusedJourneys:
 
     def __call__(self, journey: Journey) -> tuple[Params, Tensor]:
         """Trained params (devices, ...) and losses (devices,)."""
-        chain, rule = self._chain(journey), journey.optimiser
+        try:
+            return self._taken(self._chain(journey), journey)
+        except (RuntimeError, ValueError):
+            raise
+        except Exception as error:  # whatever Triton raises where it cannot compile
+            raise RuntimeError(f"the fused steps cannot be compiled here ({brief(error)})") from error
+
+    def _taken(self, chain: Chain, journey: Journey) -> tuple[Params, Tensor]:
+        rule = journey.optimiser
         assert isinstance(rule, Sgd)
         return descend_together(
             chain,

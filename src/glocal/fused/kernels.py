@@ -25,38 +25,25 @@ def _rows_at(x, rows, device, step, steps, batch, b, inputs):
 
 
 @triton.jit
-def _moved(w, slope, v, t, rate, momentum, weight_decay, strength, active):
-    """After a step: w, and velocity = momentum * v + slope + weight decay * w + strength * (w - t); a padded step moves none."""
-    velocity = slope + weight_decay * w
-    if t is not None:
-        velocity += strength * (w - t)
-    if v is not None:
-        velocity += momentum * v
-        v = tl.where(active, velocity, v)
-    return tl.where(active, w - rate * velocity, w), v
-
-
-@triton.jit
 def _update(w, slope, at, ok, device, w_out, velocity, towards, t_stride, size, step, hyper):
     """Move one tile whose old weights are w; returns its squared distance to `towards`, elementwise.
 
+    pace = momentum * velocity + slope + weight decay * w + strength * (w - towards), and w -= rate * pace; a padded step moves none.
     `at` is the place inside a device's tensor of `size` numbers; hyper is (rate, momentum, weight decay, strength, active).
     """
     rate, momentum, weight_decay, strength, active = hyper
     here = device.to(tl.int64) * size
-    v = None
-    if velocity is not None:
-        v = tl.load(velocity + here + at, mask=ok & (step > 0), other=0.0)  # before the first step it holds nothing yet
-    t = None
-    if towards is not None:
-        t = tl.load(towards + device.to(tl.int64) * t_stride + at, mask=ok, other=0.0)
-    moved, v = _moved(w, slope, v, t, rate, momentum, weight_decay, strength, active)
-    if velocity is not None:
-        tl.store(velocity + here + at, v, mask=ok)
-    tl.store(w_out + here + at, moved, mask=ok)
+    pace = slope + weight_decay * w
     away = tl.zeros_like(w)
     if towards is not None:
-        away = tl.where(ok, (w - t) * (w - t), 0.0)
+        apart = w - tl.load(towards + device.to(tl.int64) * t_stride + at, mask=ok, other=0.0)
+        pace += strength * apart
+        away = tl.where(ok, apart * apart, 0.0)
+    if velocity is not None:
+        v = tl.load(velocity + here + at, mask=ok & (step > 0), other=0.0)  # before the first step it holds nothing yet
+        pace += momentum * v
+        tl.store(velocity + here + at, tl.where(active, pace, v), mask=ok)
+    tl.store(w_out + here + at, tl.where(active, w - rate * pace, w), mask=ok)
     return away
 
 
