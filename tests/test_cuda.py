@@ -18,7 +18,7 @@ from glocal.noise import fold, uniform
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
-PLAN = glocal.Plan(rounds=5, cohort=4, epochs=2, batch=5)
+PLAN = glocal.Plan(rounds=3, cohort=4, epochs=2, batch=5)
 every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
 every_model = pytest.mark.parametrize("kind", world.MODELS)
 

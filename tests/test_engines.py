@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -35,6 +36,7 @@ from glocal.training import Work, cross_entropy
 
 PLAN = Plan(rounds=2, cohort=4, epochs=2, batch=5)
 every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no compiler here")
 
 
 def images():
@@ -61,7 +63,7 @@ def test_workers_give_what_the_loop_gives(name, kind, fused):
     assert world.gap(run(name, kind, Engine("workers", workers=2, fused=fused)), looped) < 1e-5
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", ["lg_fedavg", "mtl"])
 @every_model
 @pytest.mark.parametrize("products", [True, False])
 def test_traced_steps_of_many_devices_give_what_the_loop_gives(name, kind, products):
@@ -113,6 +115,20 @@ def test_workers_run_seeds_side_by_side():
         for seat, state in zip(seats, together, strict=True):
             alone = world.last(simulate(algorithm, params_of(model), train, seat.plan, engine=engine))[0]
             assert world.same_bits(state, alone)
+
+
+def test_an_algorithm_that_draws_numbers_of_torchs_own_gets_the_same_ones_everywhere():
+    model = world.seeded(world.plain)
+    plain = world.algorithm("fedavg", model)
+
+    def noisy(shared, private, work):
+        update = plain.client_update(shared, private, work)
+        return update._replace(upload={name: tensor + torch.randn_like(tensor) for name, tensor in update.upload.items()})
+
+    algorithm, train = plain._replace(client_update=noisy), world.federation().train
+    engines = ("looped", Engine("workers", workers=1), Engine("workers", workers=2), Engine("workers", fused=False))
+    states = [world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0] for engine in engines]
+    assert all(world.gap(states[0], state) < 1e-5 for state in states)
 
 
 def crew(function, tasks_of=4, **options):
@@ -264,6 +280,7 @@ def bench(kind="batch norm", engine="auto", steps=4):
     return Bench(algorithm.client_update, Engine(engine), tasks, train.examples, 0)
 
 
+@needs_compiler
 def test_auto_takes_fused_steps_where_it_can():
     assert chosen(bench("plain"), calls=1, descends=True)[0] == Choice("workers", fused=True)
 
@@ -291,6 +308,7 @@ def test_a_damaged_book_of_choices_is_no_reason_to_stop(monkeypatch, tmp_path):
         assert remembered("key") is None
 
 
+@needs_compiler
 def test_a_run_goes_on_with_the_engine_it_began_with(tmp_path, monkeypatch):
     """Else a stop and a change of mind between would change the rounding."""
     model, federation = world.seeded(world.plain), world.federation()

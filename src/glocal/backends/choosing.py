@@ -18,7 +18,9 @@ from glocal.fused.build import NoFusedStepError
 
 _WORTH_MEASURING = 300  # steps, one after the other, in the whole run
 _WORTH_COMPILING = 20_000
+_LARGE_TEST = 5_000  # examples
 _PROBE = 2  # steps
+_PROBED = 16  # devices, on a CPU
 
 
 class Bench(NamedTuple):
@@ -31,8 +33,9 @@ class Bench(NamedTuple):
     round_index: int
 
     def short(self) -> list[Task]:
-        """The tasks' first steps."""
-        return [task._replace(order=task.order[:_PROBE]) for task in self.tasks]
+        """The tasks' first steps; on a CPU those of some tasks, for there each costs the same."""
+        tasks = self.tasks if self.examples.y.is_cuda else self.tasks[:_PROBED]
+        return [task._replace(order=task.order[:_PROBE]) for task in tasks]
 
     def steps(self) -> int:
         """How many steps the longest task has."""
@@ -59,10 +62,11 @@ def chosen(bench: Bench, *, calls: int, descends: bool) -> list[Choice]:
         return [Choice("vmapped"), Choice("looped")]
     if name == "graphed" or (name in ("auto", "workers") and on_gpu):
         worth = name == "graphed" or calls * bench.steps() >= _WORTH_COMPILING
-        return _on_gpu(bench, fused=fused, worth=worth and descends)
+        return _on_gpu(bench, fused=fused, worth=worth) if descends else [Choice("graphed"), Choice("vmapped"), Choice("looped")]
     if name == "workers":
         return [*_with_fused("workers", bench, fused=fused), Choice("looped")]
-    return _on_cpu(bench, fused=fused, worth=calls * bench.steps() >= _WORTH_MEASURING)
+    examples = sum(task.order.size for task in bench.tasks)
+    return _on_cpu(bench, fused=fused, worth=calls * bench.steps() >= _WORTH_MEASURING if descends else examples >= _LARGE_TEST)
 
 
 def _with_fused(form: str, bench: Bench, *, fused: bool) -> list[Choice]:
@@ -131,12 +135,12 @@ def _fastest(bench: Bench, choices: Sequence[Choice]) -> Choice:
 
 
 def _timed(bench: Bench, choice: Choice) -> float:
-    """Seconds for a few steps of all tasks, the best of three after two that warm up; endless for a form that fails."""
+    """Seconds for a few steps, the best of those after two that warm up; endless for a form that fails."""
     form = build(bench.function, choice, bench.engine)
     wait: Callable[[], None] = torch.cuda.synchronize if bench.examples.y.is_cuda else lambda: None
     taken = []
     try:
-        for _ in range(5):
+        for _ in range(5 if bench.examples.y.is_cuda else 4):
             wait()
             started = time.perf_counter()
             form(bench.short(), bench.examples, bench.round_index)

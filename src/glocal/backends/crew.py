@@ -29,6 +29,7 @@ from glocal.trees import Params
 
 _LINE = 64  # tensors start at a cache line
 _SPARE = 2**20
+_KILLED = "engine: a worker was killed (is the memory full?); use fewer with run.workers"
 
 
 class Order(NamedTuple):
@@ -168,47 +169,22 @@ class _Hired:
         return alike and copies <= self.plot.copies and examples.x is self.examples.x and examples.y is self.examples.y
 
     def run(self, tasks: Sequence[Task], round_index: int) -> list[list[Tensor]]:
-        """Hand out the tasks, the longest first, two to each worker so that none waits for the next."""
-        shared = {id(task.shared): task.shared for task in tasks}
-        for place, tree in enumerate(shared.values()):
-            _write(self.memory, self.plot.shared_at(place), tree)
-        places = {key: place for place, key in enumerate(shared)}
-        waiting = sorted(range(len(tasks)), key=lambda index: -tasks[index].order.size)[::-1]
-        results: list[list[Tensor]] = [[] for _ in tasks]
-        free = {line: [2 * number, 2 * number + 1] for number, line in enumerate(self.lines)}
-        underway: dict[tuple[Connection, int], int] = {}
-        for line in [*self.lines, *self.lines]:
-            self._hand_out(line, free, waiting, underway, (tasks, places, round_index))
-        while underway:
-            for line in cast(list[Connection], wait({line for line, _ in underway})):
-                slot, answer = self._hear(line)
-                results[underway.pop((line, slot))] = answer
-                free[line].append(slot)
-                self._hand_out(line, free, waiting, underway, (tasks, places, round_index))
-        return results
+        """Every task's result, as its tensors."""
+        shift = _Shift(self, tasks, round_index)
+        for line in [*self.lines, *self.lines]:  # two for each, so that none waits for the next
+            shift.hand_out(line)
+        while shift.underway:
+            for line in cast(list[Connection], wait({line for line, _ in shift.underway})):
+                shift.take_back(line)
+                shift.hand_out(line)
+        return shift.results
 
-    def _hand_out(
-        self,
-        line: Connection,
-        free: dict[Connection, list[int]],
-        waiting: list[int],
-        underway: dict[tuple[Connection, int], int],
-        given: tuple[Sequence[Task], dict[int, int], int],
-    ) -> None:
-        if not waiting or not free[line]:
-            return
-        (tasks, places, round_index), index, slot = given, waiting.pop(), free[line].pop()
-        task = tasks[index]
-        _write(self.memory, self.plot.private_at(slot), task.private)
-        line.send(Order(places[id(task.shared)], slot, task.order, task.key, round_index))
-        underway[line, slot] = index
-
-    def _hear(self, line: Connection) -> tuple[int, list[Tensor]]:
+    def hear(self, line: Connection) -> tuple[int, list[Tensor]]:
         """A worker's answer: a slot, and the tensors of the result that lies in it."""
         try:
             slot, leaves = line.recv()
         except (EOFError, OSError) as error:
-            raise InputError("engine: a worker was killed (is the memory full?); use fewer with run.workers") from error
+            raise InputError(_KILLED) from error
         if isinstance(leaves, Exception):
             raise leaves
         start, found = self.plot.result_at(slot), []
@@ -219,6 +195,40 @@ class _Hired:
                 found.append(_view(self.memory, start, *leaf).clone())
                 start += _rounded(found[-1].nbytes)
         return slot, found
+
+
+class _Shift:
+    """The tasks of one call on their way through the workers, the longest first."""
+
+    def __init__(self, hired: _Hired, tasks: Sequence[Task], round_index: int) -> None:
+        self.hired, self.tasks, self.round_index = hired, tasks, round_index
+        self.waiting = sorted(range(len(tasks)), key=lambda index: tasks[index].order.size)
+        self.free = {line: [2 * number, 2 * number + 1] for number, line in enumerate(hired.lines)}
+        self.underway: dict[tuple[Connection, int], int] = {}
+        self.results: list[list[Tensor]] = [[] for _ in tasks]
+        shared = {id(task.shared): task.shared for task in tasks}
+        self.places = {key: place for place, key in enumerate(shared)}
+        for place, tree in enumerate(shared.values()):
+            _write(hired.memory, hired.plot.shared_at(place), tree)
+
+    def hand_out(self, line: Connection) -> None:
+        """Give a worker the next task, if there is one and it has a slot for it."""
+        if not self.waiting or not self.free[line]:
+            return
+        index, slot = self.waiting.pop(), self.free[line].pop()
+        task = self.tasks[index]
+        _write(self.hired.memory, self.hired.plot.private_at(slot), task.private)
+        try:
+            line.send(Order(self.places[id(task.shared)], slot, task.order, task.key, self.round_index))
+        except OSError as error:
+            raise InputError(_KILLED) from error
+        self.underway[line, slot] = index
+
+    def take_back(self, line: Connection) -> None:
+        """Keep what a worker has finished."""
+        slot, result = self.hired.hear(line)
+        self.results[self.underway.pop((line, slot))] = result
+        self.free[line].append(slot)
 
 
 def _serve(crew: Crew[Any], hired: _Hired, line: Any) -> None:

@@ -110,7 +110,7 @@ def sent(array: Integers, device: torch.device) -> Tensor:
 
 
 def rows_of(stack: Params, number: int) -> list[Params]:
-    """The trees of a stack: tensors of their own on a CPU; on a GPU views, for there many small copies would take longer than a step.
+    """The trees of a stack: tensors of their own on a CPU; on a GPU views, for many small copies would take longer than a step.
 
     A stack lives as long as one of its rows: about three times the rows' memory for cohorts of ten, if all devices take part often.
     """

@@ -26,9 +26,14 @@ class Threaded(Generic[Result]):
         if self.pool is None:
             self.pool = ThreadPoolExecutor(self.workers, initializer=torch.set_num_threads, initargs=(1,))
         longest_first = sorted(range(len(tasks)), key=lambda index: -tasks[index].order.size)
+        before = torch.get_rng_state()
         with threads(1):
             futures = {index: self.pool.submit(self._one, tasks[index], examples, round_index) for index in longest_first}
-            return Outcome(rows=[futures[index].result() for index in range(len(tasks))])
+            rows = [futures[index].result() for index in range(len(tasks))]
+        if not torch.equal(before, torch.get_rng_state()):
+            torch.set_rng_state(before)
+            raise NotImplementedError("the algorithm draws from torch's own generator, which threads would share")
+        return Outcome(rows=rows)
 
     def _one(self, task: Task, examples: Examples, round_index: int) -> Result:
         return alone(self.function, task, examples, round_index, self._descent)

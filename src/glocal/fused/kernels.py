@@ -28,7 +28,7 @@ def _rows_at(x, rows, device, step, steps, batch, b, inputs):
 def _update(w, slope, at, ok, device, w_out, velocity, towards, t_stride, size, step, hyper):
     """Move one tile whose old weights are w; returns its squared distance to `towards`, elementwise.
 
-    pace = momentum * velocity + slope + weight decay * w + strength * (w - towards), and w -= rate * pace; a padded step moves none.
+    pace = momentum * velocity + slope + weight decay * w + strength * (w - towards); w -= rate * pace. A padded step moves none.
     `at` is the place inside a device's tensor of `size` numbers; hyper is (rate, momentum, weight decay, strength, active).
     """
     rate, momentum, weight_decay, strength, active = hyper
