@@ -79,13 +79,10 @@ def _with_fused(form: str, bench: Bench, *, fused: bool) -> list[Choice]:
 
 def _why_not(choice: Choice, bench: Bench) -> str:
     """Why a form does not run here; nothing if it does."""
-    try:
-        form = build(bench.function, choice, bench.engine)
-    except NoFusedStepError as error:
-        return str(error)
+    form = build(bench.function, choice, bench.engine)
     try:
         form([task._replace(order=task.order[:1]) for task in bench.tasks[:1]], bench.examples, bench.round_index)
-    except NotImplementedError as error:
+    except (NotImplementedError, NoFusedStepError) as error:
         return str(error)
     except (RuntimeError, ValueError, ImportError) as error:
         return brief(error)

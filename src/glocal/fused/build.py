@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -41,6 +42,7 @@ def compiled(compiler: Sequence[str]) -> Path:
     name = hashlib.sha256("\0".join(marks).encode()).hexdigest()[:16]
     target = cache_folder() / "fused" / f"step-{name}.so"
     if not target.exists():
+        logging.getLogger("glocal").info("compiling the fused steps for this machine, once; this takes some seconds")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, target)

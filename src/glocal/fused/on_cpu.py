@@ -1,7 +1,7 @@
 """Gradient descent on one device in one call of compiled code, for chains of plain layers on a CPU."""
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 
 import torch
@@ -53,8 +53,7 @@ class FusedOnCpu:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._step = load_step().glocal_train
-        self._step.argtypes, self._step.restype = [ctypes.POINTER(_Job)], ctypes.c_int
+        self._compiled: Callable[..., int] | None = None
         self._chains: dict[tuple[ModelLoss, Shape], Chain | str] = {}
         self._alone = Lock()  # tracing a model patches torch for its duration
 
@@ -79,6 +78,15 @@ class FusedOnCpu:
             raise _DeclinedError(found)
         return found
 
+    def _step(self) -> Callable[..., int]:
+        """The compiled step, loaded or compiled when it is first needed: a model that is declined needs none."""
+        with self._alone:
+            if self._compiled is None:
+                step = load_step().glocal_train
+                step.argtypes, step.restype = [ctypes.POINTER(_Job)], ctypes.c_int
+                self._compiled = step
+        return self._compiled
+
     def _train(self, chain: Chain, objective: Objective, params: Params, work: Work, rule: Sgd) -> tuple[Params, Tensor]:
         trained = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in params.items()}
         strengths, anchors, floor = merged_pulls(objective.pulls)
@@ -98,7 +106,7 @@ class FusedOnCpu:
             weight_decay=rule.weight_decay,
             pull_floor=floor,
         )
-        _require_trained(self._step(ctypes.byref(job)))
+        _require_trained(self._step()(ctypes.byref(job)))
         return trained, torch.tensor(job.loss, dtype=torch.float32)
 
 
