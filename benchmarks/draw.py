@@ -84,7 +84,7 @@ def times(report: Answer) -> Figure:
         report,
         value=lambda row: 1e3 * row["median"],
         text=lambda row: f"{_short(1e3 * row['median'])} ms, {row['speed_up']:.2g} x",
-        heading="milliseconds per round of training (log scale); x: times as fast as the plain loop with one thread",
+        heading="milliseconds per round (log scale); x: times as fast as the plain loop, 1 thread",
     )
 
 

@@ -282,11 +282,11 @@ def bench(kind="batch norm", engine="auto", steps=4):
 
 @needs_compiler
 def test_auto_takes_fused_steps_where_it_can():
-    assert chosen(bench("plain"), calls=1, descends=True)[0] == Choice("workers", fused=True)
+    assert chosen(bench("plain"), calls=1, descends=True)[0] == Choice("workers", fused=True, why="they know all its layers")
 
 
 def test_auto_does_not_measure_for_a_short_run():
-    assert chosen(bench(), calls=2, descends=True)[0] == Choice("vmapped")
+    assert chosen(bench(), calls=2, descends=True)[0] == Choice("vmapped", why="too short a run to measure")
 
 
 def test_auto_measures_for_a_long_run_says_so_and_remembers(monkeypatch, tmp_path):
@@ -319,7 +319,7 @@ def test_a_run_goes_on_with_the_engine_it_began_with(tmp_path, monkeypatch):
         "glocal.fitting.OverDevices", lambda *a, choice=None, **k: began.append(choice) or OverDevices(*a, choice=choice, **k)
     )
     glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=Options(keep_every=1), folder=tmp_path)
-    assert began == [Choice("workers", fused=True)]
+    assert [(choice.form, choice.fused) for choice in began] == [("workers", True)]
 
 
 @pytest.mark.parametrize("stride", [1, 2, (2, 1)])

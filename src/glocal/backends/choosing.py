@@ -74,7 +74,9 @@ def _with_fused(form: str, bench: Bench, *, fused: bool) -> list[Choice]:
     if not fused:
         return [Choice(form)]
     reason = _why_not(Choice(form, fused=True), bench)
-    return [Choice(form, why=f"no fused steps: {reason}")] if reason else [Choice(form, fused=True), Choice(form)]
+    if reason:
+        return [Choice(form, why=f"no fused steps: {reason}")]
+    return [Choice(form, fused=True, why="they know all its layers"), Choice(form)]
 
 
 def _why_not(choice: Choice, bench: Bench) -> str:
@@ -96,7 +98,7 @@ def _on_cpu(bench: Bench, *, fused: bool, worth: bool) -> list[Choice]:
     if known[0].fused:
         return [*known, Choice("looped")]
     if not worth:
-        return [Choice("vmapped"), Choice("looped")]
+        return [Choice("vmapped", why="too short a run to measure"), Choice("looped")]
     best = remembered(bench.key()) or _fastest(bench, [known[0], Choice("vmapped"), Choice("looped")])
     remember(bench.key(), best)
     return [best, *([] if best.form == "looped" else [Choice("looped")])]

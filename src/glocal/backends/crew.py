@@ -11,6 +11,7 @@ import signal
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -145,7 +146,7 @@ class _Hired:
         self.pids: list[int] = []
         for _ in range(crew.workers):
             self._fork(crew)
-        self.dismiss = weakref.finalize(self, _dismiss, self.lines, self.pids)
+        self.dismiss = weakref.finalize(self, _dismiss, os.getpid(), self.lines, self.pids)
 
     def _fork(self, crew: Crew[Any]) -> None:
         ours, theirs = Pipe()
@@ -268,12 +269,16 @@ def _sendable(error: Exception) -> Exception:
     return kind(str(error))
 
 
-def _dismiss(lines: list[Connection], pids: list[int]) -> None:
+def _dismiss(owner: int, lines: list[Connection], pids: list[int]) -> None:
+    """Stop the workers at once, whatever they are doing; only the process that hired them may."""
+    if os.getpid() != owner:
+        return
     for line in lines:
         line.close()
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        with suppress(ProcessLookupError, ChildProcessError):  # gone already
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _write(memory: mmap.mmap, start: int, tree: Params) -> None:
