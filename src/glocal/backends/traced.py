@@ -77,6 +77,11 @@ class Signature(NamedTuple):
         """How many tensors a place has."""
         return len(self.moving) + len(self.memory) + len(self.carried)
 
+    @property
+    def batch_at(self) -> int:
+        """Where in the list a batch begins."""
+        return self.places + sum(len(names) for names in self.pulls)
+
     def inputs(self, tensors: Sequence[Tensor]) -> tuple[Place, tuple[Pull, ...], Batch, Tensor]:
         """What `flat` made flat."""
         rest, pulls = list(tensors[self.places :]), []
@@ -191,18 +196,20 @@ class TracedDescent:
         moving = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()}
         carried = {name: tensor.clone() for name, tensor in params.items() if name not in objective.trains}
         place, losses = Place(moving, optimiser.init(moving), carried), []
+        first = next(iter(batches(work)))
+        signature = Signature.of(place, objective.pulls, first)
+        tensors = signature.flat(place, objective.pulls, first, work.round_index)
+        step = self._step(objective, optimiser, signature, tensors)  # every batch has the same shape
+        if step is None:
+            return None
+        states, towards = tensors[: signature.places], tensors[signature.places : signature.batch_at]
         for batch, real in zip(batches(work), (work.order >= 0).any(1).tolist(), strict=True):
             if not real:
                 losses.append(torch.zeros(()))
                 continue
-            signature = Signature.of(place, objective.pulls, batch)
-            tensors = signature.flat(place, objective.pulls, batch, work.round_index)
-            step = self._step(objective, optimiser, signature, tensors)
-            if step is None:
-                return None
-            after = step(*tensors)
-            place = signature.place(after)
-            losses.append(after[-1])
+            *states, loss = step(*states, *towards, *(tensor for tensor in batch if tensor is not None), work.round_index)
+            losses.append(loss)
+        place = signature.place(states)
         trained = {**place.moving, **place.carried}
         return {name: trained[name] for name in params}, mean_over_examples(losses, work)
 
