@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import time
+import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import nn
 import glocal
 import world
 from glocal import algorithms, trees
+from glocal.algorithms import fedavg
 from glocal.backends import Choice, Engine, OverDevices, Seat, begin, simulate, simulate_seeds
 from glocal.backends.choosing import Bench, chosen
 from glocal.backends.crew import Crew
@@ -23,14 +26,14 @@ from glocal.backends.graphed import _regular, _round_number
 from glocal.backends.looped import Looped
 from glocal.backends.products import Products
 from glocal.backends.tasks import Task
-from glocal.backends.together import Steps, Together
+from glocal.backends.together import FusedJourneys, Journey, Steps, Together
 from glocal.backends.traced import TracedDescent
 from glocal.backends.vmapped import batched, stacked
 from glocal.errors import GlocalWarning, InputError
-from glocal.federation import from_tensors
+from glocal.federation import Examples, from_tensors
 from glocal.fitting import Options
 from glocal.modules import params_of
-from glocal.optimisers import adam, sgd
+from glocal.optimisers import Sgd, adam, sgd
 from glocal.sampling import Plan, padded
 from glocal.training import Work, cross_entropy
 
@@ -396,3 +399,110 @@ def test_only_devices_that_took_part_take_memory():
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tree in stored for tensor in tree.values()
     }
     assert sum(storages.values()) <= 6 * trees.nbytes(state.private.initial)
+
+
+class LowRank(nn.Module):
+    """A weight that is the sum of a full one and a product: its slopes read weights by views of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.full = nn.Parameter(torch.randn(world.CLASSES, world.FEATURES) / 3)
+        self.left = nn.Parameter(torch.randn(world.CLASSES, 2))
+        self.right = nn.Parameter(torch.randn(2, world.FEATURES))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.full + self.left @ self.right)
+
+
+@pytest.mark.parametrize("optimiser", [sgd(0.1), sgd(0.1, momentum=0.9)])
+def test_a_weight_is_not_changed_while_a_view_of_it_is_still_to_be_read(optimiser):
+    model = world.seeded(LowRank)
+    algorithm = fedavg(cross_entropy(model), optimiser)
+    train = world.federation().train
+    engines = ("looped", Engine("workers", workers=1))
+    states = [world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0] for engine in engines]
+    assert world.gap(*states) < 1e-5
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = world.plain()
+
+    def forward(self, x):
+        return self.body(nn.functional.dropout(x, 0.3, self.training))
+
+
+def test_who_traces_a_step_draws_no_numbers_for_it():
+    federation = from_tensors(world.devices((20, 20, 7, 7, 7, 7)), test=0.0, validation=0.0)
+    model = world.seeded(Dropping)
+    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    states = [
+        world.last(simulate(algorithm, params_of(model), federation.train, Plan(2, 6, batch=10), engine=engine))[0]
+        for engine in ("looped", *(Engine("workers", workers=number) for number in (1, 2, 3)))
+    ]
+    assert world.same_bits(states[1], states[2])
+    assert world.same_bits(states[1], states[3])
+    assert world.gap(states[0], states[1]) < 1e-5
+
+
+def test_trees_go_to_workers_by_name():
+    def swapped(shared, private, work):
+        return {"b": private["b"] + 10, "a": private["a"]}
+
+    workers, tasks, examples = crew(swapped)
+    ones = {"a": torch.full((3,), 2.0), "b": torch.full((3,), 2.0)}
+    tasks = [task._replace(private=ones) for task in tasks]
+    once = workers(tasks, examples, 0)
+    again = workers([task._replace(private=row) for task, row in zip(tasks, once.rows, strict=True)], examples, 0)
+    workers.close()
+    assert all(row["a"].tolist() == [2.0] * 3 and row["b"].tolist() == [22.0] * 3 for row in again.rows)
+
+
+def test_a_run_goes_on_where_there_is_no_compiler(tmp_path, monkeypatch):
+    model, federation = world.seeded(world.plain), world.federation()
+    algorithm, options = world.algorithm("lg_fedavg", model), Options(keep_every=1)
+    whole = glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=options)
+    glocal.fit(algorithm, model, federation, Plan(2, 4, batch=5), options=options, folder=tmp_path / "run")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "cache"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GlocalWarning)
+        resumed = glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=options, folder=tmp_path / "run")
+    assert world.gap(whole.state, resumed.state) < 1e-5
+
+
+def test_a_frozen_private_tensor_can_be_kept(tmp_path):
+    model = world.seeded(world.plain)
+    model[0].bias.requires_grad_(False)
+    algorithm = world.algorithm("lg_fedavg", model)
+    for engine in ("looped", "workers"):
+        options = Options(engine=engine, keep_every=1)
+        glocal.fit(algorithm, model, world.federation(), Plan(2, 4, batch=5), options=options, folder=tmp_path / engine)
+
+
+def test_a_partial_function_may_be_an_update(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
+    plain = bench()
+    assert chosen(plain._replace(function=partial(plain.function)), calls=1000, descends=True)
+
+
+def test_fused_steps_look_at_every_journey(monkeypatch):
+    """A second descent on the head alone is not the first one's business."""
+    model = world.seeded(world.plain)
+    objective, params = cross_entropy(model), {name: tensor[None] for name, tensor in params_of(model).items()}
+    x, y = world.devices()[0]
+    rest = (Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.zeros(1), torch.tensor(0), 1)
+    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: name)
+    monkeypatch.setattr("glocal.backends.together.descend_together", lambda chain, *a, **k: (params, torch.zeros(1)))
+    fused = FusedJourneys("fp32")
+    fused(Journey(objective, sgd(0.1), params, *rest))
+    with pytest.raises(NotImplementedError, match="some of the model's weights stay as they are"):
+        fused(Journey(objective._replace(trains=frozenset({"2.weight"})), sgd(0.1), params, *rest))
+
+    class Clipped(Sgd):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Clipped"):
+        fused(Journey(objective, Clipped(0.1), params, *rest))

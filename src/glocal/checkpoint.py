@@ -55,11 +55,10 @@ class Checkpoint:
             tensors |= _flat(f"{place}/last", state)
         kept = [best and best[:2] for best in progress.best]
         for place, best in enumerate(progress.best):
-            # the best state may be the last one, and a file holds no tensor twice
-            tensors |= {name: tensor.clone() for name, tensor in _flat(f"{place}/best", best[2]).items()} if best else {}
+            tensors |= _flat(f"{place}/best", best[2]) if best else {}
         ledgers = [ledger.as_dict() for ledger in progress.ledgers]
         about = {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
-        write_tensors(self.path, tensors, {**about, "engine": progress.choice and progress.choice.as_dict()})
+        write_tensors(self.path, _apart(tensors), {**about, "engine": progress.choice and progress.choice.as_dict()})
         return progress.done
 
     def done(self) -> int:
@@ -89,6 +88,17 @@ class Checkpoint:
         path = self.folder / "rows.jsonl"
         rows = [row for row in read_rows(path) if row["round"] < next_round]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _apart(tensors: Params) -> Params:
+    """Each tensor with memory of its own: a frozen one may be the same on all devices, and a file holds none twice."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return apart
 
 
 def _flat(prefix: str, state: State) -> Params:

@@ -47,7 +47,12 @@ class Bench(NamedTuple):
         shapes = [(name, tuple(tensor.shape)) for tree in first[:2] for name, tensor in tree.items()]
         device = self.examples.y.device
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cores()} cores, {self.engine.crew} workers"
-        here = (torch.__version__, where, self.function.__qualname__, self.engine.precision)
+        here = (
+            torch.__version__,
+            where,
+            getattr(self.function, "__qualname__", type(self.function).__name__),
+            self.engine.precision,
+        )
         told = repr((shapes, len(self.tasks), first.order.shape[1], self.steps(), tuple(self.examples.x.shape[1:]), here))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
@@ -67,6 +72,16 @@ def chosen(bench: Bench, *, calls: int, descends: bool) -> list[Choice]:
         return [*_with_fused("workers", bench, fused=fused), Choice("looped")]
     examples = sum(task.order.size for task in bench.tasks)
     return _on_cpu(bench, fused=fused, worth=calls * bench.steps() >= _WORTH_MEASURING if descends else examples >= _LARGE_TEST)
+
+
+def below(choice: Choice) -> list[Choice]:
+    """What to fall back to from a choice that was made before."""
+    if choice.form == "workers":
+        return [*([Choice("workers")] if choice.fused else []), Choice("looped")]
+    if choice.form == "graphed":
+        plainer = [replace(choice, fused=False, compiled=False)] if choice.fused or choice.compiled else []
+        return [*plainer, Choice("vmapped"), Choice("looped")]
+    return [Choice("looped")] if choice.form == "vmapped" else []
 
 
 def _with_fused(form: str, bench: Bench, *, fused: bool) -> list[Choice]:

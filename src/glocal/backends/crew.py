@@ -123,7 +123,10 @@ class Crew(Generic[Result]):
         copies = len({id(task.shared) for task in tasks})
         if self.hired is None or not self.hired.suit(tasks[0], copies, examples):
             self.close()
-            self.hired = _Hired(self, Plot(tasks[0].shared, tasks[0].private, copies, 2 * self.workers), examples)
+            try:
+                self.hired = _Hired(self, Plot(tasks[0].shared, tasks[0].private, copies, 2 * self.workers), examples)
+            except OSError as error:
+                raise RuntimeError(f"{self.workers} workers could not be started ({error.strerror})") from error
         return self.hired
 
     def about(self) -> str:
@@ -144,9 +147,9 @@ class _Hired:
         self.plot, self.examples, self.memory = plot, examples, mmap.mmap(-1, max(plot.total, 1))
         self.lines: list[Connection] = []
         self.pids: list[int] = []
+        self.dismiss = weakref.finalize(self, _dismiss, os.getpid(), self.lines, self.pids)
         for _ in range(crew.workers):
             self._fork(crew)
-        self.dismiss = weakref.finalize(self, _dismiss, os.getpid(), self.lines, self.pids)
 
     def _fork(self, crew: Crew[Any]) -> None:
         ours, theirs = Pipe()
@@ -167,7 +170,8 @@ class _Hired:
     def suit(self, task: Task, copies: int, examples: Examples) -> bool:
         """Whether tasks like this one fit into the memory, and the data are those that the workers know."""
         alike = _same_shapes(task.shared, self.plot.shared) and _same_shapes(task.private, self.plot.private)
-        return alike and copies <= self.plot.copies and examples.x is self.examples.x and examples.y is self.examples.y
+        same_data = all(theirs is ours for theirs, ours in zip(examples, self.examples, strict=True))
+        return alike and copies <= self.plot.copies and same_data
 
     def run(self, tasks: Sequence[Task], round_index: int) -> list[list[Tensor]]:
         """Every task's result, as its tensors."""
@@ -210,7 +214,7 @@ class _Shift:
         shared = {id(task.shared): task.shared for task in tasks}
         self.places = {key: place for place, key in enumerate(shared)}
         for place, tree in enumerate(shared.values()):
-            _write(hired.memory, hired.plot.shared_at(place), tree)
+            _write(hired.memory, hired.plot.shared_at(place), tree, hired.plot.shared)
 
     def hand_out(self, line: Connection) -> None:
         """Give a worker the next task, if there is one and it has a slot for it."""
@@ -218,7 +222,7 @@ class _Shift:
             return
         index, slot = self.waiting.pop(), self.free[line].pop()
         task = self.tasks[index]
-        _write(self.hired.memory, self.hired.plot.private_at(slot), task.private)
+        _write(self.hired.memory, self.hired.plot.private_at(slot), task.private, self.hired.plot.private)
         try:
             line.send(Order(self.places[id(task.shared)], slot, task.order, task.key, self.round_index))
         except OSError as error:
@@ -281,9 +285,12 @@ def _dismiss(owner: int, lines: list[Connection], pids: list[int]) -> None:
             os.waitpid(pid, 0)
 
 
-def _write(memory: mmap.mmap, start: int, tree: Params) -> None:
-    for tensor in tree.values():
-        _view(memory, start, tensor.dtype, tensor.shape).copy_(tensor)
+def _write(memory: mmap.mmap, start: int, tree: Params, like: Params) -> None:
+    """Put a tree where one like that is expected, name by name."""
+    if not _same_shapes(tree, like):
+        raise RuntimeError("devices have trees of different shapes")
+    for name, tensor in like.items():
+        _view(memory, start, tensor.dtype, tensor.shape).copy_(tree[name])
         start += _rounded(tensor.nbytes)
 
 

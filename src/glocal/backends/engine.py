@@ -78,14 +78,14 @@ def cores() -> int:
 def precision(name: str, device: torch.device) -> Iterator[None]:
     """Full single precision, the same bits every time, unless asked for less; the caller's settings come back afterwards."""
     if device.type != "cuda":
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "bf16"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False):
             yield
         return
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
     convolutions = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=name == "tf32")
     matmul.allow_tf32 = name == "tf32"
     try:
-        with convolutions, torch.autocast("cuda", dtype=torch.bfloat16, enabled=name == "bf16"):
+        with convolutions, torch.autocast("cuda", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False):
             yield
     finally:
         matmul.allow_tf32 = before

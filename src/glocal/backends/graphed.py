@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     batch: int
     full_steps: int
     trees: tuple[tuple[str, torch.Size, torch.dtype], ...]
-    store: int
+    store: tuple[tuple[int, torch.Size], ...]
 
 
 class Graphed(Generic[Result]):
@@ -149,7 +149,8 @@ def _shape(tasks: Sequence[Task], orders: Integers, examples: Examples) -> Shape
     full = full if full == orders.shape[1] else 0
     copies = len({id(task.shared) for task in tasks})
     _, steps, batch = orders.shape
-    return Shape(len(tasks), copies, steps, batch, full, described, examples.x.data_ptr())
+    store = tuple((tensor.data_ptr(), tensor.shape) for tensor in examples if tensor is not None)
+    return Shape(len(tasks), copies, steps, batch, full, described, store)
 
 
 def _empty(tree: Params, rows: int, device: torch.device) -> Params:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
-from glocal.backends.choosing import Bench, chosen
+from glocal.backends.choosing import Bench, below, chosen
 from glocal.backends.engine import Choice, Engine, precision
 from glocal.backends.forms import build
 from glocal.backends.tasks import Form, OneDevice, Outcome, Result, Task, nbytes
@@ -74,7 +74,7 @@ class OverDevices(Generic[Result]):
             bench = Bench(self.function, self.engine, tasks, examples, round_index)
             ladder = chosen(bench, calls=self.calls, descends=self.descends)
         else:
-            ladder = [self.choice, *([Choice("looped")] if self.choice.form != "looped" else [])]
+            ladder = [self.choice, *below(self.choice)]
         self._take(ladder[0], ladder[1:])
         if self.descends:
             _LOG.info("engine: %s", self.told())

@@ -52,5 +52,5 @@ class Threaded(Generic[Result]):
     def close(self) -> None:
         """Let the threads go."""
         if self.pool is not None:
-            self.pool.shutdown()
+            self.pool.shutdown(cancel_futures=True)
             self.pool = None

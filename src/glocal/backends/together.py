@@ -17,7 +17,7 @@ from glocal.federation import Examples
 from glocal.fused.chain import Chain, chain_of
 from glocal.fused.on_gpu import descend_together, why_not
 from glocal.optimisers import Adam, Optimiser, Sgd
-from glocal.training import Batch, Loss, ModelLoss, Objective, Pull, Work
+from glocal.training import Batch, ModelLoss, Objective, Pull, Work
 from glocal.trees import Params
 
 Compile = Callable[[FlatStep], FlatStep]
@@ -157,7 +157,6 @@ class FusedJourneys:
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
-        self.chains: dict[Loss, Chain] = {}
 
     def __call__(self, journey: Journey) -> tuple[Params, Tensor]:
         """Trained params (devices, ...) and losses (devices,)."""
@@ -185,13 +184,11 @@ class FusedJourneys:
         )
 
     def _chain(self, journey: Journey) -> Chain:
-        """The model as a chain, found once."""
+        """The model as a chain; looked at every time, for what may be done with it depends on the whole journey."""
         loss, inputs = journey.objective.loss, tuple(journey.examples.x.shape[1:])
-        if loss not in self.chains:
-            dtypes = {tensor.dtype for tensor in (*journey.params.values(), journey.examples.x)}
-            reason = why_not(journey.objective, journey.optimiser, inputs, dtypes.pop() if len(dtypes) == 1 else torch.float64)
-            if reason:
-                raise NotImplementedError(reason)
-            assert isinstance(loss, ModelLoss)
-            self.chains[loss] = chain_of(loss.model, inputs)
-        return self.chains[loss]
+        dtypes = {tensor.dtype for tensor in (*journey.params.values(), journey.examples.x)}
+        reason = why_not(journey.objective, journey.optimiser, inputs, dtypes.pop() if len(dtypes) == 1 else torch.float64)
+        if reason:
+            raise NotImplementedError(reason)
+        assert isinstance(loss, ModelLoss)
+        return chain_of(loss.model, inputs)

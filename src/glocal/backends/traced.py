@@ -140,7 +140,7 @@ def _overwrite(graph: fx.Graph, state: fx.Node, after: object) -> None:
     if not isinstance(after, fx.Node) or after.op != "call_function":
         return
     order = {node: place for place, node in enumerate(graph.nodes)}
-    if any(order[user] > order[after] for user in state.users):
+    if any(order[reader] > order[after] for reader in _readers(state)):
         return
     if after.target is _ATEN.sub.Tensor and after.args[0] is state and after.args[1] is not state:
         after.target = _ATEN.sub_.Tensor  # weight - rate * velocity
@@ -160,11 +160,27 @@ def _accumulate(graph: fx.Graph, velocity: fx.Node, after: fx.Node) -> None:
     after.replace_all_uses_with(made)
 
 
+def _readers(state: fx.Node) -> set[fx.Node]:
+    """Whatever reads a state, also by a view of it; not what reads it after it was changed where it lies."""
+    found, waiting = set(), [state]
+    while waiting:
+        for user in waiting.pop().users:
+            found.add(user)
+            if user.target not in _IN_PLACE and _is_view(user):
+                waiting.append(user)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
 def _hasten(graph: fx.Graph, state: fx.Node) -> None:
     """Change a state as soon as nothing waits for its old value: what was just read is still near."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for change in [user for user in state.users if user.target in _IN_PLACE and user.args[0] is state]:
-        needed = [node for node in (*change.all_input_nodes, *state.users) if node is not change and order[node] < order[change]]
+        needed = [node for node in (*change.all_input_nodes, *_readers(state)) if order[node] < order[change]]
         latest = max(needed, key=lambda node: order[node])
         latest.append(change)
         order = {node: place for place, node in enumerate(graph.nodes)}
@@ -222,7 +238,8 @@ class TracedDescent:
     def _traced(self, step: FlatStep, tensors: Sequence[Tensor], states: int) -> FlatStep | None:
         try:
             copies = [tensor.clone() for tensor in tensors]
-            return in_place(trace(step, copies), states).forward
+            with torch.random.fork_rng([]):  # the step is run to be traced, and may draw numbers that are another's
+                return in_place(trace(step, copies), states).forward
         except Exception as error:  # whatever a user's own module may raise when it is traced
             self.reason = f"its step cannot be traced ({brief(error)})"
             return None

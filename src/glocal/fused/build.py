@@ -23,7 +23,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 _PATIENCE = 300.0  # seconds
 
 
-class NoFusedStepError(Exception):
+class NoFusedStepError(RuntimeError):
     """Why there is no compiled step on this machine, in one line."""
 
 

@@ -28,9 +28,9 @@ def why_not(objective: Objective, optimiser: Optimiser, inputs: Shape, dtype: to
     loss = objective.loss
     if find_spec("triton") is None:
         return "triton is not installed"
-    if not isinstance(loss, ModelLoss) or loss.per_example is not cross_entropy_of_each:
+    if type(loss) is not ModelLoss or loss.per_example is not cross_entropy_of_each:
         return "the loss is not the cross entropy of a model"
-    if not isinstance(optimiser, Sgd):
+    if type(optimiser) is not Sgd:
         return f"the optimiser is {type(optimiser).__name__}, not Sgd"
     if dtype != torch.float32:
         return f"the weights are {dtype}, not torch.float32"
