@@ -35,6 +35,12 @@ def images():
     return nn.Sequential(*body, nn.Linear(4 * 1 * 2, world.CLASSES))
 
 
+def there(model):
+    """Training data and first weights on the GPU."""
+    train = world.federation().train
+    return replace(train, examples=train.examples.to(torch.device("cuda"))), {n: t.cuda() for n, t in params_of(model).items()}
+
+
 def fitted(name, kind, device, *, folder=None, plan=PLAN, **options):
     model = world.seeded(world.MODELS[kind])
     chosen = Options(device=device, keep_every=2, validate_every=2, **options)
@@ -64,9 +70,6 @@ def test_every_engine_equals_one_by_one(name, kind):
         assert world.gap(on_cpu(fitted(name, kind, "cuda", **options)), one_by_one) < 1e-5, options
 
 
-IMAGES = {"images": 0, "batch norm": 1, "dropout": 2}
-
-
 def choices(kind):
     """Forms of a graph that `auto` may settle on: as traced, compiled, and with convolutions as products."""
     yield Choice("graphed")
@@ -77,13 +80,11 @@ def choices(kind):
         yield Choice("graphed", fused=True)
 
 
-@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("kind", ["images", "batch norm", "dropout"])
 def test_every_form_of_a_graph_equals_one_by_one(kind):
     model = world.seeded({**world.MODELS, "images": images}[kind])
     algorithm = world.algorithm("lg_fedavg", model)
-    train = world.federation().train
-    train = replace(train, examples=train.examples.to(torch.device("cuda")))
-    params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
+    train, params = there(model)
     one_by_one = world.last(simulate(algorithm, params, train, PLAN, engine="looped"))[0]
     for choice in choices(kind):
         over = OverDevices(algorithm.client_update, choice=choice)
@@ -97,9 +98,7 @@ def test_every_form_of_a_graph_equals_one_by_one(kind):
 def test_a_shape_that_comes_back_is_captured():
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model)
-    train = world.federation().train
-    train = replace(train, examples=train.examples.to(torch.device("cuda")))
-    params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
+    train, params = there(model)
     over = OverDevices(algorithm.client_update)
     list(simulate_seeds(algorithm, [Seat(glocal.Plan(8, 6, batch=5), train, begin(algorithm, params))], over))
     captured = [graph for graph in over.form.graphs.values() if graph is not None and graph.graph is not None]
@@ -108,15 +107,7 @@ def test_a_shape_that_comes_back_is_captured():
 
 
 def test_a_model_that_cannot_be_captured_falls_back_in_sight():
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = world.plain()
-
-        def forward(self, x):
-            return self.body(x) if bool(x.sum() > 0) else self.body(-x)
-
-    model = world.seeded(Branching)
+    model = world.seeded(world.Branching)
     federation, plan = world.federation(), glocal.Plan(2, 3, batch=5)
     results = []
     for engine in ("auto", "looped"):
@@ -132,9 +123,7 @@ def test_a_model_that_cannot_be_captured_falls_back_in_sight():
 def test_rows_without_room_wait_on_the_host():
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model)
-    train = world.federation().train
-    train = replace(train, examples=train.examples.to(torch.device("cuda")))
-    params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
+    train, params = there(model)
     states = []
     for room in (None, 2):
         start = begin(algorithm, params)

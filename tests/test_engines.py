@@ -224,19 +224,8 @@ def test_a_step_is_traced_once_and_slopes_go_straight_into_velocities():
     assert "aten.sub.Tensor" not in step.__self__.code
 
 
-class Branching(nn.Module):
-    """Goes one way or the other by what it sees: neither vmap nor a trace can follow."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = world.plain()
-
-    def forward(self, x):
-        return self.body(x) if bool(x.sum() > 0) else self.body(-x)
-
-
 def test_what_cannot_be_traced_is_run_as_it_is():
-    model = world.seeded(Branching)
+    model = world.seeded(world.Branching)
     algorithm = world.algorithm("fedavg", model)
     train = world.federation().train
     states = [
@@ -424,18 +413,9 @@ def test_a_weight_is_not_changed_while_a_view_of_it_is_still_to_be_read(optimise
     assert world.gap(*states) < 1e-5
 
 
-class Dropping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = world.plain()
-
-    def forward(self, x):
-        return self.body(nn.functional.dropout(x, 0.3, self.training))
-
-
 def test_who_traces_a_step_draws_no_numbers_for_it():
     federation = from_tensors(world.devices((20, 20, 7, 7, 7, 7)), test=0.0, validation=0.0)
-    model = world.seeded(Dropping)
+    model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     states = [
         world.last(simulate(algorithm, params_of(model), federation.train, Plan(2, 6, batch=10), engine=engine))[0]

@@ -268,19 +268,8 @@ def test_evaluation_never_writes_into_the_federations_state():
     assert torch.equal(often.state.shared["seen"], seldom.state.shared["seen"])
 
 
-class Noisy(nn.Module):
-    """Draws from torch's own generator."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = world.plain()
-
-    def forward(self, x):
-        return self.body(nn.functional.dropout(x, 0.3, self.training))
-
-
 def test_randomness_of_torchs_own_does_not_depend_on_who_else_is_in_the_batch():
-    model = world.seeded(Noisy)
+    model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     engines = [Engine("vmapped", chunk=chunk) for chunk in (None, 1, 3)]
     runs = [simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=engine) for engine in engines]

@@ -37,6 +37,28 @@ def convolutional():
 MODELS = {"plain": plain, "batch norm": with_batch_norm, "dropout": with_dropout, "convolution": convolutional}
 
 
+class Branching(nn.Module):
+    """Goes one way or the other by what it sees: neither vmap nor a trace can follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = plain()
+
+    def forward(self, x):
+        return self.body(x) if bool(x.sum() > 0) else self.body(-x)
+
+
+class Noisy(nn.Module):
+    """Draws from torch's own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = plain()
+
+    def forward(self, x):
+        return self.body(nn.functional.dropout(x, 0.3, self.training))
+
+
 def seeded(make, seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -159,26 +159,35 @@ def descend(objective: Objective, params: Params, work: Work, optimiser: Optimis
             moving, memory, carried = map(partial(trees.where, batch.mask.any()), (moving, memory, carried), before)
         losses.append(loss)
     trained = {**moving, **carried}
-    return {name: trained[name] for name in params}, mean_over_examples(losses, work)
+    return {name: trained[name] for name in params}, mean_over_examples(losses, work.order)
 
 
 def batches(work: Work) -> Iterator[Batch]:
     """Each step's examples; padding shows the device's own first row, masked."""
-    x, y, group = work.examples
-    mask = work.order >= 0
-    rows = torch.where(mask, work.order, work.order[0, 0])
-    keys = noise.fold(work.key, torch.arange(len(rows), device=rows.device))
+    rows, mask, keys = visits(work.order, work.key)
     for step in range(len(rows)):
-        index = rows[step]
-        yield Batch(x[index], y[index], None if group is None else group[index], mask[step], keys[step])
+        yield gathered_batch(work.examples, rows[step], mask[step], keys[step])
 
 
-def mean_over_examples(losses: Sequence[Tensor], work: Work) -> Tensor:
-    """The mean () of the steps' losses, each counting as often as it has real rows."""
-    counts = (work.order >= 0).sum(1)
-    values = torch.stack(list(losses))
+def visits(order: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and mask (..., steps, batch) and keys (..., steps) of all steps, of one device or of many."""
+    mask = order >= 0
+    steps = torch.arange(order.shape[-2], device=order.device)
+    return torch.where(mask, order, order[..., :1, :1]), mask, noise.fold(key[..., None], steps)
+
+
+def gathered_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) -> Batch:
+    """One step's examples, of one device or of many: x (..., batch, ...)."""
+    x, y, group = examples
+    return Batch(x[rows], y[rows], None if group is None else group[rows], mask, key)
+
+
+def mean_over_examples(losses: Sequence[Tensor], order: Tensor) -> Tensor:
+    """The mean (...) of the steps' losses, each (...) counting as often as it has real rows in order (..., steps, batch)."""
+    counts = (order >= 0).sum(-1)
+    values = torch.stack(list(losses), -1)
     kept = torch.where(counts > 0, values, torch.zeros_like(values))  # a padded step's loss is not one
-    return (kept * counts).sum() / counts.sum().clamp(min=1)
+    return (kept * counts).sum(-1) / counts.sum(-1).clamp(min=1)
 
 
 def slopes_of(objective: Objective, moving: Params, carried: Params, batch: Batch) -> tuple[Params, Tensor, Params]:

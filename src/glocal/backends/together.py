@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glocal import noise, trees
+from glocal import trees
 from glocal.backends.products import Products
 from glocal.backends.traced import FlatStep, Place, Signature, flat_step, trace, traceable
 from glocal.errors import brief
@@ -17,7 +17,7 @@ from glocal.federation import Examples
 from glocal.fused.chain import Chain, chain_of
 from glocal.fused.on_gpu import descend_together, why_not
 from glocal.optimisers import Adam, Optimiser, Sgd
-from glocal.training import Batch, ModelLoss, Objective, Pull, Work
+from glocal.training import Batch, ModelLoss, Objective, Pull, Work, gathered_batch, mean_over_examples, visits
 from glocal.trees import Params
 
 Compile = Callable[[FlatStep], FlatStep]
@@ -112,16 +112,13 @@ class Steps:
         moving = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()}
         carried = {name: tensor.clone() for name, tensor in params.items() if name not in objective.trains}
         place = Place(moving, torch.vmap(journey.optimiser.init)(moving), carried)
-        mask = order >= 0
-        rows = torch.where(mask, order, order[:, :1, :1])
-        keys = noise.fold(journey.key[:, None], torch.arange(order.shape[1], device=order.device))
-        losses = []
+        (rows, mask, keys), losses = visits(order, journey.key), []
         for step in range(order.shape[1]):
-            batch = _batch(journey.examples, rows[:, step], mask[:, step], keys[:, step])
+            batch = gathered_batch(journey.examples, rows[:, step], mask[:, step], keys[:, step])
             place, loss = self._taken(journey, place, batch, guard=step >= journey.full_steps)
             losses.append(loss)
         trained = {**place.moving, **place.carried}
-        return {name: trained[name] for name in params}, _mean(torch.stack(losses, 1), mask.sum(2))
+        return {name: trained[name] for name in params}, mean_over_examples(losses, order)
 
     def _taken(self, journey: Journey, place: Place, batch: Batch, *, guard: bool) -> tuple[Place, Tensor]:
         signature = Signature.of(place, journey.objective.pulls, batch)
@@ -138,18 +135,6 @@ class Steps:
         with Products(on=self.products):
             traced = trace(many, [tensor.clone() for tensor in tensors])
         return self.compiled(traced) if self.compiled else traced
-
-
-def _batch(examples: Examples, rows: Tensor, mask: Tensor, keys: Tensor) -> Batch:
-    """One step's examples of all devices: x (devices, batch, ...)."""
-    x, y, group = examples
-    return Batch(x[rows], y[rows], None if group is None else group[rows], mask, keys)
-
-
-def _mean(losses: Tensor, counts: Tensor) -> Tensor:
-    """Mean over examples of losses (devices, steps) of steps with that many real rows."""
-    kept = torch.where(counts > 0, losses, torch.zeros_like(losses))
-    return (kept * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 class FusedJourneys:

@@ -5,6 +5,7 @@ weights changed where they lie; on a GPU it is compiled and captured.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -212,14 +213,15 @@ class TracedDescent:
         moving = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()}
         carried = {name: tensor.clone() for name, tensor in params.items() if name not in objective.trains}
         place, losses = Place(moving, optimiser.init(moving), carried), []
-        first = next(iter(batches(work)))
+        rest = batches(work)
+        first = next(rest)
         signature = Signature.of(place, objective.pulls, first)
         tensors = signature.flat(place, objective.pulls, first, work.round_index)
         step = self._step(objective, optimiser, signature, tensors)  # every batch has the same shape
         if step is None:
             return None
         states, towards = tensors[: signature.places], tensors[signature.places : signature.batch_at]
-        for batch, real in zip(batches(work), (work.order >= 0).any(1).tolist(), strict=True):
+        for batch, real in zip(chain([first], rest), (work.order >= 0).any(1).tolist(), strict=True):
             if not real:
                 losses.append(torch.zeros(()))
                 continue
@@ -227,7 +229,7 @@ class TracedDescent:
             losses.append(loss)
         place = signature.place(states)
         trained = {**place.moving, **place.carried}
-        return {name: trained[name] for name in params}, mean_over_examples(losses, work)
+        return {name: trained[name] for name in params}, mean_over_examples(losses, work.order)
 
     def _step(self, objective: Objective, optimiser: Optimiser, signature: Signature, tensors: Sequence[Tensor]) -> FlatStep | None:
         key = (objective.loss, optimiser, signature, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
