@@ -71,16 +71,17 @@ def test_every_engine_equals_one_by_one(name, kind):
 
 
 def choices(kind):
-    """Forms of a graph that `auto` may settle on: as traced, compiled, and with convolutions as products."""
+    """Forms of a graph that `auto` may settle on: as traced, compiled, with convolutions as products, fused."""
     yield Choice("graphed")
     yield Choice("graphed", compiled=True)
     if kind == "images":
         yield Choice("graphed", products=True)
         yield Choice("graphed", compiled=True, products=True)
+    if kind == "plain":
         yield Choice("graphed", fused=True)
 
 
-@pytest.mark.parametrize("kind", ["images", "batch norm", "dropout"])
+@pytest.mark.parametrize("kind", ["plain", "images", "batch norm", "dropout"])
 def test_every_form_of_a_graph_equals_one_by_one(kind):
     model = world.seeded({**world.MODELS, "images": images}[kind])
     algorithm = world.algorithm("lg_fedavg", model)
@@ -93,6 +94,21 @@ def test_every_form_of_a_graph_equals_one_by_one(kind):
         assert over.choice == choice, over.told()
         assert world.gap(one_by_one, state) < 1e-5, choice
         over.close()
+
+
+def test_augmented_images_take_the_same_fused_steps():
+    torch.manual_seed(0)
+    devices = [(torch.randn(rows, 2, 6, 6), torch.randint(0, 3, (rows,))) for rows in (12, 7, 12, 9)]
+    federation = glocal.from_tensors(devices, test=0.2, validation=0.0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3))
+    algorithm = glocal.fedavg(glocal.augmented(glocal.cross_entropy(model), crop_and_flip(2)), glocal.sgd(0.1, momentum=0.5))
+    train = replace(federation.train, examples=federation.train.examples.to(torch.device("cuda")))
+    params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
+    one_by_one = world.last(simulate(algorithm, params, train, PLAN, engine="looped"))[0]
+    over = OverDevices(algorithm.client_update)
+    state = world.last(simulate_seeds(algorithm, [Seat(PLAN, train, begin(algorithm, params))], over))[0][0]
+    assert over.choice.fused, over.told()
+    assert world.gap(one_by_one, state) < 1e-5
 
 
 def test_a_shape_that_comes_back_is_captured():

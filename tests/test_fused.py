@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from glocal import trees
+from glocal import noise, trees
+from glocal.data import crop_and_flip
 from glocal.federation import Examples
 from glocal.fused import build
 from glocal.fused.build import NoFusedStepError, load_step
@@ -167,6 +168,20 @@ def test_a_few_steps_of_lenet_agree_with_the_general_path(fused):
     assert_agrees(fused, cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5))
 
 
+def brightened(x, key):
+    """Inner pixels only, each image lighter by a number of its own."""
+    return x[:, :, 1:-1, 1:-1] + noise.uniform(key, (x.shape[0], 1, 1, 1))
+
+
+@pytest.mark.parametrize("augment", [crop_and_flip(2), brightened])
+def test_augmented_examples_agree_with_the_general_path(fused, augment):
+    torch.manual_seed(0)
+    side = augment(torch.zeros(1, 2, 6, 6), torch.tensor(0)).shape[-1]
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * (side - 2) ** 2, CLASSES))
+    work = work_of((2, 6, 6), random_order(3, 5, seed=1, padding=0.3))._replace(key=torch.tensor(11))
+    assert_agrees(fused, augmented(cross_entropy(model), augment), params_of(model), work, sgd(0.1, momentum=0.5))
+
+
 def test_equal_values_in_a_window_share_nothing_as_in_torch(fused):
     """The background of a drawing: every output of a window is the same, and the first of them gets the slope."""
     torch.manual_seed(0)
@@ -266,7 +281,9 @@ def declined_case(objective=None, *, model=LINEAR, rule=None, tree=None, **examp
 X, Y = work_of((4,), [[0]]).examples[:2]
 DECLINED = {
     "the optimiser is Adam, not Sgd": declined_case(rule=adam(0.1)),
-    "the loss is AugmentedLoss, not a model's own": declined_case(augmented(cross_entropy(LINEAR), lambda x, key: x)),
+    "the loss is AugmentedLoss, not a model's own": declined_case(
+        augmented(augmented(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x)
+    ),
     "the loss is not the cross entropy": declined_case(supervised(LINEAR, lambda output, y: output.square().sum(1))),
     "layer '1' is BatchNorm1d on (6,)": declined_case(model=NORMED),
     "some of its weights are frozen": declined_case(model=FROZEN),

@@ -186,7 +186,9 @@ def test_a_padded_step_keeps_weights_and_momentum(batch):
     without = trial.fused(momentum=0.9)
     padding = torch.full_like(trial.order[:, :1], -1)
     trial.order = torch.cat([trial.order[:, :2], padding, trial.order[:, 2:], padding], dim=1)
-    assert_same_bits(trial.fused(momentum=0.9), without)
+    padded = trial.fused(momentum=0.9)
+    assert all(torch.equal(padded[0][name], tensor) for name, tensor in without[0].items())
+    assert_same(padded, without, 1e-6)  # the mean loss is summed over more numbers, in another order
 
 
 @needs_kernels

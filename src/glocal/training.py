@@ -46,6 +46,7 @@ class Work(NamedTuple):
 Loss = Callable[[Params, Batch], tuple[Tensor, Params]]
 PerExample = Callable[[Tensor, Tensor], Tensor]
 Augment = Callable[[Tensor, Tensor], Tensor]
+_AUGMENTATION = -1  # its address among what a step draws
 
 
 class Pull(NamedTuple):
@@ -103,7 +104,7 @@ class AugmentedLoss:
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (), and the buffers after the step."""
-        return self.inner(params, batch._replace(x=self.augment(batch.x, noise.fold(batch.key, -1))))
+        return self.inner(params, batch._replace(x=self.augment(batch.x, noise.fold(batch.key, _AUGMENTATION))))
 
 
 def supervised(model: nn.Module, loss: PerExample) -> Objective:
@@ -180,6 +181,20 @@ def gathered_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) 
     """One step's examples, of one device or of many: x (..., batch, ...)."""
     x, y, group = examples
     return Batch(x[rows], y[rows], None if group is None else group[rows], mask, key)
+
+
+def made_beforehand(augment: Augment, examples: Examples, order: Tensor, key: Tensor) -> tuple[Examples, Tensor]:
+    """Every visit's augmented example, one after the other, and the order (..., steps, batch) that visits them in turn.
+
+    For one device or for many; a loss without the augmentation then takes the steps that the augmented one would have taken.
+    """
+    rows, mask, keys = visits(order, key)
+    for _ in range(keys.dim()):
+        augment = torch.vmap(augment)
+    x, y, _ = gathered_batch(examples, rows, mask, keys)[:3]
+    made = augment(x, noise.fold(keys, _AUGMENTATION)).flatten(0, order.dim() - 1)
+    in_turn = torch.arange(order.numel(), device=order.device).reshape(order.shape)
+    return Examples(made, y.flatten(), None), torch.where(mask, in_turn, -1)
 
 
 def mean_over_examples(losses: Sequence[Tensor], order: Tensor) -> Tensor:

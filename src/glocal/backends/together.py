@@ -17,7 +17,18 @@ from glocal.federation import Examples
 from glocal.fused.chain import Chain, chain_of
 from glocal.fused.on_gpu import descend_together, why_not
 from glocal.optimisers import Adam, Optimiser, Sgd
-from glocal.training import Batch, ModelLoss, Objective, Pull, Work, gathered_batch, mean_over_examples, visits
+from glocal.training import (
+    AugmentedLoss,
+    Batch,
+    ModelLoss,
+    Objective,
+    Pull,
+    Work,
+    gathered_batch,
+    made_beforehand,
+    mean_over_examples,
+    visits,
+)
 from glocal.trees import Params
 
 Compile = Callable[[FlatStep], FlatStep]
@@ -146,7 +157,7 @@ class FusedJourneys:
     def __call__(self, journey: Journey) -> tuple[Params, Tensor]:
         """Trained params (devices, ...) and losses (devices,)."""
         try:
-            return self._taken(self._chain(journey), journey)
+            return self._taken(self._chain(journey), _plain(journey))
         except (RuntimeError, ValueError):
             raise
         except Exception as error:  # whatever Triton raises where it cannot compile
@@ -170,10 +181,20 @@ class FusedJourneys:
 
     def _chain(self, journey: Journey) -> Chain:
         """The model as a chain; looked at every time, for what may be done with it depends on the whole journey."""
-        loss, inputs = journey.objective.loss, tuple(journey.examples.x.shape[1:])
-        dtypes = {tensor.dtype for tensor in (*journey.params.values(), journey.examples.x)}
-        reason = why_not(journey.objective, journey.optimiser, inputs, dtypes.pop() if len(dtypes) == 1 else torch.float64)
+        one = _plain(journey._replace(order=journey.order[:1, :1, :1], key=journey.key[:1]))
+        loss, inputs = one.objective.loss, tuple(one.examples.x.shape[1:])
+        dtypes = {tensor.dtype for tensor in (*journey.params.values(), one.examples.x)}
+        reason = why_not(one.objective, journey.optimiser, inputs, dtypes.pop() if len(dtypes) == 1 else torch.float64)
         if reason:
             raise NotImplementedError(reason)
         assert isinstance(loss, ModelLoss)
         return chain_of(loss.model, inputs)
+
+
+def _plain(journey: Journey) -> Journey:
+    """The same journey on examples that are augmented beforehand, if they are to be."""
+    loss = journey.objective.loss
+    if type(loss) is not AugmentedLoss:
+        return journey
+    examples, order = made_beforehand(loss.augment, journey.examples, journey.order, journey.key)
+    return journey._replace(objective=journey.objective._replace(loss=loss.inner), examples=examples, order=order)

@@ -10,7 +10,7 @@ from torch import Tensor
 from glocal.fused.build import load_step
 from glocal.fused.chain import Chain, Conv, Linear, NotAChainError, Shape, chain_of
 from glocal.optimisers import Optimiser, Sgd
-from glocal.training import ModelLoss, Objective, Pull, Work, cross_entropy_of_each
+from glocal.training import AugmentedLoss, ModelLoss, Objective, Pull, Work, cross_entropy_of_each, made_beforehand
 from glocal.trees import Params
 
 _FLOATS, _WHOLE = ctypes.c_void_p, ctypes.c_int64
@@ -61,6 +61,7 @@ class FusedOnCpu:
         """Trained params and the mean loss over examples (); None if it declines."""
         try:
             rule = _rule(optimiser)
+            objective, work = _plain(objective, work)
             chain = self._chain(_model_loss(objective), _shape(work))
             _require_plain(objective, params, work, chain)
             return self._train(chain, objective, params, work, rule)
@@ -170,6 +171,15 @@ def _rule(optimiser: Optimiser) -> Sgd:
     if type(optimiser) is not Sgd:
         raise _DeclinedError(f"the optimiser is {type(optimiser).__name__}, not Sgd")
     return optimiser
+
+
+def _plain(objective: Objective, work: Work) -> tuple[Objective, Work]:
+    """The same on examples that are augmented beforehand, if they are to be."""
+    loss = objective.loss
+    if type(loss) is not AugmentedLoss or type(loss.inner) is not ModelLoss:
+        return objective, work
+    examples, order = made_beforehand(loss.augment, work.examples, work.order, work.key)
+    return objective._replace(loss=loss.inner), work._replace(examples=examples, order=order)
 
 
 def _model_loss(objective: Objective) -> ModelLoss:
