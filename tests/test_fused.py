@@ -287,6 +287,8 @@ DECLINED = {
     "the loss is not the cross entropy": declined_case(supervised(LINEAR, lambda output, y: output.square().sum(1))),
     "layer '1' is BatchNorm1d on (6,)": declined_case(model=NORMED),
     "some of its weights are frozen": declined_case(model=FROZEN),
+    "it ends in a softmax": declined_case(model=nn.Sequential(*mlp(4, 6, CLASSES), nn.Softmax(dim=1))),
+    "layer '1' is Softmax on (6,)": declined_case(model=nn.Sequential(nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, CLASSES))),
     "not every weight of the model is trained": declined_case(cross_entropy(LINEAR)._replace(trains=frozenset({"0.weight"}))),
     "'0.weight' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(tree=doubled),
     "'x' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(x=X.double()),

@@ -133,6 +133,14 @@ def test_an_mlp_of_odd_widths_takes_the_same_steps(devices, batch):
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 20])
+def test_a_softmax_before_the_cross_entropy_takes_the_same_steps(batch):
+    trial = Trial(nn.Sequential(*mlp(9, 7, CLASSES), nn.Softmax(dim=1)), (9,), batch=batch)
+    assert trial.chain.softmax
+    assert_same(trial.fused(momentum=0.5), trial.truth(momentum=0.5))
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [3, 20])
 @pytest.mark.parametrize(
     "settings", [{}, {"momentum": 0.5}, {"weight_decay": 0.1}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str
 )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glocal.data import Dataset, Partition, class_counts, deal, dirichlet, iid, natural, shards
+from glocal.data import Dataset, Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
 from glocal.data.partition import apportion
 from glocal.errors import InputError
 from glocal.federation import Examples, Holdings, Rows
@@ -84,6 +84,28 @@ def test_shards_give_every_device_so_many_classes_the_same_in_training_and_test(
     assert holders.max() - holders.min() <= 1
     for counts in (in_train, in_test):
         assert all(np.ptp(column[column > 0]) <= 1 for column in counts.T)
+
+
+@given(devices=st.integers(1, 40), each=st.integers(1, 6), seed=st.integers(0, 2**20))
+@settings(deadline=None)
+def test_random_shards_give_every_device_at_most_so_many_classes(devices: int, each: int, seed: int) -> None:
+    train, test = balanced(240), balanced(240)
+    if devices * each < 10:
+        return
+    train_rows, test_rows = random_shards(devices, each)(train, test, fresh(seed))
+    assert_cover(train_rows, len(train), devices)
+    assert_cover(test_rows, len(test), devices)
+    for own, tested in zip(train_rows, test_rows, strict=True):
+        assert 1 <= len(np.unique(train[own])) <= each
+        assert {*test[tested]} == {*train[own]}
+
+
+def test_random_shards_leave_some_devices_with_one_class() -> None:
+    """Two of 200 shards, twenty of each class: both of one class with probability 19/199."""
+    train = balanced(200)
+    dealt = [random_shards(100, 2)(train, train, fresh(seed))[0] for seed in range(20)]
+    single = [sum(len(np.unique(train[own])) == 1 for own in rows) for rows in dealt]
+    assert np.mean(single) == pytest.approx(100 * 19 / 199, abs=2.5)
 
 
 @settings(deadline=None)
@@ -246,7 +268,7 @@ def small_dataset() -> Dataset:
     return Dataset(examples(40), examples(8), 10)
 
 
-@pytest.mark.parametrize("partition", [iid(20), shards(20, 2), dirichlet(20, 0.3)])
+@pytest.mark.parametrize("partition", [iid(20), shards(20, 2), random_shards(20, 2), dirichlet(20, 0.3)])
 def test_a_dealt_federation_uses_the_stores_as_they_are_and_repeats_with_its_seed(partition: Partition) -> None:
     dataset = small_dataset()
     federation, again, other = (deal(dataset, partition, validation=0.25, seed=seed) for seed in (5, 5, 6))

@@ -12,7 +12,7 @@ _HOMES = {
     "algorithm": ("Algorithm", "Update"),
     "algorithms": ("fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"),
     "backends": ("Engine", "simulate"),
-    "data": ("crop_and_flip", "deal", "dirichlet", "iid", "load", "natural", "shards"),
+    "data": ("crop_and_flip", "deal", "dirichlet", "iid", "load", "natural", "random_shards", "shards"),
     "errors": ("GlocalWarning", "InputError"),
     "federation": ("Federation", "from_tensors"),
     "fitting": ("Options", "fit"),

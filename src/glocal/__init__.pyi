@@ -12,6 +12,7 @@ from glocal.data.partition import deal as deal
 from glocal.data.partition import dirichlet as dirichlet
 from glocal.data.partition import iid as iid
 from glocal.data.partition import natural as natural
+from glocal.data.partition import random_shards as random_shards
 from glocal.data.partition import shards as shards
 from glocal.data.sources import load as load
 from glocal.errors import GlocalWarning as GlocalWarning

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from glocal import trees
@@ -37,3 +38,12 @@ def average(shared: Params, uploads: Params, weights: Tensor) -> Params:
     """Sum over the cohort of N_m / N * upload_m (Algorithm 1, line 6): uploads (devices, ...), weights N_m (devices,)."""
     trees.require_same_names(uploads, shared, "aggregate")
     return trees.mean(uploads, weights)
+
+
+def unweighted(algorithm: Algorithm) -> Algorithm:
+    """The same algorithm with every device of a cohort counting the same, however many examples it has."""
+
+    def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
+        return algorithm.aggregate(shared, uploads, torch.ones_like(weights))
+
+    return algorithm._replace(aggregate=aggregate, about=f"{algorithm.about}, unweighted".removeprefix(", "))

@@ -53,13 +53,20 @@ class Checkpoint:
         tensors: Params = {}
         for place, state in enumerate(progress.states):
             tensors |= _flat(f"{place}/last", state)
-        kept = [best and best[:2] for best in progress.best]
         for place, best in enumerate(progress.best):
             tensors |= _flat(f"{place}/best", best[2]) if best else {}
+        write_tensors(self.path, _apart(tensors), self._about(progress))
+        return progress.done
+
+    def lighten(self, progress: Progress) -> None:
+        """Keep what the checkpoint says and let its tensors go: a finished case is known as such, and cannot go on."""
+        write_tensors(self.path, {}, {**self._about(progress), "light": True})
+
+    def _about(self, progress: Progress) -> Json:
+        kept = [best and best[:2] for best in progress.best]
         ledgers = [ledger.as_dict() for ledger in progress.ledgers]
         about = {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
-        write_tensors(self.path, _apart(tensors), {**about, "engine": progress.choice and progress.choice.as_dict()})
-        return progress.done
+        return {**about, "engine": progress.choice and progress.choice.as_dict()}
 
     def done(self) -> int:
         """How many rounds the checkpoint holds, 0 if there is none; refused if it was made with something else."""
@@ -77,6 +84,8 @@ class Checkpoint:
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
             return None
         tensors, about = read_tensors(self.path)
+        if about.get("light"):
+            raise InputError(f"resume: {self.folder} kept its figures only, so it cannot go on; start a new run in another folder")
         names = self.fingerprint["model"]
         states = [_state(tensors, f"{place}/last", names) for place in range(len(about["ledgers"]))]
         best = [(*kept, _state(tensors, f"{place}/best", names)) if kept else None for place, kept in enumerate(about["best"])]

@@ -4,9 +4,10 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -20,6 +21,8 @@ from glocal.errors import GlocalWarning, InputError
 
 if TYPE_CHECKING:
     from glocal.studies import Settings, Step
+    from glocal.studies.findings import Findings
+    from glocal.studies.study import Study
 
 app = typer.Typer(
     name="glocal",
@@ -39,6 +42,12 @@ Local = Annotated[list[str] | None, typer.Option(help="What stays on the device:
 Shared = Annotated[list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")]
 EngineName = Annotated[
     str | None, typer.Option("--engine", help="auto, looped, vmapped, graphed (a GPU) or workers (a CPU); auto says what it took.")
+]
+Seeds = Annotated[int | None, typer.Option(help="How many seeds, side by side; short for --set plan.seeds=N.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; short for --set run.device=NAME.")]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option("--part", help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated."),
 ]
 SourceName = Annotated[str, typer.Argument(help="digits, mnist or cifar10.")]
 
@@ -107,26 +116,70 @@ def demo(out: Out = None, engine: EngineName = None) -> None:
     """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
     from glocal.studies import STUDIES, changed
 
-    _run(changed(STUDIES["digits"], _on(engine)), out or _free_folder(Path("runs/demo")))
+    _run(changed(STUDIES["digits"], _on(engine=engine)), out or _free_folder(Path("runs/demo")))
 
 
-def _on(engine: str | None) -> list[str]:
-    """The change of settings that an engine's name stands for."""
-    return [] if engine is None else [f'run.engine="{engine}"']
+def _on(*, engine: str | None = None, device: str | None = None, seeds: int | None = None) -> list[str]:
+    """The changes of settings that options stand for."""
+    wanted = {"run.engine": engine and f'"{engine}"', "run.device": device and f'"{device}"', "plan.seeds": seeds}
+    return [f"{setting}={value}" for setting, value in wanted.items() if value is not None]
+
+
+@app.command("list")
+def list_studies() -> None:
+    """List the studies that come with glocal."""
+    from glocal.studies import STUDIES
+    from glocal.studies.paper import PAPER
+
+    table = Table("name", "what", "of the paper", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, settings in STUDIES.items():
+        table.add_row(name, f"{settings.data.source} on {settings.data.devices} devices: {', '.join(settings.cases)}", "")
+    for name, study in PAPER.items():
+        table.add_row(name, f"{study.title}, {len(study.parts)} parts", study.source)
+    Console().print(table)
+
+
+@app.command()
+def show(study: Annotated[str, typer.Argument(help="A study's name; `glocal list` has them.")]) -> None:
+    """Show what a study claims, what it runs, and which numbers were published."""
+    from glocal.studies import STUDIES
+    from glocal.studies.paper import PAPER
+
+    if study in PAPER:
+        _show_study(PAPER[study])
+        return
+    if study not in STUDIES:
+        from glocal.errors import nearest
+
+        raise InputError(f"show: there is no study '{study}'; {nearest(study, [*STUDIES, *PAPER])}")
+    import json
+
+    print(json.dumps(STUDIES[study].as_dict(), indent=1))
 
 
 @app.command()
 def run(
-    study: Annotated[str, typer.Argument(help="A study's name (digits, mnist, cifar10) or a TOML file.")],
+    study: Annotated[str, typer.Argument(help="A study's name (`glocal list` has them) or a TOML file.")],
     changes: Changes = None,
     engine: EngineName = None,
+    seeds: Seeds = None,
+    device: DeviceName = None,
+    parts: Parts = None,
     out: Out = None,
 ) -> None:
     """Run a study and write its report."""
     from glocal.studies import STUDIES, changed, from_toml
+    from glocal.studies.paper import PAPER
     from glocal.studies.run import slug
 
-    wanted = [*(changes or []), *_on(engine)]
+    wanted = [*(changes or []), *_on(engine=engine, device=device, seeds=seeds)]
+    if out is not None and ((out / "settings.json").exists() or (out / "study.json").exists()):
+        raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
+    if study in PAPER:
+        _start_parts(PAPER[study], parts or [], wanted, out or _free_folder(Path("runs") / study))
+        return
+    if parts:
+        raise InputError(f"run: --part is for the studies of a paper, and '{study}' is none; leave it out")
     if study in STUDIES:
         settings = changed(STUDIES[study], wanted)
     elif Path(study).suffix == ".toml" or Path(study).exists():
@@ -134,9 +187,7 @@ def run(
     else:
         from glocal.errors import nearest
 
-        raise InputError(f"run: there is no study '{study}'; {nearest(study, STUDIES)}; or give a TOML file")
-    if out is not None and (out / "settings.json").exists():
-        raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
+        raise InputError(f"run: there is no study '{study}'; {nearest(study, [*STUDIES, *PAPER])}; or give a TOML file")
     _run(settings, out or _free_folder(Path("runs") / slug(settings.name)))
 
 
@@ -144,19 +195,33 @@ def run(
 def resume(folder: Folder, changes: Changes = None, engine: EngineName = None) -> None:
     """Go on with a run that was stopped, to the same bits as if it never had been."""
     from glocal.studies import changed
+    from glocal.studies.parts import holds_study, read_parts
     from glocal.studies.run import read_settings
 
-    _run(changed(read_settings(folder), [*(changes or []), *_on(engine)]), folder)
+    wanted = [*(changes or []), *_on(engine=engine)]
+    if holds_study(folder):
+        _run_parts({name: changed(settings, wanted) for name, settings in read_parts(folder).items()}, folder)
+        return
+    _run(changed(read_settings(folder), wanted), folder)
 
 
 @app.command()
-def report(folder: Folder) -> None:
-    """Write a run's report anew."""
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="The folder of a run; or folders and findings.json of one paper's study.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write a paper's study, if not into its own folder.")] = None,
+) -> None:
+    """Write a report anew; what several runs of one paper's study found goes into one."""
     from glocal.report import write_report
+    from glocal.studies.parts import holds_study
     from glocal.studies.run import read_results
 
-    _print_table(read_results(folder))
-    print(f"report: {write_report(folder)}")
+    if all(folder.is_file() or holds_study(folder) for folder in folders):
+        _report_study(folders, out or (folders[0].parent if folders[0].is_file() else folders[0]))
+        return
+    if len(folders) > 1 or out is not None:
+        raise InputError(f"report: {folders[0]} is no study of a paper; give one folder of a run, without --out")
+    _print_table(read_results(folders[0]))
+    print(f"report: {write_report(folders[0])}")
 
 
 @app.command()
@@ -258,6 +323,88 @@ def _run(settings: "Settings", folder: Path) -> None:
     print(f"report: {write_report(folder)}")
 
 
+def _start_parts(study: "Study", patterns: Sequence[str], changes: Sequence[str], folder: Path) -> None:
+    """Begin with some parts of a paper's study, or with all."""
+    from glocal.studies.parts import prepare, read_parts
+
+    options = [*(f"--part {quote(pattern)}" for pattern in patterns), *(f"--set {quote(change)}" for change in changes)]
+    prepare(study, patterns, changes, folder, " ".join(["glocal run", study.name, *options]))
+    _run_parts(read_parts(folder), folder)
+
+
+def _run_parts(parts: "Mapping[str, Settings]", folder: Path) -> None:
+    """Run or go on with a paper's study, show it, write the report."""
+    from glocal.studies.parts import run_parts
+
+    console = Console(stderr=True)
+    console.print(f"keeping everything in {folder}", highlight=False)
+    try:
+        with _downloads() as report, _bars() as bars:
+            shows: dict[str, Callable[[Step], None]] = {}
+            for part, place, of, step in run_parts(parts, folder, report=report):
+                show = shows.setdefault(part, _shown_on(bars, f"{part} ({place} of {of})  "))
+                show(step)
+    except KeyboardInterrupt:
+        console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
+        raise
+    _report_study([folder], folder)
+
+
+def _report_study(paths: Sequence[Path], folder: Path) -> None:
+    """Print what a paper's study found, and write it as a page, as text and as figures."""
+    from glocal.keep import write_text
+    from glocal.report import study_markdown, write_study_report
+    from glocal.studies.findings import joined, read_findings, write_findings
+
+    findings = joined([read_findings(path) for path in paths])
+    if not findings.parts:
+        raise InputError(f"report: {paths[0]} has finished no case yet; go on with `glocal resume {paths[0]}`")
+    _print_findings(findings)
+    write_findings(findings, folder / "findings.json")
+    write_text(folder / "tables.md", study_markdown(findings))
+    print(f"report: {write_study_report(findings, folder)}")
+
+
+def _show_study(study: "Study") -> None:
+    """The claim, the parts, and the paper's numbers."""
+    print(f"{study.name}: {study.title}\n{study.source}\n\n{study.says}\n")
+    table = Table("part", "protocol", "case", "algorithm", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("rounds", "paper: Local", "New", "parameters"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, part in study.parts.items():
+        for case, settings in part.settings.cases.items():
+            rounds = f"{settings.after_round or ''}{' + ' if settings.after else ''}{settings.rounds}"
+            known = part.published.get(case)
+            told = (
+                [f"{known.local:.2f} ± {known.local_std:.2f}", f"{known.new:.2f} ± {known.new_std:.2f}", known.printed]
+                if known
+                else []
+            )
+            table.add_row(name, part.protocol, escape(case), settings.algorithm, rounds, *told)
+            name = ""
+    Console().print(table)
+
+
+def _print_findings(findings: "Findings") -> None:
+    """Every row beside the paper's, then the claims."""
+    table = Table("part", "case", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("Local Test %", "paper", "New Test %", "paper"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, found in findings.parts.items():
+        for case, figures in found["cases"].items():
+            known = findings.study.parts[name].published.get(case)
+            local, new = _percents(figures["local"], 2), _percents(figures["new"], 2)
+            printed = (
+                (f"{known.local:.2f} ± {known.local_std:.2f}", f"{known.new:.2f} ± {known.new_std:.2f}") if known else ("", "")
+            )
+            table.add_row(name, escape(case), local, printed[0], new, printed[1])
+            name = ""
+    console = Console()
+    console.print(table)
+    for claim, lead, word in findings.verdicts():
+        console.print(f"{word:5}  {claim.says}: {lead.mean:+.2f} [{lead.low:+.2f}, {lead.high:+.2f}]", highlight=False)
+
+
 def _free_folder(wanted: Path) -> Path:
     """The folder wanted, or the first of wanted-2, wanted-3, ... that does not exist."""
     folder, number = wanted, 1
@@ -278,7 +425,7 @@ def _bars() -> Progress:
     return Progress(*columns, console=Console(stderr=True))
 
 
-def _shown_on(bars: Progress) -> Callable[["Step"], None]:
+def _shown_on(bars: Progress, prefix: str = "") -> Callable[["Step"], None]:
     """A bar per case, with the newest figures in it."""
     tasks: dict[str, TaskID] = {}
     latest: dict[str, float] = {}
@@ -286,7 +433,7 @@ def _shown_on(bars: Progress) -> Callable[["Step"], None]:
     def show(step: "Step") -> None:
         task = tasks.setdefault(step.case, TaskID(-1))
         if task == -1:
-            task = tasks[step.case] = bars.add_task(escape(step.case), total=step.rounds, now="")
+            task = tasks[step.case] = bars.add_task(escape(prefix + step.case), total=step.rounds, now="")
         if step.moment is None:
             bars.update(task, completed=step.rounds, now=_final(step))
             return
@@ -342,13 +489,13 @@ def _print_table(results: dict[str, list[dict[str, Any]]]) -> None:
     Console().print(table)
 
 
-def _percents(values: Sequence[float | None]) -> str:
+def _percents(values: Sequence[float | None], digits: int = 1) -> str:
     from statistics import fmean, stdev
 
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return f"{100 * known[0]:.2f}" if known else "-"
-    return f"{100 * fmean(known):.1f} ± {100 * stdev(known):.1f}"
+    return f"{100 * fmean(known):.{digits}f} ± {100 * stdev(known):.{digits}f}"
 
 
 def _percent(value: float | None) -> str:

@@ -19,7 +19,7 @@ from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import InputError, brief
 from glocal.federation import Federation, check
 from glocal.keep import Json, write_json
-from glocal.measure import Evaluation, local_test, new_test, spread
+from glocal.measure import Evaluation, local_test, local_tests, new_test, spread
 from glocal.modules import params_of, predictor
 from glocal.result import Result, save_models
 from glocal.sampling import Plan, choose_cohort
@@ -32,8 +32,9 @@ from glocal.wire import Ledger, pack
 class Options:
     """How to run. What is tested is the last round, or the best on validation data (`select`); each validation costs bytes.
 
-    `engine`, `chunk`, `workers`, `fused` and `precision` are those of `Engine`. But for `select` and `precision`, nothing here
-    changes the numbers beyond rounding.
+    In a folder "everything" is kept, or "figures" only (`keep`): no models, and no checkpoint once a case is finished. `engine`,
+    `chunk`, `workers`, `fused` and `precision` are those of `Engine`. But for `select` and `precision`, nothing here changes the
+    numbers beyond rounding.
     """
 
     device: str = "auto"
@@ -44,11 +45,14 @@ class Options:
     precision: str = "fp32"
     validate_every: int = 10
     keep_every: int = 10
+    keep: str = "everything"
     select: str = "last"
 
     def __post_init__(self) -> None:
         if self.select not in ("last", "best"):
             raise InputError(f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)")
+        if self.keep not in ("everything", "figures"):
+            raise InputError(f"options: keep is '{self.keep}'; it must be 'everything' or 'figures'")
         if self.validate_every < 1 or self.keep_every < 1:
             raise InputError(
                 f"options: validate_every is {self.validate_every}, keep_every {self.keep_every}; both must be at least 1"
@@ -250,7 +254,8 @@ def train(case: Case, options: Options, progress: Progress, folder: Path | None 
                 checkpoint.append(rows)
             progress = advanced  # only now: a stop before this comes back to the round, rows and all
             if checkpoint:
-                due = progress.done % options.keep_every == 0 or progress.done == case.plan.rounds
+                at_the_end = progress.done == case.plan.rounds and options.keep == "everything"
+                due = progress.done % options.keep_every == 0 or at_the_end
                 saved = checkpoint.save(progress) if due else saved
             finished = time.perf_counter()
             yield Moment(rows, progress, finished - started)
@@ -292,8 +297,10 @@ def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json
 def _validated(case: Case, options: Options, evaluation: Evaluation, progress: Progress) -> tuple[Progress, list[float | None]]:
     """Score every seed on validation data; the shared tree has to reach those devices for it, and that is counted."""
     scores, ledgers, best = [], [], []
-    for fed, state, ledger, so_far in zip(case.federations, progress.states, progress.ledgers, progress.best, strict=True):
-        score = spread(local_test(evaluation, state, fed.val), fed.val.sizes).mean
+    accuracies = local_tests(evaluation, progress.states, [fed.val for fed in case.federations])
+    seeds = zip(case.federations, progress.states, progress.ledgers, progress.best, accuracies, strict=True)
+    for fed, state, ledger, so_far, found in seeds:
+        score = spread(found, fed.val.sizes).mean
         scores.append(score)
         ledgers.append(ledger.after_evaluation(state.shared, int(np.count_nonzero(fed.val.sizes))))
         better = options.select == "best" and score is not None and (so_far is None or score > so_far[0])
@@ -307,9 +314,11 @@ def finish(case: Case, options: Options, progress: Progress, folder: Path | None
     results = [_tested(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     if folder:
-        for result in results:
+        for result in results if options.keep == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
         write_json(folder / "result.json", [result.as_dict() for result in results])
+        if options.keep == "figures":
+            Checkpoint(folder, fingerprint(case, options)).lighten(progress)
     return results
 
 

@@ -121,12 +121,13 @@ class _Captured:
 def _regular(tasks: Sequence[Task]) -> tuple[Sequence[Task], Integers]:
     """Tasks and orders (devices, steps, batch); unequal ones are brought to one of few shapes, so that it comes back.
 
-    Devices to make up the number are the last one again; steps to make up the length are padding. A function of the tasks alone:
-    a round has the same shape in a run that was stopped and went on.
+    Devices to make up the number and steps to make up the length are padding. A function of the tasks alone: a round has the same
+    shape in a run that was stopped and went on.
     """
     if len({task.order.shape for task in tasks}) == 1:
         return tasks, np.stack([task.order for task in tasks])
-    tasks = [*tasks, *[tasks[-1]] * (_round_number(len(tasks)) - len(tasks))]
+    idle = tasks[-1]._replace(order=np.full_like(tasks[-1].order, -1))
+    tasks = [*tasks, *[idle] * (_round_number(len(tasks)) - len(tasks))]
     orders = padded([task.order for task in tasks])
     steps = _round_number(orders.shape[1])
     return tasks, np.pad(orders, ((0, 0), (0, steps - orders.shape[1]), (0, 0)), constant_values=-1)

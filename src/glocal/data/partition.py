@@ -54,14 +54,26 @@ def iid(devices: int) -> Partition:
 
 
 def shards(devices: int, classes_per_device: int) -> Partition:
-    """At most so many classes on each device, the same in training and test (McMahan et al. 2017, section 3)."""
+    """So many classes on each device, no fewer where that can be, the same in training and test."""
+    return _in_shards(devices, classes_per_device, _distinct)
+
+
+def random_shards(devices: int, classes_per_device: int) -> Partition:
+    """So many shards of one class each, at random (McMahan et al. 2017, section 3): two of one class stay with their device.
+
+    So a device has at most so many classes, and some have fewer: of 100 devices with two of ten classes, nine or ten have one.
+    """
+    return _in_shards(devices, classes_per_device, lambda held, generator: held)
+
+
+def _in_shards(devices: int, classes_per_device: int, sort: Callable[[Integers, np.random.Generator], Integers]) -> Partition:
     _at_least_one("devices", devices)
     _at_least_one("classes_per_device", classes_per_device)
 
     def partition(train: Integers, test: Integers, generator: np.random.Generator) -> Shares:
         _enough(devices, train)
         classes = np.union1d(train, test)
-        held = _hands(_slots(devices, classes_per_device, classes, train), devices, generator)
+        held = sort(_hands(_slots(devices, classes_per_device, classes, train), devices, generator), generator)
         train_owners, test_owners = np.zeros(len(train), np.int64), np.zeros(len(test), np.int64)
         for label, slots in zip(classes, held.T, strict=True):
             holders = generator.permutation(np.repeat(np.arange(devices), slots))
@@ -142,10 +154,15 @@ def _slots(devices: int, classes_per_device: int, classes: Integers, train: Inte
 
 
 def _hands(slots: Integers, devices: int, generator: np.random.Generator) -> Integers:
-    """Deal the slots at random, equally many to each device: how many of which class it holds (devices, classes), 0 or 1."""
+    """Deal the slots at random, equally many to each device: how many of which class it holds (devices, classes)."""
     deck = generator.permutation(np.repeat(np.arange(len(slots)), slots)).reshape(devices, -1)
     held = np.zeros((devices, len(slots)), dtype=np.int64)
     np.add.at(held, (np.arange(devices)[:, None], deck), 1)
+    return held
+
+
+def _distinct(held: Integers, generator: np.random.Generator) -> Integers:
+    """The same hands after trades that leave no device two slots of one class: 0 or 1 (devices, classes)."""
     while len(doubles := np.argwhere(held > 1)):
         for device, label in doubles:
             if held[device, label] > 1:

@@ -53,10 +53,11 @@ class Conv:
 
 @dataclass(frozen=True)
 class Chain:
-    """Layers in order, the last one linear and without a ReLU: its outputs are logits."""
+    """Layers in order, the last one linear and without a ReLU: its outputs are logits, or a softmax of them is what is put out."""
 
     layers: tuple[Linear | Conv, ...]
     inputs: Shape
+    softmax: bool = False
 
 
 class NotAChainError(Exception):
@@ -66,8 +67,9 @@ class NotAChainError(Exception):
 def chain_of(model: nn.Module, inputs: Shape) -> Chain:
     """The model as a chain for examples of this shape; NotAChainError says which layer is in the way."""
     layers: list[Linear | Conv] = []
-    shape = inputs
-    for name, module in _modules_in_order(model):
+    shape, modules = inputs, _modules_in_order(model)
+    softmax = bool(modules) and type(modules[-1][1]) is nn.Softmax and modules[-1][1].dim in (1, -1)
+    for name, module in modules[:-1] if softmax else modules:
         layers, shape = _extended(layers, shape, name, module)
     if not layers or not isinstance(layers[-1], Linear) or layers[-1].relu:
         raise NotAChainError("it does not end in a linear layer")
@@ -78,7 +80,7 @@ def chain_of(model: nn.Module, inputs: Shape) -> Chain:
         raise NotAChainError("it has tensors beside its layers")
     if set(names) != trainable(model):
         raise NotAChainError("some of its weights are frozen")
-    return Chain(tuple(layers), inputs)
+    return Chain(tuple(layers), inputs, softmax)
 
 
 def _extended(layers: list[Linear | Conv], shape: Shape, name: str, module: nn.Module) -> tuple[list[Linear | Conv], Shape]:

@@ -25,6 +25,12 @@ def _rows_at(x, rows, device, step, steps, batch, b, inputs):
 
 
 @triton.jit
+def _if_real(counts, device, step, steps, amount):
+    """The amount of work where a step has real rows, counts (D, steps); none in padding, which then costs next to nothing."""
+    return tl.where(tl.load(counts + device * steps + step) > 0, amount, 0)
+
+
+@triton.jit
 def _update(w, slope, at, ok, device, w_out, velocity, towards, t_stride, size, step, hyper):
     """Move one tile whose old weights are w; returns its squared distance to `towards`, elementwise.
 
@@ -56,7 +62,7 @@ def _store_drift(drift, step, value):
 
 @triton.jit(do_not_specialize=VARIES)
 def linear_forward(
-    x, rows, w, bias, keep, out, inputs, outputs, batch, w_stride, w_out_stride, w_in_stride, bias_stride, step, steps,
+    x, rows, w, bias, keep, out, counts, inputs, outputs, batch, w_stride, w_out_stride, w_in_stride, bias_stride, step, steps,
     RELU: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Out (D, B, outputs) = x w' + bias, then a ReLU; or, with the strides of w exchanged, slopes dY W where `keep` is positive."""
@@ -66,7 +72,7 @@ def linear_forward(
     row = _rows_at(x, rows, device, step, steps, batch, b, inputs)
     columns = w + device.to(tl.int64) * w_stride + n * w_out_stride
     total = tl.zeros([BB, BN], tl.float32)
-    for first in tl.range(0, inputs, BK, num_stages=STAGES):
+    for first in tl.range(0, _if_real(counts, device, step, steps, inputs), BK, num_stages=STAGES):
         k = first + tl.arange(0, BK)
         xs = tl.load(row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0)
         ok = (k < inputs)[:, None] & (n < outputs)[None, :]
@@ -86,11 +92,12 @@ def linear_forward(
 @triton.jit(do_not_specialize=VARIES)
 def linear_loss(
     x, rows, w, bias, labels, counts, slopes, losses, inputs, outputs, batch, w_stride, bias_stride, step, steps,
-    PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    SOFTMAX: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The last layer, its cross entropy summed into losses (steps, D, tiles), and the mean's slopes by the logits (D, B, outputs).
 
-    labels (D, steps, B) are -1 in padding; counts (D, steps) are the real rows; all logits of a row are in one tile.
+    labels (D, steps, B) are -1 in padding; counts (D, steps) are the real rows; all logits of a row are in one tile. SOFTMAX: the
+    cross entropy is given a softmax of the logits, and makes another of it.
     """
     device, tile = tl.program_id(1), tl.program_id(2)
     n = tl.arange(0, BN)
@@ -100,7 +107,7 @@ def linear_loss(
     label = tl.load(labels + (device * steps + step) * batch + b, mask=b < batch, other=-1)
     count = tl.load(counts + device * steps + step)
     logits = tl.zeros([BB, BN], tl.float32)
-    for first in tl.range(0, inputs, BK, num_stages=STAGES):
+    for first in tl.range(0, _if_real(counts, device, step, steps, inputs), BK, num_stages=STAGES):
         k = first + tl.arange(0, BK)
         xs = tl.load(row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0)
         ws = tl.load(columns[None, :] + k[:, None], mask=(k < inputs)[:, None] & (n < outputs)[None, :], other=0.0)
@@ -113,9 +120,15 @@ def linear_loss(
     norm = tl.sum(powers, axis=1)
     hit = n[None, :] == label[:, None]
     real = label >= 0
+    if SOFTMAX:
+        logits = powers / norm[:, None]
+        powers = tl.where((n < outputs)[None, :], tl.exp(logits), 0.0)
+        norm = tl.sum(powers, axis=1)
     loss = tl.log(norm) - tl.sum(tl.where(hit, logits, 0.0), axis=1)
     tl.store(losses + (step * tl.num_programs(1) + device) * tl.num_programs(2) + tile, tl.sum(tl.where(real, loss, 0.0), axis=0))
     slope = (powers / norm[:, None] - tl.where(hit, 1.0, 0.0)) / tl.maximum(count, 1).to(tl.float32)
+    if SOFTMAX:
+        slope = logits * (slope - tl.sum(slope * logits, axis=1)[:, None])
     at = (device * batch + b).to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(slopes + at, tl.where(real[:, None], slope, 0.0), mask=(b < batch)[:, None] & (n < outputs)[None, :])
 
@@ -143,7 +156,9 @@ def linear_backward(
     away = tl.zeros([BN, BK], tl.float32)
     bias_away = tl.zeros([LANES], tl.float32)
     begin = tl.program_id(2) * span
-    for first in tl.range(begin, tl.minimum(begin + span, outputs), BN, num_stages=STAGES):
+    # the first step also brings the weights to where the others look for them
+    end = tl.where((count > 0) | (step == 0), tl.minimum(begin + span, outputs), begin)
+    for first in tl.range(begin, end, BN, num_stages=STAGES):
         n = first + tl.arange(0, BN)
         at = n[:, None] * inputs + k[None, :]
         ok = (n < outputs)[:, None] & (k < inputs)[None, :]
@@ -160,9 +175,9 @@ def linear_backward(
     if bias is not None:
         if tl.program_id(0) == 0:
             hyper = (rate, momentum, weight_decay, bias_strength, count > 0)
-            for first in tl.range(begin, tl.minimum(begin + span, outputs), LANES):
+            for first in tl.range(begin, end, LANES):
                 n = first + tl.arange(0, LANES)
-                ok = n < tl.minimum(begin + span, outputs)
+                ok = n < end
                 slope = tl.zeros([LANES], tl.float32)
                 for b in tl.static_range(BATCH):
                     slope += tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=ok, other=0.0)
@@ -190,7 +205,8 @@ def linear_update(
     n = tl.program_id(2) * BN + tl.arange(0, BN)
     slope = tl.zeros([BN, BK], tl.float32)
     bias_slope = tl.zeros([BN], tl.float32)
-    for first in tl.range(0, batch, BB, num_stages=STAGES):
+    active = tl.load(counts + device * steps + step) > 0
+    for first in tl.range(0, tl.where(active, batch, 0), BB, num_stages=STAGES):
         b = first + tl.arange(0, BB)
         row = _rows_at(x, rows, device, step, steps, batch, b, inputs)
         xs = tl.load(row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0)
@@ -198,16 +214,16 @@ def linear_update(
         g = tl.load(dy + where, mask=(n < outputs)[:, None] & (b < batch)[None, :], other=0.0)
         slope = tl.dot(g, xs, slope, input_precision=PRECISION)
         bias_slope += tl.sum(g, axis=1)
-    active = tl.load(counts + device * steps + step) > 0
     rate = tl.load(rates + device)
     at = n[:, None] * inputs + k[None, :]
-    ok = (n < outputs)[:, None] & (k < inputs)[None, :]
+    moves = active | (step == 0)  # the first step also brings the weights to where the others look for them
+    ok = (n < outputs)[:, None] & (k < inputs)[None, :] & moves
     ws = tl.load(w + device.to(tl.int64) * w_stride + at, mask=ok, other=0.0)
     hyper = (rate, momentum, weight_decay, strength, active)
     away = _update(ws, slope, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper)
     bias_away = tl.zeros([BN], tl.float32)
     if bias is not None:
-        mine = (n < outputs) & (tl.program_id(0) == 0)
+        mine = (n < outputs) & (tl.program_id(0) == 0) & moves
         old = tl.load(bias + device * bias_stride + n, mask=mine, other=0.0)
         pace = (rate, momentum, weight_decay, bias_strength, active)
         bias_away = _update(old, bias_slope, n, mine, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, pace)

@@ -172,7 +172,8 @@ class LinearLayer(Layer):
         tile = self.round.tile("forward", self.round.batch, outputs, inputs)
         grid = (_ceil(outputs, tile.outputs), self.round.devices, _ceil(self.round.batch, tile.rows))
         sizes = {"inputs": inputs, "outputs": outputs, "batch": self.round.batch, "step": step, "steps": self.round.rows.shape[1]}
-        kernels.linear_forward[grid](**args, **sizes, PRECISION=self.round.precision, BB=tile.rows, **_blocks(tile))
+        args |= {"counts": self.round.counts, "PRECISION": self.round.precision}
+        kernels.linear_forward[grid](**args, **sizes, BB=tile.rows, **_blocks(tile))
 
     def _back_in_one(self, step: int) -> None:
         plan, batch = self.plan, self.round.batch
@@ -197,6 +198,7 @@ class LinearLayer(Layer):
 class LastLayer(LinearLayer):
     """The layer that gives the logits: forward leaves their slopes in dy and summed cross entropies in losses (steps, D, tiles)."""
 
+    softmax: bool = False
     losses: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,7 +216,7 @@ class LastLayer(LinearLayer):
         weight, tile = self.weight.source(step), self._tile
         reads = {"x": self.x, "rows": self._rows, "w": weight, "w_stride": weight.stride(0), "labels": labels, "counts": counts}
         sizes = {"inputs": plan.inputs, "outputs": plan.outputs, "batch": self.round.batch, "step": step, "steps": rows.shape[1]}
-        writes = {"slopes": self.dy, "losses": self.losses}
+        writes = {"slopes": self.dy, "losses": self.losses, "SOFTMAX": self.softmax}
         grid = (1, self.round.devices, self.losses.shape[2])
         kernels.linear_loss[grid](
             **reads, **self._bias(step), **writes, **sizes, PRECISION=self.round.precision, BB=tile.rows, **_blocks(tile)

@@ -200,6 +200,8 @@ def _chain_or_reason(loss: ModelLoss, shape: Shape) -> Chain | str:
         chain = chain_of(loss.model, shape)
     except NotAChainError as error:
         return str(error)
+    if chain.softmax:
+        return "it ends in a softmax"
     convs = [layer for layer in chain.layers if isinstance(layer, Conv)]
     empty = next((conv.weight for conv in convs if min(conv.pooled) < 1), None)
     return f"nothing leaves the layer of '{empty}'" if empty else chain

@@ -129,8 +129,10 @@ def _layers(chain: Chain, moving: dict[str, Moving], round_: Round, x_store: Ten
         x, dx = (before.out, before.dy) if before else (x_store.contiguous(), None)
         rectified = bool(layers) and chain.layers[len(layers) - 1].relu
         shared = (round_, moving[plan.weight], bias, x, before is None, dx, rectified)
-        linear = LastLayer if plan is chain.layers[-1] else LinearLayer
-        layers.append(linear(*shared, plan) if isinstance(plan, Linear) else ConvLayer(*shared, plan))
+        if isinstance(plan, Linear):
+            layers.append(LastLayer(*shared, plan, chain.softmax) if plan is chain.layers[-1] else LinearLayer(*shared, plan))
+        else:
+            layers.append(ConvLayer(*shared, plan))
     return layers
 
 

@@ -64,26 +64,32 @@ class Evaluation:
 @torch.no_grad()
 def local_test(evaluation: Evaluation, state: State, holdings: Holdings) -> Accuracies:
     """Accuracy of each device's personal model on its own rows (devices,); NaN for a device without any."""
+    return local_tests(evaluation, [state], [holdings])[0]
+
+
+@torch.no_grad()
+def local_tests(evaluation: Evaluation, states: Sequence[State], holdings: Sequence[Holdings]) -> list[Accuracies]:
+    """The same for several federations side by side; those that deal out one data set are asked all at once."""
+    if any(held.examples.x is not holdings[0].examples.x for held in holdings):
+        return [local_test(evaluation, state, held) for state, held in zip(states, holdings, strict=True)]
+    asked = [_questions(state, held) for state, held in zip(states, holdings, strict=True)]
+    hits = iter(_hits(evaluation, [task for tasks in asked for task in tasks], holdings[0].examples))
+    return [_accuracies(held, [next(hits) for _ in tasks]) for held, tasks in zip(holdings, asked, strict=True)]
+
+
+def _questions(state: State, holdings: Holdings) -> list[Task]:
+    """What is to be predicted: by each device's model its own rows; everything at once where all have one model."""
+    tested = np.flatnonzero(holdings.sizes).tolist()
     if not state.private.initial:
-        return _shared_model_on_each(evaluation, state, holdings)
-    accuracies = np.full(holdings.devices, np.nan)
-    tested = np.flatnonzero(holdings.sizes)
-    if not len(tested):
-        return accuracies
-    tasks = [Task(state.shared, state.private.of(d), in_batches(holdings.rows[d], _BATCH)) for d in tested.tolist()]
-    for device, hits in zip(tested, _hits(evaluation, tasks, holdings.examples), strict=True):
-        accuracies[device] = hits.mean()
-    return accuracies
+        return [Task(state.shared, {}, in_batches(holdings.pooled(), _BATCH))] if tested else []
+    return [Task(state.shared, state.private.of(d), in_batches(holdings.rows[d], _BATCH)) for d in tested]
 
 
-def _shared_model_on_each(evaluation: Evaluation, state: State, holdings: Holdings) -> Accuracies:
-    """All devices have one model: predict everything once, then ask each device's rows."""
-    right = np.full(len(holdings.examples.y), np.nan)
-    pooled = holdings.pooled()
-    if len(pooled):
-        task = Task(state.shared, {}, in_batches(pooled, _BATCH))
-        right[pooled] = _hits(evaluation, [task], holdings.examples)[0]
-    return np.array([right[rows].mean() if len(rows) else np.nan for rows in holdings.rows])
+def _accuracies(holdings: Holdings, answers: Sequence[npt.NDArray[np.bool_]]) -> Accuracies:
+    """The share of right answers, which come device by device, of each device (devices,)."""
+    right = np.concatenate([*answers, np.zeros(0, dtype=np.bool_)])
+    ends = np.cumsum(holdings.sizes)
+    return np.array([right[end - size : end].mean() if size else np.nan for end, size in zip(ends, holdings.sizes, strict=True)])
 
 
 def _hits(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> list[npt.NDArray[np.bool_]]:

@@ -1,6 +1,9 @@
-"""The report of a run: one page of HTML with tables and figures that opens anywhere, offline."""
+"""The report of a run, or of a paper's study: one page of HTML with tables and figures that opens anywhere, offline."""
 
 from glocal.report.classes import draw_classes
+from glocal.report.markdown import study_markdown
 from glocal.report.page import write_report
+from glocal.report.study_figures import draw_study
+from glocal.report.study_page import write_study_report
 
-__all__ = ["draw_classes", "write_report"]
+__all__ = ["draw_classes", "draw_study", "study_markdown", "write_report", "write_study_report"]

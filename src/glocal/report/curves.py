@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from glocal.keep import Json
-from glocal.report.drawing import Drawing, panel
+from glocal.report.drawing import Drawing, panel, trace
 from glocal.report.looks import MARKERS, legend, line_sample
 from glocal.report.numerals import PERCENT, several, size, unit_of
 from glocal.report.reading import Record, Run
@@ -122,15 +122,13 @@ def _panel_by_round(measured: str) -> tuple[Figure, Axes]:
 
 
 def _trace(axes: Axes, curve: Curve, *, scale: float = 1.0) -> None:
-    """The mean as a line with some markers, the seeds' range as a band."""
-    look = curve.record.look
-    low, mean, high = ([scale * of(values) for values in curve.values] for of in (min, fmean, max))
-    axes.fill_between(curve.places, low, high, color=look.colour, alpha=0.16, linewidth=0)
-    dashes = (0, look.dash) if look.dash else "solid"
-    every = max(1, min(len(mean) // 2, 1 + len(mean) // 8))
+    """A curve with some of its markers."""
+    length = len(curve.places)
+    every = max(1, min(length // 2, 1 + length // 8))
     # lines that lie on each other show their markers in turn
-    marked = (MARKERS.index(look.marker) % every, every)
-    axes.plot(curve.places, mean, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, markevery=marked)
+    marked = (MARKERS.index(curve.record.look.marker) % every, every)
+    values = [[scale * value for value in seeds] for seeds in curve.values]
+    trace(axes, curve.places, values, curve.record.look, markevery=marked)
 
 
 def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:

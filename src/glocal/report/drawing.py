@@ -3,14 +3,17 @@
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from glocal.report.looks import Look
 
 # stand-ins that the page's own colours take the place of, so that a figure follows its theme
 INK, PAPER = "#0a0b0c", "#fafbfc"
@@ -63,6 +66,14 @@ def panel(height: float = 3.4) -> tuple[Figure, Axes]:
     """A figure with one pair of axes."""
     figure = sheet(height)
     return figure, figure.add_subplot()
+
+
+def trace(axes: Axes, places: Sequence[float], values: Sequence[Sequence[float]], look: Look, **line: Any) -> None:
+    """The mean of each place's values as a line with markers, their range as a band; `line` is for matplotlib."""
+    low, mean, high = ([of(several) for several in values] for of in (min, fmean, max))
+    axes.fill_between(places, low, high, color=look.colour, alpha=0.16, linewidth=0)
+    dashes = (0, look.dash) if look.dash else "solid"
+    axes.plot(places, mean, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, **line)
 
 
 def shown(drawing: Drawing, name: str, *, kind: str = "plain") -> str:

@@ -53,6 +53,13 @@ def line_sample(look: Look) -> str:
     return _sample(f'{line}<path transform="translate(15 6)" d="{_MARKERS[look.marker]}" fill="{look.colour}"/>')
 
 
+def hollow_sample(look: Look) -> str:
+    """A case's marker, empty."""
+    return _sample(
+        f'<path transform="translate(15 6)" d="{_MARKERS[look.marker]}" fill="none" stroke="{look.colour}" stroke-width="1.6"/>'
+    )
+
+
 def bar_sample(hatching: Hatching) -> str:
     """A piece of a bar."""
     bar = f'<path d="M0 0h30v12H0z" fill="{hatching.colour}"/>'

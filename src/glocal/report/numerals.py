@@ -64,3 +64,26 @@ def mean_count(values: Sequence[float]) -> str:
     ('1.5', '2')
     """
     return f"{fmean(values):.1f}".removesuffix(".0")
+
+
+def duration(seconds: float) -> str:
+    """Hours and minutes, minutes and seconds, or seconds.
+
+    >>> duration(4000), duration(75.2), duration(3.4)
+    ('1 h 7 min', '1 min 15 s', '3 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        hours, minutes = divmod(round(seconds / 60), 60)
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def signed(points: float) -> str:
+    """Points with two decimals and their sign.
+
+    >>> signed(0.5), signed(-0.25), signed(0.0)
+    ('+0.50', '−0.25', '0.00')
+    """
+    written = f"{abs(points):.2f}"
+    return written if written == "0.00" else f"{'+' if points > 0 else '−'}{written}"

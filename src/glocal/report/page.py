@@ -1,6 +1,7 @@
 """The page: a summary in words, then sections of tables and figures, put into page.html."""
 
 import json
+from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -21,10 +22,25 @@ def write_report(folder: Path) -> Path:
     run = read_run(folder)
     with ink_and_paper(INK, PAPER):
         sections = [_notice(run), _results(run), _figures(run), _devices(run), _settings(run)]
+    return write_page(folder, title=run.settings.name, summary=_summary(run), sections=sections)
+
+
+def write_page(folder: Path, *, title: str, summary: str, sections: Iterable[str]) -> Path:
+    """Write folder/report.html: a title in words, then HTML; sections without anything in them are left out."""
     page = Template(files("glocal.report").joinpath("page.html").read_text(encoding="utf-8"))
-    words = {"title": escape(run.settings.name), "summary": _summary(run), "sections": "\n".join(filter(None, sections))}
+    words = {"title": escape(title), "summary": summary, "sections": "\n".join(filter(None, sections))}
     write_text(folder / "report.html", page.substitute(words))
     return folder / "report.html"
+
+
+def section(title: str, inner: str) -> str:
+    """A part of the page under a heading."""
+    return f"<section><h2>{title}</h2>\n{inner}</section>"
+
+
+def figure_grid(figures: Iterable[str]) -> str:
+    """Figures side by side, where there is room."""
+    return '<div class="figures">\n{}\n</div>'.format("\n".join(figures))
 
 
 def _summary(run: Run) -> str:
@@ -59,7 +75,7 @@ def _told_shares(run: Run) -> str:
     """What part of its model each LG-FedAvg case shares; cases that share the same are named together."""
     shares: dict[str, list[str]] = {}
     for record in run.records:
-        if record.case.algorithm == "lg_fedavg" and (share := _share(record, run.settings.plan.cohort)):
+        if record.case.algorithm == "lg_fedavg" and (share := _share(record, run.plan(record).cohort)):
             shares.setdefault(share, []).append(record.name)
     return " ".join(f"Shared in {', '.join(names)}: {share}." for share, names in shares.items())
 
@@ -84,7 +100,7 @@ def _notice(run: Run) -> str:
 
 
 def _results(run: Run) -> str:
-    return _section("Results", f'{results_table(run)}\n<p class="note">{results_note(run)}</p>')
+    return section("Results", f'{results_table(run)}\n<p class="note">{results_note(run)}</p>')
 
 
 def _figures(run: Run) -> str:
@@ -92,9 +108,8 @@ def _figures(run: Run) -> str:
     draws = (draw_validation, draw_economy, draw_tests, draw_spread, draw_loss, draw_purposes)
     drawn = [drawing for draw in draws if (drawing := draw(run))]
     if not drawn:
-        return _section("Figures", "<p>Nothing has been measured yet.</p>")
-    figures = "\n".join(shown(drawing, f"f{number}") for number, drawing in enumerate(drawn, start=1))
-    return _section("Figures", f'<div class="figures">\n{figures}\n</div>')
+        return section("Figures", "<p>Nothing has been measured yet.</p>")
+    return section("Figures", figure_grid(shown(drawing, f"f{number}") for number, drawing in enumerate(drawn, start=1)))
 
 
 def _devices(run: Run) -> str:
@@ -106,14 +121,10 @@ def _devices(run: Run) -> str:
         "its own model does on its own test data."
     )
     note = f'<p class="note">{columns}</p>\n' if tables else ""
-    return _section("Devices", classes + note + tables) if classes or tables else ""
+    return section("Devices", classes + note + tables) if classes or tables else ""
 
 
 def _settings(run: Run) -> str:
     text = escape(json.dumps(run.settings.as_dict(), indent=2, ensure_ascii=False))
     box = scrolling(f"<pre>{text}</pre>", "Settings")
-    return _section("Settings", f"<details><summary>What this run was started with</summary>\n{box}</details>")
-
-
-def _section(title: str, inner: str) -> str:
-    return f"<section><h2>{title}</h2>\n{inner}</section>"
+    return section("Settings", f"<details><summary>What this run was started with</summary>\n{box}</details>")

@@ -36,7 +36,7 @@ def results_table(run: Run) -> str:
     """One row per case; the best value of a column is bold."""
     best = [_best(run, column) for column in _COLUMNS]
     rows = (_result_row(run, record, best) for record in run.records)
-    return _table(_results_head(), rows, "Results by case")
+    return boxed_table(_results_head(), rows, "Results by case")
 
 
 def results_note(run: Run) -> str:
@@ -58,7 +58,7 @@ def device_table(record: Record) -> str:
     result = record.results[0]
     heads = ("Device", "Train", "Val", "Test", "Sampled", "Local Test, %")
     head = "".join(f'<th scope="col">{words}</th>' for words in heads)
-    table = _table(f"<tr>{head}</tr>", map(_device_row, result["devices"]), f"Devices of {record.name}")
+    table = boxed_table(f"<tr>{head}</tr>", map(_device_row, result["devices"]), f"Devices of {record.name}")
     summary = f'{line_sample(record.look)}{escape(record.name)} <span class="note">seed {result["seed"]}</span>'
     return f"<details><summary>{summary}</summary>\n{table}</details>"
 
@@ -68,18 +68,23 @@ def scrolling(inner: str, label: str) -> str:
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{inner}</div>'
 
 
-def _table(head: str, rows: Iterable[str], label: str) -> str:
+def boxed_table(head: str, rows: Iterable[str], label: str) -> str:
+    """A table that scrolls by itself, of rows in HTML."""
     body = "\n".join(rows)
     return scrolling(f"<table><thead>{head}</thead>\n<tbody>\n{body}\n</tbody></table>", label)
 
 
-def _results_head() -> str:
-    """Two rows: groups of columns, then the columns."""
-    groups = [(group, len(list(same))) for group, same in groupby(column.group for column in _COLUMNS)]
-    names = "".join(f'<th rowspan="2" scope="col" class="name">{name}</th>' for name in ("Case", "Algorithm"))
+def grouped_head(names: Iterable[str], columns: Sequence[tuple[str, str]]) -> str:
+    """Two rows: columns of words and groups of columns, each with its head, then the columns' own heads."""
+    groups = [(group, len(list(same))) for group, same in groupby(group for group, _ in columns)]
+    words = "".join(f'<th rowspan="2" scope="col" class="name">{name}</th>' for name in names)
     upper = "".join(f'<th colspan="{width}" scope="colgroup">{group}</th>' for group, width in groups)
-    lower = "".join(f'<th scope="col">{column.head}</th>' for column in _COLUMNS)
-    return f"<tr>{names}{upper}</tr>\n<tr>{lower}</tr>"
+    lower = "".join(f'<th scope="col">{head}</th>' for _, head in columns)
+    return f"<tr>{words}{upper}</tr>\n<tr>{lower}</tr>"
+
+
+def _results_head() -> str:
+    return grouped_head(("Case", "Algorithm"), [(column.group, column.head) for column in _COLUMNS])
 
 
 def _best(run: Run, column: Column) -> str | None:

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from glocal import algorithms, data
-from glocal.algorithm import Algorithm
+from glocal.algorithm import Algorithm, unweighted
 from glocal.data import Dataset, Partition
 from glocal.errors import InputError, brief, nearest
 from glocal.federation import Federation, Holdings, gathered, held_out
@@ -19,7 +19,7 @@ from glocal.modules import params_of
 from glocal.optimisers import Optimiser, adam, sgd
 from glocal.sampling import stream
 from glocal.split import Split
-from glocal.studies.models import lenet5, mlp
+from glocal.studies.models import lenet5, mlp, softmax_mlp
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.training import Objective, augmented, cross_entropy
 from glocal.trees import Params
@@ -69,10 +69,20 @@ def build_data(settings: DataSettings, report: data.Report) -> Dataset | Federat
 def deal_out(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed: int) -> Federation:
     """The data set dealt to devices; data that come device by device are taken as they are."""
     if isinstance(loaded, Federation):
-        return loaded
+        return _first_devices(loaded, settings.keep_devices)
     if isinstance(loaded, Dataset):
-        return data.deal(loaded, build_partition(settings), validation=settings.validation, seed=seed)
-    return held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed)
+        dealt = data.deal(loaded, build_partition(settings), validation=settings.validation, seed=seed)
+        return _first_devices(dealt, settings.keep_devices)
+    return _first_devices(held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed), settings.keep_devices)
+
+
+def _first_devices(federation: Federation, count: int | None) -> Federation:
+    if count is None:
+        return federation
+    if not 1 <= count <= federation.devices:
+        raise InputError(f"settings: data.keep_devices is {count}; it must be from 1 to {federation.devices}")
+    parts = (federation.train, federation.val, federation.test)
+    return Federation(*(replace(part, rows=part.rows[:count]) for part in parts))
 
 
 def build_partition(settings: DataSettings) -> Partition:
@@ -80,6 +90,7 @@ def build_partition(settings: DataSettings) -> Partition:
     known: dict[str, Callable[[], Partition]] = {
         "iid": lambda: data.iid(settings.devices),
         "shards": lambda: data.shards(settings.devices, settings.classes_per_device),
+        "random_shards": lambda: data.random_shards(settings.devices, settings.classes_per_device),
         "dirichlet": lambda: data.dirichlet(settings.devices, settings.alpha),
     }
     if settings.partition == "natural":
@@ -94,6 +105,7 @@ def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed:
     """The network for such examples, its weights drawn from the seed; the caller's random state is left as it was."""
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
+        "softmax_mlp": lambda: softmax_mlp(example.numel(), settings.hidden, classes),
         "lenet5": lambda: lenet5(example.shape[0], classes),
     }
     own = ":" in settings.name
@@ -108,16 +120,17 @@ def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed:
 
 def plain_model(name: str) -> nn.Module:
     """A model by name alone, with the paper's sizes."""
-    known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "lenet5": lenet5}
+    known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "softmax_mlp": softmax_mlp, "lenet5": lenet5}
     model = called(named_function(name, "model") if ":" in name else _known(name, known, "model"), name)
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {name} returned {type(model).__name__}; an nn.Module was expected")
     return model
 
 
-def build_split(settings: Settings, model: nn.Module) -> Split:
-    """The split as named."""
-    return Split.of(model, local=settings.split.local, shared=settings.split.shared)
+def build_split(settings: Settings, case: CaseSettings, model: nn.Module) -> Split:
+    """The split as named, by the case or else by the study."""
+    named = settings.split if case.local is None and case.shared is None else case
+    return Split.of(model, local=named.local, shared=named.shared)
 
 
 def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Algorithm:
@@ -126,7 +139,7 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Alg
     own = ":" in case.algorithm
     make = named_function(case.algorithm, "algorithm") if own else _known(case.algorithm, exported, "algorithm")
     offered: dict[str, Callable[[], object]] = {
-        "split": lambda: build_split(settings, parts.model),
+        "split": lambda: build_split(settings, case, parts.model),
         "devices": lambda: parts.federations[0].devices,
     }
     wanted = list(inspect.signature(make).parameters.values())[2:]
@@ -136,14 +149,15 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Alg
     made = called(partial(make, parts.objective, optimiser, **given, **knobs), case.algorithm)
     if not isinstance(made, Algorithm):
         raise InputError(f"algorithm: {case.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected")
-    return made
+    known: dict[str, Callable[[Algorithm], Algorithm]] = {"examples": lambda algorithm: algorithm, "equal": unweighted}
+    return _known(settings.plan.weights, known, "plan.weights")(made)
 
 
 def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[str, Knob]:
     """The case's knobs, held against the algorithm's signature."""
     for name, value in case.knobs.items():
         if name not in wanted:
-            known = {*wanted, "rounds", "after", "after_round", "rate"}
+            known = {*wanted, "rounds", "cohort", "local", "shared", "after", "after_round", "rate"}
             raise InputError(f"settings: {case.algorithm} has no knob '{name}'; {nearest(name, known)}")
         if wanted[name].annotation in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"settings: {case.algorithm}.{name} is {value!r}; a number was expected")

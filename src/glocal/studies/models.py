@@ -21,6 +21,11 @@ def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes
     return nn.Sequential(OrderedDict(parts[:-1]))
 
 
+def softmax_mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
+    """The same with a softmax at its end, as in the paper's released code: with cross entropy it is then applied twice."""
+    return nn.Sequential(OrderedDict([*mlp(inputs, hidden, classes).named_children(), ("softmax", nn.Softmax(dim=1))]))
+
+
 def lenet5(channels: int = 3, classes: int = 10) -> nn.Sequential:
     """Conv 6@5, pool, conv 16@5, pool, fc 120, fc 100, fc: the paper's CIFAR-10 network for 32x32, 64,102 parameters."""
     return nn.Sequential(

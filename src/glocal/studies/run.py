@@ -13,7 +13,7 @@ from glocal.errors import InputError, nearest
 from glocal.federation import Federation
 from glocal.fitting import Case, Moment, Options, beginning, fingerprint, finish, placed, require_fit, train, warm_params
 from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
-from glocal.sampling import Plan
+from glocal.sampling import Plan, choose_cohort
 from glocal.studies.build import Parts, build_algorithm, build_parts
 from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.trees import Params
@@ -48,6 +48,7 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
         require_fit(next(iter(cases.values())), federation, study.options)
     study.options.computing_device()
     for name, case in cases.items():
+        choose_cohort(case.plan, study.parts.federations[0].devices, case.plan.first_round)
         _require_continuable(study, name, case)
     write_json(folder / "settings.json", settings.as_dict())
     write_json(folder / "federation.json", _who_has_what(study.parts.federations[0]))
@@ -120,6 +121,9 @@ def slug(name: str) -> str:
 
 def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     folder, plan = case_folder(study.folder, name), case.plan
+    if _already_tested(folder, plan):
+        yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
+        return
     params, spent = _start(study, study.settings.cases[name])
     case = placed(replace(case, params=params, spent=spent), study.options)
     progress = beginning(case, study.options, folder)
@@ -130,8 +134,7 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
         _keep_snapshot(folder, case, progress, wanted)
         append_rows(folder / "timing.jsonl", [{"round": moment.rows[0]["round"], "seconds": moment.seconds}])
         yield Step(name, plan.rounds, moment, [])
-    if not _already_tested(folder, plan):
-        finish(case, study.options, progress, folder)
+    finish(case, study.options, progress, folder)
     yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
 
 
@@ -151,10 +154,11 @@ def _start(study: Study, case: CaseSettings) -> tuple[tuple[Params, ...], tuple[
 
 
 def _keep_snapshot(folder: Path, case: Case, progress: Progress, wanted: set[int]) -> None:
-    """Keep the model of a round that a later case starts from."""
+    """Keep the model that a later case starts from: a round's, or the best so far where rounds are chosen on validation data."""
     done = case.plan.first_round + progress.done
     if done in wanted and not _snapshot(folder, done).exists():
-        models = [warm_params(case.algorithm, state) for state in progress.states]
+        chosen = [best[2] if best else state for best, state in zip(progress.best, progress.states, strict=True)]
+        models = [warm_params(case.algorithm, state) for state in chosen]
         tensors = {f"{place}/{name}": tensor for place, model in enumerate(models) for name, tensor in model.items()}
         write_tensors(_snapshot(folder, done), tensors, {"ledgers": [ledger.as_dict() for ledger in progress.ledgers]})
 
@@ -183,7 +187,8 @@ def plans_of(settings: Settings) -> dict[str, Plan]:
     plans: dict[str, Plan] = {}
     for name, case in settings.cases.items():
         rounds = common.rounds if case.rounds is None else case.rounds
-        plans[name] = Plan(rounds, common.cohort, common.epochs, common.batch, common.seed)
+        cohort = common.cohort if case.cohort is None else case.cohort
+        plans[name] = Plan(rounds, cohort, common.epochs, common.batch, common.seed)
         if case.after is not None:
             start = plans[case.after].last_round if case.after_round is None else case.after_round
             plans[name] = replace(plans[name], first_round=start)

@@ -17,7 +17,10 @@ Knob = int | float | str | bool
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and who gets what; `source` is digits, mnist, cifar10 or your own "module:function"."""
+    """Which data, and who gets what; `source` is digits, mnist, cifar10 or your own "module:function".
+
+    Once dealt out, only the first `keep_devices` take part, if that is given.
+    """
 
     source: str = "digits"
     partition: str = "shards"
@@ -26,11 +29,12 @@ class DataSettings:
     alpha: float = 0.5
     validation: float = 0.1
     augment: str = "none"
+    keep_devices: int | None = None
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which network: mlp (with these hidden widths), lenet5, or your own "module:function"."""
+    """Which network: mlp or softmax_mlp (with these hidden widths), lenet5, or your own "module:function"."""
 
     name: str = "mlp"
     hidden: tuple[int, ...] = (64, 32, 32, 32)
@@ -57,7 +61,10 @@ class OptimiserSettings:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """How long and with how many devices; `seeds` runs side by side, from `seed` on."""
+    """How long and with how many devices; `seeds` runs side by side, from `seed` on.
+
+    In an average a device weighs as much as it has examples, or all weigh the same (`weights` = "equal").
+    """
 
     rounds: int = 50
     cohort: int = 5
@@ -65,14 +72,21 @@ class PlanSettings:
     batch: int = 10
     seed: int = 0
     seeds: int = 1
+    weights: str = "examples"
 
 
 @dataclass(frozen=True)
 class CaseSettings:
-    """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`."""
+    """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`.
+
+    `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given.
+    """
 
     algorithm: str
     rounds: int | None = None
+    cohort: int | None = None
+    local: tuple[str, ...] | None = None
+    shared: tuple[str, ...] | None = None
     after: str | None = None
     after_round: int | None = None
     rate: float | None = None

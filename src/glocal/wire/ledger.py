@@ -63,7 +63,8 @@ class Ledger:
         """Every trained device sent its local part once for the New Test; nothing is sent where nothing is local."""
         if not local:
             return self
-        return replace(self, ensemble=self.ensemble.plus(local, trained), paper=self.paper.plus(whole, devices))
+        counted = devices if whole.keys() - local.keys() else 0  # where nothing is shared, the paper prints 0
+        return replace(self, ensemble=self.ensemble.plus(local, trained), paper=self.paper.plus(whole, counted))
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For JSON: parameters and bytes by purpose."""

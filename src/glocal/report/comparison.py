@@ -1,0 +1,236 @@
+"""What a study found beside what its paper printed: rows, tables and splits as plain values."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from glocal import trees
+from glocal.modules import params_of
+from glocal.studies.build import build_split, plain_model
+from glocal.studies.findings import Findings
+from glocal.studies.paper import FINE_TUNED
+from glocal.studies.study import Claim, Figure, Part, Published
+
+MEASURES = {"local": "Local Test", "new": "New Test"}
+_MTL = {"mtl-10": "MTL, M = 10", "mtl-100": "MTL, M = 100"}
+_TABLE_1_STARTS = ("LG 1200+100", "LG 1800+100")
+_TABLE_1_LOCAL = {"LG 1200+100": 91.07}
+_TABLE_1_NOTE = "Of LG 1200+100 the paper prints two numbers on Local Test: 91.07 ± 0.50 here, 90.77 ± 0.50 in the appendix."
+
+
+class Score(NamedTuple):
+    """Mean and sample standard deviation in percent, with two decimals as the paper prints them; one seed has no deviation."""
+
+    mean: float
+    std: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.std is None else f" ± {self.std:.2f}")
+
+
+class Pair(NamedTuple):
+    """A printed score and ours; None for what the paper lacks or what was not measured."""
+
+    paper: Score | None
+    ours: Score | None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's, in points."""
+        return None if self.paper is None or self.ours is None else round(self.ours.mean - self.paper.mean, 2)
+
+    @property
+    def shortfall(self) -> float:
+        """How far ours is below the paper's mean less its standard deviation, in points; 0 where it is not."""
+        if self.paper is None or self.ours is None:
+            return 0.0
+        return max(0.0, round(self.paper.mean - (self.paper.std or 0.0) - self.ours.mean, 2))
+
+
+class Sent(NamedTuple):
+    """What was sent: the paper's figure, ours counted its way and in its digits (None: not measured), and the honest count."""
+
+    paper: str | None
+    ours: str | None = None
+    parameters: int = 0
+    bytes: int = 0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two printed figures are the same; where one of them lacks there is nothing to disagree with."""
+        return self.paper is None or self.ours is None or self.paper == self.ours
+
+
+class Row(NamedTuple):
+    """A row of one part: its two scores, and what it sent.
+
+    `choice` is what sets the case that stands for it apart from the others that could, such as "rate 0.05".
+    """
+
+    name: str
+    choice: str
+    scores: Mapping[str, Pair]
+    sent: Sent
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything of ours in it."""
+        return self.sent.ours is not None
+
+
+class SideBySide(NamedTuple):
+    """A table with the protocols side by side: by row and protocol what the paper printed and what was measured."""
+
+    title: str
+    protocols: tuple[str, ...]
+    rows: Mapping[str, Mapping[str, Row]]
+    note: str = ""
+
+
+class Shared(NamedTuple):
+    """A split of the sweep: what it shares, how many parameters of how many, and its figures, one per seed."""
+
+    shares: str
+    parameters: int
+    whole: int
+    figures: Mapping[str, Sequence[float]]
+
+
+def score(values: Sequence[float]) -> Score | None:
+    """Percentages over seeds; None without any.
+
+    >>> print(score([98.0, 99.0]))
+    98.50 ± 0.71
+    """
+    if not values:
+        return None
+    return Score(round(fmean(values), 2), round(stdev(values), 2) if len(values) > 1 else None)
+
+
+def printed(row: Published | None, measure: str) -> Score | None:
+    """What the paper prints of a row."""
+    return None if row is None else {"local": Score(row.local, row.local_std), "new": Score(row.new, row.new_std)}[measure]
+
+
+def rows_of(findings: Findings, part: str) -> list[Row]:
+    """The published rows of a part in the paper's order, then those that the paper lacks."""
+    published = findings.study.parts[part].published
+    return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
+
+
+def row_names(part: Part) -> list[str]:
+    """Published rows first; cases that only serve the sweep of splits are left out."""
+    swept = set(part.splits.values()) - {FINE_TUNED}
+    names = list(part.choices) or [name for name in part.settings.cases if name in part.published or name not in swept]
+    return [*(name for name in part.published if name in names), *(name for name in names if name not in part.published)]
+
+
+def tables_of(findings: Findings) -> list[SideBySide]:
+    """One table for each split of the data of which something was measured."""
+    parts: dict[str, dict[str, str]] = {}
+    for name, part in findings.study.parts.items():
+        if name in findings.parts and name not in _MTL:
+            parts.setdefault(part.title, {})[part.protocol] = name
+    return [_side_by_side(title, {way: rows_of(findings, name) for way, name in of.items()}) for title, of in parts.items()]
+
+
+def table_1(findings: Findings) -> SideBySide | None:
+    """Table 1 of the main text, CIFAR-10 with two classes per device; None in a study without it, or where nothing was measured."""
+    if not _MTL.keys() <= findings.study.parts.keys():
+        return None
+    wanted = ("FedAvg", "Local only", *_MTL.values(), *_TABLE_1_STARTS)
+    columns = {protocol: _main_text(findings, f"{protocol}-2") for protocol in ("paper", "released", "tuned")}
+    columns["paper"] += [row._replace(name=_MTL[part]) for part in _MTL for row in rows_of(findings, part)]
+    measured = {protocol: rows for protocol, rows in columns.items() if any(row.measured for row in rows)}
+    table = _side_by_side("Table 1 of the main text", measured)
+    rows = {name: table.rows[name] for name in wanted if name in table.rows}
+    return table._replace(rows=rows, note=_TABLE_1_NOTE) if measured else None
+
+
+def swept(findings: Findings, part: str) -> list[Shared]:
+    """The measured splits of a part, from nothing shared to everything; how much is shared is counted on the study's model."""
+    of, found = findings.study.parts[part], findings.parts.get(part)
+    # of another model than the study's the sizes are not known here
+    if not found or found["settings"]["model"] != of.settings.as_dict()["model"]:
+        return []
+    sizes = _sizes(of)
+    return [
+        Shared(shares, sizes[shares], sizes["all"], {measure: findings.values(Figure(part, case, measure)) for measure in MEASURES})
+        for shares, case in of.splits.items()
+        if findings.case(part, case)
+    ]
+
+
+def published_lead(findings: Findings, claim: Claim) -> float | None:
+    """How far ahead a claim is by the paper's own means, in points; None where it did not print all of them."""
+    lead = 0.0
+    for sign, side in ((1, claim.more), (-1, claim.less)):
+        for figure in side:
+            row = printed(findings.study.parts[figure.part].published.get(figure.case), figure.measure)
+            if row is None:
+                return None
+            lead += sign * row.mean
+    return round(lead, 2)
+
+
+def seeds_of(findings: Findings, part: str) -> int:
+    """How many seeds a part has been run with."""
+    return max((len(case["local"]) for case in findings.parts[part]["cases"].values()), default=0)
+
+
+def changes_of(findings: Findings, part: str) -> list[str]:
+    """Settings with which a part was run that are not the study's, such as "plan.seeds = 2", those of single cases apart."""
+    run, planned = findings.parts[part]["settings"], findings.study.parts[part].settings.as_dict()
+    # nothing else under "run" changes a figure
+    kept = {**run, "run": {key: run["run"][key] for key in ("select", "precision", "validate_every") if key in run["run"]}}
+    sections = ("data", "model", "split", "optimiser", "plan", "run")
+    return [f"{of}.{key} = {value}" for of in sections for key, value in kept[of].items() if value != planned[of].get(key)]
+
+
+def missing_cases(findings: Findings, part: str) -> list[str]:
+    """Cases of a part that have not been finished."""
+    return [case for case in findings.study.parts[part].settings.cases if case not in findings.parts[part]["cases"]]
+
+
+def _row(findings: Findings, part: str, name: str, published: Published | None) -> Row:
+    ours = {measure: score(findings.values(Figure(part, name, measure))) for measure in MEASURES}
+    scores = {measure: Pair(printed(published, measure), mine) for measure, mine in ours.items()}
+    choice = findings.name_of(part, name).removeprefix(name).lstrip(", ")
+    return Row(name, choice, scores, _sent(findings, part, name, published))
+
+
+def _sent(findings: Findings, part: str, name: str, published: Published | None) -> Sent:
+    """Counts of a row; one that the paper lacks is written in the digits of the table's other rows."""
+    case, paper = findings.case(part, name), published.printed if published else None
+    if case is None:
+        return Sent(paper)
+    digits = published or next(row for row in findings.study.parts[part].published.values() if row.parameters)
+    return Sent(paper, digits.parameters_printed(case["paper_parameters"]), case["parameters"], case["bytes"])
+
+
+def _side_by_side(title: str, columns: Mapping[str, Iterable[Row]]) -> SideBySide:
+    rows: dict[str, dict[str, Row]] = {}
+    for protocol, of in columns.items():
+        for row in of:
+            rows.setdefault(row.name, {})[protocol] = row
+    return SideBySide(title, tuple(columns), rows)
+
+
+def _main_text(findings: Findings, part: str) -> list[Row]:
+    """The rows of a part with what Table 1 prints of them, where that is not what the appendix does."""
+    published = dict(findings.study.parts[part].published)
+    for name, local in _TABLE_1_LOCAL.items():
+        published[name] = published[name]._replace(local=local)
+    return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
+
+
+def _sizes(part: Part) -> dict[str, int]:
+    """How many parameters each split of a part shares."""
+    model = plain_model(part.settings.model.name)
+    params = params_of(model)
+    sizes = {"none": 0, "all": trees.count(params)}
+    for shares, case in part.splits.items():
+        if shares not in sizes:
+            split = build_split(part.settings, part.settings.cases[case], model)
+            sizes[shares] = trees.count(split.take_shared(params))
+    return sizes

@@ -1,0 +1,134 @@
+"""The page of a paper's study: what the paper says, what was found beside it, and figures like its own."""
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from glocal.report.comparison import SideBySide, swept, table_1, tables_of
+from glocal.report.drawing import INK, PAPER, ink_and_paper, shown
+from glocal.report.page import figure_grid, section, write_page
+from glocal.report.study_figures import study_drawings
+from glocal.report.tables import boxed_table, grouped_head, scrolling
+from glocal.report.words import (
+    CLAIM_HEADS,
+    SPLIT_HEADS,
+    SPLITS_TOLD,
+    TIME_HEADS,
+    Entry,
+    about_changes,
+    about_columns,
+    about_open,
+    about_paper,
+    about_protocols,
+    about_run,
+    claim_cells,
+    claims_told,
+    columns_of,
+    commands,
+    entries,
+    notes,
+    split_cells,
+    time_rows,
+)
+from glocal.studies.findings import Findings
+
+
+def write_study_report(findings: Findings, folder: Path) -> Path:
+    """Write folder/report.html from what a study has found so far."""
+    sections = [_notice(findings), _claims(findings), _tables(findings), _figures(findings), _sweeps(findings), _time(findings)]
+    return write_page(folder, title=findings.study.title, summary=_summary(findings), sections=sections)
+
+
+def _summary(findings: Findings) -> str:
+    return "\n".join(f"<p>{_html(words)}</p>" for words in (about_paper(findings), about_run(findings)))
+
+
+def _notice(findings: Findings) -> str:
+    """What is still open, and what was run with other settings than the study's."""
+    told = [words for words in (about_open(findings), about_changes(findings)) if words]
+    return "\n".join(f'<p class="notice">{_html(words)}</p>' for words in told)
+
+
+def _claims(findings: Findings) -> str:
+    if not findings.study.claims:
+        return ""
+    rows = [_claim_row(*claim_cells(findings, verdict)) for verdict in findings.verdicts()]
+    table = boxed_table(_head(CLAIM_HEADS, 2), rows, "Claims") if rows else ""
+    return section("What the paper claims", f"<p>{_html(claims_told(findings))}</p>\n{table}")
+
+
+def _claim_row(says: str, word: str, *numbers: str) -> str:
+    marked = f'<span class="below">{word}</span>' if word == "fails" else word
+    cells = "".join(f"<td>{number}</td>" for number in numbers)
+    return f'<tr><th scope="row" class="says name">{escape(says)}</th><td class="name">{marked}</td>{cells}</tr>'
+
+
+def _tables(findings: Findings) -> str:
+    """Every table with the protocols side by side, first what they mean."""
+    tables = [*filter(None, [table_1(findings)]), *tables_of(findings)]
+    meaning = "".join(f"<li>{_html(protocol)}</li>\n" for protocol in about_protocols(findings))
+    note = f'<p class="note">{_html(about_columns(findings))}</p>'
+    inner = f"<ul>{meaning}</ul>{note}\n" + "\n".join(map(_side_by_side, tables))
+    return section("Beside the paper’s tables", inner) if tables else ""
+
+
+def _side_by_side(table: SideBySide) -> str:
+    head = grouped_head(("Method",), [(column.group, _html(column.head)) for column in columns_of(table)])
+    rows = (f"<tr>{_name(name)}{''.join(map(_cell, entries(table, name)))}</tr>" for name in table.rows)
+    box, told = boxed_table(head, rows, table.title), "<br>".join(map(_html, notes(table)))
+    return f'<h3>{escape(table.title)}</h3>\n<div class="dense">{box}</div>\n<p class="note">{told}</p>'
+
+
+def _cell(entry: Entry) -> str:
+    text = f'<span class="below">{entry.text} ↓</span>' if entry.below else entry.text
+    note = f'<span class="small">{escape(entry.note)}</span>' if entry.note else ""
+    return f"<td>{text}{note}</td>"
+
+
+def _figures(findings: Findings) -> str:
+    """All figures that there are measurements for: that of one panel first, with its words beside it."""
+    with ink_and_paper(INK, PAPER):
+        drawn = {name: drawing._replace(caption=_html(drawing.caption)) for name, drawing in study_drawings(findings).items()}
+        first = shown(drawn.pop("classes"), "classes", kind="beside") if "classes" in drawn else ""
+        others = figure_grid(shown(drawing, name) for name, drawing in drawn.items()) if drawn else ""
+    return section("Figures", first + others) if first or others else ""
+
+
+def _sweeps(findings: Findings) -> str:
+    """The splits of every part that has them."""
+    tables = [
+        f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n{_plain(SPLIT_HEADS, map(split_cells, splits), 'Splits')}"
+        for name, part in findings.study.parts.items()
+        if (splits := swept(findings, name))
+    ]
+    return section("How much to share", f"<p>{_html(SPLITS_TOLD)}</p>\n" + "\n".join(tables)) if tables else ""
+
+
+def _time(findings: Findings) -> str:
+    """How long each part took, and what was typed."""
+    lines = escape("\n".join(commands(findings)))
+    typed = scrolling(f"<pre>{lines}</pre>", "Commands") if lines else ""
+    return section("Time and commands", f"{_plain(TIME_HEADS, time_rows(findings), 'Time')}\n{typed}")
+
+
+def _plain(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> str:
+    """A table of one column of words, then numbers."""
+    written = (f"<tr>{_name(name)}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, *cells in rows)
+    return f'<div class="brief">{boxed_table(_head(heads, 1), written, label)}</div>'
+
+
+def _head(heads: Sequence[str], words: int) -> str:
+    """One row of heads, the first few of them over words."""
+    named = "".join(f'<th scope="col" class="name">{head}</th>' for head in heads[:words])
+    numbers = "".join(f'<th scope="col">{head}</th>' for head in heads[words:])
+    return f"<tr>{named}{numbers}</tr>"
+
+
+def _name(words: str) -> str:
+    return f'<th scope="row" class="name">{_html(words)}</th>'
+
+
+def _html(words: str) -> str:
+    """Words as HTML, names in backticks as code."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(words))

@@ -1,0 +1,231 @@
+"""A study in words: the cells and sentences that its page and its text have in common; `names` stand in backticks."""
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import NamedTuple
+
+from glocal.report.comparison import (
+    MEASURES,
+    Row,
+    Shared,
+    SideBySide,
+    changes_of,
+    missing_cases,
+    published_lead,
+    score,
+    seeds_of,
+)
+from glocal.report.numerals import PERCENT, duration, mean_power_of_ten, several, signed, size
+from glocal.studies.findings import Findings, Verdict
+
+NOTHING = "–"
+TIME_HEADS = ("Part", "Seeds", "Time")
+SPLIT_HEADS = ("Shared", "Parameters shared", "Of the model", "Local Test, %", "New Test, %")
+SPLITS_TOLD = (
+    "Each split goes on from the same FedAvg; first and last are the layers nearest the input and the output. How much a split "
+    "shares is counted on the study’s model, layer by layer."
+)
+CLAIM_HEADS = ("Claim", "Verdict", "Published lead", "Our lead, points", "95 % interval")
+_PROTOCOLS = {
+    "paper": "the paper’s text, done right: averages weighted by examples, the round chosen on validation data",
+    "released": (
+        "what the authors’ released code does where it differs from the text, but for its choice of rounds on test data: the last "
+        "round counts"
+    ),
+    "tuned": "as `paper`, once for each of several learning rates; the one that is best on validation data stands for its row",
+}
+
+
+class Entry(NamedTuple):
+    """A cell: a number, a note beside it, and whether it is below what was expected."""
+
+    text: str
+    note: str = ""
+    below: bool = False
+
+
+class Column(NamedTuple):
+    """A column's heads: its group's, its own under that, and one that says all where there are no groups."""
+
+    group: str
+    head: str
+    alone: str
+
+
+def about_paper(findings: Findings) -> str:
+    """What the paper says, and where."""
+    return f"{findings.study.source}. What the paper says: {findings.study.says}"
+
+
+def about_run(findings: Findings) -> str:
+    """What was run, on which machine, and how long it took."""
+    if not findings.parts:
+        return "Nothing has been run yet."
+    run, all_parts = len(findings.parts), len(findings.study.parts)
+    seeds = sorted({seeds_of(findings, part) for part in findings.parts})
+    repeats = "one seed" if seeds == [1] else f"{' or '.join(map(str, seeds))} seeds"
+    version = f", with glocal {findings.about['version']}" if "version" in findings.about else ""
+    time = duration(_seconds(findings))
+    return f"Run: {run} of {several(all_parts, 'part')}, with {repeats} each{_machine(findings)}{version}; {time} in all."
+
+
+def about_open(findings: Findings) -> str:
+    """Which parts have not been run, or not to their end."""
+    waiting = [f"`{part}`" for part in findings.study.parts if part not in findings.parts]
+    begun = [f"`{part}` (without {', '.join(cases)})" for part in findings.parts if (cases := missing_cases(findings, part))]
+    return f"Still open: {', '.join([*begun, *waiting])}." if begun or waiting else ""
+
+
+def about_changes(findings: Findings) -> str:
+    """Which parts were run with other settings than the study's."""
+    changed: dict[str, list[str]] = {}
+    for part in findings.parts:
+        if changes := ", ".join(changes_of(findings, part)):
+            changed.setdefault(changes, []).append(f"`{part}`")
+    told = "; ".join(f"{', '.join(parts)} with {changes}" for changes, parts in changed.items())
+    return f"Not run with the study’s own settings: {told}." if told else ""
+
+
+def about_protocols(findings: Findings) -> list[str]:
+    """What each protocol that was run means."""
+    run = {findings.study.parts[part].protocol for part in findings.parts}
+    return [f"`{protocol}`: {meaning}." for protocol, meaning in _PROTOCOLS.items() if protocol in run]
+
+
+def about_columns(findings: Findings) -> str:
+    """What the tables' columns hold."""
+    many = any(seeds_of(findings, part) > 1 for part in findings.parts)
+    spread = "± is the sample standard deviation over seeds. " if many else ""
+    return (
+        "Local Test: each device’s own model on its own test data. New Test: the ensemble of all trained devices (averaged logits) "
+        f"on everyone’s test data. {spread}Beside `paper` stands the difference to the published mean; {NOTHING} is what was not "
+        "measured, or what the paper lacks. ↓ is below the published mean less its standard deviation. Parameters sent, published "
+        "and ours: by the paper’s count, as if every device received in every round. On the wire: what really crosses, evaluation "
+        "included, in the first protocol that was run."
+    )
+
+
+def claims_told(findings: Findings) -> str:
+    """How many of the claims hold."""
+    words = [verdict.word for verdict in findings.verdicts()]
+    counts = [f"{word}: {words.count(word)}" for word in ("holds", "fails", "open")]
+    waiting = len(findings.study.claims) - len(words)
+    wait = f", waiting for parts that have not been run: {waiting}" if waiting else ""
+    return (
+        f"{several(len(findings.study.claims), 'claim')}; {', '.join(counts)}{wait}. A claim holds or fails where the 95 % "
+        "interval of its lead (paired over seeds, Student’s t) lies on one side; else it is open. The published lead is that of "
+        "the paper’s own means."
+    )
+
+
+def claim_cells(findings: Findings, verdict: Verdict) -> tuple[str, ...]:
+    """The claim, its verdict, its lead in the paper and here in points, and where that lies with 95 % confidence."""
+    margin = f" (at most {verdict.claim.margin:g} points below)" if verdict.claim.margin else ""
+    published = published_lead(findings, verdict.claim)
+    ends = (verdict.lead.low, verdict.lead.high)
+    where = " to ".join(map(signed, ends)) if all(map(isfinite, ends)) else NOTHING
+    lead = NOTHING if published is None else signed(published)
+    return verdict.claim.says + margin, verdict.word, lead, signed(verdict.lead.mean), where
+
+
+def columns_of(table: SideBySide) -> list[Column]:
+    """The columns after the method's name."""
+    heads = ("published", *(f"`{protocol}`" for protocol in table.protocols))
+    scores = [
+        Column(f"{words}, %", head, f"{words.removesuffix(' Test')}, {head}") for words in MEASURES.values() for head in heads
+    ]
+    sent = [Column("Parameters sent", head, f"Sent, {head}") for head in ("published", "ours", "on the wire")]
+    return [*scores, *sent]
+
+
+def entries(table: SideBySide, name: str) -> list[Entry]:
+    """The cells of a row, in the order of the columns."""
+    rows = table.rows[name]
+    any_row = next(iter(rows.values()))
+    cells = []
+    for measure in MEASURES:
+        printed = any_row.scores[measure].paper
+        cells.append(Entry(str(printed) if printed else NOTHING))
+        cells += [_measured(rows.get(protocol), protocol, measure) for protocol in table.protocols]
+    return cells + _sent(rows)
+
+
+def notes(table: SideBySide) -> list[str]:
+    """What is to be said beneath a table."""
+    return [*filter(None, [table.note]), *shortfalls(table), disagreements(table)]
+
+
+def shortfalls(table: SideBySide) -> list[str]:
+    """What is below the published mean less its standard deviation, and by how much; one sentence for each protocol."""
+    sentences, clear = [], []
+    for protocol in table.protocols:
+        rows = [of[protocol] for of in table.rows.values() if protocol in of]
+        if below := "; ".join(told for row in rows for told in _shortfalls(row)):
+            sentences.append(f"↓ `{protocol}`, below the published mean less its standard deviation: {below}.")
+        else:
+            clear.append(f"`{protocol}`")
+    if clear:
+        sentences.append(f"Nothing measured in {', '.join(clear)} is below the published mean less its standard deviation.")
+    return sentences
+
+
+def disagreements(table: SideBySide) -> str:
+    """Where our count, done the paper's way, is not the one that it prints."""
+    rows = [row for of in table.rows.values() for row in of.values() if not row.sent.agrees]
+    differing = dict.fromkeys(f"{row.name} ({row.sent.ours}, published {row.sent.paper})" for row in rows)
+    if differing:
+        return f"≠ Counted the paper’s way, these send another number of parameters than it prints: {'; '.join(differing)}."
+    return "Counted the paper’s way, every row that was measured sends as many parameters as it prints."
+
+
+def split_cells(split: Shared) -> tuple[str, ...]:
+    """What a split shares, how much that is, and its two scores."""
+    share = f"{PERCENT * split.parameters / split.whole:.1f} %"
+    return split.shares, f"{split.parameters:,}", share, *(str(score(split.figures[measure]) or NOTHING) for measure in MEASURES)
+
+
+def time_rows(findings: Findings) -> list[tuple[str, str, str]]:
+    """Every part with its seeds and its time, then all of them."""
+    rows = [(f"`{part}`", str(seeds_of(findings, part)), duration(of["seconds"])) for part, of in findings.parts.items()]
+    return [*rows, ("all", "", duration(_seconds(findings)))]
+
+
+def commands(findings: Findings) -> list[str]:
+    """What was typed."""
+    command = findings.about.get("command", [])
+    return [command] if isinstance(command, str) else list(command)
+
+
+def _machine(findings: Findings) -> str:
+    machine = findings.about.get("machine")
+    return f", on {machine['device']} (PyTorch {machine['torch']}, Python {machine['python']})" if machine else ""
+
+
+def _seconds(findings: Findings) -> float:
+    return float(sum(part["seconds"] for part in findings.parts.values()))
+
+
+def _measured(row: Row | None, protocol: str, measure: str) -> Entry:
+    """One of our scores, with its difference where the protocol is the paper's, or with the choice that it stands for."""
+    pair = row.scores[measure] if row else None
+    if row is None or pair is None or pair.ours is None:
+        return Entry(NOTHING)
+    difference = signed(pair.difference) if protocol == "paper" and pair.difference is not None else ""
+    return Entry(str(pair.ours), row.choice or difference, pair.shortfall > 0)
+
+
+def _sent(rows: Mapping[str, Row]) -> list[Entry]:
+    """What the first protocol that was run has sent; a count that is not the printed one is marked."""
+    sent = next((row.sent for row in rows.values() if row.measured), next(iter(rows.values())).sent)
+    paper = Entry(sent.paper or NOTHING)
+    if sent.ours is None:
+        return [paper, Entry(NOTHING), Entry(NOTHING)]
+    wire = Entry(mean_power_of_ten([sent.parameters]), size(sent.bytes)) if sent.parameters else Entry("0")
+    return [paper, Entry(sent.ours + ("" if sent.agrees else " ≠")), wire]
+
+
+def _shortfalls(row: Row) -> Iterator[str]:
+    for measure, words in MEASURES.items():
+        pair = row.scores[measure]
+        if pair.shortfall:
+            yield f"{row.name} on {words} by {pair.shortfall:.2f} ({pair.ours}, published {pair.paper})"

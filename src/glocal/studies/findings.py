@@ -1,0 +1,189 @@
+"""What a study has found so far: every figure seed by seed, small enough to be committed, and what follows from it."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from scipy import stats
+
+from glocal.errors import InputError, nearest
+from glocal.keep import Json, read_json, read_rows, write_json
+from glocal.studies.paper import PAPER
+from glocal.studies.run import read_results, read_settings, slug
+from glocal.studies.study import Claim, Figure, Study
+
+_PERCENT = 100.0
+
+
+class Interval(NamedTuple):
+    """A mean over seeds with a 95 % confidence interval (Student's t); endless for one seed."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Verdict(NamedTuple):
+    """A claim and how far ahead it is, in points, paired over seeds; `word` is holds, fails, or open where seeds do not decide."""
+
+    claim: Claim
+    lead: Interval
+    word: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The study, how it was run, and `parts`: for each part its seconds and its cases' figures, one per seed."""
+
+    study: Study
+    about: Json
+    parts: dict[str, Json]
+
+    def values(self, figure: Figure) -> list[float]:
+        """Local or New Test in percent, one for each seed that has one; none if it was not measured."""
+        return [*self._by_seed(figure).values()]
+
+    def _by_seed(self, figure: Figure) -> dict[int, float]:
+        case = self.case(figure.part, figure.case)
+        found = [] if case is None else enumerate(case[figure.measure])
+        return {seed: _PERCENT * value for seed, value in found if value is not None}
+
+    def case(self, part: str, row: str) -> Json | None:
+        """The figures of a row: its case's, or those of the one that was best on validation data of several."""
+        cases: Json = self.parts.get(part, {}).get("cases", {})
+        names = [name for name in self.study.parts[part].choices.get(row, (row,)) if name in cases]
+        return max((cases[name] for name in names), key=lambda case: _mean(case["validation"]), default=None)
+
+    def name_of(self, part: str, row: str) -> str:
+        """The case that stands for a row."""
+        found, cases = self.case(part, row), self.parts.get(part, {}).get("cases", {})
+        return next((name for name, case in cases.items() if case is found), row)
+
+    def verdicts(self) -> list[Verdict]:
+        """Every claim of which all figures were measured."""
+        return [verdict for claim in self.study.claims if (verdict := self._verdict(claim)) is not None]
+
+    def _verdict(self, claim: Claim) -> Verdict | None:
+        figures = [(sign, self._by_seed(figure)) for sign, side in ((1, claim.more), (-1, claim.less)) for figure in side]
+        seeds = sorted(set.intersection(*({*values} for _, values in figures)))
+        if not seeds:
+            return None
+        lead = interval([sum(sign * values[seed] for sign, values in figures) for seed in seeds])
+        word = "holds" if lead.low > -claim.margin else "fails" if lead.high <= -claim.margin else "open"
+        return Verdict(claim, lead, word)
+
+    def as_dict(self) -> Json:
+        """For JSON."""
+        return {"study": self.study.name, **self.about, "parts": self.parts}
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean and where it lies with 95 % confidence.
+
+    >>> [round(end, 2) for end in interval([1.0, 2.0, 3.0])]
+    [2.0, -0.48, 4.48]
+    """
+    mean = fmean(values)
+    if len(values) < 2:
+        return Interval(mean, float("-inf"), float("inf"))
+    reach = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def part_folder(folder: Path, part: str) -> Path:
+    """Where a part of a study runs: an ordinary run folder."""
+    return folder / "parts" / slug(part)
+
+
+def read_findings(path: Path) -> Findings:
+    """From the folder of a study, or from a file that was written of one."""
+    if path.is_file():
+        return _from_dict(read_json(path, dict), str(path))
+    about = read_json(path / "study.json", dict)
+    study = known_study(about["study"])
+    parts = {name: found for name in study.parts if (found := _part(part_folder(path, name), path, name))}
+    return Findings(study, {key: about[key] for key in ("command", "version", "machine") if key in about}, parts)
+
+
+def known_study(name: str) -> Study:
+    """A study of a paper by name."""
+    if name not in PAPER:
+        raise InputError(f"study: there is no study '{name}'; {nearest(name, PAPER)}")
+    return PAPER[name]
+
+
+def joined(findings: Sequence[Findings]) -> Findings:
+    """What several runs of one study found, each part once."""
+    first = findings[0]
+    parts: dict[str, Json] = {}
+    for other in findings:
+        if other.study.name != first.study.name:
+            raise InputError(f"report: {first.study.name} and {other.study.name} are two studies; report them one by one")
+        twice = sorted(parts.keys() & other.parts.keys())
+        if twice:
+            raise InputError(f"report: part '{twice[0]}' was given twice; leave one of the two out")
+        parts |= other.parts
+    ordered = {name: parts[name] for name in first.study.parts if name in parts}
+    commands = list(dict.fromkeys(command for other in findings for command in _listed(other.about.get("command"))))
+    machines = {json.dumps(other.about.get("machine")): other.about.get("machine") for other in findings}
+    if len(machines) > 1:
+        told = "; ".join(str(machine and machine.get("device")) for machine in machines.values())
+        raise InputError(f"report: these runs are of different machines ({told}); report them one by one")
+    return Findings(first.study, {**first.about, "command": commands}, ordered)
+
+
+def write_findings(findings: Findings, path: Path) -> None:
+    """Keep them as one JSON file."""
+    write_json(path, findings.as_dict())
+
+
+def _listed(command: str | list[str] | None) -> list[str]:
+    return [command] if isinstance(command, str) else command or []
+
+
+def _from_dict(data: Json, where: str) -> Findings:
+    if not isinstance(data.get("parts"), dict) or "study" not in data:
+        raise InputError(f"report: {where} does not hold the findings of a study; give the folder of a run, or its findings.json")
+    study = known_study(data["study"])
+    about = {key: value for key, value in data.items() if key not in ("study", "parts")}
+    return Findings(study, about, {name: part for name, part in data["parts"].items() if name in study.parts})
+
+
+def _part(folder: Path, study: Path, name: str) -> Json | None:
+    """What a part has finished so far; None if nothing."""
+    if not (folder / "settings.json").exists() or not (results := read_results(folder)):
+        return None
+    seconds = sum(row["seconds"] for row in read_rows(study / "timing.jsonl") if row["part"] == name)
+    cases = {case: _case(seeds) for case, seeds in results.items()}
+    return {"seconds": round(seconds, 1), "settings": read_settings(folder).as_dict(), "cases": cases}
+
+
+def _case(results: Sequence[Json]) -> Json:
+    """One case's figures, seed by seed; traffic is the same for all seeds but for the ensemble, so its mean is kept."""
+    ledgers = [result["ledger"] for result in results]
+    return {
+        "local": [_rounded(result["local_test"]["mean"]) for result in results],
+        "worst_tenth": [_rounded(result["local_test"]["worst_tenth"]) for result in results],
+        **{key: [_rounded((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},
+        "validation": [_rounded(result["validation"]["mean"]) for result in results],
+        "selected_round": [result["selected_round"] for result in results],
+        "never_sampled": [result["never_sampled"] for result in results],
+        "paper_parameters": round(fmean(ledger["paper"]["parameters"] for ledger in ledgers)),
+        "parameters": round(fmean(ledger["total"]["parameters"] for ledger in ledgers)),
+        "bytes": round(fmean(ledger["total"]["bytes"] for ledger in ledgers)),
+    }
+
+
+_WAYS = {"new": "logits", "new_by_votes": "votes", "new_by_weights": "weights"}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    return fmean(value or 0.0 for value in values)

@@ -1,0 +1,80 @@
+"""A study of a paper as a value: what is claimed and where, the settings that are run, and the numbers that were published."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from glocal.errors import InputError, nearest
+from glocal.studies.settings import Settings
+
+
+class Published(NamedTuple):
+    """A row of a paper's table, as printed: Local and New Test in percent with standard deviations, and parameters sent."""
+
+    local: float
+    local_std: float
+    new: float
+    new_std: float
+    parameters: float
+    printed: str
+
+    def parameters_printed(self, counted: float) -> str:
+        """A count in the digits in which the paper prints its own, such as 2.9e10 or 12.7e9."""
+        if not self.parameters:
+            return f"{counted:.1e}".replace("e+", "e") if counted else "0"
+        digits, _, exponent = self.printed.partition("e")
+        return f"{counted / 10 ** int(exponent):.{len(digits.partition('.')[2])}f}e{exponent}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block of a table: what runs together, on one deal of the data per seed.
+
+    `choices` names for a row the cases that differ in one setting only; the one that is best on validation data stands for it.
+    `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share.
+    """
+
+    title: str
+    protocol: str
+    settings: Settings
+    published: Mapping[str, Published] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
+
+
+class Figure(NamedTuple):
+    """One measured figure, seed by seed: "local" or "new" of a case of a part."""
+
+    part: str
+    case: str
+    measure: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The sum of some figures is above the sum of others, or not more than `margin` points below; tested seed by seed."""
+
+    says: str
+    more: tuple[Figure, ...]
+    less: tuple[Figure, ...]
+    margin: float = 0.0
+
+
+@dataclass(frozen=True)
+class Study:
+    """All of it; parts run one after the other, each in a folder of its own."""
+
+    name: str
+    title: str
+    source: str
+    says: str
+    parts: Mapping[str, Part]
+    claims: tuple[Claim, ...] = ()
+
+    def chosen(self, patterns: tuple[str, ...]) -> dict[str, Part]:
+        """Parts whose names fit one of the patterns, such as "paper-2" or "paper-*"; all of them without a pattern."""
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in self.parts):
+                raise InputError(f"study: {self.name} has no part '{pattern}'; {nearest(pattern, self.parts)}")
+        return {n: part for n, part in self.parts.items() if not patterns or any(fnmatchcase(n, p) for p in patterns)}
