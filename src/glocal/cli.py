@@ -484,7 +484,8 @@ def _print_table(results: dict[str, list[dict[str, Any]]]) -> None:
         sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
         paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
         never = max(result["never_sampled"] for result in seeds)
-        figures = (*map(_percents, (local, worst, new)), readable(sent), f"{paper:.1e}".replace("e+", "e"), str(never))
+        counted = f"{paper:.1e}".replace("e+", "e") if paper else "0"
+        figures = (*map(_percents, (local, worst, new)), readable(sent), counted, str(never))
         table.add_row(escape(name), *figures)
     Console().print(table)
 

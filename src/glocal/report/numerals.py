@@ -50,9 +50,11 @@ def unit_of(amount: float) -> tuple[int, str]:
 def mean_power_of_ten(values: Sequence[float]) -> str:
     """The mean in three digits and an exponent.
 
-    >>> mean_power_of_ten([55_749_120_000])
-    '5.57e10'
+    >>> mean_power_of_ten([55_749_120_000]), mean_power_of_ten([0])
+    ('5.57e10', '0')
     """
+    if not any(values):
+        return "0"
     digits, exponent = f"{fmean(values):.2e}".split("e")
     return f"{digits}e{int(exponent)}"
 
