@@ -19,6 +19,10 @@ class Published(NamedTuple):
     parameters: float
     printed: str
 
+    def scores(self) -> tuple[str, str]:
+        """Local and New Test as printed."""
+        return f"{self.local:.2f} ± {self.local_std:.2f}", f"{self.new:.2f} ± {self.new_std:.2f}"
+
     def parameters_printed(self, counted: float) -> str:
         """A count in the digits in which the paper prints its own, such as 2.9e10 or 12.7e9."""
         if not self.parameters:

@@ -1,0 +1,234 @@
+"""The commands and their options; what they do is loaded when they are called."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from glocal.errors import InputError, nearest
+
+app = typer.Typer(
+    name="glocal",
+    help="Personalised federated learning with local and shared representations.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="List, fetch, check and draw data sets.", invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+
+Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.option=value. May be repeated.")]
+Folder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+Out = Annotated[Path | None, typer.Option(help="Where to keep the run; by default a new folder under runs/.")]
+Local = Annotated[list[str] | None, typer.Option(help="What stays on the device: a module, tensor or glob. May be repeated.")]
+Shared = Annotated[list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")]
+EngineName = Annotated[
+    str | None, typer.Option("--engine", help="auto, looped, vmapped, graphed (a GPU) or workers (a CPU); auto says what it took.")
+]
+Seeds = Annotated[int | None, typer.Option(help="How many seeds, side by side; short for --set plan.seeds=N.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; short for --set run.device=NAME.")]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option("--part", help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated."),
+]
+SourceName = Annotated[str, typer.Argument(help="digits, mnist or cifar10.")]
+
+
+@app.command()
+def demo(out: Out = None, engine: EngineName = None) -> None:
+    """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
+    from glocal.cli.running import free_folder, go
+    from glocal.studies import STUDIES, changed
+
+    go(changed(STUDIES["digits"], _on(engine=engine)), out or free_folder(Path("runs/demo")))
+
+
+def _on(*, engine: str | None = None, device: str | None = None, seeds: int | None = None) -> list[str]:
+    """The changes of settings that options stand for."""
+    wanted = {"run.engine": engine and f'"{engine}"', "run.device": device and f'"{device}"', "plan.seeds": seeds}
+    return [f"{setting}={value}" for setting, value in wanted.items() if value is not None]
+
+
+@app.command("list")
+def list_studies() -> None:
+    """List the studies that come with glocal."""
+    from glocal.studies import STUDIES
+    from glocal.studies.paper import PAPER
+
+    table = Table("name", "what", "of the paper", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, settings in STUDIES.items():
+        table.add_row(name, f"{settings.data.source} on {settings.data.devices} devices: {', '.join(settings.cases)}", "")
+    for name, study in PAPER.items():
+        table.add_row(name, f"{study.title}, {len(study.parts)} parts", study.source)
+    Console().print(table)
+
+
+@app.command()
+def show(study: Annotated[str, typer.Argument(help="A study's name; `glocal list` has them.")]) -> None:
+    """Show what a study claims, what it runs, and which numbers were published."""
+    from glocal.cli.tables import show_study
+    from glocal.studies import STUDIES
+    from glocal.studies.paper import PAPER
+
+    if study in PAPER:
+        show_study(PAPER[study])
+    elif study in STUDIES:
+        print(json.dumps(STUDIES[study].as_dict(), indent=1))
+    else:
+        raise InputError(f"show: there is no study '{study}'; {nearest(study, [*STUDIES, *PAPER])}")
+
+
+@app.command()
+def run(
+    study: Annotated[str, typer.Argument(help="A study's name (`glocal list` has them) or a TOML file.")],
+    changes: Changes = None,
+    engine: EngineName = None,
+    seeds: Seeds = None,
+    device: DeviceName = None,
+    parts: Parts = None,
+    out: Out = None,
+) -> None:
+    """Run a study and write its report."""
+    from glocal.cli.running import free_folder, go, start_parts
+    from glocal.studies import STUDIES, changed, from_toml
+    from glocal.studies.paper import PAPER
+    from glocal.studies.run import slug
+
+    wanted = [*(changes or []), *_on(engine=engine, device=device, seeds=seeds)]
+    if out is not None and ((out / "settings.json").exists() or (out / "study.json").exists()):
+        raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
+    if study in PAPER:
+        start_parts(PAPER[study], parts or [], wanted, out or free_folder(Path("runs") / study))
+        return
+    if parts:
+        raise InputError(f"run: --part is for the studies of a paper, and '{study}' is none; leave it out")
+    if study in STUDIES:
+        settings = changed(STUDIES[study], wanted)
+    elif Path(study).suffix == ".toml" or Path(study).exists():
+        settings = from_toml(Path(study), wanted)
+    else:
+        raise InputError(f"run: there is no study '{study}'; {nearest(study, [*STUDIES, *PAPER])}; or give a TOML file")
+    go(settings, out or free_folder(Path("runs") / slug(settings.name)))
+
+
+@app.command()
+def resume(folder: Folder, changes: Changes = None, engine: EngineName = None) -> None:
+    """Go on with a run that was stopped, to the same bits as if it never had been."""
+    from glocal.cli.running import go, go_on_with_parts
+    from glocal.studies import changed
+    from glocal.studies.parts import holds_study, read_parts
+    from glocal.studies.run import read_settings
+
+    wanted = [*(changes or []), *_on(engine=engine)]
+    if holds_study(folder):
+        go_on_with_parts({name: changed(settings, wanted) for name, settings in read_parts(folder).items()}, folder)
+        return
+    go(changed(read_settings(folder), wanted), folder)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="The folder of a run; or folders and findings.json of one paper's study.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write a paper's study, if not into its own folder.")] = None,
+) -> None:
+    """Write a report anew; what several runs of one paper's study found goes into one."""
+    from glocal.cli.running import report_study
+    from glocal.cli.tables import print_table
+    from glocal.report import write_report
+    from glocal.studies.parts import holds_study
+    from glocal.studies.run import read_results
+
+    if all(folder.is_file() or holds_study(folder) for folder in folders):
+        report_study(folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0]))
+        return
+    if len(folders) > 1 or out is not None:
+        raise InputError(f"report: {folders[0]} is no study of a paper; give one folder of a run, without --out")
+    print_table(read_results(folders[0]))
+    print(f"report: {write_report(folders[0])}")
+
+
+@app.command()
+def split(
+    model: Annotated[str, typer.Argument(help="mlp, lenet5, or your own module:function.")],
+    local: Local = None,
+    shared: Shared = None,
+) -> None:
+    """Show which part of a model stays on the device and which is sent."""
+    from glocal.modules import params_of
+    from glocal.split import Split
+    from glocal.studies.build import plain_model
+
+    built = plain_model(model)
+    print(Split.of(built, local=local or None, shared=shared or None).describe(params_of(built)))
+
+
+@data_app.callback()
+def data(context: typer.Context) -> None:
+    """List the data sets, and where they are."""
+    if context.invoked_subcommand is None:
+        data_list()
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """List the data sets, and where they are."""
+    from glocal.data import SOURCES, status
+
+    table = Table("name", "what", "where", box=None, pad_edge=False)
+    for name, source in SOURCES.items():
+        table.add_row(name, source.summary, status(name))
+    Console().print(table)
+
+
+@data_app.command("fetch")
+def data_fetch(name: SourceName) -> None:
+    """Download a data set into the cache; an interrupted download is continued."""
+    from glocal.cli.progress import downloads
+    from glocal.data import fetch_source
+
+    with downloads() as report:
+        folder = fetch_source(name, report=report)
+    print(f"{name}: {folder}")
+
+
+@data_app.command("check")
+def data_check(name: SourceName) -> None:
+    """Hold a data set's files against their checksums."""
+    from glocal.data import SOURCES, check
+
+    files = check(name)
+    for file, good in files:
+        print(f"{file}: {'good' if good else 'DAMAGED'}")
+    if not files and SOURCES[name].files:
+        raise InputError(f"data: {name} is not on this machine; get it with `glocal data fetch {name}`")
+    if not all(good for _, good in files):
+        raise InputError(f"data: {name} has damaged files; delete them and run `glocal data fetch {name}`")
+
+
+@data_app.command("draw")
+def data_draw(
+    name: SourceName,
+    changes: Changes = None,
+    out: Annotated[Path | None, typer.Option(help="Also draw it into this .svg or .png file.")] = None,
+) -> None:
+    """Draw who has which classes; --set data.devices=20 and so on say how the data are dealt out."""
+    from glocal.cli.progress import downloads
+    from glocal.cli.tables import print_classes
+    from glocal.data import class_counts, load
+    from glocal.studies import Settings, changed
+    from glocal.studies.build import deal_out
+    from glocal.studies.settings import DataSettings
+
+    settings = changed(Settings(data=DataSettings(source=name)), changes or [])
+    with downloads() as report:
+        dataset = load(name, report=report)
+    counts = class_counts(deal_out(dataset, settings.data, settings.plan.seed).train, dataset.classes)
+    print_classes(counts.tolist())
+    if out is not None:
+        from glocal.report import draw_classes
+
+        print(f"drawn: {draw_classes(counts, out)}")

@@ -1,0 +1,72 @@
+"""Where the command line begins and ends: mistakes become one line and an exit code."""
+
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from glocal.cli.commands import app
+from glocal.errors import GlocalWarning, InputError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line: a mistake in the input is one line and exit code 2, a stop by Ctrl-C is 130."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # so that model.name = "mine:build" finds mine.py where the user stands
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite request to stop is met like Ctrl-C
+    log, lines = logging.getLogger("glocal"), _Lines()
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", GlocalWarning)
+        warnings.showwarning = _show_warning
+        code = _run_command(arguments)
+    log.removeHandler(lines)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run_command(arguments: Sequence[str] | None) -> Any:
+    """Run a command; its exit code."""
+    try:
+        return app(args=arguments, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return 2
+    except click.ClickException as error:
+        return _complain(f"command line: {error.format_message()}")
+    except InputError as error:
+        return _complain(str(error))
+    except OSError as error:
+        return _complain(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
+    except (KeyboardInterrupt, click.Abort):
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _complain(message: str) -> int:
+    print("glocal: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+    """Our own warnings as one line; others are for developers and stay out of the way."""
+    if issubclass(category, GlocalWarning):
+        print(f"glocal: {message}", file=sys.stderr)
+
+
+class _Lines(logging.Handler):
+    """What the library has to say, each line once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self.said:
+            self.said.add(line)
+            print(f"glocal: {line}", file=sys.stderr)

@@ -1,0 +1,70 @@
+"""Bars: one for every case that trains, one for every file that is downloaded."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from glocal.cli.tables import percent, readable
+from glocal.studies import Step
+
+
+def case_bars() -> Progress:
+    """Room for a bar per case."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def shown_on(bars: Progress, prefix: str = "") -> Callable[[Step], None]:
+    """A bar per case, with the newest figures in it."""
+    tasks: dict[str, TaskID] = {}
+    latest: dict[str, float] = {}
+
+    def show(step: Step) -> None:
+        task = tasks.setdefault(step.case, TaskID(-1))
+        if task == -1:
+            task = tasks[step.case] = bars.add_task(escape(prefix + step.case), total=step.rounds, now="")
+        if step.moment is None:
+            bars.update(task, completed=step.rounds, now=_final(step))
+            return
+        row = step.moment.rows[0]
+        if row["validation"] is not None:
+            latest[step.case] = row["validation"]
+        seen = f"validation {latest[step.case]:.1%}  " if step.case in latest else ""
+        bars.update(task, completed=step.moment.progress.done, now=f"loss {row['loss']:.3f}  {seen}{readable(row['bytes'])}")
+
+    return show
+
+
+def _final(step: Step) -> str:
+    first = step.results[0]
+    new = first["new_test"]["logits"] if first["new_test"] else None
+    return f"Local Test {percent(first['local_test']['mean'])}  New Test {percent(new)}"
+
+
+@contextmanager
+def downloads() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for every file that is being downloaded, shown only if there is one."""
+    tasks: dict[str, TaskID] = {}
+    bars = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True)
+
+    def report(name: str, done: int, total: int) -> None:
+        if name not in tasks:
+            bars.start()
+            tasks[name] = bars.add_task(escape(name), total=total)
+        bars.update(tasks[name], completed=done)
+        if done >= total and all(task.finished for task in bars.tasks):
+            bars.stop()
+
+    try:
+        yield report
+    finally:
+        bars.stop()

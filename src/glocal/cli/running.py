@@ -1,0 +1,77 @@
+"""Runs as a user sees them: progress while they last, then the table and the report."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from shlex import quote
+
+from rich.console import Console
+
+from glocal.cli.progress import case_bars, downloads, shown_on
+from glocal.cli.tables import print_findings, print_table
+from glocal.errors import InputError
+from glocal.keep import write_text
+from glocal.report import study_markdown, write_report, write_study_report
+from glocal.studies import Settings, Step
+from glocal.studies.findings import joined, read_findings, write_findings
+from glocal.studies.parts import prepare, read_parts, run_parts
+from glocal.studies.run import read_results, run_study
+from glocal.studies.study import Study
+
+
+def go(settings: Settings, folder: Path) -> None:
+    """Run or go on with a study, show it, write the report."""
+    console = Console(stderr=True)
+    console.print(f"keeping everything in {folder}", highlight=False)
+    try:
+        with downloads() as report, case_bars() as bars:
+            show = shown_on(bars)
+            for step in run_study(settings, folder, report=report):
+                show(step)
+    except KeyboardInterrupt:
+        console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
+        raise
+    print_table(read_results(folder))
+    print(f"report: {write_report(folder)}")
+
+
+def start_parts(study: Study, patterns: Sequence[str], changes: Sequence[str], folder: Path) -> None:
+    """Begin with some parts of a paper's study, or with all."""
+    options = [*(f"--part {quote(pattern)}" for pattern in patterns), *(f"--set {quote(change)}" for change in changes)]
+    prepare(study, patterns, changes, folder, " ".join(["glocal run", study.name, *options]))
+    go_on_with_parts(read_parts(folder), folder)
+
+
+def go_on_with_parts(parts: Mapping[str, Settings], folder: Path) -> None:
+    """Run or go on with a paper's study, show it, write the report."""
+    console = Console(stderr=True)
+    console.print(f"keeping everything in {folder}", highlight=False)
+    try:
+        with downloads() as report, case_bars() as bars:
+            shows: dict[str, Callable[[Step], None]] = {}
+            for part, place, of, step in run_parts(parts, folder, report=report):
+                show = shows.setdefault(part, shown_on(bars, f"{part} ({place} of {of})  "))
+                show(step)
+    except KeyboardInterrupt:
+        console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
+        raise
+    report_study([folder], folder)
+
+
+def report_study(paths: Sequence[Path], folder: Path) -> None:
+    """Print what a paper's study found, and write it as a page, as text and as numbers."""
+    findings = joined([read_findings(path) for path in paths])
+    if not findings.parts:
+        raise InputError(f"report: {paths[0]} has finished no case yet; go on with `glocal resume {paths[0]}`")
+    print_findings(findings)
+    write_findings(findings, folder / "findings.json")
+    write_text(folder / "tables.md", study_markdown(findings))
+    print(f"report: {write_study_report(findings, folder)}")
+
+
+def free_folder(wanted: Path) -> Path:
+    """The folder wanted, or the first of wanted-2, wanted-3, ... that does not exist."""
+    folder, number = wanted, 1
+    while folder.exists():
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder

@@ -1,0 +1,98 @@
+"""Tables in the terminal."""
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from glocal.keep import Json
+from glocal.studies.findings import Findings
+from glocal.studies.study import Study
+
+
+def print_table(results: dict[str, list[Json]]) -> None:
+    """One row per case: means over seeds, and the spread where there is more than one."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("case", no_wrap=True)
+    for heading in ("Local\nTest %", "worst\ntenth %", "New\nTest %", "sent", "paper's\ncount", "never\nsampled"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, seeds in results.items():
+        local, worst = ([result["local_test"][key] for result in seeds] for key in ("mean", "worst_tenth"))
+        new = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
+        sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
+        paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
+        never = max(result["never_sampled"] for result in seeds)
+        counted = f"{paper:.1e}".replace("e+", "e") if paper else "0"
+        figures = (*map(percents, (local, worst, new)), readable(sent), counted, str(never))
+        table.add_row(escape(name), *figures)
+    Console().print(table)
+
+
+def percents(values: Sequence[float | None], digits: int = 1) -> str:
+    """Mean and standard deviation over seeds; one alone in two digits."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return f"{100 * known[0]:.2f}" if known else "-"
+    return f"{100 * fmean(known):.{digits}f} ± {100 * stdev(known):.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """One share in percent."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def readable(size: float) -> str:
+    """Bytes for people.
+
+    >>> readable(1_234_567)
+    '1.2 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def print_classes(counts: list[list[int]]) -> None:
+    """Devices down, classes across; the fuller the block, the more examples."""
+    most = max(max(row) for row in counts) or 1
+    shades = " ░▒▓█"
+    table = Table("device", *(str(label) for label in range(len(counts[0]))), "examples", box=None, pad_edge=False)
+    for device, row in enumerate(counts):
+        blocks = [shades[-(-count * (len(shades) - 1) // most)] * 2 for count in row]
+        table.add_row(str(device), *blocks, str(sum(row)))
+    Console().print(table)
+
+
+def show_study(study: Study) -> None:
+    """The claim, the parts, and the paper's numbers."""
+    print(f"{study.name}: {study.title}\n{study.source}\n\n{study.says}\n")
+    table = Table("part", "protocol", "case", "algorithm", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("rounds", "paper: Local", "New", "parameters"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, part in study.parts.items():
+        for case, settings in part.settings.cases.items():
+            rounds = f"{settings.after_round or ''}{' + ' if settings.after else ''}{settings.rounds}"
+            known = part.published.get(case)
+            told = [*known.scores(), known.printed] if known else []
+            table.add_row(name, part.protocol, escape(case), settings.algorithm, rounds, *told)
+    Console().print(table)
+
+
+def print_findings(findings: Findings) -> None:
+    """Every row beside the paper's, then the claims."""
+    table = Table("part", "case", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("Local Test %", "paper", "New Test %", "paper"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, found in findings.parts.items():
+        for case, figures in found["cases"].items():
+            known = findings.study.parts[name].published.get(case)
+            local, new = known.scores() if known else ("", "")
+            table.add_row(name, escape(case), percents(figures["local"], 2), local, percents(figures["new"], 2), new)
+    console = Console()
+    console.print(table)
+    for claim, lead, word in findings.verdicts():
+        console.print(f"{word:5}  {claim.says}: {lead.mean:+.2f} [{lead.low:+.2f}, {lead.high:+.2f}]", highlight=False)
