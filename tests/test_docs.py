@@ -8,6 +8,7 @@ from statistics import fmean
 
 import pytest
 
+from docs.refresh import refreshed
 from glocal.studies import STUDIES
 from glocal.studies.run import resolved
 from glocal.studies.settings import from_dict
@@ -69,6 +70,13 @@ def test_the_demo_shows_what_the_method_promises():
     assert mean["LG-FedAvg"]["local_test"] > mean["FedAvg"]["local_test"]
     assert mean["LG-FedAvg"]["new_test"] > mean["Local only"]["new_test"] + 0.2
     assert mean["LG-FedAvg"]["bytes"] < mean["FedAvg"]["bytes"]
+
+
+def test_the_reproduction_shows_what_was_found():
+    """Made by `python docs/refresh.py`."""
+    page = (ROOT / "docs/reproduction.md").read_text()
+    assert "findings of mnist.json" in page
+    assert refreshed(page) == page
 
 
 def test_the_readme_quotes_mnist_as_it_was_measured():

@@ -418,3 +418,67 @@ def test_a_study_goes_on_for_longer_and_its_later_cases_stay_where_they_started(
     list(run_study(changed(read_settings(tmp_path), ["plan.rounds=6"]), tmp_path))
     assert len(read_rows(tmp_path / "cases/first/rows.jsonl")) == 2 * 6
     assert (tmp_path / "cases/second/rows.jsonl").read_bytes() == second
+
+
+def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path):
+    figures = Options(validate_every=2, keep_every=3, keep="figures")
+    whole, light = (fitted("lg_fedavg", folder=tmp_path / o.keep, options=o) for o in (OFTEN, figures))
+    assert light.as_dict() == whole.as_dict()
+    assert (tmp_path / "figures/result.json").read_bytes() == (tmp_path / "everything/result.json").read_bytes()
+    assert not (tmp_path / "figures/models").exists()
+    sizes = [(tmp_path / name / "checkpoint.safetensors").stat().st_size for name in ("figures", "everything")]
+    assert sizes[0] < sizes[1] / 2
+    with pytest.raises(InputError, match="kept its figures only, so it cannot go on"):
+        fitted("lg_fedavg", folder=tmp_path / "figures", options=figures, plan=glocal.Plan(9, 3, batch=5))
+
+
+def test_a_run_that_keeps_figures_only_goes_on_after_a_stop(tmp_path):
+    figures = Options(validate_every=2, keep_every=3, keep="figures")
+    now = placed(case("lg_fedavg"), figures)
+    for moment in train(now, figures, beginning(now, figures, tmp_path), tmp_path):
+        if moment.progress.done == 4:
+            break
+    assert fitted("lg_fedavg", folder=tmp_path, options=figures).as_dict() == fitted("lg_fedavg", options=figures).as_dict()
+
+
+WARM = """
+[data]
+source = "digits"
+devices = 6
+validation = 0.3
+[model]
+hidden = [8]
+[split]
+local = ["layer1"]
+[plan]
+rounds = 6
+cohort = 3
+[run]
+validate_every = 1
+select = "best"
+[cases.first]
+algorithm = "fedavg"
+[cases.early]
+algorithm = "lg_fedavg"
+after = "first"
+after_round = 3
+rounds = 1
+[cases.late]
+algorithm = "lg_fedavg"
+after = "first"
+rounds = 1
+"""
+
+
+def test_a_case_starts_from_the_best_so_far_where_rounds_are_chosen(tmp_path):
+    settings = from_dict(tomllib.loads(WARM))
+    models: dict[int, trees.Params] = {}
+    for step in run_study(settings, tmp_path):
+        if step.case == "first" and step.moment is not None:
+            models[step.moment.progress.done] = step.moment.progress.states[0].shared
+    scores = [row["validation"] for row in read_rows(tmp_path / "cases/first/rows.jsonl")]
+    for start in (3, 6):
+        kept_model = load_file(tmp_path / f"cases/first/snapshots/round-{start:05d}.safetensors")
+        best = 1 + scores.index(max(scores[:start]))
+        assert trees.same_bits({name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[best])
+    assert scores.index(max(scores)) not in (2, 5), "else the last round would do"

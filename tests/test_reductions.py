@@ -5,6 +5,7 @@ from torch import nn
 
 import world
 from glocal import trees
+from glocal.algorithm import unweighted
 from glocal.algorithms import fedavg, fedprox, lg_fedavg, local_only, mtl
 from glocal.backends import simulate
 from glocal.federation import from_tensors
@@ -105,3 +106,16 @@ def test_the_rate_decays_from_round_to_round():
 
     whole, decayed = moved(sgd(0.1)), moved(sgd(0.1, decay=1.0))
     assert world.distance({name: 4 * tensor for name, tensor in decayed.items()}, whole) < 1e-6  # 1 / (1 + 1.0 * 3)
+
+
+def test_unweighted_is_the_plain_mean_and_no_other_where_devices_are_equal():
+    model = world.seeded(world.plain)
+    equal, unequal = (from_tensors(world.devices(sizes, 0), validation=0.0).train for sizes in ((20,) * 7, world.SIZES))
+    weighted = fedavg(cross_entropy(model), SGD)
+    for train, differ in ((equal, False), (unequal, True)):
+        states = [world.last(simulate(make, params_of(model), train, PLAN))[0] for make in (weighted, unweighted(weighted))]
+        assert (world.gap(*states) > 1e-3) == differ
+    uploads = {"w": torch.tensor([[1.0], [2.0], [6.0]])}
+    shared, weights = {"w": torch.zeros(1)}, torch.tensor([1, 1, 98])
+    assert unweighted(weighted).aggregate(shared, uploads, weights)["w"].item() == 3.0
+    assert unweighted(weighted).about != weighted.about

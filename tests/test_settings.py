@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glocal.data import load
 from glocal.errors import InputError
-from glocal.studies import STUDIES, Settings, changed, from_toml
-from glocal.studies.run import run_study
-from glocal.studies.settings import from_dict
+from glocal.studies import STUDIES, Settings, changed, from_toml, mlp
+from glocal.studies.build import build_split, deal_out
+from glocal.studies.run import plans_of, run_study
+from glocal.studies.settings import DataSettings, from_dict
 
 CASE = {"cases": {"a": {"algorithm": "fedavg"}}}
 
@@ -134,3 +136,25 @@ def test_a_file_that_is_no_toml_is_refused(content, tmp_path):
 def test_changes_go_in_as_they_are(rounds, rate, hidden):
     settings = changed(STUDIES["digits"], [f"plan.rounds={rounds}", f"optimiser.rate={rate!r}", f"model.hidden={hidden}"])
     assert (settings.plan.rounds, settings.optimiser.rate, settings.model.hidden) == (rounds, rate, tuple(hidden))
+
+
+def test_a_case_may_have_a_cohort_and_a_split_of_its_own():
+    settings = from_dict(
+        {
+            "split": {"local": ["layer1"]},
+            "cases": {"all": {"algorithm": "local_only", "cohort": 20}, "mine": {"algorithm": "lg_fedavg", "shared": "layer1"}},
+        }
+    )
+    assert [plan.cohort for plan in plans_of(settings).values()] == [20, 5]
+    model = mlp(64, (8,), 10)
+    assert build_split(settings, settings.cases["all"], model).local == {"layer1.weight", "layer1.bias"}
+    assert build_split(settings, settings.cases["mine"], model).shared == {"layer1.weight", "layer1.bias"}
+
+
+def test_only_the_first_devices_take_part_if_so_asked():
+    dataset = load("digits")
+    everyone, few = (deal_out(dataset, DataSettings(devices=10, keep_devices=keep), 0) for keep in (None, 3))
+    assert few.devices == 3
+    for part in ("train", "val", "test"):
+        for mine, theirs in zip(getattr(few, part).rows, getattr(everyone, part).rows[:3], strict=True):
+            assert mine.tolist() == theirs.tolist()

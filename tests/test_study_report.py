@@ -45,7 +45,7 @@ def fake_case(study: str, case: str, row: Published, seeds: int) -> dict[str, An
 
 def fake_part(study: str, name: str, seeds: int) -> dict[str, Any]:
     part = PAPER[study].parts[name]
-    rows = {case: part.published.get(re.sub(", rate .*", "", case), EXTRA) for case in part.settings.cases}
+    rows = {case: part.published.get(re.sub(", (rate|tie) .*", "", case), EXTRA) for case in part.settings.cases}
     cases = {case: fake_case(study, case, row, seeds) for case, row in rows.items()}
     return {"seconds": 61.5, "settings": part.settings.as_dict(), "cases": cases}
 

@@ -9,6 +9,10 @@ class InputError(ValueError):
     """The input is at fault; the command line prints the message as one line and exits with code 2."""
 
 
+class DivergedError(InputError):
+    """Training left all bounds: a loss is not finite."""
+
+
 class GlocalWarning(UserWarning):
     """Something the user should see once, in one line; the work goes on."""
 

@@ -16,7 +16,7 @@ from glocal.algorithm import Algorithm
 from glocal.backends import Engine, OverDevices, Report, Seat, Task, begin, simulate_seeds
 from glocal.backends.looped import Looped
 from glocal.checkpoint import Checkpoint, Progress
-from glocal.errors import InputError, brief
+from glocal.errors import DivergedError, InputError, brief
 from glocal.federation import Federation, check
 from glocal.keep import Json, write_json
 from glocal.measure import Evaluation, local_test, local_tests, new_test, spread
@@ -287,7 +287,7 @@ def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json
     losses = report.losses.cpu()
     if not bool(torch.isfinite(losses).all()):
         device = int(report.cohort[int((~torch.isfinite(losses)).nonzero()[0])])
-        raise InputError(
+        raise DivergedError(
             f"training diverged in round {report.round_index}: device {device}'s loss is not finite; lower the learning rate"
         )
     sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}

@@ -1,6 +1,7 @@
 """Tables in the terminal."""
 
 from collections.abc import Sequence
+from math import isfinite
 from statistics import fmean, stdev
 
 from rich.console import Console
@@ -95,4 +96,5 @@ def print_findings(findings: Findings) -> None:
     console = Console()
     console.print(table)
     for claim, lead, word in findings.verdicts():
-        console.print(f"{word:5}  {claim.says}: {lead.mean:+.2f} [{lead.low:+.2f}, {lead.high:+.2f}]", highlight=False)
+        reach = f"[{lead.low:+.2f}, {lead.high:+.2f}]" if isfinite(lead.low) else "(one seed)"
+        console.print(f"{word:5}  {claim.says}: {lead.mean:+.2f} {reach}", highlight=False, soft_wrap=True)

@@ -55,7 +55,7 @@ def draw_variance(findings: Findings) -> Drawing | None:
         values = [findings.values(Figure(part, row, "local")) for part in parts]
         _line(axes, {float(place): of for place, of in enumerate(values)}, look, label=row)
         for place, part in enumerate(parts):
-            _hollow(axes, place, printed(findings.study.parts[part].published[row], "local"), look)
+            _hollow(axes, place, printed(findings.study.parts[part].published.get(row), "local"), look)
     axes.set_xticks(range(len(parts)), [_classes(findings, part) for part in parts])
     axes.set(xlabel="classes per device", ylabel="Local Test, %")
     caption = (

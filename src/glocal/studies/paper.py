@@ -24,6 +24,7 @@ from glocal.studies.study import Claim, Figure, Part, Published, Study
 
 CLASSES = (2, 3, 4, 5, 10)
 RATES = (0.02, 0.05, 0.1, 0.2)
+TIES = (0.01, 0.1)
 FINE_TUNED = "FedAvg + fine-tuning"
 _MEASURES = ("local", "new")
 _EXTRA = 100  # rounds of LG-FedAvg, or of fine-tuning, after those of FedAvg
@@ -69,10 +70,10 @@ def _cases(data: str, rate: float | None = None) -> dict[str, CaseSettings]:
     warm = {f"LG {start}+{_EXTRA}": _after("lg_fedavg", start) for start in starts}
     return {
         "FedAvg": CaseSettings("fedavg", rounds=starts[-1], rate=rate),
-        # every device for 200 epochs of its own
-        "Local only": CaseSettings("local_only", rounds=200, cohort=100),
         **warm,
         FINE_TUNED: _after("local_only", starts[-1]),
+        # every device for 200 epochs of its own
+        "Local only": CaseSettings("local_only", rounds=200, cohort=100),
     }
 
 
@@ -154,14 +155,13 @@ def _tuned(base: Settings, classes: int) -> Part:
 
 
 def _mtl(devices: int | None) -> Part:
-    """Mean-regularised multi-task learning, on ten of the hundred devices as in the appendix, or on all."""
+    """Mean-regularised multi-task learning, on ten of the hundred devices as in the appendix, or on all; how strongly is chosen."""
     settings = _named(_CIFAR10, f"cifar10, MTL, M = {devices or 100}", 2)
-    settings = replace(
-        settings,
-        data=replace(settings.data, keep_devices=devices),
-        cases={"MTL": CaseSettings("mtl", rounds=1800, knobs={"tie": 0.01})},
+    cases = {f"MTL, tie {tie:g}": CaseSettings("mtl", rounds=1800, knobs={"tie": tie}) for tie in TIES}
+    settings = replace(settings, data=replace(settings.data, keep_devices=devices), cases=cases)
+    return Part(
+        f"{_title(2)}, MTL with M = {devices or 100}", "paper", settings, published("table1", 2), choices={"MTL": tuple(cases)}
     )
-    return Part(f"{_title(2)}, MTL with M = {devices or 100}", "paper", settings, published("table1", 2))
 
 
 def _title(classes: int) -> str:

@@ -2,6 +2,7 @@
 
 import platform
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from glocal import __version__, data
 from glocal.data.fetch import unreported
-from glocal.errors import InputError
+from glocal.errors import DivergedError, GlocalWarning, InputError
 from glocal.keep import append_rows, read_json, write_json
 from glocal.studies.findings import part_folder
 from glocal.studies.run import Step, resolved, run_study
@@ -49,12 +50,14 @@ def read_parts(folder: Path) -> dict[str, Settings]:
 
 
 def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: data.Report = unreported) -> Iterator[PartStep]:
-    """Every part in order; what is finished is not done again. The seconds of every sitting are kept."""
+    """Every part in order; what is finished is not done again, a part that diverges is left. Every sitting's seconds are kept."""
     for place, (name, settings) in enumerate(parts.items(), start=1):
         started = time.perf_counter()
         try:
             for step in run_study(settings, part_folder(folder, name), report=report):
                 yield PartStep(name, place, len(parts), step)
+        except DivergedError as error:
+            warnings.warn(f"part {name} stays unfinished: {error}", GlocalWarning, stacklevel=2)
         finally:
             append_rows(folder / "timing.jsonl", [{"part": name, "seconds": time.perf_counter() - started}])
 

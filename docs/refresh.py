@@ -1,0 +1,35 @@
+"""Bring the pages up to date with docs/results: tables between markers, and figures in docs/images.
+
+python docs/refresh.py
+"""
+
+import re
+from pathlib import Path
+
+from glocal.report import draw_study, study_markdown
+from glocal.studies.findings import read_findings
+
+DOCS = Path(__file__).parent
+
+
+def refreshed(text: str) -> str:
+    """A page whose every block from "<!-- findings of NAME -->" to "<!-- end -->" says what docs/results/NAME says."""
+
+    def block(match: re.Match[str]) -> str:
+        found = read_findings(DOCS / "results" / match["name"])
+        return f"<!-- findings of {match['name']} -->\n\n{study_markdown(found).strip()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- findings of (?P<name>[\w.-]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Rewrite the page and draw the figures."""
+    page = DOCS / "reproduction.md"
+    page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in re.findall(r"<!-- findings of ([\w.-]+) -->", page.read_text(encoding="utf-8")):
+        for path in draw_study(read_findings(DOCS / "results" / name), DOCS / "images"):
+            print(f"drawn: {path.relative_to(DOCS)}")
+
+
+if __name__ == "__main__":
+    main()

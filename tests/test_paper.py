@@ -1,0 +1,278 @@
+"""The paper's studies: their published numbers, what they run, and what follows from what they find."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from glocal.cli import main
+from glocal.errors import InputError
+from glocal.fitting import Options
+from glocal.modules import params_of
+from glocal.split import Split
+from glocal.studies import lenet5, mlp
+from glocal.studies.findings import Findings, interval, joined, part_folder, read_findings
+from glocal.studies.paper import CLASSES, FINE_TUNED, PAPER, published
+from glocal.studies.parts import prepare, read_parts, run_parts
+from glocal.studies.run import resolved
+from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, PlanSettings, Settings, SplitSettings
+from glocal.studies.study import Claim, Figure, Part, Published, Study
+from glocal.trees import count
+
+MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
+FEDAVG_ROUNDS = {"mnist": 800, "cifar10": 1800}
+
+
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("data", MODELS)
+def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes):
+    """(M + m) trees a round with M = 100, m = 10; LG-FedAvg sends every whole model once in the end."""
+    model, shared = MODELS[data]
+    params = params_of(model)
+    whole, part = count(params), count(Split.of(model, shared=shared).take_shared(params))
+    for case, row in published(data, classes).items():
+        fedavg, _, lg = case.removeprefix("LG ").partition("+")
+        sent = 110 * whole * FEDAVG_ROUNDS[data] if case == "FedAvg" else 0
+        if lg:
+            sent = 110 * (whole * int(fedavg) + part * int(lg)) + 100 * whole
+        assert row.parameters_printed(sent) == row.printed, case
+
+
+def test_the_published_tables_are_whole():
+    """Spot checks against the paper: appendix C.2 and Table 1."""
+    assert [len(published(data, classes)) for data in MODELS for classes in CLASSES] == [7] * 10
+    assert published("mnist", 2)["LG 600+100"][:4] == (98.70, 0.01, 98.03, 0.05)
+    assert published("mnist", 4)["Local only"][:4] == (96.53, 0.41, 43.15, 16.41)
+    assert published("cifar10", 2)["FedAvg"][:4] == (58.99, 1.50, 58.99, 1.50)
+    assert published("cifar10", 10)["LG 1800+100"][:4] == (69.89, 0.48, 69.76, 0.49)
+    assert published("table1", 2)["MTL"] == (89.68, 0.75, 10.06, 0.11, 12.0e9, "12.0e9")
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_study_runs_every_row_of_the_paper_from_one_fedavg_per_seed(name):
+    study = PAPER[name]
+    for part in study.parts.values():
+        cases = resolved(part.settings).cases
+        rows = {*cases, *part.choices}
+        assert {*part.published} <= rows or part.protocol == "tuned"
+        assert {*part.splits.values()} <= {*cases}
+        assert part.settings.plan.seeds == 10
+        starts = {case.after for row, case in cases.items() if row.startswith("LG ")} - {None}
+        assert len(starts) <= (len(part.choices and cases) // 4 or 1)
+    for claim in study.claims:
+        for part, case, measure in (*claim.more, *claim.less):
+            assert case in {*study.parts[part].settings.cases, *study.parts[part].choices}
+            assert measure in ("local", "new")
+
+
+@pytest.mark.parametrize("data", MODELS)
+def test_the_protocols_differ_in_what_they_say_and_in_nothing_else(data):
+    parts = PAPER[f"paper-{data}"].parts
+    ours, theirs = (parts[f"{protocol}-3"].settings.as_dict() for protocol in ("paper", "released"))
+    changed = {f"{of}.{key}" for of in ours if isinstance(ours[of], dict) for key in ours[of] if ours[of][key] != theirs[of][key]}
+    expected = {"data.validation", "plan.weights", "run.select"}
+    assert changed - expected == ({"model.name", "cases.FedAvg"} if data == "mnist" else {"optimiser.rate"})
+    assert (theirs["plan"]["weights"], theirs["run"]["select"], theirs["data"]["validation"]) == ("equal", "last", 0.0)
+    assert theirs["cases"]["FedAvg"].get("rate", theirs["optimiser"]["rate"]) == 0.1
+
+
+@pytest.mark.parametrize("data", MODELS)
+def test_the_splits_are_swept_from_nothing_to_everything_in_both_directions(data):
+    part, (model, tables) = PAPER[f"paper-{data}"].parts["paper-2"], MODELS[data]
+    whole, shared = {"local_only": 0, "fedavg": count(params_of(model))}, {}
+    for words, name in part.splits.items():
+        case = part.settings.cases[name]
+        split = None if case.algorithm in whole else Split.of(model, shared=case.shared or tables)
+        shared[words] = whole[case.algorithm] if split is None else count(split.take_shared(params_of(model)))
+    ends = [[shared["none"], *(shared[f"{end} {n} shared"] for n in range(1, 5)), shared["all"]] for end in ("first", "last")]
+    assert all(sizes == sorted(set(sizes)) for sizes in ends)
+    assert ends[0][1] + ends[1][4] == shared["all"]
+
+
+DEALT = Settings(
+    data=DataSettings(source="digits", devices=6, validation=0.2),
+    model=ModelSettings(hidden=(16,)),
+    split=SplitSettings(local=("layer1",)),
+    plan=PlanSettings(cohort=3, seeds=2),
+    run=Options(select="best", validate_every=1, keep="figures"),
+    cases={
+        "FedAvg": CaseSettings("fedavg", rounds=4),
+        "Local only": CaseSettings("local_only", rounds=2, cohort=6),
+        "LG 2+2": CaseSettings("lg_fedavg", rounds=2, after="FedAvg", after_round=2),
+        "LG 4+2": CaseSettings("lg_fedavg", rounds=2, after="FedAvg", after_round=4),
+        FINE_TUNED: CaseSettings("local_only", rounds=2, after="FedAvg", after_round=4),
+    },
+)
+ROW = Published(60.0, 1.0, 50.0, 1.0, 1.0e5, "1.0e5")
+RATES = {f"FedAvg, rate {rate}": CaseSettings("fedavg", rounds=2, rate=rate) for rate in (0.01, 0.1)}
+SMALL = Study(
+    name="small",
+    title="digits, small",
+    source="nobody 2026, table 0",
+    says="LG is above FedAvg.",
+    parts={
+        "paper-2": Part("2 classes per device", "paper", DEALT, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}),
+        "tuned-2": Part(
+            "2 classes per device", "tuned", replace(DEALT, cases=RATES), {"FedAvg": ROW}, choices={"FedAvg": tuple(RATES)}
+        ),
+    },
+    claims=(Claim("LG is above FedAvg", (Figure("paper-2", "LG 2+2", "local"),), (Figure("paper-2", "FedAvg", "local"),)),),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_study(monkeypatch, tmp_path):
+    monkeypatch.setitem(PAPER, "small", SMALL)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments):
+    """Exit code of a command in this process."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code
+
+
+def found_in(folder):
+    """What a study found, but for how long it took."""
+    parts = read_findings(Path(folder)).parts
+    return {name: {key: value for key, value in part.items() if key != "seconds"} for name, part in parts.items()}
+
+
+def test_studies_are_listed_and_shown(capsys):
+    assert run("list") == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in ("digits", "paper-mnist", "paper-cifar10"))
+    assert run("show", "paper-mnist") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "98.54 ± 0.05 98.17 ± 0.05 5.7e10" in shown
+    assert "LG-FedAvg outperforms FedAvg under Local Test" in shown
+    assert run("show", "digits") == 0
+    assert json.loads(capsys.readouterr().out)["data"]["source"] == "digits"
+
+
+def test_a_study_runs_resumes_and_reports_and_keeps_figures_only(capsys):
+    assert run("run", "small", "--seeds", 2, "--device", "cpu", "--out", "kept") == 0
+    printed = capsys.readouterr().out
+    assert "60.00 ± 1.00" in printed
+    assert "LG is above FedAvg: " in printed
+    found = found_in("kept")
+    assert {len(case["local"]) for part in found.values() for case in part["cases"].values()} == {2}
+    assert "LG 2+2" in Path("kept/tables.md").read_text()
+    assert "LG 2+2" in Path("kept/report.html").read_text()
+    cases = part_folder(Path("kept"), "paper-2") / "cases"
+    assert not list(cases.glob("*/models"))
+    assert max(path.stat().st_size for path in cases.glob("*/checkpoint.safetensors")) < 10_000
+    seconds = len(Path("kept/timing.jsonl").read_text().splitlines())
+    assert run("resume", "kept") == 0
+    assert found_in("kept") == found
+    assert len(Path("kept/timing.jsonl").read_text().splitlines()) == seconds + 2
+
+
+def test_two_runs_of_a_study_find_the_same():
+    for folder in ("one", "other"):
+        assert run("run", "small", "--part", "paper-2", "--set", "run.device=cpu", "--out", folder) == 0
+    assert found_in("one") == found_in("other")
+    assert [*found_in("one")] == ["paper-2"]
+
+
+def test_a_study_that_is_stopped_goes_on_to_the_same_figures():
+    changes = ["run.device=cpu", "plan.seeds=1"]
+    for folder in ("straight", "stopped"):
+        prepare(SMALL, [], changes, Path(folder), "glocal run small")
+    list(run_parts(read_parts(Path("straight")), Path("straight")))
+    running = run_parts(read_parts(Path("stopped")), Path("stopped"))
+    for _ in range(8):
+        next(running)
+    running.close()
+    assert [*found_in("stopped")["paper-2"]["cases"]] == ["FedAvg", "Local only"]
+    list(run_parts(read_parts(Path("stopped")), Path("stopped")))
+    assert found_in("stopped") == found_in("straight")
+
+
+def test_runs_of_parts_are_reported_as_one(capsys):
+    for part in ("paper-2", "tuned-2"):
+        assert run("run", "small", "--part", part, "--seeds", 1, "--device", "cpu", "--out", part) == 0
+    assert run("report", "paper-2", "tuned-2/findings.json", "--out", "all") == 0
+    assert [*found_in("all/findings.json")] == ["paper-2", "tuned-2"]
+    assert len(json.loads(Path("all/findings.json").read_text())["command"]) == 2
+    capsys.readouterr()
+    assert run("report", "paper-2", "paper-2/findings.json", "--out", "twice") == 2
+    assert "part 'paper-2' was given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "small", "--part", "paper-3"], "small has no part 'paper-3'; did you mean 'paper-2'"),
+        (["run", "digits", "--part", "paper-2"], "'digits' is none"),
+        (["run", "small", "--set", "plan.roundz=3"], "did you mean 'rounds'"),
+        (["show", "smal"], "there is no study 'smal'; did you mean 'small'"),
+        (["run", "small", "--seeds", "0"], "plan.seeds is 0"),
+        (["run", "small", "--set", "run.keep=nothing"], "keep is 'nothing'"),
+        (["run", "small", "--set", "plan.weights=none"], "plan.weights is 'none'"),
+        (["run", "small", "--set", "data.keep_devices=7"], "data.keep_devices is 7; it must be from 1 to 6"),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, capsys):
+    assert run(*arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: ")]
+    assert message in lines[-1]
+
+
+def test_a_study_is_not_started_over_another(capsys):
+    assert run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    assert run("run", "small", "--out", "kept") == 2
+    assert "go on with `glocal resume kept`" in capsys.readouterr().err
+
+
+def findings(**figures):
+    """Findings of the small study: case = (local seed by seed, validation)."""
+    cases = {name: {"local": local, "new": local, "validation": [validation]} for name, (local, validation) in figures.items()}
+    return Findings(SMALL, {}, {"paper-2": {"cases": cases}})
+
+
+def made(fedavg, lg):
+    return findings(**{"FedAvg": (fedavg, 0.5), "LG 2+2": (lg, 0.5)})
+
+
+def test_claims_are_tested_seed_by_seed():
+    """Seeds differ by far more than the methods do, and always the same way."""
+    [verdict] = made([0.50, 0.70, 0.90], [0.52, 0.73, 0.92]).verdicts()
+    assert verdict.word == "holds"
+    assert verdict.lead.mean == pytest.approx(100 * 0.07 / 3)
+    assert made([0.50, 0.70, 0.90], [0.52, 0.68, 0.91]).verdicts()[0].word == "open"
+    assert made([0.50, 0.70, 0.90], [0.48, 0.67, 0.88]).verdicts()[0].word == "fails"
+    assert made([0.50], [0.60]).verdicts()[0].word == "open"
+    assert findings(FedAvg=([0.5], 0.5)).verdicts() == []
+
+
+def test_a_seed_without_a_figure_is_left_out_of_the_pairs():
+    [verdict] = made([0.50, None, 0.90], [0.52, 0.10, 0.92]).verdicts()
+    assert verdict.lead.mean == pytest.approx(2.0)
+
+
+def test_like_allows_for_a_margin():
+    like = replace(SMALL, claims=(replace(SMALL.claims[0], margin=1.0),))
+    found = replace(made([0.500, 0.700, 0.900], [0.495, 0.694, 0.896]), study=like)
+    assert found.verdicts()[0].word == "holds"
+
+
+def test_the_interval_is_students():
+    """t(0.975, 4) = 2.776; a sample with mean 3 and variance 2.5."""
+    mean, low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (mean, low, high) == pytest.approx((3.0, 3 - 2.776 * 0.5**0.5, 3 + 2.776 * 0.5**0.5), abs=1e-3)
+
+
+def test_a_rate_is_chosen_on_validation_data_alone():
+    rates = {"FedAvg, rate 0.01": ([0.9], 0.6), "FedAvg, rate 0.1": ([0.5], 0.7)}
+    found = Findings(SMALL, {}, {"tuned-2": findings(**rates).parts["paper-2"]})
+    assert found.name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.1"
+    assert found.values(Figure("tuned-2", "FedAvg", "local")) == [50.0]
+
+
+def test_runs_on_different_machines_are_not_mixed():
+    one, other = (Findings(SMALL, {"machine": {"device": name}}, {name: {}}) for name in ("paper-2", "tuned-2"))
+    with pytest.raises(InputError, match="different machines"):
+        joined([one, other])
