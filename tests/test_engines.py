@@ -433,10 +433,34 @@ def test_trees_go_to_workers_by_name():
     workers, tasks, examples = crew(swapped)
     ones = {"a": torch.full((3,), 2.0), "b": torch.full((3,), 2.0)}
     tasks = [task._replace(private=ones) for task in tasks]
-    once = workers(tasks, examples, 0)
-    again = workers([task._replace(private=row) for task, row in zip(tasks, once.rows, strict=True)], examples, 0)
+    once = trees.unstack(workers(tasks, examples, 0).stacked(), len(tasks))
+    again = workers([task._replace(private=row) for task, row in zip(tasks, once, strict=True)], examples, 0).stacked()
+    assert (again["a"] == 2.0).all()
+    assert (again["b"] == 22.0).all()
     workers.close()
-    assert all(row["a"].tolist() == [2.0] * 3 and row["b"].tolist() == [22.0] * 3 for row in again.rows)
+
+
+def test_a_shared_tree_may_be_an_upload_as_it_came():
+    """What workers leave in their memory is written over in the next round, and must not be what was averaged."""
+    model = world.seeded(world.plain)
+    algorithm = world.algorithm("fedavg", model)
+    last = algorithm._replace(aggregate=lambda shared, uploads, weights: {name: tensor[-1] for name, tensor in uploads.items()})
+    train, params = world.federation().train, params_of(model)
+    found = [
+        world.last(simulate(last, params, train, glocal.Plan(4, 3, batch=5), engine=engine))[0]
+        for engine in (Engine("workers", workers=2, fused=False), "looped")
+    ]
+    assert world.gap(*found) < 1e-5
+
+
+def test_losses_last_longer_than_a_round():
+    model = world.seeded(world.plain)
+    train, params, plan = world.federation().train, params_of(model), glocal.Plan(4, 3, batch=5)
+    told = [
+        torch.stack([report.losses for _, report in simulate(world.algorithm("fedavg", model), params, train, plan, engine=engine)])
+        for engine in (Engine("workers", workers=2, fused=False), "looped")
+    ]
+    torch.testing.assert_close(*told)
 
 
 def test_a_run_goes_on_where_there_is_no_compiler(tmp_path, monkeypatch):

@@ -180,7 +180,7 @@ def test_two_runs_of_a_study_find_the_same():
 def test_a_study_that_is_stopped_goes_on_to_the_same_figures():
     changes = ["run.device=cpu", "plan.seeds=1"]
     for folder in ("straight", "stopped"):
-        prepare(SMALL, [], changes, Path(folder), "glocal run small")
+        prepare(SMALL, Path(folder), changes=changes)
     list(run_parts(read_parts(Path("straight")), Path("straight")))
     running = run_parts(read_parts(Path("stopped")), Path("stopped"))
     for _ in range(8):
@@ -213,6 +213,7 @@ def test_runs_of_parts_are_reported_as_one(capsys):
         (["run", "small", "--set", "run.keep=nothing"], "keep is 'nothing'"),
         (["run", "small", "--set", "plan.weights=none"], "plan.weights is 'none'"),
         (["run", "small", "--set", "data.keep_devices=7"], "data.keep_devices is 7; it must be from 1 to 6"),
+        (["run", "small", "--part", "paper-2", "--set", 'cases.FedAvg.shared=["layer1"]'], "fedavg has no split"),
     ],
 )
 def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, capsys):
@@ -276,3 +277,79 @@ def test_runs_on_different_machines_are_not_mixed():
     one, other = (Findings(SMALL, {"machine": {"device": name}}, {name: {}}) for name in ("paper-2", "tuned-2"))
     with pytest.raises(InputError, match="different machines"):
         joined([one, other])
+
+
+def complaints(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: ") and "engine:" not in line]
+
+
+def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_others_run(capsys):
+    wild = ["--set", "cases.FedAvg.rate=1e30", "--seeds", 1, "--device", "cpu"]
+    assert run("run", "small", "--part", "paper-2", *wild, "--out", "kept") == 0
+    lines = complaints(capsys)
+    assert any("paper-2, FedAvg: training diverged" in line and "left out" in line for line in lines)
+    assert [*found_in("kept")["paper-2"]["cases"]] == ["Local only"]
+    assert run("resume", "kept") == 0
+    assert complaints(capsys) == []
+
+
+@pytest.mark.parametrize("change", ["data.keep_devices=7", "split.local=nonsense", "plan.cohort=77"])
+def test_a_study_that_is_refused_leaves_nothing_behind(change, capsys):
+    assert run("run", "small", "--set", change, "--device", "cpu", "--out", "x") == 2
+    assert not Path("x").exists()
+    assert len(complaints(capsys)) == 1
+
+
+def test_changes_of_a_resumed_study_are_kept_and_told(capsys):
+    once = ["--part", "paper-2", "--seeds", 1, "--device", "cpu", "--set", "run.keep=everything", "--out", "kept"]
+    assert run("run", "small", *once) == 0
+    for changes in (["--set", "cases.LG 4+2.rounds=3"], []):
+        assert run("resume", "kept", *changes) == 0
+    assert found_in("kept")["paper-2"]["cases"]["LG 4+2"]["selected_round"][0] >= 5
+    assert "cases.LG 4+2.rounds = 3" in Path("kept/tables.md").read_text()
+    commands = json.loads(Path("kept/study.json").read_text())["command"]
+    assert commands[0].startswith("glocal run small --part paper-2 --seeds 1 --device cpu --set run.keep=everything")
+    assert len(commands) == 3
+
+
+def test_a_study_that_kept_figures_only_refuses_to_be_longer_and_stays_as_it_was(capsys):
+    assert run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    found = found_in("kept")
+    assert run("resume", "kept", "--set", "cases.FedAvg.rounds=6") == 2
+    assert "kept its figures only" in complaints(capsys)[0]
+    assert run("resume", "kept") == 0
+    assert found_in("kept") == found
+
+
+DAMAGED = {
+    "study.json": ["{}", '{"parts": {}}', '{"study": ["small"], "parts": {"paper-2": {}}, "command": []}', "nonsense"],
+    "findings.json": [
+        '{"study": "small", "parts": {"paper-2": "text"}}',
+        '{"study": ["small"], "parts": {}}',
+        '{"study": "small", "parts": {"paper-2": {"cases": {"FedAvg": {}}}}}',
+    ],
+    "parts/paper-2/cases/fedavg/result.json": ["[{}]"],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in DAMAGED.items() for text in texts])
+def test_a_damaged_file_is_one_line(name, text, capsys):
+    assert run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    Path("kept", name).write_text(text)
+    capsys.readouterr()
+    assert run("report", "kept/findings.json" if name == "findings.json" else "kept") == 2
+    assert len(complaints(capsys)) == 1
+
+
+def test_odd_rows_of_the_timing_are_passed_over():
+    assert run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    with Path("kept/timing.jsonl").open("a") as file:
+        file.write('{"seconds": 1}\n{"part": "paper-2"}\n')
+    assert run("report", "kept") == 0
+
+
+def test_reporting_names_the_folder_that_is_none(capsys):
+    assert run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    capsys.readouterr()
+    assert run("report", "kept", "nowhere") == 2
+    assert "nowhere is no study of a paper" in complaints(capsys)[0]

@@ -174,7 +174,7 @@ def test_a_study_of_which_nothing_was_run_can_be_reported(tmp_path: Path) -> Non
 
 def test_claims_of_one_seed_are_open_and_have_no_interval() -> None:
     rows = lines_of(study_markdown(fake(parts=("paper-2",), seeds=1)), "What the paper claims")
-    assert rows["2 classes per device: LG with half the traffic is above FedAvg on Local Test"] == ["open", "+0.57", "+0.57", "–"]
+    assert rows["2 classes per device: LG 400+100 is above FedAvg on Local Test"] == ["open", "+0.57", "+0.57", "–"]
 
 
 def test_claims_have_verdict_lead_and_interval() -> None:
@@ -184,7 +184,7 @@ def test_claims_have_verdict_lead_and_interval() -> None:
     rows = lines_of(study_markdown(found), "What the paper claims")
     # t(0.975, 1) = 12.706; 1.05 ± 12.706 * 0.05
     wanted = ["holds", "+0.57", "+1.05", "+0.41 to +1.69"]
-    assert rows["2 classes per device: LG with half the traffic is above FedAvg on Local Test"] == wanted
+    assert rows["2 classes per device: LG 400+100 is above FedAvg on Local Test"] == wanted
 
 
 def test_a_part_that_is_not_finished_has_dashes_and_is_named(tmp_path: Path) -> None:

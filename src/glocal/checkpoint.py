@@ -58,9 +58,16 @@ class Checkpoint:
         write_tensors(self.path, _apart(tensors), self._about(progress))
         return progress.done
 
-    def lighten(self, progress: Progress) -> None:
+    def lighten(self, progress: Progress | None = None) -> None:
         """Keep what the checkpoint says and let its tensors go: a finished case is known as such, and cannot go on."""
-        write_tensors(self.path, {}, {**self._about(progress), "light": True})
+        about = self._about(progress) if progress else read_about(self.path) if self.path.exists() else {}
+        if about and not about.get("light"):
+            write_tensors(self.path, {}, {**about, "light": True})
+
+    def require_tensors(self) -> None:
+        """Refuse to go on from a checkpoint that was lightened."""
+        if self.path.exists() and read_about(self.path).get("light"):
+            raise InputError(f"resume: {self.folder} kept its figures only, so it cannot go on; start a new run in another folder")
 
     def _about(self, progress: Progress) -> Json:
         kept = [best and best[:2] for best in progress.best]
@@ -83,9 +90,8 @@ class Checkpoint:
         if not self.done():
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
             return None
+        self.require_tensors()
         tensors, about = read_tensors(self.path)
-        if about.get("light"):
-            raise InputError(f"resume: {self.folder} kept its figures only, so it cannot go on; start a new run in another folder")
         names = self.fingerprint["model"]
         states = [_state(tensors, f"{place}/last", names) for place in range(len(about["ledgers"]))]
         best = [(*kept, _state(tensors, f"{place}/best", names)) if kept else None for place, kept in enumerate(about["best"])]

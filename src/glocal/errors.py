@@ -10,7 +10,9 @@ class InputError(ValueError):
 
 
 class DivergedError(InputError):
-    """Training left all bounds: a loss is not finite."""
+    """Training left all bounds: a loss is not finite; `case` is a study's name for what was trained."""
+
+    case: str = ""
 
 
 class GlocalWarning(UserWarning):

@@ -209,10 +209,18 @@ def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
     states = [begin(case.algorithm, params, len(case.seeds)) for params in case.params]
     saved = Checkpoint(folder, fingerprint(case, options)).load() if folder else None
     if saved is None:
-        return Progress(0, states, list(case.spent), [None for _ in states])
+        started = [_started(case, place, state) for place, state in enumerate(states)]
+        return Progress(0, states, started, [None for _ in states])
     device, room = options.computing_device(), states[0].private.room
     best = [kept and (*kept[:2], kept[2].on(device, room)) for kept in saved.best]
     return saved._replace(states=[state.on(device, room) for state in saved.states], best=best)
+
+
+def _started(case: Case, place: int, state: State) -> Ledger:
+    """Traffic before the first round: a warm start's, and its local part to every device, unless it was validated there before."""
+    spent, fed = case.spent[place], case.federations[place]
+    validated = bool(fed.val.sizes.any())
+    return spent.after_start(state.private.initial, fed.devices) if case.plan.first_round and not validated else spent
 
 
 def fingerprint(case: Case, options: Options) -> Json:
@@ -328,6 +336,9 @@ def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Prog
     accuracies = local_test(evaluation, state, fed.test)
     local, trained = state.private.initial, len(state.private.trained)
     ledger = progress.ledgers[place].after_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
+    if options.select == "best" and progress.done % options.validate_every:  # the last round was looked at besides
+        ledger = ledger.after_evaluation(progress.states[place].shared, int(np.count_nonzero(fed.val.sizes)))
+    whole, counted = case.algorithm.personal(state.shared, local), fed.devices if state.shared else 0
     return Result(
         algorithm=case.algorithm,
         structure=case.model,
@@ -338,9 +349,9 @@ def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Prog
         local=spread(accuracies, fed.test.sizes),
         new=new_test(evaluation, state, fed.test),
         validation=spread(local_test(evaluation, state, fed.val), fed.val.sizes),
-        ledger=ledger.after_ensemble(local, case.algorithm.personal(state.shared, local), trained=trained, devices=fed.devices),
+        ledger=ledger.after_ensemble(local, whole, trained=trained, devices=counted),
         sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
-        sampled=participation(plan, fed.devices, progress.done),
+        sampled=participation(plan, fed.devices, done),
     )
 
 

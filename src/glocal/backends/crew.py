@@ -17,7 +17,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -34,10 +33,11 @@ _KILLED = "engine: a worker was killed (is the memory full?); use fewer with run
 
 
 class Order(NamedTuple):
-    """What a worker is told: where its shared tree lies, its slot, and the rest of the task."""
+    """What a worker is told: where its shared tree lies, its slot, where the result goes, and the rest of the task."""
 
     shared: int
     slot: int
+    place: int
     rows: Any
     key: int
     round_index: int
@@ -45,22 +45,18 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class Plot:
-    """How the shared memory is laid out: some shared trees, then slots, each with a private tree and room for a result."""
+    """How the shared memory is laid out: some shared trees, slots with a private tree each, and room for every task's result."""
 
     shared: Params
     private: Params
     copies: int
     slots: int
+    results: int
 
     @property
     def shared_bytes(self) -> int:
         """Room for one shared tree."""
         return _room(self.shared)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Room for one private tree and one result."""
-        return _room(self.private) + self.result_bytes
 
     @property
     def result_bytes(self) -> int:
@@ -73,16 +69,16 @@ class Plot:
 
     def private_at(self, slot: int) -> int:
         """Where a slot's private tree starts."""
-        return self.copies * self.shared_bytes + slot * self.slot_bytes
+        return self.copies * self.shared_bytes + slot * _room(self.private)
 
-    def result_at(self, slot: int) -> int:
-        """Where a slot's result starts."""
-        return self.private_at(slot) + _room(self.private)
+    def result_at(self, place: int) -> int:
+        """Where the result of a task starts."""
+        return self.private_at(self.slots) + place * self.result_bytes
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.private_at(self.slots)
+        return self.result_at(self.results)
 
 
 class Crew(Generic[Result]):
@@ -94,7 +90,7 @@ class Crew(Generic[Result]):
         self.structure: TreeSpec | None = None
 
     def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
-        """One result per task."""
+        """One result per task; tensors that lie in the shared memory are good until the next call."""
         if examples.y.is_cuda or not hasattr(os, "fork"):
             raise RuntimeError("workers compute on a CPU, in forked processes")
         self._prime(tasks[0], examples, round_index)
@@ -104,6 +100,8 @@ class Crew(Generic[Result]):
         try:
             found = self._hire(tasks, examples).run(tasks, round_index)
             assert self.structure is not None
+            if isinstance(found, Stacked):
+                return Outcome(stack=cast(Result, tree_unflatten(found.leaves, self.structure)))
             return Outcome(rows=[cast(Result, tree_unflatten(leaves, self.structure)) for leaves in found])
         except BaseException:
             self.close()  # whoever is in the middle of something is not waited for
@@ -121,10 +119,11 @@ class Crew(Generic[Result]):
 
     def _hire(self, tasks: Sequence[Task], examples: Examples) -> "_Hired":
         copies = len({id(task.shared) for task in tasks})
-        if self.hired is None or not self.hired.suit(tasks[0], copies, examples):
+        if self.hired is None or not self.hired.suit(tasks, copies, examples):
             self.close()
+            plot = Plot(tasks[0].shared, tasks[0].private, copies, 2 * self.workers, len(tasks))
             try:
-                self.hired = _Hired(self, Plot(tasks[0].shared, tasks[0].private, copies, 2 * self.workers), examples)
+                self.hired = _Hired(self, plot, examples)
             except OSError as error:
                 raise RuntimeError(f"{self.workers} workers could not be started ({error.strerror})") from error
         return self.hired
@@ -138,6 +137,12 @@ class Crew(Generic[Result]):
         if self.hired is not None:
             self.hired.dismiss()
             self.hired = None
+
+
+class Stacked(NamedTuple):
+    """The tensors of all tasks' results, each with a first axis (tasks, ...)."""
+
+    leaves: list[Tensor]
 
 
 class _Hired:
@@ -167,14 +172,14 @@ class _Hired:
         self.lines.append(ours)
         self.pids.append(pid)
 
-    def suit(self, task: Task, copies: int, examples: Examples) -> bool:
-        """Whether tasks like this one fit into the memory, and the data are those that the workers know."""
-        alike = _same_shapes(task.shared, self.plot.shared) and _same_shapes(task.private, self.plot.private)
+    def suit(self, tasks: Sequence[Task], copies: int, examples: Examples) -> bool:
+        """Whether tasks like these fit into the memory, and the data are those that the workers know."""
+        alike = _same_shapes(tasks[0].shared, self.plot.shared) and _same_shapes(tasks[0].private, self.plot.private)
         same_data = all(theirs is ours for theirs, ours in zip(examples, self.examples, strict=True))
-        return alike and copies <= self.plot.copies and same_data
+        return alike and copies <= self.plot.copies and len(tasks) <= self.plot.results and same_data
 
-    def run(self, tasks: Sequence[Task], round_index: int) -> list[list[Tensor]]:
-        """Every task's result, as its tensors."""
+    def run(self, tasks: Sequence[Task], round_index: int) -> Stacked | list[list[Tensor]]:
+        """Every task's result, as its tensors; stacked where they lie, if they are alike."""
         shift = _Shift(self, tasks, round_index)
         for line in [*self.lines, *self.lines]:  # two for each, so that none waits for the next
             shift.hand_out(line)
@@ -182,24 +187,49 @@ class _Hired:
             for line in cast(list[Connection], wait({line for line, _ in shift.underway})):
                 shift.take_back(line)
                 shift.hand_out(line)
-        return shift.results
+        first = shift.results[0]
+        if isinstance(first, Left) and all(told == first for told in shift.results):
+            return self._stacked(first, len(tasks))
+        return [self._tensors(place, told) for place, told in enumerate(shift.results)]
 
-    def hear(self, line: Connection) -> tuple[int, list[Tensor]]:
-        """A worker's answer: a slot, and the tensors of the result that lies in it."""
+    def hear(self, line: Connection) -> tuple[int, "Left | list[Tensor]"]:
+        """A worker's answer: a slot that is free again, and what it left, or what there was no room for."""
         try:
-            slot, leaves = line.recv()
+            slot, told = line.recv()
         except (EOFError, OSError) as error:
             raise InputError(_KILLED) from error
-        if isinstance(leaves, Exception):
-            raise leaves
-        start, found = self.plot.result_at(slot), []
-        for leaf in leaves:
-            if isinstance(leaf, np.ndarray):
-                found.append(torch.from_numpy(leaf))
+        if isinstance(told, Exception):
+            raise told
+        return slot, told if isinstance(told, Left) else [torch.from_numpy(leaf) for leaf in told]
+
+    def _stacked(self, left: "Left", tasks: int) -> Stacked:
+        """Results that are alike lie at equal distances: each of their tensors is one of all tasks, without a copy."""
+        start, leaves, apart = self.plot.result_at(0), [], self.plot.result_bytes
+        for dtype, shape in left.leaves:
+            count = math.prod(shape)
+            if count:
+                reach = (tasks - 1) * apart // dtype.itemsize + count
+                whole = torch.frombuffer(self.memory, dtype=dtype, count=reach, offset=start)
+                leaves.append(whole.as_strided((tasks, count), (apart // dtype.itemsize, 1)).reshape(tasks, *shape))
             else:
-                found.append(_view(self.memory, start, *leaf).clone())
-                start += _rounded(found[-1].nbytes)
-        return slot, found
+                leaves.append(torch.empty(tasks, *shape, dtype=dtype))
+            start += _rounded(count * dtype.itemsize)
+        return Stacked(leaves)
+
+    def _tensors(self, place: int, told: "Left | list[Tensor]") -> list[Tensor]:
+        if not isinstance(told, Left):
+            return told
+        start, found = self.plot.result_at(place), []
+        for dtype, shape in told.leaves:
+            found.append(_view(self.memory, start, dtype, shape).clone())
+            start += _rounded(found[-1].nbytes)
+        return found
+
+
+class Left(NamedTuple):
+    """What kind of tensors a worker has left in the shared memory, one after the other: dtype and shape of each."""
+
+    leaves: list[tuple[torch.dtype, tuple[int, ...]]]
 
 
 class _Shift:
@@ -210,7 +240,7 @@ class _Shift:
         self.waiting = sorted(range(len(tasks)), key=lambda index: tasks[index].order.size)
         self.free = {line: [2 * number, 2 * number + 1] for number, line in enumerate(hired.lines)}
         self.underway: dict[tuple[Connection, int], int] = {}
-        self.results: list[list[Tensor]] = [[] for _ in tasks]
+        self.results: list[Left | list[Tensor]] = [[] for _ in tasks]
         shared = {id(task.shared): task.shared for task in tasks}
         self.places = {key: place for place, key in enumerate(shared)}
         for place, tree in enumerate(shared.values()):
@@ -224,7 +254,7 @@ class _Shift:
         task = self.tasks[index]
         _write(self.hired.memory, self.hired.plot.private_at(slot), task.private, self.hired.plot.private)
         try:
-            line.send(Order(self.places[id(task.shared)], slot, task.order, task.key, self.round_index))
+            line.send(Order(self.places[id(task.shared)], slot, index, task.order, task.key, self.round_index))
         except OSError as error:
             raise InputError(_KILLED) from error
         self.underway[line, slot] = index
@@ -251,21 +281,20 @@ def _serve(crew: Crew[Any], hired: _Hired, line: Any) -> None:
         private = _read(memory, plot.private_at(order.slot), plot.private)
         try:
             result = crew._one(Task(shared, private, order.rows, order.key), hired.examples, order.round_index)
-            line.send((order.slot, _leave(memory, plot, order.slot, tree_flatten(result)[0])))
+            line.send((order.slot, _leave(memory, plot, order.place, tree_flatten(result)[0])))
         except Exception as error:  # told to the parent, who raises it
             line.send((order.slot, _sendable(error)))
 
 
-def _leave(memory: mmap.mmap, plot: Plot, slot: int, leaves: Sequence[Tensor]) -> list[Any]:
-    """Put a result into its slot; what each tensor is, or the tensor itself where there is no room."""
+def _leave(memory: mmap.mmap, plot: Plot, place: int, leaves: Sequence[Tensor]) -> Left | list[Any]:
+    """Put a result where it belongs; what each tensor is, or the tensors themselves where there is no room."""
     if sum(_rounded(leaf.nbytes) for leaf in leaves) > plot.result_bytes:
         return [leaf.numpy() for leaf in leaves]
-    start, told = plot.result_at(slot), []
+    start = plot.result_at(place)
     for leaf in leaves:
         _view(memory, start, leaf.dtype, leaf.shape).copy_(leaf)
-        told.append((leaf.dtype, leaf.shape))
         start += _rounded(leaf.nbytes)
-    return told
+    return Left([(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])
 
 
 def _sendable(error: Exception) -> Exception:

@@ -152,7 +152,7 @@ def _part(outcome: Outcome[Update], start: int, stop: int) -> Part:
         return Part(uploads, [update.private for update in updates], torch.stack([update.loss for update in updates]))
     update = outcome.stacked()
     uploads, private = ({name: tensor[start:stop] for name, tensor in tree.items()} for tree in (update.upload, update.private))
-    return Part(uploads, rows_of(private, stop - start), update.loss[start:stop])
+    return Part(uploads, rows_of(private, stop - start), update.loss[start:stop].clone())
 
 
 def _collect(algorithm: Algorithm, seat: Seat, cohort: Integers, part: Part, round_index: int) -> tuple[State, Report]:
@@ -161,9 +161,15 @@ def _collect(algorithm: Algorithm, seat: Seat, cohort: Integers, part: Part, rou
     uploads = admit(part.uploads, state.shared)
     traffic = Ledger().after_round(state.shared, uploads, cohort=len(cohort), devices=seat.train.devices)
     weights = sent(seat.train.sizes[cohort], part.losses.device)
-    shared = algorithm.aggregate(state.shared, uploads, weights)
+    shared = _of_its_own(algorithm.aggregate(state.shared, uploads, weights), uploads)
     private = state.private.put(cohort.tolist(), part.private)
     return State(shared, private), Report(round_index, cohort, part.losses, traffic)
+
+
+def _of_its_own(tree: Params, uploads: Params) -> Params:
+    """The tree without anything that is part of an upload: the next round may write over those."""
+    lent = {tensor.untyped_storage().data_ptr() for tensor in uploads.values()}
+    return {name: tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor for name, tensor in tree.items()}
 
 
 def _require_one_store(seats: Sequence[Seat]) -> None:

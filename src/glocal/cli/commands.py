@@ -1,7 +1,9 @@
 """The commands and their options; what they do is loaded when they are called."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -53,6 +55,12 @@ def _on(*, engine: str | None = None, device: str | None = None, seeds: int | No
     return [f"{setting}={value}" for setting, value in wanted.items() if value is not None]
 
 
+def _typed(command: str, what: str, changes: list[str] | None, **options: Sequence[object]) -> str:
+    """A command as it can be typed again."""
+    words = [f"--{name} {quote(str(value))}" for name, values in options.items() for value in values if value is not None]
+    return " ".join(["glocal", command, what, *words, *(f"--set {quote(change)}" for change in changes or [])])
+
+
 @app.command("list")
 def list_studies() -> None:
     """List the studies that come with glocal."""
@@ -102,7 +110,8 @@ def run(
     if out is not None and ((out / "settings.json").exists() or (out / "study.json").exists()):
         raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
     if study in PAPER:
-        start_parts(PAPER[study], parts or [], wanted, out or free_folder(Path("runs") / study))
+        typed = _typed("run", study, changes, part=parts or [], engine=[engine], seeds=[seeds], device=[device])
+        start_parts(PAPER[study], out or free_folder(Path("runs") / study), patterns=parts or [], changes=wanted, command=typed)
         return
     if parts:
         raise InputError(f"run: --part is for the studies of a paper, and '{study}' is none; leave it out")
@@ -125,7 +134,8 @@ def resume(folder: Folder, changes: Changes = None, engine: EngineName = None) -
 
     wanted = [*(changes or []), *_on(engine=engine)]
     if holds_study(folder):
-        go_on_with_parts({name: changed(settings, wanted) for name, settings in read_parts(folder).items()}, folder)
+        parts = {name: changed(settings, wanted) for name, settings in read_parts(folder).items()}
+        go_on_with_parts(parts, folder, _typed("resume", "FOLDER", changes, engine=[engine]))
         return
     go(changed(read_settings(folder), wanted), folder)
 
@@ -146,7 +156,8 @@ def report(
         report_study(folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0]))
         return
     if len(folders) > 1 or out is not None:
-        raise InputError(f"report: {folders[0]} is no study of a paper; give one folder of a run, without --out")
+        odd = next((folder for folder in folders if not (folder.is_file() or holds_study(folder))), folders[0])
+        raise InputError(f"report: {odd} is no study of a paper; give such studies, or one folder of a run without --out")
     print_table(read_results(folders[0]))
     print(f"report: {write_report(folders[0])}")
 

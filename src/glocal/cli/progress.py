@@ -9,6 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from glocal.cli.tables import percent, readable
 from glocal.studies import Step
+from glocal.studies.parts import PartStep
 
 
 def case_bars() -> Progress:
@@ -40,6 +41,21 @@ def shown_on(bars: Progress, prefix: str = "") -> Callable[[Step], None]:
             latest[step.case] = row["validation"]
         seen = f"validation {latest[step.case]:.1%}  " if step.case in latest else ""
         bars.update(task, completed=step.moment.progress.done, now=f"loss {row['loss']:.3f}  {seen}{readable(row['bytes'])}")
+
+    return show
+
+
+def parts_shown_on(bars: Progress) -> Callable[[PartStep], None]:
+    """One bar for the case that runs, whatever part it is of; a finished case becomes a line."""
+    shown: dict[str, Callable[[Step], None]] = {}
+
+    def show(step: PartStep) -> None:
+        words = f"{step.part} ({step.place} of {step.of})  "
+        shown.setdefault(step.part, shown_on(bars, words))(step.step)
+        if step.step.moment is None:
+            for task in bars.task_ids:
+                bars.remove_task(task)
+            bars.console.print(f"{words}{step.step.case}: {_final(step.step)}", highlight=False, markup=False)
 
     return show
 

@@ -1,19 +1,18 @@
 """Runs as a user sees them: progress while they last, then the table and the report."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shlex import quote
 
 from rich.console import Console
 
-from glocal.cli.progress import case_bars, downloads, shown_on
+from glocal.cli.progress import case_bars, downloads, parts_shown_on, shown_on
 from glocal.cli.tables import print_findings, print_table
 from glocal.errors import InputError
 from glocal.keep import write_text
 from glocal.report import study_markdown, write_report, write_study_report
-from glocal.studies import Settings, Step
+from glocal.studies import Settings
 from glocal.studies.findings import joined, read_findings, write_findings
-from glocal.studies.parts import prepare, read_parts, run_parts
+from glocal.studies.parts import leave_unbegun, prepare, run_parts, sit_down
 from glocal.studies.run import read_results, run_study
 from glocal.studies.study import Study
 
@@ -34,22 +33,25 @@ def go(settings: Settings, folder: Path) -> None:
     print(f"report: {write_report(folder)}")
 
 
-def start_parts(study: Study, patterns: Sequence[str], changes: Sequence[str], folder: Path) -> None:
+def start_parts(study: Study, folder: Path, *, patterns: Sequence[str], changes: Sequence[str], command: str) -> None:
     """Begin with some parts of a paper's study, or with all."""
-    options = [*(f"--part {quote(pattern)}" for pattern in patterns), *(f"--set {quote(change)}" for change in changes)]
-    prepare(study, patterns, changes, folder, " ".join(["glocal run", study.name, *options]))
-    go_on_with_parts(read_parts(folder), folder)
+    parts = prepare(study, folder, patterns=patterns, changes=changes)
+    try:
+        go_on_with_parts(parts, folder, command)
+    except InputError:
+        leave_unbegun(folder)
+        raise
 
 
-def go_on_with_parts(parts: Mapping[str, Settings], folder: Path) -> None:
+def go_on_with_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
     """Run or go on with a paper's study, show it, write the report."""
     console = Console(stderr=True)
     console.print(f"keeping everything in {folder}", highlight=False)
+    sit_down(folder, parts, command)
     try:
         with downloads() as report, case_bars() as bars:
-            shows: dict[str, Callable[[Step], None]] = {}
-            for part, place, of, step in run_parts(parts, folder, report=report):
-                show = shows.setdefault(part, shown_on(bars, f"{part} ({place} of {of})  "))
+            show = parts_shown_on(bars)
+            for step in run_parts(parts, folder, report=report):
                 show(step)
     except KeyboardInterrupt:
         console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
@@ -61,7 +63,7 @@ def report_study(paths: Sequence[Path], folder: Path) -> None:
     """Print what a paper's study found, and write it as a page, as text and as numbers."""
     findings = joined([read_findings(path) for path in paths])
     if not findings.parts:
-        raise InputError(f"report: {paths[0]} has finished no case yet; go on with `glocal resume {paths[0]}`")
+        raise InputError(f"report: {paths[0]} has finished no case yet; wait for one, or go on with `glocal resume {paths[0]}`")
     print_findings(findings)
     write_findings(findings, folder / "findings.json")
     write_text(folder / "tables.md", study_markdown(findings))

@@ -69,32 +69,51 @@ def print_classes(counts: list[list[int]]) -> None:
 
 
 def show_study(study: Study) -> None:
-    """The claim, the parts, and the paper's numbers."""
+    """What is claimed, the parts, and the paper's numbers."""
     print(f"{study.name}: {study.title}\n{study.source}\n\n{study.says}\n")
-    table = Table("part", "protocol", "case", "algorithm", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("rounds", "paper: Local", "New", "parameters"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _wide("part", "case", right=("rounds", "paper: Local", "New", "sent"))
     for name, part in study.parts.items():
         for case, settings in part.settings.cases.items():
             rounds = f"{settings.after_round or ''}{' + ' if settings.after else ''}{settings.rounds}"
-            known = part.published.get(case)
-            told = [*known.scores(), known.printed] if known else []
-            table.add_row(name, part.protocol, escape(case), settings.algorithm, rounds, *told)
-    Console().print(table)
+            known = part.published_for(case)
+            table.add_row(name, escape(case), rounds, *([*known.scores(), known.printed] if known else []))
+    _print_wide(table)
+    print("\nClaims, tested over paired seeds:")
+    for claim in study.claims:
+        print(f"- {claim.says}{f' (at most {claim.margin:g} points below)' if claim.margin else ''}")
 
 
 def print_findings(findings: Findings) -> None:
-    """Every row beside the paper's, then the claims."""
-    table = Table("part", "case", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("Local Test %", "paper", "New Test %", "paper"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """Every row beside the paper's and how far apart they are, then the claims."""
+    table = _wide("part", "case", right=("Local %", "paper", "apart", "New %", "paper", "apart"))
     for name, found in findings.parts.items():
         for case, figures in found["cases"].items():
-            known = findings.study.parts[name].published.get(case)
+            known = findings.study.parts[name].published_for(case)
             local, new = known.scores() if known else ("", "")
-            table.add_row(name, escape(case), percents(figures["local"], 2), local, percents(figures["new"], 2), new)
-    console = Console()
-    console.print(table)
+            apart = (known.local, known.new) if known else (None, None)
+            cells = [percents(figures["local"], 2), local, _apart(figures["local"], apart[0])]
+            table.add_row(name, escape(case), *cells, percents(figures["new"], 2), new, _apart(figures["new"], apart[1]))
+    _print_wide(table)
     for claim, lead, word in findings.verdicts():
         reach = f"[{lead.low:+.2f}, {lead.high:+.2f}]" if isfinite(lead.low) else "(one seed)"
-        console.print(f"{word:5}  {claim.says}: {lead.mean:+.2f} {reach}", highlight=False, soft_wrap=True)
+        print(f"{word:5}  {claim.says}: {lead.mean:+.2f} {reach}")
+
+
+def _wide(*left: str, right: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _print_wide(table: Table) -> None:
+    """A table whose rows are wider than many a terminal: lines are left whole."""
+    Console(width=max(Console().width, 110)).print(table)
+
+
+def _apart(values: Sequence[float | None], published: float | None) -> str:
+    """How far the mean is from the published one, in points."""
+    known = [value for value in values if value is not None]
+    return f"{100 * fmean(known) - published:+.2f}" if known and published is not None else ""

@@ -61,7 +61,7 @@ def shards(devices: int, classes_per_device: int) -> Partition:
 def random_shards(devices: int, classes_per_device: int) -> Partition:
     """So many shards of one class each, at random (McMahan et al. 2017, section 3): two of one class stay with their device.
 
-    So a device has at most so many classes, and some have fewer: of 100 devices with two of ten classes, nine or ten have one.
+    So a device has at most so many classes, and some have fewer: of 100 devices with two of ten classes 9.5 have one, on average.
     """
     return _in_shards(devices, classes_per_device, lambda held, generator: held)
 

@@ -61,8 +61,9 @@ class FusedOnCpu:
         """Trained params and the mean loss over examples (); None if it declines."""
         try:
             rule = _rule(optimiser)
+            one, shown = _plain(objective, work._replace(order=work.order[:1, :1]))
+            chain = self._chain(_model_loss(one), _shape(shown))
             objective, work = _plain(objective, work)
-            chain = self._chain(_model_loss(objective), _shape(work))
             _require_plain(objective, params, work, chain)
             return self._train(chain, objective, params, work, rule)
         except _DeclinedError as declined:

@@ -9,6 +9,7 @@ from glocal.modules import params_of
 from glocal.studies.build import build_split, plain_model
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED
+from glocal.studies.run import resolved
 from glocal.studies.study import Claim, Figure, Part, Published
 
 MEASURES = {"local": "Local Test", "new": "New Test"}
@@ -179,12 +180,16 @@ def seeds_of(findings: Findings, part: str) -> int:
 
 
 def changes_of(findings: Findings, part: str) -> list[str]:
-    """Settings with which a part was run that are not the study's, such as "plan.seeds = 2", those of single cases apart."""
-    run, planned = findings.parts[part]["settings"], findings.study.parts[part].settings.as_dict()
+    """Settings with which a part was run that are not the study's, such as "plan.seeds = 2"."""
+    run, planned = findings.parts[part]["settings"], resolved(findings.study.parts[part].settings).as_dict()
     # nothing else under "run" changes a figure
     kept = {**run, "run": {key: run["run"][key] for key in ("select", "precision", "validate_every") if key in run["run"]}}
     sections = ("data", "model", "split", "optimiser", "plan", "run")
-    return [f"{of}.{key} = {value}" for of in sections for key, value in kept[of].items() if value != planned[of].get(key)]
+    changes = [f"{of}.{key} = {value}" for of in sections for key, value in kept[of].items() if value != planned[of].get(key)]
+    for name, case in run["cases"].items():
+        before = planned["cases"].get(name, {})
+        changes += [f"cases.{name}.{key} = {value}" for key, value in case.items() if value != before.get(key)]
+    return changes
 
 
 def missing_cases(findings: Findings, part: str) -> list[str]:

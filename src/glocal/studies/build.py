@@ -143,6 +143,10 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Alg
         "devices": lambda: parts.federations[0].devices,
     }
     wanted = list(inspect.signature(make).parameters.values())[2:]
+    if (case.local or case.shared) and "split" not in [parameter.name for parameter in wanted]:
+        raise InputError(
+            f"settings: {case.algorithm} has no split, so that its cases take neither 'local' nor 'shared'; leave them out"
+        )
     given = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
     knobs = _knobs(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
     optimiser = build_optimiser(settings.optimiser, case.rate)

@@ -8,9 +8,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scipy import stats
-
-from glocal.errors import InputError, nearest
+from glocal.errors import InputError, brief, nearest
 from glocal.keep import Json, read_json, read_rows, write_json
 from glocal.studies.paper import PAPER
 from glocal.studies.run import read_results, read_settings, slug
@@ -49,8 +47,9 @@ class Findings:
 
     def _by_seed(self, figure: Figure) -> dict[int, float]:
         case = self.case(figure.part, figure.case)
-        found = [] if case is None else enumerate(case[figure.measure])
-        return {seed: _PERCENT * value for seed, value in found if value is not None}
+        values = [] if case is None else case[figure.measure]
+        seeds = range(len(values)) if case is None else case.get("seeds", range(len(values)))
+        return {seed: _PERCENT * value for seed, value in zip(seeds, values, strict=True) if value is not None}
 
     def case(self, part: str, row: str) -> Json | None:
         """The figures of a row: its case's, or those of the one that was best on validation data of several."""
@@ -87,6 +86,8 @@ def interval(values: Sequence[float]) -> Interval:
     >>> [round(end, 2) for end in interval([1.0, 2.0, 3.0])]
     [2.0, -0.48, 4.48]
     """
+    from scipy import stats  # takes a second to load, and few commands need it
+
     mean = fmean(values)
     if len(values) < 2:
         return Interval(mean, float("-inf"), float("inf"))
@@ -101,8 +102,19 @@ def part_folder(folder: Path, part: str) -> Path:
 
 def read_findings(path: Path) -> Findings:
     """From the folder of a study, or from a file that was written of one."""
-    if path.is_file():
-        return _from_dict(read_json(path, dict), str(path))
+    try:
+        found = _from_dict(read_json(path, dict)) if path.is_file() else _from_folder(path)
+        for part in found.parts.values():
+            for case in part["cases"].values():
+                interval([value or 0.0 for value in (*case["local"], *case["new"], *case["validation"])])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"report: {path} does not hold the findings of a study ({brief(error)}); give the folder of a run, or its findings.json"
+        ) from error
+    return found
+
+
+def _from_folder(path: Path) -> Findings:
     about = read_json(path / "study.json", dict)
     study = known_study(about["study"])
     parts = {name: found for name in study.parts if (found := _part(part_folder(path, name), path, name))}
@@ -111,8 +123,8 @@ def read_findings(path: Path) -> Findings:
 
 def known_study(name: str) -> Study:
     """A study of a paper by name."""
-    if name not in PAPER:
-        raise InputError(f"study: there is no study '{name}'; {nearest(name, PAPER)}")
+    if not isinstance(name, str) or name not in PAPER:
+        raise InputError(f"study: there is no study '{name}'; {nearest(str(name), PAPER)}")
     return PAPER[name]
 
 
@@ -129,10 +141,10 @@ def joined(findings: Sequence[Findings]) -> Findings:
         parts |= other.parts
     ordered = {name: parts[name] for name in first.study.parts if name in parts}
     commands = list(dict.fromkeys(command for other in findings for command in _listed(other.about.get("command"))))
-    machines = {json.dumps(other.about.get("machine")): other.about.get("machine") for other in findings}
-    if len(machines) > 1:
-        told = "; ".join(str(machine and machine.get("device")) for machine in machines.values())
-        raise InputError(f"report: these runs are of different machines ({told}); report them one by one")
+    for key in ("machine", "version"):
+        told = dict.fromkeys(json.dumps(other.about.get(key)) for other in findings)
+        if len(told) > 1:
+            raise InputError(f"report: these runs are of different {key}s ({' and '.join(told)}); report them one by one")
     return Findings(first.study, {**first.about, "command": commands}, ordered)
 
 
@@ -145,9 +157,7 @@ def _listed(command: str | list[str] | None) -> list[str]:
     return [command] if isinstance(command, str) else command or []
 
 
-def _from_dict(data: Json, where: str) -> Findings:
-    if not isinstance(data.get("parts"), dict) or "study" not in data:
-        raise InputError(f"report: {where} does not hold the findings of a study; give the folder of a run, or its findings.json")
+def _from_dict(data: Json) -> Findings:
     study = known_study(data["study"])
     about = {key: value for key, value in data.items() if key not in ("study", "parts")}
     return Findings(study, about, {name: part for name, part in data["parts"].items() if name in study.parts})
@@ -157,7 +167,7 @@ def _part(folder: Path, study: Path, name: str) -> Json | None:
     """What a part has finished so far; None if nothing."""
     if not (folder / "settings.json").exists() or not (results := read_results(folder)):
         return None
-    seconds = sum(row["seconds"] for row in read_rows(study / "timing.jsonl") if row["part"] == name)
+    seconds = sum(row.get("seconds", 0.0) for row in read_rows(study / "timing.jsonl") if row.get("part") == name)
     cases = {case: _case(seeds) for case, seeds in results.items()}
     return {"seconds": round(seconds, 1), "settings": read_settings(folder).as_dict(), "cases": cases}
 
@@ -166,6 +176,7 @@ def _case(results: Sequence[Json]) -> Json:
     """One case's figures, seed by seed; traffic is the same for all seeds but for the ensemble, so its mean is kept."""
     ledgers = [result["ledger"] for result in results]
     return {
+        "seeds": [result["seed"] for result in results],
         "local": [_rounded(result["local_test"]["mean"]) for result in results],
         "worst_tenth": [_rounded(result["local_test"]["worst_tenth"]) for result in results],
         **{key: [_rounded((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},

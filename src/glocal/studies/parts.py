@@ -4,6 +4,8 @@ import platform
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 from glocal import __version__, data
 from glocal.data.fetch import unreported
 from glocal.errors import DivergedError, GlocalWarning, InputError
-from glocal.keep import append_rows, read_json, write_json
+from glocal.keep import Json, append_rows, read_json, read_rows, write_json
 from glocal.studies.findings import part_folder
 from glocal.studies.run import Step, resolved, run_study
 from glocal.studies.settings import Settings, changed, from_dict
@@ -28,12 +30,14 @@ class PartStep(NamedTuple):
     step: Step
 
 
-def prepare(study: Study, patterns: Sequence[str], changes: Sequence[str], folder: Path, command: str) -> None:
+def prepare(study: Study, folder: Path, *, patterns: Sequence[str] = (), changes: Sequence[str] = ()) -> dict[str, Settings]:
     """Write down what is to run in a folder: some parts or all, each with the same changes of its settings."""
     settings = {name: resolved(changed(part.settings, changes)) for name, part in study.chosen(tuple(patterns)).items()}
-    devices = {chosen.run.computing_device().type for chosen in settings.values()}
-    about = {"study": study.name, "command": command, "version": __version__, "machine": _machine(devices)}
+    for chosen in settings.values():
+        chosen.run.computing_device()
+    about: Json = {"study": study.name, "command": [], "version": __version__, "machine": None}
     write_json(folder / "study.json", {**about, "parts": {name: chosen.as_dict() for name, chosen in settings.items()}})
+    return settings
 
 
 def holds_study(folder: Path) -> bool:
@@ -43,23 +47,78 @@ def holds_study(folder: Path) -> bool:
 
 def read_parts(folder: Path) -> dict[str, Settings]:
     """The settings of every part that is to run in a folder."""
-    written = read_json(folder / "study.json", dict)
-    if not isinstance(written.get("parts"), dict):
+    return {name: from_dict(settings) for name, settings in _read(folder)["parts"].items()}
+
+
+def _read(folder: Path) -> Json:
+    written: Json = read_json(folder / "study.json", dict)
+    parts = written.get("parts")
+    if not isinstance(parts, dict) or not parts or not isinstance(written.get("command"), list):
         raise InputError(f"run: {folder / 'study.json'} does not hold what glocal writes there; start the study anew")
-    return {name: from_dict(settings) for name, settings in written["parts"].items()}
+    return written
+
+
+def sit_down(folder: Path, parts: Mapping[str, Settings], command: str) -> None:
+    """Note what was asked for and on what it runs; a study that has moved names every machine."""
+    about = _read(folder)
+    now, then = _machine({settings.run.computing_device().type for settings in parts.values()}), about["machine"]
+    devices = dict.fromkeys([*(then["device"].split("; ") if then else []), now["device"]])
+    write_json(
+        folder / "study.json",
+        {**about, "command": [*about["command"], command], "machine": {**now, "device": "; ".join(devices)}},
+    )
+
+
+def leave_unbegun(folder: Path) -> None:
+    """Take back what was written of a study that was refused before its first part began."""
+    if not (folder / "parts").exists():
+        (folder / "study.json").unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: something of the user's own
+            folder.rmdir()
 
 
 def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: data.Report = unreported) -> Iterator[PartStep]:
-    """Every part in order; what is finished is not done again, a part that diverges is left. Every sitting's seconds are kept."""
+    """Every part in order; what is finished is not done again. The seconds of every sitting are kept."""
     for place, (name, settings) in enumerate(parts.items(), start=1):
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), False
         try:
-            for step in run_study(settings, part_folder(folder, name), report=report):
+            for step in _steps(name, settings, folder, report):
+                if not begun:
+                    _keep_settings(folder, name, settings)
+                begun = True
                 yield PartStep(name, place, len(parts), step)
-        except DivergedError as error:
-            warnings.warn(f"part {name} stays unfinished: {error}", GlocalWarning, stacklevel=2)
         finally:
-            append_rows(folder / "timing.jsonl", [{"part": name, "seconds": time.perf_counter() - started}])
+            if begun:
+                append_rows(folder / "timing.jsonl", [{"part": name, "seconds": time.perf_counter() - started}])
+
+
+def _steps(part: str, settings: Settings, folder: Path, report: data.Report) -> Iterator[Step]:
+    """A part's steps; a case that diverges is noted, and left out with all that start from it."""
+    while True:
+        left = _without(settings, {row["case"] for row in read_rows(folder / "diverged.jsonl") if row.get("part") == part})
+        try:
+            yield from run_study(left, part_folder(folder, part), report=report)
+            return
+        except DivergedError as error:
+            warnings.warn(f"{part}, {error.case}: {error}; it is left out", GlocalWarning, stacklevel=2)
+            append_rows(folder / "diverged.jsonl", [{"part": part, "case": error.case, "why": str(error)}])
+
+
+def _without(settings: Settings, lost: set[str]) -> Settings:
+    """The settings without some cases, and without those that start from one of them."""
+    cases = {name: case for name, case in settings.cases.items() if name not in lost and case.after not in lost}
+    if cases == settings.cases:
+        return settings
+    if not cases:
+        raise InputError(f"study: every case of {settings.name} diverged; lower the learning rate")
+    return _without(replace(settings, cases=cases), lost | (settings.cases.keys() - cases.keys()))
+
+
+def _keep_settings(folder: Path, part: str, settings: Settings) -> None:
+    """A part goes on as it was last accepted."""
+    written = _read(folder)
+    if written["parts"].get(part) != settings.as_dict():
+        write_json(folder / "study.json", {**written, "parts": {**written["parts"], part: settings.as_dict()}})
 
 
 def _machine(devices: set[str]) -> dict[str, str]:

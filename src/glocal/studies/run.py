@@ -9,7 +9,7 @@ from typing import NamedTuple
 from glocal import data
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.data.fetch import unreported
-from glocal.errors import InputError, nearest
+from glocal.errors import DivergedError, InputError, nearest
 from glocal.federation import Federation
 from glocal.fitting import Case, Moment, Options, beginning, fingerprint, finish, placed, require_fit, train, warm_params
 from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
@@ -76,7 +76,10 @@ def _case(study: Study, name: str) -> Case:
 def _require_continuable(study: Study, name: str, case: Case) -> None:
     """Refuse to go on with something else than the folder holds, or to go back."""
     folder = case_folder(study.folder, name)
-    done = Checkpoint(folder, fingerprint(case, study.options)).done()
+    checkpoint = Checkpoint(folder, fingerprint(case, study.options))
+    done = checkpoint.done()
+    if done < case.plan.rounds:
+        checkpoint.require_tensors()
     if done > case.plan.rounds:
         raise InputError(f"resume: {folder} has done {done} rounds, and plan.rounds is {case.plan.rounds}; choose {done} or more")
     for start in _snapshots_wanted(study.settings, name):
@@ -122,6 +125,8 @@ def slug(name: str) -> str:
 def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     folder, plan = case_folder(study.folder, name), case.plan
     if _already_tested(folder, plan):
+        if study.options.keep == "figures":  # a stop may have come between the figures and this
+            Checkpoint(folder, fingerprint(case, study.options)).lighten()
         yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
         return
     params, spent = _start(study, study.settings.cases[name])
@@ -129,11 +134,15 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     progress = beginning(case, study.options, folder)
     wanted = _snapshots_wanted(study.settings, name)
     _keep_snapshot(folder, case, progress, wanted)
-    for moment in train(case, study.options, progress, folder):
-        progress = moment.progress
-        _keep_snapshot(folder, case, progress, wanted)
-        append_rows(folder / "timing.jsonl", [{"round": moment.rows[0]["round"], "seconds": moment.seconds}])
-        yield Step(name, plan.rounds, moment, [])
+    try:
+        for moment in train(case, study.options, progress, folder):
+            progress = moment.progress
+            _keep_snapshot(folder, case, progress, wanted)
+            append_rows(folder / "timing.jsonl", [{"round": moment.rows[0]["round"], "seconds": moment.seconds}])
+            yield Step(name, plan.rounds, moment, [])
+    except DivergedError as error:
+        error.case = name
+        raise
     finish(case, study.options, progress, folder)
     yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
 

@@ -46,6 +46,11 @@ class Part:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
 
+    def published_for(self, case: str) -> Published | None:
+        """What was published of a case, or of the row that it may stand for."""
+        row = next((row for row, cases in self.choices.items() if case in cases), case)
+        return self.published.get(row)
+
 
 class Figure(NamedTuple):
     """One measured figure, seed by seed: "local" or "new" of a case of a part."""

@@ -59,12 +59,18 @@ class Ledger:
         """`sent` went to devices that test it on their own data."""
         return replace(self, evaluation=self.evaluation.plus(sent, devices))
 
+    def after_start(self, local: Params, devices: int) -> "Ledger":
+        """Every device received the local part that a warm start gives it."""
+        return replace(self, download=self.download.plus(local, devices))
+
     def after_ensemble(self, local: Params, whole: Params, *, trained: int, devices: int) -> "Ledger":
-        """Every trained device sent its local part once for the New Test; nothing is sent where nothing is local."""
+        """Every trained device sent its local part once for the New Test; nothing is sent where nothing is local.
+
+        `devices` is how many the paper would count: all, or none where nothing is ever shared, for there it prints 0.
+        """
         if not local:
             return self
-        counted = devices if whole.keys() - local.keys() else 0  # where nothing is shared, the paper prints 0
-        return replace(self, ensemble=self.ensemble.plus(local, trained), paper=self.paper.plus(whole, counted))
+        return replace(self, ensemble=self.ensemble.plus(local, trained), paper=self.paper.plus(whole, devices))
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For JSON: parameters and bytes by purpose."""
