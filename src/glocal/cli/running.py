@@ -1,12 +1,15 @@
 """Runs as a user sees them: progress while they last, then the table and the report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import Progress
 
 from glocal.cli.progress import case_bars, downloads, parts_shown_on, shown_on
 from glocal.cli.tables import print_findings, print_table
+from glocal.data import Report
 from glocal.errors import InputError
 from glocal.keep import write_text
 from glocal.report import study_markdown, write_report, write_study_report
@@ -19,16 +22,10 @@ from glocal.studies.study import Study
 
 def go(settings: Settings, folder: Path) -> None:
     """Run or go on with a study, show it, write the report."""
-    console = Console(stderr=True)
-    console.print(f"keeping everything in {folder}", highlight=False)
-    try:
-        with downloads() as report, case_bars() as bars:
-            show = shown_on(bars)
-            for step in run_study(settings, folder, report=report):
-                show(step)
-    except KeyboardInterrupt:
-        console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
-        raise
+    with _watched(folder) as (report, bars):
+        show = shown_on(bars)
+        for step in run_study(settings, folder, report=report):
+            show(step)
     print_table(read_results(folder))
     print(f"report: {write_report(folder)}")
 
@@ -45,18 +42,25 @@ def start_parts(study: Study, folder: Path, *, patterns: Sequence[str], changes:
 
 def go_on_with_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
     """Run or go on with a paper's study, show it, write the report."""
+    sit_down(folder, parts, command)
+    with _watched(folder) as (report, bars):
+        show = parts_shown_on(bars)
+        for step in run_parts(parts, folder, report=report):
+            show(step)
+    report_study([folder], folder)
+
+
+@contextmanager
+def _watched(folder: Path) -> Iterator[tuple[Report, Progress]]:
+    """Downloads and cases as bars; who stops it is told how to go on."""
     console = Console(stderr=True)
     console.print(f"keeping everything in {folder}", highlight=False)
-    sit_down(folder, parts, command)
     try:
         with downloads() as report, case_bars() as bars:
-            show = parts_shown_on(bars)
-            for step in run_parts(parts, folder, report=report):
-                show(step)
+            yield report, bars
     except KeyboardInterrupt:
         console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
         raise
-    report_study([folder], folder)
 
 
 def report_study(paths: Sequence[Path], folder: Path) -> None:

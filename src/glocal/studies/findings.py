@@ -106,7 +106,7 @@ def read_findings(path: Path) -> Findings:
         found = _from_dict(read_json(path, dict)) if path.is_file() else _from_folder(path)
         for part in found.parts.values():
             for case in part["cases"].values():
-                interval([value or 0.0 for value in (*case["local"], *case["new"], *case["validation"])])
+                sum(value or 0.0 for value in (*case["local"], *case["new"], *case["validation"]))  # numbers, or an error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
             f"report: {path} does not hold the findings of a study ({brief(error)}); give the folder of a run, or its findings.json"
