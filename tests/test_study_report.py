@@ -276,5 +276,5 @@ def test_the_pages_numbers_are_those_of_the_comparison(page: str) -> None:
 
 def test_the_page_tells_source_claim_machine_and_time(page: str) -> None:
     study = PAPER["paper-cifar10"]
-    for words in (study.title, study.source, study.says, "on a GPU (PyTorch 2.11", "17 min 26 s in all", "glocal run paper"):
+    for words in (study.title, study.source, study.says, "on a GPU (PyTorch 2.11", "add up to 17 min 26 s", "glocal run paper"):
         assert escape(words) in page

@@ -66,7 +66,8 @@ def about_run(findings: Findings) -> str:
     repeats = "one seed" if seeds == [1] else f"{' or '.join(map(str, seeds))} seeds"
     version = f", with glocal {findings.about['version']}" if "version" in findings.about else ""
     time = duration(_seconds(findings))
-    return f"Run: {run} of {several(all_parts, 'part')}, with {repeats} each{_machine(findings)}{version}; {time} in all."
+    what = f"Run: {run} of {several(all_parts, 'part')}, with {repeats} each{_machine(findings)}{version}"
+    return f"{what}; the times of the parts add up to {time}."
 
 
 def about_open(findings: Findings) -> str:

@@ -1,0 +1,90 @@
+"""What it does to Local Test if every device keeps its best round *on its test data*, as the paper's released code does.
+
+A measurement of a mistake: no study of ours chooses like that. On CIFAR-10, for local only and for LG-FedAvg from FedAvg's round 1000.
+
+python -m benchmarks.selection_on_test --device cuda --out docs/results/selection-on-test.json
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from glocal.backends import OverDevices, Seat, begin, simulate_seeds
+from glocal.data.fetch import unreported
+from glocal.fitting import Case, placed, warm_params
+from glocal.measure import Evaluation, local_tests
+from glocal.modules import predictor
+from glocal.studies.build import build_algorithm, build_parts
+from glocal.studies.paper import PAPER
+from glocal.studies.run import plans_of, resolved
+from glocal.studies.settings import CaseSettings, Settings, changed
+from glocal.trees import Params
+from glocal.wire import Ledger
+
+
+def measured(
+    settings: Settings, name: str, starts: tuple[Params, ...] | None = None
+) -> tuple[dict[str, float], tuple[Params, ...]]:
+    """Local Test in percent of a case's last round, of its best common round and of every device's own best round on test data."""
+    parts = build_parts(settings, unreported)
+    algorithm, plan = build_algorithm(settings, settings.cases[name], parts), plans_of(settings)[name]
+    ledgers = tuple(Ledger() for _ in parts.seeds)
+    case = placed(Case(algorithm, parts.model, plan, parts.seeds, starts or parts.params, parts.federations, ledgers), settings.run)
+    over = OverDevices(algorithm.client_update, engine=settings.run.how(), calls=plan.rounds)
+    evaluation = Evaluation(algorithm, predictor(parts.model), engine=settings.run.how())
+    states = [begin(algorithm, params, len(parts.seeds)) for params in case.params]
+    seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, states, strict=True)]
+    tests, seen = [fed.test for fed in case.federations], []
+    for moment in simulate_seeds(algorithm, seats, over):
+        states = [state for state, _ in moment]
+        if algorithm.name != "fedavg":
+            seen.append(local_tests(evaluation, states, tests))
+    over.close()
+    evaluation.close()
+    models = tuple(warm_params(algorithm, state) for state in states) if states[0].shared else ()
+    return _summed_up(np.array(seen)) if seen else {}, models
+
+
+def _summed_up(seen: np.ndarray) -> dict[str, float]:
+    """From accuracies (rounds, seeds, devices) to percent."""
+    common = seen.mean(2)
+    ways = {"last round": common[-1], "best round on test data": common.max(0), "each device's own best": seen.max(0).mean(1)}
+    return {way: round(100 * fmean(values.tolist()), 2) for way, values in ways.items()}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--classes", nargs="+", default=["2", "5", "10"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--cases", nargs="+", default=["Local only", "LG 1000+100"])
+    parser.add_argument("--set", nargs="*", default=[], help="change settings, to try it in small")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    found = {}
+    for classes in given.classes:
+        part = PAPER["paper-cifar10"].parts[f"released-{classes}"]
+        settings = changed(part.settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set])
+        settings = resolved(changed(settings, ["cases.FedAvg.rounds=1800"]))
+        rows = {}
+        for name in given.cases:
+            starts = None
+            if settings.cases[name].after:
+                first = Settings(**{**vars(settings), "cases": {"FedAvg": CaseSettings("fedavg", rounds=1000)}})
+                starts = measured(first, "FedAvg")[1]
+            rows[name], _ = measured(settings, name, starts)
+            published = part.published[name]
+            print(f"{classes} classes, {name}: {rows[name]}, published {published.local}", flush=True)
+            rows[name] = {**rows[name], "published": published.local}
+        found[classes] = rows
+    if given.out:
+        command = f"python -m benchmarks.selection_on_test --seeds {given.seeds} --device {given.device} --out {given.out}"
+        given.out.write_text(json.dumps({"command": command, "classes per device": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
