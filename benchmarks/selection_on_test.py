@@ -1,6 +1,6 @@
 """What it does to Local Test if every device keeps its best round *on its test data*, as the paper's released code does.
 
-A measurement of a mistake: no study of ours chooses like that. On CIFAR-10, for local only and for LG-FedAvg from FedAvg's round 1000.
+A measurement of a mistake: no study of ours chooses like that. On CIFAR-10, for local only and for LG-FedAvg from round 1000 on.
 
 python -m benchmarks.selection_on_test --device cuda --out docs/results/selection-on-test.json
 """

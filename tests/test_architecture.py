@@ -15,8 +15,21 @@ import glocal
 SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
 BASIS = ("errors", "places", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "fused")
-ENGINE = ("algorithm", "algorithms", "wire", "store", "backends", "measure", "keep", "checkpoint", "result", "fitting")
-ORDER = (*BASIS, *ENGINE, "data", "studies", "report", "cli", "__main__")
+ENGINE = (
+    "algorithm",
+    "algorithms",
+    "wire",
+    "store",
+    "backends",
+    "measure",
+    "keep",
+    "checkpoint",
+    "result",
+    "fitting",
+    "kinds",
+    "joining",
+)
+ORDER = (*BASIS, *ENGINE, "scenario", "data", "studies", "report", "cli", "__main__")
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

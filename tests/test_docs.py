@@ -90,3 +90,14 @@ def test_results_name_the_command_that_made_them(name, study):
     made = committed(name)
     assert made["command"].startswith("glocal ")
     assert from_dict(made["settings"]) == resolved(STUDIES[study])
+
+
+@pytest.mark.parametrize("name", ["kinds-mnist.json", "kinds-tabular.json"])
+def test_the_page_of_kinds_quotes_what_was_measured(name):
+    page = (ROOT / "docs/kinds.md").read_text()
+    for row in committed(name)["kinds"]:
+        cells = [
+            *(f"{100 * fmean(row[way]):.1f} %" for way in ("together", "alone")),
+            f"{row['at_least_as_good']} of {row['devices']}",
+        ]
+        assert f"| {' | '.join(cells)} | {row['bytes'] / 1e6:,.1f} MB |" in page

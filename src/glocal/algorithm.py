@@ -22,7 +22,9 @@ class Update(NamedTuple):
 class Algorithm(NamedTuple):
     """Four pure functions. `aggregate` never sees private state; an upload has exactly the names of the shared tree.
 
-    `about` tells two runs of one algorithm apart, and `devices` is set where an algorithm is made for that many.
+    `settle` is how a newcomer learns its private part while the shared one stays as it is: a `client_update` whose upload is not
+    sent; None where nothing is private. `about` tells two runs of one algorithm apart, and `devices` is set where an algorithm is
+    made for that many.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Algorithm(NamedTuple):
     personal: Callable[[Params, Params], Params]
     about: str = ""
     devices: int | None = None
+    settle: Callable[[Params, Params, Work], Update] | None = None
 
 
 def average(shared: Params, uploads: Params, weights: Tensor) -> Params:

@@ -4,10 +4,10 @@ All randomness is addressed by (seed, round, device), so the random state is two
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,16 +20,32 @@ from glocal.wire import Ledger
 
 
 class Progress(NamedTuple):
-    """How far training has come: rounds done; state, ledger, and best (validation score, rounds done, state) of each seed.
+    """How far training has come: rounds done; state, ledger, and best (validation score, rounds done, state) of each place.
 
-    `choice` is what the engine settled on, so that a run that goes on does so with the same rounding.
+    A place is a seed, or a kind of device. `choices` are what the engines settled on, so that a run that goes on does so with the
+    same rounding: one for all seeds, or one for each kind.
     """
 
     done: int
     states: list[State]
     ledgers: list[Ledger]
     best: list[tuple[float, int, State] | None]
-    choice: Choice | None = None
+    choices: tuple[Choice | None, ...] = (None,)
+
+    def of(self, place: int) -> "Progress":
+        """What concerns one of several kinds."""
+        return Progress(self.done, [self.states[place]], [self.ledgers[place]], [self.best[place]], (self.choices[place],))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Progress"]) -> "Progress":
+        """Kinds that have come equally far, as one."""
+        return cls(
+            parts[0].done,
+            [state for part in parts for state in part.states],
+            [ledger for part in parts for ledger in part.ledgers],
+            [best for part in parts for best in part.best],
+            tuple(choice for part in parts for choice in part.choices),
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,8 @@ class Checkpoint:
         kept = [best and best[:2] for best in progress.best]
         ledgers = [ledger.as_dict() for ledger in progress.ledgers]
         about = {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
-        return {**about, "engine": progress.choice and progress.choice.as_dict()}
+        engines = [choice and choice.as_dict() for choice in progress.choices]
+        return {**about, "engine": engines if len(engines) > 1 else engines[0]}
 
     def done(self) -> int:
         """How many rounds the checkpoint holds, 0 if there is none; refused if it was made with something else."""
@@ -86,23 +103,42 @@ class Checkpoint:
         return int(about["done"])
 
     def load(self) -> Progress | None:
-        """The progress that was saved, in the host's memory, or None; rows written after it are dropped, they will come again."""
-        if not self.done():
+        """The progress that was saved, or None; rows written after it are dropped, they will come again."""
+        progress = self.read()
+        if progress is None:
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
+        else:
+            self._drop_rows_after(self.fingerprint["plan"]["first_round"] + progress.done)
+        return progress
+
+    def read(self) -> Progress | None:
+        """The progress that was saved, in the host's memory, or None; nothing on disk is changed."""
+        if not self.done():
             return None
         self.require_tensors()
         tensors, about = read_tensors(self.path)
-        names = self.fingerprint["model"]
-        states = [_state(tensors, f"{place}/last", names) for place in range(len(about["ledgers"]))]
-        best = [(*kept, _state(tensors, f"{place}/best", names)) if kept else None for place, kept in enumerate(about["best"])]
-        self._drop_rows_after(self.fingerprint["plan"]["first_round"] + about["done"])
+        states = [_state(tensors, f"{place}/last", self._names(place)) for place in range(len(about["ledgers"]))]
+        best = [
+            (*kept, _state(tensors, f"{place}/best", self._names(place))) if kept else None
+            for place, kept in enumerate(about["best"])
+        ]
         ledgers = [Ledger.from_dict(ledger) for ledger in about["ledgers"]]
-        return Progress(about["done"], states, ledgers, best, Choice.from_dict(about.get("engine")))
+        return Progress(about["done"], states, ledgers, best, tuple(map(Choice.from_dict, _listed(about.get("engine")))))
+
+    def _names(self, place: int) -> Json:
+        """The tensors of a place: all seeds have one model, each kind has its own."""
+        models = _listed(self.fingerprint["model"])
+        names: Json = models[place if len(models) > 1 else 0]
+        return names
 
     def _drop_rows_after(self, next_round: int) -> None:
         path = self.folder / "rows.jsonl"
         rows = [row for row in read_rows(path) if row["round"] < next_round]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _listed(one_or_more: Any) -> list[Any]:
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
 def _apart(tensors: Params) -> Params:
@@ -139,11 +175,17 @@ def _require_same(saved: Json, now: Json, folder: Path) -> None:
     """Refuse to continue a run with something else, and say what differs."""
     for key in now:
         if saved.get(key) != now[key]:
-            was, is_ = (_difference(saved["model"], now["model"])) if key == "model" else (saved.get(key), now[key])
+            was, is_ = _first_difference(saved, now) if key == "model" else (saved.get(key), now[key])
             raise InputError(
                 f"resume: {folder} was made with another {key} ({was}) than the one given ({is_}); "
                 f"go back to the old {key}, or start a new run in another folder"
             )
+
+
+def _first_difference(saved: Json, now: Json) -> tuple[str, str]:
+    """What differs between the first two models that are not the same."""
+    models = zip(_listed(saved["model"]), _listed(now["model"]), strict=True)  # as many: kinds are compared first
+    return next(_difference(was, is_) for was, is_ in models if was != is_)
 
 
 def _difference(saved: Json, now: Json) -> tuple[str, str]:

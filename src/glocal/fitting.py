@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -76,7 +76,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Case:
-    """One algorithm on one data set, with one or more seeds side by side; each tuple has one entry per seed."""
+    """One algorithm on one data set, with one or more seeds side by side; each tuple has one entry per seed.
+
+    Where several kinds of device train together, the case is one of them, its devices numbered from `first` among `total`.
+    """
 
     algorithm: Algorithm
     model: nn.Module
@@ -86,6 +89,8 @@ class Case:
     federations: tuple[Federation, ...]
     spent: tuple[Ledger, ...]
     about: Json = field(default_factory=dict)
+    first: int = 0
+    total: int | None = None
 
     def plans(self) -> list[Plan]:
         """The plan of each seed."""
@@ -98,6 +103,11 @@ class Moment(NamedTuple):
     rows: list[Json]
     progress: Progress
     seconds: float
+
+
+Round = list[tuple[State, Report]]
+Afterwards = Callable[[Sequence[Result]], list[Json]]
+Advance = Callable[[Progress, Round], tuple[Progress, list[Json]]]
 
 
 def fit(
@@ -149,10 +159,10 @@ def placed(case: Case, options: Options) -> Case:
     """The case with data and weights on the computing device."""
     device = options.computing_device()
     params = tuple(trees.to(tree, device) for tree in case.params)
-    return replace(case, params=params, federations=_sharing_stores(case.federations, device))
+    return replace(case, params=params, federations=sharing_stores(case.federations, device))
 
 
-def _sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[Federation, ...]:
+def sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[Federation, ...]:
     """Federations moved to a device; stores that they have in common stay in common."""
     stores = {id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)}
     moved = {key: examples.to(device) for key, examples in stores.items()}
@@ -163,16 +173,17 @@ def _sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[F
 
 def require_fit(case: Case, fed: Federation, options: Options) -> None:
     """Refuse what could not run to its end: data that do not fit the model, a cohort too large, nothing to choose on."""
-    check(fed, _classes(case.model, fed))
-    choose_cohort(case.plan, fed.devices, case.plan.first_round)
-    if case.algorithm.devices not in (None, fed.devices):
-        raise InputError(f"{case.algorithm.name}: made for {case.algorithm.devices} devices, but the data have {fed.devices}")
+    check(fed, classes_of(case.model, fed))
+    total = case.total or fed.devices
+    choose_cohort(case.plan, total, case.plan.first_round)
+    if case.algorithm.devices not in (None, total):
+        raise InputError(f"{case.algorithm.name}: made for {case.algorithm.devices} devices, but the data have {total}")
     if options.select == "best" and not fed.val.sizes.any():
         raise InputError("options: select = 'best' needs validation data; set data.validation above 0, or use 'last'")
     _try_one_step(case, fed)
 
 
-def _classes(model: nn.Module, fed: Federation) -> int:
+def classes_of(model: nn.Module, fed: Federation) -> int:
     """How many classes the model knows: its outputs for one example."""
     example = fed.train.examples.x[:1].cpu()
     try:
@@ -207,13 +218,20 @@ def _try_one_step(case: Case, fed: Federation) -> None:
 def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
     """Where to start: at the last checkpoint if the folder has one, else before the first round."""
     states = [begin(case.algorithm, params, len(case.seeds)) for params in case.params]
-    saved = Checkpoint(folder, fingerprint(case, options)).load() if folder else None
+    started = [_started(case, place, state) for place, state in enumerate(states)]
+    fresh = Progress(0, states, started, [None for _ in states])
+    return resumed(fresh, options, Checkpoint(folder, fingerprint(case, options)) if folder else None)
+
+
+def resumed(fresh: Progress, options: Options, checkpoint: Checkpoint | None) -> Progress:
+    """What a checkpoint holds, on the computing device; if there is none, the fresh beginning."""
+    saved = checkpoint.load() if checkpoint else None
     if saved is None:
-        started = [_started(case, place, state) for place, state in enumerate(states)]
-        return Progress(0, states, started, [None for _ in states])
-    device, room = options.computing_device(), states[0].private.room
-    best = [kept and (*kept[:2], kept[2].on(device, room)) for kept in saved.best]
-    return saved._replace(states=[state.on(device, room) for state in saved.states], best=best)
+        return fresh
+    device, rooms = options.computing_device(), [state.private.room for state in fresh.states]
+    states = [state.on(device, room) for state, room in zip(saved.states, rooms, strict=True)]
+    best = [kept and (*kept[:2], kept[2].on(device, room)) for kept, room in zip(saved.best, rooms, strict=True)]
+    return saved._replace(states=states, best=best)
 
 
 def _started(case: Case, place: int, state: State) -> Ledger:
@@ -250,21 +268,46 @@ def _data_fingerprint(feds: Sequence[Federation]) -> str:
 def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
     """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    settled = progress.choice if options.engine == "auto" else None  # a run goes on as it began
+    settled = progress.choices[0] if options.engine == "auto" else None  # a run goes on as it began
     over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
     evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
-    saved, started = progress.done, time.perf_counter()
+
+    def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
+        return advanced(case, options, evaluation, (before._replace(choices=(over.choice,)), round_))
+
     try:
-        for moment in simulate_seeds(case.algorithm, seats, over, done=progress.done):
-            advanced, rows = _advanced(case, options, evaluation, (progress._replace(choice=over.choice), moment))
+        rounds = simulate_seeds(case.algorithm, seats, over, done=progress.done)
+        yield from kept(rounds, advance, progress, Keeping(options, case.plan.rounds, checkpoint))
+    finally:
+        over.close()
+        evaluation.close()
+
+
+class Keeping(NamedTuple):
+    """What is kept and how often, until how many rounds are done, and where; nowhere if there is no checkpoint."""
+
+    options: Options
+    rounds: int
+    checkpoint: Checkpoint | None
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is to be written after so many rounds."""
+        at_the_end = done == self.rounds and self.options.keep == "everything"
+        return done % self.options.keep_every == 0 or at_the_end
+
+
+def kept(rounds: Iterator[Round], advance: Advance, progress: Progress, keeping: Keeping) -> Iterator[Moment]:
+    """Rounds as they happen, written down as they do; what is done is saved also when Ctrl-C stops them."""
+    checkpoint, saved, started = keeping.checkpoint, progress.done, time.perf_counter()
+    try:
+        for round_ in rounds:
+            further, rows = advance(progress, round_)
             if checkpoint:
                 checkpoint.append(rows)
-            progress = advanced  # only now: a stop before this comes back to the round, rows and all
-            if checkpoint:
-                at_the_end = progress.done == case.plan.rounds and options.keep == "everything"
-                due = progress.done % options.keep_every == 0 or at_the_end
-                saved = checkpoint.save(progress) if due else saved
+            progress = further  # only now: a stop before this comes back to the round, rows and all
+            if checkpoint and keeping.due(progress.done):
+                saved = checkpoint.save(progress)
             finished = time.perf_counter()
             yield Moment(rows, progress, finished - started)
             started = finished
@@ -272,14 +315,9 @@ def train(case: Case, options: Options, progress: Progress, folder: Path | None 
         if checkpoint and saved < progress.done:
             checkpoint.save(progress)
         raise
-    finally:
-        over.close()
-        evaluation.close()
 
 
-def _advanced(
-    case: Case, options: Options, evaluation: Evaluation, step: tuple[Progress, list[tuple[State, Report]]]
-) -> tuple[Progress, list[Json]]:
+def advanced(case: Case, options: Options, evaluation: Evaluation, step: tuple[Progress, Round]) -> tuple[Progress, list[Json]]:
     """One round further: ledgers, losses, and every so often a validation score."""
     progress, moment = step
     ledgers = [ledger + report.traffic for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)]
@@ -299,7 +337,8 @@ def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json
             f"training diverged in round {report.round_index}: device {device}'s loss is not finite; lower the learning rate"
         )
     sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
-    return {"seed": seed, "round": report.round_index, "loss": float(losses.mean()), "validation": score, **sent}
+    loss = float(losses.mean()) if len(losses) else None  # nobody of this kind took part
+    return {"seed": seed, "round": report.round_index, "loss": loss, "validation": score, **sent}
 
 
 def _validated(case: Case, options: Options, evaluation: Evaluation, progress: Progress) -> tuple[Progress, list[float | None]]:
@@ -316,21 +355,25 @@ def _validated(case: Case, options: Options, evaluation: Evaluation, progress: P
     return progress._replace(ledgers=ledgers, best=best), scores
 
 
-def finish(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> list[Result]:
-    """The final tests of every seed of a placed case; with a folder, figures and personal models are kept there."""
+def finish(
+    case: Case, options: Options, progress: Progress, folder: Path | None = None, *, also: Afterwards | None = None
+) -> list[Result]:
+    """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
     evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
-    results = [_tested(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
+    results = [outcome_of(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     if folder:
         for result in results if options.keep == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
-        write_json(folder / "result.json", [result.as_dict() for result in results])
+        more: list[Json] = also(results) if also else [{} for _ in results]
+        write_json(folder / "result.json", [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)])
         if options.keep == "figures":
             Checkpoint(folder, fingerprint(case, options)).lighten(progress)
     return results
 
 
-def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Progress, *, place: int) -> Result:
+def outcome_of(case: Case, options: Options, evaluation: Evaluation, progress: Progress, *, place: int = 0) -> Result:
+    """The outcome of one seed: what was selected, on test data."""
     fed, plan = case.federations[place], case.plans()[place]
     done, state = _selected(options, evaluation, fed, (progress.done, progress.states[place], progress.best[place]))
     accuracies = local_test(evaluation, state, fed.test)
@@ -351,7 +394,7 @@ def _tested(case: Case, options: Options, evaluation: Evaluation, progress: Prog
         validation=spread(local_test(evaluation, state, fed.val), fed.val.sizes),
         ledger=ledger.after_ensemble(local, whole, trained=trained, devices=counted),
         sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
-        sampled=participation(plan, fed.devices, done),
+        sampled=participation(plan, case.total or fed.devices, done)[case.first : case.first + fed.devices],
     )
 
 

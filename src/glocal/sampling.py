@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,23 @@ class Plan:
             raise InputError(f"plan: seed is {self.seed} and first_round {self.first_round}; neither may be negative")
 
 
+class Attendance(NamedTuple):
+    """Who can be asked: `present` are sampled from, `always` take part besides, `leaving` are asked and gone before they answer."""
+
+    present: Integers
+    always: Integers
+    leaving: Integers
+
+    @classmethod
+    def of(cls, present: Sequence[int], *, always: Sequence[int] = (), leaving: Sequence[int] = ()) -> "Attendance":
+        """From plain numbers of devices; one that always takes part is not sampled as well."""
+        for name, devices in (("present", present), ("always", always), ("leaving", leaving)):
+            if len({*devices}) != len(devices):
+                raise InputError(f"attendance: {name} names a device twice; name each once")
+        sampled = sorted({*present} - {*always})
+        return cls(*(np.array(devices, dtype=np.int64) for devices in (sampled, sorted(always), sorted(leaving))))
+
+
 def stream(seed: int, purpose: str, *address: int) -> np.random.Generator:
     """A generator for one purpose at one address; the same on a device as in the simulator.
 
@@ -50,6 +68,13 @@ def choose_cohort(plan: Plan, devices: int, round_index: int) -> Integers:
     if plan.cohort > devices:
         raise InputError(f"plan: the cohort is {plan.cohort}, but there are {devices} devices; choose at most {devices}")
     return np.sort(stream(plan.seed, "cohort", round_index).choice(devices, plan.cohort, replace=False))
+
+
+def choose_present(plan: Plan, attendance: Attendance, round_index: int) -> Integers:
+    """The devices of a round where not all are there: a cohort of those present, or all of them, and who always takes part."""
+    present = attendance.present
+    drawn = stream(plan.seed, "cohort", round_index).choice(len(present), min(plan.cohort, len(present)), replace=False)
+    return np.sort(np.concatenate([present[drawn], attendance.always]))
 
 
 def visiting_order(plan: Plan, size: int, round_index: int, device: int) -> Integers:

@@ -21,10 +21,17 @@ def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Al
         return split.take_shared(params), split.take_local(params)
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
-        trained, loss = descend(objective, personal(shared, private), work, optimiser)
+        return update(objective, shared, private, work)
+
+    def settle(shared: Params, private: Params, work: Work) -> Update:
+        return update(objective._replace(trains=objective.trains & split.local), shared, private, work)
+
+    def update(goal: Objective, shared: Params, private: Params, work: Work) -> Update:
+        trained, loss = descend(goal, personal(shared, private), work, optimiser)
         return Update(split.take_shared(trained), split.take_local(trained), loss)
 
     def personal(shared: Params, private: Params) -> Params:
         return trees.merge(private, shared)
 
-    return Algorithm("lg_fedavg", init, client_update, average, personal, f"{optimiser.about}, local={sorted(split.local)}")
+    about = f"{optimiser.about}, local={sorted(split.local)}"
+    return Algorithm("lg_fedavg", init, client_update, average, personal, about, settle=settle if split.local else None)

@@ -16,4 +16,6 @@ def local_only(objective: Objective, optimiser: Optimiser) -> Algorithm:
     def init(params: Params) -> tuple[Params, Params]:
         return {}, params
 
-    return Algorithm("local_only", init, client_update, average, lambda shared, private: private, optimiser.about)
+    return Algorithm(
+        "local_only", init, client_update, average, lambda shared, private: private, optimiser.about, settle=client_update
+    )

@@ -16,7 +16,7 @@ from glocal.backends.over_devices import OverDevices
 from glocal.backends.tasks import Outcome, Task, rows_of, sent
 from glocal.errors import InputError
 from glocal.federation import Holdings
-from glocal.sampling import Integers, Plan, choose_cohort, noise_key, visiting_order
+from glocal.sampling import Attendance, Integers, Plan, choose_cohort, choose_present, noise_key, visiting_order
 from glocal.store import PrivateRows, State, hot_rows
 from glocal.trees import Params
 from glocal.wire import Ledger, admit
@@ -32,11 +32,12 @@ class Report(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """One of several federations that are simulated side by side: its own seed, data and state."""
+    """One of several federations that are simulated side by side: its own seed, data and state; who attends, if not all do."""
 
     plan: Plan
     train: Holdings
     state: State
+    attendance: Attendance | None = None
 
 
 def begin(algorithm: Algorithm, params: Params, federations: int = 1) -> State:
@@ -101,35 +102,63 @@ def _rounds(
 
 
 class Duty(NamedTuple):
-    """Who takes part in a round, the rows each device will visit, and the keys of their randomness."""
+    """Who takes part in a round, the rows each device will visit, keys of their randomness, and how many left before its end."""
 
     cohort: Integers
     orders: list[Integers]
     keys: list[int]
+    left: int = 0
 
 
 def assign_work(seat: Seat, round_index: int) -> Duty:
     """Who does what in a round: the only place where data enters."""
     plan, train = seat.plan, seat.train
-    cohort = choose_cohort(plan, train.devices, round_index)
+    asked = _asked(seat, round_index)
+    cohort = asked if seat.attendance is None else np.setdiff1d(asked, seat.attendance.leaving)
     orders = []
     for device in cohort.tolist():
         order = visiting_order(plan, len(train.rows[device]), round_index, device)
         orders.append(np.where(order >= 0, train.rows[device][order.clip(min=0)], -1))
-    return Duty(cohort, orders, [noise_key(plan, round_index, device) for device in cohort.tolist()])
+    keys = [noise_key(plan, round_index, device) for device in cohort.tolist()]
+    return Duty(cohort, orders, keys, len(asked) - len(cohort))
+
+
+def _asked(seat: Seat, round_index: int) -> Integers:
+    """Who is asked to take part."""
+    if seat.attendance is None:
+        return choose_cohort(seat.plan, seat.train.devices, round_index)
+    asked = choose_present(seat.plan, seat.attendance, round_index)
+    if len(asked) and asked[-1] >= seat.train.devices:
+        raise InputError(f"attendance: there is no device {asked[-1]}; devices are 0..{seat.train.devices - 1}")
+    empty = asked[seat.train.sizes[asked] == 0]
+    if len(empty):
+        raise InputError(
+            f"attendance: device {empty[0]} is present and has no training examples; let it be absent, or give it some"
+        )
+    return asked
 
 
 def _round(
     algorithm: Algorithm, seats: Sequence[Seat], duties: Sequence[Duty], over: OverDevices[Update], round_index: int
 ) -> list[tuple[State, Report]]:
     tasks = [task for seat, duty in zip(seats, duties, strict=True) for task in _tasks(seat.state, duty)]
-    outcome = over(tasks, seats[0].train.examples, round_index)
+    outcome = over(tasks, seats[0].train.examples, round_index) if tasks else Outcome[Update](rows=[])
     moment, start = [], 0
     for seat, duty in zip(seats, duties, strict=True):
-        own = _part(outcome, start, start + len(duty.cohort))
-        moment.append(_collect(algorithm, seat, duty.cohort, own, round_index))
-        start += len(duty.cohort)
+        stop = start + len(duty.cohort)
+        moment.append(
+            _collect(algorithm, seat, duty, _part(outcome, start, stop), round_index)
+            if len(duty.cohort)
+            else _nothing_came(seat, duty, round_index)
+        )
+        start = stop
     return moment
+
+
+def _nothing_came(seat: Seat, duty: Duty, round_index: int) -> tuple[State, Report]:
+    """A round that nobody finished: whoever was asked has received the shared tree, and nothing else happens."""
+    traffic = Ledger().after_round(seat.state.shared, {}, cohort=duty.left, devices=seat.train.devices)
+    return seat.state, Report(round_index, duty.cohort, seat.train.examples.x.new_zeros(0, dtype=torch.float32), traffic)
 
 
 def _tasks(state: State, duty: Duty) -> list[Task]:
@@ -155,11 +184,11 @@ def _part(outcome: Outcome[Update], start: int, stop: int) -> Part:
     return Part(uploads, rows_of(private, stop - start), update.loss[start:stop].clone())
 
 
-def _collect(algorithm: Algorithm, seat: Seat, cohort: Integers, part: Part, round_index: int) -> tuple[State, Report]:
+def _collect(algorithm: Algorithm, seat: Seat, duty: Duty, part: Part, round_index: int) -> tuple[State, Report]:
     """Count what crosses, average it, put the private rows back."""
-    state = seat.state
+    state, cohort = seat.state, duty.cohort
     uploads = admit(part.uploads, state.shared)
-    traffic = Ledger().after_round(state.shared, uploads, cohort=len(cohort), devices=seat.train.devices)
+    traffic = Ledger().after_round(state.shared, uploads, cohort=len(cohort) + duty.left, devices=seat.train.devices)
     weights = sent(seat.train.sizes[cohort], part.losses.device)
     shared = _of_its_own(algorithm.aggregate(state.shared, uploads, weights), uploads)
     private = state.private.put(cohort.tolist(), part.private)

@@ -69,7 +69,8 @@ def list_studies() -> None:
 
     table = Table("name", "what", "of the paper", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, settings in STUDIES.items():
-        table.add_row(name, f"{settings.data.source} on {settings.data.devices} devices: {', '.join(settings.cases)}", "")
+        groups = f"; with {', '.join(settings.groups)}" if settings.groups else ""
+        table.add_row(name, f"{settings.data.source} on {settings.data.devices} devices: {', '.join(settings.cases)}{groups}", "")
     for name, study in PAPER.items():
         table.add_row(name, f"{study.title}, {len(study.parts)} parts", study.source)
     Console().print(table)
@@ -146,11 +147,8 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write a paper's study, if not into its own folder.")] = None,
 ) -> None:
     """Write a report anew; what several runs of one paper's study found goes into one."""
-    from glocal.cli.running import report_study
-    from glocal.cli.tables import print_table
-    from glocal.report import write_report
+    from glocal.cli.running import report_study, show_results
     from glocal.studies.parts import holds_study
-    from glocal.studies.run import read_results
 
     if all(folder.is_file() or holds_study(folder) for folder in folders):
         report_study(folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0]))
@@ -158,8 +156,32 @@ def report(
     if len(folders) > 1 or out is not None:
         odd = next((folder for folder in folders if not (folder.is_file() or holds_study(folder))), folders[0])
         raise InputError(f"report: {odd} is no study of a paper; give such studies, or one folder of a run without --out")
-    print_table(read_results(folders[0]))
-    print(f"report: {write_report(folders[0])}")
+    show_results(folders[0])
+
+
+@app.command()
+def join(
+    folder: Folder,
+    source: Annotated[str, typer.Option("--data", help="The new device's examples: FILE.npz with x and y, or module:function.")],
+    case: Annotated[
+        str | None, typer.Option(help="Which case of the run; by default the last that has local and shared parts.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed of the run; by default the first.")] = None,
+    name: Annotated[str, typer.Option(help="What to call the new device.")] = "newcomer",
+    labels: Annotated[str, typer.Option(help="How many labelled examples to try: numbers, and 'all'.")] = "0,1,5,10,50,all",
+    epochs: Annotated[int, typer.Option(help="How often its local part visits the labelled examples; a handful more often.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Rounds to join with all labels, after its local part is learnt.")] = 5,
+    guests: Annotated[int | None, typer.Option(help="Old devices in each of those rounds; by default the run's cohort.")] = None,
+    start: Annotated[
+        str, typer.Option(help="What its local part starts from: initial, or average (of all trained ones).")
+    ] = "initial",
+) -> None:
+    """Take a new device into a saved federation, by every way there is; the federation's own files stay as they are."""
+    from glocal.cli.joins import join_device
+    from glocal.joining import Welcome
+
+    welcome = Welcome(epochs, rounds, 0 if guests is None else guests, start)
+    join_device(folder, source, (case, seed, name), labels=labels, welcome=welcome, as_many_guests=guests is None)
 
 
 @app.command()
@@ -243,3 +265,23 @@ def data_draw(
         from glocal.report import draw_classes
 
         print(f"drawn: {draw_classes(counts, out)}")
+
+
+@data_app.command("samples")
+def data_samples(
+    name: SourceName,
+    out: Annotated[Path, typer.Option(help="The .png file to draw into.")],
+    rotate: Annotated[float, typer.Option(help="By how many degrees the lower row is turned.")] = 90.0,
+) -> None:
+    """Draw one image of each class, upright above and turned below."""
+    from glocal.cli.progress import downloads
+    from glocal.data import load
+    from glocal.data.rotate import rotated
+    from glocal.report import draw_samples
+
+    if out.suffix != ".png":
+        raise InputError(f"data: samples go into a .png file, not into {out.name}; choose such a name")
+    with downloads() as report:
+        x, y, _ = load(name, report=report).train
+    firsts = [int((y == label).nonzero()[0]) for label in sorted({*y.tolist()})]
+    print(f"drawn: {draw_samples(x[firsts], rotated(x[firsts], rotate, float(x.min())), out)}")

@@ -40,7 +40,8 @@ def shown_on(bars: Progress, prefix: str = "") -> Callable[[Step], None]:
         if row["validation"] is not None:
             latest[step.case] = row["validation"]
         seen = f"validation {latest[step.case]:.1%}  " if step.case in latest else ""
-        bars.update(task, completed=step.moment.progress.done, now=f"loss {row['loss']:.3f}  {seen}{readable(row['bytes'])}")
+        loss = "nobody there" if row["loss"] is None else f"loss {row['loss']:.3f}"
+        bars.update(task, completed=step.moment.progress.done, now=f"{loss}  {seen}{readable(row['bytes'])}")
 
     return show
 

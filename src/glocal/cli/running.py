@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from glocal.cli.progress import case_bars, downloads, parts_shown_on, shown_on
-from glocal.cli.tables import print_findings, print_table
+from glocal.cli.tables import print_findings, print_groups, print_newcomers, print_table
 from glocal.data import Report
 from glocal.errors import InputError
 from glocal.keep import write_text
@@ -26,7 +26,15 @@ def go(settings: Settings, folder: Path) -> None:
         show = shown_on(bars)
         for step in run_study(settings, folder, report=report):
             show(step)
-    print_table(read_results(folder))
+    show_results(folder)
+
+
+def show_results(folder: Path) -> None:
+    """Print what a run has found, and write its report."""
+    results = read_results(folder)
+    print_table(results)
+    print_groups(results)
+    print_newcomers(results)
     print(f"report: {write_report(folder)}")
 
 

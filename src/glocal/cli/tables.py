@@ -31,6 +31,37 @@ def print_table(results: dict[str, list[Json]]) -> None:
     Console().print(table)
 
 
+def print_groups(results: dict[str, list[Json]]) -> None:
+    """What became of each group in each case: accuracy early, at its best and in the end, and what it forgot."""
+    cases = {name: seeds for name, seeds in results.items() if seeds[0].get("groups")}
+    if not cases:
+        return
+    table = _wide("case", "group", right=("after its\nfirst round %", "best %", "last %", "forgetting\nin points"))
+    for case, seeds in cases.items():
+        for group in seeds[0]["groups"]:
+            found = [result["groups"][group] for result in seeds if result["groups"][group]]
+            figures = [percents([each[column] for each in found]) for column in ("arrival", "best", "last", "forgetting")]
+            table.add_row(escape(case), escape(group), *figures)
+    print()
+    _print_wide(table)
+
+
+def print_newcomers(results: dict[str, list[Json]]) -> None:
+    """One row for every case at whose end a newcomer came; nothing where none did."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("case", no_wrap=True)
+    for heading in ("normal %,\nbefore", "\nafter", "new %,\nbefore", "\nafter", "sent"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, seeds in results.items():
+        if "arrival" in seeds[0]:
+            met = [result["arrival"] for result in seeds]
+            before = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
+            columns = [before, *([row[key] for row in met] for key in ("normal", "rotated_before", "rotated"))]
+            table.add_row(escape(name), *map(percents, columns), readable(fmean(row["ledger"]["total"]["bytes"] for row in met)))
+    if table.row_count:
+        Console().print(table)
+
+
 def percents(values: Sequence[float | None], digits: int = 1) -> str:
     """Mean and standard deviation over seeds; one alone in two digits."""
     known = [value for value in values if value is not None]
@@ -71,7 +102,8 @@ def print_classes(counts: list[list[int]]) -> None:
 def show_study(study: Study) -> None:
     """What is claimed, the parts, and the paper's numbers."""
     print(f"{study.name}: {study.title}\n{study.source}\n\n{study.says}\n")
-    table = _wide("part", "case", right=("rounds", "paper: Local", "New", "sent"))
+    first, second = (words.removesuffix(" Test") for words in study.measures.values())
+    table = _wide("part", "case", right=("rounds", f"paper: {first}", second, "sent"))
     for name, part in study.parts.items():
         for case, settings in part.settings.cases.items():
             rounds = f"{settings.after_round or ''}{' + ' if settings.after else ''}{settings.rounds}"
@@ -85,14 +117,15 @@ def show_study(study: Study) -> None:
 
 def print_findings(findings: Findings) -> None:
     """Every row beside the paper's and how far apart they are, then the claims."""
-    table = _wide("part", "case", right=("Local %", "paper", "apart", "New %", "paper", "apart"))
+    heads = [head for words in findings.study.measures.values() for head in (f"{words.removesuffix(' Test')} %", "paper", "apart")]
+    table = _wide("part", "case", right=heads)
     for name, found in findings.parts.items():
         for case, figures in found["cases"].items():
             known = findings.study.parts[name].published_for(case)
-            local, new = known.scores() if known else ("", "")
-            apart = (known.local, known.new) if known else (None, None)
-            cells = [percents(figures["local"], 2), local, _apart(figures["local"], apart[0])]
-            table.add_row(name, escape(case), *cells, percents(figures["new"], 2), new, _apart(figures["new"], apart[1]))
+            printed = zip(known.scores(), (known.first, known.second), strict=True) if known else [("", None)] * 2
+            measured = [figures.get(measure, []) for measure in findings.study.measures]
+            cells = [(percents(ours, 2), told, _apart(ours, mean)) for ours, (told, mean) in zip(measured, printed, strict=True)]
+            table.add_row(name, escape(case), *(cell for group in cells for cell in group))
     _print_wide(table)
     for claim, lead, word in findings.verdicts():
         reach = f"[{lead.low:+.2f}, {lead.high:+.2f}]" if isfinite(lead.low) else "(one seed)"

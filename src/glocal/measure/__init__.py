@@ -1,5 +1,27 @@
 """How good the models are, for the devices that trained them and for new ones."""
 
-from glocal.measure.accuracy import Accuracies, Evaluation, NewTest, Spread, local_test, local_tests, new_test, spread
+from glocal.measure.accuracy import (
+    Accuracies,
+    Evaluation,
+    NewTest,
+    Spread,
+    ensemble_accuracy,
+    ensemble_classes,
+    local_test,
+    local_tests,
+    new_test,
+    spread,
+)
 
-__all__ = ["Accuracies", "Evaluation", "NewTest", "Spread", "local_test", "local_tests", "new_test", "spread"]
+__all__ = [
+    "Accuracies",
+    "Evaluation",
+    "NewTest",
+    "Spread",
+    "ensemble_accuracy",
+    "ensemble_classes",
+    "local_test",
+    "local_tests",
+    "new_test",
+    "spread",
+]

@@ -120,6 +120,21 @@ def new_test(evaluation: Evaluation, state: State, holdings: Holdings) -> NewTes
     return NewTest(by_logits, by_votes, float(by_weights.mean()))
 
 
+Models = Sequence[tuple[Params, Params]]
+
+
+@torch.no_grad()
+def ensemble_classes(evaluation: Evaluation, models: Models, holdings: Holdings) -> Tensor:
+    """The class of every row (rows,) by the averaged logits of some models, each a shared and a private tree."""
+    return _ensemble(evaluation, models, holdings, holdings.pooled())[0]
+
+
+def ensemble_accuracy(evaluation: Evaluation, models: Models, holdings: Holdings) -> float:
+    """The share of rows that they get right."""
+    guesses = ensemble_classes(evaluation, models, holdings)
+    return float((guesses == holdings.examples.y[torch.from_numpy(holdings.pooled()).to(guesses.device)]).double().mean())
+
+
 def _ensemble(
     evaluation: Evaluation, members: Sequence[tuple[Params, Params]], holdings: Holdings, pooled: npt.NDArray[np.int64]
 ) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,20 @@
 """The report of a run, or of a paper's study: one page of HTML with tables and figures that opens anywhere, offline."""
 
 from glocal.report.classes import draw_classes
+from glocal.report.join_page import draw_join, write_join_report
 from glocal.report.markdown import study_markdown
 from glocal.report.page import write_report
+from glocal.report.samples import draw_samples
 from glocal.report.study_figures import draw_study
 from glocal.report.study_page import write_study_report
 
-__all__ = ["draw_classes", "draw_study", "study_markdown", "write_report", "write_study_report"]
+__all__ = [
+    "draw_classes",
+    "draw_join",
+    "draw_samples",
+    "draw_study",
+    "study_markdown",
+    "write_join_report",
+    "write_report",
+    "write_study_report",
+]

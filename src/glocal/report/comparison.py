@@ -10,9 +10,8 @@ from glocal.studies.build import build_split, plain_model
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED
 from glocal.studies.run import resolved
-from glocal.studies.study import Claim, Figure, Part, Published
+from glocal.studies.study import MEASURES, Claim, Figure, Part, Published, Study
 
-MEASURES = {"local": "Local Test", "new": "New Test"}
 _MTL = {"mtl-10": "MTL, M = 10", "mtl-100": "MTL, M = 100"}
 _TABLE_1_STARTS = ("LG 1200+100", "LG 1800+100")
 _TABLE_1_LOCAL = {"LG 1200+100": 91.07}
@@ -83,9 +82,15 @@ class SideBySide(NamedTuple):
     """A table with the protocols side by side: by row and protocol what the paper printed and what was measured."""
 
     title: str
+    measures: Mapping[str, str]
     protocols: tuple[str, ...]
     rows: Mapping[str, Mapping[str, Row]]
     note: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the paper tells what its rows sent."""
+        return any(row.sent.paper for of in self.rows.values() for row in of.values())
 
 
 class Shared(NamedTuple):
@@ -108,9 +113,11 @@ def score(values: Sequence[float]) -> Score | None:
     return Score(round(fmean(values), 2), round(stdev(values), 2) if len(values) > 1 else None)
 
 
-def printed(row: Published | None, measure: str) -> Score | None:
-    """What the paper prints of a row."""
-    return None if row is None else {"local": Score(row.local, row.local_std), "new": Score(row.new, row.new_std)}[measure]
+def printed(study: Study, row: Published | None, measure: str) -> Score | None:
+    """What the paper prints of a row; nothing of what is none of the study's measures."""
+    if row is None or measure not in study.measures:
+        return None
+    return (Score(row.first, row.first_std), Score(row.second, row.second_std))[[*study.measures].index(measure)]
 
 
 def rows_of(findings: Findings, part: str) -> list[Row]:
@@ -120,9 +127,10 @@ def rows_of(findings: Findings, part: str) -> list[Row]:
 
 
 def row_names(part: Part) -> list[str]:
-    """Published rows first; cases that only serve the sweep of splits are left out."""
-    swept = set(part.splits.values()) - {FINE_TUNED}
-    names = list(part.choices) or [name for name in part.settings.cases if name in part.published or name not in swept]
+    """Published rows first; cases that only serve the sweep of splits are left out, and those that a newcomer never meets."""
+    swept, newcomer = set(part.splits.values()) - {FINE_TUNED}, part.settings.newcomer
+    cases = {name: case for name, case in part.settings.cases.items() if newcomer is None or case.welcome}
+    names = list(part.choices) or [name for name in cases if name in part.published or name not in swept]
     return [*(name for name in part.published if name in names), *(name for name in names if name not in part.published)]
 
 
@@ -132,7 +140,8 @@ def tables_of(findings: Findings) -> list[SideBySide]:
     for name, part in findings.study.parts.items():
         if name in findings.parts and name not in _MTL:
             parts.setdefault(part.title, {})[part.protocol] = name
-    return [_side_by_side(title, {way: rows_of(findings, name) for way, name in of.items()}) for title, of in parts.items()]
+    columns = {title: {way: rows_of(findings, name) for way, name in of.items()} for title, of in parts.items()}
+    return [_side_by_side(title, findings.study.measures, of) for title, of in columns.items()]
 
 
 def table_1(findings: Findings) -> SideBySide | None:
@@ -143,7 +152,7 @@ def table_1(findings: Findings) -> SideBySide | None:
     columns = {protocol: _main_text(findings, f"{protocol}-2") for protocol in ("paper", "released", "tuned")}
     columns["paper"] += [row._replace(name=_MTL[part]) for part in _MTL for row in rows_of(findings, part)]
     measured = {protocol: rows for protocol, rows in columns.items() if any(row.measured for row in rows)}
-    table = _side_by_side("Table 1 of the main text", measured)
+    table = _side_by_side("Table 1 of the main text", findings.study.measures, measured)
     rows = {name: table.rows[name] for name in wanted if name in table.rows}
     return table._replace(rows=rows, note=_TABLE_1_NOTE) if measured else None
 
@@ -167,7 +176,7 @@ def published_lead(findings: Findings, claim: Claim) -> float | None:
     lead = 0.0
     for sign, side in ((1, claim.more), (-1, claim.less)):
         for figure in side:
-            row = printed(findings.study.parts[figure.part].published.get(figure.case), figure.measure)
+            row = printed(findings.study, findings.study.parts[figure.part].published.get(figure.case), figure.measure)
             if row is None:
                 return None
             lead += sign * row.mean
@@ -176,7 +185,7 @@ def published_lead(findings: Findings, claim: Claim) -> float | None:
 
 def seeds_of(findings: Findings, part: str) -> int:
     """How many seeds a part has been run with."""
-    return max((len(case["local"]) for case in findings.parts[part]["cases"].values()), default=0)
+    return max((len(case["validation"]) for case in findings.parts[part]["cases"].values()), default=0)
 
 
 def changes_of(findings: Findings, part: str) -> list[str]:
@@ -198,8 +207,8 @@ def missing_cases(findings: Findings, part: str) -> list[str]:
 
 
 def _row(findings: Findings, part: str, name: str, published: Published | None) -> Row:
-    ours = {measure: score(findings.values(Figure(part, name, measure))) for measure in MEASURES}
-    scores = {measure: Pair(printed(published, measure), mine) for measure, mine in ours.items()}
+    ours = {measure: score(findings.values(Figure(part, name, measure))) for measure in findings.study.measures}
+    scores = {measure: Pair(printed(findings.study, published, measure), mine) for measure, mine in ours.items()}
     choice = findings.name_of(part, name).removeprefix(name).lstrip(", ")
     return Row(name, choice, scores, _sent(findings, part, name, published))
 
@@ -209,23 +218,26 @@ def _sent(findings: Findings, part: str, name: str, published: Published | None)
     case, paper = findings.case(part, name), published.printed if published else None
     if case is None:
         return Sent(paper)
-    digits = published or next(row for row in findings.study.parts[part].published.values() if row.parameters)
+    told = [row for row in findings.study.parts[part].published.values() if row.parameters]
+    if not told:  # of an arrival only what the newcomer's coming cost is of interest
+        return Sent(None, "", bytes=int(case.get("arrival_bytes") or case["bytes"]))
+    digits = published or told[0]
     return Sent(paper, digits.parameters_printed(case["paper_parameters"]), case["parameters"], case["bytes"])
 
 
-def _side_by_side(title: str, columns: Mapping[str, Iterable[Row]]) -> SideBySide:
+def _side_by_side(title: str, measures: Mapping[str, str], columns: Mapping[str, Iterable[Row]]) -> SideBySide:
     rows: dict[str, dict[str, Row]] = {}
     for protocol, of in columns.items():
         for row in of:
             rows.setdefault(row.name, {})[protocol] = row
-    return SideBySide(title, tuple(columns), rows)
+    return SideBySide(title, measures, tuple(columns), rows)
 
 
 def _main_text(findings: Findings, part: str) -> list[Row]:
     """The rows of a part with what Table 1 prints of them, where that is not what the appendix does."""
     published = dict(findings.study.parts[part].published)
     for name, local in _TABLE_1_LOCAL.items():
-        published[name] = published[name]._replace(local=local)
+        published[name] = published[name]._replace(first=local)
     return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
 
 

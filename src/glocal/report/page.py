@@ -8,9 +8,11 @@ from pathlib import Path
 from string import Template
 
 from glocal.keep import write_text
+from glocal.report.arrivals import GROUPS_NOTE, draw_groups, groups_table
 from glocal.report.classes import draw_dealt
 from glocal.report.curves import draw_economy, draw_loss, draw_validation
 from glocal.report.drawing import INK, PAPER, ink_and_paper, shown
+from glocal.report.newcomers import NEWCOMERS_NOTE, newcomers_table
 from glocal.report.numerals import PERCENT, several
 from glocal.report.reading import Record, Run, read_run
 from glocal.report.rungs import draw_purposes, draw_spread, draw_tests
@@ -21,7 +23,7 @@ def write_report(folder: Path) -> Path:
     """Write folder/report.html from what the run has kept so far."""
     run = read_run(folder)
     with ink_and_paper(INK, PAPER):
-        sections = [_notice(run), _results(run), _figures(run), _devices(run), _settings(run)]
+        sections = [_notice(run), _results(run), _groups(run), _newcomers(run), _figures(run), _devices(run), _settings(run)]
     return write_page(folder, title=run.settings.name, summary=_summary(run), sections=sections)
 
 
@@ -52,7 +54,7 @@ def _summary(run: Run) -> str:
     sentences = [
         _told_data(run),
         f"The model is {model.name}{hidden}.",
-        _told_shares(run),
+        _told_shares(run) if not run.settings.groups else "",  # worked out from a cohort that is always as large
         f"The study compares {several(len(run.records), 'case')} over up to {several(rounds, 'round')},",
         f"{several(plan.cohort, 'device')} taking part in each, {seeds}.",
     ]
@@ -101,6 +103,20 @@ def _notice(run: Run) -> str:
 
 def _results(run: Run) -> str:
     return section("Results", f'{results_table(run)}\n<p class="note">{results_note(run)}</p>')
+
+
+def _groups(run: Run) -> str:
+    """How groups that came, went and drifted have fared; nothing where there are none."""
+    if not (drawn := draw_groups(run)):
+        return ""
+    figures = figure_grid(shown(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1))
+    table = f'<h3>What they had, and what they forgot</h3>\n{groups_table(run)}\n<p class="note">{GROUPS_NOTE}</p>'
+    return section("Groups over time", f"{figures}\n{table}")
+
+
+def _newcomers(run: Run) -> str:
+    table = newcomers_table(run)
+    return section("The newcomer", f'{table}\n<p class="note">{NEWCOMERS_NOTE}</p>') if table else ""
 
 
 def _figures(run: Run) -> str:

@@ -12,12 +12,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from glocal.keep import whole_or_not_at_all
-from glocal.report.comparison import MEASURES, Score, Shared, printed, seeds_of, swept
+from glocal.report.comparison import Score, Shared, printed, seeds_of, swept
 from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
 from glocal.report.looks import COLOURS, Look, hollow_sample, legend, line_sample
 from glocal.report.numerals import PERCENT
 from glocal.studies.findings import Findings
-from glocal.studies.study import Figure
+from glocal.studies.study import MEASURES, Figure
 
 _FEDAVG, _ALONE, _LG = Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[2], (2, 1.6), "^"), Look(COLOURS[0], (), "o")
 _ENDS = {"first layers shared": Look(COLOURS[0], (), "o"), "last layers shared": Look(COLOURS[3], (6, 2), "D")}
@@ -30,6 +30,8 @@ _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviati
 
 def study_drawings(findings: Findings) -> dict[str, Drawing]:
     """Every figure that there are measurements for, by a short name."""
+    if findings.study.measures is not MEASURES:
+        return {}
     draws: dict[str, Callable[[Findings], Drawing | None]] = {
         "classes": draw_variance,
         "traffic": draw_traffic,
@@ -55,7 +57,7 @@ def draw_variance(findings: Findings) -> Drawing | None:
         values = [findings.values(Figure(part, row, "local")) for part in parts]
         _line(axes, {float(place): of for place, of in enumerate(values)}, look, label=row)
         for place, part in enumerate(parts):
-            _hollow(axes, place, printed(findings.study.parts[part].published.get(row), "local"), look)
+            _hollow(axes, place, printed(findings.study, findings.study.parts[part].published.get(row), "local"), look)
     axes.set_xticks(range(len(parts)), [_classes(findings, part) for part in parts])
     axes.set(xlabel="classes per device", ylabel="Local Test, %")
     caption = (
@@ -111,7 +113,7 @@ def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     _line(axes, counted, _LG, label="LG-FedAvg")
     published = findings.study.parts[part].published
     for row, look in {"FedAvg": _FEDAVG, **dict.fromkeys(starts, _LG)}.items():
-        _hollow(axes, published[row].parameters / _BILLION, printed(published[row], measure), look)
+        _hollow(axes, published[row].parameters / _BILLION, printed(findings.study, published[row], measure), look)
 
 
 def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
@@ -123,7 +125,7 @@ def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
         _line(axes, {_place(split): split.figures[measure] for split in line}, look, label=words)
         for split in line:
             if about.splits[split.shares] == row:
-                _hollow(axes, _place(split), printed(about.published[row], measure), look)
+                _hollow(axes, _place(split), printed(findings.study, about.published[row], measure), look)
 
 
 def _protocol(findings: Findings) -> tuple[str, list[str]]:

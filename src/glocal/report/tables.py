@@ -44,12 +44,14 @@ def results_note(run: Run) -> str:
     seeds, select = run.settings.plan.seeds, run.settings.run.select
     when = {"last": "after its last round", "best": "at the round that was best on validation data"}.get(select, select)
     spread = f"± is the standard deviation over {seeds} seeds. " if seeds > 1 else ""
+    those = " Tested are the devices that were there at the end." if run.settings.groups else ""
     return (
         f"Each case was tested {when}; the best value of a column is bold. Local Test: each device’s own model on its own test "
         "data, as the mean over devices and over the tenth of them that fare worst. New Test: the ensemble of all trained devices "
         f"on everyone’s test data, by averaged logits, majority vote or averaged weights. {spread}Sent: bytes as they cross the "
         "wire, evaluation and a warm start included; the paper’s count is in parameters, as if every device received in every "
         "round (Liang et al. 2020). Never sampled: devices that took part in no round of the case."
+        f"{those}"
     )
 
 

@@ -5,7 +5,6 @@ from math import isfinite
 from typing import NamedTuple
 
 from glocal.report.comparison import (
-    MEASURES,
     Row,
     Shared,
     SideBySide,
@@ -17,6 +16,7 @@ from glocal.report.comparison import (
 )
 from glocal.report.numerals import PERCENT, duration, mean_power_of_ten, several, signed, size
 from glocal.studies.findings import Findings, Verdict
+from glocal.studies.study import MEASURES
 
 NOTHING = "–"
 TIME_HEADS = ("Part", "Seeds", "Time")
@@ -97,6 +97,13 @@ def about_columns(findings: Findings) -> str:
     """What the tables' columns hold."""
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
     spread = "± is the sample standard deviation over seeds. " if many else ""
+    if findings.study.measures is not MEASURES:
+        return (
+            "Normal: the ensemble of the old devices (averaged logits) on everyone’s test data, once the newcomer is in. Rotated: "
+            f"the newcomer’s own model on its own test data. {spread}Beside `paper` stands the difference to the published mean; "
+            f"{NOTHING} is what was not measured, or what the paper lacks. ↓ is below the published mean less its standard "
+            "deviation. Sent: all bytes from the newcomer’s coming on; the paper does not tell."
+        )
     return (
         "Local Test: each device’s own model on its own test data. New Test: the ensemble of all trained devices (averaged logits) "
         f"on everyone’s test data. {spread}Beside `paper` stands the difference to the published mean; {NOTHING} is what was not "
@@ -133,8 +140,10 @@ def columns_of(table: SideBySide) -> list[Column]:
     """The columns after the method's name."""
     heads = ("published", *(f"`{protocol}`" for protocol in table.protocols))
     scores = [
-        Column(f"{words}, %", head, f"{words.removesuffix(' Test')}, {head}") for words in MEASURES.values() for head in heads
+        Column(f"{words}, %", head, f"{words.removesuffix(' Test')}, {head}") for words in table.measures.values() for head in heads
     ]
+    if not table.counts:
+        return [*scores, Column("Sent", "for the arrival", "Sent for the arrival")]
     sent = [Column("Parameters sent", head, f"Sent, {head}") for head in ("published", "ours", "on the wire")]
     return [*scores, *sent]
 
@@ -144,16 +153,16 @@ def entries(table: SideBySide, name: str) -> list[Entry]:
     rows = table.rows[name]
     any_row = next(iter(rows.values()))
     cells = []
-    for measure in MEASURES:
+    for measure in table.measures:
         printed = any_row.scores[measure].paper
         cells.append(Entry(str(printed) if printed else NOTHING))
         cells += [_measured(rows.get(protocol), protocol, measure) for protocol in table.protocols]
-    return cells + _sent(rows)
+    return cells + (_sent(rows) if table.counts else [_cost(rows)])
 
 
 def notes(table: SideBySide) -> list[str]:
     """What is to be said beneath a table."""
-    return [*filter(None, [table.note]), *shortfalls(table), disagreements(table)]
+    return [*filter(None, [table.note]), *shortfalls(table), *([disagreements(table)] if table.counts else [])]
 
 
 def shortfalls(table: SideBySide) -> list[str]:
@@ -161,7 +170,7 @@ def shortfalls(table: SideBySide) -> list[str]:
     sentences, clear = [], []
     for protocol in table.protocols:
         rows = [of[protocol] for of in table.rows.values() if protocol in of]
-        if below := "; ".join(told for row in rows for told in _shortfalls(row)):
+        if below := "; ".join(told for row in rows for told in _shortfalls(row, table.measures)):
             sentences.append(f"↓ `{protocol}`, below the published mean less its standard deviation: {below}.")
         else:
             clear.append(f"`{protocol}`")
@@ -225,8 +234,14 @@ def _sent(rows: Mapping[str, Row]) -> list[Entry]:
     return [paper, Entry(sent.ours + ("" if sent.agrees else " ≠")), wire]
 
 
-def _shortfalls(row: Row) -> Iterator[str]:
-    for measure, words in MEASURES.items():
+def _cost(rows: Mapping[str, Row]) -> Entry:
+    """What the first protocol that was run has sent for a newcomer."""
+    sent = next((row.sent for row in rows.values() if row.measured), None)
+    return Entry(NOTHING) if sent is None else Entry(size(sent.bytes))
+
+
+def _shortfalls(row: Row, measures: Mapping[str, str]) -> Iterator[str]:
+    for measure, words in measures.items():
         pair = row.scores[measure]
         if pair.shortfall:
             yield f"{row.name} on {words} by {pair.shortfall:.2f} ({pair.ours}, published {pair.paper})"

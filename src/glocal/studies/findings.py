@@ -42,13 +42,13 @@ class Findings:
     parts: dict[str, Json]
 
     def values(self, figure: Figure) -> list[float]:
-        """Local or New Test in percent, one for each seed that has one; none if it was not measured."""
+        """A measure in percent, one for each seed that has one; none if it was not measured."""
         return [*self._by_seed(figure).values()]
 
     def _by_seed(self, figure: Figure) -> dict[int, float]:
         case = self.case(figure.part, figure.case)
-        values = [] if case is None else case[figure.measure]
-        seeds = range(len(values)) if case is None else case.get("seeds", range(len(values)))
+        values = [] if case is None else case.get(figure.measure, [])
+        seeds = range(len(values)) if case is None or not values else case.get("seeds", range(len(values)))
         return {seed: _PERCENT * value for seed, value in zip(seeds, values, strict=True) if value is not None}
 
     def case(self, part: str, row: str) -> Json | None:
@@ -106,7 +106,8 @@ def read_findings(path: Path) -> Findings:
         found = _from_dict(read_json(path, dict)) if path.is_file() else _from_folder(path)
         for part in found.parts.values():
             for case in part["cases"].values():
-                sum(value or 0.0 for value in (*case["local"], *case["new"], *case["validation"]))  # numbers, or an error
+                told = (*case["validation"], *(value for measure in found.study.measures for value in case.get(measure, ())))
+                sum(value or 0.0 for value in told)  # numbers, or an error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
             f"report: {path} does not hold the findings of a study ({brief(error)}); give the folder of a run, or its findings.json"
@@ -180,6 +181,7 @@ def _case(results: Sequence[Json]) -> Json:
         "local": [_rounded(result["local_test"]["mean"]) for result in results],
         "worst_tenth": [_rounded(result["local_test"]["worst_tenth"]) for result in results],
         **{key: [_rounded((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},
+        **_arrivals([result["arrival"] for result in results if "arrival" in result]),
         "validation": [_rounded(result["validation"]["mean"]) for result in results],
         "selected_round": [result["selected_round"] for result in results],
         "never_sampled": [result["never_sampled"] for result in results],
@@ -187,6 +189,14 @@ def _case(results: Sequence[Json]) -> Json:
         "parameters": round(fmean(ledger["total"]["parameters"] for ledger in ledgers)),
         "bytes": round(fmean(ledger["total"]["bytes"] for ledger in ledgers)),
     }
+
+
+def _arrivals(arrivals: Sequence[Json]) -> Json:
+    """What a newcomer's arrival came to, seed by seed, and what it cost; nothing if none arrived."""
+    if not arrivals:
+        return {}
+    scores = {key: [_rounded(row[key]) for row in arrivals] for key in ("normal", "normal_local", "rotated", "rotated_before")}
+    return {**scores, "arrival_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals))}
 
 
 _WAYS = {"new": "logits", "new_by_votes": "votes", "new_by_weights": "weights"}

@@ -3,6 +3,7 @@
 from glocal.studies.settings import (
     CaseSettings,
     DataSettings,
+    GroupSettings,
     ModelSettings,
     OptimiserSettings,
     PlanSettings,
@@ -52,4 +53,24 @@ _CIFAR10 = Settings(
     },
 )
 
-STUDIES = {study.name: study for study in (_DIGITS, _MNIST, _CIFAR10)}
+_ARRIVALS = Settings(
+    name="arrivals",
+    data=DataSettings(source="digits", devices=12, classes_per_device=2),
+    model=ModelSettings("mlp", hidden=(64, 32, 32, 32)),
+    split=SplitSettings(local=("layer1",)),
+    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
+    plan=PlanSettings(rounds=200, cohort=4, batch=5, seeds=5),
+    groups={
+        "residents": GroupSettings(4),
+        "leavers": GroupSettings(3, leaves=80),
+        "newcomers": GroupSettings(3, arrives=80, rotate=90.0),
+        "drifters": GroupSettings(2, drift=15.0, drifts_from=100, drifts_until=160),
+    },
+    cases={
+        "FedAvg": CaseSettings("fedavg"),
+        "LG-FedAvg": CaseSettings("lg_fedavg"),
+        "Local only": CaseSettings("local_only"),
+    },
+)
+
+STUDIES = {study.name: study for study in (_DIGITS, _ARRIVALS, _MNIST, _CIFAR10)}

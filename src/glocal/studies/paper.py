@@ -4,13 +4,12 @@ Two protocols. `paper` is the text, done right: averages weighted by examples, t
 what the authors' released code does where it differs from the text, but for its selection on test data: the last round counts.
 """
 
-import csv
-from collections.abc import Mapping
 from dataclasses import replace
-from importlib.resources import files
 from itertools import pairwise
 
 from glocal.fitting import Options
+from glocal.studies.published import published
+from glocal.studies.rotated import ROTATED
 from glocal.studies.settings import (
     CaseSettings,
     DataSettings,
@@ -20,7 +19,7 @@ from glocal.studies.settings import (
     Settings,
     SplitSettings,
 )
-from glocal.studies.study import Claim, Figure, Part, Published, Study
+from glocal.studies.study import Claim, Figure, Part, Study
 
 CLASSES = (2, 3, 4, 5, 10)
 RATES = (0.02, 0.05, 0.1, 0.2)
@@ -50,18 +49,6 @@ _CIFAR10 = Settings(
     plan=PlanSettings(cohort=10, batch=50, seeds=10),
     run=_HONEST,
 )
-
-
-def published(table: str, classes: int) -> dict[str, Published]:
-    """The rows that the paper prints for one split, by case."""
-    text = files("glocal.studies").joinpath("published.csv").read_text(encoding="utf-8")
-    rows = [row for row in csv.DictReader(text.splitlines()) if row["table"] == table and row["classes"] == str(classes)]
-    return {row["case"]: _row(row) for row in rows}
-
-
-def _row(row: Mapping[str, str]) -> Published:
-    local, local_std, new, new_std = (float(row[key]) for key in ("local", "local_std", "new", "new_std"))
-    return Published(local, local_std, new, new_std, float(row["parameters"]), row["parameters"])
 
 
 def _cases(data: str, rate: float | None = None) -> dict[str, CaseSettings]:
@@ -241,5 +228,6 @@ PAPER = {
             parts={**_parts(_CIFAR10), "mtl-10": _mtl(10), "mtl-100": _mtl(None)},
             claims=(*_claims("cifar10", "LG 1200+100", 2.0), *_above_mtl("LG 1200+100"), *_growing("LG 1800+100")),
         ),
+        ROTATED,
     )
 }

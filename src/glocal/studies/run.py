@@ -1,7 +1,7 @@
 """Run a study case by case in a folder of its own, from wherever the folder left off."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,10 +11,26 @@ from glocal.checkpoint import Checkpoint, Progress
 from glocal.data.fetch import unreported
 from glocal.errors import DivergedError, InputError, nearest
 from glocal.federation import Federation
-from glocal.fitting import Case, Moment, Options, beginning, fingerprint, finish, placed, require_fit, train, warm_params
+from glocal.fitting import (
+    Afterwards,
+    Case,
+    Moment,
+    Options,
+    beginning,
+    fingerprint,
+    finish,
+    placed,
+    require_fit,
+    train,
+    warm_params,
+)
 from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
+from glocal.result import Result
 from glocal.sampling import Plan, choose_cohort
+from glocal.scenario import Scenario, Story
+from glocal.studies.arrival import arrive, require_newcomer
 from glocal.studies.build import Parts, build_algorithm, build_parts
+from glocal.studies.groups import build_scenario
 from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.trees import Params
 from glocal.wire import Ledger
@@ -31,23 +47,68 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """Settings, the parts made of them, and the folder they run in."""
+    """Settings, the parts made of them, and the folder they run in; a scenario, if devices come, go or change."""
 
     settings: Settings
     parts: Parts
     options: Options
     folder: Path
+    scenario: Scenario | None = None
+
+    def training(self, case: Case) -> "Steady | Story":
+        """How a case trains."""
+        if self.scenario is None:
+            return Steady(case, self.options)
+        return Story(replace(case, federations=self.scenario.chapters[0].federations), self.scenario, self.options)
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A case in which all devices are there all the time: what a `Story` can do, the plain way."""
+
+    case: Case
+    options: Options
+    also: Afterwards | None = None
+
+    def require(self) -> None:
+        """Refuse what could not run to its end."""
+        for federation in self.case.federations:
+            require_fit(self.case, federation, self.options)
+
+    def placed(self) -> "Steady":
+        """The same with data and weights on the computing device."""
+        return replace(self, case=placed(self.case, self.options))
+
+    def fingerprint(self) -> Json:
+        """What must be the same for a run to be continued."""
+        return fingerprint(self.case, self.options)
+
+    def beginning(self, folder: Path) -> Progress:
+        """Where to start."""
+        return beginning(self.case, self.options, folder)
+
+    def train(self, progress: Progress, folder: Path) -> Iterator[Moment]:
+        """Rounds as they happen."""
+        return train(self.case, self.options, progress, folder)
+
+    def finish(self, progress: Progress, folder: Path) -> list[Result]:
+        """The final tests."""
+        return finish(self.case, self.options, progress, folder, also=self.also)
 
 
 def run_study(settings: Settings, folder: Path, *, report: data.Report = unreported) -> Iterator[Step]:
     """All cases in order; what the folder has finished is not done again. What cannot run is refused before anything is written."""
     settings = resolved(settings)
-    study = Study(settings, build_parts(settings, report), settings.run, folder)
-    cases = {name: _case(study, name) for name in settings.cases}
-    for federation in study.parts.federations:
-        require_fit(next(iter(cases.values())), federation, study.options)
+    parts = build_parts(settings, report)
+    study = Study(settings, parts, settings.run, folder, _scenario(settings, parts))
+    cases = {name: initial_case(settings, name, study.parts) for name in settings.cases}
+    study.training(next(iter(cases.values()))).require()
     study.options.computing_device()
     for name, case in cases.items():
+        if settings.cases[name].welcome is not None:
+            if study.scenario is not None:
+                raise InputError(f"settings: cases.{name} has a welcome, and there are groups that arrive; use one of the two")
+            require_newcomer(settings.newcomer, study.parts.federations[0], name)
         choose_cohort(case.plan, study.parts.federations[0].devices, case.plan.first_round)
         _require_continuable(study, name, case)
     write_json(folder / "settings.json", settings.as_dict())
@@ -57,6 +118,12 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
     write_json(folder / "results.json", read_results(folder))
 
 
+def _scenario(settings: Settings, parts: Parts) -> Scenario | None:
+    """What happens while the cases train, if groups are named; it lasts as long as the longest of them."""
+    rounds = max(plan.last_round for plan in plans_of(settings).values())
+    return build_scenario(settings.groups, parts.federations, rounds) if settings.groups else None
+
+
 def resolved(settings: Settings) -> Settings:
     """The same settings with every case's start written out, so that a longer run starts its later cases where it did before."""
     _check_cases(settings)
@@ -64,11 +131,13 @@ def resolved(settings: Settings) -> Settings:
     return replace(settings, cases={name: replace(case, after_round=starts.get(name)) for name, case in settings.cases.items()})
 
 
-def _case(study: Study, name: str) -> Case:
+def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
     """A case before its start is known: initial weights, nothing sent."""
-    parts, settings, plain = study.parts, study.settings, study.settings.as_dict()
+    plain = settings.as_dict()
     algorithm = build_algorithm(settings, settings.cases[name], parts)
     about = {f"{part} settings": plain[part] for part in ("data", "model", "optimiser")}
+    if "welcome" in plain["cases"][name]:
+        about |= {"welcome": plain["cases"][name]["welcome"], "newcomer": plain.get("newcomer")}
     spent = tuple(Ledger() for _ in parts.seeds)
     return Case(algorithm, parts.model, plans_of(settings)[name], parts.seeds, parts.params, parts.federations, spent, about)
 
@@ -76,7 +145,7 @@ def _case(study: Study, name: str) -> Case:
 def _require_continuable(study: Study, name: str, case: Case) -> None:
     """Refuse to go on with something else than the folder holds, or to go back."""
     folder = case_folder(study.folder, name)
-    checkpoint = Checkpoint(folder, fingerprint(case, study.options))
+    checkpoint = Checkpoint(folder, study.training(case).fingerprint())
     done = checkpoint.done()
     if done < case.plan.rounds:
         checkpoint.require_tensors()
@@ -126,16 +195,16 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     folder, plan = case_folder(study.folder, name), case.plan
     if _already_tested(folder, plan):
         if study.options.keep == "figures":  # a stop may have come between the figures and this
-            Checkpoint(folder, fingerprint(case, study.options)).lighten()
+            Checkpoint(folder, study.training(case).fingerprint()).lighten()
         yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
         return
     params, spent = _start(study, study.settings.cases[name])
-    case = placed(replace(case, params=params, spent=spent), study.options)
-    progress = beginning(case, study.options, folder)
+    training = study.training(replace(case, params=params, spent=spent)).placed()
+    progress = training.beginning(folder)
     wanted = _snapshots_wanted(study.settings, name)
     _keep_snapshot(folder, case, progress, wanted)
     try:
-        for moment in train(case, study.options, progress, folder):
+        for moment in training.train(progress, folder):
             progress = moment.progress
             _keep_snapshot(folder, case, progress, wanted)
             append_rows(folder / "timing.jsonl", [{"round": moment.rows[0]["round"], "seconds": moment.seconds}])
@@ -143,8 +212,21 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     except DivergedError as error:
         error.case = name
         raise
-    finish(case, study.options, progress, folder)
+    _awaiting_newcomer(study, name, training).finish(progress, folder)
     yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
+
+
+def _awaiting_newcomer(study: Study, name: str, training: Steady | Story) -> Steady | Story:
+    """A case with a welcome takes the newcomer in, once it is tested."""
+    welcome, newcomer = study.settings.cases[name].welcome, study.settings.newcomer
+    if welcome is None or newcomer is None or not isinstance(training, Steady):
+        return training
+
+    def also(results: Sequence[Result]) -> list[Json]:
+        met = arrive(training.case, results, study.options, newcomer=newcomer, welcome=welcome)
+        return [{"arrival": row} for row in met]
+
+    return replace(training, also=also)
 
 
 def _already_tested(folder: Path, plan: Plan) -> bool:

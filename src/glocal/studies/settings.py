@@ -2,17 +2,20 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from glocal.errors import InputError, nearest
 from glocal.fitting import Options
+from glocal.joining import Welcome
 from glocal.keep import Json
+from glocal.studies.arrival import NewcomerSettings
 
 Table = TypeVar("Table")
 Knob = int | float | str | bool
+_NAMED = ("cases", "groups")  # tables of tables, whose names are the user's own
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class PlanSettings:
 class CaseSettings:
     """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`.
 
-    `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given.
+    `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given. With a `welcome` the
+    study's newcomer is taken in when the rounds are over.
     """
 
     algorithm: str
@@ -90,7 +94,25 @@ class CaseSettings:
     after: str | None = None
     after_round: int | None = None
     rate: float | None = None
+    welcome: Welcome | None = None
     knobs: dict[str, Knob] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """Devices that come, go and change together, the next so many of the data's; groups make a study a scenario.
+
+    They take part from round `arrives` on; in round `leaves` they are gone before they answer. Their images are turned by `rotate`
+    degrees, and by `drift` more after every ten rounds from `drifts_from` (else their arrival) to `drifts_until` (else the end).
+    """
+
+    devices: int
+    arrives: int = 0
+    leaves: int | None = None
+    rotate: float = 0.0
+    drift: float = 0.0
+    drifts_from: int | None = None
+    drifts_until: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,13 +126,15 @@ class Settings:
     optimiser: OptimiserSettings = OptimiserSettings()
     plan: PlanSettings = PlanSettings()
     run: Options = Options()
+    newcomer: NewcomerSettings | None = None
     cases: dict[str, CaseSettings] = field(default_factory=dict)
+    groups: dict[str, GroupSettings] = field(default_factory=dict)
 
     def as_dict(self) -> Json:
         """As TOML would hold it: no entry for what is not set, knobs beside the algorithm."""
         plain: Json = _without_none(asdict(self))
         plain["cases"] = {name: case.pop("knobs") | case for name, case in plain["cases"].items()}
-        return plain
+        return plain if self.groups else {name: part for name, part in plain.items() if name != "groups"}
 
 
 def from_toml(path: Path, changes: Sequence[str] = ()) -> Settings:
@@ -135,13 +159,27 @@ def from_dict(table: Json, changes: Sequence[str] = ()) -> Settings:
         raise InputError(f"settings: a table of settings was expected, not {table!r}")
     for change in changes:
         table = _with_change(table, change)
-    cases = table.get("cases", {})
-    if not isinstance(cases, dict):
-        raise InputError(f"settings: cases is {cases!r}; tables [cases.NAME] were expected")
-    plain = {key: value for key, value in table.items() if key != "cases"}
-    settings = _read(Settings, plain, "")
-    read = {name: _read_case(case, name) for name, case in cases.items()}
-    return Settings(**{**{part.name: getattr(settings, part.name) for part in fields(settings)}, "cases": read})
+    plain = {key: value for key, value in table.items() if key not in _NAMED}
+    cases = {name: _read_case(case, name) for name, case in _tables(table, "cases").items()}
+    groups = {name: _read_group(group, name) for name, group in _tables(table, "groups").items()}
+    return replace(_read(Settings, plain, ""), cases=cases, groups=groups)
+
+
+def _tables(table: Json, kind: str) -> Json:
+    """The tables of one kind, each with a name of the user's own."""
+    named = table.get(kind, {})
+    if not isinstance(named, dict):
+        raise InputError(f"settings: {kind} is {named!r}; tables [{kind}.NAME] were expected")
+    return named
+
+
+def _read_group(table: Any, name: str) -> GroupSettings:
+    where = f"groups.{name}"
+    if not isinstance(table, dict):
+        raise InputError(f"settings: {where} is {table!r}; a table was expected")
+    if "devices" not in table:
+        raise InputError(f"settings: {where} does not say how many devices it has; add devices = 5, or another number")
+    return _read(GroupSettings, table, where)
 
 
 def _read_case(table: Any, name: str) -> CaseSettings:
@@ -157,13 +195,13 @@ def _read_case(table: Any, name: str) -> CaseSettings:
         if not isinstance(value, Knob):
             raise InputError(f"settings: {where}.{key} is {value!r}; a number or a word was expected")
     case = _read(CaseSettings, {key: value for key, value in table.items() if key in known}, where)
-    return CaseSettings(**{**asdict(case), "knobs": knobs})
+    return replace(case, knobs=knobs)
 
 
 def _read(kind: type[Table], table: Mapping[str, Any], where: str) -> Table:
     hints = get_type_hints(kind)
     for key in table:
-        if key not in hints or key in ("knobs", "cases"):
+        if key not in hints or key in ("knobs", *_NAMED):
             known = [name for name in hints if name != "knobs"]
             raise InputError(f"settings: unknown option '{_path(where, key)}'; {nearest(key, known)}")
     return kind(**{key: _value(hints[key], value, _path(where, key)) for key, value in table.items()})
@@ -171,9 +209,9 @@ def _read(kind: type[Table], table: Mapping[str, Any], where: str) -> Table:
 
 def _value(kind: Any, value: Any, where: str) -> Any:
     """A value of the type that a setting has, or an error that names it."""
-    if is_dataclass(kind) and isinstance(value, Mapping):
-        return _read(kind, value, where)  # type: ignore[arg-type]
     for option in get_args(kind) if get_origin(kind) is UnionType else (kind,):
+        if is_dataclass(option) and isinstance(value, Mapping):
+            return _read(option, value, where)  # type: ignore[arg-type]
         if get_origin(option) is tuple and isinstance(value, list | tuple | str):
             items = [value] if isinstance(value, str) else value
             return tuple(_value(get_args(option)[0], item, where) for item in items)

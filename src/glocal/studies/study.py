@@ -8,20 +8,22 @@ from typing import NamedTuple
 from glocal.errors import InputError, nearest
 from glocal.studies.settings import Settings
 
+MEASURES = {"local": "Local Test", "new": "New Test"}
+
 
 class Published(NamedTuple):
-    """A row of a paper's table, as printed: Local and New Test in percent with standard deviations, and parameters sent."""
+    """A row of a paper's table, as printed: the study's two measures in percent with deviations, and parameters sent, if told."""
 
-    local: float
-    local_std: float
-    new: float
-    new_std: float
-    parameters: float
-    printed: str
+    first: float
+    first_std: float
+    second: float
+    second_std: float
+    parameters: float = 0.0
+    printed: str = ""
 
     def scores(self) -> tuple[str, str]:
-        """Local and New Test as printed."""
-        return f"{self.local:.2f} ± {self.local_std:.2f}", f"{self.new:.2f} ± {self.new_std:.2f}"
+        """Both measures as printed."""
+        return f"{self.first:.2f} ± {self.first_std:.2f}", f"{self.second:.2f} ± {self.second_std:.2f}"
 
     def parameters_printed(self, counted: float) -> str:
         """A count in the digits in which the paper prints its own, such as 2.9e10 or 12.7e9."""
@@ -53,7 +55,7 @@ class Part:
 
 
 class Figure(NamedTuple):
-    """One measured figure, seed by seed: "local" or "new" of a case of a part."""
+    """One measured figure, seed by seed: a measure, such as "local", of a case of a part."""
 
     part: str
     case: str
@@ -72,7 +74,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Study:
-    """All of it; parts run one after the other, each in a folder of its own."""
+    """All of it; parts run one after the other, each in a folder of its own. `measures` are what its tables tell of every row."""
 
     name: str
     title: str
@@ -80,6 +82,7 @@ class Study:
     says: str
     parts: Mapping[str, Part]
     claims: tuple[Claim, ...] = ()
+    measures: Mapping[str, str] = field(default_factory=lambda: MEASURES)
 
     def chosen(self, patterns: tuple[str, ...]) -> dict[str, Part]:
         """Parts whose names fit one of the patterns, such as "paper-2" or "paper-*"; all of them without a pattern."""

@@ -1,0 +1,34 @@
+"""The table of the two examples of kinds: together and alone, mean over seeds, device by device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from glocal import Result
+
+
+def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, Any]:
+    """One kind's figures, from its results together and alone, seed by seed."""
+    gains = [float(shared.local.mean - own.local.mean) for shared, own in pairs]
+    as_good = sum(int((shared.accuracies >= own.accuracies).sum()) for shared, own in pairs)
+    sent = [shared.ledger.upload.bytes + shared.ledger.download.bytes for shared, _ in pairs]
+    return {
+        "kind": kind,
+        "together": [round(shared.local.mean, 4) for shared, _ in pairs],
+        "alone": [round(own.local.mean, 4) for _, own in pairs],
+        "gain": round(float(np.mean(gains)), 4),
+        "gain_standard_error": round(float(np.std(gains, ddof=1) / len(gains) ** 0.5), 4) if len(gains) > 1 else None,
+        "at_least_as_good": as_good,
+        "devices": sum(len(shared.sampled) for shared, _ in pairs),
+        "bytes": sent[0],
+    }
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """For the terminal; devices are counted over all seeds."""
+    print(f"{'kind':<10}  {'together':>8}  {'alone':>8}  {'at least as good':>16}  {'sent':>12}")
+    for row in rows:
+        tests = "  ".join(f"{np.mean(row[way]):>8.1%}" for way in ("together", "alone"))
+        as_good = f"{row['at_least_as_good']} of {row['devices']}"
+        print(f"{row['kind']:<10}  {tests}  {as_good:>16}  {row['bytes'] / 1e6:>9,.1f} MB")

@@ -1,0 +1,30 @@
+"""New devices for a federation of MNIST: upright digits, or digits turned by a quarter as in Table 3 of Liang et al. 2020.
+
+glocal run mnist
+glocal join runs/mnist --data examples.newcomers:rotated --name rotated
+glocal join runs/mnist --data examples.newcomers:upright --name upright
+"""
+
+from torch import Tensor
+
+from glocal.data import load
+from glocal.data.rotate import rotated as turned
+from glocal.sampling import stream
+
+Newcomer = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def upright() -> Newcomer:
+    """3,000 digits to learn from and 500 to be tested on: x, y, x_test, y_test."""
+    mnist = load("mnist")
+    train, test = (stream(0, f"newcomer, {part}").choice(rows, count, replace=False) for part, rows, count in _PARTS)
+    return mnist.train.x[train], mnist.train.y[train], mnist.test.x[test], mnist.test.y[test]
+
+
+def rotated() -> Newcomer:
+    """The same, turned by 90 degrees."""
+    x, y, x_test, y_test = upright()
+    return turned(x, 90), y, turned(x_test, 90), y_test
+
+
+_PARTS = (("train", 60_000, 3000), ("test", 10_000, 500))

@@ -1,0 +1,149 @@
+"""Devices that came, went and drifted: each group's accuracy over the rounds, case by case, and what it forgot."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from glocal.measure.forgetting import Course, Forgetting
+from glocal.report.drawing import INK, Drawing, panel
+from glocal.report.looks import Look, legend, line_sample, look_of
+from glocal.report.numerals import PERCENT, percent
+from glocal.report.reading import Record, Run
+from glocal.report.tables import boxed_table
+from glocal.scenario import course
+from glocal.studies.groups import drifts_from
+from glocal.studies.settings import GroupSettings
+
+_FIRST_LOOK = 4  # colours of groups begin where those of a few cases end
+_LETTER = 0.017  # of the width of a panel
+_ARRIVES, _LEAVES, _DRIFTS = "+", "−", "↻"
+
+
+class Mark(NamedTuple):
+    """Something that happens to a group before a round."""
+
+    round_index: int
+    words: str
+
+
+def draw_groups(run: Run) -> list[Drawing]:
+    """A panel per case that has been looked at, all on the same axes."""
+    drawn = [(record, courses) for record in run.records if (courses := courses_of(run, record))]
+    last = max((run.plan(record).last_round for record, _ in drawn), default=0)
+    return [_drawing(run, record, courses, last) for record, courses in drawn]
+
+
+def groups_table(run: Run) -> str:
+    """One row per case and group: accuracy on arrival, at its best and in the end, and forgetting in points."""
+    heads = ("after the first round, %", "best, %", "last, %", "forgetting, points")
+    words = "".join(f'<th scope="col" class="name">{name}</th>' for name in ("Case", "Group"))
+    columns = "".join(f'<th scope="col">{name}</th>' for name in heads)
+    rows = (_row(run, record, name, courses) for record in run.records for name, courses in courses_of(run, record).items())
+    return boxed_table(f"<tr>{words}{columns}</tr>", rows, "Groups by case")
+
+
+GROUPS_NOTE = (
+    "Mean over a group’s devices of the accuracy of their own models on their own test data, as these are at the time. After the "
+    "first round: the first look at a group, one round after its arrival. Forgetting: the best earlier accuracy minus the last "
+    "one, in points; below 0 a group is still learning. A group that left is tested as if it came back: today’s shared part with "
+    "the private part that each of its devices left with. The best of many looks is a lucky one, so that a point or so is no loss."
+)
+
+
+def courses_of(run: Run, record: Record) -> dict[str, list[Course]]:
+    """How each group fared, one course per seed, where it was looked at."""
+    seeds = sorted({row["seed"] for row in record.rows})
+    found = {name: [course(record.rows, name, seed) for seed in seeds] for name in run.settings.groups}
+    return {name: seen for name, courses in found.items() if (seen := [each for each in courses if each.rounds])}
+
+
+def _row(run: Run, record: Record, name: str, courses: Sequence[Course]) -> str:
+    found = [summary for each in courses if (summary := each.summary())]
+    cells = "".join(f"<td>{cell}</td>" for cell in _cells(found))
+    group = f'<td class="name">{line_sample(_look(run, name))}{escape(name)}</td>'
+    return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{group}{cells}</tr>'
+
+
+def _cells(found: Sequence[Forgetting]) -> Iterable[str]:
+    for column in ("arrival", "best", "last", "forgetting"):
+        yield percent([getattr(each, column) for each in found]).replace("-", "−")
+
+
+def _look(run: Run, name: str) -> Look:
+    """A colour and a marker; every line is solid, for a dotted one is of a group that is gone."""
+    return look_of(_FIRST_LOOK + [*run.settings.groups].index(name))._replace(dash=())
+
+
+def _drawing(run: Run, record: Record, courses: Mapping[str, list[Course]], last: int) -> Drawing:
+    figure, axes = panel()
+    axes.set(xlabel="round", ylabel="Local Test, %", xlim=(0, last), ylim=(0, 102))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _mark(axes, [mark for name, group in run.settings.groups.items() for mark in _marks(name, group)], last)
+    for name, seeds in courses.items():
+        _follow(axes, seeds, _look(run, name))
+    caption = (
+        f"Each group’s own models on its own test data. {_ARRIVES} a group arrives, {_LEAVES} it leaves, {_DRIFTS} its images "
+        "begin to turn. The thin dotted line goes on for devices that left: how they would do if they came back. "
+        f"{_over_seeds(run)}"
+    )
+    key = legend((line_sample(_look(run, name)), name) for name in courses)
+    return Drawing(figure, f"{escape(record.name)}: accuracy by group", caption, key)
+
+
+def _over_seeds(run: Run) -> str:
+    seeds = run.settings.plan.seeds
+    return f"A line is the mean over {seeds} seeds; how far they lie apart is in the table." if seeds > 1 else "One seed was run."
+
+
+def _marks(name: str, group: GroupSettings) -> Iterable[Mark]:
+    if group.arrives:
+        yield Mark(group.arrives, f"{_ARRIVES} {name}")
+    if group.leaves is not None:
+        yield Mark(group.leaves, f"{_LEAVES} {name}")
+    if group.drift:
+        yield Mark(drifts_from(group), f"{_DRIFTS} {name}")
+
+
+def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
+    """A line down the panel for each mark, its words above, in as many lines as it takes for none to lie on another."""
+    ends: list[float] = []
+    for mark in sorted(mark for mark in marks if mark.round_index < last):
+        start = mark.round_index / last
+        flipped = start > 0.7  # words that would run out of the panel go to the left of their line
+        width = _LETTER * (len(mark.words) + 1)
+        left, right = (start - width, start) if flipped else (start, start + width)
+        level = next((level for level, end in enumerate(ends) if end <= left), len(ends))
+        ends[level:] = [right, *ends[level + 1 :]]
+        axes.axvline(mark.round_index, color=INK, alpha=0.45, linewidth=0.8, zorder=1)
+        axes.annotate(
+            mark.words,
+            (mark.round_index, 1),
+            (0, 2 + 11 * level),
+            xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points",
+            ha="right" if flipped else "left",
+            fontsize=8.5,
+        )
+
+
+def _follow(axes: Axes, seeds: Sequence[Course], look: Look) -> None:
+    """A group's mean over seeds: with markers while it is there, a thin dotted line once it is gone."""
+    shortest = min(len(each.rounds) for each in seeds)  # a run that goes on may have looked at some seeds only
+    rounds, present = seeds[0].rounds[:shortest], seeds[0].present[:shortest]
+    means = [PERCENT * fmean(found) for found in zip(*(each.accuracies[:shortest] for each in seeds), strict=True)]
+    marked: dict[str, Any] = {"marker": look.marker, "markevery": max(1, shortest // 8), "markersize": 5.5, "linewidth": 1.8}
+    for stretch in _stretches(present):
+        drawn = marked if present[stretch[-1]] else {"linestyle": ":", "linewidth": 1.4}
+        axes.plot([rounds[place] for place in stretch], [means[place] for place in stretch], color=look.colour, **drawn)
+
+
+def _stretches(present: Sequence[int]) -> list[list[int]]:
+    """Looks in a row while a group is there, or while it is gone; each stretch begins where the one before ended."""
+    changes = [place for place, (before, after) in enumerate(pairwise(present), start=1) if bool(before) != bool(after)]
+    edges = [0, *changes, len(present)]
+    return [[*range(max(0, start - 1), end)] for start, end in pairwise(edges)]

@@ -1,0 +1,23 @@
+"""Sample images, as they are and as a newcomer has them."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from glocal.keep import whole_or_not_at_all
+from glocal.report.drawing import ink_and_paper, sheet
+
+
+def draw_samples(images: Tensor, turned: Tensor, path: Path) -> Path:
+    """Images (columns, channels, height, width) above, the same ones turned below, into a PNG file."""
+    columns = len(images)
+    with ink_and_paper("#1c2126", "#ffffff"):
+        figure = sheet(5.0 * 2 / columns)
+        panels = figure.subplots(2, columns)
+        for row, pictures in enumerate((images, turned)):
+            for axes, picture in zip(panels[row], pictures, strict=True):
+                axes.imshow(picture.mean(0).numpy(), cmap="gray")
+                axes.set_axis_off()
+        with whole_or_not_at_all(path) as half:
+            figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
+    return path

@@ -1,0 +1,19 @@
+"""The numbers that the paper prints, from published.csv."""
+
+import csv
+from collections.abc import Mapping
+from importlib.resources import files
+
+from glocal.studies.study import Published
+
+
+def published(table: str, classes: int) -> dict[str, Published]:
+    """The rows that the paper prints for one split, by case."""
+    text = files("glocal.studies").joinpath("published.csv").read_text(encoding="utf-8")
+    rows = [row for row in csv.DictReader(text.splitlines()) if row["table"] == table and row["classes"] == str(classes)]
+    return {row["case"]: _row(row) for row in rows}
+
+
+def _row(row: Mapping[str, str]) -> Published:
+    first, first_std, second, second_std = (float(row[key]) for key in ("first", "first_std", "second", "second_std"))
+    return Published(first, first_std, second, second_std, float(row["parameters"] or 0), row["parameters"])

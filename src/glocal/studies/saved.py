@@ -1,0 +1,74 @@
+"""A finished case of a run as it lies in its folder; reading it changes nothing there."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from glocal import data
+from glocal.checkpoint import Checkpoint, Progress
+from glocal.data.fetch import unreported
+from glocal.errors import InputError, nearest
+from glocal.federation import Federation
+from glocal.fitting import Options, fingerprint
+from glocal.joining import Host
+from glocal.keep import Json
+from glocal.store import State
+from glocal.studies.build import build_parts
+from glocal.studies.run import case_folder, initial_case, read_results, read_settings
+from glocal.studies.settings import Settings
+
+
+class Saved(NamedTuple):
+    """A trained federation, its data, and how it was run."""
+
+    case: str
+    host: Host
+    federation: Federation
+    options: Options
+
+
+def open_case(folder: Path, case: str | None = None, *, seed: int | None = None, report: data.Report = unreported) -> Saved:
+    """One seed of a finished case: the one named, or the last that keeps something on its devices and shares something."""
+    if (folder / "study.json").exists():
+        raise InputError(f"run: {folder} is a study in parts; give the folder of one, such as {_a_part(folder)}")
+    settings, results = read_settings(folder), read_results(folder)
+    if settings.groups:
+        raise InputError(f"run: {folder} is a scenario, whose devices come and go; join a run without groups")
+    name = _case_to_open(settings, results, case)
+    place = _place(results[name], seed)
+    parts = build_parts(settings, report)
+    whole = initial_case(settings, name, parts)
+    checkpoint = Checkpoint(case_folder(folder, name), fingerprint(whole, settings.run))
+    progress = checkpoint.read()
+    if progress is None:
+        raise InputError(f"run: {folder} has no checkpoint of {name}; go on with `glocal resume {folder}`, or choose another case")
+    state = _tested_state(progress, place, results[name][place]["selected_round"] - whole.plan.first_round)
+    federation, device = parts.federations[place], settings.run.computing_device()
+    state = state.on(device, None)
+    host = Host(whole.algorithm, parts.model, whole.plans()[place], state, federation.devices)
+    return Saved(name, host, federation, settings.run)
+
+
+def _a_part(folder: Path) -> Path:
+    return next((path for path in sorted((folder / "parts").glob("*")) if path.is_dir()), folder / "parts" / "NAME")
+
+
+def _case_to_open(settings: Settings, results: dict[str, list[Json]], wanted: str | None) -> str:
+    if not results:
+        raise InputError("run: no case is finished yet; wait for one, or go on with `glocal resume`")
+    if wanted is not None and wanted not in results:
+        raise InputError(f"run: there is no finished case '{wanted}'; {nearest(wanted, results)}")
+    both = [name for name in results if settings.cases[name].algorithm not in ("fedavg", "fedprox", "local_only")]
+    return wanted or (both or [*results])[-1]
+
+
+def _place(results: list[Json], seed: int | None) -> int:
+    seeds = [result["seed"] for result in results]
+    if seed is not None and seed not in seeds:
+        raise InputError(f"run: there is no seed {seed}; this run has {', '.join(map(str, seeds))}")
+    return 0 if seed is None else seeds.index(seed)
+
+
+def _tested_state(progress: Progress, place: int, rounds: int) -> State:
+    """The state that was tested: the last one, or the best on validation data."""
+    best = progress.best[place]
+    return best[2] if best is not None and best[1] == rounds else progress.states[place]

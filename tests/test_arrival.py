@@ -1,0 +1,204 @@
+"""Table 3 of the paper: a newcomer with rotated digits at the end of a case, and how its study is reported."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from glocal import trees
+from glocal.data import load
+from glocal.data.rotate import rotated
+from glocal.errors import InputError
+from glocal.joining import Welcome
+from glocal.report import study_markdown, write_study_report
+from glocal.studies.arrival import NewcomerSettings
+from glocal.studies.findings import Findings, part_folder, read_findings
+from glocal.studies.paper import PAPER
+from glocal.studies.parts import prepare, run_parts
+from glocal.studies.run import run_study
+from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, PlanSettings, Settings, SplitSettings, from_dict
+from glocal.studies.study import Study
+from test_cli import complaint, run
+
+SMALL = Settings(
+    name="small",
+    data=DataSettings(devices=6, classes_per_device=4),
+    model=ModelSettings(hidden=(16, 16)),
+    split=SplitSettings(local=("layer1",)),
+    plan=PlanSettings(rounds=4, cohort=2, batch=8, seeds=2),
+    newcomer=NewcomerSettings(rotate=90, train=60, test=40),
+    cases={
+        "FedAvg": CaseSettings("fedavg", welcome=Welcome(epochs=0, rounds=2)),
+        "LG": CaseSettings("lg_fedavg", after="FedAvg", welcome=Welcome(epochs=2, rounds=2, guests=2)),
+        "Quiet": CaseSettings("lg_fedavg", after="FedAvg", welcome=Welcome(epochs=2)),
+    },
+)
+
+
+def done(settings, folder):
+    for _ in run_study(settings, folder):
+        pass
+    return {name: json.loads((folder / "cases" / name.lower() / "result.json").read_text()) for name in settings.cases}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return done(SMALL, tmp_path_factory.mktemp("arrival"))
+
+
+def test_every_seed_tells_what_the_newcomers_coming_came_to(results):
+    for seeds in results.values():
+        assert len(seeds) == 2
+        for result in seeds:
+            assert {"normal", "normal_local", "rotated", "rotated_before", "ledger"} == {*result["arrival"]}
+
+
+def test_a_newcomer_that_only_settles_leaves_the_old_devices_as_they_were(results):
+    for result in results["Quiet"]:
+        assert result["arrival"]["normal"] == result["new_test"]["logits"]
+        assert result["arrival"]["normal_local"] == result["local_test"]["mean"]
+        assert result["arrival"]["ledger"]["upload"]["bytes"] == 0
+
+
+def test_what_the_arrival_cost_is_what_crossed(results):
+    shared, whole = 4 * (17 * 16 + 17 * 10), 4 * (65 * 16 + 17 * 16 + 17 * 10)
+    ledgers = {name: seeds[0]["arrival"]["ledger"] for name, seeds in results.items()}
+    assert ledgers["FedAvg"]["total"]["bytes"] == whole + 2 * 2 * whole
+    assert ledgers["LG"]["total"]["bytes"] == whole + 2 * 3 * 2 * shared
+
+
+def test_two_runs_of_an_arrival_give_the_same_bits(results, tmp_path):
+    assert done(SMALL, tmp_path) == results
+
+
+def test_seeds_side_by_side_change_no_newcomer(results, tmp_path):
+    alone = done(replace(SMALL, plan=replace(SMALL.plan, seeds=1, seed=1)), tmp_path)
+    for name, seeds in results.items():
+        assert alone[name][0]["arrival"]["rotated"] == pytest.approx(seeds[1]["arrival"]["rotated"], abs=1e-6)
+
+
+def test_a_quarter_turn_only_moves_pixels():
+    x = load("digits").train.x[:50]
+    turned = rotated(x, 90)
+    assert torch.equal(rotated(turned, 270), x)
+    assert torch.equal(turned[:, :, 0, 0], x[:, :, 0, -1])
+    assert trees.same_bits({"x": rotated(x, 360)}, {"x": x})
+
+
+WRONG = {
+    "no newcomer": (replace(SMALL, newcomer=None), r"cases.FedAvg has a welcome, but there is no \[newcomer\]"),
+    "too many": (replace(SMALL, newcomer=NewcomerSettings(train=10**6)), "newcomer.train is 1000000; it must be from 1 to 1347"),
+    "none to test": (replace(SMALL, newcomer=NewcomerSettings(train=9, test=0)), "newcomer.test is 0; it must be from 1 to 450"),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), WRONG.values(), ids=WRONG)
+def test_an_arrival_that_cannot_be_is_refused_before_anything_is_written(settings, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        done(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_with_a_newcomer_come_back_from_json():
+    assert from_dict(json.loads(json.dumps(SMALL.as_dict()))) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("cases.LG.welcome.epoch=3", "unknown option 'cases.LG.welcome.epoch'"), ("newcomer.rotate=far", "newcomer.rotate is 'far'")],
+)
+def test_a_misspelt_welcome_is_named(change, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text('[newcomer]\n[cases.LG]\nalgorithm = "lg_fedavg"\nwelcome = {rounds = 1}\n')
+    assert run("run", "a.toml", "--set", change) == 2
+    assert words in complaint(capsys)
+
+
+def test_a_run_cannot_go_on_with_another_welcome(tmp_path):
+    folder = tmp_path / "run"
+    done(SMALL, folder)
+    cases = {**SMALL.cases, "LG": replace(SMALL.cases["LG"], welcome=Welcome(epochs=9))}
+    with pytest.raises(InputError, match="another welcome"):
+        done(replace(SMALL, cases=cases), folder)
+
+
+# the study
+
+
+def test_table_3_is_published_whole():
+    parts = PAPER["paper-rotated"].parts
+    rows = {"FedAvg, C = 0.0", "FedAvg, C = 0.1", "FedProx, C = 0.1", "LG-FedAvg, C = 0.0", "LG-FedAvg, C = 0.1"}
+    assert [{*part.published} for part in parts.values()] == [rows, rows]
+    assert parts["iid"].published["FedAvg, C = 0.0"][:4] == (32.0, 6.2, 91.8, 3.0)
+    assert parts["2-classes"].published["LG-FedAvg, C = 0.1"][:4] == (98.2, 0.7, 93.9, 1.4)
+    for part in parts.values():
+        assert rows <= {*part.settings.cases}
+        assert part.settings.newcomer == NewcomerSettings(90, 3000, 500)
+        guests = {name: case.welcome.guests for name, case in part.settings.cases.items() if case.welcome}
+        assert all(count == (10 if name.endswith("0.1") else 0) for name, count in guests.items())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[Findings, Path]:
+    """The study in small, run as it would be."""
+    study = PAPER["paper-rotated"]
+    folder = tmp_path_factory.mktemp("rotated")
+    changes = ["data.source=digits", "data.devices=12", "model.hidden=[16,16,16,16]", "newcomer.train=60", "newcomer.test=40"]
+    parts = prepare(study, folder, changes=[*changes, "plan.cohort=3", "plan.seeds=2"])
+    small = {name: replace(settings, cases=_short(settings.cases)) for name, settings in parts.items()}
+    for _ in run_parts(small, folder):
+        pass
+    return read_findings(folder), folder
+
+
+def _short(cases):
+    short = {}
+    for name, case in cases.items():
+        welcome = case.welcome and replace(
+            case.welcome, rounds=1, epochs=min(case.welcome.epochs, 1), guests=min(case.welcome.guests, 2)
+        )
+        short[name] = replace(case, rounds=2, after_round=2 if case.after else None, welcome=welcome)
+    return short
+
+
+def test_the_report_has_normal_and_rotated_beside_the_papers_own(found):
+    findings, folder = found
+    text = study_markdown(findings)
+    row = next(line for line in text.splitlines() if line.startswith("| LG-FedAvg, C = 0.1"))
+    assert "97.70 ± 0.80" in row
+    assert "93.20 ± 1.30" in row
+    assert "Sent for the arrival" in text
+    assert "Local Test" not in text.partition("### What the paper claims")[2].partition("Normal:")[0]
+    page = write_study_report(findings, folder).read_text()
+    assert "Rotated, %" in page
+    assert "FedProx, C = 0.0" in page
+
+
+def test_every_claim_of_table_3_gets_a_verdict(found):
+    findings, _ = found
+    assert len(findings.verdicts()) == len(findings.study.claims) == 16
+
+
+def test_the_figures_are_the_runs_own(found):
+    findings, folder = found
+    case = findings.parts["iid"]["cases"]["FedAvg, C = 0.0"]
+    kept = json.loads((part_folder(folder, "iid") / "cases" / "fedavg-c-0-0" / "result.json").read_text())
+    assert case["rotated"] == pytest.approx([result["arrival"]["rotated"] for result in kept], abs=1e-6)
+    assert case["arrival_bytes"] == kept[0]["arrival"]["ledger"]["total"]["bytes"]
+    assert np.isfinite(case["normal"]).all()
+
+
+def test_show_tells_of_table_3(capsys):
+    assert run("show", "paper-rotated") == 0
+    shown = capsys.readouterr().out
+    assert "paper: Normal" in shown
+    assert "32.00 ± 6.20" in shown
+
+
+def test_a_study_tells_what_it_measures():
+    assert isinstance(PAPER["paper-rotated"], Study)
+    assert [*PAPER["paper-rotated"].measures] == ["normal", "rotated"]
+    assert [*PAPER["paper-mnist"].measures] == ["local", "new"]

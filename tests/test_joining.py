@@ -1,0 +1,349 @@
+"""A new device meets a trained federation: what it may learn, what it must leave alone, and what is refused."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import world
+from glocal import Plan, fit, sgd, trees
+from glocal.algorithms import lg_fedavg
+from glocal.backends import Seat
+from glocal.errors import InputError
+from glocal.federation import Examples, Holdings
+from glocal.fitting import Options
+from glocal.joining import (
+    Host,
+    Welcome,
+    alone,
+    beside,
+    borrowed_accuracy,
+    borrowed_classes,
+    few,
+    join,
+    joined_accuracy,
+    members,
+    take_in,
+)
+from glocal.studies.joins import Joining
+from glocal.training import cross_entropy
+from test_cli import complaint, run
+
+PLAN = Plan(rounds=4, cohort=3, batch=4, seed=5)
+NEW = world.DEVICES
+
+
+def examples(rows=20, seed=9, classes=world.CLASSES):
+    generator = torch.Generator().manual_seed(seed)
+    return Examples(torch.randn(rows, world.FEATURES, generator=generator), torch.arange(rows) % classes)
+
+
+def trained(name="lg_fedavg", make=world.plain, **knobs):
+    """A federation after a few rounds, with its data."""
+    model, fed = world.seeded(make), world.federation()
+    return Host.of(fit(world.algorithm(name, model, **knobs), model, fed, PLAN, options=Options(engine="looped"))), fed
+
+
+def row(state, device):
+    return {name: tensor.clone() for name, tensor in state.private.of(device).items()}
+
+
+@pytest.mark.parametrize("make", world.MODELS.values(), ids=world.MODELS)
+def test_learning_the_local_part_changes_nothing_but_the_newcomer(make):
+    host, _ = trained(make=make)
+    shared, before = dict(host.state.shared), [row(host.state, device) for device in range(NEW)]
+    joined = join(host, examples(), welcome=Welcome(epochs=3), engine="looped")
+    assert trees.same_bits(joined.state.shared, shared)
+    assert all(trees.same_bits(joined.state.private.of(device), before[device]) for device in range(NEW))
+    assert NEW not in host.state.private.trained
+    learnt = joined.state.private.of(NEW)
+    assert world.distance(learnt, host.state.private.initial) > 0
+    assert world.distance(joined.params(host.algorithm), trees.merge(learnt, shared)) == 0
+
+
+def test_the_shared_part_is_frozen_while_the_newcomer_settles():
+    """What it has learnt is what gradient descent gives where only the local part may move."""
+    model = world.seeded(world.plain)
+    host, _ = trained()
+    only_local = cross_entropy(model)._replace(trains=world.first_half(model).local)
+    by_hand = lg_fedavg(only_local, sgd(0.1, momentum=0.5), split=world.first_half(model)).client_update
+    joined, expected = (
+        join(
+            host._replace(algorithm=host.algorithm._replace(settle=settle)), examples(), welcome=Welcome(epochs=2), engine="looped"
+        )
+        for settle in (host.algorithm.settle, by_hand)
+    )
+    assert trees.same_bits(joined.state.private.of(NEW), expected.state.private.of(NEW))
+    both = host._replace(algorithm=host.algorithm._replace(settle=host.algorithm.client_update))
+    unfrozen = join(both, examples(), welcome=Welcome(epochs=2), engine="looped")
+    assert not trees.same_bits(joined.state.private.of(NEW), unfrozen.state.private.of(NEW))
+
+
+@pytest.mark.parametrize("name", ["lg_fedavg", "local_only", "mtl"])
+def test_a_newcomer_learns_the_same_on_every_engine(name):
+    host, _ = trained(name)
+    one, other = (join(host, examples(), welcome=Welcome(epochs=5), engine=engine) for engine in ("looped", "vmapped"))
+    assert world.distance(one.params(host.algorithm), other.params(host.algorithm)) < 1e-5
+
+
+def test_joining_twice_gives_the_same_bits_and_the_number_is_then_taken():
+    host, _ = trained()
+    first, second = (join(host, examples(), engine="looped") for _ in range(2))
+    assert trees.same_bits(first.params(host.algorithm), second.params(host.algorithm))
+    seat = Seat(host.plan, beside(examples(), None, host.devices), first.state)
+    with pytest.raises(InputError, match=f"device {NEW} is in this federation already"):
+        take_in(host.algorithm, [seat], Welcome())
+
+
+def test_without_guests_the_rounds_are_the_newcomers_own():
+    """It always takes part, and the average over one device is that device."""
+    host, fed = trained()
+    joined = join(host, examples(), old=fed.train, welcome=Welcome(epochs=0, rounds=2), engine="looped")
+    assert sorted({*joined.state.private.trained} - {*host.state.private.trained}) == [NEW]
+    assert all(joined.state.private.trained[device] is row for device, row in host.state.private.trained.items())
+    assert world.distance(joined.state.shared, host.state.shared) > 0
+    assert joined.ledger.upload.bytes == 2 * trees.nbytes(host.state.shared)
+
+
+def test_guests_take_part_and_everything_they_receive_and_send_is_counted():
+    host, fed = trained()
+    welcome = Welcome(epochs=1, rounds=3, guests=2)
+    joined = join(host, examples(), old=fed.train, welcome=welcome, engine="looped")
+    shared, local = trees.nbytes(host.state.shared), trees.nbytes(host.state.private.initial)
+    assert joined.ledger.upload.bytes == 3 * 3 * shared
+    assert joined.ledger.download.bytes == shared + local + 3 * 3 * shared
+    moved = [device for device in range(NEW) if joined.state.private.of(device) is not host.state.private.of(device)]
+    assert moved, "guests train"
+    with pytest.raises(InputError, match="2 guests were asked for, but not their data"):
+        join(host, examples(), welcome=welcome)
+
+
+def test_starting_from_the_average_shows_every_local_part_once():
+    host, _ = trained()
+    joined = join(host, examples(), welcome=Welcome(epochs=0, rounds=1, start="average"), engine="looped")
+    count = len(host.state.private.trained)
+    assert joined.ledger.ensemble.bytes == count * trees.nbytes(host.state.private.initial)
+
+
+def test_an_algorithm_without_private_parts_has_nothing_to_settle():
+    host, _ = trained("fedavg")
+    joined = join(host, examples(), welcome=Welcome(epochs=7), engine="looped")
+    assert trees.same_bits(joined.params(host.algorithm), host.state.shared)
+    assert joined.ledger.upload.bytes == 0
+
+
+def test_the_ensemble_of_everyone_is_the_new_test():
+    model, fed = world.seeded(world.plain), world.federation()
+    result = fit(world.algorithm("lg_fedavg", model), model, fed, PLAN, options=Options(engine="looped"))
+    host = Host.of(result)
+    test = fed.test.examples.take(fed.test.pooled())
+    assert members(host, test.x) == sorted(host.state.private.trained)
+    assert borrowed_accuracy(host, members(host, test.x), test) == result.new.logits
+    guesses = torch.tensor(borrowed_classes(host, members(host, test.x), test.x))
+    assert float((guesses == test.y).double().mean()) == result.new.logits
+
+
+def test_the_most_confident_have_the_lowest_entropy_and_the_nearest_agree_most():
+    host, _ = trained()
+    sure = {name: 50 * tensor for name, tensor in host.state.private.of(0).items()}
+    host = host._replace(state=host.state._replace(private=host.state.private.put([0], [sure])))
+    sample = examples().x
+    assert members(host, sample, by="confident", count=1) == [0]
+    assert 0 not in members(host, sample, by="nearest", count=1)
+    assert len(members(host, sample, by="nearest", count=3)) == 3
+    with pytest.raises(InputError, match="by is 'loud'"):
+        members(host, sample, by="loud")
+    with pytest.raises(InputError, match="needs a sample"):
+        members(host, sample[:0], by="confident", count=1)
+
+
+def test_a_device_with_one_class_learns_it():
+    host, _ = trained()
+    one = examples(classes=1)
+    joined = join(host, one, welcome=Welcome(epochs=30), engine="looped")
+    assert joined_accuracy(host, joined, one) == 1.0
+
+
+def test_a_device_without_labels_can_learn_nothing():
+    host, _ = trained()
+    with pytest.raises(InputError, match="no labelled example"):
+        join(host, few(examples(), 0, seed=0))
+    with pytest.raises(InputError, match="no labelled example to test on"):
+        borrowed_accuracy(host, [0], examples(0))
+
+
+def test_more_labels_are_a_superset_of_fewer():
+    whole = examples()
+    sets = [{tuple(x.tolist()) for x in few(whole, labels, seed=3).x} for labels in (1, 5, 20)]
+    assert sets[0] < sets[1] < sets[2]
+    assert few(whole, None, seed=3) is whole
+    with pytest.raises(InputError, match="21 labelled examples were asked for, but the device has 20"):
+        few(whole, 21, seed=3)
+
+
+def test_alone_is_training_on_its_own_data_from_fresh_weights():
+    host, _ = trained()
+    lonely = alone(host, examples(), epochs=2, engine="looped")
+    changed = host._replace(state=host.state._replace(shared={n: t + 1 for n, t in host.state.shared.items()}))
+    other = alone(changed, examples(), epochs=2, engine="looped")
+    assert trees.same_bits(lonely.params(host.algorithm), other.params(host.algorithm)), "the federation plays no part in it"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [({"epochs": -1}, "epochs is -1"), ({"guests": -2}, "guests is -2"), ({"start": "middle"}, "'middle'")]
+)
+def test_a_welcome_that_makes_no_sense_is_refused(wrong, words):
+    with pytest.raises(InputError, match=words):
+        Welcome(**wrong)
+
+
+def test_a_joining_needs_members_and_a_sample():
+    with pytest.raises(InputError, match="members is 0"):
+        Joining(members=0)
+
+
+def test_old_data_and_the_newcomers_go_into_one_store():
+    _, fed = trained()
+    crowd = beside(examples(), fed.train, NEW)
+    assert crowd.devices == NEW + 1
+    assert torch.equal(crowd.of(NEW).x, examples().x)
+    assert all(torch.equal(crowd.of(device).y, fed.train.of(device).y) for device in range(NEW))
+    assert isinstance(crowd, Holdings)
+
+
+# the command
+
+
+SMALL = ["plan.rounds=4", "plan.seeds=2", "data.devices=6", "model.hidden=[16,16]", "split.local=layer1", "run.validate_every=2"]
+CASES = """
+[cases.FedAvg]
+algorithm = "fedavg"
+[cases.LG]
+algorithm = "lg_fedavg"
+after = "FedAvg"
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of digits that another process has left behind."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "small.toml").write_text(CASES)
+    changes = [word for change in SMALL for word in ("--set", change)]
+    command = [sys.executable, "-m", "glocal", "run", "small.toml", "--out", "run", *changes]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    return folder / "run"
+
+
+def digits(rows=60, **changes):
+    """Digits as the federation has them, as an .npz holds them."""
+    from glocal.data import load
+
+    loaded = load("digits")
+    taken = {"x": loaded.test.x[:rows].numpy(), "y": loaded.test.y[:rows].numpy()}
+    return {name: array for name, array in (taken | changes).items() if array is not None}
+
+
+def checksums(folder):
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "joined" not in path.relative_to(folder).parts]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_join_tries_every_way_and_leaves_the_run_as_it_was(saved, tmp_path, capsys):
+    np.savez(tmp_path / "new.npz", **digits())
+    before = checksums(saved)
+    options = ["--labels", "0,5,all", "--epochs", "2", "--rounds", "2", "--guests", "2"]
+    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "Ward 7", *options) == 0
+    assert checksums(saved) == before
+    found = json.loads((saved / "joined" / "ward-7" / "join.json").read_text())
+    ways = [(row["way"], row["labels"]) for row in found["rows"]]
+    learnt = [("local part", 5), ("alone", 5), ("local part", 42), ("alone", 42), ("in the rounds", 42)]
+    assert ways == [("everyone", 0), ("confident", 0), ("nearest", 0), *learnt]
+    assert found["case"] == "LG"
+    assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
+    assert "in the rounds" in capsys.readouterr().out
+    page = (saved / "joined" / "ward-7" / "report.html").read_text()
+    assert "labelled examples of the new device" in page
+    for name in ("local-part", "in-the-rounds", "shared"):
+        assert (saved / "joined" / "ward-7" / f"{name}.safetensors").exists()
+
+
+def test_a_name_joins_once(saved, tmp_path, capsys):
+    np.savez(tmp_path / "new.npz", **digits())
+    command = ["join", saved, "--data", tmp_path / "new.npz", "--name", "twice", "--labels", "0"]
+    assert run(*command) == 0
+    capsys.readouterr()
+    assert run(*command) == 2
+    assert "'twice' has joined this run already" in complaint(capsys)
+
+
+def test_a_device_without_any_label_gets_predictions(saved, tmp_path):
+    np.savez(tmp_path / "new.npz", **digits(y=None))
+    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "blind") == 0
+    lines = (saved / "joined" / "blind" / "predictions.csv").read_text().splitlines()
+    assert len(lines) == 61
+    assert json.loads((saved / "joined" / "blind" / "join.json").read_text())["rows"][0]["accuracy"] is None
+
+
+def test_a_device_with_one_class_and_one_example_joins(saved, tmp_path):
+    one = digits()
+    mine = one["y"] == 3
+    np.savez(tmp_path / "new.npz", x=one["x"][mine], y=one["y"][mine])
+    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "threes", "--labels", "1,all", "--rounds", "0") == 0
+    found = json.loads((saved / "joined" / "threes" / "join.json").read_text())
+    assert found["newcomer"]["classes"] == [3]
+    assert found["rows"][-2]["accuracy"] == 1.0
+
+
+WRONG = {
+    "shape": ({"x": np.zeros((60, 1, 28, 28), dtype=np.float32)}, "x is (60, 1, 28, 28) torch.float32, but this federation takes"),
+    "type": ({"x": np.zeros((60, 1, 8, 8), dtype=np.uint8)}, "torch.uint8"),
+    "label": ({"y": np.full(60, 10)}, "label 10, but the model has 10 outputs"),
+    "length": ({"y": np.zeros(3, dtype=np.int64)}, "arrays of lengths 60, 3"),
+    "NaN": ({"x": np.full((60, 1, 8, 8), np.nan, dtype=np.float32)}, "NaN or infinity"),
+    "half a test": ({"x_test": np.zeros((2, 1, 8, 8), dtype=np.float32)}, "x_test with y_test"),
+    "nothing": ({"x": np.zeros((0, 1, 8, 8), dtype=np.float32), "y": np.zeros(0, dtype=np.int64)}, "no examples"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
+def test_data_that_do_not_fit_are_refused_in_one_line(saved, tmp_path, capsys, changes, words):
+    np.savez(tmp_path / "new.npz", **digits(**changes))
+    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "odd") == 2
+    assert words in complaint(capsys)
+    assert not (saved / "joined" / "odd").exists()
+
+
+MISTAKES = {
+    "no file": (["--data", "none.npz"], "there is no file none.npz"),
+    "no address": (["--data", "somewhere"], "the data are 'somewhere'"),
+    "no module": (["--data", "nowhere:nothing"], "cannot be found"),
+    "labels": (["--data", "new.npz", "--labels", "many"], "labels is 'many'"),
+    "case": (["--data", "new.npz", "--case", "LGG"], "did you mean 'LG'?"),
+    "seed": (["--data", "new.npz", "--seed", "7"], "there is no seed 7; this run has 0, 1"),
+    "guests": (["--data", "new.npz", "--guests", "7"], "7 guests were asked for, but there are 6 devices"),
+    "start": (["--data", "new.npz", "--start", "top"], "'initial' or 'average'"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_in_a_join_are_one_line(saved, tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    np.savez(tmp_path / "new.npz", **digits())
+    assert run("join", saved, *options) == 2
+    assert words in complaint(capsys)
+
+
+def test_a_file_that_is_no_npz_is_refused(saved, tmp_path, capsys):
+    (tmp_path / "new.npz").write_text("not numbers")
+    assert run("join", saved, "--data", tmp_path / "new.npz") == 2
+    assert "cannot be read" in complaint(capsys)
+
+
+def test_joining_needs_a_finished_run(tmp_path, capsys):
+    assert run("join", tmp_path / "none", "--data", "new.npz") == 2
+    assert "does not exist" in complaint(capsys)
