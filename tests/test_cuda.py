@@ -12,9 +12,12 @@ import world
 from glocal import algorithms
 from glocal.backends import Choice, OverDevices, Seat, begin, simulate, simulate_seeds
 from glocal.data import crop_and_flip
+from glocal.federation import Examples
 from glocal.fitting import Options
 from glocal.modules import params_of, training_forward
 from glocal.noise import fold, uniform
+from glocal.sampling import Attendance
+from glocal.scenario import Chapter, Scenario, fit_scenario
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -189,3 +192,33 @@ def test_the_callers_random_state_is_left_alone():
     before = torch.cuda.get_rng_state()
     fitted("lg_fedavg", "dropout", "cuda")
     assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmapped", "graphed"])
+def test_devices_that_come_and_go_train_the_same(engine):
+    """Cohorts of changing size, and a round that nobody finishes."""
+    model, attend, fed = world.seeded(world.plain), Attendance.of, world.federation()
+    attendances = [attend(range(3)), attend([], always=[5]), attend([1, 2], leaving=[1, 2]), attend(range(world.DEVICES))]
+    chapters = tuple(Chapter(2 * place, each, (fed,)) for place, each in enumerate(attendances))
+    scenario, plan = Scenario(chapters, {"all": tuple(range(world.DEVICES))}), replace(PLAN, rounds=8)
+    here, gpu = (
+        fit_scenario(world.algorithm("lg_fedavg", model), model, scenario, plan, options=Options(device=device, engine=how))
+        for device, how in (("cpu", "looped"), ("cuda", engine))
+    )
+    assert world.gap(on_cpu(gpu.result), here.result.state) < 1e-4
+    assert gpu.result.ledger == here.result.ledger
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmapped", "graphed"])
+@pytest.mark.parametrize("name", ["lg_fedavg", "mtl", "fedavg"])
+def test_a_newcomer_learns_the_same(name, engine):
+    gpu, welcome = torch.device("cuda"), glocal.Welcome(epochs=3, rounds=2, guests=2)
+    generator = torch.Generator().manual_seed(1)
+    train = Examples(torch.randn(20, world.FEATURES, generator=generator), torch.arange(20) % world.CLASSES)
+    host, old = glocal.Host.of(fitted(name, "plain", "cpu", engine="looped")), world.federation().train
+    there = replace(old, examples=old.examples.to(gpu))
+    one = glocal.join(host, train, old=old, welcome=welcome, engine="looped")
+    other = glocal.join(host._replace(state=host.state.on(gpu, None)), train.to(gpu), old=there, welcome=welcome, engine=engine)
+    params = {name: tensor.cpu() for name, tensor in other.params(host.algorithm).items()}
+    assert world.distance(one.params(host.algorithm), params) < 1e-4
+    assert one.ledger == other.ledger
