@@ -14,7 +14,20 @@ import glocal
 
 SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
-BASIS = ("errors", "places", "trees", "split", "noise", "modules", "sampling", "federation", "optimisers", "training", "fused")
+BASIS = (
+    "errors",
+    "places",
+    "trees",
+    "split",
+    "noise",
+    "modules",
+    "sampling",
+    "federation",
+    "optimisers",
+    "training",
+    "representations",
+    "fused",
+)
 ENGINE = (
     "algorithm",
     "algorithms",

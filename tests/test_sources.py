@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from glocal.data import SOURCES, Dataset, RemoteFile, check, fetch_source, formats, load, sources, status
+from glocal.data.adult import read_adult
 from glocal.errors import InputError
 
 REAL = Path(os.environ.get("GLOCAL_DATA") or "nowhere")
@@ -98,13 +99,15 @@ def test_importing_the_data_package_does_not_import_scikit_learn() -> None:
 
 
 def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
-    assert {name: source.name for name, source in SOURCES.items()} == {name: name for name in ("digits", "mnist", "cifar10")}
+    assert {name: source.name for name, source in SOURCES.items()} == {
+        name: name for name in ("digits", "mnist", "cifar10", "adult")
+    }
     assert all(source.summary and "\n" not in source.summary for source in SOURCES.values())
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
     for function in (load, status, check, fetch_source):
-        with pytest.raises(InputError, match="no data set 'cifar'; did you mean 'cifar10'\\? known: cifar10, digits, mnist"):
+        with pytest.raises(InputError, match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, mnist"):
             function("cifar")
 
 
@@ -416,3 +419,28 @@ def test_cifar10_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
     again = loaded_from_real_data("cifar10", tmp_path)
     assert torch.equal(again.train.x, train.x)
     assert torch.equal(again.test.y, test.y)
+
+
+def test_adult_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adult.data").write_text("nothing\n")
+    with pytest.raises(InputError, match="holds no rows of Adult"):
+        read_adult(tmp_path / "adult.data")
+
+
+def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
+    """Two kept rows for each half, one of another race, an empty line at the end."""
+    words = "39, State-gov, 1, Bachelors, 13, Divorced, {}, Husband, {}, {}, 0, 0, {}, Cuba, {}"
+    people = [
+        ("Sales", "White", "Male", 40),
+        ("?", "Black", "Female", 20),
+        ("Sales", "White", "Male", 30),
+        ("?", "White", "Female", 10),
+    ]
+    rows = [words.format(*person, income) for person in people for income in ("<=50K", ">50K")]
+    (tmp_path / "adult.data").write_text("\n".join([*rows, words.format("Sales", "Other", "Male", 1, "<=50K"), ""]))
+    train, test = read_adult(tmp_path / "adult.data")
+    assert len(train.y) == len(test.y) == 4
+    assert train.y.sum() == test.y.sum() == 2
+    whole = torch.cat([train.group, test.group])  # type: ignore[list-item]
+    assert whole.sum(0).tolist() == [6, 4]
+    assert train.x.shape[1] == 6, "five numbers, and one dummy for two occupations"

@@ -18,7 +18,7 @@ Arrays = tuple[Tensor | npt.NDArray[np.generic], ...]
 
 
 class Examples(NamedTuple):
-    """A store of examples: x (rows, ...), y (rows,), group (rows,) or None."""
+    """A store of examples: x (rows, ...), y (rows,), group (rows,) or (rows, attributes) or None."""
 
     x: Tensor
     y: Tensor

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from glocal import noise, trees
-from glocal.errors import InputError
+from glocal.errors import InputError, nearest
 from glocal.split import first_names, unique_tensors
 from glocal.trees import Params
 
@@ -21,6 +22,8 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _NORM_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 Forward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Params]]
+TappedForward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Params]]
+Through = Callable[[Tensor], Tensor]
 Predict = Callable[[Params, Tensor, Tensor], Tensor]
 
 
@@ -48,6 +51,28 @@ def training_forward(model: nn.Module) -> Forward:
     return forward
 
 
+def tapped_forward(model: nn.Module, at: str, through: Through | None = None) -> TappedForward:
+    """As `training_forward`, with what the module `at` puts out, the representation; `through` stands in the way from there on."""
+    buffers = [name for name, _ in model.named_buffers()]
+    call = _tapped(model, nn.Module.train, at, through)
+
+    def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Params]:
+        output, seen, used = call(params, x, mask, key)
+        return output, seen, trees.pick(used, buffers)
+
+    return forward
+
+
+def representing(model: nn.Module, at: str) -> Predict:
+    """(params, x, mask) -> representation (rows, ...), as in `model.eval()`."""
+    call = _tapped(model, nn.Module.eval, at, None)
+
+    def represent(params: Params, x: Tensor, mask: Tensor) -> Tensor:
+        return call(params, x, mask, mask.new_zeros((), dtype=torch.int64))[1]
+
+    return represent
+
+
 def predictor(model: nn.Module) -> Predict:
     """(params, x, mask) -> output, as in `model.eval()`."""
     call = _pure(model, nn.Module.eval)
@@ -60,22 +85,51 @@ def predictor(model: nn.Module) -> Predict:
 
 def _pure(model: nn.Module, mode: Callable[[nn.Module], nn.Module]) -> Forward:
     """(params, x, mask, key) -> (output, every tensor as the call left it); a tensor that is not given is an error."""
-    skeleton, names = mode(_skeleton(model)), first_names(model)
+    return _called(model, mode(_skeleton(model)))
+
+
+def _tapped(
+    model: nn.Module, mode: Callable[[nn.Module], nn.Module], at: str, through: Through | None
+) -> Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Params]]:
+    """The same with what one module puts out, whatever comes after it."""
+    known = [name for name, _ in model.named_modules() if name]
+    if at not in known:
+        raise InputError(f"model: there is no module '{at}' to take the representation from; {nearest(at, known)}")
+    skeleton = mode(_skeleton(model))
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        seen[:] = [output]
+        return through(output) if through else output
+
+    skeleton.get_submodule(at).register_forward_hook(keep)
+    call = _called(model, skeleton, lambda: seen.pop())
+
+    def tapped(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Params]:
+        (output, tap), used = call(params, x, mask, key)
+        return output, tap, used
+
+    return tapped
+
+
+def _called(model: nn.Module, skeleton: nn.Module, also: Callable[[], Tensor] | None = None) -> Callable[..., tuple[Any, Params]]:
+    """The skeleton as a pure function of the model's tensors; what `also` gives after a call comes with its output."""
+    names = first_names(model)
     need_mask = _names_of(skeleton, MaskedBatchNorm, "rows")
-    need_key = _names_of(skeleton, AddressedDropout, "key")
+    need_key = _names_of(skeleton, (AddressedDropout, AddressedNoise), "key")
     buffers = [name for name, _ in model.named_buffers()]
-    dropouts = [module for module in skeleton.modules() if isinstance(module, AddressedDropout)]
+    drawing = [module for module in skeleton.modules() if isinstance(module, AddressedDropout | AddressedNoise)]
     one_at_a_time = Lock()  # tensors are put into the skeleton for the time of a call
 
-    def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
+    def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Any, Params]:
         params = {**params, **{name: params[name].clone() for name in buffers}}  # a module may write into its buffers
         given = {name: params[first] for name, first in names.items()}
         given |= dict.fromkeys(need_mask, mask) | dict.fromkeys(need_key, key)
         with one_at_a_time:
-            for dropout in dropouts:
-                dropout.calls = 0
+            for layer in drawing:
+                layer.calls = 0
             output = functional_call(skeleton, given, (x,), tie_weights=False, strict=True)
-        return output, given
+            return (output, also()) if also else output, given
 
     return call
 
@@ -164,6 +218,38 @@ class AddressedDropout(nn.Module):
         return x * kept / (1 - self.p)
 
 
+class GaussianNoise(nn.Module):
+    """Adds normal noise of this deviation while training: what a representation says is then blurred."""
+
+    def __init__(self, deviation: float) -> None:
+        super().__init__()
+        if deviation < 0:
+            raise InputError(f"noise: the deviation is {deviation}; it must be at least 0")
+        self.deviation = deviation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With torch's own generator; where devices train, the numbers are computed from their keys."""
+        return x + self.deviation * torch.randn_like(x) if self.training else x
+
+
+class AddressedNoise(nn.Module):
+    """The same, with numbers computed from a key."""
+
+    key: Tensor
+
+    def __init__(self, noisy: GaussianNoise, layer: int) -> None:
+        super().__init__()
+        self.deviation, self.layer, self.calls = noisy.deviation, layer, 0
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Blur x (batch, ...)."""
+        if not self.training or self.deviation == 0:
+            return x
+        self.calls += 1
+        return x + self.deviation * noise.normal(noise.fold(noise.fold(self.key, self.layer), self.calls), x.shape)
+
+
 def _skeleton(model: nn.Module) -> nn.Module:
     """The model's structure without its weights; layers that mix a batch or draw numbers are swapped for ones that are told how."""
     _refuse_unusable(model)
@@ -184,10 +270,12 @@ def _swapped(module: nn.Module, layer: int) -> nn.Module:
         return MaskedBatchNorm(module)
     if isinstance(module, _DropoutNd) and type(module) in _DROPOUTS:
         return AddressedDropout(module, layer)
+    if isinstance(module, GaussianNoise):
+        return AddressedNoise(module, layer)
     return module
 
 
-def _names_of(skeleton: nn.Module, kind: type[nn.Module], tensor: str) -> list[str]:
+def _names_of(skeleton: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], tensor: str) -> list[str]:
     """The full names of what each layer of a kind must be told."""
     modules = skeleton.named_modules(remove_duplicate=False)
     return [f"{name}.{tensor}".lstrip(".") for name, module in modules if isinstance(module, kind)]

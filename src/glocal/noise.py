@@ -35,6 +35,12 @@ def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
     return (_shift(bits, 40).to(torch.float32) / 2**24).reshape(tuple(shape))
 
 
+def normal(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """Normal numbers of mean 0 and deviation 1 of this shape, float32 (Box and Muller 1958)."""
+    radius, angle = (uniform(fold(key, half), shape) for half in (0, 1))
+    return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)
+
+
 def _mix(bits: Tensor) -> Tensor:
     bits = (bits ^ _shift(bits, 30)) * _FIRST
     bits = (bits ^ _shift(bits, 27)) * _SECOND

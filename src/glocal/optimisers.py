@@ -101,6 +101,53 @@ class Adam:
         return moved, {**_prefixed("first", first), **_prefixed("second", second), "steps": steps}
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Tensors whose names begin with `prefix` by a rule of their own: `turns` steps of that rule to each step of the main one.
+
+    With 0 turns both step together, every time.
+    """
+
+    main: Sgd | Adam
+    other: Sgd | Adam
+    prefix: str
+    turns: int = 0
+
+    def __post_init__(self) -> None:
+        _require("turns", self.turns, self.turns >= 0, "at least 0")
+
+    @property
+    def about(self) -> str:
+        """Its settings in words."""
+        return f"{self.main.about}, {self.prefix} by {self.other.about}, {self.turns} turns"
+
+    def init(self, params: Params) -> Params:
+        """Both memories, and whose turn it is."""
+        memories = zip(("main", "other"), (self.main, self.other), self._parts(params), strict=True)
+        kept = {f"{side}/{name}": t for side, rule, part in memories if part for name, t in rule.init(part).items()}
+        return {**kept, "turn": torch.zeros((), device=next(iter(params.values())).device)}
+
+    def step(self, params: Params, slopes: Params, memory: Params, round_index: Tensor) -> tuple[Params, Params]:
+        """Both rules step; what it is not the turn of stays as it was."""
+        moved: Params = {}
+        kept: Params = {}
+        sides = zip(("main", "other"), (self.main, self.other), self._parts(params), self._parts(slopes), strict=True)
+        for side, rule, own, down in sides:
+            if not own:
+                continue
+            before = {name.removeprefix(f"{side}/"): t for name, t in memory.items() if name.startswith(f"{side}/")}
+            after = rule.step(own, down, before, round_index)
+            now = (memory["turn"] >= self.turns) == (side == "main") if self.turns else memory["turn"] >= 0
+            moved |= {name: torch.where(now, tensor, own[name]) for name, tensor in after[0].items()}
+            kept |= {f"{side}/{name}": torch.where(now, tensor, before[name]) for name, tensor in after[1].items()}
+        return {name: moved[name] for name in params}, {**kept, "turn": (memory["turn"] + 1) % (self.turns + 1)}
+
+    def _parts(self, tree: Params) -> tuple[Params, Params]:
+        """What the main rule moves, and what the other does."""
+        other = {name: tensor for name, tensor in tree.items() if name.startswith(self.prefix)}
+        return {name: tensor for name, tensor in tree.items() if name not in other}, other
+
+
 def sgd(rate: float, *, momentum: float = 0.0, weight_decay: float = 0.0, decay: float = 0.0) -> Sgd:
     """Stochastic gradient descent, with settings by name."""
     return Sgd(rate, momentum, weight_decay, decay)

@@ -52,6 +52,10 @@ class Split:
         names = frozenset(unique_tensors(model))
         return cls(split.local & names, split.shared & names)
 
+    def keeping(self, names: Iterable[str]) -> "Split":
+        """The same with some more tensors that stay on the device, such as those of an auxiliary model."""
+        return Split(self.local | frozenset(names), self.shared)
+
     def take_local(self, params: Params) -> Params:
         """The part that never leaves the device."""
         return trees.pick(params, self.local)

@@ -37,7 +37,7 @@ Parts = Annotated[
     list[str] | None,
     typer.Option("--part", help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated."),
 ]
-SourceName = Annotated[str, typer.Argument(help="digits, mnist or cifar10.")]
+SourceName = Annotated[str, typer.Argument(help="digits, mnist, cifar10 or adult.")]
 
 
 @app.command()

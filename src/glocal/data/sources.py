@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from glocal.data import formats
+from glocal.data.adult import ATTRIBUTES, read_adult
 from glocal.data.fetch import RemoteFile, Report, digest, fetch, unreported, verified
 from glocal.data.formats import Bytes
 from glocal.errors import InputError, nearest
@@ -37,13 +38,17 @@ class Dataset(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: what its download consists of, another packing that GLOCAL_DATA may hold, and how files become tensors."""
+    """A data set: what its download consists of, another packing that GLOCAL_DATA may hold, and how files become tensors.
+
+    `attributes` names the columns of its groups, if it has any.
+    """
 
     name: str
     summary: str
     files: tuple[RemoteFile, ...]
     load: Callable[[Mapping[str, Path]], Dataset]
     repacked: tuple[RemoteFile, ...] = ()
+    attributes: tuple[str, ...] = ()
 
 
 def load(name: str, *, report: Report = unreported) -> Dataset:
@@ -169,6 +174,10 @@ def _load_cifar10(files: Mapping[str, Path]) -> Dataset:
     return Dataset(train, test, 10)
 
 
+def _load_adult(files: Mapping[str, Path]) -> Dataset:
+    return Dataset(*read_adult(files["adult.data"]), 2)
+
+
 def _decoded_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
     """Images (60000, 3, 32, 32) and labels (60000,); decoding takes seconds, so a decoded copy is kept in the cache."""
     known = _known(SOURCES["cifar10"])
@@ -249,9 +258,24 @@ _CIFAR10_REPACKED = (
     RemoteFile("data_batch_5.xz", (), "73f86e188b0bd02f4d03a6af0fbc144d9ff2bdee1e78d2eaf6d67606eb600e36", 16_836_484),
     RemoteFile("test_batch.xz", (), "a3e496156d30bb77b0069657fe3c6cc8ee592cc0a887845cf2a308fa9698dd74", 16_873_168),
 )
+_ADULT = (
+    RemoteFile(
+        "adult.data",
+        ("https://archive.ics.uci.edu/ml/machine-learning-databases/adult/adult.data",),
+        "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
+        3_974_305,
+    ),
+)
 
 SOURCES: dict[str, Source] = {
     "digits": Source("digits", "1,797 handwritten digits, 8x8 grey, bundled with scikit-learn", (), _load_digits),
     "mnist": Source("mnist", "70,000 handwritten digits, 28x28 grey, 10 classes (11 MB)", _MNIST, _load_mnist),
     "cifar10": Source("cifar10", "60,000 photographs, 32x32 RGB, 10 classes (170 MB)", _CIFAR10, _load_cifar10, _CIFAR10_REPACKED),
+    "adult": Source(
+        "adult",
+        "30,940 people of the 1994 census, 93 columns: income, beside race and sex (4 MB)",
+        _ADULT,
+        _load_adult,
+        attributes=ATTRIBUTES,
+    ),
 }

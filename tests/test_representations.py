@@ -1,0 +1,258 @@
+"""Auxiliary models: private like everything local, and each side of a contest moves by its own loss only."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad
+
+import glocal
+import world
+from glocal import noise, trees
+from glocal.backends import OverDevices, Seat, begin, simulate_seeds
+from glocal.data import SOURCES, load
+from glocal.errors import InputError
+from glocal.federation import Examples
+from glocal.modules import GaussianNoise, params_of, representing, tapped_forward, training_forward
+from glocal.optimisers import Apart, adam, sgd
+from glocal.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled
+from glocal.representations.adversary import balanced, with_slope
+from glocal.training import Batch, cross_entropy
+
+WIDTH, ATTRIBUTES = 5, 2
+PLAN = glocal.Plan(rounds=3, cohort=3, batch=4)
+
+
+def network():
+    """An encoder whose output is the representation, and a head."""
+    model = nn.Sequential()
+    model.add_module("encoder", nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, WIDTH), nn.Tanh()))
+    model.add_module("blur", GaussianNoise(0.1))
+    model.add_module("head", nn.Linear(WIDTH, world.CLASSES))
+    return model
+
+
+def critic():
+    return nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, ATTRIBUTES))
+
+
+def auxiliary(kind, model):
+    """The objective of a kind of local learning, and what it adds to the model's tensors."""
+    objective = cross_entropy(model)
+    if kind == "adversary":
+        return adversarial(model, world.seeded(critic), at="encoder", strength=2.0)
+    made = {
+        "decoder": lambda: autoencoder(model, world.seeded(lambda: nn.Linear(WIDTH, 16)), at="encoder"),
+        "puzzle": lambda: jigsaw(model, world.seeded(lambda: nn.Linear(WIDTH, 24)), at="encoder"),
+    }[kind]()
+    return beside(objective, made, weight=0.5), made
+
+
+KINDS = ("decoder", "puzzle", "adversary")
+
+
+def holdings():
+    """Images 4 x 4 with two protected attributes."""
+    generator = torch.Generator().manual_seed(3)
+    fed = world.federation()
+    rows = len(fed.train.examples.y)
+    group = torch.randint(2, (rows, ATTRIBUTES), generator=generator)
+    store = Examples(torch.randn(rows, 1, 4, 4, generator=generator), fed.train.examples.y, group)
+    return replace(fed.train, examples=store)
+
+
+def trained(kind, engine, optimiser=None):
+    model = world.seeded(network)
+    objective, extra = auxiliary(kind, model)
+    split = extra.local(glocal.Split.of(model, local="encoder"))
+    algorithm = glocal.lg_fedavg(objective, optimiser or sgd(0.1, momentum=0.5), split=split)
+    seat = Seat(PLAN, holdings(), begin(algorithm, {**params_of(model), **extra.params}))
+    over = OverDevices(algorithm.client_update, engine=engine)
+    *_, [(state, report)] = simulate_seeds(algorithm, [seat], over)
+    over.close()
+    return state, report, extra
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_an_auxiliary_model_is_ever_shared(kind):
+    state, _, extra = trained(kind, "looped")
+    assert {name for name in state.shared if name.startswith("head")} == {*state.shared}
+    for row in state.private.trained.values():
+        assert {*extra.params} <= {*row}
+        assert world.distance(trees.pick(row, extra.params), extra.params) > 0, "it learns"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimiser", [sgd(0.1), Apart(adam(0.01), adam(0.02), "adversary/", 2)], ids=["sgd", "apart"])
+def test_all_engines_train_an_auxiliary_model_alike(kind, optimiser):
+    one, other = (trained(kind, engine, optimiser)[0] for engine in ("looped", "vmapped"))
+    assert world.gap(one, other) < 1e-5
+
+
+def a_batch(rows=12):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(rows, 1, 4, 4, generator=generator), torch.arange(rows) % world.CLASSES
+    group = torch.randint(2, (rows, ATTRIBUTES), generator=generator)
+    mask = torch.arange(rows) < rows - 2
+    return Batch(x, y, group, mask, torch.tensor(7))
+
+
+def slopes(loss, params, batch):
+    return grad(lambda tree: loss(tree, batch)[0])(params)
+
+
+@pytest.mark.parametrize("strength", [0.0, 2.0, 30.0])
+def test_each_side_of_the_contest_has_the_slopes_of_its_own_loss(strength):
+    """Classifier: its loss alone. Adversary: its loss alone. Encoder: (classifier - strength * adversary) / (1 + strength)."""
+    model, batch = world.seeded(network), a_batch()
+    objective, adversary = adversarial(model, world.seeded(critic), at="encoder", strength=strength)
+    params = {**params_of(model), **adversary.params}
+    whole, classifier = slopes(objective.loss, params, batch), slopes(cross_entropy(model).loss, params_of(model), batch)
+    encode, attack = tapped_forward(model, "encoder"), training_forward(critic())
+
+    def adversarys(tree):
+        _, h, _ = encode(tree, batch.x, batch.mask, batch.key)
+        own = {name.removeprefix("adversary/"): tensor for name, tensor in tree.items() if name.startswith("adversary/")}
+        return balanced(attack(own, h, batch.mask, batch.key)[0], batch.group, batch.mask)
+
+    against = grad(adversarys)(params)
+    for name, slope in whole.items():
+        if name.startswith("head"):
+            expected = classifier[name]
+        elif name.startswith("adversary/"):
+            expected = against[name]
+        else:
+            expected = (classifier[name] - strength * against[name]) / (1 + strength)
+        assert torch.allclose(slope, expected, atol=1e-6), name
+
+
+def test_the_adversarys_own_loss_leaves_the_model_alone():
+    model, batch = world.seeded(network), a_batch()
+    _, adversary = adversarial(model, world.seeded(critic), at="encoder", strength=3.0)
+    found = slopes(adversary.loss, {**params_of(model), **adversary.params}, batch)
+    assert all(slope.abs().max() == 0 for name, slope in found.items() if not name.startswith("adversary/"))
+    assert any(slope.abs().max() > 0 for name, slope in found.items() if name.startswith("adversary/"))
+
+
+def test_a_strength_of_nothing_is_plain_classification():
+    model, batch = world.seeded(network), a_batch()
+    objective, adversary = adversarial(model, world.seeded(critic), at="encoder", strength=0.0)
+    whole = slopes(objective.loss, {**params_of(model), **adversary.params}, batch)
+    plain = slopes(cross_entropy(model).loss, params_of(model), batch)
+    assert world.distance(trees.pick(whole, plain), plain) < 1e-7
+
+
+def test_either_value_of_an_attribute_counts_for_half():
+    logits, rare = torch.zeros(10, 1), torch.tensor([1] + [0] * 9)[:, None]
+    everyone = torch.ones(10, dtype=torch.bool)
+    assert balanced(logits, rare, everyone).item() == pytest.approx(0.6931, abs=1e-4)
+    sure = torch.full((10, 1), -9.0)
+    assert balanced(sure, rare, everyone) > 4, "nine right zeros do not make up for the one that is missed"
+    assert balanced(sure, rare, everyone & (rare[:, 0] == 0)) < 0.01, "a masked row counts for nothing"
+
+
+def test_padded_rows_change_no_loss():
+    model = world.seeded(network)
+    batch, padded = a_batch(), a_batch()
+    padded.x[~padded.mask] = 99.0
+    for kind in KINDS:
+        objective, extra = auxiliary(kind, model)
+        params = {**params_of(model), **extra.params}
+        assert torch.equal(objective.loss(params, batch)[0], objective.loss(params, padded)[0]), kind
+
+
+def test_pre_training_needs_no_labels_and_leaves_the_head_alone():
+    model, batch = world.seeded(network), a_batch()
+    objective, made = cross_entropy(model), autoencoder(model, world.seeded(lambda: nn.Linear(WIDTH, 16)), at="encoder")
+    split = glocal.Split.of(model, local="encoder")
+    only = alone(objective, made, local=split.local)
+    assert only.trains == {*trees.pick(params_of(model), split.local), *made.params}
+    params = {**params_of(model), **made.params}
+    other = batch._replace(y=(batch.y + 1) % world.CLASSES)
+    assert torch.equal(only.loss(params, batch)[0], only.loss(params, other)[0])
+
+
+def test_tiles_go_where_the_order_says_and_back():
+    images = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+    orders = torch.tensor([[1, 0, 3, 2], [3, 1, 2, 0]])
+    mixed = shuffled(images, orders, 2)
+    assert torch.equal(mixed[0, :, :2, :3], images[0, :, :2, 3:])
+    assert torch.equal(mixed[1, :, :2, :3], images[1, :, 2:, 3:])
+    assert torch.equal(shuffled(mixed, orders, 2), images), "both orders are their own inverses"
+    with pytest.raises(InputError, match=r"images that 2 x 2 tiles fill"):
+        shuffled(torch.zeros(2, 5, 5), orders, 2)
+
+
+def test_the_representation_is_what_the_named_module_puts_out():
+    model = world.seeded(network).eval()
+    x, mask = a_batch().x, torch.ones(12, dtype=torch.bool)
+    assert torch.equal(representing(model, "encoder")(params_of(model), x, mask), model.encoder(x))
+    with pytest.raises(InputError, match="did you mean 'encoder'"):
+        representing(model, "encodr")
+
+
+def test_noise_blurs_while_training_only_and_is_the_same_for_the_same_key():
+    model, batch = world.seeded(network), a_batch()
+    forward, params = training_forward(model), params_of(model)
+    one, again, other = (forward(params, batch.x, batch.mask, key)[0] for key in (batch.key, batch.key, batch.key + 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    drawn = noise.normal(torch.tensor(3), (100, 100))
+    assert abs(drawn.mean()) < 0.03
+    assert abs(drawn.std() - 1) < 0.03
+    with pytest.raises(InputError, match="deviation is -1"):
+        GaussianNoise(-1)
+
+
+def test_a_turned_slope_leaves_the_numbers():
+    x = torch.tensor([1.0, -2.0])
+    assert torch.equal(with_slope(x, -3.0), x)
+    assert torch.equal(grad(lambda t: with_slope(t, -3.0).sum())(x), torch.tensor([-3.0, -3.0]))
+
+
+def test_two_rules_take_their_turns():
+    rule = Apart(sgd(1.0), sgd(0.1), "a/", turns=2)
+    params, slope = {"w": torch.zeros(1), "a/w": torch.zeros(1)}, {"w": torch.ones(1), "a/w": torch.ones(1)}
+    memory, seen = rule.init(params), []
+    for _ in range(4):
+        params, memory = rule.step(params, slope, memory, torch.tensor(0))
+        seen.append((round(params["w"].item(), 3), round(params["a/w"].item(), 3)))
+    assert seen == [(0, -0.1), (0, -0.2), (-1, -0.2), (-1, -0.3)]
+    together = Apart(sgd(1.0), sgd(0.1), "a/")
+    moved, _ = together.step(params, slope, together.init(params), torch.tensor(0))
+    assert (moved["w"].item(), round(moved["a/w"].item(), 3)) == (-2, -0.4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda model: adversarial(model, critic(), at="encoder", strength=-1), "strength is -1"),
+        (lambda model: beside(cross_entropy(model), autoencoder(model, nn.Linear(5, 16), at="encoder"), weight=-1), "weight is -1"),
+        (lambda model: jigsaw(model, nn.Linear(5, 9), at="encoder", side=3), "362,880 orders"),
+        (lambda model: Apart(sgd(1.0), sgd(1.0), "a/", -1), "turns is -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong, words):
+    with pytest.raises(InputError, match=words):
+        wrong(network())
+
+
+def test_an_adversary_needs_attributes():
+    model = world.seeded(network)
+    objective, adversary = adversarial(model, critic(), at="encoder", strength=1.0)
+    with pytest.raises(InputError, match="no protected attributes"):
+        objective.loss({**params_of(model), **adversary.params}, a_batch()._replace(group=None))
+
+
+@pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
+def test_adult_has_the_papers_93_columns_without_race_and_sex():
+    train, test, classes = load("adult")
+    assert (tuple(train.x.shape), tuple(test.x.shape), classes) == ((15_470, 93), (15_470, 93), 2)
+    assert [round(float(part.y.float().mean()), 4) for part in (train, test)] == [0.2425, 0.2425]
+    assert SOURCES["adult"].attributes == ("race", "sex")
+    assert train.group.float().mean(0).tolist() == pytest.approx([0.898, 0.675], abs=2e-3)
+    assert train.x.mean(0).abs().max() < 1e-4
+    constant = train.x.std(0) == 0  # a country that no row of this half has
+    assert torch.allclose(train.x.std(0)[~constant], torch.ones(int((~constant).sum())), atol=1e-3)
