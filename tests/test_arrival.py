@@ -14,6 +14,7 @@ from glocal.data.rotate import rotated
 from glocal.errors import InputError
 from glocal.joining import Welcome
 from glocal.report import study_markdown, write_study_report
+from glocal.studies import arrival
 from glocal.studies.arrival import NewcomerSettings
 from glocal.studies.findings import Findings, part_folder, read_findings
 from glocal.studies.paper import PAPER
@@ -91,6 +92,7 @@ def test_a_quarter_turn_only_moves_pixels():
 WRONG = {
     "no newcomer": (replace(SMALL, newcomer=None), r"cases.FedAvg has a welcome, but there is no \[newcomer\]"),
     "too many": (replace(SMALL, newcomer=NewcomerSettings(train=10**6)), "newcomer.train is 1000000; it must be from 1 to 1347"),
+    "no angle": (replace(SMALL, newcomer=NewcomerSettings(float("nan"), 9, 9)), "newcomer.rotate is nan"),
     "none to test": (replace(SMALL, newcomer=NewcomerSettings(train=9, test=0)), "newcomer.test is 0; it must be from 1 to 450"),
 }
 
@@ -179,7 +181,7 @@ def test_the_report_has_normal_and_rotated_beside_the_papers_own(found):
 
 def test_every_claim_of_table_3_gets_a_verdict(found):
     findings, _ = found
-    assert len(findings.verdicts()) == len(findings.study.claims) == 16
+    assert len(findings.verdicts()) == len(findings.study.claims) == 12
 
 
 def test_the_figures_are_the_runs_own(found):
@@ -202,3 +204,43 @@ def test_a_study_tells_what_it_measures():
     assert isinstance(PAPER["paper-rotated"], Study)
     assert [*PAPER["paper-rotated"].measures] == ["normal", "rotated"]
     assert [*PAPER["paper-mnist"].measures] == ["local", "new"]
+
+
+def own_source():
+    """Images device by device: training and test rows lie in one store."""
+    x, y, _ = load("digits").train
+    return [(x[start : start + 100], y[start : start + 100]) for start in range(0, 600, 100)]
+
+
+def pictures(images):
+    return {tuple(image.flatten().tolist()) for image in images}
+
+
+def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_path):
+    seen, dealt = {}, arrival._dealt
+
+    def spy(case, newcomer, part):
+        rows, store = dealt(case, newcomer, part)
+        fed = case.federations[0]
+        seen[part] = pictures(rotated(store.x[rows[0]], 270))
+        seen["tests"] = pictures(fed.test.examples.take(fed.test.pooled()).x)
+        return rows, store
+
+    monkeypatch.setattr(arrival, "_dealt", spy)
+    data = DataSettings(source="test_arrival:own_source", validation=0.1)
+    done(replace(SMALL, data=data, plan=replace(SMALL.plan, seeds=1), cases={"FedAvg": SMALL.cases["FedAvg"]}), tmp_path)
+    assert not seen["train"] & seen["tests"]
+    assert seen["test"] <= seen["tests"]
+
+
+def test_a_stop_during_the_arrival_keeps_the_rounds_before(monkeypatch, tmp_path, results):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    figures = replace(SMALL, run=replace(SMALL.run, keep="figures", keep_every=100))
+    with monkeypatch.context() as patch:
+        patch.setattr("glocal.studies.run.arrive", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            done(figures, tmp_path)
+    assert (tmp_path / "cases" / "fedavg" / "checkpoint.safetensors").exists()
+    assert done(figures, tmp_path) == results

@@ -210,7 +210,7 @@ def test_devices_that_come_and_go_train_the_same(engine):
 
 
 @pytest.mark.parametrize("engine", ["auto", "vmapped", "graphed"])
-@pytest.mark.parametrize("name", ["lg_fedavg", "mtl", "fedavg"])
+@pytest.mark.parametrize("name", ["lg_fedavg", "local_only", "fedavg"])
 def test_a_newcomer_learns_the_same(name, engine):
     gpu, welcome = torch.device("cuda"), glocal.Welcome(epochs=3, rounds=2, guests=2)
     generator = torch.Generator().manual_seed(1)

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import world
 from glocal import Plan, fit, sgd, trees
 from glocal.algorithms import lg_fedavg
 from glocal.backends import Seat
-from glocal.errors import InputError
+from glocal.errors import DivergedError, InputError
 from glocal.federation import Examples, Holdings
 from glocal.fitting import Options
 from glocal.joining import (
@@ -29,6 +31,7 @@ from glocal.joining import (
     members,
     take_in,
 )
+from glocal.sampling import visiting_order
 from glocal.studies.joins import Joining
 from glocal.training import cross_entropy
 from test_cli import complaint, run
@@ -83,7 +86,7 @@ def test_the_shared_part_is_frozen_while_the_newcomer_settles():
     assert not trees.same_bits(joined.state.private.of(NEW), unfrozen.state.private.of(NEW))
 
 
-@pytest.mark.parametrize("name", ["lg_fedavg", "local_only", "mtl"])
+@pytest.mark.parametrize("name", ["lg_fedavg", "local_only"])
 def test_a_newcomer_learns_the_same_on_every_engine(name):
     host, _ = trained(name)
     one, other = (join(host, examples(), welcome=Welcome(epochs=5), engine=engine) for engine in ("looped", "vmapped"))
@@ -130,10 +133,57 @@ def test_starting_from_the_average_shows_every_local_part_once():
 
 
 def test_an_algorithm_without_private_parts_has_nothing_to_settle():
-    host, _ = trained("fedavg")
-    joined = join(host, examples(), welcome=Welcome(epochs=7), engine="looped")
-    assert trees.same_bits(joined.params(host.algorithm), host.state.shared)
-    assert joined.ledger.upload.bytes == 0
+    host, fed = trained("fedavg")
+    with pytest.raises(InputError, match="fedavg keeps nothing local, so that nothing would be learnt"):
+        join(host, examples(), welcome=Welcome(epochs=7))
+    joined = join(host, examples(), old=fed.train, welcome=Welcome(epochs=0, rounds=1), engine="looped")
+    assert NEW in joined.state.private.trained
+
+
+def test_multi_task_learning_has_no_place_for_one_more():
+    host, _ = trained("mtl")
+    with pytest.raises(InputError, match=f"mtl is made for {NEW} devices"):
+        join(host, examples())
+
+
+def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
+    host, fed = trained()
+    seen = []
+
+    def spy(plan, *rest):
+        seen.append(plan.epochs)
+        return visiting_order(plan, *rest)
+
+    monkeypatch.setattr(sys.modules["glocal.backends.simulate"], "visiting_order", spy)
+    host = host._replace(plan=replace(host.plan, epochs=4))
+    join(host, examples(120), old=fed.train, welcome=Welcome(epochs=2, rounds=1), engine="looped")
+    assert seen == [1, 1, 1, 1, 4], "a settling epoch is one, and a hundred steps are taken at least"
+
+
+WRONG_EXAMPLES = {
+    "shape": (Examples(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)), "cannot take inputs of shape"),
+    "label": (examples()._replace(y=torch.full((20,), 99)), "labels from 0 to 2 were expected; the device has 99 to 99"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG_EXAMPLES.values(), ids=WRONG_EXAMPLES)
+def test_examples_that_do_not_fit_are_refused(wrong, words):
+    host, _ = trained()
+    with pytest.raises(InputError, match=words):
+        join(host, wrong)
+
+
+def test_more_guests_than_devices_are_refused():
+    host, fed = trained()
+    with pytest.raises(InputError, match="9 guests were asked for, but there are 6 devices"):
+        join(host, examples(), old=fed.train, welcome=Welcome(rounds=1, guests=9))
+
+
+def test_training_that_diverges_is_told():
+    host, _ = trained()
+    far = examples()._replace(x=1e30 * examples().x)
+    with pytest.raises(DivergedError, match="a loss is not finite"):
+        join(host, far, welcome=Welcome(epochs=20), engine="looped")
 
 
 def test_the_ensemble_of_everyone_is_the_new_test():
@@ -278,7 +328,11 @@ def test_a_name_joins_once(saved, tmp_path, capsys):
     assert run(*command) == 0
     capsys.readouterr()
     assert run(*command) == 2
-    assert "'twice' has joined this run already" in complaint(capsys)
+    assert "holds a device that has joined already; give another --name" in complaint(capsys)
+    assert run("report", saved / "joined" / "twice") == 0, "its page can be written anew"
+    assert "everyone" in capsys.readouterr().out
+    assert run(*command, "--out", tmp_path / "elsewhere") == 0
+    assert (tmp_path / "elsewhere" / "report.html").exists()
 
 
 def test_a_device_without_any_label_gets_predictions(saved, tmp_path):
@@ -287,6 +341,50 @@ def test_a_device_without_any_label_gets_predictions(saved, tmp_path):
     lines = (saved / "joined" / "blind" / "predictions.csv").read_text().splitlines()
     assert len(lines) == 61
     assert json.loads((saved / "joined" / "blind" / "join.json").read_text())["rows"][0]["accuracy"] is None
+
+
+def test_a_device_without_labels_of_its_own_can_be_tested(saved, tmp_path):
+    whole = digits()
+    np.savez(tmp_path / "new.npz", x=whole["x"][:40], x_test=whole["x"][40:], y_test=whole["y"][40:])
+    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "tested") == 0
+    rows = json.loads((saved / "joined" / "tested" / "join.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["everyone", "confident", "nearest"]
+    assert all(row["accuracy"] is not None for row in rows)
+
+
+def test_arrays_of_any_order_and_layout_are_read(saved, tmp_path):
+    whole = digits()
+    found = []
+    for name, x in (("plain", whole["x"]), ("big", whole["x"].astype(">f4")), ("wide", whole["x"].astype(np.float64))):
+        np.savez(tmp_path / "new.npz", x=np.asfortranarray(x), y=whole["y"].astype(np.int32))
+        assert run("join", saved, "--data", tmp_path / "new.npz", "--name", name, "--labels", "0") == 0
+        found.append(json.loads((saved / "joined" / name / "join.json").read_text())["rows"])
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_computed(saved, tmp_path, capsys):
+    np.savez(tmp_path / "new.npz", **digits())
+    (tmp_path / "file").write_text("in the way")
+    assert run("join", saved, "--data", tmp_path / "new.npz", "--out", tmp_path / "file" / "new") == 2
+    assert "choose another place with --out" in complaint(capsys)
+
+
+def test_a_number_of_labels_that_is_not_there_is_told(saved, tmp_path, capsys):
+    np.savez(tmp_path / "new.npz", **digits())
+    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "asks", "--labels", "1,5000", "--rounds", "0") == 0
+    assert "left out: 5000 labelled examples, for the device has 42" in capsys.readouterr().err
+    rows = json.loads((saved / "joined" / "asks" / "join.json").read_text())["rows"]
+    assert {row["labels"] for row in rows} == {1}, "without 0 nothing is borrowed"
+
+
+def test_a_run_that_went_on_untested_is_refused(saved, tmp_path, capsys):
+    np.savez(tmp_path / "new.npz", **digits())
+    shutil.copytree(saved, tmp_path / "run")
+    path = tmp_path / "run" / "cases" / "lg" / "result.json"
+    results = json.loads(path.read_text())
+    path.write_text(json.dumps([{**result, "rounds": 1} for result in results]))
+    assert run("join", tmp_path / "run", "--data", tmp_path / "new.npz") == 2
+    assert "LG has gone on since it was tested" in complaint(capsys)
 
 
 def test_a_device_with_one_class_and_one_example_joins(saved, tmp_path):
@@ -302,9 +400,11 @@ def test_a_device_with_one_class_and_one_example_joins(saved, tmp_path):
 WRONG = {
     "shape": ({"x": np.zeros((60, 1, 28, 28), dtype=np.float32)}, "x is (60, 1, 28, 28) torch.float32, but this federation takes"),
     "type": ({"x": np.zeros((60, 1, 8, 8), dtype=np.uint8)}, "torch.uint8"),
-    "label": ({"y": np.full(60, 10)}, "label 10, but the model has 10 outputs"),
-    "length": ({"y": np.zeros(3, dtype=np.int64)}, "arrays of lengths 60, 3"),
+    "label": ({"y": np.full(60, 10)}, "y holds 10, but this federation knows the classes 0..9"),
+    "length": ({"y": np.zeros(3, dtype=np.int64)}, "y is (3,) for 60 inputs"),
     "NaN": ({"x": np.full((60, 1, 8, 8), np.nan, dtype=np.float32)}, "NaN or infinity"),
+    "words": ({"x": np.full((60, 1, 8, 8), "a")}, "x cannot be read as numbers"),
+    "fractions": ({"y": np.full(60, 0.5)}, "y is torch.float32; class numbers 0..9 as whole numbers"),
     "half a test": ({"x_test": np.zeros((2, 1, 8, 8), dtype=np.float32)}, "x_test with y_test"),
     "nothing": ({"x": np.zeros((0, 1, 8, 8), dtype=np.float32), "y": np.zeros(0, dtype=np.int64)}, "no examples"),
 }
@@ -338,8 +438,9 @@ def test_mistakes_in_a_join_are_one_line(saved, tmp_path, monkeypatch, capsys, o
     assert words in complaint(capsys)
 
 
-def test_a_file_that_is_no_npz_is_refused(saved, tmp_path, capsys):
-    (tmp_path / "new.npz").write_text("not numbers")
+@pytest.mark.parametrize("held", [b"not numbers", b"", b"\x93NUMPY"])
+def test_a_file_that_is_no_npz_is_refused(saved, tmp_path, capsys, held):
+    (tmp_path / "new.npz").write_bytes(held)
     assert run("join", saved, "--data", tmp_path / "new.npz") == 2
     assert "cannot be read" in complaint(capsys)
 

@@ -184,8 +184,13 @@ def require_fit(case: Case, fed: Federation, options: Options) -> None:
 
 
 def classes_of(model: nn.Module, fed: Federation) -> int:
-    """How many classes the model knows: its outputs for one example."""
-    example = fed.train.examples.x[:1].cpu()
+    """How many classes the model knows."""
+    return outputs_of(model, fed.train.examples.x)
+
+
+def outputs_of(model: nn.Module, inputs: torch.Tensor) -> int:
+    """How many outputs the model has for one of such inputs (rows, ...)."""
+    example = inputs[:1].cpu()
     try:
         with torch.no_grad():
             output = predictor(model)(trees.to(params_of(model), torch.device("cpu")), example, torch.ones(1, dtype=torch.bool))
@@ -365,11 +370,20 @@ def finish(
     if folder:
         for result in results if options.keep == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
-        more: list[Json] = also(results) if also else [{} for _ in results]
+        more = _afterwards(also, results, lambda: Checkpoint(folder, fingerprint(case, options)).save(progress))
         write_json(folder / "result.json", [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)])
         if options.keep == "figures":
             Checkpoint(folder, fingerprint(case, options)).lighten(progress)
     return results
+
+
+def _afterwards(also: Afterwards | None, results: Sequence[Result], save: Callable[[], int]) -> list[Json]:
+    """What there is to add to the results; whoever stops it does not lose the rounds before."""
+    try:
+        return also(results) if also else [{} for _ in results]
+    except KeyboardInterrupt:
+        save()
+        raise
 
 
 def outcome_of(case: Case, options: Options, evaluation: Evaluation, progress: Progress, *, place: int = 0) -> Result:

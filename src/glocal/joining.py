@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from glocal import trees
 from glocal.algorithm import Algorithm
 from glocal.backends import Engine, OverDevices, Seat, Task, begin, simulate_seeds
-from glocal.errors import InputError, nearest
+from glocal.errors import DivergedError, InputError, nearest
 from glocal.federation import Examples, Holdings, Rows
+from glocal.fitting import outputs_of
 from glocal.measure import Evaluation, ensemble_accuracy, ensemble_classes
 from glocal.modules import params_of, predictor, state_dict
 from glocal.result import Result
@@ -87,12 +88,20 @@ def join(
     how = welcome or Welcome()
     if not len(train.y):
         raise InputError("join: the device has no labelled example, so that nothing can be learnt; use the ensemble instead")
+    _require_fit(host, train)
     if how.rounds and how.guests and old is None:
         raise InputError(f"join: {how.guests} guests were asked for, but not their data; give old=, or guests=0")
     crowd = beside(train, old if how.rounds and how.guests else None, host.devices)
     if how.epochs:
         how = replace(how, epochs=_passes(len(train.y), host.plan.batch, how.epochs))
     return take_in(host.algorithm, [Seat(host.plan, crowd, host.state)], how, engine=engine)[0]
+
+
+def _require_fit(host: Host, train: Examples) -> None:
+    """Refuse inputs that the network cannot take, and labels that it does not know."""
+    classes, labels = outputs_of(host.model, train.x), train.y
+    if labels.is_floating_point() or bool(((labels < 0) | (labels >= classes)).any()):
+        raise InputError(f"join: labels from 0 to {classes - 1} were expected; the device has {labels.min()} to {labels.max()}")
 
 
 def beside(train: Examples, old: Holdings | None, devices: int) -> Holdings:
@@ -108,14 +117,12 @@ def beside(train: Examples, old: Holdings | None, devices: int) -> Holdings:
 def take_in(algorithm: Algorithm, seats: Sequence[Seat], welcome: Welcome, *, engine: Engine | str = "auto") -> list[Joined]:
     """The last device of each of several federations side by side is new: let it learn its local part, then join the rounds."""
     device = seats[0].train.devices - 1
-    for seat in seats:
-        if device in seat.state.private.trained:
-            raise InputError(f"join: device {device} is in this federation already; a newcomer needs the next free number")
+    require_room(algorithm, [seat.state for seat in seats], welcome, device)
     joined = [_arrived(seat, welcome, device) for seat in seats]
     seats = [seat._replace(state=state) for seat, (state, _, _) in zip(seats, joined, strict=True)]
     if algorithm.settle is not None and welcome.epochs:
-        alone = _frozen(algorithm)
-        states = [state for state, _ in _rounds(alone, _attended(seats, welcome.epochs, (), device), engine)]
+        by_epochs = [seat._replace(plan=replace(seat.plan, epochs=1)) for seat in seats]
+        states = [state for state, _ in _rounds(_frozen(algorithm), _attended(by_epochs, welcome.epochs, (), device), engine)]
         seats = [_later(seat, state, welcome.epochs) for seat, state in zip(seats, states, strict=True)]
     outcomes = [(seat.state, Ledger()) for seat in seats]
     if welcome.rounds:
@@ -123,6 +130,19 @@ def take_in(algorithm: Algorithm, seats: Sequence[Seat], welcome: Welcome, *, en
         guested = [seat._replace(plan=replace(seat.plan, cohort=max(welcome.guests, 1))) for seat in seats]
         outcomes = _rounds(algorithm, _attended(guested, welcome.rounds, present, device), engine)
     return [Joined(state, device, met.ledger + ledger) for (state, ledger), met in zip(outcomes, joined, strict=True)]
+
+
+def require_room(algorithm: Algorithm, states: Sequence[State], welcome: Welcome, device: int) -> None:
+    """Refuse a newcomer who is there already, for whom there is no place, or who would learn nothing."""
+    if algorithm.devices is not None:
+        raise InputError(f"join: {algorithm.name} is made for {algorithm.devices} devices, and has no place for one more")
+    if any(device in state.private.trained for state in states):
+        raise InputError(f"join: device {device} is in this federation already; a newcomer needs the next free number")
+    if welcome.guests > device:
+        raise InputError(f"join: {welcome.guests} guests were asked for, but there are {device} devices; ask for fewer")
+    if not welcome.rounds and (algorithm.settle is None or not welcome.epochs):
+        why = f"{algorithm.name} keeps nothing local" if algorithm.settle is None else "epochs and rounds are 0"
+        raise InputError(f"join: {why}, so that nothing would be learnt; let it join some rounds")
 
 
 def _arrived(seat: Seat, welcome: Welcome, device: int) -> Joined:
@@ -146,7 +166,7 @@ def _attended(seats: Sequence[Seat], rounds: int, present: Sequence[int], always
     """Seats for some rounds after the last, in which one device always takes part."""
     attendance = Attendance.of(present, always=[always])
     return [
-        seat._replace(plan=replace(seat.plan, first_round=seat.plan.last_round, rounds=rounds, epochs=1), attendance=attendance)
+        seat._replace(plan=replace(seat.plan, first_round=seat.plan.last_round, rounds=rounds), attendance=attendance)
         for seat in seats
     ]
 
@@ -163,6 +183,8 @@ def _rounds(algorithm: Algorithm, seats: Sequence[Seat], engine: Engine | str) -
     try:
         for moment in simulate_seeds(algorithm, seats, over):
             states = [state for state, _ in moment]
+            if not all(bool(torch.isfinite(report.losses).all()) for _, report in moment):
+                raise DivergedError("join: training diverged, a loss is not finite; lower the learning rate")
             ledgers = [ledger + report.traffic for ledger, (_, report) in zip(ledgers, moment, strict=True)]
     finally:
         over.close()
@@ -175,13 +197,12 @@ def members(host: Host, sample: Tensor, *, by: str = "everyone", count: int = 10
     "everyone" who has trained; the `count` most "confident" (lowest entropy on average); or the `count` "nearest" to what all
     together say (smallest total variation on average).
     """
-    trained = sorted(host.state.private.trained)
+    judges = {"everyone": None, "confident": _entropy, "nearest": _distance}
+    if by not in judges or count < 1:
+        raise InputError(f"join: by is '{by}' and count {count}; at least 1 of a known way was expected; {nearest(by, judges)}")
+    trained, judge = sorted(host.state.private.trained), judges[by]
     if not trained or not host.state.private.initial:
         return trained[:1]
-    judges = {"everyone": None, "confident": _entropy, "nearest": _distance}
-    if by not in judges:
-        raise InputError(f"join: by is '{by}'; {nearest(by, judges)}")
-    judge = judges[by]
     if judge is None or count >= len(trained):
         return trained
     if not len(sample):

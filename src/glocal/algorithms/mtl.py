@@ -34,4 +34,4 @@ def mtl(objective: Objective, optimiser: Optimiser, *, devices: int, tie: float 
         return trees.add(shared, {name: moved.sum(0) / devices for name, moved in uploads.items()})
 
     about = f"{optimiser.about}, tie={tie}, ridge={ridge}"
-    return Algorithm("mtl", init, client_update, aggregate, lambda shared, private: private, about, devices, client_update)
+    return Algorithm("mtl", init, client_update, aggregate, lambda shared, private: private, about, devices)

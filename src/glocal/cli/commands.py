@@ -147,9 +147,13 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write a paper's study, if not into its own folder.")] = None,
 ) -> None:
     """Write a report anew; what several runs of one paper's study found goes into one."""
+    from glocal.cli.joins import show_join
     from glocal.cli.running import report_study, show_results
     from glocal.studies.parts import holds_study
 
+    if len(folders) == 1 and (folders[0] / "join.json").exists():
+        show_join(folders[0])
+        return
     if all(folder.is_file() or holds_study(folder) for folder in folders):
         report_study(folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0]))
         return
@@ -175,13 +179,14 @@ def join(
     start: Annotated[
         str, typer.Option(help="What its local part starts from: initial, or average (of all trained ones).")
     ] = "initial",
+    out: Annotated[Path | None, typer.Option(help="Where to keep it; by default joined/NAME in the run's folder.")] = None,
 ) -> None:
     """Take a new device into a saved federation, by every way there is; the federation's own files stay as they are."""
-    from glocal.cli.joins import join_device
+    from glocal.cli.joins import Whom, join_device
     from glocal.joining import Welcome
 
-    welcome = Welcome(epochs, rounds, 0 if guests is None else guests, start)
-    join_device(folder, source, (case, seed, name), labels=labels, welcome=welcome, as_many_guests=guests is None)
+    whom = Whom(folder, case, seed, name, out)
+    join_device(whom, source, labels=labels, welcome=Welcome(epochs, rounds, guests or 0, start), guests=guests)
 
 
 @app.command()

@@ -1,6 +1,8 @@
 """A new device as a user sees it: what each way brings, as it is measured, then a page."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,36 +13,70 @@ from glocal.cli.progress import downloads
 from glocal.cli.tables import percent, readable
 from glocal.errors import InputError
 from glocal.fitting import classes_of
-from glocal.joining import Welcome
-from glocal.keep import Json
+from glocal.joining import Welcome, require_room
+from glocal.keep import Json, read_json
 from glocal.report import write_join_report
 from glocal.studies.joins import Joining, Trial
 from glocal.studies.newcomer import read_newcomer
 from glocal.studies.run import slug
 from glocal.studies.saved import open_case
 
-Wanted = tuple[str | None, int | None, str]
+
+@dataclass(frozen=True)
+class Whom:
+    """Which federation of a run is met, what the newcomer is called, and where it is kept."""
+
+    folder: Path
+    case: str | None
+    seed: int | None
+    name: str
+    out: Path | None
+
+    def place(self) -> Path:
+        """The folder that is written into; a name joins a run once."""
+        place = self.out or self.folder / "joined" / slug(self.name)
+        if (place / "join.json").exists():
+            raise InputError(f"join: {place} holds a device that has joined already; give another --name or --out")
+        return place
 
 
-def join_device(folder: Path, source: str, wanted: Wanted, *, labels: str, welcome: Welcome, as_many_guests: bool) -> None:
-    """Try every way, print a table, keep it in the run's folder under joined/NAME."""
-    case, seed, name = wanted
-    out = folder / "joined" / slug(name)
-    if (out / "join.json").exists():
-        raise InputError(f"join: '{name}' has joined this run already, see {out}; give another --name")
-    numbers = read_labels(labels)
+def join_device(whom: Whom, source: str, *, labels: str, welcome: Welcome, guests: int | None) -> None:
+    """Try every way, print a table, keep it in a folder of its own."""
+    place, numbers = whom.place(), read_labels(labels)
     with downloads() as report:
-        saved = open_case(folder, case, seed=seed, report=report)
-    plan, example = saved.host.plan, saved.federation.train.examples.x[:1].cpu()
-    guests = min(plan.cohort, saved.host.devices) if as_many_guests else welcome.guests
-    if guests > saved.host.devices:
-        raise InputError(f"join: {guests} guests were asked for, but there are {saved.host.devices} devices; ask for fewer")
-    newcomer = read_newcomer(source, like=example, classes=classes_of(saved.host.model, saved.federation), seed=plan.seed)
-    trial = Trial(saved, newcomer, Joining(numbers, welcome=replace(welcome, guests=guests)))
-    rows = _watched(trial)
-    trial.keep(out, rows, {"name": name, "run": folder.name, "case": saved.case, "seed": plan.seed, "data": source})
-    _print(rows)
-    print(f"report: {write_join_report(out)}")
+        saved = open_case(whom.folder, whom.case, seed=whom.seed, report=report)
+    plan, host, store = saved.host.plan, saved.host, saved.federation.train.examples
+    how = replace(welcome, guests=min(plan.cohort, host.devices) if guests is None else guests)
+    if welcome.rounds:
+        require_room(host.algorithm, [host.state], how, host.devices)
+    classes = classes_of(host.model, saved.federation)
+    newcomer = read_newcomer(source, like=store.x[:1].cpu(), classes=classes, seed=plan.seed)
+    trial = Trial(saved, newcomer, Joining(numbers, welcome=how))
+    with _reserved(place):
+        rows = _watched(trial)
+        about = {"name": whom.name, "run": whom.folder.name, "case": saved.case, "seed": plan.seed, "data": source}
+        trial.keep(place, rows, about)
+    show_join(place)
+
+
+def show_join(place: Path) -> None:
+    """Print what became of a newcomer, and write its page."""
+    _print(read_json(place / "join.json", dict)["rows"])
+    print(f"report: {write_join_report(place)}")
+
+
+@contextmanager
+def _reserved(place: Path) -> Iterator[None]:
+    """A folder that can be written to, before anything is computed; it goes again if nothing comes of it."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"join: {place} cannot be written to ({error.strerror}); choose another place with --out") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty: it came to something
+            place.rmdir()
 
 
 def read_labels(text: str) -> tuple[int | None, ...]:
@@ -50,7 +86,7 @@ def read_labels(text: str) -> tuple[int | None, ...]:
     (0, 5, None)
     """
     words = [word.strip() for word in text.split(",")]
-    if not all(word == "all" or word.isdecimal() for word in words):
+    if not all(word == "all" or (word.isascii() and word.isdecimal()) for word in words):
         raise InputError(f"join: labels is '{text}'; numbers and 'all' were expected, such as 0,1,5,10,50,all")
     return tuple(None if word == "all" else int(word) for word in words)
 
@@ -59,6 +95,10 @@ def _watched(trial: Trial) -> list[Json]:
     """All rows; the latest is shown while the next is measured."""
     rows: list[Json] = []
     console = Console(stderr=True)
+    for labels in trial.left_out():
+        console.print(
+            f"left out: {labels} labelled examples, for the device has {len(trial.train.y)} to learn from", highlight=False
+        )
     with console.status("the ensemble") as status:
         for row in trial.rows():
             rows.append(row)

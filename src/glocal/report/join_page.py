@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from glocal.keep import Json, read_json, whole_or_not_at_all
 from glocal.report.drawing import INK, PAPER, Drawing, ink_and_paper, panel, shown
-from glocal.report.looks import legend, line_sample, look_of
+from glocal.report.looks import Look, legend, line_sample, look_of
 from glocal.report.numerals import PERCENT, several, size
 from glocal.report.page import section, write_page
 from glocal.report.tables import boxed_table
@@ -52,7 +52,7 @@ def draw_labels(rows: Sequence[Json]) -> Drawing:
     most = max(row["labels"] for row in rows)
     for place, way in enumerate(ways):
         points = sorted((row["labels"], PERCENT * row["accuracy"]) for row in rows if row["way"] == way)
-        _trace(axes, points, way, (place, most))
+        _trace(axes, points, look_of(place), most, label=way)
     _scale_labels(axes, sorted({row["labels"] for row in rows}))
     axes.set(xlabel="labelled examples of the new device", ylabel="accuracy on its test data, %")
     key = legend((line_sample(look_of(place)), way) for place, way in enumerate(ways))
@@ -71,13 +71,11 @@ def draw_join(path: Path, into: Path) -> Path:
     return into
 
 
-def _trace(axes: Axes, points: Sequence[tuple[int, float]], way: str, place_and_most: tuple[int, int]) -> None:
-    place, most = place_and_most
-    look = look_of(place)
+def _trace(axes: Axes, points: Sequence[tuple[int, float]], look: Look, most: int, *, label: str) -> None:
     level = len(points) == 1 and points[0][0] == 0
     places, values = ([0, max(most, 1)], [points[0][1]] * 2) if level else zip(*points, strict=True)
     dashes = (0, look.dash) if look.dash else "solid"
-    axes.plot(places, values, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=way)
+    axes.plot(places, values, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
 
 
 def _scale_labels(axes: Axes, numbers: Sequence[int]) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import numpy as np
 import torch
 
 from glocal.backends import Seat
-from glocal.data.rotate import rotated
+from glocal.data.rotate import require_images, rotated
 from glocal.errors import InputError
 from glocal.federation import Examples, Federation, Holdings, Rows
 from glocal.fitting import Case, Options
@@ -52,11 +53,13 @@ def require_newcomer(newcomer: NewcomerSettings | None, federation: Federation, 
     """Refuse a welcome without a newcomer, and a newcomer that the data are too few for."""
     if newcomer is None:
         raise InputError(f"settings: cases.{case} has a welcome, but there is no [newcomer]; add one, or leave the welcome out")
-    sizes = {"train": len(federation.train.examples.y), "test": len(federation.test.examples.y)}
-    for part, size in sizes.items():
+    for part in ("train", "test"):
+        size = len(_drawn_from(federation, part))
         if not 1 <= getattr(newcomer, part) <= size:
             raise InputError(f"settings: newcomer.{part} is {getattr(newcomer, part)}; it must be from 1 to {size}")
-    rotated(federation.train.examples.x[:1], newcomer.rotate)
+    if not isfinite(newcomer.rotate):
+        raise InputError(f"settings: newcomer.rotate is {newcomer.rotate}; a number of degrees was expected")
+    require_images(federation.train.examples.x)
 
 
 def _dealt(case: Case, newcomer: NewcomerSettings, part: str) -> tuple[list[Rows], Examples]:
@@ -64,12 +67,20 @@ def _dealt(case: Case, newcomer: NewcomerSettings, part: str) -> tuple[list[Rows
     old, count = getattr(case.federations[0], part).examples, getattr(newcomer, part)
     fill = old.x.amin((0, -2, -1), keepdim=old.x.dim() == 4)  # after normalisation black is each channel's smallest value
     stores, rows = [old], []
-    for seed in case.seeds:
-        drawn = old.take(np.sort(stream(seed, f"newcomer, {part}").choice(len(old.y), count, replace=False)))
+    for seed, federation in zip(case.seeds, case.federations, strict=True):
+        known = _drawn_from(federation, part)
+        drawn = old.take(np.sort(stream(seed, f"newcomer, {part}").choice(known, count, replace=False)))
         start = sum(len(store.y) for store in stores)
         rows.append(np.arange(start, start + count, dtype=np.int64))
         stores.append(drawn._replace(x=rotated(drawn.x, newcomer.rotate, fill)))
     return rows, Examples(torch.cat([store.x for store in stores]), torch.cat([store.y for store in stores]))
+
+
+def _drawn_from(federation: Federation, part: str) -> Rows:
+    """What a newcomer's examples are drawn from: everyone's for training and validation, or everyone's for the test."""
+    if part == "test":
+        return np.sort(federation.test.pooled())
+    return np.sort(np.concatenate([federation.train.pooled(), federation.val.pooled()]))
 
 
 def _measured(evaluation: Evaluation, joined: Joined, fed: Federation, own: Holdings) -> Json:

@@ -201,7 +201,7 @@ def called(function: Callable[[], Any], name: str) -> Any:
         return function()
     except InputError:
         raise
-    except Exception as error:  # whatever a user's own function may raise
+    except (Exception, SystemExit) as error:  # whatever a user's own function may raise
         raise InputError(f"{name}: the function failed ({brief(error)})") from error
 
 

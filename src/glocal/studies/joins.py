@@ -47,11 +47,16 @@ class Trial:
 
     def rows(self) -> Iterator[Json]:
         """One row per way and number of labels, as they are measured."""
-        yield from self._borrowed()
+        if 0 in self.how.labels or not len(self.train.y):
+            yield from self._borrowed()
         for labels in self._numbers():
             some = few(self.train, labels, seed=self.host.plan.seed)
             if len(some.y):
                 yield from self._learnt(some, every=len(some.y) == len(self.train.y))
+
+    def left_out(self) -> list[int]:
+        """Numbers of labels that were asked for and that the device does not have."""
+        return sorted({labels for labels in self.how.labels if labels is not None and labels > len(self.train.y)})
 
     def _numbers(self) -> list[int | None]:
         """The numbers of labels that there are examples for, in ascending order; all of them once."""

@@ -1,5 +1,6 @@
 """A finished case of a run as it lies in its folder; reading it changes nothing there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,15 +38,20 @@ def open_case(folder: Path, case: str | None = None, *, seed: int | None = None,
     place = _place(results[name], seed)
     parts = build_parts(settings, report)
     whole = initial_case(settings, name, parts)
+    if settings.run.keep == "figures":
+        raise InputError(f"run: {folder} kept its figures only; to be joined, a study has to run with run.keep = 'everything'")
     checkpoint = Checkpoint(case_folder(folder, name), fingerprint(whole, settings.run))
     progress = checkpoint.read()
     if progress is None:
-        raise InputError(f"run: {folder} has no checkpoint of {name}; go on with `glocal resume {folder}`, or choose another case")
-    state = _tested_state(progress, place, results[name][place]["selected_round"] - whole.plan.first_round)
+        raise InputError(f"run: {folder} has no checkpoint of {name} any more; run the study anew, or choose another case")
+    plan = replace(whole.plans()[place], rounds=progress.done)
+    if results[name][place]["rounds"] != plan.last_round:
+        raise InputError(f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`")
+    state = _tested_state(progress, place, results[name][place]["selected_round"] - plan.first_round)
     federation, device = parts.federations[place], settings.run.computing_device()
-    state = state.on(device, None)
-    host = Host(whole.algorithm, parts.model, whole.plans()[place], state, federation.devices)
-    return Saved(name, host, federation, settings.run)
+    return Saved(
+        name, Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices), federation, settings.run
+    )
 
 
 def _a_part(folder: Path) -> Path:
@@ -57,7 +63,7 @@ def _case_to_open(settings: Settings, results: dict[str, list[Json]], wanted: st
         raise InputError("run: no case is finished yet; wait for one, or go on with `glocal resume`")
     if wanted is not None and wanted not in results:
         raise InputError(f"run: there is no finished case '{wanted}'; {nearest(wanted, results)}")
-    both = [name for name in results if settings.cases[name].algorithm not in ("fedavg", "fedprox", "local_only")]
+    both = [name for name in results if settings.cases[name].algorithm not in ("fedavg", "fedprox", "local_only", "mtl")]
     return wanted or (both or [*results])[-1]
 
 
