@@ -12,7 +12,7 @@ def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, An
     """One kind's figures, from its results together and alone, seed by seed."""
     gains = [float(shared.local.mean - own.local.mean) for shared, own in pairs]
     as_good = sum(int((shared.accuracies >= own.accuracies).sum()) for shared, own in pairs)
-    sent = [shared.ledger.upload.bytes + shared.ledger.download.bytes for shared, _ in pairs]
+    sent = [shared.ledger.total.bytes for shared, _ in pairs]
     return {
         "kind": kind,
         "together": [round(shared.local.mean, 4) for shared, _ in pairs],
@@ -21,7 +21,7 @@ def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, An
         "gain_standard_error": round(float(np.std(gains, ddof=1) / len(gains) ** 0.5), 4) if len(gains) > 1 else None,
         "at_least_as_good": as_good,
         "devices": sum(len(shared.sampled) for shared, _ in pairs),
-        "bytes": sent[0],
+        "bytes": round(float(np.mean(sent))),
     }
 
 

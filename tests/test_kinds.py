@@ -379,6 +379,22 @@ def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_what_it_cost():
         assert together[kind.name].ledger.upload.bytes >= kind.spent.upload.bytes
 
 
+def test_a_warm_start_refuses_what_training_together_would():
+    first, second = kind("vector"), kind("short", width=5)
+    with pytest.raises(InputError, match="none given"):
+        warm_kinds([], glocal.sgd(0.1), PLAN)
+    with pytest.raises(InputError, match="2 are called 'vector'"):
+        warm_kinds([first, replace(second, name="vector")], glocal.sgd(0.1), PLAN)
+    with pytest.raises(InputError, match="do not share the same tensors"):
+        warm_kinds((each for each in (first, second)), glocal.sgd(0.1), PLAN)
+
+
+def test_round_by_round_the_data_are_checked_too():
+    odd = replace(kind("short"), federation=kind("vector").federation)
+    with pytest.raises(InputError, match="kind 'short': model: it cannot take inputs"):
+        next(simulate_kinds([kind("vector"), odd], PLAN))
+
+
 def test_the_first_kind_of_a_warm_start_is_plain_fedavg():
     plan, options = replace(PLAN, cohort=2, rounds=2), Options(engine="looped")
     kind = three()[0]

@@ -416,6 +416,9 @@ def test_a_study_stopped_in_a_scenario_goes_on_to_the_same_results(monkeypatch):
         ("groups.new.arrives=14", "groups.new.arrives is 14, but rounds go from 0 to 13"),
         ("groups.old.drifts_from=3", "groups.old says when it drifts, and not how far"),
         ("groups.drift.drifts_until=0", "groups.drift drifts from round 0 until 0"),
+        ("groups.old.rotate=nan", "groups.old.rotate is nan; a number of degrees was expected"),
+        ("groups.drift.drifts_from=-5", "groups.drift.drifts_from is -5; it must be at least 0"),
+        ("groups.drift.drifts_from=8", "groups.drift would turn in round 18 for the first time"),
         ("groups.more.rotate=3", "groups.more does not say how many devices it has"),
         ("groups.old=3", "groups.old is 3; a table was expected"),
         ("groups=3", "groups is 3; tables [groups.NAME] were expected"),
@@ -462,3 +465,68 @@ def test_the_numbers_of_the_page_name_the_command_that_made_them():
     assert re.fullmatch(r"glocal run arrivals --seeds \d+", made["command"])
     changes = [f"plan.seeds={made['command'].split()[-1]}"]
     assert from_dict(made["settings"]) == resolved(changed(STUDIES["arrivals"], changes))
+
+
+WARM = """
+[data]
+source = "digits"
+devices = 8
+[model]
+hidden = [16, 16]
+[split]
+local = ["layer1"]
+[plan]
+rounds = 16
+cohort = 3
+batch = 5
+[run]
+validate_every = 4
+engine = "looped"
+[groups.gone]
+devices = 2
+leaves = 3
+[groups.old]
+devices = 4
+[groups.new]
+devices = 2
+arrives = 8
+[cases.FedAvg]
+algorithm = "fedavg"
+[cases.LG]
+algorithm = "lg_fedavg"
+after = "FedAvg"
+after_round = 8
+rounds = 8
+"""
+
+
+def warm_started(folder, *changes):
+    (folder / "warm.toml").write_text(WARM)
+    for _ in run_study(from_toml(folder / "warm.toml", changes), folder / "run"):
+        pass
+    return json.loads((folder / "run" / "cases" / "lg" / "result.json").read_text())[0]
+
+
+def test_a_warm_start_is_sent_to_those_who_are_there_and_to_whoever_comes(tmp_path):
+    """The local layer has 65 x 16 numbers; two newcomers lack it whenever they come, and whoever left is sent nothing."""
+    sent = {}
+    for name, changes in {"at once": (), "later": ["groups.new.arrives=9"], "unvalidated": ["data.validation=0"]}.items():
+        (tmp_path / name).mkdir()
+        sent[name] = warm_started(tmp_path / name, *changes)["ledger"]["download"]["parameters"]
+    assert sent["at once"] == sent["later"]
+    assert sent["unvalidated"] - sent["at once"] == 4 * 65 * 16, "the four who stayed have not been sent it by a validation"
+
+
+def test_a_group_that_left_before_a_warm_start_has_no_part_in_it(tmp_path):
+    groups = warm_started(tmp_path)["groups"]
+    assert groups["gone"] is None
+    assert groups["old"] is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"present": [0, -1]}, "names device -1"), ({"present": [0], "leaving": [7]}, "device 7 leaves, and was not there")],
+)
+def test_an_attendance_that_cannot_be_is_refused(wrong, words):
+    with pytest.raises(InputError, match=words):
+        Attendance.of(**wrong)

@@ -1,6 +1,6 @@
 """Kinds of device: own networks and own inputs, one shared part that all of them train together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,9 +80,7 @@ def fit_kinds(
     """
     options, path = options or Options(), Path(folder) if folder else None
     cases = company(kinds, plan)
-    for name, case in cases.items():
-        with _named(name):
-            require_fit(case, case.federations[0], options)
+    _require_fit(cases, options)
     cases = _placed(cases, options)
     progress = begin_kinds(cases, options, path)
     for moment in train_kinds(cases, options, progress, path):
@@ -95,9 +93,8 @@ def warm_kinds(kinds: Sequence[Kind], optimiser: Optimiser, plan: Plan, *, optio
 
     The first kind learns the shared part, the others what is local under it, so that one shared part fits all of them.
     """
-    _require_one_shared_tree({kind.name: kind.algorithm.init(kind.start())[0] for kind in kinds})
     warm: list[Kind] = []
-    for kind in kinds:
+    for kind in _agreeing(kinds):
         params, objective, agreed = kind.start(), cross_entropy(kind.model), {}
         if warm:
             agreed = trees.pick(warm[0].start(), kind.algorithm.init(params)[0])
@@ -116,6 +113,7 @@ def simulate_kinds(
 ) -> Iterator[dict[str, tuple[State, Report]]]:
     """Train all kinds together, round by round; each kind's report is of its own devices, numbered from 0."""
     cases = company(kinds, plan)
+    _require_fit(cases, Options())
     progress = begin_kinds(cases, Options())
     with _engines(cases, engine, progress.choices) as overs:
         for moment in _rounds(cases, overs, progress):
@@ -124,10 +122,8 @@ def simulate_kinds(
 
 def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
     """A case for every kind, its devices numbered after those of the kinds before it; what cannot train together is refused."""
-    _require_names([kind.name for kind in kinds])
-    _require_one_algorithm(kinds)
+    kinds = _agreeing(kinds)
     params = [kind.start() for kind in kinds]
-    _require_one_shared_tree({kind.name: kind.algorithm.init(tree)[0] for kind, tree in zip(kinds, params, strict=True)})
     ends = np.cumsum([kind.federation.devices for kind in kinds]).tolist()
     choose_cohort(plan, ends[-1], plan.first_round)
     return {
@@ -146,13 +142,28 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
     }
 
 
+def _require_fit(cases: Cases, options: Options) -> None:
+    for name, case in cases.items():
+        with _named(name):
+            require_fit(case, case.federations[0], options)
+
+
+def _agreeing(kinds: Iterable[Kind]) -> list[Kind]:
+    """Kinds that can train together: names of their own, one algorithm, one shared part."""
+    listed = list(kinds)
+    _require_names([kind.name for kind in listed])
+    _require_one_algorithm(listed)
+    _require_one_shared_tree({kind.name: kind.algorithm.init(kind.start())[0] for kind in listed})
+    return listed
+
+
 def _require_names(names: Sequence[str]) -> None:
     if not names:
         raise InputError("kinds: none given; give at least one Kind")
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"kinds: {names.count(name)} are called '{name}'; give each a name of its own")
-        if name in ("", "..") or Path(name).name != name:
+        if not isinstance(name, str) or not name.isprintable() or name in ("", "..") or Path(name).name != name:
             raise InputError(f"kinds: '{name}' was given as a name, and a folder is called after it; use a plain word")
 
 

@@ -50,6 +50,11 @@ class Attendance(NamedTuple):
         for name, devices in (("present", present), ("always", always), ("leaving", leaving)):
             if len({*devices}) != len(devices):
                 raise InputError(f"attendance: {name} names a device twice; name each once")
+            if any(device < 0 for device in devices):
+                raise InputError(f"attendance: {name} names device {min(devices)}; devices are numbered from 0")
+        absent = {*leaving} - {*present, *always}
+        if absent:
+            raise InputError(f"attendance: device {min(absent)} leaves, and was not there; let it be present too")
         sampled = sorted({*present} - {*always})
         return cls(*(np.array(devices, dtype=np.int64) for devices in (sampled, sorted(always), sorted(leaving))))
 

@@ -150,6 +150,11 @@ class Story:
         """After which rounds all are tested."""
         return self.scenario.looks(self.case.plan, self.options.validate_every)
 
+    def met(self, round_index: int) -> set[int]:
+        """The devices that have been there in this case until then: whoever left before a warm start has no part in it."""
+        first = self.scenario.at(self.case.plan.first_round)
+        return set[int]().union(*(each.asked() for each in self.scenario.chapters[first : self.scenario.at(round_index) + 1]))
+
     def placed(self) -> "Story":
         """The same story with data and weights on the computing device."""
         chapters, device = self.scenario.chapters, self.options.computing_device()
@@ -168,6 +173,8 @@ class Story:
     def beginning(self, folder: Path | None) -> Progress:
         """Where to start: at the last checkpoint if the folder has one, else before the first round."""
         fresh = beginning(self.case, self.options, None)
+        ledgers = [_started(self, place, state) for place, state in enumerate(fresh.states)]
+        fresh = fresh._replace(ledgers=ledgers)
         return resumed(fresh, self.options, Checkpoint(folder, self.fingerprint()) if folder else None)
 
     def train(self, progress: Progress, folder: Path | None) -> Iterator[Moment]:
@@ -285,21 +292,27 @@ def _after_look(ledger: Ledger, state: State, here: Federation, *, validated: bo
     return ledger.after_evaluation(state.shared, int(np.count_nonzero(reached)))
 
 
+def _started(story: Story, place: int, state: State) -> Ledger:
+    """Traffic before the first round: a warm start's, and its local part to those who are there and lack it."""
+    case, scenario, first = story.case, story.scenario, story.case.plan.first_round
+    if not first:
+        return case.spent[place]
+    validated = bool(case.federations[place].val.sizes.any())
+    new = scenario.chapters[scenario.at(first)].asked() - (scenario.met(first - 1) if validated else set())
+    return case.spent[place].after_start(state.private.initial, len(new))
+
+
 def _with_newcomers(story: Story, index: int, progress: Progress) -> list[Ledger]:
-    """Whoever arrives after a warm start receives the local part that it gives, unless all were sent it at the start."""
-    scenario, case = story.scenario, story.case
-    begun = scenario.chapters[scenario.at(index)].first_round == index and index > case.plan.first_round > 0
-    new = scenario.met(index) - scenario.met(index - 1) if begun else set()
-    counted = zip(progress.ledgers, progress.states, case.federations, strict=True)
-    return [
-        ledger.after_start(state.private.initial, len(new)) if new and fed.val.sizes.any() else ledger
-        for ledger, state, fed in counted
-    ]
+    """Whoever arrives after a warm start has begun is sent the local part that it gives."""
+    late = index > story.case.plan.first_round > 0
+    new = story.scenario.met(index) - story.scenario.met(index - 1) if late else set()
+    counted = zip(progress.ledgers, progress.states, strict=True)
+    return [ledger.after_start(state.private.initial, len(new)) if new else ledger for ledger, state in counted]
 
 
 def _looked(story: Story, evaluation: Evaluation, states: Sequence[State], index: int) -> list[Json]:
     """Each seed's Local Test by group, of all who have been there: whoever left has its own part and today's shared one."""
-    scenario, met = story.scenario, story.scenario.met(index)
+    scenario, met = story.scenario, story.met(index)
     chapter = scenario.chapters[scenario.at(index)]
     accuracies = local_tests(evaluation, states, [_of_those(federation.test, met) for federation in chapter.federations])
     here = chapter.here()

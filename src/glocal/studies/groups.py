@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 
 import numpy as np
 
@@ -54,11 +55,19 @@ def _require_group(where: str, group: GroupSettings, rounds: int) -> None:
     if group.leaves is not None and group.leaves <= group.arrives:
         told = f"arrives in round {group.arrives} and leaves in round {group.leaves}"
         raise InputError(f"settings: {where} {told}; let it leave later than it arrives")
+    for name in ("rotate", "drift"):
+        if not isfinite(getattr(group, name)):
+            raise InputError(f"settings: {where}.{name} is {getattr(group, name)}; a number of degrees was expected")
+    if group.drifts_from is not None and group.drifts_from < 0:
+        raise InputError(f"settings: {where}.drifts_from is {group.drifts_from}; it must be at least 0")
     if not group.drift and (group.drifts_from is not None or group.drifts_until is not None):
         raise InputError(f"settings: {where} says when it drifts, and not how far; add drift = 15, or another number of degrees")
     if group.drift and _drifts_until(group, rounds) <= drifts_from(group):
         told = f"drifts from round {drifts_from(group)} until {_drifts_until(group, rounds)}"
         raise InputError(f"settings: {where} {told}; let its drift end later than it begins, and before the group leaves")
+    if group.drift and drifts_from(group) + DRIFT_EVERY >= min(rounds, _drifts_until(group, rounds) + 1):
+        told = f"would turn in round {drifts_from(group) + DRIFT_EVERY} for the first time"
+        raise InputError(f"settings: {where} {told}, and drifts until {_drifts_until(group, rounds)}; let it drift for longer")
 
 
 def drifts_from(group: GroupSettings) -> int:
