@@ -6,7 +6,7 @@ python docs/refresh.py
 import re
 from pathlib import Path
 
-from glocal.report import draw_study, study_markdown
+from glocal.report import draw_join, draw_study, study_markdown
 from glocal.studies.findings import read_findings
 
 DOCS = Path(__file__).parent
@@ -29,6 +29,8 @@ def main() -> None:
     for name in re.findall(r"<!-- findings of ([\w.-]+) -->", page.read_text(encoding="utf-8")):
         for path in draw_study(read_findings(DOCS / "results" / name), DOCS / "images"):
             print(f"drawn: {path.relative_to(DOCS)}")
+    for path in sorted((DOCS / "results").glob("join-*.json")):
+        print(f"drawn: {draw_join(path, DOCS / 'images' / f'{path.stem}.png').relative_to(DOCS)}")
 
 
 if __name__ == "__main__":

@@ -101,3 +101,13 @@ def test_the_page_of_kinds_quotes_what_was_measured(name):
             f"{row['at_least_as_good']} of {row['devices']}",
         ]
         assert f"| {' | '.join(cells)} | {row['bytes'] / 1e6:,.1f} MB |" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "quoted"), [("upright", ("97.0 %", "93.4 %", "96.4 %")), ("rotated", ("14.0 %", "94.0 %", "94.2 %"))]
+)
+def test_the_page_of_newcomers_quotes_what_was_measured(name, quoted):
+    page = (ROOT / "docs/newcomers.md").read_text()
+    measured = {f"{100 * row['accuracy']:.1f} %" for row in committed(f"join-{name}.json")["rows"]}
+    assert {*quoted} <= measured
+    assert all(figure in page for figure in quoted)
