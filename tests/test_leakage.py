@@ -1,0 +1,68 @@
+"""Fresh attackers: they find what is there, find nothing where there is nothing, and say how sure they are."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+
+from glocal.errors import InputError
+from glocal.measure.leakage import Seen, auc, leaks, worst
+
+
+def people(rows, seed, *, hidden):
+    """Representations of which one column tells the attribute: openly, only by its size, or not at all."""
+    generator = np.random.default_rng(seed)
+    attribute = generator.integers(2, size=rows)
+    h = generator.normal(size=(rows, 3))
+    if hidden == "openly":
+        h[:, 0] += 2 * attribute
+    if hidden == "by size":
+        h[:, 0] *= 1 + 4 * attribute
+    return Seen(h, attribute)
+
+
+def found(hidden):
+    return {leak.attacker: leak for leak in leaks(people(1500, 0, hidden=hidden), people(1500, 1, hidden=hidden))}
+
+
+def test_what_stands_open_is_read_by_everybody():
+    assert all(leak.auc > 0.85 for leak in found("openly").values())
+
+
+def test_what_no_straight_line_divides_is_read_by_the_others():
+    by_name = found("by size")
+    assert by_name["logistic regression"].auc < 0.6
+    assert min(by_name["gradient boosting"].auc, by_name["MLP"].auc) > 0.75
+    assert worst([*by_name.values()]).attacker != "logistic regression"
+
+
+def test_where_there_is_nothing_the_interval_holds_one_half():
+    for leak in found("nothing").values():
+        assert leak.low < 0.5 < leak.high
+        assert leak.low <= leak.auc <= leak.high
+
+
+def test_the_same_seed_finds_the_same():
+    assert leaks(people(300, 0, hidden="openly"), people(300, 1, hidden="openly")) == leaks(
+        people(300, 0, hidden="openly"), people(300, 1, hidden="openly")
+    )
+
+
+def test_an_attribute_with_one_value_cannot_be_attacked():
+    one = Seen(np.zeros((5, 2)), np.zeros(5, dtype=np.int64))
+    assert leaks(one, people(20, 0, hidden="openly")._replace(h=np.zeros((20, 2)))) == []
+    assert worst([]) is None
+
+
+@pytest.mark.parametrize("wrong", [np.array([0, 1, 2, 0, 1]), np.array([0, 1])])
+def test_attributes_must_be_zero_or_one_for_everybody(wrong):
+    with pytest.raises(InputError, match="0 or 1, for every representation"):
+        leaks(Seen(np.zeros((5, 2)), wrong), people(20, 0, hidden="openly"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=4, max_size=40))
+def test_the_area_is_that_of_scikit_learn(pairs):
+    scores, labels = np.array([score for score, _ in pairs], dtype=np.float64), np.array([int(one) for _, one in pairs])
+    if 0 < labels.sum() < len(labels):
+        assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores))
