@@ -1,6 +1,7 @@
 """Auxiliary models: private like everything local, and each side of a contest moves by its own loss only."""
 
 import os
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,13 @@ from glocal.backends import OverDevices, Seat, begin, simulate_seeds
 from glocal.data import SOURCES, load
 from glocal.errors import InputError
 from glocal.federation import Examples
+from glocal.keep import read_rows, read_tensors
 from glocal.modules import GaussianNoise, params_of, representing, tapped_forward, training_forward
 from glocal.optimisers import Apart, adam, sgd
 from glocal.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled
 from glocal.representations.adversary import balanced, with_slope
+from glocal.studies import run_study
+from glocal.studies.settings import from_dict
 from glocal.training import Batch, cross_entropy
 
 WIDTH, ATTRIBUTES = 5, 2
@@ -256,3 +260,116 @@ def test_adult_has_the_papers_93_columns_without_race_and_sex():
     assert train.x.mean(0).abs().max() < 1e-4
     constant = train.x.std(0) == 0  # a country that no row of this half has
     assert torch.allclose(train.x.std(0)[~constant], torch.ones(int((~constant).sum())), atol=1e-3)
+
+
+# in a study
+
+
+def census():
+    """People on six devices: an input that tells the label, another that tells an attribute, and three that tell nothing."""
+    generator = torch.Generator().manual_seed(0)
+    devices = []
+    for _ in range(6):
+        x, group = torch.randn(60, 5, generator=generator), torch.randint(2, (60, 2), generator=generator)
+        x[:, 1] += 3 * group[:, 0]
+        devices.append((x, (x[:, 0] > 0).long(), group))
+    return devices
+
+
+STUDY = """
+[data]
+source = "{source}"
+devices = 6
+validation = 0.1
+[model]
+name = "coded_mlp"
+hidden = [16]
+code = 4
+blur = 0.05
+[split]
+local = ["encoder"]
+[plan]
+rounds = 4
+cohort = 3
+seeds = 2
+[run]
+engine = "looped"
+validate_every = 2
+[cases.Plain]
+algorithm = "lg_fedavg"
+[cases.Learnt]
+algorithm = "lg_fedavg"
+learns = {{kind = "{kind}", at = "encoder", weight = 2, hidden = [8]{more}}}
+[cases.After]
+algorithm = "lg_fedavg"
+after = "Plain"
+learns = {{kind = "{kind}", at = "encoder", weight = 2, hidden = [8]}}
+[cases.Shared]
+algorithm = "fedavg"
+learns = {{kind = "{kind}", at = "encoder", weight = 2, hidden = [8]}}
+"""
+SOURCES_OF = {"decoder": "digits", "puzzle": "digits", "adversary": "test_representations:census"}
+
+
+def studied(folder, kind, more="", **run):
+    text = STUDY.format(source=SOURCES_OF[kind], kind=kind, more=more)
+    settings = from_dict(tomllib.loads(text))
+    for _ in run_study(replace(settings, run=replace(settings.run, **run)), folder):
+        pass
+    return settings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_study_has_auxiliary_models_that_stay_where_they_are(kind, tmp_path):
+    studied(tmp_path, kind, ", rate = 0.02, turns = 1" if kind == "adversary" else "")
+    for case in ("learnt", "after"):
+        tensors, _ = read_tensors(tmp_path / "cases" / case / "checkpoint.safetensors")
+        sides = {name.split("/")[2] for name in tensors if f"/{kind}/" in name}
+        assert sides
+        assert "shared" not in sides
+    tensors, _ = read_tensors(tmp_path / "cases" / "shared" / "checkpoint.safetensors")
+    assert any(f"/shared/{kind}/" in name for name in tensors), "FedAvg shares everything, the paper's global adversary too"
+    saved, _ = read_tensors(next((tmp_path / "cases" / "learnt" / "models" / "seed-0").iterdir()))
+    assert not any(name.startswith(kind) for name in saved), "a device's own model is the model alone"
+
+
+def test_what_is_learnt_besides_changes_what_is_learnt_and_seeds_differ(tmp_path):
+    studied(tmp_path, "decoder")
+    rows = [read_rows(tmp_path / "cases" / case / "rows.jsonl") for case in ("plain", "learnt")]
+    assert rows[0][0]["loss"] < rows[1][0]["loss"], "a reconstruction has an error"
+    tensors, _ = read_tensors(tmp_path / "cases" / "learnt" / "checkpoint.safetensors")
+    starts = [tensors[f"{place}/last/initial/decoder/layer1.weight"] for place in (0, 1)]
+    assert not torch.equal(*starts)
+
+
+def test_a_study_with_auxiliary_models_resumes_to_the_same_bits(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = studied(whole, "puzzle")
+    for step in run_study(settings, parts):
+        if step.case == "Learnt" and step.moment and step.moment.progress.done == 2:
+            break
+    for _ in run_study(settings, parts):
+        pass
+    for case in ("learnt", "after"):
+        left, right = (read_tensors(folder / "cases" / case / "checkpoint.safetensors")[0] for folder in (whole, parts))
+        assert trees.same_bits(left, right)
+
+
+WRONG_LEARNS = {
+    "kind": ("decoder", {"kind": "decodr"}, "did you mean 'decoder'"),
+    "place": ("decoder", {"at": "encodr"}, "there is no module 'encodr'"),
+    "weight": ("decoder", {"weight": -1.0}, "weight is -1"),
+    "no groups": ("decoder", {"kind": "adversary"}, "these data have none"),
+    "turns": ("adversary", {"turns": -1}, "turns is -1"),
+    "tiles": ("adversary", {"kind": "puzzle"}, "images that 2 x 2 tiles fill"),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), WRONG_LEARNS.values(), ids=WRONG_LEARNS)
+def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, change, words, tmp_path):
+    settings = from_dict(tomllib.loads(STUDY.format(source=SOURCES_OF[kind], kind=kind, more="")))
+    case = settings.cases["Learnt"]
+    wrong = replace(settings, cases={"Learnt": replace(case, learns=replace(case.learns, **change))})
+    with pytest.raises(InputError, match=words):
+        list(run_study(wrong, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

@@ -17,9 +17,11 @@ from glocal.errors import InputError, brief, nearest
 from glocal.federation import Federation, Holdings, gathered, held_out
 from glocal.modules import params_of
 from glocal.optimisers import Optimiser, adam, sgd
+from glocal.representations import Auxiliary
 from glocal.sampling import stream
 from glocal.split import Split
-from glocal.studies.models import lenet5, mlp, softmax_mlp
+from glocal.studies.learning import LearnsSettings, build_learning, with_own_rule
+from glocal.studies.models import coded_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.training import Objective, augmented, cross_entropy
 from glocal.trees import Params
@@ -106,6 +108,7 @@ def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed:
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
         "softmax_mlp": lambda: softmax_mlp(example.numel(), settings.hidden, classes),
+        "coded_mlp": lambda: coded_mlp(example.numel(), settings.hidden, classes, code=settings.code, blur=settings.blur),
         "lenet5": lambda: lenet5(example.shape[0], classes),
     }
     own = ":" in settings.name
@@ -147,14 +150,26 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Alg
         raise InputError(
             f"settings: {case.algorithm} has no split, so that its cases take neither 'local' nor 'shared'; leave them out"
         )
-    given = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
+    given: dict[str, Any] = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
     knobs = _knobs(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
-    optimiser = build_optimiser(settings.optimiser, case.rate)
-    made = called(partial(make, parts.objective, optimiser, **given, **knobs), case.algorithm)
+    objective, optimiser = parts.objective, build_optimiser(settings.optimiser, case.rate)
+    if case.learns is not None:
+        objective, auxiliary = build_auxiliary(settings, case.learns, parts, parts.seeds[0])
+        optimiser = with_own_rule(optimiser, case.learns, auxiliary.name)
+        given |= {"split": auxiliary.local(given["split"])} if isinstance(given.get("split"), Split) else {}
+    made = called(partial(make, objective, optimiser, **given, **knobs), case.algorithm)
     if not isinstance(made, Algorithm):
         raise InputError(f"algorithm: {case.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected")
     known: dict[str, Callable[[Algorithm], Algorithm]] = {"examples": lambda algorithm: algorithm, "equal": unweighted}
     return _known(settings.plan.weights, known, "plan.weights")(made)
+
+
+def build_auxiliary(settings: Settings, learns: LearnsSettings, parts: Parts, seed: int) -> tuple[Objective, Auxiliary]:
+    """What a case's local models learn from besides labels, and the auxiliary model of a seed."""
+    if learns.kind == "adversary" and settings.data.augment != "none":
+        raise InputError("settings: an adversary learns from the data as they are; leave data.augment out")
+    train = parts.federations[0].train
+    return build_learning(learns, parts.objective, parts.model, train.examples.take(train.pooled()[:2]), seed=seed)
 
 
 def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[str, Knob]:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 from glocal.errors import InputError
+from glocal.modules import GaussianNoise
 
 
 def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
@@ -24,6 +25,19 @@ def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes
 def softmax_mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
     """The same with a softmax at its end, as in the paper's released code: with cross entropy it is then applied twice."""
     return nn.Sequential(OrderedDict([*mlp(inputs, hidden, classes).named_children(), ("softmax", nn.Softmax(dim=1))]))
+
+
+def coded_mlp(
+    inputs: int = 93, hidden: Sequence[int] = (32, 32), classes: int = 2, *, code: int | None = None, blur: float | None = None
+) -> nn.Sequential:
+    """An encoder whose code, 32 or so many numbers between -1 and 1, is blurred while training; and a head of two layers."""
+    width = 32 if code is None else code
+    if width < 1:
+        raise InputError(f"model: the code is {width} wide; it must be at least 1")
+    inner = hidden[-1] if hidden else width
+    encoder = nn.Sequential(OrderedDict([*mlp(inputs, hidden, width).named_children(), ("tanh", nn.Tanh())]))
+    head = nn.Sequential(OrderedDict(layer1=nn.Linear(width, inner), relu1=nn.ReLU(), layer2=nn.Linear(inner, classes)))
+    return nn.Sequential(OrderedDict[str, nn.Module](encoder=encoder, blur=GaussianNoise(blur or 0.0), head=head))
 
 
 def lenet5(channels: int = 3, classes: int = 10) -> nn.Sequential:

@@ -29,7 +29,7 @@ from glocal.result import Result
 from glocal.sampling import Plan, choose_cohort
 from glocal.scenario import Scenario, Story
 from glocal.studies.arrival import arrive, require_newcomer
-from glocal.studies.build import Parts, build_algorithm, build_parts
+from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_parts
 from glocal.studies.groups import build_scenario
 from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.trees import Params
@@ -138,8 +138,12 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
     about = {f"{part} settings": plain[part] for part in ("data", "model", "optimiser")}
     if "welcome" in plain["cases"][name]:
         about |= {"welcome": plain["cases"][name]["welcome"], "newcomer": plain.get("newcomer")}
-    spent = tuple(Ledger() for _ in parts.seeds)
-    return Case(algorithm, parts.model, plans_of(settings)[name], parts.seeds, parts.params, parts.federations, spent, about)
+    spent, params, learns = tuple(Ledger() for _ in parts.seeds), parts.params, settings.cases[name].learns
+    if learns is not None:
+        extra = [build_auxiliary(settings, learns, parts, seed)[1].params for seed in parts.seeds]
+        params = tuple({**own, **more} for own, more in zip(parts.params, extra, strict=True))
+        about |= {"learns": plain["cases"][name]["learns"]}
+    return Case(algorithm, parts.model, plans_of(settings)[name], parts.seeds, params, parts.federations, spent, about)
 
 
 def _require_continuable(study: Study, name: str, case: Case) -> None:
@@ -198,7 +202,8 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
             Checkpoint(folder, study.training(case).fingerprint()).lighten()
         yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
         return
-    params, spent = _start(study, study.settings.cases[name])
+    start, spent = _start(study, study.settings.cases[name])
+    params = tuple({**own, **known} for own, known in zip(case.params, start, strict=True))
     training = study.training(replace(case, params=params, spent=spent)).placed()
     progress = training.beginning(folder)
     wanted = _snapshots_wanted(study.settings, name)

@@ -12,6 +12,7 @@ from glocal.fitting import Options
 from glocal.joining import Welcome
 from glocal.keep import Json
 from glocal.studies.arrival import NewcomerSettings
+from glocal.studies.learning import LearnsSettings
 
 Table = TypeVar("Table")
 Knob = int | float | str | bool
@@ -37,10 +38,15 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which network: mlp or softmax_mlp (with these hidden widths), lenet5, or your own "module:function"."""
+    """Which network: mlp, softmax_mlp or coded_mlp (with these hidden widths), lenet5, or your own "module:function".
+
+    The encoder of coded_mlp puts out a code so many numbers wide, with noise of the deviation `blur` while training.
+    """
 
     name: str = "mlp"
     hidden: tuple[int, ...] = (64, 32, 32, 32)
+    code: int | None = None
+    blur: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class CaseSettings:
     """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`.
 
     `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given. With a `welcome` the
-    study's newcomer is taken in when the rounds are over.
+    study's newcomer is taken in when the rounds are over. `learns` is what local models learn from besides labels.
     """
 
     algorithm: str
@@ -95,6 +101,7 @@ class CaseSettings:
     after_round: int | None = None
     rate: float | None = None
     welcome: Welcome | None = None
+    learns: LearnsSettings | None = None
     knobs: dict[str, Knob] = field(default_factory=dict)
 
 

@@ -1,0 +1,69 @@
+"""What the local models of a case learn from besides labels, as settings name it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from glocal.errors import InputError, nearest
+from glocal.federation import Examples
+from glocal.modules import params_of, representing
+from glocal.optimisers import Adam, Apart, Optimiser, Sgd
+from glocal.representations import Auxiliary, adversarial, autoencoder, beside, jigsaw
+from glocal.sampling import stream
+from glocal.studies.models import mlp
+from glocal.training import Objective
+
+_ORDERS = 24  # of two by two tiles
+KINDS = ("adversary", "decoder", "puzzle")
+
+
+@dataclass(frozen=True)
+class LearnsSettings:
+    """An auxiliary model of the `kind` adversary, decoder or puzzle, with these hidden widths, on what the module `at` puts out.
+
+    `weight` is what its loss counts beside the main one; an adversary's is how strongly it is worked against. `rate` and `turns`
+    are those of its own rule, if it has one: so many steps of it to each of the others.
+    """
+
+    kind: str
+    at: str
+    weight: float = 1.0
+    hidden: tuple[int, ...] = (32, 32)
+    rate: float | None = None
+    turns: int = 0
+
+
+def build_learning(
+    settings: LearnsSettings, objective: Objective, model: nn.Module, some: Examples, *, seed: int
+) -> tuple[Objective, Auxiliary]:
+    """The whole objective and the auxiliary model, whose weights are drawn from the seed; `some` are a few of the examples."""
+    if settings.kind not in KINDS:
+        raise InputError(f"settings: learns.kind is '{settings.kind}'; {nearest(settings.kind, KINDS)}")
+    if settings.kind == "adversary" and some.group is None:
+        raise InputError("settings: an adversary needs protected attributes, and these data have none; use data with groups")
+    outputs = {"decoder": some.x[0].numel(), "puzzle": _ORDERS, "adversary": some.group[0].numel() if some.group is not None else 0}
+    width = representing(model, settings.at)(params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool))[0].numel()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(stream(seed, "auxiliary").integers(2**62)))
+        extra = mlp(width, settings.hidden, outputs[settings.kind])
+    if settings.kind == "adversary":
+        return adversarial(model, extra, at=settings.at, strength=settings.weight)
+    makes: dict[str, Callable[..., Auxiliary]] = {"decoder": autoencoder, "puzzle": jigsaw}
+    made = makes[settings.kind](model, extra, at=settings.at)
+    return beside(objective, made, weight=settings.weight), made
+
+
+def with_own_rule(optimiser: Optimiser, settings: LearnsSettings, name: str) -> Optimiser:
+    """The optimiser, with another rate or other turns for the auxiliary model."""
+    if settings.rate is None and not settings.turns:
+        return optimiser
+    assert isinstance(optimiser, Sgd | Adam)
+    other = optimiser if settings.rate is None else _at_rate(optimiser, settings.rate)
+    return Apart(optimiser, other, f"{name}/", settings.turns)
+
+
+def _at_rate(rule: Sgd | Adam, rate: float) -> Sgd | Adam:
+    settings = {**vars(rule), "rate": rate}
+    return type(rule)(**settings)
