@@ -21,7 +21,7 @@ _NAMED = ("cases", "groups")  # tables of tables, whose names are the user's own
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and who gets what; `source` is digits, mnist, cifar10 or your own "module:function".
+    """Which data, and who gets what; `source` is digits, mnist, cifar10, adult or your own "module:function".
 
     Once dealt out, only the first `keep_devices` take part, if that is given.
     """
