@@ -1,5 +1,6 @@
 """Auxiliary models: private like everything local, and each side of a contest moves by its own loss only."""
 
+import json
 import os
 import tomllib
 from dataclasses import replace
@@ -19,6 +20,7 @@ from glocal.federation import Examples
 from glocal.keep import read_rows, read_tensors
 from glocal.modules import GaussianNoise, params_of, representing, tapped_forward, training_forward
 from glocal.optimisers import Apart, adam, sgd
+from glocal.report import write_report
 from glocal.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled
 from glocal.representations.adversary import balanced, with_slope
 from glocal.studies import run_study
@@ -292,6 +294,7 @@ local = ["encoder"]
 rounds = 4
 cohort = 3
 seeds = 2
+batch = 50
 [run]
 engine = "looped"
 validate_every = 2
@@ -372,4 +375,47 @@ def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, chang
     wrong = replace(settings, cases={"Learnt": replace(case, learns=replace(case.learns, **change))})
     with pytest.raises(InputError, match=words):
         list(run_study(wrong, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_study_is_audited_when_its_cases_are_done(tmp_path):
+    text = STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="") + '[audit]\nat = "encoder"\nencoders = 1\n'
+    settings = from_dict(tomllib.loads(text), ["plan.seeds=1", "plan.rounds=2"])
+    settings = replace(settings, cases={name: settings.cases[name] for name in ("Plain", "Learnt", "Shared")})
+    for _ in run_study(settings, tmp_path):
+        pass
+    for case, joint in (("plain", False), ("learnt", True), ("shared", True)):
+        for result in json.loads((tmp_path / "cases" / case / "result.json").read_text()):
+            audit = result["audit"]
+            assert 0 <= audit["auc"] <= 1
+            assert len(audit["attributes"]) == ATTRIBUTES
+            for found in audit["attributes"]:
+                assert {*found} == {"own", "pooled", "strong", "joint"}
+                assert (found["joint"] is not None) == joint
+                assert 0.3 < found["pooled"]["auc"] <= 1
+    page = write_report(tmp_path).read_text()
+    assert "What representations give away" in page
+    assert "attribute 1" in page
+
+
+def test_an_untrained_encoder_gives_away_what_its_inputs_do(tmp_path):
+    """The first attribute stands in the second input; the second is nowhere."""
+    text = STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="") + '[audit]\nat = "encoder"\n'
+    settings = from_dict(tomllib.loads(text))
+    settings = replace(settings, plan=replace(settings.plan, rounds=1, seeds=1), cases={"Plain": settings.cases["Plain"]})
+    for _ in run_study(settings, tmp_path):
+        pass
+    [result] = json.loads((tmp_path / "cases" / "plain" / "result.json").read_text())
+    open_, hidden = (found["pooled"]["auc"] for found in result["audit"]["attributes"])
+    assert open_ > 0.75
+    assert hidden < 0.7
+
+
+def test_an_audit_needs_attributes_and_a_representation(tmp_path):
+    text = STUDY.format(source="digits", kind="decoder", more="") + '[audit]\nat = "encoder"\n'
+    with pytest.raises(InputError, match="protected attributes of 0 or 1"):
+        list(run_study(from_dict(tomllib.loads(text)), tmp_path / "run"))
+    text = STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="") + '[audit]\nat = "coder"\n'
+    with pytest.raises(InputError, match="there is no module 'coder'"):
+        list(run_study(from_dict(tomllib.loads(text)), tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -7,8 +7,10 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from glocal.data import SOURCES
 from glocal.keep import write_text
 from glocal.report.arrivals import GROUPS_NOTE, draw_groups, groups_table
+from glocal.report.audits import AUDITS_NOTE, audits_table
 from glocal.report.classes import draw_dealt
 from glocal.report.curves import draw_economy, draw_loss, draw_validation
 from glocal.report.drawing import INK, PAPER, ink_and_paper, shown
@@ -23,7 +25,16 @@ def write_report(folder: Path) -> Path:
     """Write folder/report.html from what the run has kept so far."""
     run = read_run(folder)
     with ink_and_paper(INK, PAPER):
-        sections = [_notice(run), _results(run), _groups(run), _newcomers(run), _figures(run), _devices(run), _settings(run)]
+        sections = [
+            _notice(run),
+            _results(run),
+            _groups(run),
+            _newcomers(run),
+            _audits(run),
+            _figures(run),
+            _devices(run),
+            _settings(run),
+        ]
     return write_page(folder, title=run.settings.name, summary=_summary(run), sections=sections)
 
 
@@ -117,6 +128,12 @@ def _groups(run: Run) -> str:
 def _newcomers(run: Run) -> str:
     table = newcomers_table(run)
     return section("The newcomer", f'{table}\n<p class="note">{NEWCOMERS_NOTE}</p>') if table else ""
+
+
+def _audits(run: Run) -> str:
+    source = SOURCES.get(run.settings.data.source)
+    table = audits_table(run, source.attributes if source else ())
+    return section("What representations give away", f'{table}\n<p class="note">{AUDITS_NOTE}</p>') if table else ""
 
 
 def _figures(run: Run) -> str:

@@ -20,7 +20,7 @@ from glocal.optimisers import Optimiser, adam, sgd
 from glocal.representations import Auxiliary
 from glocal.sampling import stream
 from glocal.split import Split
-from glocal.studies.learning import LearnsSettings, build_learning, with_own_rule
+from glocal.studies.learning import LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.training import Objective, augmented, cross_entropy
@@ -170,6 +170,14 @@ def build_auxiliary(settings: Settings, learns: LearnsSettings, parts: Parts, se
         raise InputError("settings: an adversary learns from the data as they are; leave data.augment out")
     train = parts.federations[0].train
     return build_learning(learns, parts.objective, parts.model, train.examples.take(train.pooled()[:2]), seed=seed)
+
+
+def build_critic(learns: LearnsSettings | None, parts: Parts) -> nn.Module | None:
+    """The adversary's network, if a case has one."""
+    if learns is None or learns.kind != "adversary":
+        return None
+    train = parts.federations[0].train
+    return build_extra(learns, parts.model, train.examples.take(train.pooled()[:2]), seed=parts.seeds[0])
 
 
 def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[str, Knob]:

@@ -43,16 +43,21 @@ def build_learning(
         raise InputError(f"settings: learns.kind is '{settings.kind}'; {nearest(settings.kind, KINDS)}")
     if settings.kind == "adversary" and some.group is None:
         raise InputError("settings: an adversary needs protected attributes, and these data have none; use data with groups")
-    outputs = {"decoder": some.x[0].numel(), "puzzle": _ORDERS, "adversary": some.group[0].numel() if some.group is not None else 0}
-    width = representing(model, settings.at)(params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool))[0].numel()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(stream(seed, "auxiliary").integers(2**62)))
-        extra = mlp(width, settings.hidden, outputs[settings.kind])
+    extra = build_extra(settings, model, some, seed=seed)
     if settings.kind == "adversary":
         return adversarial(model, extra, at=settings.at, strength=settings.weight)
     makes: dict[str, Callable[..., Auxiliary]] = {"decoder": autoencoder, "puzzle": jigsaw}
     made = makes[settings.kind](model, extra, at=settings.at)
     return beside(objective, made, weight=settings.weight), made
+
+
+def build_extra(settings: LearnsSettings, model: nn.Module, some: Examples, *, seed: int) -> nn.Module:
+    """The auxiliary network: as wide as the representation where it begins, and as what it tells where it ends."""
+    outputs = {"decoder": some.x[0].numel(), "puzzle": _ORDERS, "adversary": some.group[0].numel() if some.group is not None else 0}
+    width = representing(model, settings.at)(params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool))[0].numel()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(stream(seed, "auxiliary").integers(2**62)))
+        return mlp(width, settings.hidden, outputs[settings.kind])
 
 
 def with_own_rule(optimiser: Optimiser, settings: LearnsSettings, name: str) -> Optimiser:

@@ -29,7 +29,8 @@ from glocal.result import Result
 from glocal.sampling import Plan, choose_cohort
 from glocal.scenario import Scenario, Story
 from glocal.studies.arrival import arrive, require_newcomer
-from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_parts
+from glocal.studies.audit import audited, require_audit
+from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_critic, build_parts
 from glocal.studies.groups import build_scenario
 from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.trees import Params
@@ -104,6 +105,8 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
     cases = {name: initial_case(settings, name, study.parts) for name in settings.cases}
     study.training(next(iter(cases.values()))).require()
     study.options.computing_device()
+    if settings.audit is not None:
+        require_audit(settings.audit, next(iter(cases.values())), study.parts.federations[0])
     for name, case in cases.items():
         if settings.cases[name].welcome is not None:
             if study.scenario is not None:
@@ -143,6 +146,8 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
         extra = [build_auxiliary(settings, learns, parts, seed)[1].params for seed in parts.seeds]
         params = tuple({**own, **more} for own, more in zip(parts.params, extra, strict=True))
         about |= {"learns": plain["cases"][name]["learns"]}
+    if settings.audit is not None:
+        about |= {"audit": plain["audit"]}
     return Case(algorithm, parts.model, plans_of(settings)[name], parts.seeds, params, parts.federations, spent, about)
 
 
@@ -217,19 +222,26 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     except DivergedError as error:
         error.case = name
         raise
-    _awaiting_newcomer(study, name, training).finish(progress, folder)
+    _afterwards(study, name, training).finish(progress, folder)
     yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
 
 
-def _awaiting_newcomer(study: Study, name: str, training: Steady | Story) -> Steady | Story:
-    """A case with a welcome takes the newcomer in, once it is tested."""
-    welcome, newcomer = study.settings.cases[name].welcome, study.settings.newcomer
-    if welcome is None or newcomer is None or not isinstance(training, Steady):
+def _afterwards(study: Study, name: str, training: Steady | Story) -> Steady | Story:
+    """Once a case is tested, a newcomer is taken in if it has a welcome, and it is audited if the study says so."""
+    settings, case = study.settings, study.settings.cases[name]
+    welcome, newcomer, audit = case.welcome, settings.newcomer, settings.audit
+    if not isinstance(training, Steady) or (welcome is None and audit is None):
         return training
 
     def also(results: Sequence[Result]) -> list[Json]:
-        met = arrive(training.case, results, study.options, newcomer=newcomer, welcome=welcome)
-        return [{"arrival": row} for row in met]
+        told: list[Json] = [{} for _ in results]
+        if welcome is not None and newcomer is not None:
+            met = arrive(training.case, results, study.options, newcomer=newcomer, welcome=welcome)
+            told = [{**row, "arrival": arrival} for row, arrival in zip(told, met, strict=True)]
+        if audit is not None:
+            read = audited(training.case, results, audit, build_critic(case.learns, study.parts))
+            told = [{**row, "audit": found} for row, found in zip(told, read, strict=True)]
+        return told
 
     return replace(training, also=also)
 

@@ -12,6 +12,7 @@ from glocal.fitting import Options
 from glocal.joining import Welcome
 from glocal.keep import Json
 from glocal.studies.arrival import NewcomerSettings
+from glocal.studies.audit import AuditSettings
 from glocal.studies.learning import LearnsSettings
 
 Table = TypeVar("Table")
@@ -134,6 +135,7 @@ class Settings:
     plan: PlanSettings = PlanSettings()
     run: Options = Options()
     newcomer: NewcomerSettings | None = None
+    audit: AuditSettings | None = None
     cases: dict[str, CaseSettings] = field(default_factory=dict)
     groups: dict[str, GroupSettings] = field(default_factory=dict)
 

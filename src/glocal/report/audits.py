@@ -1,0 +1,48 @@
+"""What the representations of each case give away, as a table."""
+
+from collections.abc import Sequence
+from html import escape
+
+from glocal.keep import Json
+from glocal.report.numerals import percent
+from glocal.report.reading import Record, Run
+from glocal.report.tables import boxed_table, grouped_head
+
+AUDITS_NOTE = (
+    "All figures are areas under the ROC curve; 50 is guessing. Prediction: each device’s own model on its own test data. For "
+    "each protected attribute, what is read from the representations: by the adversary that was trained along, and by the best of "
+    "three fresh attackers (logistic regression, gradient boosting, a network), trained afterwards on frozen representations "
+    "without noise. Own: they know the attribute of the device’s own people in training. Pooled: of everybody. Strong: they have "
+    "one device’s encoder, and run everybody else through it."
+)
+_VIEWS = ("along", "own", "pooled", "strong")
+
+
+def audits_table(run: Run, attributes: Sequence[str]) -> str:
+    """One row for every case that was audited; nothing where none was."""
+    records = [record for record in run.records if record.finished and "audit" in record.results[0]]
+    if not records:
+        return ""
+    names = [*attributes, *(f"attribute {place}" for place in range(len(attributes), _count(records[0])))][: _count(records[0])]
+    heads = [("Prediction", "AUC"), *((escape(name), view) for name in names for view in _VIEWS)]
+    return boxed_table(grouped_head(("Case",), heads), map(_row, records), "Audit")
+
+
+def _count(record: Record) -> int:
+    return len(record.results[0]["audit"]["attributes"])
+
+
+def _row(record: Record) -> str:
+    cells = "".join(f"<td>{cell}</td>" for cell in _cells(record.results))
+    return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{cells}</tr>'
+
+
+def _cells(results: Sequence[Json]) -> list[str]:
+    audits = [result["audit"] for result in results]
+    columns = [[audit["auc"] for audit in audits]]
+    for place in range(len(audits[0]["attributes"])):
+        found = [audit["attributes"][place] for audit in audits]
+        pooled = [each["pooled"] and each["pooled"]["auc"] for each in found]
+        columns += [[each["joint"] for each in found], [each["own"] for each in found], pooled, [each["strong"] for each in found]]
+    known = [[value for value in column if value is not None] for column in columns]
+    return [percent(column) if column else "–" for column in known]
