@@ -10,14 +10,12 @@ python examples/kinds_mnist.py --source digits        # the 8x8 digits that come
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from kinds_table import print_rows, summed_up
+from kinds_table import report, summed_up
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
@@ -126,10 +124,7 @@ def main() -> None:
     given = arguments()
     pairs = [trained(given, seed) for seed in range(given.seeds)]
     rows = [summed_up(name, [(shared[name], own[name]) for shared, own in pairs]) for name in pairs[0][0]]
-    print_rows(rows)
-    if given.out:
-        command = f"python {' '.join(sys.argv)}"
-        given.out.write_text(json.dumps({"command": command, "kinds": rows}, indent=1) + "\n")
+    report(rows, given.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """The table of the two examples of kinds: together and alone, mean over seeds, device by device."""
 
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +28,12 @@ def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, An
     }
 
 
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """For the terminal; devices are counted over all seeds."""
+def report(rows: Sequence[dict[str, Any]], out: Path | None) -> None:
+    """For the terminal, and into a file if one is named; devices are counted over all seeds."""
     print(f"{'kind':<10}  {'together':>8}  {'alone':>8}  {'at least as good':>16}  {'sent':>12}")
     for row in rows:
         tests = "  ".join(f"{np.mean(row[way]):>8.1%}" for way in ("together", "alone"))
         as_good = f"{row['at_least_as_good']} of {row['devices']}"
         print(f"{row['kind']:<10}  {tests}  {as_good:>16}  {row['bytes'] / 1e6:>9,.1f} MB")
+    if out:
+        out.write_text(json.dumps({"command": f"python {' '.join(sys.argv)}", "kinds": rows}, indent=1) + "\n")

@@ -9,15 +9,13 @@ python examples/kinds_tabular.py
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from kinds_table import print_rows, summed_up
+from kinds_table import report, summed_up
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 
@@ -89,10 +87,7 @@ def main() -> None:
     given = arguments()
     pairs = [trained(given, seed) for seed in range(given.dealings)]
     rows = [summed_up(name, [(shared[name], own[name]) for shared, own in pairs]) for name in COLUMNS]
-    print_rows(rows)
-    if given.out:
-        command = f"python {' '.join(sys.argv)}"
-        given.out.write_text(json.dumps({"command": command, "kinds": rows}, indent=1) + "\n")
+    report(rows, given.out)
 
 
 if __name__ == "__main__":

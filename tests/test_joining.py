@@ -31,7 +31,7 @@ from glocal.joining import (
     members,
     take_in,
 )
-from glocal.sampling import visiting_order
+from glocal.sampling import visited_rows
 from glocal.studies.joins import Joining
 from glocal.training import cross_entropy
 from test_cli import complaint, run
@@ -152,9 +152,9 @@ def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
 
     def spy(plan, *rest):
         seen.append(plan.epochs)
-        return visiting_order(plan, *rest)
+        return visited_rows(plan, *rest)
 
-    monkeypatch.setattr(sys.modules["glocal.backends.simulate"], "visiting_order", spy)
+    monkeypatch.setattr(sys.modules["glocal.backends.simulate"], "visited_rows", spy)
     host = host._replace(plan=replace(host.plan, epochs=4))
     join(host, examples(120), old=fed.train, welcome=Welcome(epochs=2, rounds=1), engine="looped")
     assert seen == [1, 1, 1, 1, 4], "a settling epoch is one, and a hundred steps are taken at least"

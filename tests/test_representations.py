@@ -336,6 +336,12 @@ def test_a_study_has_auxiliary_models_that_stay_where_they_are(kind, tmp_path):
     assert not any(name.startswith(kind) for name in saved), "a device's own model is the model alone"
 
 
+def test_an_auxiliary_model_is_never_counted_as_sent(tmp_path):
+    studied(tmp_path, "decoder")
+    ledgers = [json.loads((tmp_path / "cases" / case / "result.json").read_text())[0]["ledger"] for case in ("plain", "learnt")]
+    assert ledgers[0] == ledgers[1]
+
+
 def test_what_is_learnt_besides_changes_what_is_learnt_and_seeds_differ(tmp_path):
     studied(tmp_path, "decoder")
     rows = [read_rows(tmp_path / "cases" / case / "rows.jsonl") for case in ("plain", "learnt")]
@@ -372,7 +378,8 @@ WRONG_LEARNS = {
 def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, change, words, tmp_path):
     settings = from_dict(tomllib.loads(STUDY.format(source=SOURCES_OF[kind], kind=kind, more="")))
     case = settings.cases["Learnt"]
-    wrong = replace(settings, cases={"Learnt": replace(case, learns=replace(case.learns, **change))})
+    plain, odd = settings.cases["Plain"], replace(case, learns=replace(case.learns, **change))
+    wrong = replace(settings, cases={"Plain": plain, "Learnt": odd})
     with pytest.raises(InputError, match=words):
         list(run_study(wrong, tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -23,6 +23,7 @@ from glocal.measure import Evaluation, local_test, local_tests, new_test, spread
 from glocal.modules import params_of, predictor
 from glocal.result import Result, save_models
 from glocal.sampling import Plan, choose_cohort
+from glocal.split import unique_tensors
 from glocal.store import State
 from glocal.trees import Params
 from glocal.wire import Ledger, pack
@@ -243,7 +244,8 @@ def _started(case: Case, place: int, state: State) -> Ledger:
     """Traffic before the first round: a warm start's, and its local part to every device, unless it was validated there before."""
     spent, fed = case.spent[place], case.federations[place]
     validated = bool(fed.val.sizes.any())
-    return spent.after_start(state.private.initial, fed.devices) if case.plan.first_round and not validated else spent
+    local = of_the_model(case.model, state.private.initial)
+    return spent.after_start(local, fed.devices) if case.plan.first_round and not validated else spent
 
 
 def fingerprint(case: Case, options: Options) -> Json:
@@ -377,6 +379,11 @@ def finish(
     return results
 
 
+def of_the_model(model: nn.Module, tree: Params) -> Params:
+    """What a tree holds of the model itself: an auxiliary model beside it is of no use to anybody else, and is never sent."""
+    return trees.pick(tree, unique_tensors(model))
+
+
 def _afterwards(also: Afterwards | None, results: Sequence[Result], save: Callable[[], int]) -> list[Json]:
     """What there is to add to the results; whoever stops it does not lose the rounds before."""
     try:
@@ -391,11 +398,12 @@ def outcome_of(case: Case, options: Options, evaluation: Evaluation, progress: P
     fed, plan = case.federations[place], case.plans()[place]
     done, state = _selected(options, evaluation, fed, (progress.done, progress.states[place], progress.best[place]))
     accuracies = local_test(evaluation, state, fed.test)
-    local, trained = state.private.initial, len(state.private.trained)
+    local, trained = of_the_model(case.model, state.private.initial), len(state.private.trained)
     ledger = progress.ledgers[place].after_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
     if options.select == "best" and progress.done % options.validate_every:  # the last round was looked at besides
         ledger = ledger.after_evaluation(progress.states[place].shared, int(np.count_nonzero(fed.val.sizes)))
-    whole, counted = case.algorithm.personal(state.shared, local), fed.devices if state.shared else 0
+    personal = case.algorithm.personal(state.shared, state.private.initial)
+    whole, counted = of_the_model(case.model, personal), fed.devices if state.shared else 0
     return Result(
         algorithm=case.algorithm,
         structure=case.model,

@@ -39,7 +39,7 @@ from glocal.measure import Evaluation
 from glocal.modules import params_of, predictor
 from glocal.optimisers import Optimiser
 from glocal.result import Result, save_models
-from glocal.sampling import Integers, Plan, choose_cohort, noise_key, visiting_order
+from glocal.sampling import Integers, Plan, choose_cohort, noise_key, visited_rows
 from glocal.store import State
 from glocal.training import cross_entropy
 from glocal.trees import Params
@@ -324,8 +324,7 @@ def _trained(case: Case, over: OverDevices[Update], whom: tuple[State, Integers]
 def _task(case: Case, state: State, device: int, round_index: int) -> Task:
     """One device's work; its randomness is addressed by its number among all kinds."""
     rows, number = case.federations[0].train.rows[device], case.first + device
-    order = visiting_order(case.plan, len(rows), round_index, number)
-    order = np.where(order >= 0, rows[order.clip(min=0)], -1)
+    order = visited_rows(case.plan, rows, round_index, number)
     return Task(state.shared, state.private.of(device), order, noise_key(case.plan, round_index, number))
 
 

@@ -89,6 +89,12 @@ def visiting_order(plan: Plan, size: int, round_index: int, device: int) -> Inte
     return np.concatenate([in_batches(epoch, plan.batch) for epoch in epochs])
 
 
+def visited_rows(plan: Plan, rows: Integers, round_index: int, device: int) -> Integers:
+    """The same as rows of the store, of a device that holds these."""
+    order = visiting_order(plan, len(rows), round_index, device)
+    return np.where(order >= 0, rows[order.clip(min=0)], -1)
+
+
 def noise_key(plan: Plan, round_index: int, device: int) -> int:
     """Where a device's dropout and augmentation of one round start from."""
     return int(stream(plan.seed, "noise", round_index, device).integers(2**62))

@@ -16,7 +16,7 @@ from glocal.backends.over_devices import OverDevices
 from glocal.backends.tasks import Outcome, Task, rows_of, sent
 from glocal.errors import InputError
 from glocal.federation import Holdings
-from glocal.sampling import Attendance, Integers, Plan, choose_cohort, choose_present, noise_key, visiting_order
+from glocal.sampling import Attendance, Integers, Plan, choose_cohort, choose_present, noise_key, visited_rows
 from glocal.store import PrivateRows, State, hot_rows
 from glocal.trees import Params
 from glocal.wire import Ledger, admit
@@ -115,10 +115,7 @@ def assign_work(seat: Seat, round_index: int) -> Duty:
     plan, train = seat.plan, seat.train
     asked = _asked(seat, round_index)
     cohort = asked if seat.attendance is None else np.setdiff1d(asked, seat.attendance.leaving)
-    orders = []
-    for device in cohort.tolist():
-        order = visiting_order(plan, len(train.rows[device]), round_index, device)
-        orders.append(np.where(order >= 0, train.rows[device][order.clip(min=0)], -1))
+    orders = [visited_rows(plan, train.rows[device], round_index, device) for device in cohort.tolist()]
     keys = [noise_key(plan, round_index, device) for device in cohort.tolist()]
     return Duty(cohort, orders, keys, len(asked) - len(cohort))
 

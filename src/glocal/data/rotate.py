@@ -37,6 +37,11 @@ def rotated(images: Tensor, degrees: float, fill: Tensor | float = 0.0) -> Tenso
     return torch.cat([_turned(part, degrees, fill) for part in torch.split(planes, _CHUNK)]).reshape(images.shape)
 
 
+def black(images: Tensor) -> Tensor:
+    """What comes in at the corners: after normalisation black is each channel's smallest value."""
+    return images.amin((0, -2, -1), keepdim=images.dim() == 4)
+
+
 def require_images(inputs: Tensor) -> None:
     """Refuse what has no top and no left."""
     if inputs.dim() not in (3, 4) or not inputs.is_floating_point():
@@ -63,9 +68,7 @@ def album(examples: Examples, wanted: Mapping[float, Rows]) -> Album:
     for degrees, turned in wanted.items():
         require_images(examples.x)
         taken = examples.take(turned)
-        # after normalisation black is each channel's smallest value
-        fill = examples.x.amin((0, -2, -1), keepdim=examples.x.dim() == 4)
-        copies.append(taken._replace(x=rotated(taken.x, degrees, fill)))
+        copies.append(taken._replace(x=rotated(taken.x, degrees, black(examples.x))))
         places[degrees] = np.full(len(examples.y), -1)
         places[degrees][turned] = np.arange(rows, rows + len(turned))
         rows += len(turned)

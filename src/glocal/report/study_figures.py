@@ -30,7 +30,7 @@ _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviati
 
 def study_drawings(findings: Findings) -> dict[str, Drawing]:
     """Every figure that there are measurements for, by a short name."""
-    if findings.study.measures is not MEASURES:
+    if not {*MEASURES} <= {*findings.study.measures}:
         return {}
     draws: dict[str, Callable[[Findings], Drawing | None]] = {
         "classes": draw_variance,

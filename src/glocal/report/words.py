@@ -97,19 +97,9 @@ def about_columns(findings: Findings) -> str:
     """What the tables' columns hold."""
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
     spread = "± is the sample standard deviation over seeds. " if many else ""
-    if findings.study.measures is not MEASURES:
-        return (
-            "Normal: the ensemble of the old devices (averaged logits) on everyone’s test data, once the newcomer is in. Rotated: "
-            f"the newcomer’s own model on its own test data. {spread}Beside `paper` stands the difference to the published mean; "
-            f"{NOTHING} is what was not measured, or what the paper lacks. ↓ is below the published mean less its standard "
-            "deviation. Sent: all bytes from the newcomer’s coming on; the paper does not tell."
-        )
     return (
-        "Local Test: each device’s own model on its own test data. New Test: the ensemble of all trained devices (averaged logits) "
-        f"on everyone’s test data. {spread}Beside `paper` stands the difference to the published mean; {NOTHING} is what was not "
-        "measured, or what the paper lacks. ↓ is below the published mean less its standard deviation. Parameters sent, published "
-        "and ours: by the paper’s count, as if every device received in every round. On the wire: what really crosses, evaluation "
-        "included, in the first protocol that was run."
+        f"{findings.study.columns} {spread}Beside `paper` stands the difference to the published mean; {NOTHING} is what was not "
+        "measured, or what the paper lacks. ↓ is below the published mean less its standard deviation."
     )
 
 

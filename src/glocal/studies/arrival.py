@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from glocal.backends import Seat
-from glocal.data.rotate import require_images, rotated
+from glocal.data.rotate import black, require_images, rotated
 from glocal.errors import InputError
 from glocal.federation import Examples, Federation, Holdings, Rows
 from glocal.fitting import Case, Options
@@ -65,8 +65,7 @@ def require_newcomer(newcomer: NewcomerSettings | None, federation: Federation, 
 def _dealt(case: Case, newcomer: NewcomerSettings, part: str) -> tuple[list[Rows], Examples]:
     """Each seed's newcomer's rows, and the store that holds them behind the old ones."""
     old, count = getattr(case.federations[0], part).examples, getattr(newcomer, part)
-    fill = old.x.amin((0, -2, -1), keepdim=old.x.dim() == 4)  # after normalisation black is each channel's smallest value
-    stores, rows = [old], []
+    fill, stores, rows = black(old.x), [old], []
     for seed, federation in zip(case.seeds, case.federations, strict=True):
         known = _drawn_from(federation, part)
         drawn = old.take(np.sort(stream(seed, f"newcomer, {part}").choice(known, count, replace=False)))
@@ -88,11 +87,11 @@ def _measured(evaluation: Evaluation, joined: Joined, fed: Federation, own: Hold
     old = _without(joined.state, joined.device)
     normal = new_test(evaluation, old, fed.test)
     local = spread(local_test(evaluation, old, fed.test), fed.test.sizes)
-    rotated_ = ensemble_accuracy(evaluation, [(joined.state.shared, joined.state.private.of(joined.device))], own)
+    new = ensemble_accuracy(evaluation, [(joined.state.shared, joined.state.private.of(joined.device))], own)
     return {
         "normal": normal.logits if normal else None,
         "normal_local": local.mean,
-        "rotated": rotated_,
+        "rotated": new,
         "ledger": joined.ledger.as_dict(),
     }
 

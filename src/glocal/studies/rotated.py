@@ -86,4 +86,8 @@ ROTATED = Study(
     parts={name: _part(name, classes) for name, classes in _SPLITS.items()},
     claims=_claims(),
     measures=_MEASURES,
+    columns=(
+        "Normal: the ensemble of the old devices (averaged logits) on everyone’s test data, once the newcomer is in. Rotated: the "
+        "newcomer’s own model on its own test data. Sent: all bytes from the newcomer’s coming on; the paper does not tell."
+    ),
 )

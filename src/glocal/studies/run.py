@@ -103,7 +103,9 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
     parts = build_parts(settings, report)
     study = Study(settings, parts, settings.run, folder, _scenario(settings, parts))
     cases = {name: initial_case(settings, name, study.parts) for name in settings.cases}
-    study.training(next(iter(cases.values()))).require()
+    for place, (name, case) in enumerate(cases.items()):
+        if place == 0 or settings.cases[name].learns is not None:
+            study.training(case).require()
     study.options.computing_device()
     if settings.audit is not None:
         require_audit(settings.audit, next(iter(cases.values())), study.parts.federations[0])

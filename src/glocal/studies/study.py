@@ -74,7 +74,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Study:
-    """All of it; parts run one after the other, each in a folder of its own. `measures` are what its tables tell of every row."""
+    """All of it; parts run one after the other, each in a folder of its own.
+
+    `measures` are what its tables tell of every row, and `columns` says what they are.
+    """
 
     name: str
     title: str
@@ -83,6 +86,11 @@ class Study:
     parts: Mapping[str, Part]
     claims: tuple[Claim, ...] = ()
     measures: Mapping[str, str] = field(default_factory=lambda: MEASURES)
+    columns: str = (
+        "Local Test: each device’s own model on its own test data. New Test: the ensemble of all trained devices (averaged logits) "
+        "on everyone’s test data. Parameters sent, published and ours: by the paper’s count, as if every device received in every "
+        "round. On the wire: what really crosses, evaluation included, in the first protocol that was run."
+    )
 
     def chosen(self, patterns: tuple[str, ...]) -> dict[str, Part]:
         """Parts whose names fit one of the patterns, such as "paper-2" or "paper-*"; all of them without a pattern."""
