@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from glocal import fitting
 from glocal.cli import main
 from glocal.errors import InputError
 from glocal.fitting import Options
@@ -291,6 +292,26 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     assert [*found_in("kept")["paper-2"]["cases"]] == ["Local only"]
     assert run("resume", "kept") == 0
     assert complaints(capsys) == []
+
+
+def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(capsys, monkeypatch):
+    row = fitting._row
+
+    def diverging(seed, report, score, ledger):
+        if seed == 1 and report.round_index == 5:  # the last round of those that start after round 4
+            report = report._replace(losses=report.losses * float("nan"))
+        return row(seed, report, score, ledger)
+
+    small = ["--part", "paper-2", "--seeds", 3, "--device", "cpu"]
+    assert run("run", "small", *small, "--out", "whole") == 0
+    monkeypatch.setattr(fitting, "_row", diverging)
+    assert run("run", "small", *small, "--out", "kept") == 0
+    assert [line for line in complaints(capsys) if "LG 4+2: training diverged" in line and "seed 1 is left out" in line]
+    whole, kept = found_in("whole")["paper-2"]["cases"], found_in("kept")["paper-2"]["cases"]
+    late = ("LG 4+2", FINE_TUNED)
+    assert {name: case["seeds"] for name, case in kept.items()} == {name: [0, 2] if name in late else [0, 1, 2] for name in whole}
+    assert all(kept[name]["local"] == [whole[name]["local"][place] for place in (0, 2)] for name in late)
+    assert "cases.LG 4+2.without = [1]" in Path("kept/tables.md").read_text()
 
 
 @pytest.mark.parametrize("change", ["data.keep_devices=7", "split.local=nonsense", "plan.cohort=77"])

@@ -10,9 +10,10 @@ class InputError(ValueError):
 
 
 class DivergedError(InputError):
-    """Training left all bounds: a loss is not finite; `case` is a study's name for what was trained."""
+    """Training left all bounds: a loss is not finite; `case` and `seed` say whose it was in a study."""
 
     case: str = ""
+    seed: int = 0
 
 
 class GlocalWarning(UserWarning):

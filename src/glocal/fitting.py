@@ -340,9 +340,11 @@ def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json
     losses = report.losses.cpu()
     if not bool(torch.isfinite(losses).all()):
         device = int(report.cohort[int((~torch.isfinite(losses)).nonzero()[0])])
-        raise DivergedError(
+        error = DivergedError(
             f"training diverged in round {report.round_index}: device {device}'s loss is not finite; lower the learning rate"
         )
+        error.seed = seed
+        raise error
     sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
     loss = float(losses.mean()) if len(losses) else None  # nobody of this kind took part
     return {"seed": seed, "round": report.round_index, "loss": loss, "validation": score, **sent}

@@ -54,6 +54,7 @@ def parts_shown_on(bars: Progress) -> Callable[[PartStep], None]:
         words = f"{step.part} ({step.place} of {step.of})  "
         shown.setdefault(step.part, shown_on(bars, words))(step.step)
         if step.step.moment is None:
+            shown.clear()
             for task in bars.task_ids:
                 bars.remove_task(task)
             bars.console.print(f"{words}{step.step.case}: {_final(step.step)}", highlight=False, markup=False)

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +39,18 @@ class Parts:
     seeds: tuple[int, ...]
     federations: tuple[Federation, ...]
     params: tuple[Params, ...]
+
+    def leaving_out(self, seeds: Collection[int]) -> "Parts":
+        """The same with the other seeds only."""
+        kept = [place for place, seed in enumerate(self.seeds) if seed not in seeds]
+        if not kept:
+            raise InputError(f"settings: without is {sorted(seeds)}, and no other seed is left; leave out fewer")
+        return replace(
+            self,
+            seeds=tuple(self.seeds[place] for place in kept),
+            federations=tuple(self.federations[place] for place in kept),
+            params=tuple(self.params[place] for place in kept),
+        )
 
 
 def build_parts(settings: Settings, report: data.Report) -> Parts:

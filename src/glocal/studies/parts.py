@@ -16,7 +16,7 @@ from glocal.data.fetch import unreported
 from glocal.errors import DivergedError, GlocalWarning, InputError
 from glocal.keep import Json, append_rows, read_json, read_rows, write_json
 from glocal.studies.findings import part_folder
-from glocal.studies.run import Step, resolved, run_study
+from glocal.studies.run import Step, case_folder, resolved, run_study
 from glocal.studies.settings import Settings, changed, from_dict
 from glocal.studies.study import Study
 
@@ -93,25 +93,38 @@ def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: data.Repor
 
 
 def _steps(part: str, settings: Settings, folder: Path, report: data.Report) -> Iterator[Step]:
-    """A part's steps; a case that diverges is noted, and left out with all that start from it."""
+    """A part's steps; a seed of a case that diverges is noted, and left out there and in all that starts from it."""
+    place = part_folder(folder, part)
     while True:
-        left = _without(settings, {row["case"] for row in read_rows(folder / "diverged.jsonl") if row.get("part") == part})
+        rows = [row for row in read_rows(folder / "diverged.jsonl") if row.get("part") == part]
         try:
-            yield from run_study(left, part_folder(folder, part), report=report)
+            yield from run_study(_without(settings, rows), place, report=report)
             return
         except DivergedError as error:
-            warnings.warn(f"{part}, {error.case}: {error}; it is left out", GlocalWarning, stacklevel=2)
-            append_rows(folder / "diverged.jsonl", [{"part": part, "case": error.case, "why": str(error)}])
+            warnings.warn(f"{part}, {error.case}: {error}; seed {error.seed} is left out", GlocalWarning, stacklevel=2)
+            _put_aside(case_folder(place, error.case), error.seed)
+            noted = {"part": part, "case": error.case, "seed": error.seed, "why": str(error)}
+            append_rows(folder / "diverged.jsonl", [noted])
 
 
-def _without(settings: Settings, lost: set[str]) -> Settings:
-    """The settings without some cases, and without those that start from one of them."""
-    cases = {name: case for name, case in settings.cases.items() if name not in lost and case.after not in lost}
-    if cases == settings.cases:
-        return settings
-    if not cases:
+def _put_aside(case: Path, seed: int) -> None:
+    """What was written of a case before one of its seeds diverged, so that the others can begin anew."""
+    if case.exists():
+        case.rename(case.with_name(f"{case.name}.diverged-{seed}"))
+
+
+def _without(settings: Settings, diverged: Sequence[Json]) -> Settings:
+    """The settings without the seeds that diverged, case by case, and without the cases that have no other left."""
+    seeds = {*range(settings.plan.seed, settings.plan.seed + settings.plan.seeds)}
+    lost: dict[str, set[int]] = {}
+    for name, case in settings.cases.items():
+        own = {row["seed"] for row in diverged if row["case"] == name}
+        lost[name] = own | {*(case.without or ())} | lost.get(case.after or "", set())
+    cases = {name: replace(case, without=tuple(sorted(lost[name])) or None) for name, case in settings.cases.items()}
+    left = {name: case for name, case in cases.items() if not seeds or seeds - lost[name]}
+    if not left:
         raise InputError(f"study: every case of {settings.name} diverged; lower the learning rate")
-    return _without(replace(settings, cases=cases), lost | (settings.cases.keys() - cases.keys()))
+    return replace(settings, cases=left)
 
 
 def _keep_settings(folder: Path, part: str, settings: Settings) -> None:

@@ -107,6 +107,8 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
         if place == 0 or settings.cases[name].learns is not None:
             study.training(case).require()
     study.options.computing_device()
+    if study.scenario is not None and any(case.without for case in settings.cases.values()):
+        raise InputError("settings: a case has `without`, and there are groups that arrive; leave no seeds out there")
     if settings.audit is not None:
         require_audit(settings.audit, next(iter(cases.values())), study.parts.federations[0])
     for name, case in cases.items():
@@ -138,7 +140,7 @@ def resolved(settings: Settings) -> Settings:
 
 def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
     """A case before its start is known: initial weights, nothing sent."""
-    plain = settings.as_dict()
+    plain, parts = settings.as_dict(), parts_of(settings.cases[name], parts)
     algorithm = build_algorithm(settings, settings.cases[name], parts)
     about = {f"{part} settings": plain[part] for part in ("data", "model", "optimiser")}
     if "welcome" in plain["cases"][name]:
@@ -151,6 +153,11 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
     if settings.audit is not None:
         about |= {"audit": plain["audit"]}
     return Case(algorithm, parts.model, plans_of(settings)[name], parts.seeds, params, parts.federations, spent, about)
+
+
+def parts_of(case: CaseSettings, parts: Parts) -> Parts:
+    """What a case runs with: all seeds but those that it leaves out."""
+    return parts.leaving_out(case.without or ())
 
 
 def _require_continuable(study: Study, name: str, case: Case) -> None:
@@ -241,7 +248,7 @@ def _afterwards(study: Study, name: str, training: Steady | Story) -> Steady | S
             met = arrive(training.case, results, study.options, newcomer=newcomer, welcome=welcome)
             told = [{**row, "arrival": arrival} for row, arrival in zip(told, met, strict=True)]
         if audit is not None:
-            read = audited(training.case, results, audit, build_critic(case.learns, study.parts))
+            read = audited(training.case, results, audit, build_critic(case.learns, parts_of(case, study.parts)))
             told = [{**row, "audit": found} for row, found in zip(told, read, strict=True)]
         return told
 
@@ -255,12 +262,14 @@ def _already_tested(folder: Path, plan: Plan) -> bool:
 
 def _start(study: Study, case: CaseSettings) -> tuple[tuple[Params, ...], tuple[Ledger, ...]]:
     """Initial parameters and traffic so far: fresh, or as an earlier case had them."""
-    parts = study.parts
+    parts = parts_of(case, study.parts)
     if case.after is None:
         return parts.params, tuple(Ledger() for _ in parts.seeds)
     tensors, about = read_tensors(_snapshot(case_folder(study.folder, case.after), _after_round(study.settings, case)))
-    params = tuple({name: tensors[f"{place}/{name}"] for name in parts.params[place]} for place in range(len(parts.seeds)))
-    return params, tuple(Ledger.from_dict(ledger) for ledger in about["ledgers"])
+    earlier = parts_of(study.settings.cases[case.after], study.parts).seeds
+    places = [earlier.index(seed) for seed in parts.seeds]
+    params = tuple({name: tensors[f"{place}/{name}"] for name in parts.params[0]} for place in places)
+    return params, tuple(Ledger.from_dict(about["ledgers"][place]) for place in places)
 
 
 def _keep_snapshot(folder: Path, case: Case, progress: Progress, wanted: set[int]) -> None:
@@ -314,6 +323,11 @@ def _check_cases(settings: Settings) -> None:
         if case.after is not None and case.after not in seen.values():
             raise InputError(
                 f"settings: cases.{name}.after is '{case.after}', which is no earlier case; {nearest(case.after, seen.values())}"
+            )
+        missing = {*(settings.cases[case.after].without or ())} - {*(case.without or ())} if case.after else set()
+        if missing:
+            raise InputError(
+                f"settings: cases.{name} starts from {case.after}, which runs without seed {min(missing)}; leave it out too"
             )
         twin = seen.setdefault(case_folder(Path(), name), name)
         if twin != name:

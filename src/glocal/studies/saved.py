@@ -14,7 +14,7 @@ from glocal.joining import Host
 from glocal.keep import Json
 from glocal.store import State
 from glocal.studies.build import build_parts
-from glocal.studies.run import case_folder, initial_case, read_results, read_settings
+from glocal.studies.run import case_folder, initial_case, parts_of, read_results, read_settings
 from glocal.studies.settings import Settings
 
 
@@ -48,7 +48,7 @@ def open_case(folder: Path, case: str | None = None, *, seed: int | None = None,
     if results[name][place]["rounds"] != plan.last_round:
         raise InputError(f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`")
     state = _tested_state(progress, place, results[name][place]["selected_round"] - plan.first_round)
-    federation, device = parts.federations[place], settings.run.computing_device()
+    federation, device = parts_of(settings.cases[name], parts).federations[place], settings.run.computing_device()
     return Saved(
         name, Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices), federation, settings.run
     )

@@ -90,7 +90,8 @@ class CaseSettings:
     """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`.
 
     `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given. With a `welcome` the
-    study's newcomer is taken in when the rounds are over. `learns` is what local models learn from besides labels.
+    study's newcomer is taken in when the rounds are over. `learns` is what local models learn from besides labels. `without` are
+    seeds of the study that the case does not run with.
     """
 
     algorithm: str
@@ -103,6 +104,7 @@ class CaseSettings:
     rate: float | None = None
     welcome: Welcome | None = None
     learns: LearnsSettings | None = None
+    without: tuple[int, ...] | None = None
     knobs: dict[str, Knob] = field(default_factory=dict)
 
 
