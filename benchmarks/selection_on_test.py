@@ -78,8 +78,8 @@ def main() -> None:
                 starts = measured(first, "FedAvg")[1]
             rows[name], _ = measured(settings, name, starts)
             published = part.published[name]
-            print(f"{classes} classes, {name}: {rows[name]}, published {published.local}", flush=True)
-            rows[name] = {**rows[name], "published": published.local}
+            print(f"{classes} classes, {name}: {rows[name]}, published {published.first}", flush=True)
+            rows[name] = {**rows[name], "published": published.first}
         found[classes] = rows
     if given.out:
         command = f"python -m benchmarks.selection_on_test --seeds {given.seeds} --device {given.device} --out {given.out}"

@@ -394,12 +394,13 @@ def test_a_study_is_audited_when_its_cases_are_done(tmp_path):
     for case, joint in (("plain", False), ("learnt", True), ("shared", True)):
         for result in json.loads((tmp_path / "cases" / case / "result.json").read_text()):
             audit = result["audit"]
-            assert 0 <= audit["auc"] <= 1
+            assert all(0 <= of["auc"] <= 1 for of in (audit, audit["validation"]))
+            assert 0.3 < audit["validation"]["leak"] <= 1
             assert len(audit["attributes"]) == ATTRIBUTES
             for found in audit["attributes"]:
-                assert {*found} == {"own", "pooled", "strong", "joint"}
+                assert {*found} == {"own", "pooled", "strong", "joint", "validation"}
                 assert (found["joint"] is not None) == joint
-                assert 0.3 < found["pooled"]["auc"] <= 1
+                assert 0.3 < found["pooled"] <= 1
     page = write_report(tmp_path).read_text()
     assert "What representations give away" in page
     assert "attribute 1" in page
@@ -413,7 +414,7 @@ def test_an_untrained_encoder_gives_away_what_its_inputs_do(tmp_path):
     for _ in run_study(settings, tmp_path):
         pass
     [result] = json.loads((tmp_path / "cases" / "plain" / "result.json").read_text())
-    open_, hidden = (found["pooled"]["auc"] for found in result["audit"]["attributes"])
+    open_, hidden = (found["pooled"] for found in result["audit"]["attributes"])
     assert open_ > 0.75
     assert hidden < 0.7
 

@@ -4,7 +4,8 @@ An adversary that was trained along says little: what hides from it may be plain
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from glocal.sampling import stream
 
 Floats = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
+Guess = Callable[[Floats], Floats]
 _REPEATS = 200  # of the bootstrap
 
 
@@ -51,21 +53,43 @@ def attackers(seed: int) -> dict[str, Callable[[], Any]]:
     }
 
 
+def fresh(learnt_from: Seen, *, seed: int = 0) -> dict[str, Guess]:
+    """Every attacker, trained on some people: from representations (rows, width) to scores (rows,); none without both values."""
+    _require(learnt_from, "learns from")
+    if len({*learnt_from.attribute.tolist()}) < 2:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a network that has not converged is an attacker all the same
+        fitted = {name: make().fit(*learnt_from) for name, make in attackers(seed).items()}
+    return {name: partial(_scores, attacker) for name, attacker in fitted.items()}
+
+
 def leaks(learnt_from: Seen, tested_on: Seen, *, seed: int = 0) -> list[Leak]:
     """Every attacker, trained on some people and tested on others; none where either group lacks one value of the attribute."""
-    for who, seen in (("learns from", learnt_from), ("is tested on", tested_on)):
-        if len(seen.h) != len(seen.attribute) or not {*seen.attribute.tolist()} <= {0, 1}:
-            raise InputError(f"leakage: what an attacker {who} needs one attribute, 0 or 1, for every representation")
-    if min(len({*seen.attribute.tolist()}) for seen in (learnt_from, tested_on)) < 2:
+    _require(tested_on, "is tested on")
+    if len({*tested_on.attribute.tolist()}) < 2:
         return []
     found = []
-    for name, make in attackers(seed).items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a network that has not converged is an attacker all the same
-            attacker = make().fit(learnt_from.h, learnt_from.attribute)
-        guesses = attacker.predict_proba(tested_on.h)[:, 1]
-        found.append(Leak(name, auc(guesses, tested_on.attribute), *_interval(guesses, tested_on.attribute, seed)))
+    for name, guess in fresh(learnt_from, seed=seed).items():
+        scores = guess(tested_on.h)
+        found.append(Leak(name, auc(scores, tested_on.attribute), *_interval(scores, tested_on.attribute, seed)))
     return found
+
+
+def best_auc(guesses: Mapping[str, Guess], tested_on: Seen) -> float | None:
+    """What the best of some attackers reads from these people; None where nothing can be told."""
+    if not guesses or len({*tested_on.attribute.tolist()}) < 2:
+        return None
+    return max(auc(guess(tested_on.h), tested_on.attribute) for guess in guesses.values())
+
+
+def _scores(attacker: Any, h: Floats) -> Floats:
+    return np.asarray(attacker.predict_proba(h)[:, 1])
+
+
+def _require(seen: Seen, who: str) -> None:
+    if len(seen.h) != len(seen.attribute) or not {*seen.attribute.tolist()} <= {0, 1}:
+        raise InputError(f"leakage: what an attacker {who} needs one attribute, 0 or 1, for every representation")
 
 
 def worst(found: Sequence[Leak]) -> Leak | None:

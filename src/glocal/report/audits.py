@@ -42,7 +42,6 @@ def _cells(results: Sequence[Json]) -> list[str]:
     columns = [[audit["auc"] for audit in audits]]
     for place in range(len(audits[0]["attributes"])):
         found = [audit["attributes"][place] for audit in audits]
-        pooled = [each["pooled"] and each["pooled"]["auc"] for each in found]
-        columns += [[each["joint"] for each in found], [each["own"] for each in found], pooled, [each["strong"] for each in found]]
+        columns += [[each[view] for each in found] for view in ("joint", "own", "pooled", "strong")]
     known = [[value for value in column if value is not None] for column in columns]
     return [percent(column) if column else "–" for column in known]

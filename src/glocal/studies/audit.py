@@ -18,11 +18,13 @@ from glocal.errors import InputError
 from glocal.federation import Examples, Federation
 from glocal.fitting import Case
 from glocal.keep import Json
-from glocal.measure.leakage import Floats, Labels, Seen, auc, leaks, worst
+from glocal.measure.leakage import Floats, Guess, Labels, Seen, auc, best_auc, fresh
 from glocal.modules import predictor, representing
 from glocal.representations.auxiliary import own
 from glocal.result import Result
 from glocal.trees import Params
+
+_USES = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ class AuditSettings:
 
 
 class Device(NamedTuple):
-    """One device's part in an audit: what its people look like to training and to test, and how they are scored."""
+    """One device's part in an audit: all that it holds, and its people by what they are used for."""
 
     params: Params
     train: Examples
+    validation: Examples
     test: Examples
 
 
@@ -54,24 +57,42 @@ def require_audit(settings: AuditSettings, case: Case, federation: Federation) -
 
 
 def audited(case: Case, results: Sequence[Result], settings: AuditSettings, critic: nn.Module | None = None) -> list[Json]:
-    """For each seed: income and the like as AUC, and for each attribute what the joint adversary and fresh attackers read."""
+    """For each seed: income and the like as AUC, and for each attribute what the joint adversary and fresh attackers read.
+
+    "validation" tells the same of validation data, of which nobody has learnt; a study may choose by it.
+    """
     return [_audited(case, result, fed, settings, critic) for result, fed in zip(results, case.federations, strict=True)]
 
 
 def _audited(case: Case, result: Result, fed: Federation, settings: AuditSettings, critic: nn.Module | None) -> Json:
-    devices = [_device(_params(case, result, number), fed, number) for number in range(fed.devices)]
+    devices = devices_of(case, result, fed)
     encode = Encoder(case.model, settings.at)
-    attributes = _groups(devices[0].train).shape[1]
-    scores = [_score(case.model, device) for device in devices]
-    found = [_attacked(encode, devices, attribute, settings, result.plan.seed) for attribute in range(attributes)]
-    joint = [_joint(encode, devices, attribute, critic) for attribute in range(attributes)]
-    return {"auc": _mean(scores), "attributes": [{**fresh, "joint": along} for fresh, along in zip(found, joint, strict=True)]}
+    attributes = range(groups(devices[0].train).shape[1])
+    found = [_attacked(encode, devices, attribute, settings, result.plan.seed) for attribute in attributes]
+    joint = [_joint(encode, devices, attribute, critic) for attribute in attributes]
+    return {
+        "auc": _mean([_score(case.model, device.params, device.test) for device in devices]),
+        "attributes": [{**fresh, "joint": along} for fresh, along in zip(found, joint, strict=True)],
+        "validation": {
+            "auc": _mean([_score(case.model, device.params, device.validation) for device in devices]),
+            "leak": max(filter(None, map(_leak, found)), default=None),
+        },
+    }
 
 
-def _device(params: Params, fed: Federation, number: int) -> Device:
-    """In the host's memory, where the attackers are."""
+def _leak(found: Json) -> float | None:
+    """What validation data tell of an attribute; a device's own people there are too few to judge the best of three attackers."""
+    return _mean([found["validation"]["pooled"], found["validation"]["strong"]])
+
+
+def devices_of(case: Case, result: Result, fed: Federation) -> list[Device]:
+    """Every device, in the host's memory, where the attackers are."""
     cpu = torch.device("cpu")
-    return Device(trees.to(params, cpu), fed.train.of(number).to(cpu), fed.test.of(number).to(cpu))
+    parts = (fed.train, fed.val, fed.test)
+    return [
+        Device(trees.to(_params(case, result, number), cpu), *(part.of(number).to(cpu) for part in parts))
+        for number in range(fed.devices)
+    ]
 
 
 def _params(case: Case, result: Result, number: int) -> Params:
@@ -92,31 +113,34 @@ class Encoder:
             h = self.represent(params, examples.x, torch.ones(len(examples.y), dtype=torch.bool))
         return np.asarray(h.flatten(1).double().numpy())
 
+    def seen(self, params: Params, examples: Examples, attribute: int) -> Seen:
+        """These people as an attacker sees them through this model."""
+        return Seen(self(params, examples), column(examples, attribute))
+
 
 def _attacked(encode: Encoder, devices: Sequence[Device], attribute: int, settings: AuditSettings, seed: int) -> Json:
     """The AUC of the best fresh attacker, by what it knows."""
-    trains, tests = ([Seen(encode(d.params, e), _column(e, attribute)) for d, e in pairs] for pairs in _both(devices))
-    own_rows = [worst(leaks(train, test, seed=seed)) for train, test in zip(trains, tests, strict=True)]
-    pooled = worst(leaks(_together(trains), _together(tests), seed=seed))
-    strong = [_through_one(encode, devices, number, attribute, seed) for number in range(min(settings.encoders, len(devices)))]
-    return {
-        "own": _mean([leak and leak.auc for leak in own_rows]),
-        "pooled": pooled and pooled._asdict(),
-        "strong": _mean(strong),
-    }
+    trains, validations, tests = ([encode.seen(d.params, getattr(d, of), attribute) for d in devices] for of in _USES)
+    own_rows = [fresh(train, seed=seed) for train in trains]
+    pooled = fresh(together(trains), seed=seed)
+    through = range(min(settings.encoders, len(devices)))
+    strong = [_through_one(encode, devices, number, attribute, seed) for number in through]
+
+    def read(tested: Sequence[Seen]) -> Json:
+        return {
+            "own": _mean([best_auc(guesses, seen) for guesses, seen in zip(own_rows, tested, strict=True)]),
+            "pooled": best_auc(pooled, together(tested)),
+            "strong": _mean([best_auc(guesses, tested[number]) for number, guesses in zip(through, strong, strict=True)]),
+        }
+
+    return {**read(tests), "validation": read(validations)}
 
 
-def _both(devices: Sequence[Device]) -> tuple[list[tuple[Device, Examples]], list[tuple[Device, Examples]]]:
-    return [(device, device.train) for device in devices], [(device, device.test) for device in devices]
-
-
-def _through_one(encode: Encoder, devices: Sequence[Device], number: int, attribute: int, seed: int) -> float | None:
-    """An attacker who has one device's encoder learns from everybody else's people, and reads that device's own."""
+def _through_one(encode: Encoder, devices: Sequence[Device], number: int, attribute: int, seed: int) -> dict[str, Guess]:
+    """Attackers who have one device's encoder, and have learnt from everybody else's people."""
     one = devices[number]
-    others = [Seen(encode(one.params, each.train), _column(each.train, attribute)) for each in devices if each is not one]
-    its_own = Seen(encode(one.params, one.test), _column(one.test, attribute))
-    found = worst(leaks(_together(others), its_own, seed=seed)) if others else None
-    return found and found.auc
+    others = [encode.seen(one.params, each.train, attribute) for each in devices if each is not one]
+    return fresh(together(others), seed=seed) if others else {}
 
 
 def _joint(encode: Encoder, devices: Sequence[Device], attribute: int, critic: nn.Module | None) -> float | None:
@@ -128,33 +152,36 @@ def _joint(encode: Encoder, devices: Sequence[Device], attribute: int, critic: n
         h = torch.from_numpy(encode(device.params, device.test)).float()
         with torch.no_grad():
             guess = attack(own("adversary", device.params), h, torch.ones(len(h), dtype=torch.bool))[:, attribute]
-        found.append(_auc(guess.double().numpy(), _column(device.test, attribute)))
+        found.append(_auc(guess.double().numpy(), column(device.test, attribute)))
     return _mean(found)
 
 
-def _score(model: nn.Module, device: Device) -> float | None:
-    """How well a device tells class 1 from class 0 on its own test data."""
+def _score(model: nn.Module, params: Params, people: Examples) -> float | None:
+    """How well a device tells class 1 from class 0 of its own people."""
     with torch.no_grad():
-        output = predictor(model)(device.params, device.test.x, torch.ones(len(device.test.y), dtype=torch.bool))
+        output = predictor(model)(params, people.x, torch.ones(len(people.y), dtype=torch.bool))
     if output.shape[1] != 2:
         return None
-    return _auc((output[:, 1] - output[:, 0]).double().numpy(), device.test.y.numpy())
+    return _auc((output[:, 1] - output[:, 0]).double().numpy(), people.y.numpy())
 
 
 def _auc(scores: Floats, labels: Labels) -> float | None:
     return auc(scores, labels) if 0 < labels.sum() < len(labels) else None
 
 
-def _groups(examples: Examples) -> torch.Tensor:
+def groups(examples: Examples) -> torch.Tensor:
+    """Protected attributes (rows, attributes)."""
     assert examples.group is not None
     return examples.group if examples.group.dim() == 2 else examples.group[:, None]
 
 
-def _column(examples: Examples, attribute: int) -> Labels:
-    return np.asarray(_groups(examples)[:, attribute].numpy())
+def column(examples: Examples, attribute: int) -> Labels:
+    """One protected attribute (rows,)."""
+    return np.asarray(groups(examples)[:, attribute].numpy())
 
 
-def _together(seen: Sequence[Seen]) -> Seen:
+def together(seen: Sequence[Seen]) -> Seen:
+    """Everybody in one."""
     return Seen(np.concatenate([each.h for each in seen]), np.concatenate([each.attribute for each in seen]))
 
 
