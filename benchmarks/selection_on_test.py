@@ -77,9 +77,9 @@ def main() -> None:
                 first = Settings(**{**vars(settings), "cases": {"FedAvg": CaseSettings("fedavg", rounds=1000)}})
                 starts = measured(first, "FedAvg")[1]
             rows[name], _ = measured(settings, name, starts)
-            published = part.published[name]
-            print(f"{classes} classes, {name}: {rows[name]}, published {published.first}", flush=True)
-            rows[name] = {**rows[name], "published": published.first}
+            published = part.published[name].scores[0].mean
+            print(f"{classes} classes, {name}: {rows[name]}, published {published}", flush=True)
+            rows[name] = {**rows[name], "published": published}
         found[classes] = rows
     if given.out:
         command = f"python -m benchmarks.selection_on_test --seeds {given.seeds} --device {given.device} --out {given.out}"

@@ -76,7 +76,15 @@ def test_every_part_has_its_place():
     assert {part(path) for path in FILES} - {"__init__"} == set(ORDER)
 
 
-HOMES = {"matplotlib": "report", "typer": "cli", "rich": "cli", "sklearn": "data, measure", "triton": "fused", "flwr": None}
+HOMES = {
+    "matplotlib": "report",
+    "typer": "cli",
+    "rich": "cli",
+    "sklearn": "data, measure",
+    "fairlearn": "measure",
+    "triton": "fused",
+    "flwr": None,
+}
 
 
 @pytest.mark.parametrize(("library", "home"), HOMES.items())

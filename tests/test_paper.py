@@ -18,7 +18,7 @@ from glocal.studies.paper import CLASSES, FINE_TUNED, PAPER, published
 from glocal.studies.parts import prepare, read_parts, run_parts
 from glocal.studies.run import resolved
 from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, PlanSettings, Settings, SplitSettings
-from glocal.studies.study import Claim, Figure, Part, Published, Study
+from glocal.studies.study import Claim, Figure, Part, Published, Score, Study
 from glocal.trees import count
 
 MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
@@ -43,14 +43,17 @@ def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes
 def test_the_published_tables_are_whole():
     """Spot checks against the paper: appendix C.2 and Table 1."""
     assert [len(published(data, classes)) for data in MODELS for classes in CLASSES] == [7] * 10
-    assert published("mnist", 2)["LG 600+100"][:4] == (98.70, 0.01, 98.03, 0.05)
-    assert published("mnist", 4)["Local only"][:4] == (96.53, 0.41, 43.15, 16.41)
-    assert published("cifar10", 2)["FedAvg"][:4] == (58.99, 1.50, 58.99, 1.50)
-    assert published("cifar10", 10)["LG 1800+100"][:4] == (69.89, 0.48, 69.76, 0.49)
-    assert published("table1", 2)["MTL"] == (89.68, 0.75, 10.06, 0.11, 12.0e9, "12.0e9")
+    assert published("mnist", 2)["LG 600+100"].scores == ((98.70, 0.01), (98.03, 0.05))
+    assert published("mnist", 4)["Local only"].scores == ((96.53, 0.41), (43.15, 16.41))
+    assert published("cifar10", 2)["FedAvg"].scores == ((58.99, 1.50), (58.99, 1.50))
+    assert published("cifar10", 10)["LG 1800+100"].scores == ((69.89, 0.48), (69.76, 0.49))
+    assert published("table1", 2)["MTL"] == (((89.68, 0.75), (10.06, 0.11)), 12.0e9, "12.0e9")
+    assert [[*published("table4", classes)] for classes in (10, 2)] == [["FedAvg", "LG", "LG + Adv"]] * 2
+    assert published("table4", 10)["FedAvg"] == (((83.7, 3.1), (89.4, 1.9), (65.5, 1.6)), 0.0, "")
+    assert published("table4", 2)["LG + Adv"].scores == ((80.1, 2.0), (84.1, 2.3), (49.8, 2.2))
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("name", ["paper-mnist", "paper-cifar10", "paper-rotated"])
 def test_a_study_runs_every_row_of_the_paper_from_one_fedavg_per_seed(name):
     study = PAPER[name]
     for part in study.parts.values():
@@ -61,10 +64,14 @@ def test_a_study_runs_every_row_of_the_paper_from_one_fedavg_per_seed(name):
         assert part.settings.plan.seeds == 10
         starts = {case.after for row, case in cases.items() if row.startswith("LG")} - {None}
         assert len(starts) == {"tuned": len(paper.RATES)}.get(part.protocol, int("FedAvg" in cases))
+
+
+@pytest.mark.parametrize("study", PAPER.values(), ids=PAPER)
+def test_claims_are_about_what_a_study_measures(study):
     for claim in study.claims:
         for part, case, measure in (*claim.more, *claim.less):
             assert case in {*study.parts[part].settings.cases, *study.parts[part].choices}
-            assert measure in study.measures
+            assert measure in {*study.measures, "fresh"}
 
 
 @pytest.mark.parametrize("data", MODELS)
@@ -105,7 +112,7 @@ DEALT = Settings(
         FINE_TUNED: CaseSettings("local_only", rounds=2, after="FedAvg", after_round=4),
     },
 )
-ROW = Published(60.0, 1.0, 50.0, 1.0, 1.0e5, "1.0e5")
+ROW = Published((Score(60.0, 1.0), Score(50.0, 1.0)), 1.0e5, "1.0e5")
 RATES = {f"FedAvg, rate {rate}": CaseSettings("fedavg", rounds=2, rate=rate) for rate in (0.01, 0.1)}
 SMALL = Study(
     name="small",
@@ -272,6 +279,81 @@ def test_a_rate_is_chosen_on_validation_data_alone():
     found = Findings(SMALL, {}, {"tuned-2": findings(**rates).parts["paper-2"]})
     assert found.name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.1"
     assert found.values(Figure("tuned-2", "FedAvg", "local")) == [50.0]
+
+
+# validation, and what attackers read of validation data in two seeds
+LEAKS = {"FedAvg, rate 0.01": (0.6, [0.5, 0.625]), "FedAvg, rate 0.1": (0.7, [0.5, 0.75])}
+
+
+def tuned(leaks, limit):
+    """Findings of the tuned part with so many choices, of which some were audited."""
+    part = replace(SMALL.parts["tuned-2"], choices={"FedAvg": tuple(leaks)}, limit=limit)
+    cases = {name: {"validation": [of], **({"validation_leak": leak} if leak else {})} for name, (of, leak) in leaks.items()}
+    return Findings(replace(SMALL, parts={"tuned-2": part}), {}, {"tuned-2": {"cases": cases}})
+
+
+@pytest.mark.parametrize(
+    ("limit", "rate"),
+    [(None, "0.1"), (0.7, "0.1"), (0.625, "0.1"), (0.62, "0.01"), (0.5625, "0.01"), (0.5, "0.01")],
+)
+def test_the_best_within_the_limit_stands_for_a_row_or_else_the_one_that_gives_least_away(limit, rate):
+    assert tuned(LEAKS, limit).name_of("tuned-2", "FedAvg") == f"FedAvg, rate {rate}"
+
+
+def test_of_several_within_the_limit_validation_decides():
+    more = {**LEAKS, "FedAvg, rate 0.2": (0.5, [0.40, 0.40])}
+    assert tuned(more, 0.6).name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.01"
+    assert tuned(more, 0.30).name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.2"
+
+
+@pytest.mark.parametrize("leak", [None, [None, None]])
+def test_what_was_not_audited_is_within_every_limit(leak):
+    assert tuned({**LEAKS, "FedAvg, rate 0.2": (0.5, leak)}, 0.3).name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.2"
+    assert tuned({}, 0.3).case("tuned-2", "FedAvg") is None
+
+
+def audit(**changes):
+    """What an audit of two attributes found."""
+    first = {"joint": 0.52, "own": 0.61, "pooled": 0.62, "strong": 0.63, "validation": {}}
+    second = {"joint": 0.54, "own": None, "pooled": 0.7, "strong": 0.6, "validation": {}}
+    return {"auc": 0.88, "attributes": [first, {**second, **changes}], "validation": {"auc": 0.87, "leak": 0.66}}
+
+
+def test_the_figures_of_an_audit_are_kept_seed_by_seed():
+    assert run("run", "small", "--part", "tuned-2", "--seeds", 2, "--device", "cpu", "--out", "kept") == 0
+    path = part_folder(Path("kept"), "tuned-2") / "cases/fedavg-rate-0-1/result.json"
+    plain = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
+    audits = [audit(), {**audit(joint=None, strong=0.9), "auc": None}]
+    results = [{**result, "audit": of} for result, of in zip(json.loads(path.read_text()), audits, strict=True)]
+    path.write_text(json.dumps(results))
+    found = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
+    assert {key: value for key, value in found.items() if key not in plain} == {
+        "auc": [0.88, None],
+        "adversary": [0.53, 0.52],
+        "own_0": [0.61, 0.61],
+        "pooled_0": [0.62, 0.62],
+        "strong_0": [0.63, 0.63],
+        "own_1": [None, None],
+        "pooled_1": [0.7, 0.7],
+        "strong_1": [0.6, 0.9],
+        "fresh": [0.7, 0.9],
+        "validation_auc": [0.87, 0.87],
+        "validation_leak": [0.66, 0.66],
+    }
+    assert {key: found[key] for key in plain} == plain
+
+
+def test_an_audit_without_an_adversary_has_none():
+    assert run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    path = part_folder(Path("kept"), "tuned-2") / "cases/fedavg-rate-0-1/result.json"
+    blind = {
+        "auc": None,
+        "attributes": [dict.fromkeys(("joint", "own", "pooled", "strong"))],
+        "validation": dict.fromkeys(("auc", "leak")),
+    }
+    path.write_text(json.dumps([{**result, "audit": blind} for result in json.loads(path.read_text())]))
+    found = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
+    assert [found[key] for key in ("adversary", "own_0", "fresh", "validation_leak")] == [[None]] * 4
 
 
 def test_runs_on_different_machines_are_not_mixed():

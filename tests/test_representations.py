@@ -21,7 +21,7 @@ from glocal.keep import read_rows, read_tensors
 from glocal.modules import GaussianNoise, params_of, representing, tapped_forward, training_forward
 from glocal.optimisers import Apart, adam, sgd
 from glocal.report import write_report
-from glocal.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled
+from glocal.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled, supervised
 from glocal.representations.adversary import balanced, with_slope
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
@@ -50,13 +50,14 @@ def auxiliary(kind, model):
     if kind == "adversary":
         return adversarial(model, world.seeded(critic), at="encoder", strength=2.0)
     made = {
+        "classifier": lambda: supervised(model, world.seeded(lambda: nn.Linear(WIDTH, world.CLASSES)), at="encoder"),
         "decoder": lambda: autoencoder(model, world.seeded(lambda: nn.Linear(WIDTH, 16)), at="encoder"),
         "puzzle": lambda: jigsaw(model, world.seeded(lambda: nn.Linear(WIDTH, 24)), at="encoder"),
     }[kind]()
     return beside(objective, made, weight=0.5), made
 
 
-KINDS = ("decoder", "puzzle", "adversary")
+KINDS = ("decoder", "puzzle", "adversary", "classifier")
 
 
 def holdings():
@@ -311,7 +312,7 @@ learns = {{kind = "{kind}", at = "encoder", weight = 2, hidden = [8]}}
 algorithm = "fedavg"
 learns = {{kind = "{kind}", at = "encoder", weight = 2, hidden = [8]}}
 """
-SOURCES_OF = {"decoder": "digits", "puzzle": "digits", "adversary": "test_representations:census"}
+SOURCES_OF = {"decoder": "digits", "puzzle": "digits", "classifier": "digits", "adversary": "test_representations:census"}
 
 
 def studied(folder, kind, more="", **run):

@@ -11,18 +11,21 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from glocal.cli.tables import print_findings, show_study
 from glocal.report import draw_study, study_markdown, write_study_report
 from glocal.report.comparison import changes_of, row_names, rows_of, swept, table_1, tables_of
 from glocal.report.study_figures import study_drawings
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED, PAPER
-from glocal.studies.study import Published
+from glocal.studies.published import published
+from glocal.studies.settings import CaseSettings, Settings
+from glocal.studies.study import Part, Published, Score, Study
 from test_report import Outline
 
 MODELS = {"paper-mnist": 633_226, "paper-cifar10": 64_102}
 SHARED = {"paper-mnist": 99_978, "paper-cifar10": 2_872}
 ABOUT = {"command": "glocal run paper", "version": "0.1.0", "machine": {"device": "a GPU", "torch": "2.11", "python": "3.12"}}
-EXTRA = Published(90.0, 0.5, 50.0, 0.5, 0.0, "0")
+EXTRA = Published((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0, "0")
 
 
 def counted(study: str, case: str) -> int:
@@ -37,7 +40,7 @@ def counted(study: str, case: str) -> int:
 def fake_case(study: str, case: str, row: Published, seeds: int) -> dict[str, Any]:
     noise = np.random.default_rng(crc32(case.encode())).normal(size=seeds)
     noise -= noise.mean()  # so that the mean is the printed one
-    local, new = ((mean + 0.1 * noise) / 100 for mean in (row.first, row.second))
+    local, new = ((mean + 0.1 * noise) / 100 for mean, _ in row.scores)
     figures = {"local": local.round(6).tolist(), "new": new.round(6).tolist(), "validation": local.round(6).tolist()}
     sent = counted(study, case)
     return {**figures, "paper_parameters": sent, "parameters": sent // 5, "bytes": 4 * sent // 5}
@@ -82,8 +85,9 @@ def test_every_published_number_is_in_its_row_of_the_text(study: str) -> None:
         table = lines_of(text, part.title if "FedAvg" in part.published else "Table 1 of the main text")
         for name, row in part.published.items():
             cells = table[name if name in table else f"{name}, M = 10"]
-            assert f"{row.first:.2f} ± {row.first_std:.2f}" == cells[0]
-            assert f"{row.second:.2f} ± {row.second_std:.2f}" in cells[1:]
+            (first, first_std), (second, second_std) = row.scores
+            assert f"{first:.2f} ± {first_std:.2f}" == cells[0]
+            assert f"{second:.2f} ± {second_std:.2f}" in cells[1:]
             assert row.printed in cells
 
 
@@ -246,6 +250,174 @@ def test_figures_of_nothing_are_none_and_png_files_are_the_same_each_time(tmp_pa
     assert draw_study(found, tmp_path / "new")[0].read_bytes() == before
 
 
+# a study of more measures than the paper prints, two of them better if less, with an adversary of several strengths
+
+CODES = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
+NAMES = tuple(f"LG + Adv, code {width}, strength {strength:g}" for width, of in CODES.items() for strength in of)
+FAIR_SETTINGS = Settings(name="fair", cases={name: CaseSettings("fedavg", rounds=2) for name in ("FedAvg", *NAMES)})
+FAIR = Study(
+    name="fair",
+    title="Adult",
+    source="Liang et al. 2020, Table 4",
+    says="An adversary hides protected attributes.",
+    parts={
+        name: Part(
+            f"{name} data",
+            "paper",
+            FAIR_SETTINGS,
+            published("table4", classes),
+            choices={"FedAvg": ("FedAvg",), "LG + Adv": NAMES},
+            limit=0.6,
+        )
+        for name, classes in {"iid": 10, "non-iid": 2}.items()
+    },
+    measures={"local": "Accuracy", "auc": "Income AUC", "adversary": "Adversary AUC", "fresh": "Fresh AUC"},
+    lower=frozenset({"adversary", "fresh"}),
+    columns="Figures.",
+)
+
+
+def fair_case(accuracy: float, read: float, adversary: float | None) -> dict[str, Any]:
+    """Two seeds, one a point above and one a point below."""
+    figures = {
+        "local": accuracy,
+        "auc": 0.88,
+        "adversary": adversary,
+        "fresh": read,
+        "validation": accuracy,
+        "validation_leak": read,
+    }
+    seeds = {key: [None if mean is None else round(mean + by, 6) for by in (0.01, -0.01)] for key, mean in figures.items()}
+    return {**seeds, "paper_parameters": 10**9, "parameters": 10**8, "bytes": 4 * 10**8}
+
+
+def fair_part() -> dict[str, Any]:
+    """The stronger the adversary, the less is read and the less is known."""
+    cases = {"FedAvg": fair_case(0.84, 0.8, None)}
+    for width, strengths in CODES.items():
+        for place, strength in enumerate(strengths):
+            read, accuracy = 0.75 - 0.1 * place + width / 1000, 0.84 - 0.01 * place
+            cases[f"LG + Adv, code {width}, strength {strength:g}"] = fair_case(accuracy, read, 0.52)
+    return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "cases": cases}
+
+
+@pytest.fixture
+def fair() -> Findings:
+    return Findings(FAIR, ABOUT, {name: fair_part() for name in FAIR.parts})
+
+
+def test_a_table_has_any_number_of_measures_and_a_published_column_only_where_something_was(fair: Findings) -> None:
+    table = lines_of(study_markdown(fair), "iid data")
+    assert table["Method"] == [
+        *(f"{words}, {head}" for words in ("Accuracy", "Income AUC", "Adversary AUC") for head in ("published", "`paper`")),
+        "Fresh AUC, `paper`",
+        "Sent",
+    ]
+    scores = ["83.70 ± 3.10", "84.00 ± 1.41 (+0.30)", "89.40 ± 1.90", "88.00 ± 1.41 (−1.40)", "65.50 ± 1.60", "–", "80.00 ± 1.41"]
+    assert table["FedAvg"] == [*scores, "400.0 MB"]
+
+
+def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> None:
+    text = study_markdown(fair)
+    row = lines_of(text, "iid data")["LG + Adv"]  # published: 50.1 ± 1.3
+    assert row[5] == "52.00 ± 1.41 (code 4, strength 10) ↑"
+    assert "↑ is above the published mean plus its standard deviation, where less is better." in text
+    told = "LG + Adv on Adversary AUC by 0.60 (52.00 ± 1.41, published 50.10 ± 1.30)"
+    assert f"- ↑ `paper`, above the published mean plus its standard deviation: {told}.\n" in text
+    assert (
+        "- Nothing measured in `paper` is below the published mean less its standard deviation on Accuracy, Income AUC.\n"
+        in text.partition("### non-iid data")[0]
+    )
+    assert "52.00 ± 1.41 ↑</span>" in write_study_report(fair, tmp_path).read_text(encoding="utf-8")
+
+
+def test_far_below_is_no_shortfall_where_less_is_better(fair: Findings) -> None:
+    hidden = changed_case(fair, "iid", "LG + Adv, code 4, strength 10", adversary=[0.3, 0.3])
+    table = study_markdown(hidden).partition("### non-iid data")[0]
+    assert lines_of(table, "iid data")["LG + Adv"][5] == "30.00 ± 0.00 (code 4, strength 10)"
+    assert "Nothing measured in `paper` is above the published mean plus its standard deviation on Adversary AUC." in table
+
+
+def test_another_audit_than_the_studys_is_told(fair: Findings) -> None:
+    fair.parts["iid"]["settings"]["audit"] = {"at": "layer1", "encoders": 1}
+    assert changes_of(fair, "iid") == ["audit.at = layer1", "audit.encoders = 1"]
+    assert changes_of(fair, "non-iid") == []
+
+
+def test_the_row_is_the_best_within_the_limit(fair: Findings) -> None:
+    """Within 60 %: only the strongest; without a limit the weakest are the best on validation data."""
+    assert [row.choice for row in rows_of(fair, "iid")] == ["", "code 4, strength 10"]
+    free = {name: replace(part, limit=None) for name, part in FAIR.parts.items()}
+    found = replace(fair, study=replace(FAIR, parts=free))
+    assert [row.choice for row in rows_of(found, "iid")] == ["", "code 4, strength 0.1"]
+
+
+def test_a_newcomers_arrival_is_what_was_sent(fair: Findings) -> None:
+    found = changed_case(fair, "iid", "FedAvg", arrival_bytes=5 * 10**6)
+    table = lines_of(study_markdown(found), "iid data")
+    assert (table["Method"][-1], table["FedAvg"][-1]) == ("Sent for the arrival", "5.0 MB")
+
+
+def test_the_terminal_has_the_same_columns(fair: Findings, capsys: pytest.CaptureFixture[str]) -> None:
+    print_findings(fair)
+    heads, first, *_ = capsys.readouterr().out.splitlines()
+    assert re.split(r"\s{2,}", heads.strip()) == [
+        *("part", "case", "Accuracy %", "paper", "apart", "Income AUC %", "paper", "apart"),
+        *("Adversary AUC %", "paper", "apart", "Fresh AUC %"),
+    ]
+    assert re.split(r"\s{2,}", first.strip())[2:] == [
+        *("84.00 ± 1.41", "83.70 ± 3.10", "+0.30", "88.00 ± 1.41", "89.40 ± 1.90", "-1.40", "-", "65.50 ± 1.60", "80.00 ± 1.41")
+    ]
+    show_study(FAIR)
+    shown = capsys.readouterr().out
+    assert re.search(r"rounds +paper: Accuracy +Income AUC +Adversary AUC\s*\n", shown)
+    assert re.search(r"strength 0.1 +2 +82.10 ± 1.00 +85.70 ± 1.70 +50.10 ± 1.30\s*\n", shown)
+
+
+def test_a_study_of_which_the_paper_prints_nothing_has_our_columns_only(
+    fair: Findings, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bare = replace(FAIR, parts={name: replace(part, published={}) for name, part in FAIR.parts.items()})
+    found = replace(fair, study=bare)
+    text = study_markdown(found)
+    assert lines_of(text, "iid data")["FedAvg"] == ["84.00 ± 1.41", "88.00 ± 1.41", "–", "80.00 ± 1.41", "400.0 MB"]
+    assert "Nothing measured" not in text
+    assert '<th scope="col">published</th>' not in write_study_report(found, tmp_path).read_text(encoding="utf-8")
+    print_findings(found)
+    show_study(bare)
+    assert "paper" not in capsys.readouterr().out.replace("paper-", "")
+
+
+def test_the_trade_off_has_a_panel_for_each_part_and_a_line_for_each_width(fair: Findings) -> None:
+    fair.parts["non-iid"]["cases"].pop("LG + Adv, code 16, strength 1")
+    drawing = study_drawings(fair)["tradeoff"]
+    upper, lower = drawing.figure.axes
+    assert [axes.get_title("left") for axes in (upper, lower)] == ["iid data", "non-iid data"]
+    lines = {line.get_label(): line.get_xydata() for line in upper.lines}
+    assert np.allclose(lines["code of 4"], [[75.4, 84], [65.4, 83], [55.4, 82]])
+    assert np.allclose(lines["code of 16"], [[76.6, 84], [66.6, 83], [56.6, 82]])
+    assert len({line.get_label(): line.get_xydata() for line in lower.lines}["code of 16"]) == 2
+    assert [text.get_text() for text in upper.texts] == ["0.1", "1", "10"] * 2 + ["guessing"]
+    assert [50, 50] in [list(line.get_xdata()) for line in upper.lines]
+    assert "code of 16" in drawing.legend
+
+
+def test_the_trade_off_is_in_the_page_and_among_the_files(fair: Findings, tmp_path: Path) -> None:
+    page = write_study_report(fair, tmp_path).read_text(encoding="utf-8")
+    assert page.count("<figure") == 1
+    assert "Accuracy by what attackers read" in page
+    assert [path.name for path in draw_study(fair, tmp_path)] == ["fair-tradeoff.png"]
+
+
+def test_no_trade_off_is_drawn_of_what_was_not_audited(fair: Findings) -> None:
+    for part in fair.parts.values():
+        for case in part["cases"].values():
+            case["fresh"] = [None, None]
+    assert study_drawings(fair) == {}
+    only = {name: {**part, "cases": {"FedAvg": part["cases"]["FedAvg"]}} for name, part in fair.parts.items()}
+    assert study_drawings(replace(fair, parts=only)) == {}
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     found = shifted(fake("paper-cifar10"), "released-5", "FedAvg", new=-2.0)
@@ -269,7 +441,7 @@ def test_the_pages_numbers_are_those_of_the_comparison(page: str) -> None:
         for name, of in table.rows.items():
             cells = box.partition(f">{escape(name)}</th>")[2].partition("</tr>")[0]
             for row in of.values():
-                numbers = [score for pair in row.scores.values() for score in pair if score]
+                numbers = [score for pair in row.scores.values() for score in (pair.paper, pair.ours) if score]
                 assert all(f">{number}" in cells for number in [*numbers, row.sent.ours])
     assert '<span class="below">65.21 ± ' in page
 

@@ -43,6 +43,12 @@ def average(shared: Params, uploads: Params, weights: Tensor) -> Params:
     return trees.mean(uploads, weights)
 
 
+def frozen(algorithm: Algorithm) -> Algorithm:
+    """The algorithm while the shared part stays as it is, and nothing is sent."""
+    assert algorithm.settle is not None
+    return algorithm._replace(client_update=algorithm.settle, aggregate=lambda shared, uploads, weights: shared)
+
+
 def unweighted(algorithm: Algorithm) -> Algorithm:
     """The same algorithm with every device of a cohort counting the same, however many examples it has."""
 

@@ -1,6 +1,6 @@
 """Every device's examples: stored once, each device's share a list of row numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -62,16 +62,33 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Federation:
-    """What every device trains on, is chosen on, and is tested on."""
+    """What every device trains on, is chosen on, and is tested on; and inputs whose labels nobody knows, if it has such."""
 
     train: Holdings
     val: Holdings
     test: Holdings
+    unlabelled: Holdings | None = None
 
     @property
     def devices(self) -> int:
         """M, how many devices there are."""
         return self.train.devices
+
+    def parts(self) -> tuple[Holdings, ...]:
+        """All that there is."""
+        return (self.train, self.val, self.test, *([self.unlabelled] if self.unlabelled else []))
+
+    def each(self, change: Callable[[Holdings], Holdings]) -> "Federation":
+        """The same with every part changed."""
+        return Federation(*map(change, self.parts()))
+
+    def labelled(self, share: float, *, seed: int) -> "Federation":
+        """Labels for a share of every device's training examples only, at least one; all its inputs are there without."""
+        if not 0 < share <= 1:
+            raise InputError(f"data: labelled is {share}; a share above 0 and up to 1 was expected")
+        rows = [stream(seed, "labels", device).permutation(own) for device, own in enumerate(self.train.rows)]
+        few = tuple(np.sort(own[: max(1, round(share * len(own)))]) for own in rows)
+        return replace(self, train=replace(self.train, rows=few), unlabelled=self.train)
 
 
 def from_tensors(

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from glocal import trees
-from glocal.algorithm import Algorithm
+from glocal.algorithm import Algorithm, frozen
 from glocal.backends import Engine, OverDevices, Report, Seat, Task, begin, simulate_seeds
 from glocal.backends.looped import Looped
 from glocal.checkpoint import Checkpoint, Progress
@@ -27,6 +27,8 @@ from glocal.split import unique_tensors
 from glocal.store import State
 from glocal.trees import Params
 from glocal.wire import Ledger, pack
+
+_BEFORE = 10**6  # pre-training draws as rounds so far on do, which no run reaches
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,17 @@ class Options:
             raise InputError(f"options: device '{self.device}' cannot be used here; try 'cpu', 'cuda' or 'auto'") from error
 
 
+class Pretraining(NamedTuple):
+    """So many epochs before the first round in which every device trains its private part alone, as its algorithm settles.
+
+    Without labels it learns from all inputs that a device has, with them from what the rounds learn from.
+    """
+
+    algorithm: Algorithm
+    epochs: int
+    labels: bool = False
+
+
 @dataclass(frozen=True)
 class Case:
     """One algorithm on one data set, with one or more seeds side by side; each tuple has one entry per seed.
@@ -92,6 +105,7 @@ class Case:
     about: Json = field(default_factory=dict)
     first: int = 0
     total: int | None = None
+    pretraining: Pretraining | None = None
 
     def plans(self) -> list[Plan]:
         """The plan of each seed."""
@@ -120,11 +134,12 @@ def fit(
     options: Options | None = None,
     folder: Path | str | None = None,
     start_from: Result | None = None,
+    pretraining: Pretraining | None = None,
 ) -> Result:
     """Train and test one federation. With a folder, everything is kept there, and calling again goes on where it stopped.
 
     `start_from`, the result of another fit, is a warm start: its model becomes the first one here, its traffic is counted, and
-    its numbering of rounds is continued.
+    its numbering of rounds is continued. `pretraining` comes before the first round.
     """
     params, spent = params_of(model), Ledger()
     if start_from is not None:
@@ -133,7 +148,7 @@ def fit(
             raise InputError(f"fit: start_from is of another model; only one of the two has {sorted(names ^ params.keys())}")
         params, spent = warm_params(start_from.algorithm, start_from.state), start_from.ledger
         plan = replace(plan, first_round=start_from.plan.last_round)
-    case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,))
+    case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,), pretraining=pretraining)
     return fit_case(case, options or Options(), Path(folder) if folder else None)[0]
 
 
@@ -165,11 +180,9 @@ def placed(case: Case, options: Options) -> Case:
 
 def sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[Federation, ...]:
     """Federations moved to a device; stores that they have in common stay in common."""
-    stores = {id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)}
+    stores = {id(part.examples): part.examples for fed in feds for part in fed.parts()}
     moved = {key: examples.to(device) for key, examples in stores.items()}
-    return tuple(
-        Federation(*(replace(part, examples=moved[id(part.examples)]) for part in (fed.train, fed.val, fed.test))) for fed in feds
-    )
+    return tuple(fed.each(lambda part: replace(part, examples=moved[id(part.examples)])) for fed in feds)
 
 
 def require_fit(case: Case, fed: Federation, options: Options) -> None:
@@ -181,6 +194,8 @@ def require_fit(case: Case, fed: Federation, options: Options) -> None:
         raise InputError(f"{case.algorithm.name}: made for {case.algorithm.devices} devices, but the data have {total}")
     if options.select == "best" and not fed.val.sizes.any():
         raise InputError("options: select = 'best' needs validation data; set data.validation above 0, or use 'last'")
+    if case.pretraining and case.pretraining.algorithm.settle is None:
+        raise InputError(f"{case.algorithm.name}: nothing of it is private, so that there is nothing to train alone; do without")
     _try_one_step(case, fed)
 
 
@@ -226,7 +241,25 @@ def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
     states = [begin(case.algorithm, params, len(case.seeds)) for params in case.params]
     started = [_started(case, place, state) for place, state in enumerate(states)]
     fresh = Progress(0, states, started, [None for _ in states])
-    return resumed(fresh, options, Checkpoint(folder, fingerprint(case, options)) if folder else None)
+    progress = resumed(fresh, options, Checkpoint(folder, fingerprint(case, options)) if folder else None)
+    return _pretrained(case, case.pretraining, options, fresh) if progress is fresh and case.pretraining else progress
+
+
+def _pretrained(case: Case, before: Pretraining, options: Options, progress: Progress) -> Progress:
+    """All devices after they trained their private parts alone; nothing has been sent for it."""
+    settling, over = frozen(before.algorithm), OverDevices(frozen(before.algorithm).client_update, engine=options.how())
+    seats = []
+    for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
+        alone = replace(plan, rounds=before.epochs, cohort=fed.devices, epochs=1, first_round=_BEFORE)
+        seats.append(Seat(alone, fed.train if before.labels else fed.unlabelled or fed.train, state))
+    states = progress.states
+    try:
+        for moment in simulate_seeds(settling, seats, over):
+            list(map(_finite, case.seeds, [report for _, report in moment]))
+            states = [state for state, _ in moment]
+    finally:
+        over.close()
+    return progress._replace(states=states)
 
 
 def resumed(fresh: Progress, options: Options, checkpoint: Checkpoint | None) -> Progress:
@@ -337,6 +370,14 @@ def advanced(case: Case, options: Options, evaluation: Evaluation, step: tuple[P
 
 
 def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json:
+    losses = _finite(seed, report)
+    sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
+    loss = float(losses.mean()) if len(losses) else None  # nobody of this kind took part
+    return {"seed": seed, "round": report.round_index, "loss": loss, "validation": score, **sent}
+
+
+def _finite(seed: int, report: Report) -> Tensor:
+    """The losses of a round (devices,), or an error."""
     losses = report.losses.cpu()
     if not bool(torch.isfinite(losses).all()):
         device = int(report.cohort[int((~torch.isfinite(losses)).nonzero()[0])])
@@ -345,9 +386,7 @@ def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json
         )
         error.seed = seed
         raise error
-    sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
-    loss = float(losses.mean()) if len(losses) else None  # nobody of this kind took part
-    return {"seed": seed, "round": report.round_index, "loss": loss, "validation": score, **sent}
+    return losses
 
 
 def _validated(case: Case, options: Options, evaluation: Evaluation, progress: Progress) -> tuple[Progress, list[float | None]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from glocal import trees
-from glocal.algorithm import Algorithm
+from glocal.algorithm import Algorithm, frozen
 from glocal.backends import Engine, OverDevices, Seat, Task, begin, simulate_seeds
 from glocal.errors import DivergedError, InputError, nearest
 from glocal.federation import Examples, Holdings, Rows
@@ -122,7 +122,7 @@ def take_in(algorithm: Algorithm, seats: Sequence[Seat], welcome: Welcome, *, en
     seats = [seat._replace(state=state) for seat, (state, _, _) in zip(seats, joined, strict=True)]
     if algorithm.settle is not None and welcome.epochs:
         by_epochs = [seat._replace(plan=replace(seat.plan, epochs=1)) for seat in seats]
-        states = [state for state, _ in _rounds(_frozen(algorithm), _attended(by_epochs, welcome.epochs, (), device), engine)]
+        states = [state for state, _ in _rounds(frozen(algorithm), _attended(by_epochs, welcome.epochs, (), device), engine)]
         seats = [_later(seat, state, welcome.epochs) for seat, state in zip(seats, states, strict=True)]
     outcomes = [(seat.state, Ledger()) for seat in seats]
     if welcome.rounds:
@@ -154,12 +154,6 @@ def _arrived(seat: Seat, welcome: Welcome, device: int) -> Joined:
         ledger = ledger.after_ensemble(state.private.initial, {}, trained=len(members), devices=0)
         state = State(state.shared, state.private.put([device], [mean]))
     return Joined(state, device, ledger)
-
-
-def _frozen(algorithm: Algorithm) -> Algorithm:
-    """The algorithm while the shared part stays as it is, and nothing is sent."""
-    assert algorithm.settle is not None
-    return algorithm._replace(client_update=algorithm.settle, aggregate=lambda shared, uploads, weights: shared)
 
 
 def _attended(seats: Sequence[Seat], rounds: int, present: Sequence[int], always: int) -> list[Seat]:

@@ -147,12 +147,16 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write a paper's study, if not into its own folder.")] = None,
 ) -> None:
     """Write a report anew; what several runs of one paper's study found goes into one."""
+    from glocal.cli.audits import show_audit
     from glocal.cli.joins import show_join
     from glocal.cli.running import report_study, show_results
     from glocal.studies.parts import holds_study
 
     if len(folders) == 1 and (folders[0] / "join.json").exists():
         show_join(folders[0])
+        return
+    if len(folders) == 1 and (folders[0] / "audit.json").exists():
+        show_audit(folders[0])
         return
     if all(folder.is_file() or holds_study(folder) for folder in folders):
         report_study(folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0]))
@@ -187,6 +191,35 @@ def join(
 
     whom = Whom(folder, case, seed, name, out)
     join_device(whom, source, labels=labels, welcome=Welcome(epochs, rounds, guests or 0, start), guests=guests)
+
+
+@app.command()
+def audit(
+    folder: Folder,
+    attribute: Annotated[
+        str, typer.Option(help="Which protected attribute of the data, such as sex; one without a name by number.")
+    ],
+    case: Annotated[
+        str | None, typer.Option(help="Which case of the run; by default the last that has local and shared parts.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed of the run; by default the first.")] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            help="The module whose output attackers see; by default the study's [audit].at, or the end of the local part."
+        ),
+    ] = None,
+    encoders: Annotated[int, typer.Option(help="Through how many devices' encoders strong attackers run everybody else.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Where to keep it; by default under audits/ in the run's folder.")] = None,
+) -> None:
+    """What a saved run gives away about a protected attribute, and how it treats groups; the run's own files stay as they are."""
+    from glocal.cli.audits import Which, audit_run
+    from glocal.studies.saved_audit import Question
+
+    typed = _typed(
+        "audit", quote(str(folder)), None, attribute=[attribute], case=[case], seed=[seed], at=[at], encoders=[encoders], out=[out]
+    )
+    audit_run(Which(folder, case, seed, out), Question(attribute, at, encoders), command=typed)
 
 
 @app.command()

@@ -52,7 +52,7 @@ def join_device(whom: Whom, source: str, *, labels: str, welcome: Welcome, guest
     classes = classes_of(host.model, saved.federation)
     newcomer = read_newcomer(source, like=store.x[:1].cpu(), classes=classes, seed=plan.seed)
     trial = Trial(saved, newcomer, Joining(numbers, welcome=how))
-    with _reserved(place):
+    with reserved(place, "join"):
         rows = _watched(trial)
         about = {"name": whom.name, "run": whom.folder.name, "case": saved.case, "seed": plan.seed, "data": source}
         trial.keep(place, rows, about)
@@ -66,12 +66,12 @@ def show_join(place: Path) -> None:
 
 
 @contextmanager
-def _reserved(place: Path) -> Iterator[None]:
+def reserved(place: Path, command: str) -> Iterator[None]:
     """A folder that can be written to, before anything is computed; it goes again if nothing comes of it."""
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"join: {place} cannot be written to ({error.strerror}); choose another place with --out") from error
+        raise InputError(f"{command}: {place} cannot be written to ({error.strerror}); choose another place with --out") from error
     try:
         yield
     finally:

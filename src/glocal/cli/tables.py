@@ -1,6 +1,6 @@
 """Tables in the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from statistics import fmean, stdev
 
@@ -10,7 +10,9 @@ from rich.table import Table
 
 from glocal.keep import Json
 from glocal.studies.findings import Findings
-from glocal.studies.study import Study
+from glocal.studies.study import Published, Score, Study
+
+_WIDEST = 500
 
 
 def print_table(results: dict[str, list[Json]]) -> None:
@@ -102,13 +104,17 @@ def print_classes(counts: list[list[int]]) -> None:
 def show_study(study: Study) -> None:
     """What is claimed, the parts, and the paper's numbers."""
     print(f"{study.name}: {study.title}\n{study.source}\n\n{study.says}\n")
-    first, second = (words.removesuffix(" Test") for words in study.measures.values())
-    table = _wide("part", "case", right=("rounds", f"paper: {first}", second, "sent"))
-    for name, part in study.parts.items():
-        for case, settings in part.settings.cases.items():
-            rounds = f"{settings.after_round or ''}{' + ' if settings.after else ''}{settings.rounds}"
-            known = part.published_for(case)
-            table.add_row(name, escape(case), rounds, *([*known.scores(), known.printed] if known else []))
+    known = {(name, case): part.published_for(case) for name, part in study.parts.items() for case in part.settings.cases}
+    told = _printed_measures(study, known.values())
+    heads = [study.measures[measure].removesuffix(" Test") for measure in told]
+    if any(row.printed for row in known.values() if row):
+        heads.append("sent")
+    table = _wide("part", "case", right=("rounds", *(f"paper: {head}" for head in heads[:1]), *heads[1:]))
+    for (name, case), row in known.items():
+        settings, scores = study.parts[name].settings.cases[case], row.by_measure(study.measures) if row else {}
+        rounds = f"{settings.after_round or ''}{' + ' if settings.after else ''}{settings.rounds}"
+        cells = [*(str(scores.get(measure, "")) for measure in told), row.printed if row else ""]
+        table.add_row(name, escape(case), rounds, *cells[: len(heads)])
     _print_wide(table)
     print("\nClaims, tested over paired seeds:")
     for claim in study.claims:
@@ -117,15 +123,21 @@ def show_study(study: Study) -> None:
 
 def print_findings(findings: Findings) -> None:
     """Every row beside the paper's and how far apart they are, then the claims."""
-    heads = [head for words in findings.study.measures.values() for head in (f"{words.removesuffix(' Test')} %", "paper", "apart")]
+    study = findings.study
+    cases = {(name, case): figures for name, found in findings.parts.items() for case, figures in found["cases"].items()}
+    known = {(name, case): study.parts[name].published_for(case) for name, case in cases}
+    told = _printed_measures(study, known.values())
+    heads = []
+    for measure, words in study.measures.items():
+        heads += [f"{words.removesuffix(' Test')} %", *(("paper", "apart") if measure in told else ())]
     table = _wide("part", "case", right=heads)
-    for name, found in findings.parts.items():
-        for case, figures in found["cases"].items():
-            known = findings.study.parts[name].published_for(case)
-            printed = zip(known.scores(), (known.first, known.second), strict=True) if known else [("", None)] * 2
-            measured = [figures.get(measure, []) for measure in findings.study.measures]
-            cells = [(percents(ours, 2), told, _apart(ours, mean)) for ours, (told, mean) in zip(measured, printed, strict=True)]
-            table.add_row(name, escape(case), *(cell for group in cells for cell in group))
+    for (name, case), figures in cases.items():
+        row, cells = known[name, case], []
+        scores = row.by_measure(study.measures) if row else {}
+        for measure in study.measures:
+            ours = figures.get(measure, [])
+            cells += [percents(ours, 2), *(_beside(ours, scores.get(measure)) if measure in told else ())]
+        table.add_row(name, escape(case), *cells)
     _print_wide(table)
     for claim, lead, word in findings.verdicts():
         reach = f"[{lead.low:+.2f}, {lead.high:+.2f}]" if isfinite(lead.low) else "(one seed)"
@@ -143,10 +155,18 @@ def _wide(*left: str, right: Sequence[str]) -> Table:
 
 def _print_wide(table: Table) -> None:
     """A table whose rows are wider than many a terminal: lines are left whole."""
-    Console(width=max(Console().width, 110)).print(table)
+    Console(width=max(Console().width, _WIDEST)).print(table)
 
 
-def _apart(values: Sequence[float | None], published: float | None) -> str:
-    """How far the mean is from the published one, in points."""
+def _printed_measures(study: Study, rows: Iterable[Published | None]) -> list[str]:
+    """The measures that the paper prints of any of these rows."""
+    most = max((len(row.scores) for row in rows if row), default=0)
+    return [*study.measures][:most]
+
+
+def _beside(values: Sequence[float | None], published: Score | None) -> tuple[str, str]:
+    """The published score, and how far our mean is from it, in points."""
+    if published is None:
+        return "", ""
     known = [value for value in values if value is not None]
-    return f"{100 * fmean(known) - published:+.2f}" if known and published is not None else ""
+    return str(published), f"{100 * fmean(known) - published.mean:+.2f}" if known else ""

@@ -5,7 +5,10 @@ An adversary that was trained along says little: what hides from it may be plain
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from math import sqrt
+from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +39,19 @@ class Leak(NamedTuple):
     high: float
 
 
+class Reading(NamedTuple):
+    """An attacker's AUC on some people and on the same people drawn anew (repeats,), and the deviation of a guesser's AUC."""
+
+    auc: float
+    drawn: Floats
+    chance: float
+
+
 def attackers(seed: int) -> dict[str, Callable[[], Any]]:
-    """Fresh attackers by name: linear, trees, and a network."""
+    """Fresh attackers by name: linear, trees, and a network.
+
+    The network never stops early: by its accuracy on few people of a rare value it would stop before it has learnt anything.
+    """
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
     from sklearn.neural_network import MLPClassifier
@@ -46,9 +60,9 @@ def attackers(seed: int) -> dict[str, Callable[[], Any]]:
 
     return {
         "logistic regression": lambda: make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
-        "gradient boosting": lambda: HistGradientBoostingClassifier(max_iter=100, random_state=seed),
+        "gradient boosting": lambda: HistGradientBoostingClassifier(max_leaf_nodes=15, random_state=seed),
         "MLP": lambda: make_pipeline(
-            StandardScaler(), MLPClassifier((32, 32), max_iter=60, early_stopping=True, random_state=seed)
+            StandardScaler(), MLPClassifier((32, 32), learning_rate_init=3e-3, max_iter=20, random_state=seed)
         ),
     }
 
@@ -58,7 +72,7 @@ def fresh(learnt_from: Seen, *, seed: int = 0) -> dict[str, Guess]:
     _require(learnt_from, "learns from")
     if len({*learnt_from.attribute.tolist()}) < 2:
         return {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _one_thread():
         warnings.simplefilter("ignore")  # a network that has not converged is an attacker all the same
         fitted = {name: make().fit(*learnt_from) for name, make in attackers(seed).items()}
     return {name: partial(_scores, attacker) for name, attacker in fitted.items()}
@@ -66,14 +80,35 @@ def fresh(learnt_from: Seen, *, seed: int = 0) -> dict[str, Guess]:
 
 def leaks(learnt_from: Seen, tested_on: Seen, *, seed: int = 0) -> list[Leak]:
     """Every attacker, trained on some people and tested on others; none where either group lacks one value of the attribute."""
+    found = readings(fresh(learnt_from, seed=seed), tested_on, seed=seed)
+    return [averaged(name, [reading]) for name, reading in found.items()]
+
+
+def readings(guesses: Mapping[str, Guess], tested_on: Seen, *, seed: int = 0, device: int | None = None) -> dict[str, Reading]:
+    """What each of some attackers reads from these people, those of a device if it is given; none where nothing can be told."""
     _require(tested_on, "is tested on")
     if len({*tested_on.attribute.tolist()}) < 2:
-        return []
-    found = []
-    for name, guess in fresh(learnt_from, seed=seed).items():
-        scores = guess(tested_on.h)
-        found.append(Leak(name, auc(scores, tested_on.attribute), *_interval(scores, tested_on.attribute, seed)))
-    return found
+        return {}
+    labels, address = tested_on.attribute, () if device is None else (device,)
+    chance = _chance(int(labels.sum()), len(labels))
+    scores = {name: guess(tested_on.h) for name, guess in guesses.items()}
+    return {
+        name: Reading(auc(score, labels), _drawn(score, labels, stream(seed, "bootstrap", *address)), chance)
+        for name, score in scores.items()
+    }
+
+
+def averaged(attacker: str, found: Sequence[Reading]) -> Leak:
+    """The mean over devices, with the interval of that mean: the people of each are drawn anew, the devices stay."""
+    drawn = np.mean([reading.drawn for reading in found], axis=0)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Leak(attacker, fmean(reading.auc for reading in found), float(low), float(high))
+
+
+def beyond_chance(found: Sequence[Reading], *, tries: int) -> bool:
+    """Whether the mean over devices is too high for a guesser, with 95 % confidence for the best of so many tries (Bonferroni)."""
+    deviation = sqrt(sum(reading.chance**2 for reading in found)) / len(found)
+    return fmean(reading.auc for reading in found) > 0.5 + NormalDist().inv_cdf(1 - 0.05 / tries) * deviation
 
 
 def best_auc(guesses: Mapping[str, Guess], tested_on: Seen) -> float | None:
@@ -84,7 +119,16 @@ def best_auc(guesses: Mapping[str, Guess], tested_on: Seen) -> float | None:
 
 
 def _scores(attacker: Any, h: Floats) -> Floats:
-    return np.asarray(attacker.predict_proba(h)[:, 1])
+    with _one_thread():
+        return np.asarray(attacker.predict_proba(h)[:, 1])
+
+
+def _one_thread() -> AbstractContextManager[Any]:
+    """So little work gains nothing from more threads; where the cores are busy, these would wait for each other without end."""
+    from threadpoolctl import threadpool_limits
+
+    limits: AbstractContextManager[Any] = threadpool_limits(1)
+    return limits
 
 
 def _require(seen: Seen, who: str) -> None:
@@ -110,11 +154,15 @@ def auc(scores: npt.NDArray[np.floating[Any]], labels: Labels) -> float:
     return above / (ones * (len(labels) - ones))
 
 
-def _interval(scores: npt.NDArray[np.floating[Any]], labels: Labels, seed: int) -> tuple[float, float]:
-    """Where the AUC lies with 95 % confidence, over people drawn anew, as many of either value as there are."""
-    generator, sides = stream(seed, "bootstrap"), [np.flatnonzero(labels == value) for value in (0, 1)]
-    drawn = []
+def _chance(ones: int, rows: int) -> float:
+    """The standard deviation of the AUC of scores that have nothing to do with the labels (Mann and Whitney 1947)."""
+    return sqrt((rows + 1) / (12 * ones * (rows - ones)))
+
+
+def _drawn(scores: npt.NDArray[np.floating[Any]], labels: Labels, generator: np.random.Generator) -> Floats:
+    """The AUC over people drawn anew, as many of either value as there are (repeats,)."""
+    sides, found = [np.flatnonzero(labels == value) for value in (0, 1)], []
     for _ in range(_REPEATS):
         rows = np.concatenate([generator.choice(side, len(side)) for side in sides])
-        drawn.append(auc(scores[rows], labels[rows]))
-    return float(np.quantile(drawn, 0.025)), float(np.quantile(drawn, 0.975))
+        found.append(auc(scores[rows], labels[rows]))
+    return np.array(found)

@@ -1,5 +1,6 @@
 """The report of a run, or of a paper's study: one page of HTML with tables and figures that opens anywhere, offline."""
 
+from glocal.report.audit_page import write_audit_report
 from glocal.report.classes import draw_classes
 from glocal.report.join_page import draw_join, write_join_report
 from glocal.report.markdown import study_markdown
@@ -14,6 +15,7 @@ __all__ = [
     "draw_samples",
     "draw_study",
     "study_markdown",
+    "write_audit_report",
     "write_join_report",
     "write_report",
     "write_study_report",

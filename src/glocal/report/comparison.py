@@ -10,29 +10,20 @@ from glocal.studies.build import build_split, plain_model
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED
 from glocal.studies.run import resolved
-from glocal.studies.study import MEASURES, Claim, Figure, Part, Published, Study
+from glocal.studies.study import MEASURES, Claim, Figure, Part, Published, Score, Study
 
 _MTL = {"mtl-10": "MTL, M = 10", "mtl-100": "MTL, M = 100"}
 _TABLE_1_STARTS = ("LG 1200+100", "LG 1800+100")
-_TABLE_1_LOCAL = {"LG 1200+100": 91.07}
+_TABLE_1_LOCAL = {"LG 1200+100": Score(91.07, 0.50)}
 _TABLE_1_NOTE = "Of LG 1200+100 the paper prints two numbers on Local Test: 91.07 ± 0.50 here, 90.77 ± 0.50 in the appendix."
 
 
-class Score(NamedTuple):
-    """Mean and sample standard deviation in percent, with two decimals as the paper prints them; one seed has no deviation."""
-
-    mean: float
-    std: float | None
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f}" + ("" if self.std is None else f" ± {self.std:.2f}")
-
-
 class Pair(NamedTuple):
-    """A printed score and ours; None for what the paper lacks or what was not measured."""
+    """A printed score and ours; None for what the paper lacks or what was not measured. `lower`: less is better."""
 
     paper: Score | None
     ours: Score | None
+    lower: bool = False
 
     @property
     def difference(self) -> float | None:
@@ -41,19 +32,24 @@ class Pair(NamedTuple):
 
     @property
     def shortfall(self) -> float:
-        """How far ours is below the paper's mean less its standard deviation, in points; 0 where it is not."""
-        if self.paper is None or self.ours is None:
+        """How far ours is on the worse side of the paper's mean, beyond its standard deviation, in points; 0 where it is not."""
+        if self.paper is None or self.difference is None:
             return 0.0
-        return max(0.0, round(self.paper.mean - (self.paper.std or 0.0) - self.ours.mean, 2))
+        worse = self.difference if self.lower else -self.difference
+        return max(0.0, round(worse - (self.paper.std or 0.0), 2))
 
 
 class Sent(NamedTuple):
-    """What was sent: the paper's figure, ours counted its way and in its digits (None: not measured), and the honest count."""
+    """What was sent: the paper's figure, ours counted its way and in its digits (None: not measured), and the honest count.
+
+    `arrival` is what the coming of a newcomer alone has cost, in bytes.
+    """
 
     paper: str | None
     ours: str | None = None
     parameters: int = 0
     bytes: int = 0
+    arrival: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -62,7 +58,7 @@ class Sent(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of one part: its two scores, and what it sent.
+    """A row of one part: its scores, and what it sent.
 
     `choice` is what sets the case that stands for it apart from the others that could, such as "rate 0.05".
     """
@@ -83,6 +79,7 @@ class SideBySide(NamedTuple):
 
     title: str
     measures: Mapping[str, str]
+    lower: frozenset[str]
     protocols: tuple[str, ...]
     rows: Mapping[str, Mapping[str, Row]]
     note: str = ""
@@ -90,7 +87,19 @@ class SideBySide(NamedTuple):
     @property
     def counts(self) -> bool:
         """Whether the paper tells what its rows sent."""
-        return any(row.sent.paper for of in self.rows.values() for row in of.values())
+        return any(row.sent.paper for row in self._all())
+
+    @property
+    def arrivals(self) -> bool:
+        """Whether newcomers have come."""
+        return any(row.sent.arrival for row in self._all())
+
+    def published(self, measure: str) -> bool:
+        """Whether the paper prints a measure of any row."""
+        return any(row.scores[measure].paper for row in self._all())
+
+    def _all(self) -> list[Row]:
+        return [row for of in self.rows.values() for row in of.values()]
 
 
 class Shared(NamedTuple):
@@ -115,9 +124,7 @@ def score(values: Sequence[float]) -> Score | None:
 
 def printed(study: Study, row: Published | None, measure: str) -> Score | None:
     """What the paper prints of a row; nothing of what is none of the study's measures."""
-    if row is None or measure not in study.measures:
-        return None
-    return (Score(row.first, row.first_std), Score(row.second, row.second_std))[[*study.measures].index(measure)]
+    return row.by_measure(study.measures).get(measure) if row else None
 
 
 def rows_of(findings: Findings, part: str) -> list[Row]:
@@ -141,7 +148,7 @@ def tables_of(findings: Findings) -> list[SideBySide]:
         if name in findings.parts and name not in _MTL:
             parts.setdefault(part.title, {})[part.protocol] = name
     columns = {title: {way: rows_of(findings, name) for way, name in of.items()} for title, of in parts.items()}
-    return [_side_by_side(title, findings.study.measures, of) for title, of in columns.items()]
+    return [_side_by_side(title, findings.study, of) for title, of in columns.items()]
 
 
 def table_1(findings: Findings) -> SideBySide | None:
@@ -152,7 +159,7 @@ def table_1(findings: Findings) -> SideBySide | None:
     columns = {protocol: _main_text(findings, f"{protocol}-2") for protocol in ("paper", "released", "tuned")}
     columns["paper"] += [row._replace(name=_MTL[part]) for part in _MTL for row in rows_of(findings, part)]
     measured = {protocol: rows for protocol, rows in columns.items() if any(row.measured for row in rows)}
-    table = _side_by_side("Table 1 of the main text", findings.study.measures, measured)
+    table = _side_by_side("Table 1 of the main text", findings.study, measured)
     rows = {name: table.rows[name] for name in wanted if name in table.rows}
     return table._replace(rows=rows, note=_TABLE_1_NOTE) if measured else None
 
@@ -161,7 +168,7 @@ def swept(findings: Findings, part: str) -> list[Shared]:
     """The measured splits of a part, from nothing shared to everything; how much is shared is counted on the study's model."""
     of, found = findings.study.parts[part], findings.parts.get(part)
     # of another model than the study's the sizes are not known here
-    if not found or found["settings"]["model"] != of.settings.as_dict()["model"]:
+    if not found or not of.splits or found["settings"]["model"] != of.settings.as_dict()["model"]:
         return []
     sizes = _sizes(of)
     return [
@@ -193,8 +200,9 @@ def changes_of(findings: Findings, part: str) -> list[str]:
     run, planned = findings.parts[part]["settings"], resolved(findings.study.parts[part].settings).as_dict()
     # nothing else under "run" changes a figure
     kept = {**run, "run": {key: run["run"][key] for key in ("select", "precision", "validate_every") if key in run["run"]}}
-    sections = ("data", "model", "split", "optimiser", "plan", "run")
-    changes = [f"{of}.{key} = {value}" for of in sections for key, value in kept[of].items() if value != planned[of].get(key)]
+    sections = [of for of in ("data", "model", "split", "optimiser", "plan", "run", "newcomer", "audit") if of in kept]
+    told = ((of, key, value) for of in sections for key, value in kept[of].items())
+    changes = [f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)]
     for name, case in run["cases"].items():
         before = planned["cases"].get(name, {})
         changes += [f"cases.{name}.{key} = {value}" for key, value in case.items() if value != before.get(key)]
@@ -207,8 +215,9 @@ def missing_cases(findings: Findings, part: str) -> list[str]:
 
 
 def _row(findings: Findings, part: str, name: str, published: Published | None) -> Row:
-    ours = {measure: score(findings.values(Figure(part, name, measure))) for measure in findings.study.measures}
-    scores = {measure: Pair(printed(findings.study, published, measure), mine) for measure, mine in ours.items()}
+    study = findings.study
+    ours = {measure: score(findings.values(Figure(part, name, measure))) for measure in study.measures}
+    scores = {measure: Pair(printed(study, published, measure), mine, measure in study.lower) for measure, mine in ours.items()}
     choice = findings.name_of(part, name).removeprefix(name).lstrip(", ")
     return Row(name, choice, scores, _sent(findings, part, name, published))
 
@@ -219,25 +228,25 @@ def _sent(findings: Findings, part: str, name: str, published: Published | None)
     if case is None:
         return Sent(paper)
     told = [row for row in findings.study.parts[part].published.values() if row.parameters]
-    if not told:  # of an arrival only what the newcomer's coming cost is of interest
-        return Sent(None, "", bytes=int(case.get("arrival_bytes") or case["bytes"]))
+    if not told:
+        return Sent(None, "", case["parameters"], case["bytes"], case.get("arrival_bytes", 0))
     digits = published or told[0]
     return Sent(paper, digits.parameters_printed(case["paper_parameters"]), case["parameters"], case["bytes"])
 
 
-def _side_by_side(title: str, measures: Mapping[str, str], columns: Mapping[str, Iterable[Row]]) -> SideBySide:
+def _side_by_side(title: str, study: Study, columns: Mapping[str, Iterable[Row]]) -> SideBySide:
     rows: dict[str, dict[str, Row]] = {}
     for protocol, of in columns.items():
         for row in of:
             rows.setdefault(row.name, {})[protocol] = row
-    return SideBySide(title, measures, tuple(columns), rows)
+    return SideBySide(title, study.measures, study.lower, tuple(columns), rows)
 
 
 def _main_text(findings: Findings, part: str) -> list[Row]:
     """The rows of a part with what Table 1 prints of them, where that is not what the appendix does."""
     published = dict(findings.study.parts[part].published)
     for name, local in _TABLE_1_LOCAL.items():
-        published[name] = published[name]._replace(first=local)
+        published[name] = published[name]._replace(scores=(local, *published[name].scores[1:]))
     return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
 
 

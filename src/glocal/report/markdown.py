@@ -60,7 +60,7 @@ def _side_by_side(table: SideBySide) -> list[str]:
 
 def _cell(entry: Entry) -> str:
     note = f" ({entry.note})" if entry.note else ""
-    return f"{entry.text}{note}{' ↓' if entry.below else ''}"
+    return f"{entry.text}{note} {entry.mark}".rstrip()
 
 
 def _sweeps(findings: Findings) -> list[str]:

@@ -6,18 +6,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Sheet
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from glocal.keep import whole_or_not_at_all
-from glocal.report.comparison import Score, Shared, printed, seeds_of, swept
+from glocal.report.comparison import Shared, printed, seeds_of, swept
 from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
 from glocal.report.looks import COLOURS, Look, hollow_sample, legend, line_sample
 from glocal.report.numerals import PERCENT
+from glocal.report.tradeoff import draw_tradeoff
 from glocal.studies.findings import Findings
-from glocal.studies.study import MEASURES, Figure
+from glocal.studies.study import MEASURES, Figure, Score
 
 _FEDAVG, _ALONE, _LG = Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[2], (2, 1.6), "^"), Look(COLOURS[0], (), "o")
 _ENDS = {"first layers shared": Look(COLOURS[0], (), "o"), "last layers shared": Look(COLOURS[3], (6, 2), "D")}
@@ -30,13 +32,9 @@ _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviati
 
 def study_drawings(findings: Findings) -> dict[str, Drawing]:
     """Every figure that there are measurements for, by a short name."""
-    if not {*MEASURES} <= {*findings.study.measures}:
-        return {}
-    draws: dict[str, Callable[[Findings], Drawing | None]] = {
-        "classes": draw_variance,
-        "traffic": draw_traffic,
-        "splits": draw_splits,
-    }
+    draws: dict[str, Callable[[Findings], Drawing | None]] = {"tradeoff": draw_tradeoff}
+    if findings.study.measures == MEASURES:
+        draws = {"classes": draw_variance, "traffic": draw_traffic, "splits": draw_splits, **draws}
     return {name: drawing for name, draw in draws.items() if (drawing := draw(findings))}
 
 
@@ -210,10 +208,13 @@ def _legend(looks: Mapping[str, Look]) -> str:
 
 def _written(drawing: Drawing, path: Path) -> Path:
     """A figure as a file; the page's legend is HTML, so this has one of its own."""
-    handles, labels = drawing.figure.axes[0].get_legend_handles_labels()
-    hollow = Line2D([], [], linestyle="none", marker=_LG.marker, markeredgecolor=_LG.colour, **_HOLLOW_MARKER)
-    entries = {"handles": [*handles, hollow], "labels": [*labels, "published"]}
-    drawing.figure.legend(**entries, loc="outside lower center", ncols=4, frameon=False, columnspacing=1.2, handlelength=1.8)
+    entries: dict[str, Artist] = {}
+    for axes in drawing.figure.axes:
+        entries |= {str(handle.get_label()): handle for handle in axes.get_legend_handles_labels()[0]}
+    if any(line.get_markerfacecolor() == "none" for axes in drawing.figure.axes for line in axes.lines):
+        entries["published"] = Line2D([], [], linestyle="none", marker=_LG.marker, markeredgecolor=_LG.colour, **_HOLLOW_MARKER)
+    spacing = {"columnspacing": 1.2, "handlelength": 1.8}
+    drawing.figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=4, frameon=False, **spacing)
     with whole_or_not_at_all(path) as half:
         drawing.figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
     return path

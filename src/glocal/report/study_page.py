@@ -81,16 +81,17 @@ def _side_by_side(table: SideBySide) -> str:
 
 
 def _cell(entry: Entry) -> str:
-    text = f'<span class="below">{entry.text} ↓</span>' if entry.below else entry.text
+    text = f'<span class="below">{entry.text} {entry.mark}</span>' if entry.mark else entry.text
     note = f'<span class="small">{escape(entry.note)}</span>' if entry.note else ""
     return f"<td>{text}{note}</td>"
 
 
 def _figures(findings: Findings) -> str:
-    """All figures that there are measurements for: that of one panel first, with its words beside it."""
+    """All figures that there are measurements for: that of classes, or the only one, first, with its words beside it."""
     with ink_and_paper(INK, PAPER):
         drawn = {name: drawing._replace(caption=_html(drawing.caption)) for name, drawing in study_drawings(findings).items()}
-        first = shown(drawn.pop("classes"), "classes", kind="beside") if "classes" in drawn else ""
+        wide = [name for name in drawn if name == "classes" or len(drawn) == 1]
+        first = "".join(shown(drawn.pop(name), name, kind="beside") for name in wide)
         others = figure_grid(shown(drawing, name) for name, drawing in drawn.items()) if drawn else ""
     return section("Figures", first + others) if first or others else ""
 

@@ -25,6 +25,8 @@ SPLITS_TOLD = (
     "Each split goes on from the same FedAvg; first and last are the layers nearest the input and the output. How much a split "
     "shares is counted on the study’s model, layer by layer."
 )
+_BELOW = "below the published mean less its standard deviation"
+_ABOVE = "above the published mean plus its standard deviation"
 CLAIM_HEADS = ("Claim", "Verdict", "Published lead", "Our lead, points", "95 % interval")
 _PROTOCOLS = {
     "paper": "the paper’s text, done right: averages weighted by examples, the round chosen on validation data",
@@ -37,11 +39,11 @@ _PROTOCOLS = {
 
 
 class Entry(NamedTuple):
-    """A cell: a number, a note beside it, and whether it is below what was expected."""
+    """A cell: a number, a note beside it, and the mark of one that is worse than published."""
 
     text: str
     note: str = ""
-    below: bool = False
+    mark: str = ""
 
 
 class Column(NamedTuple):
@@ -97,9 +99,10 @@ def about_columns(findings: Findings) -> str:
     """What the tables' columns hold."""
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
     spread = "± is the sample standard deviation over seeds. " if many else ""
+    lower = f" ↑ is {_ABOVE}, where less is better." if findings.study.lower else ""
     return (
         f"{findings.study.columns} {spread}Beside `paper` stands the difference to the published mean; {NOTHING} is what was not "
-        "measured, or what the paper lacks. ↓ is below the published mean less its standard deviation."
+        f"measured, or what the paper lacks. ↓ is {_BELOW}.{lower}"
     )
 
 
@@ -128,14 +131,16 @@ def claim_cells(findings: Findings, verdict: Verdict) -> tuple[str, ...]:
 
 def columns_of(table: SideBySide) -> list[Column]:
     """The columns after the method's name."""
-    heads = ("published", *(f"`{protocol}`" for protocol in table.protocols))
+    ours = [f"`{protocol}`" for protocol in table.protocols]
     scores = [
-        Column(f"{words}, %", head, f"{words.removesuffix(' Test')}, {head}") for words in table.measures.values() for head in heads
+        Column(f"{words}, %", head, f"{words.removesuffix(' Test')}, {head}")
+        for measure, words in table.measures.items()
+        for head in (["published", *ours] if table.published(measure) else ours)
     ]
-    if not table.counts:
-        return [*scores, Column("Sent", "for the arrival", "Sent for the arrival")]
-    sent = [Column("Parameters sent", head, f"Sent, {head}") for head in ("published", "ours", "on the wire")]
-    return [*scores, *sent]
+    if table.counts:
+        return [*scores, *(Column("Parameters sent", head, f"Sent, {head}") for head in ("published", "ours", "on the wire"))]
+    bytes_sent = Column("Sent", "for the arrival", "Sent for the arrival") if table.arrivals else Column("Sent", "bytes", "Sent")
+    return [*scores, bytes_sent]
 
 
 def entries(table: SideBySide, name: str) -> list[Entry]:
@@ -144,8 +149,8 @@ def entries(table: SideBySide, name: str) -> list[Entry]:
     any_row = next(iter(rows.values()))
     cells = []
     for measure in table.measures:
-        printed = any_row.scores[measure].paper
-        cells.append(Entry(str(printed) if printed else NOTHING))
+        if table.published(measure):
+            cells.append(Entry(str(any_row.scores[measure].paper or NOTHING)))
         cells += [_measured(rows.get(protocol), protocol, measure) for protocol in table.protocols]
     return cells + (_sent(rows) if table.counts else [_cost(rows)])
 
@@ -156,16 +161,27 @@ def notes(table: SideBySide) -> list[str]:
 
 
 def shortfalls(table: SideBySide) -> list[str]:
-    """What is below the published mean less its standard deviation, and by how much; one sentence for each protocol."""
+    """What is worse than the published mean by more than its standard deviation, and by how much; protocol by protocol."""
+    measures = {measure: words for measure, words in table.measures.items() if table.published(measure)}
+    higher = {measure: words for measure, words in measures.items() if measure not in table.lower}
+    lower = {measure: words for measure, words in measures.items() if measure in table.lower}
+    return [*_beyond(table, higher, mark="↓", where=_BELOW), *_beyond(table, lower, mark="↑", where=_ABOVE)]
+
+
+def _beyond(table: SideBySide, measures: Mapping[str, str], *, mark: str, where: str) -> list[str]:
+    """A sentence for each protocol with figures there, and one for all others."""
+    if not measures:
+        return []
     sentences, clear = [], []
     for protocol in table.protocols:
         rows = [of[protocol] for of in table.rows.values() if protocol in of]
-        if below := "; ".join(told for row in rows for told in _shortfalls(row, table.measures)):
-            sentences.append(f"↓ `{protocol}`, below the published mean less its standard deviation: {below}.")
+        if found := "; ".join(told for row in rows for told in _shortfalls(row, measures)):
+            sentences.append(f"{mark} `{protocol}`, {where}: {found}.")
         else:
             clear.append(f"`{protocol}`")
     if clear:
-        sentences.append(f"Nothing measured in {', '.join(clear)} is below the published mean less its standard deviation.")
+        on = f" on {', '.join(measures.values())}" if table.lower else ""
+        sentences.append(f"Nothing measured in {', '.join(clear)} is {where}{on}.")
     return sentences
 
 
@@ -211,7 +227,8 @@ def _measured(row: Row | None, protocol: str, measure: str) -> Entry:
     if row is None or pair is None or pair.ours is None:
         return Entry(NOTHING)
     difference = signed(pair.difference) if protocol == "paper" and pair.difference is not None else ""
-    return Entry(str(pair.ours), row.choice or difference, pair.shortfall > 0)
+    mark = "↑" if pair.lower else "↓"
+    return Entry(str(pair.ours), row.choice or difference, mark if pair.shortfall else "")
 
 
 def _sent(rows: Mapping[str, Row]) -> list[Entry]:
@@ -225,9 +242,9 @@ def _sent(rows: Mapping[str, Row]) -> list[Entry]:
 
 
 def _cost(rows: Mapping[str, Row]) -> Entry:
-    """What the first protocol that was run has sent for a newcomer."""
+    """What the first protocol that was run has sent, in bytes; where a newcomer has come, what that cost."""
     sent = next((row.sent for row in rows.values() if row.measured), None)
-    return Entry(NOTHING) if sent is None else Entry(size(sent.bytes))
+    return Entry(NOTHING) if sent is None else Entry(size(sent.arrival or sent.bytes))
 
 
 def _shortfalls(row: Row, measures: Mapping[str, str]) -> Iterator[str]:

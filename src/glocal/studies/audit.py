@@ -10,10 +10,12 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from glocal import trees
+from glocal.algorithm import Algorithm
 from glocal.errors import InputError
 from glocal.federation import Examples, Federation
 from glocal.fitting import Case
@@ -22,9 +24,8 @@ from glocal.measure.leakage import Floats, Guess, Labels, Seen, auc, best_auc, f
 from glocal.modules import predictor, representing
 from glocal.representations.auxiliary import own
 from glocal.result import Result
+from glocal.store import State
 from glocal.trees import Params
-
-_USES = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -65,40 +66,37 @@ def audited(case: Case, results: Sequence[Result], settings: AuditSettings, crit
 
 
 def _audited(case: Case, result: Result, fed: Federation, settings: AuditSettings, critic: nn.Module | None) -> Json:
-    devices = devices_of(case, result, fed)
+    devices = devices_of(case.algorithm, result.state, fed)
     encode = Encoder(case.model, settings.at)
     attributes = range(groups(devices[0].train).shape[1])
     found = [_attacked(encode, devices, attribute, settings, result.plan.seed) for attribute in attributes]
     joint = [_joint(encode, devices, attribute, critic) for attribute in attributes]
     return {
+        "accuracy": float(np.concatenate([_right(case.model, device.params, device.test) for device in devices]).mean()),
         "auc": _mean([_score(case.model, device.params, device.test) for device in devices]),
         "attributes": [{**fresh, "joint": along} for fresh, along in zip(found, joint, strict=True)],
         "validation": {
             "auc": _mean([_score(case.model, device.params, device.validation) for device in devices]),
-            "leak": max(filter(None, map(_leak, found)), default=None),
+            # one device's people there are too few to judge the best of three attackers by
+            "leak": max(filter(None, (each["validation"]["pooled"] for each in found)), default=None),
         },
     }
 
 
-def _leak(found: Json) -> float | None:
-    """What validation data tell of an attribute; a device's own people there are too few to judge the best of three attackers."""
-    return _mean([found["validation"]["pooled"], found["validation"]["strong"]])
-
-
-def devices_of(case: Case, result: Result, fed: Federation) -> list[Device]:
+def devices_of(algorithm: Algorithm, state: State, fed: Federation) -> list[Device]:
     """Every device, in the host's memory, where the attackers are."""
     cpu = torch.device("cpu")
     parts = (fed.train, fed.val, fed.test)
     return [
-        Device(trees.to(_params(case, result, number), cpu), *(part.of(number).to(cpu) for part in parts))
+        Device(trees.to(_params(algorithm, state, number), cpu), *(part.of(number).to(cpu) for part in parts))
         for number in range(fed.devices)
     ]
 
 
-def _params(case: Case, result: Result, number: int) -> Params:
+def _params(algorithm: Algorithm, state: State, number: int) -> Params:
     """What a device holds: its personal model, and its auxiliary one."""
-    private = result.state.private.of(number)
-    return {**private, **result.state.shared, **case.algorithm.personal(result.state.shared, private)}
+    private = state.private.of(number)
+    return {**private, **state.shared, **algorithm.personal(state.shared, private)}
 
 
 class Encoder:
@@ -118,19 +116,34 @@ class Encoder:
         return Seen(self(params, examples), column(examples, attribute))
 
 
+class Attackers(NamedTuple):
+    """Fresh ones, by what they know: each device's own people, everybody, or everybody else through one device's encoder."""
+
+    own: list[dict[str, Guess]]
+    pooled: dict[str, Guess]
+    strong: list[dict[str, Guess]]
+
+
+def trained_attackers(encode: Encoder, devices: Sequence[Device], attribute: int, *, encoders: int, seed: int) -> Attackers:
+    """Attackers that have learnt from training data, frozen and without noise."""
+    trains = [encode.seen(device.params, device.train, attribute) for device in devices]
+    return Attackers(
+        [fresh(train, seed=seed) for train in trains],
+        fresh(together(trains), seed=seed),
+        [_through_one(encode, devices, number, attribute, seed) for number in range(min(encoders, len(devices)))],
+    )
+
+
 def _attacked(encode: Encoder, devices: Sequence[Device], attribute: int, settings: AuditSettings, seed: int) -> Json:
     """The AUC of the best fresh attacker, by what it knows."""
-    trains, validations, tests = ([encode.seen(d.params, getattr(d, of), attribute) for d in devices] for of in _USES)
-    own_rows = [fresh(train, seed=seed) for train in trains]
-    pooled = fresh(together(trains), seed=seed)
-    through = range(min(settings.encoders, len(devices)))
-    strong = [_through_one(encode, devices, number, attribute, seed) for number in through]
+    own_rows, pooled, strong = trained_attackers(encode, devices, attribute, encoders=settings.encoders, seed=seed)
+    validations, tests = ([encode.seen(d.params, getattr(d, of), attribute) for d in devices] for of in ("validation", "test"))
 
     def read(tested: Sequence[Seen]) -> Json:
         return {
             "own": _mean([best_auc(guesses, seen) for guesses, seen in zip(own_rows, tested, strict=True)]),
             "pooled": best_auc(pooled, together(tested)),
-            "strong": _mean([best_auc(guesses, tested[number]) for number, guesses in zip(through, strong, strict=True)]),
+            "strong": _mean([best_auc(guesses, seen) for guesses, seen in zip(strong, tested[: len(strong)], strict=True)]),
         }
 
     return {**read(tests), "validation": read(validations)}
@@ -156,13 +169,25 @@ def _joint(encode: Encoder, devices: Sequence[Device], attribute: int, critic: n
     return _mean(found)
 
 
-def _score(model: nn.Module, params: Params, people: Examples) -> float | None:
-    """How well a device tells class 1 from class 0 of its own people."""
+def _right(model: nn.Module, params: Params, people: Examples) -> npt.NDArray[np.bool_]:
+    """Of whom a device's model tells the class (people,)."""
     with torch.no_grad():
         output = predictor(model)(params, people.x, torch.ones(len(people.y), dtype=torch.bool))
+    return np.asarray((output.argmax(1) == people.y).numpy())
+
+
+def _score(model: nn.Module, params: Params, people: Examples) -> float | None:
+    """How well a device tells class 1 from class 0 of its own people."""
+    output = outputs(model, params, people)
     if output.shape[1] != 2:
         return None
     return _auc((output[:, 1] - output[:, 0]).double().numpy(), people.y.numpy())
+
+
+def outputs(model: nn.Module, params: Params, people: Examples) -> torch.Tensor:
+    """What a device's model says of some people (rows, classes)."""
+    with torch.no_grad():
+        return predictor(model)(params, people.x, torch.ones(len(people.y), dtype=torch.bool))
 
 
 def _auc(scores: Floats, labels: Labels) -> float | None:
@@ -177,7 +202,7 @@ def groups(examples: Examples) -> torch.Tensor:
 
 def column(examples: Examples, attribute: int) -> Labels:
     """One protected attribute (rows,)."""
-    return np.asarray(groups(examples)[:, attribute].numpy())
+    return np.asarray(groups(examples)[:, attribute].long().numpy())
 
 
 def together(seen: Sequence[Seen]) -> Seen:

@@ -15,13 +15,14 @@ from glocal.algorithm import Algorithm, unweighted
 from glocal.data import Dataset, Partition
 from glocal.errors import InputError, brief, nearest
 from glocal.federation import Federation, Holdings, gathered, held_out
+from glocal.fitting import Pretraining
 from glocal.modules import params_of
 from glocal.optimisers import Optimiser, adam, sgd
-from glocal.representations import Auxiliary
+from glocal.representations import Auxiliary, alone
 from glocal.sampling import stream
 from glocal.split import Split
-from glocal.studies.learning import LearnsSettings, build_extra, build_learning, with_own_rule
-from glocal.studies.models import coded_mlp, lenet5, mlp, softmax_mlp
+from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
+from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.training import Objective, augmented, cross_entropy
 from glocal.trees import Params
@@ -82,12 +83,16 @@ def build_data(settings: DataSettings, report: data.Report) -> Dataset | Federat
 
 def deal_out(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed: int) -> Federation:
     """The data set dealt to devices; data that come device by device are taken as they are."""
+    dealt = _first_devices(_dealt(loaded, settings, seed), settings.keep_devices)
+    return dealt if settings.labelled is None else dealt.labelled(settings.labelled, seed=seed)
+
+
+def _dealt(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed: int) -> Federation:
     if isinstance(loaded, Federation):
-        return _first_devices(loaded, settings.keep_devices)
+        return loaded
     if isinstance(loaded, Dataset):
-        dealt = data.deal(loaded, build_partition(settings), validation=settings.validation, seed=seed)
-        return _first_devices(dealt, settings.keep_devices)
-    return _first_devices(held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed), settings.keep_devices)
+        return data.deal(loaded, build_partition(settings), validation=settings.validation, seed=seed)
+    return held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed)
 
 
 def _first_devices(federation: Federation, count: int | None) -> Federation:
@@ -95,8 +100,7 @@ def _first_devices(federation: Federation, count: int | None) -> Federation:
         return federation
     if not 1 <= count <= federation.devices:
         raise InputError(f"settings: data.keep_devices is {count}; it must be from 1 to {federation.devices}")
-    parts = (federation.train, federation.val, federation.test)
-    return Federation(*(replace(part, rows=part.rows[:count]) for part in parts))
+    return federation.each(lambda part: replace(part, rows=part.rows[:count]))
 
 
 def build_partition(settings: DataSettings) -> Partition:
@@ -120,8 +124,9 @@ def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed:
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
         "softmax_mlp": lambda: softmax_mlp(example.numel(), settings.hidden, classes),
-        "coded_mlp": lambda: coded_mlp(example.numel(), settings.hidden, classes, code=settings.code, blur=settings.blur),
+        "coded_mlp": lambda: coded_mlp(example.numel(), settings.hidden, classes, **_code(settings)),
         "lenet5": lambda: lenet5(example.shape[0], classes),
+        "coded_cnn": lambda: coded_cnn(example.shape, classes, code=settings.code),
     }
     own = ":" in settings.name
     make = named_function(settings.name, "model.name") if own else _known(settings.name, known, "model.name")
@@ -131,6 +136,10 @@ def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed:
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {settings.name} returned {type(model).__name__}; an nn.Module was expected")
     return model
+
+
+def _code(settings: ModelSettings) -> dict[str, Any]:
+    return {"code": settings.code, "blur": settings.blur, "dropout": settings.dropout}
 
 
 def plain_model(name: str) -> nn.Module:
@@ -148,8 +157,16 @@ def build_split(settings: Settings, case: CaseSettings, model: nn.Module) -> Spl
     return Split.of(model, local=named.local, shared=named.shared)
 
 
-def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Algorithm:
-    """An exported algorithm (or your own "module:function"), given what its signature asks for."""
+def build_pretraining(settings: Settings, case: CaseSettings, parts: Parts) -> Pretraining | None:
+    """What a case's devices do before the first round, if its settings say so."""
+    if case.learns is None or not case.learns.pretrain:
+        return None
+    algorithm = build_algorithm(settings, case, parts, before=True)
+    return Pretraining(algorithm, case.learns.pretrain, labels=case.learns.kind in WITH_LABELS)
+
+
+def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts, *, before: bool = False) -> Algorithm:
+    """An exported algorithm (or your own "module:function"), given what its signature asks for; or what comes before it."""
     exported = {name: getattr(algorithms, name) for name in algorithms.__all__}
     own = ":" in case.algorithm
     make = named_function(case.algorithm, "algorithm") if own else _known(case.algorithm, exported, "algorithm")
@@ -169,6 +186,9 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts) -> Alg
         objective, auxiliary = build_auxiliary(settings, case.learns, parts, parts.seeds[0])
         optimiser = with_own_rule(optimiser, case.learns, auxiliary.name)
         given |= {"split": auxiliary.local(given["split"])} if isinstance(given.get("split"), Split) else {}
+        if before and case.learns.kind != "adversary":
+            local = given["split"].local if "split" in given else parts.objective.trains
+            objective = alone(parts.objective, auxiliary, local=local)
     made = called(partial(make, objective, optimiser, **given, **knobs), case.algorithm)
     if not isinstance(made, Algorithm):
         raise InputError(f"algorithm: {case.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected")

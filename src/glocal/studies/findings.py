@@ -1,7 +1,7 @@
 """What a study has found so far: every figure seed by seed, small enough to be committed, and what follows from it."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -52,10 +52,16 @@ class Findings:
         return {seed: _PERCENT * value for seed, value in zip(seeds, values, strict=True) if value is not None}
 
     def case(self, part: str, row: str) -> Json | None:
-        """The figures of a row: its case's, or those of the one that was best on validation data of several."""
-        cases: Json = self.parts.get(part, {}).get("cases", {})
-        names = [name for name in self.study.parts[part].choices.get(row, (row,)) if name in cases]
-        return max((cases[name] for name in names), key=lambda case: _mean(case["validation"]), default=None)
+        """The figures of a row: its case's, or of several those of the one that was best on validation data within the limit.
+
+        Where none is within the limit, the one that gives least away.
+        """
+        cases, of = self.parts.get(part, {}).get("cases", {}), self.study.parts[part]
+        found: list[Json] = [cases[name] for name in of.choices.get(row, (row,)) if name in cases]
+        within = [case for case in found if of.limit is None or _leak(case) <= of.limit]
+        if within:
+            return max(within, key=lambda case: _mean(case["validation"]))
+        return min(found, key=_leak, default=None)
 
     def name_of(self, part: str, row: str) -> str:
         """The case that stands for a row."""
@@ -106,7 +112,8 @@ def read_findings(path: Path) -> Findings:
         found = _from_dict(read_json(path, dict)) if path.is_file() else _from_folder(path)
         for part in found.parts.values():
             for case in part["cases"].values():
-                told = (*case["validation"], *(value for measure in found.study.measures for value in case.get(measure, ())))
+                read = (*found.study.measures, "validation_leak", "fresh")
+                told = (*case["validation"], *(value for measure in read for value in case.get(measure, ())))
                 sum(value or 0.0 for value in told)  # numbers, or an error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
@@ -182,6 +189,7 @@ def _case(results: Sequence[Json]) -> Json:
         "worst_tenth": [_rounded(result["local_test"]["worst_tenth"]) for result in results],
         **{key: [_rounded((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},
         **_arrivals([result["arrival"] for result in results if "arrival" in result]),
+        **_audits([result["audit"] for result in results if "audit" in result]),
         "validation": [_rounded(result["validation"]["mean"]) for result in results],
         "selected_round": [result["selected_round"] for result in results],
         "never_sampled": [result["never_sampled"] for result in results],
@@ -199,6 +207,28 @@ def _arrivals(arrivals: Sequence[Json]) -> Json:
     return {**scores, "arrival_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals))}
 
 
+def _audits(audits: Sequence[Json]) -> Json:
+    """What predictions are worth and what representations give away, seed by seed, as AUC; nothing if there was no audit.
+
+    "adversary" is the one that was trained along, the mean over attributes; "own_0" and the like are the best fresh attackers by
+    what they know and by attribute, and "fresh" is the best of all these.
+    """
+    if not audits:
+        return {}
+    attributes = [audit["attributes"] for audit in audits]
+    views = [(place, view) for place in range(len(attributes[0])) for view in _VIEWS]
+    return {
+        "accuracy": [_rounded(audit["accuracy"]) for audit in audits],
+        "auc": [_rounded(audit["auc"]) for audit in audits],
+        "adversary": [_rounded(_known(fmean, [each["joint"] for each in of])) for of in attributes],
+        **{f"{view}_{place}": [_rounded(of[place][view]) for of in attributes] for place, view in views},
+        "fresh": [_rounded(_known(max, [of[place][view] for place, view in views])) for of in attributes],
+        "validation_auc": [_rounded(audit["validation"]["auc"]) for audit in audits],
+        "validation_leak": [_rounded(audit["validation"]["leak"]) for audit in audits],
+    }
+
+
+_VIEWS = ("own", "pooled", "strong")
 _WAYS = {"new": "logits", "new_by_votes": "votes", "new_by_weights": "weights"}
 
 
@@ -208,3 +238,14 @@ def _rounded(value: float | None) -> float | None:
 
 def _mean(values: Iterable[float | None]) -> float:
     return fmean(value or 0.0 for value in values)
+
+
+def _known(of: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
+    """The mean, the largest or the like of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return of(known) if known else None
+
+
+def _leak(case: Json) -> float:
+    """What attackers read from a case's representations of validation data; nothing where there was no audit."""
+    return _known(fmean, case.get("validation_leak", ())) or 0.0

@@ -8,23 +8,27 @@ from torch import nn
 
 from glocal.errors import InputError, nearest
 from glocal.federation import Examples
+from glocal.fitting import outputs_of
 from glocal.modules import params_of, representing
 from glocal.optimisers import Adam, Apart, Optimiser, Sgd
-from glocal.representations import Auxiliary, adversarial, autoencoder, beside, jigsaw
+from glocal.representations import Auxiliary, adversarial, autoencoder, beside, jigsaw, supervised
 from glocal.sampling import stream
 from glocal.studies.models import mlp
 from glocal.training import Objective
 
 _ORDERS = 24  # of two by two tiles
-KINDS = ("adversary", "decoder", "puzzle")
+KINDS = ("adversary", "classifier", "decoder", "puzzle")
+WITH_LABELS = ("adversary", "classifier")
 
 
 @dataclass(frozen=True)
 class LearnsSettings:
-    """An auxiliary model of the `kind` adversary, decoder or puzzle, with these hidden widths, on what the module `at` puts out.
+    """An auxiliary model of the `kind` adversary, classifier, decoder or puzzle, on what the module `at` puts out.
 
-    `weight` is what its loss counts beside the main one; an adversary's is how strongly it is worked against. `rate` and `turns`
-    are those of its own rule, if it has one: so many steps of it to each of the others.
+    `weight` is what its loss counts beside the main one; an adversary's is how strongly it is worked against. `hidden` are its
+    hidden widths. `rate` and `turns` are those of its own rule, if it has one: so many steps of it to each of the others. For
+    `pretrain` epochs before the first round every device trains its local part alone: by the auxiliary loss, and with an
+    adversary by the whole one.
     """
 
     kind: str
@@ -33,6 +37,11 @@ class LearnsSettings:
     hidden: tuple[int, ...] = (32, 32)
     rate: float | None = None
     turns: int = 0
+    pretrain: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pretrain < 0:
+            raise InputError(f"settings: learns.pretrain is {self.pretrain}; it must be at least 0")
 
 
 def build_learning(
@@ -46,14 +55,19 @@ def build_learning(
     extra = build_extra(settings, model, some, seed=seed)
     if settings.kind == "adversary":
         return adversarial(model, extra, at=settings.at, strength=settings.weight)
-    makes: dict[str, Callable[..., Auxiliary]] = {"decoder": autoencoder, "puzzle": jigsaw}
+    makes: dict[str, Callable[..., Auxiliary]] = {"classifier": supervised, "decoder": autoencoder, "puzzle": jigsaw}
     made = makes[settings.kind](model, extra, at=settings.at)
-    return beside(objective, made, weight=settings.weight), made
+    return beside(objective, made, weight=settings.weight) if settings.weight else objective, made
 
 
 def build_extra(settings: LearnsSettings, model: nn.Module, some: Examples, *, seed: int) -> nn.Module:
     """The auxiliary network: as wide as the representation where it begins, and as what it tells where it ends."""
-    outputs = {"decoder": some.x[0].numel(), "puzzle": _ORDERS, "adversary": some.group[0].numel() if some.group is not None else 0}
+    outputs = {
+        "adversary": some.group[0].numel() if some.group is not None else 0,
+        "classifier": outputs_of(model, some.x),
+        "decoder": some.x[0].numel(),
+        "puzzle": _ORDERS,
+    }
     width = representing(model, settings.at)(params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool))[0].numel()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(stream(seed, "auxiliary").integers(2**62)))

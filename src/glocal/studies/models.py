@@ -28,16 +28,60 @@ def softmax_mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128),
 
 
 def coded_mlp(
-    inputs: int = 93, hidden: Sequence[int] = (32, 32), classes: int = 2, *, code: int | None = None, blur: float | None = None
+    inputs: int = 93,
+    hidden: Sequence[int] = (32, 32),
+    classes: int = 2,
+    *,
+    code: int | None = None,
+    blur: float | None = None,
+    dropout: float | None = None,
 ) -> nn.Sequential:
-    """An encoder whose code, 32 or so many numbers between -1 and 1, is blurred while training; and a head of two layers."""
+    """An encoder whose code, 32 or so many numbers between -1 and 1, is blurred while training; and a head of two layers.
+
+    After each hidden layer of both a share of the units is dropped while training, if `dropout` says so.
+    """
     width = 32 if code is None else code
     if width < 1:
         raise InputError(f"model: the code is {width} wide; it must be at least 1")
     inner = hidden[-1] if hidden else width
-    encoder = nn.Sequential(OrderedDict([*mlp(inputs, hidden, width).named_children(), ("tanh", nn.Tanh())]))
-    head = nn.Sequential(OrderedDict(layer1=nn.Linear(width, inner), relu1=nn.ReLU(), layer2=nn.Linear(inner, classes)))
+    encoder = _dropping(nn.Sequential(OrderedDict([*mlp(inputs, hidden, width).named_children(), ("tanh", nn.Tanh())])), dropout)
+    head = _dropping(
+        nn.Sequential(OrderedDict(layer1=nn.Linear(width, inner), relu1=nn.ReLU(), layer2=nn.Linear(inner, classes))), dropout
+    )
     return nn.Sequential(OrderedDict[str, nn.Module](encoder=encoder, blur=GaussianNoise(blur or 0.0), head=head))
+
+
+def _dropping(layers: nn.Sequential, share: float | None) -> nn.Sequential:
+    """The same with dropout after every ReLU."""
+    if not share:
+        return layers
+    if not 0 < share < 1:
+        raise InputError(f"model: dropout is {share}; a share below 1 was expected")
+    parts: list[tuple[str, nn.Module]] = []
+    for name, layer in layers.named_children():
+        parts += [(name, layer), *([(f"drop{name[-1]}", nn.Dropout(share))] if isinstance(layer, nn.ReLU) else [])]
+    return nn.Sequential(OrderedDict(parts))
+
+
+def coded_cnn(shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, code: int | None = None) -> nn.Sequential:
+    """An encoder of two convolutions whose code is 64 or so many numbers wide, and a head of two layers; for images."""
+    if len(shape) != 3 or min(shape[1:]) < 16:
+        raise InputError(f"model: coded_cnn needs images (channels, height, width) of at least 16 x 16, not {tuple(shape)}")
+    width = 64 if code is None else code
+    height, breadth = (((side - 4) // 2 - 4) // 2 for side in shape[1:])
+    encoder = OrderedDict[str, nn.Module](
+        conv1=nn.Conv2d(shape[0], 8, 5),
+        relu1=nn.ReLU(),
+        pool1=nn.MaxPool2d(2),
+        conv2=nn.Conv2d(8, 16, 5),
+        relu2=nn.ReLU(),
+        pool2=nn.MaxPool2d(2),
+        flatten=nn.Flatten(),
+        fc=nn.Linear(16 * height * breadth, width),
+        relu3=nn.ReLU(),
+    )
+    head = OrderedDict[str, nn.Module](layer1=nn.Linear(width, 64), relu1=nn.ReLU(), layer2=nn.Linear(64, classes))
+    return nn.Sequential(OrderedDict(encoder=nn.Sequential(encoder), head=nn.Sequential(head)))
 
 
 def lenet5(channels: int = 3, classes: int = 10) -> nn.Sequential:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from glocal.fitting import Options
+from glocal.studies.fair import FAIR
+from glocal.studies.few_labels import FEW_LABELS
 from glocal.studies.published import published
 from glocal.studies.rotated import ROTATED
 from glocal.studies.settings import (
@@ -229,5 +231,7 @@ PAPER = {
             claims=(*_claims("cifar10", "LG 1200+100", 2.0), *_above_mtl("LG 1200+100"), *_growing("LG 1800+100")),
         ),
         ROTATED,
+        FAIR,
+        FEW_LABELS,
     )
 }

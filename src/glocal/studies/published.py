@@ -4,7 +4,7 @@ import csv
 from collections.abc import Mapping
 from importlib.resources import files
 
-from glocal.studies.study import Published
+from glocal.studies.study import Published, Score
 
 
 def published(table: str, classes: int) -> dict[str, Published]:
@@ -15,5 +15,5 @@ def published(table: str, classes: int) -> dict[str, Published]:
 
 
 def _row(row: Mapping[str, str]) -> Published:
-    first, first_std, second, second_std = (float(row[key]) for key in ("first", "first_std", "second", "second_std"))
-    return Published(first, first_std, second, second_std, float(row["parameters"] or 0), row["parameters"])
+    scores = tuple(Score(float(row[key]), float(row[f"{key}_std"])) for key in ("first", "second", "third") if row[key])
+    return Published(scores, float(row["parameters"] or 0), row["parameters"])

@@ -30,7 +30,7 @@ from glocal.sampling import Plan, choose_cohort
 from glocal.scenario import Scenario, Story
 from glocal.studies.arrival import arrive, require_newcomer
 from glocal.studies.audit import audited, require_audit
-from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_critic, build_parts
+from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_critic, build_parts, build_pretraining
 from glocal.studies.groups import build_scenario
 from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.trees import Params
@@ -107,6 +107,8 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
         if place == 0 or settings.cases[name].learns is not None:
             study.training(case).require()
     study.options.computing_device()
+    if study.scenario is not None and any(case.pretraining for case in cases.values()):
+        raise InputError("settings: a case has `learns.pretrain`, and there are groups that arrive; use one of the two")
     if study.scenario is not None and any(case.without for case in settings.cases.values()):
         raise InputError("settings: a case has `without`, and there are groups that arrive; leave no seeds out there")
     if settings.audit is not None:
@@ -152,7 +154,9 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
         about |= {"learns": plain["cases"][name]["learns"]}
     if settings.audit is not None:
         about |= {"audit": plain["audit"]}
-    return Case(algorithm, parts.model, plans_of(settings)[name], parts.seeds, params, parts.federations, spent, about)
+    before = build_pretraining(settings, settings.cases[name], parts)
+    plan = plans_of(settings)[name]
+    return Case(algorithm, parts.model, plan, parts.seeds, params, parts.federations, spent, about, pretraining=before)
 
 
 def parts_of(case: CaseSettings, parts: Parts) -> Parts:

@@ -24,7 +24,12 @@ class Saved(NamedTuple):
     case: str
     host: Host
     federation: Federation
-    options: Options
+    settings: Settings
+
+    @property
+    def options(self) -> Options:
+        """How it was run."""
+        return self.settings.run
 
 
 def open_case(folder: Path, case: str | None = None, *, seed: int | None = None, report: data.Report = unreported) -> Saved:
@@ -33,13 +38,13 @@ def open_case(folder: Path, case: str | None = None, *, seed: int | None = None,
         raise InputError(f"run: {folder} is a study in parts; give the folder of one, such as {_a_part(folder)}")
     settings, results = read_settings(folder), read_results(folder)
     if settings.groups:
-        raise InputError(f"run: {folder} is a scenario, whose devices come and go; join a run without groups")
+        raise InputError(f"run: {folder} is a scenario, whose devices come and go; give a run without groups")
     name = _case_to_open(settings, results, case)
     place = _place(results[name], seed)
+    if settings.run.keep == "figures":
+        raise InputError(f"run: {folder} kept its figures only; for this, a study has to run with run.keep = 'everything'")
     parts = build_parts(settings, report)
     whole = initial_case(settings, name, parts)
-    if settings.run.keep == "figures":
-        raise InputError(f"run: {folder} kept its figures only; to be joined, a study has to run with run.keep = 'everything'")
     checkpoint = Checkpoint(case_folder(folder, name), fingerprint(whole, settings.run))
     progress = checkpoint.read()
     if progress is None:
@@ -49,9 +54,8 @@ def open_case(folder: Path, case: str | None = None, *, seed: int | None = None,
         raise InputError(f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`")
     state = _tested_state(progress, place, results[name][place]["selected_round"] - plan.first_round)
     federation, device = parts_of(settings.cases[name], parts).federations[place], settings.run.computing_device()
-    return Saved(
-        name, Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices), federation, settings.run
-    )
+    host = Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices)
+    return Saved(name, host, federation, settings)
 
 
 def _a_part(folder: Path) -> Path:

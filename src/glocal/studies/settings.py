@@ -24,7 +24,8 @@ _NAMED = ("cases", "groups")  # tables of tables, whose names are the user's own
 class DataSettings:
     """Which data, and who gets what; `source` is digits, mnist, cifar10, adult or your own "module:function".
 
-    Once dealt out, only the first `keep_devices` take part, if that is given.
+    Once dealt out, only the first `keep_devices` take part, if that is given. With `labelled`, a device knows the labels of that
+    share of its training examples only; what pre-trains without labels still learns from all of them.
     """
 
     source: str = "digits"
@@ -35,19 +36,22 @@ class DataSettings:
     validation: float = 0.1
     augment: str = "none"
     keep_devices: int | None = None
+    labelled: float | None = None
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which network: mlp, softmax_mlp or coded_mlp (with these hidden widths), lenet5, or your own "module:function".
+    """Which network: mlp, softmax_mlp or coded_mlp (with these hidden widths), lenet5, coded_cnn, or your own "module:function".
 
-    The encoder of coded_mlp puts out a code so many numbers wide, with noise of the deviation `blur` while training.
+    The encoders of coded_mlp and coded_cnn put out a code so many numbers wide; coded_mlp's with noise of the deviation `blur`
+    while training, and a share `dropout` of its hidden units left out.
     """
 
     name: str = "mlp"
     hidden: tuple[int, ...] = (64, 32, 32, 32)
     code: int | None = None
     blur: float | None = None
+    dropout: float | None = None
 
 
 @dataclass(frozen=True)

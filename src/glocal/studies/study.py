@@ -1,6 +1,6 @@
 """A study of a paper as a value: what is claimed and where, the settings that are run, and the numbers that were published."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -11,19 +11,26 @@ from glocal.studies.settings import Settings
 MEASURES = {"local": "Local Test", "new": "New Test"}
 
 
-class Published(NamedTuple):
-    """A row of a paper's table, as printed: the study's two measures in percent with deviations, and parameters sent, if told."""
+class Score(NamedTuple):
+    """Mean and sample standard deviation in percent, with two decimals; one seed has no deviation."""
 
-    first: float
-    first_std: float
-    second: float
-    second_std: float
+    mean: float
+    std: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + ("" if self.std is None else f" ± {self.std:.2f}")
+
+
+class Published(NamedTuple):
+    """A row of a paper's table: scores of the first so many of the study's measures, and parameters sent, if told, as printed."""
+
+    scores: tuple[Score, ...]
     parameters: float = 0.0
     printed: str = ""
 
-    def scores(self) -> tuple[str, str]:
-        """Both measures as printed."""
-        return f"{self.first:.2f} ± {self.first_std:.2f}", f"{self.second:.2f} ± {self.second_std:.2f}"
+    def by_measure(self, measures: Iterable[str]) -> dict[str, Score]:
+        """The scores by the study's measures; those beyond have none."""
+        return dict(zip([*measures][: len(self.scores)], self.scores, strict=True))
 
     def parameters_printed(self, counted: float) -> str:
         """A count in the digits in which the paper prints its own, such as 2.9e10 or 12.7e9."""
@@ -37,7 +44,8 @@ class Published(NamedTuple):
 class Part:
     """One block of a table: what runs together, on one deal of the data per seed.
 
-    `choices` names for a row the cases that differ in one setting only; the one that is best on validation data stands for it.
+    `choices` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
+    among those from whose representations attackers read at most `limit` there (an AUC, such as 0.55).
     `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share.
     """
 
@@ -47,6 +55,7 @@ class Part:
     published: Mapping[str, Published] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
+    limit: float | None = None
 
     def published_for(self, case: str) -> Published | None:
         """What was published of a case, or of the row that it may stand for."""
@@ -76,7 +85,7 @@ class Claim:
 class Study:
     """All of it; parts run one after the other, each in a folder of its own.
 
-    `measures` are what its tables tell of every row, and `columns` says what they are.
+    `measures` are what its tables tell of every row, `lower` are those of which less is better, and `columns` says what they are.
     """
 
     name: str
@@ -91,6 +100,7 @@ class Study:
         "on everyone’s test data. Parameters sent, published and ours: by the paper’s count, as if every device received in every "
         "round. On the wire: what really crosses, evaluation included, in the first protocol that was run."
     )
+    lower: frozenset[str] = frozenset()
 
     def chosen(self, patterns: tuple[str, ...]) -> dict[str, Part]:
         """Parts whose names fit one of the patterns, such as "paper-2" or "paper-*"; all of them without a pattern."""

@@ -1,0 +1,101 @@
+"""The audit of a saved run as a user sees it: three tables, then a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from glocal.cli.joins import reserved
+from glocal.cli.progress import downloads
+from glocal.errors import InputError
+from glocal.keep import Json, read_json
+from glocal.report import write_audit_report
+from glocal.report.audit_words import KNOWLEDGE, audit_headline, differences, with_interval
+from glocal.studies.run import read_results, slug
+from glocal.studies.saved import open_case
+from glocal.studies.saved_audit import Question, SavedAudit
+
+
+@dataclass(frozen=True)
+class Which:
+    """Which case and seed of a run is audited, and where that is kept."""
+
+    folder: Path
+    case: str | None
+    seed: int | None
+    out: Path | None
+
+    def place(self, audit: SavedAudit) -> Path:
+        """The folder that is written into; an audit of the same attribute, case and seed is replaced."""
+        seeds = len(read_results(self.folder)[audit.saved.case])
+        words = [audit.name, audit.saved.case, *([f"seed {audit.seed}"] if seeds > 1 else [])]
+        return self.out or self.folder / "audits" / "-".join(map(slug, words))
+
+    def require_place(self) -> None:
+        """Refuse to write over something else than an audit."""
+        held = [name for name in ("settings.json", "study.json", "join.json") if self.out and (self.out / name).exists()]
+        if held:
+            raise InputError(f"audit: {self.out} holds something else ({held[0]}); choose another --out")
+
+
+def audit_run(which: Which, question: Question, *, command: str) -> None:
+    """Audit, print what was found, keep it in a folder of its own."""
+    which.require_place()
+    with downloads() as report:
+        saved = open_case(which.folder, which.case, seed=which.seed, report=report)
+    audit = SavedAudit(saved, question)
+    place, console = which.place(audit), Console(stderr=True)
+    with reserved(place, "audit"):
+        with console.status(f"attackers learn {audit.name} from what '{audit.settings.at}' puts out"):
+            figures = audit.figures()
+        audit.keep(place, figures, {"run": which.folder.name, "command": command})
+    show_audit(place)
+
+
+def show_audit(place: Path) -> None:
+    """Write the page of an audit, and print what it found."""
+    found, page = read_json(place / "audit.json", dict), write_audit_report(place)
+    print(f"{found['case']}, seed {found['seed']}; representation: what '{found['settings']['at']}' puts out ({found['chosen']})")
+    print(audit_headline(found))
+    _print_leaks(found)
+    _print_groups(found)
+    print()
+    for name, _ in differences(found):
+        print(name)
+    print(f"report: {page}")
+
+
+def _print_leaks(found: Json) -> None:
+    """One row per attacker: AUC in percent with its interval, by what it knows."""
+    cells = {(row["attacker"], row["knowledge"]): with_interval(row) for row in found["leaks"]}
+    body = [
+        [attacker, *(cells.get((attacker, knowledge), "-") for knowledge in KNOWLEDGE)]
+        for attacker in dict.fromkeys(row["attacker"] for row in found["leaks"])
+    ]
+    _print(["AUC, %", *KNOWLEDGE.values()], body)
+
+
+def _print_groups(found: Json) -> None:
+    """One row per group; the rates of class 1 only where there are two classes."""
+    rates = {"accuracy": "accuracy %"}
+    if found["classes"] == 2:
+        rates |= {"selection_rate": "selected %", "true_positive_rate": "true pos. %", "false_positive_rate": "false pos. %"}
+    body = [[str(row["group"]), f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)] for row in found["groups"]]
+    _print([found["attribute"], "people", *rates.values()], body)
+
+
+def _print(heads: Sequence[str], body: Sequence[Sequence[str]]) -> None:
+    table = Table(escape(heads[0]), box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in heads[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in body:
+        table.add_row(*map(escape, row))
+    print()
+    Console().print(table, highlight=False)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"

@@ -1,0 +1,146 @@
+"""The page of an audit: what attackers read from representations, how groups are treated, and both for each device."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from glocal.keep import Json, read_json
+from glocal.report.audit_words import (
+    DEVICES_NOTE,
+    GUESSING,
+    KNOWLEDGE,
+    LEAKS_NOTE,
+    audit_headline,
+    audit_summary,
+    best_leak,
+    differences,
+    known_words,
+    with_interval,
+)
+from glocal.report.drawing import INK, PAPER, Drawing, ink_and_paper, panel, shown
+from glocal.report.looks import COLOURS, MARKERS, Look, legend, line_sample
+from glocal.report.numerals import PERCENT, several
+from glocal.report.page import section, write_page
+from glocal.report.tables import boxed_table, scrolling
+
+_OPEN = 20  # so many devices are shown unfolded
+_RATES = {
+    "selection_rate": "selected, %",
+    "true_positive_rate": "true positives, %",
+    "false_positive_rate": "false positives, %",
+}
+_DIFFERENCES = {"demographic_parity_difference": "parity difference", "equalised_odds_difference": "odds difference"}
+
+
+def write_audit_report(folder: Path) -> Path:
+    """Write folder/report.html from folder/audit.json."""
+    found = read_json(folder / "audit.json", dict)
+    with ink_and_paper(INK, PAPER):
+        sections = [_leaks(found), _groups(found), _devices(found), _command(found)]
+    summary = f'<p class="notice">{escape(audit_headline(found))}</p>\n<p>{escape(audit_summary(found))}</p>'
+    return write_page(folder, title=f"{found['case']}: audit of {found['attribute']}", summary=summary, sections=sections)
+
+
+def _leaks(found: Json) -> str:
+    drawn = shown(draw_leaks(found), "leaks", kind="beside")
+    return section("What representations give away", f"{drawn}\n{_leak_table(found)}\n{_note(LEAKS_NOTE)}")
+
+
+def draw_leaks(found: Json) -> Drawing:
+    """Every attacker's AUC with its interval, one rung for each knowledge, against the line of guessing."""
+    rows, known = found["leaks"], known_words(found)
+    looks = {attacker: _look(place) for place, attacker in enumerate(_attackers(rows))}
+    figure, axes = _rungs([words for words, _ in known])
+    for row in rows:
+        beside = [*looks].index(row["attacker"]) - (len(looks) - 1) / 2
+        rung = [words for words, _ in known].index(KNOWLEDGE[row["knowledge"]])
+        _dot(axes, rung + 0.2 * beside, row, looks[row["attacker"]])
+    told = "".join(f"<li>{escape(f'{words}: {what}')}</li>" for words, what in known)
+    caption = f"Bars are 95 % intervals, the broken line is guessing. What attackers know:<ul>{told}</ul>"
+    key = legend((line_sample(look), name) for name, look in looks.items())
+    return Drawing(figure, f"Who reads {escape(found['attribute'])}", caption, key)
+
+
+def _rungs(names: Sequence[str]) -> tuple[Figure, Axes]:
+    figure, axes = panel(0.9 + 0.75 * len(names))
+    axes.axvline(GUESSING, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.06)
+    axes.set(xlabel="AUC, %")
+    return figure, axes
+
+
+def _dot(axes: Axes, place: float, row: Json, look: Look) -> None:
+    axes.plot([PERCENT * row["low"], PERCENT * row["high"]], [place, place], color=look.colour, linewidth=1.8)
+    axes.plot(PERCENT * row["auc"], place, color=look.colour, marker=look.marker, markersize=7.5)
+
+
+def _look(place: int) -> Look:
+    return Look(COLOURS[place % len(COLOURS)], (), MARKERS[place % len(MARKERS)])
+
+
+def _attackers(rows: Sequence[Json]) -> list[str]:
+    return list(dict.fromkeys(row["attacker"] for row in rows))
+
+
+def _leak_table(found: Json) -> str:
+    best = best_leak(found)
+
+    def cell(attacker: str, knowledge: str) -> str:
+        rows = [row for row in found["leaks"] if row["attacker"] == attacker and row["knowledge"] == knowledge]
+        written = with_interval(rows[0]) if rows else "–"
+        return f"<strong>{written}</strong>" if best in rows else written
+
+    heads = ["attacker", *(f"{words}: AUC, %" for words in KNOWLEDGE.values())]
+    body = [[escape(attacker), *(cell(attacker, each) for each in KNOWLEDGE)] for attacker in _attackers(found["leaks"])]
+    return _table(heads, body, "What attackers read")
+
+
+def _groups(found: Json) -> str:
+    rates = ["accuracy", *(_RATES if found["classes"] == 2 else {})]
+    heads = [escape(found["attribute"]), "people", *({"accuracy": "accuracy, %", **_RATES}[rate] for rate in rates)]
+    body = [[str(row["group"]), f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)] for row in found["groups"]]
+    words = "\n".join(f"<p><b>{escape(name)}</b> {escape(meaning)}</p>" for name, meaning in differences(found))
+    selected = " Selected: predicted to be of class 1." if found["classes"] == 2 else ""
+    note = _note(f"Each device’s own model on its own test data, all devices together.{selected}")
+    return section("How groups are treated", f"{_table(heads, body, 'Groups')}\n{note}\n{words}")
+
+
+def _devices(found: Json) -> str:
+    """A row for every device, folded away where they are many."""
+    name, differ = escape(found["attribute"]), _DIFFERENCES if found["classes"] == 2 else {}
+    heads = ["device", f"{name}&nbsp;=&nbsp;0", f"{name}&nbsp;=&nbsp;1", "accuracy, %", *differ.values(), "best attacker: AUC, %"]
+    body = [
+        [str(row["device"]), *(f"{people:,}" for people in row["people"])]
+        + [_percent(row[key]) for key in ("accuracy", *differ, "leak")]
+        for row in found["devices"]
+    ]
+    summary = f"<summary>{several(len(body), 'device')}</summary>"
+    folded = f"<details{' open' if len(body) <= _OPEN else ''}>{summary}\n{_table(heads, body, 'Devices')}</details>"
+    return section("Devices", f"{folded}\n{_note(DEVICES_NOTE)}")
+
+
+def _command(found: Json) -> str:
+    return section("Command", scrolling(f"<pre>{escape(found['command'])}</pre>", "Command"))
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]], label: str) -> str:
+    """The first column is a row's name; cells are HTML."""
+    columns = "".join(f'<th scope="col">{head}</th>' for head in heads[1:])
+    rows = (f'<tr><th class="name" scope="row">{first}</th>{"".join(f"<td>{c}</td>" for c in rest)}</tr>' for first, *rest in body)
+    return boxed_table(f'<tr><th class="name" scope="col">{heads[0]}</th>{columns}</tr>', rows, label)
+
+
+def _note(words: str) -> str:
+    return f'<p class="note">{escape(words)}</p>'
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{PERCENT * value:.1f}"

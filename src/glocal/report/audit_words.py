@@ -1,0 +1,118 @@
+"""An audit in plain words: what attackers read, and what the differences between groups mean."""
+
+from glocal.keep import Json
+from glocal.report.numerals import PERCENT, several
+
+GUESSING = 50.0  # percent: the AUC of somebody who knows nothing
+KNOWLEDGE = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
+LEAKS_NOTE = (
+    "Areas under the ROC curve. Attackers are trained afterwards, on frozen representations of training data without noise, and "
+    "judged by test data. In brackets stands the 95 % interval: test people are drawn anew, devices and attackers stay. Bold is "
+    "the best figure among those that chance does not explain (with 95 % confidence, so many tries being allowed for), or among "
+    "all if it may explain each of them. Picked after the fact, it is rather too high than too low."
+)
+DEVICES_NOTE = (
+    "Each device’s own model on its own test data, and the AUC of the best attacker who knows the people of its training data. The "
+    "two differences are those of the groups above, in points. With few people all of this varies widely, and the best of three "
+    "attackers looks better than it is. A dash: the device lacks one of the groups, or one of the classes within a group."
+)
+
+
+def best_leak(found: Json) -> Json:
+    """What the attacker reads that reads most; one that chance does not explain comes before others."""
+    best: Json = max(found["leaks"], key=lambda row: (bool(row["beyond_chance"]), float(row["auc"])))
+    return best
+
+
+def audit_headline(found: Json) -> str:
+    """What the best attacker reads, in two sentences."""
+    best, name = best_leak(found), found["attribute"]
+    read = (
+        f"The best attacker ({best['attacker']}, {KNOWLEDGE[best['knowledge']]}) has an AUC of {with_interval(best)}: "
+        f"{GUESSING:.0f} is guessing, 100 is certainty."
+    )
+    if best["beyond_chance"]:
+        return f"From these representations {name} can be told better than by guessing. {read}"
+    return f"From these representations {name} cannot be told better than by guessing, as far as the test data show. {read}"
+
+
+def audit_summary(found: Json) -> str:
+    """What was audited."""
+    people = sum(row["people"] for row in found["groups"])
+    return (
+        f"Audited is {found['case']} ({found['algorithm']}, seed {found['seed']}) of the run {found['run']}: "
+        f"{several(len(found['devices']), 'device')} with {people:,} people in their test data ({found['data']}). "
+        f"The representation is what the module ‘{found['settings']['at']}’ puts out ({found['chosen']}). "
+        "No file of that run was changed."
+    )
+
+
+def known_words(found: Json) -> list[tuple[str, str]]:
+    """What attackers know, for each knowledge that could be tried."""
+    over, name = {row["knowledge"]: row["over"] for row in found["leaks"]}, found["attribute"]
+    told = {
+        "own": f"{name} of the people in a device’s training data; they read its test data. The mean over "
+        f"{several(over.get('own', 0), 'device')}.",
+        "pooled": f"{name} of everybody in the training data, each as seen by the encoder of their own device.",
+        "strong": f"the encoder of one device, and {name} of all others’ people, whom they run through it; they read that device’s "
+        f"test data. The mean over {several(over.get('strong', 0), 'encoder')}.",
+    }
+    return [(KNOWLEDGE[knowledge], told[knowledge]) for knowledge in KNOWLEDGE if knowledge in over]
+
+
+def differences(found: Json) -> list[tuple[str, str]]:
+    """Both differences, each with what it means here."""
+    if found["classes"] != 2:
+        return [("No differences.", _too_many(found["classes"]))]
+    parity, odds = found["demographic_parity_difference"], found["equalised_odds_difference"]
+    return [
+        (f"Demographic parity difference: {_points(parity)}.", "" if parity is None else _parity_words(found)),
+        (f"Equalised odds difference: {_points(odds)}.", _one_sided(found) if odds is None else _odds_words(found)),
+    ]
+
+
+def _too_many(classes: int) -> str:
+    return (
+        f"The data have {classes} classes. Who is selected, and how often rightly, can be asked where there are two, so that "
+        "neither demographic parity nor equalised odds is defined here."
+    )
+
+
+def _parity_words(found: Json) -> str:
+    one, other = found["groups"]
+    return (
+        f"Class 1 is predicted for {_share(one, 'selection_rate')} of the people with {_of(found, one)} and for "
+        f"{_share(other, 'selection_rate')} of those with {_of(found, other)}. At 0 both groups are selected equally often, "
+        "whatever their true classes are."
+    )
+
+
+def _odds_words(found: Json) -> str:
+    one, other = found["groups"]
+    return (
+        f"Of the people who are of class 1, {_share(one, 'true_positive_rate')} are found among those with {_of(found, one)} and "
+        f"{_share(other, 'true_positive_rate')} among those with {_of(found, other)}; of the people of class 0, "
+        f"{_share(one, 'false_positive_rate')} and {_share(other, 'false_positive_rate')} are taken for class 1. The larger "
+        "of these two gaps counts. At 0 the models are right and wrong about both groups equally often."
+    )
+
+
+def _one_sided(found: Json) -> str:
+    return f"A group of {found['attribute']} has people of one class only, or nobody."
+
+
+def _of(found: Json, row: Json) -> str:
+    return f"{found['attribute']} = {row['group']}"
+
+
+def with_interval(row: Json) -> str:
+    """An AUC in percent, and its interval."""
+    return f"{PERCENT * row['auc']:.1f} [{PERCENT * row['low']:.1f}, {PERCENT * row['high']:.1f}]"
+
+
+def _points(value: float | None) -> str:
+    return "not defined" if value is None else f"{PERCENT * value:.1f} points"
+
+
+def _share(row: Json, rate: str) -> str:
+    return f"{PERCENT * row[rate]:.1f} %"

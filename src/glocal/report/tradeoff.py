@@ -1,0 +1,112 @@
+"""What it costs to hide protected attributes, as a figure: accuracy against what fresh attackers read."""
+
+import re
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from glocal.report.comparison import seeds_of
+from glocal.report.drawing import Drawing, sheet
+from glocal.report.looks import Look, legend, line_sample, look_of
+from glocal.studies.findings import Findings
+from glocal.studies.study import MEASURES, Figure
+
+_CASE = re.compile(r"LG \+ Adv, code (?P<width>\d+), strength (?P<strength>\d+(\.\d+)?(e[+-]?\d+)?)")
+_GUESSING = 50.0
+# where a line's numbers stand: lines rise to the right, so first on either side of that, then above and below
+_SIDES: tuple[dict[str, Any], ...] = (
+    {"xytext": (-4, 3), "ha": "right", "va": "bottom"},
+    {"xytext": (4, -3), "ha": "left", "va": "top"},
+    {"xytext": (0, 5), "ha": "center", "va": "bottom"},
+    {"xytext": (0, -6), "ha": "center", "va": "top"},
+)
+
+
+class Point(NamedTuple):
+    """A case: what the best fresh attacker reads, and accuracy, in percent, one each per seed."""
+
+    read: list[float]
+    accuracy: list[float]
+
+    def means(self) -> tuple[float, float]:
+        """Where it stands."""
+        return fmean(self.read), fmean(self.accuracy)
+
+
+Lines = dict[int, dict[float, Point]]  # by width of the code, then by strength
+
+
+def draw_tradeoff(findings: Findings) -> Drawing | None:
+    """One panel for each part with an adversary of several strengths, one line for each width of the code."""
+    parts = {name: lines for name in findings.parts if (lines := _lines(findings, name))}
+    if not parts:
+        return None
+    widths = sorted({width for lines in parts.values() for width in lines})
+    looks = {width: look_of(place) for place, width in enumerate(widths)}
+    figure = sheet(0.6 + 3.1 * len(parts))
+    panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, lines) in zip(panels, parts.items(), strict=True):
+        _panel(axes, lines, looks)
+        axes.set_title(findings.study.parts[name].title, fontsize=10, loc="left")
+        axes.set(ylabel=f"{findings.study.measures.get('local', MEASURES['local'])}, %")
+    panels[-1].set(xlabel="what the best fresh attacker reads, AUC in %")
+    key = legend((line_sample(look), _words(width)) for width, look in looks.items())
+    return Drawing(figure, "Accuracy by what attackers read", _caption(findings), key)
+
+
+def _lines(findings: Findings, part: str) -> Lines:
+    """The audited cases of a part, strengths in ascending order."""
+    lines: Lines = {}
+    for case in findings.parts[part]["cases"]:
+        if named := _CASE.fullmatch(case):
+            point = Point(*(findings.values(Figure(part, case, measure)) for measure in ("fresh", "local")))
+            if all(point):
+                lines.setdefault(int(named["width"]), {})[float(named["strength"])] = point
+    return {width: dict(sorted(points.items())) for width, points in sorted(lines.items())}
+
+
+def _panel(axes: Axes, lines: Lines, looks: Mapping[int, Look]) -> None:
+    for width, points in lines.items():
+        _line(axes, points, looks[width], label=_words(width))
+        _numbers(axes, points, looks[width], _SIDES[[*looks].index(width) % len(_SIDES)])
+    axes.axvline(_GUESSING, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1)
+    axes.annotate("guessing", (_GUESSING, 0), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8)
+    axes.margins(0.08, 0.16)
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+
+
+def _line(axes: Axes, points: Mapping[float, Point], look: Look, *, label: str) -> None:
+    """Means over seeds, with faint whiskers."""
+    for point in points.values():
+        across, up = map(_deviation, point)
+        axes.errorbar(*point.means(), up, across, fmt="none", ecolor=look.colour, elinewidth=1, alpha=0.35)
+    read, accuracy = zip(*(point.means() for point in points.values()), strict=True)
+    dashes = (0, look.dash) if look.dash else "solid"
+    axes.plot(read, accuracy, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
+
+
+def _numbers(axes: Axes, points: Mapping[float, Point], look: Look, side: dict[str, Any]) -> None:
+    """Each strength beside its mark."""
+    for strength, point in points.items():
+        axes.annotate(f"{strength:g}", point.means(), **side, textcoords="offset points", fontsize=8.5, color=look.colour)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _words(width: int) -> str:
+    return f"code of {width}"
+
+
+def _caption(findings: Findings) -> str:
+    many = any(seeds_of(findings, part) > 1 for part in findings.parts)
+    spread = "Marks are means over seeds, whiskers reach one standard deviation to either side." if many else "One seed was run."
+    return (
+        "What it costs to hide protected attributes. To the left less is given away, up is better; numbers are strengths of the "
+        "adversary. What is read is the AUC of the best of all attackers that were trained afterwards, over all attributes and "
+        f"all that they may know. {spread}"
+    )

@@ -1,0 +1,157 @@
+"""An audit of a saved run: what its representations give away about one protected attribute, and how its predictions treat groups.
+
+As in a study's own audit attackers learn from training data and are tested on test data, frozen and without noise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from glocal.data import SOURCES
+from glocal.errors import InputError
+from glocal.federation import Holdings
+from glocal.fitting import classes_of
+from glocal.keep import Json, write_json
+from glocal.measure.fairness import Judged, Treatment, require_fairlearn, treated
+from glocal.measure.leakage import Reading, averaged, beyond_chance, readings
+from glocal.studies.audit import AuditSettings, Device, Encoder, column, devices_of, groups, outputs, together, trained_attackers
+from glocal.studies.saved import Saved
+from glocal.studies.stages import usual_stage
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which attribute is looked for, in what a module puts out (by default the usual one), through how many devices' encoders."""
+
+    attribute: str
+    at: str | None = None
+    encoders: int = 3
+
+
+class SavedAudit:
+    """One attribute of one seed of a saved case; what cannot be audited is refused at once."""
+
+    def __init__(self, saved: Saved, question: Question) -> None:
+        require_fairlearn()
+        self.saved, self.seed = saved, saved.host.plan.seed
+        self.name, self.column = find_attribute(saved, question.attribute)
+        at, self.chosen = usual_stage(saved) if question.at is None else (question.at, "as asked for")
+        self.settings = AuditSettings(at, question.encoders)
+        self.encode = Encoder(saved.host.model, at)
+        self.devices = devices_of(saved.host.algorithm, saved.host.state, saved.federation)
+        _require_rows(self.encode, self.devices[0], at)
+
+    def figures(self) -> Json:
+        """What attackers read, how the groups of all devices together are treated, and both for each device."""
+        found, judged = self._readings(), [_judged(self.saved, device, self.column) for device in self.devices]
+        classes = classes_of(self.saved.host.model, self.saved.federation)
+        everybody = Judged(*map(np.concatenate, zip(*judged, strict=True)))
+        each = enumerate(zip(judged, found["own"], strict=True))
+        return {
+            "classes": classes,
+            "leaks": _leak_rows(found),
+            **_as_json(treated(everybody, classes=classes)),
+            "devices": [_device_row(number, treated(of, classes=classes), own) for number, (of, own) in each],
+        }
+
+    def _readings(self) -> dict[str, list[dict[str, Reading]]]:
+        """By what attackers know, what each of them reads: from every device, from all at once, or through each encoder."""
+        encode, seed = self.encode, self.seed
+        own, pooled, strong = trained_attackers(encode, self.devices, self.column, encoders=self.settings.encoders, seed=seed)
+        tests = [encode.seen(device.params, device.test, self.column) for device in self.devices]
+        return {
+            "own": [readings(of, tests[number], seed=seed, device=number) for number, of in enumerate(own)],
+            "pooled": [readings(pooled, together(tests), seed=seed)],
+            "strong": [readings(of, tests[number], seed=seed, device=number) for number, of in enumerate(strong)],
+        }
+
+    def keep(self, folder: Path, figures: Json, about: Json) -> None:
+        """All figures, and what they are of."""
+        host = self.saved.host
+        of = {"case": self.saved.case, "algorithm": host.algorithm.name, "seed": self.seed, "attribute": self.name}
+        told = {**about, **of, "data": self.saved.settings.data.source, "settings": asdict(self.settings), "chosen": self.chosen}
+        write_json(folder / "audit.json", {**told, **figures})
+
+
+def find_attribute(saved: Saved, wanted: str) -> tuple[str, int]:
+    """A protected attribute's name and column; one without a name goes by its number."""
+    source = saved.settings.data.source
+    train, test = saved.federation.train, saved.federation.test
+    if train.examples.group is None or test.examples.group is None:
+        others = "; ".join(f"those of {name} have {', '.join(of.attributes)}" for name, of in SOURCES.items() if of.attributes)
+        raise InputError(f"audit: these data ({source}) have no protected columns; {others}, and your own may have (x, y, group)")
+    named = SOURCES[source].attributes if source in SOURCES else ()
+    names = [*named, *(f"attribute {place}" for place in range(len(named), groups(train.examples).shape[1]))]
+    known = {**{name.removeprefix("attribute "): name for name in names}, **{name: name for name in names}}
+    if wanted not in known:
+        raise InputError(f"audit: there is no attribute '{wanted}'; there are {', '.join(names)}")
+    name = known[wanted]
+    for part, holdings in (("training", train), ("test", test)):
+        _require_both(name, _held(holdings, names.index(name)), part)
+    return name, names.index(name)
+
+
+def _held(holdings: Holdings, place: int) -> set[float]:
+    """The values of an attribute that somebody has."""
+    return {*groups(holdings.examples)[torch.from_numpy(holdings.pooled()), place].tolist()}
+
+
+def _require_both(name: str, values: set[float], part: str) -> None:
+    if not values <= {0, 1}:
+        raise InputError(f"audit: {name} is {max(values):g} for somebody; a protected attribute must be 0 or 1 for everybody")
+    if len(values) < 2:
+        raise InputError(f"audit: everybody in the {part} data has the same {name}, so that there are no groups to compare")
+
+
+def _require_rows(encode: Encoder, device: Device, at: str) -> None:
+    """Refuse a module that is there and puts out something else than a row for each person, or is never asked to."""
+    try:
+        rows = len(encode(device.params, device.train.take(np.zeros(1, dtype=np.int64))))
+    except (IndexError, AttributeError):  # it was not called; it puts out a tuple
+        rows = 0
+    if rows != 1:
+        raise InputError(f"audit: the module '{at}' does not put out one tensor with a row for everybody; choose another with --at")
+
+
+def _leak_rows(found: Mapping[str, Sequence[Mapping[str, Reading]]]) -> list[Json]:
+    """One row for each knowledge and attacker: the mean over those that it could be tried on, and how many they are."""
+    tried = {
+        (knowledge, attacker): [each[attacker] for each in read if each]
+        for knowledge, read in found.items()
+        for attacker in next(filter(None, read), {})
+    }
+    return [
+        {
+            "knowledge": knowledge,
+            **averaged(attacker, read)._asdict(),
+            "over": len(read),
+            "beyond_chance": beyond_chance(read, tries=len(tried)),
+        }
+        for (knowledge, attacker), read in tried.items()
+    ]
+
+
+def _judged(saved: Saved, device: Device, place: int) -> Judged:
+    """A device's own test people, as its own model sees them."""
+    guess = outputs(saved.host.model, device.params, device.test).argmax(1)
+    return Judged(device.test.y.numpy(), guess.numpy(), column(device.test, place))
+
+
+def _as_json(found: Treatment) -> Json:
+    return {**found._asdict(), "groups": [rates._asdict() for rates in found.groups]}
+
+
+def _device_row(number: int, found: Treatment, own: Mapping[str, Reading]) -> Json:
+    people = {rates.group: rates.people for rates in found.groups}
+    right = sum(rates.people * rates.accuracy for rates in found.groups)
+    return {
+        "device": number,
+        "people": [people.get(group, 0) for group in (0, 1)],
+        "accuracy": right / sum(people.values()) if people else None,
+        "demographic_parity_difference": found.demographic_parity_difference,
+        "equalised_odds_difference": found.equalised_odds_difference,
+        "leak": max((reading.auc for reading in own.values()), default=None),
+    }
