@@ -287,7 +287,7 @@ LEAKS = {"FedAvg, rate 0.01": (0.6, [0.5, 0.625]), "FedAvg, rate 0.1": (0.7, [0.
 
 def tuned(leaks, limit):
     """Findings of the tuned part with so many choices, of which some were audited."""
-    part = replace(SMALL.parts["tuned-2"], choices={"FedAvg": tuple(leaks)}, limit=limit)
+    part = replace(SMALL.parts["tuned-2"], choices={"FedAvg": tuple(leaks)}, limits={} if limit is None else {"FedAvg": limit})
     cases = {name: {"validation": [of], **({"validation_leak": leak} if leak else {})} for name, (of, leak) in leaks.items()}
     return Findings(replace(SMALL, parts={"tuned-2": part}), {}, {"tuned-2": {"cases": cases}})
 

@@ -267,7 +267,7 @@ FAIR = Study(
             FAIR_SETTINGS,
             published("table4", classes),
             choices={"FedAvg": ("FedAvg",), "LG + Adv": NAMES},
-            limit=0.6,
+            limits={"LG + Adv": 0.6},
         )
         for name, classes in {"iid": 10, "non-iid": 2}.items()
     },
@@ -347,7 +347,7 @@ def test_another_audit_than_the_studys_is_told(fair: Findings) -> None:
 def test_the_row_is_the_best_within_the_limit(fair: Findings) -> None:
     """Within 60 %: only the strongest; without a limit the weakest are the best on validation data."""
     assert [row.choice for row in rows_of(fair, "iid")] == ["", "code 4, strength 10"]
-    free = {name: replace(part, limit=None) for name, part in FAIR.parts.items()}
+    free = {name: replace(part, limits={}) for name, part in FAIR.parts.items()}
     found = replace(fair, study=replace(FAIR, parts=free))
     assert [row.choice for row in rows_of(found, "iid")] == ["", "code 4, strength 0.1"]
 

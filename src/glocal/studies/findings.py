@@ -58,7 +58,7 @@ class Findings:
         """
         cases, of = self.parts.get(part, {}).get("cases", {}), self.study.parts[part]
         found: list[Json] = [cases[name] for name in of.choices.get(row, (row,)) if name in cases]
-        within = [case for case in found if of.limit is None or _leak(case) <= of.limit]
+        within = [case for case in found if row not in of.limits or _leak(case) <= of.limits[row]]
         if within:
             return max(within, key=lambda case: _mean(case["validation"]))
         return min(found, key=_leak, default=None)

@@ -45,7 +45,7 @@ class Part:
     """One block of a table: what runs together, on one deal of the data per seed.
 
     `choices` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
-    among those from whose representations attackers read at most `limit` there (an AUC, such as 0.55).
+    among those from whose representations attackers read no more there than the row's of `limits` (an AUC, such as 0.55).
     `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share.
     """
 
@@ -55,7 +55,7 @@ class Part:
     published: Mapping[str, Published] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
-    limit: float | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     def published_for(self, case: str) -> Published | None:
         """What was published of a case, or of the row that it may stand for."""
