@@ -83,7 +83,9 @@ def _print_groups(found: Json) -> None:
     rates = {"accuracy": "accuracy %"}
     if found["classes"] == 2:
         rates |= {"selection_rate": "selected %", "true_positive_rate": "true pos. %", "false_positive_rate": "false pos. %"}
-    body = [[str(row["group"]), f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)] for row in found["groups"]]
+    body = [
+        [found["values"][row["group"]], f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)] for row in found["groups"]
+    ]
     _print([found["attribute"], "people", *rates.values()], body)
 
 

@@ -15,7 +15,7 @@ from glocal.errors import InputError
 from glocal.federation import Examples, Rows
 from glocal.sampling import stream
 
-ATTRIBUTES = ("race", "sex")
+ATTRIBUTES = {"race": ("Black", "White"), "sex": ("Female", "Male")}
 _COLUMNS = (
     "age",
     "workclass",

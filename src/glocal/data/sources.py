@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class Dataset(NamedTuple):
 class Source:
     """A data set: what its download consists of, another packing that GLOCAL_DATA may hold, and how files become tensors.
 
-    `attributes` names the columns of its groups, if it has any.
+    `attributes` names the columns of its groups, if it has any, and what 0 and 1 stand for.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Source:
     files: tuple[RemoteFile, ...]
     load: Callable[[Mapping[str, Path]], Dataset]
     repacked: tuple[RemoteFile, ...] = ()
-    attributes: tuple[str, ...] = ()
+    attributes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def load(name: str, *, report: Report = unreported) -> Dataset:

@@ -106,7 +106,10 @@ def _leak_table(found: Json) -> str:
 def _groups(found: Json) -> str:
     rates = ["accuracy", *(_RATES if found["classes"] == 2 else {})]
     heads = [escape(found["attribute"]), "people", *({"accuracy": "accuracy, %", **_RATES}[rate] for rate in rates)]
-    body = [[str(row["group"]), f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)] for row in found["groups"]]
+    body = [
+        [escape(found["values"][row["group"]]), f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)]
+        for row in found["groups"]
+    ]
     words = "\n".join(f"<p><b>{escape(name)}</b> {escape(meaning)}</p>" for name, meaning in differences(found))
     selected = " Selected: predicted to be of class 1." if found["classes"] == 2 else ""
     note = _note(f"Each device’s own model on its own test data, all devices together.{selected}")
@@ -115,8 +118,14 @@ def _groups(found: Json) -> str:
 
 def _devices(found: Json) -> str:
     """A row for every device, folded away where they are many."""
-    name, differ = escape(found["attribute"]), _DIFFERENCES if found["classes"] == 2 else {}
-    heads = ["device", f"{name}&nbsp;=&nbsp;0", f"{name}&nbsp;=&nbsp;1", "accuracy, %", *differ.values(), "best attacker: AUC, %"]
+    differ = _DIFFERENCES if found["classes"] == 2 else {}
+    heads = [
+        "device",
+        *(escape(f"{found['attribute']} = {value}") for value in found["values"]),
+        "accuracy, %",
+        *differ.values(),
+        "best attacker: AUC, %",
+    ]
     body = [
         [str(row["device"]), *(f"{people:,}" for people in row["people"])]
         + [_percent(row[key]) for key in ("accuracy", *differ, "leak")]

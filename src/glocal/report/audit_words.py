@@ -102,7 +102,7 @@ def _one_sided(found: Json) -> str:
 
 
 def _of(found: Json, row: Json) -> str:
-    return f"{found['attribute']} = {row['group']}"
+    return f"{found['attribute']} = {found['values'][row['group']]}"
 
 
 def with_interval(row: Json) -> str:

@@ -132,7 +132,7 @@ def _newcomers(run: Run) -> str:
 
 def _audits(run: Run) -> str:
     source = SOURCES.get(run.settings.data.source)
-    table = audits_table(run, source.attributes if source else ())
+    table = audits_table(run, [*source.attributes] if source else [])
     return section("What representations give away", f'{table}\n<p class="note">{AUDITS_NOTE}</p>') if table else ""
 
 

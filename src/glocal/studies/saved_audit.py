@@ -71,8 +71,16 @@ class SavedAudit:
     def keep(self, folder: Path, figures: Json, about: Json) -> None:
         """All figures, and what they are of."""
         host = self.saved.host
-        of = {"case": self.saved.case, "algorithm": host.algorithm.name, "seed": self.seed, "attribute": self.name}
-        told = {**about, **of, "data": self.saved.settings.data.source, "settings": asdict(self.settings), "chosen": self.chosen}
+        source = self.saved.settings.data.source
+        values = SOURCES[source].attributes[self.name] if source in SOURCES else ("0", "1")
+        of = {
+            "case": self.saved.case,
+            "algorithm": host.algorithm.name,
+            "seed": self.seed,
+            "attribute": self.name,
+            "values": values,
+        }
+        told = {**about, **of, "data": source, "settings": asdict(self.settings), "chosen": self.chosen}
         write_json(folder / "audit.json", {**told, **figures})
 
 
@@ -83,7 +91,7 @@ def find_attribute(saved: Saved, wanted: str) -> tuple[str, int]:
     if train.examples.group is None or test.examples.group is None:
         others = "; ".join(f"those of {name} have {', '.join(of.attributes)}" for name, of in SOURCES.items() if of.attributes)
         raise InputError(f"audit: these data ({source}) have no protected columns; {others}, and your own may have (x, y, group)")
-    named = SOURCES[source].attributes if source in SOURCES else ()
+    named = [*SOURCES[source].attributes] if source in SOURCES else []
     names = [*named, *(f"attribute {place}" for place in range(len(named), groups(train.examples).shape[1]))]
     known = {**{name.removeprefix("attribute "): name for name in names}, **{name: name for name in names}}
     if wanted not in known:
