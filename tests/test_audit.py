@@ -490,4 +490,4 @@ def test_adult_is_audited_by_the_names_of_its_columns(tmp_path, capsys):
     found = found_in(tmp_path / "audits" / "sex-fedavg")
     assert sum(row["people"] for row in found["groups"]) == pytest.approx(3 * 15_470 / 40, abs=3)
     assert max(aucs(found, "pooled").values()) > 0.6, "what says something of income says something of sex"
-    assert "people with sex = 0" in (tmp_path / "audits" / "sex-fedavg" / "report.html").read_text()
+    assert "people with sex = Female" in (tmp_path / "audits" / "sex-fedavg" / "report.html").read_text()

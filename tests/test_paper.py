@@ -316,7 +316,7 @@ def audit(**changes):
     """What an audit of two attributes found."""
     first = {"joint": 0.52, "own": 0.61, "pooled": 0.62, "strong": 0.63, "validation": {}}
     second = {"joint": 0.54, "own": None, "pooled": 0.7, "strong": 0.6, "validation": {}}
-    return {"auc": 0.88, "attributes": [first, {**second, **changes}], "validation": {"auc": 0.87, "leak": 0.66}}
+    return {"accuracy": 0.84, "auc": 0.88, "attributes": [first, {**second, **changes}], "validation": {"auc": 0.87, "leak": 0.66}}
 
 
 def test_the_figures_of_an_audit_are_kept_seed_by_seed():
@@ -328,6 +328,7 @@ def test_the_figures_of_an_audit_are_kept_seed_by_seed():
     path.write_text(json.dumps(results))
     found = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
     assert {key: value for key, value in found.items() if key not in plain} == {
+        "accuracy": [0.84, 0.84],
         "auc": [0.88, None],
         "adversary": [0.53, 0.52],
         "own_0": [0.61, 0.61],
@@ -347,6 +348,7 @@ def test_an_audit_without_an_adversary_has_none():
     assert run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
     path = part_folder(Path("kept"), "tuned-2") / "cases/fedavg-rate-0-1/result.json"
     blind = {
+        "accuracy": 0.84,
         "auc": None,
         "attributes": [dict.fromkeys(("joint", "own", "pooled", "strong"))],
         "validation": dict.fromkeys(("auc", "leak")),

@@ -320,7 +320,8 @@ def test_a_table_has_any_number_of_measures_and_a_published_column_only_where_so
 def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> None:
     text = study_markdown(fair)
     row = lines_of(text, "iid data")["LG + Adv"]  # published: 50.1 ± 1.3
-    assert row[5] == "52.00 ± 1.41 (code 4, strength 10) ↑"
+    assert row[1].endswith("(code 4, strength 10)"), "what was chosen stands beside the first figure only"
+    assert row[5] == "52.00 ± 1.41 (+1.90) ↑"
     assert "↑ is above the published mean plus its standard deviation, where less is better." in text
     told = "LG + Adv on Adversary AUC by 0.60 (52.00 ± 1.41, published 50.10 ± 1.30)"
     assert f"- ↑ `paper`, above the published mean plus its standard deviation: {told}.\n" in text
@@ -334,7 +335,7 @@ def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> 
 def test_far_below_is_no_shortfall_where_less_is_better(fair: Findings) -> None:
     hidden = changed_case(fair, "iid", "LG + Adv, code 4, strength 10", adversary=[0.3, 0.3])
     table = study_markdown(hidden).partition("### non-iid data")[0]
-    assert lines_of(table, "iid data")["LG + Adv"][5] == "30.00 ± 0.00 (code 4, strength 10)"
+    assert lines_of(table, "iid data")["LG + Adv"][5] == "30.00 ± 0.00 (−20.10)"
     assert "Nothing measured in `paper` is above the published mean plus its standard deviation on Adversary AUC." in table
 
 
@@ -342,6 +343,20 @@ def test_another_audit_than_the_studys_is_told(fair: Findings) -> None:
     fair.parts["iid"]["settings"]["audit"] = {"at": "layer1", "encoders": 1}
     assert changes_of(fair, "iid") == ["audit.at = layer1", "audit.encoders = 1"]
     assert changes_of(fair, "non-iid") == []
+
+
+def test_a_study_without_starts_has_neither_their_figures_nor_a_paper_to_stand_beside(tmp_path: Path) -> None:
+    study = PAPER["few-labels"]
+    case = {"local": [0.6, 0.61], "new": [0.7, 0.7], "validation": [0.6, 0.6], "paper_parameters": 0, "parameters": 1, "bytes": 4}
+    part = {
+        "seconds": 1.0,
+        "settings": study.parts["mnist"].settings.as_dict(),
+        "cases": dict.fromkeys(("LG", "LG + decoder"), case),
+    }
+    found = Findings(study, ABOUT, {"mnist": part})
+    page = write_study_report(found, tmp_path).read_text(encoding="utf-8")
+    assert "LG + decoder" in page
+    assert study_drawings(found) == {}
 
 
 def test_the_row_is_the_best_within_the_limit(fair: Findings) -> None:

@@ -223,6 +223,27 @@ def audit(
 
 
 @app.command()
+def theory(
+    d: Annotated[int, typer.Option("--d", help="How many numbers an input has.")] = 20,
+    devices: Annotated[int, typer.Option(help="How many devices there are, M.")] = 100,
+    n: Annotated[int, typer.Option("--n", help="How many examples each device has, N.")] = 2000,
+    rho: Annotated[float, typer.Option(help="How much devices differ: the standard deviation of their teachers' weights.")] = 0.1,
+    sigma: Annotated[float, typer.Option(help="How noisy labels are: a standard deviation.")] = 1.5,
+    inputs: Annotated[
+        str, typer.Option(help="uniform (between -1 and 1), normal (of variance 1) or unit (normal, of mean squared length 1).")
+    ] = "uniform",
+    repeats: Annotated[int, typer.Option(help="How often to try it out; 0 for the closed forms alone.")] = 50,
+    seed: Annotated[int, typer.Option(help="What the trials are drawn from.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also draw it into this .svg or .png file.")] = None,
+) -> None:
+    """How much of a model to keep local, by the paper's linear theory: closed forms, and trials beside them."""
+    from glocal.cli.theory import inputs_of, show_theory
+    from glocal.measure.theory import World
+
+    show_theory(World(inputs_of(inputs, d), devices, n, rho, sigma), repeats=repeats, seed=seed, out=out)
+
+
+@app.command()
 def split(
     model: Annotated[str, typer.Argument(help="mlp, lenet5, or your own module:function.")],
     local: Local = None,

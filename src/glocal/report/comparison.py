@@ -201,7 +201,8 @@ def changes_of(findings: Findings, part: str) -> list[str]:
     # nothing else under "run" changes a figure
     kept = {**run, "run": {key: run["run"][key] for key in ("select", "precision", "validate_every") if key in run["run"]}}
     sections = [of for of in ("data", "model", "split", "optimiser", "plan", "run", "newcomer", "audit") if of in kept]
-    told = ((of, key, value) for of in sections for key, value in kept[of].items())
+    idle = ("alpha", "classes_per_device") if run["data"]["partition"] == "iid" else ()
+    told = ((of, key, value) for of in sections for key, value in kept[of].items() if key not in idle)
     changes = [f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)]
     for name, case in run["cases"].items():
         before = planned["cases"].get(name, {})

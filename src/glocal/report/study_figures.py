@@ -33,7 +33,7 @@ _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviati
 def study_drawings(findings: Findings) -> dict[str, Drawing]:
     """Every figure that there are measurements for, by a short name."""
     draws: dict[str, Callable[[Findings], Drawing | None]] = {"tradeoff": draw_tradeoff}
-    if findings.study.measures == MEASURES:
+    if findings.study.measures == MEASURES and _starts(findings):
         draws = {"classes": draw_variance, "traffic": draw_traffic, "splits": draw_splits, **draws}
     return {name: drawing for name, draw in draws.items() if (drawing := draw(findings))}
 

@@ -91,8 +91,9 @@ def about_changes(findings: Findings) -> str:
 
 def about_protocols(findings: Findings) -> list[str]:
     """What each protocol that was run means."""
+    known = {**_PROTOCOLS, **findings.study.protocols}
     run = {findings.study.parts[part].protocol for part in findings.parts}
-    return [f"`{protocol}`: {meaning}." for protocol, meaning in _PROTOCOLS.items() if protocol in run]
+    return [f"`{protocol}`: {meaning}." for protocol, meaning in known.items() if protocol in run]
 
 
 def about_columns(findings: Findings) -> str:
@@ -148,10 +149,10 @@ def entries(table: SideBySide, name: str) -> list[Entry]:
     rows = table.rows[name]
     any_row = next(iter(rows.values()))
     cells = []
-    for measure in table.measures:
+    for place, measure in enumerate(table.measures):
         if table.published(measure):
             cells.append(Entry(str(any_row.scores[measure].paper or NOTHING)))
-        cells += [_measured(rows.get(protocol), protocol, measure) for protocol in table.protocols]
+        cells += [_measured(rows.get(protocol), protocol, measure, choice=place == 0) for protocol in table.protocols]
     return cells + (_sent(rows) if table.counts else [_cost(rows)])
 
 
@@ -221,14 +222,14 @@ def _seconds(findings: Findings) -> float:
     return float(sum(part["seconds"] for part in findings.parts.values()))
 
 
-def _measured(row: Row | None, protocol: str, measure: str) -> Entry:
-    """One of our scores, with its difference where the protocol is the paper's, or with the choice that it stands for."""
+def _measured(row: Row | None, protocol: str, measure: str, *, choice: bool) -> Entry:
+    """One of our scores, with its difference where the protocol is the paper's, or first with the row's choice."""
     pair = row.scores[measure] if row else None
     if row is None or pair is None or pair.ours is None:
         return Entry(NOTHING)
     difference = signed(pair.difference) if protocol == "paper" and pair.difference is not None else ""
     mark = "↑" if pair.lower else "↓"
-    return Entry(str(pair.ours), row.choice or difference, mark if pair.shortfall else "")
+    return Entry(str(pair.ours), (choice and row.choice) or difference, mark if pair.shortfall else "")
 
 
 def _sent(rows: Mapping[str, Row]) -> list[Entry]:

@@ -133,6 +133,10 @@ FAIR = Study(
         **{f"{view}_{place}": f"{words}, {name}" for view, words in _VIEWS.items() for place, name in enumerate(("race", "sex"))},
     },
     lower=frozenset({"adversary", *(f"{view}_{place}" for view in _VIEWS for place in (0, 1))}),
+    protocols={
+        "paper": "the hyper-parameters of the paper’s appendix, the last round tested",
+        "tuned": "our own: a code one number wide, Adam, a start from FedAvg; what validation data chose stands beside a row",
+    },
     columns=(
         "Accuracy: each device’s own model on its own test data, over all people. Income AUC: the mean over devices of the area "
         "under the ROC curve. Adversary AUC: what the adversary that was trained along reads, the mean of race and sex, as the "

@@ -86,6 +86,7 @@ class Study:
     """All of it; parts run one after the other, each in a folder of its own.
 
     `measures` are what its tables tell of every row, `lower` are those of which less is better, and `columns` says what they are.
+    `protocols` says what a protocol means here, where that is not the usual thing.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Study:
     parts: Mapping[str, Part]
     claims: tuple[Claim, ...] = ()
     measures: Mapping[str, str] = field(default_factory=lambda: MEASURES)
+    protocols: Mapping[str, str] = field(default_factory=dict)
     columns: str = (
         "Local Test: each device’s own model on its own test data. New Test: the ensemble of all trained devices (averaged logits) "
         "on everyone’s test data. Parameters sent, published and ours: by the paper’s count, as if every device received in every "

@@ -1,0 +1,119 @@
+"""Figures of the linear theory: error against the share of the local model in a mixture, in closed form and by trial."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from glocal.errors import InputError
+from glocal.keep import whole_or_not_at_all
+from glocal.measure.theory import Trials, World, finite_law, trials, uniform
+from glocal.report.drawing import ink_and_paper, panel, sheet
+from glocal.report.looks import COLOURS, Look
+from glocal.report.numerals import PERCENT
+
+_LINE, _MARKED = np.linspace(0, 1, 201), slice(None, None, 40)
+_TRIED = Look(COLOURS[0], (), "o")
+# the paper's text has a deviation of 1.5, its released code squares that
+_NOISES = {"σ = 1.5 (text)": (1.5, _TRIED), "σ = 2.25 (released code)": (2.25, Look(COLOURS[1], (6, 2), "s"))}
+# the paper's Figure 2(a) and (b), then its appendix's four
+_PANELS = (
+    ("Figure 2(a): ρ = 0.1", 0.1),
+    ("Figure 2(b): ρ = 0.06", 0.06),
+    ("Appendix: ρ = 0.5", 0.5),
+    ("Appendix: ρ = 0.1", 0.1),
+    ("Appendix: ρ = 0.06", 0.06),
+    ("Appendix: ρ = 0.02", 0.02),
+)
+
+
+class Tried(NamedTuple):
+    """A world, and what came of it in trials; without any, the closed form is drawn alone."""
+
+    world: World
+    trials: Trials | None
+
+
+def picture_kind(path: Path) -> str:
+    """What a file's ending says, svg or png."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("svg", "png"):
+        raise InputError(f"draw: {path} is neither .svg nor .png; give the file one of these endings")
+    return kind
+
+
+def draw_mixture(tried: Tried, path: Path) -> Path:
+    """Draw one world's errors against alpha into an .svg or .png file."""
+    with ink_and_paper("#1c2126", "#ffffff"):
+        figure, axes = panel()
+        _curve(axes, tried, _TRIED, label="closed form")
+        _say_best(axes, finite_law(tried.world).best_alpha())
+        if tried.trials is not None:
+            axes.plot([], [], _TRIED.marker, color=_TRIED.colour, markersize=4.5, label="trials ± one standard deviation")
+        axes.set(xlabel="α, from all shared (0) to all local (1)", ylabel="error", ylim=(0, None))
+        return _written(figure, path)
+
+
+def draw_theory(path: Path, *, repeats: int = 10, seed: int = 0) -> Path:
+    """Draw the paper's Figure 2(a) and (b) and the four panels of its appendix into an .svg or .png file."""
+    picture_kind(path)
+    tried = {
+        (rho, noise): Tried(world, trials(world, repeats=repeats, seed=seed))
+        for rho in sorted({rho for _, rho in _PANELS})
+        for noise, (sigma, _) in _NOISES.items()
+        for world in [World(uniform(20), devices=100, n=2000, rho=rho, sigma=sigma)]
+    }
+    with ink_and_paper("#1c2126", "#ffffff"):
+        return _written(_six_panels(tried), path)
+
+
+def _six_panels(tried: Mapping[tuple[float, str], Tried]) -> Figure:
+    """Two panels to a row, each with both readings of the paper's noise."""
+    figure = sheet(7.0)
+    panels = figure.subplots(3, 2, sharex=True)
+    for axes, (title, rho) in zip(panels.flat, _PANELS, strict=True):
+        for noise, (_, look) in _NOISES.items():
+            _curve(axes, tried[rho, noise], look, label=noise)
+            best = finite_law(tried[rho, noise].world)
+            axes.vlines(best.best_alpha(), 0, best.best_error(), color=look.colour, linestyle=(0, (2, 2)), linewidth=1)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set(ylim=(0, None))
+    for axes in panels[:, 0]:
+        axes.set(ylabel="error")
+    for axes in panels[-1]:
+        axes.set(xlabel="α, all shared to all local")
+    return figure
+
+
+def _curve(axes: Axes, tried: Tried, look: Look, *, label: str) -> None:
+    """The closed form as a line; the trials' means as marks, in a band of one standard deviation over trials to either side."""
+    dashes = (0, look.dash) if look.dash else "solid"
+    axes.plot(_LINE, finite_law(tried.world).mixture_error(_LINE), color=look.colour, linestyle=dashes, linewidth=1.8, label=label)
+    if tried.trials is None:
+        return
+    errors = np.stack([tried.trials.mixture_errors(alpha) for alpha in _LINE])
+    mean, deviation = errors.mean(1), errors.std(1, ddof=1)
+    axes.fill_between(_LINE, mean - deviation, mean + deviation, color=look.colour, alpha=0.28, linewidth=0)
+    axes.plot(_LINE[_MARKED], mean[_MARKED], look.marker, color=look.colour, markersize=4.5, linestyle="none")
+
+
+def _say_best(axes: Axes, alpha: float) -> None:
+    """A dotted line where the closed form is lowest; its words stand at the top, on the side with more room."""
+    axes.axvline(alpha, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1)
+    words = f"α* = {alpha:.2f}: keep {PERCENT * alpha:.0f} % local"
+    side: dict[str, Any] = {"ha": "left", "xytext": (4, -2)} if alpha < 0.5 else {"ha": "right", "xytext": (-4, -2)}
+    axes.annotate(words, (alpha, 1), **side, xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=9)
+
+
+def _written(figure: Figure, path: Path) -> Path:
+    """A figure as a file, with its legend below."""
+    kind = picture_kind(path)
+    entries = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=2, frameon=False, columnspacing=1.2)
+    about: dict[str, None] = {"Date": None} if kind == "svg" else {"Software": None}
+    with whole_or_not_at_all(path) as half:
+        figure.savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)
+    return path
