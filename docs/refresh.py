@@ -6,7 +6,7 @@ python docs/refresh.py
 import re
 from pathlib import Path
 
-from glocal.report import draw_join, draw_study, study_markdown
+from glocal.report import draw_join, draw_study, draw_theory, study_markdown
 from glocal.studies.findings import read_findings
 
 DOCS = Path(__file__).parent
@@ -31,6 +31,7 @@ def main() -> None:
             print(f"drawn: {path.relative_to(DOCS)}")
     for path in sorted((DOCS / "results").glob("join-*.json")):
         print(f"drawn: {draw_join(path, DOCS / 'images' / f'{path.stem}.png').relative_to(DOCS)}")
+    print(f"drawn: {draw_theory(DOCS / 'images' / 'theory.png').relative_to(DOCS)}")
 
 
 if __name__ == "__main__":
