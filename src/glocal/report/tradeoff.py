@@ -16,12 +16,12 @@ from glocal.studies.study import MEASURES, Figure
 
 _CASE = re.compile(r"LG \+ Adv, code (?P<width>\d+), strength (?P<strength>\d+(\.\d+)?(e[+-]?\d+)?)")
 _GUESSING = 50.0
-# where a line's numbers stand: lines rise to the right, so first on either side of that, then above and below
+# where a line's numbers stand: lines rise to the right, so first on either side of that, then on either side of a steep one
 _SIDES: tuple[dict[str, Any], ...] = (
     {"xytext": (-4, 3), "ha": "right", "va": "bottom"},
     {"xytext": (4, -3), "ha": "left", "va": "top"},
-    {"xytext": (0, 5), "ha": "center", "va": "bottom"},
-    {"xytext": (0, -6), "ha": "center", "va": "top"},
+    {"xytext": (-7, 0), "ha": "right", "va": "center"},
+    {"xytext": (7, 0), "ha": "left", "va": "center"},
 )
 
 
@@ -40,17 +40,19 @@ Lines = dict[int, dict[float, Point]]  # by width of the code, then by strength
 
 
 def draw_tradeoff(findings: Findings) -> Drawing | None:
-    """One panel for each part with an adversary of several strengths, one line for each width of the code."""
-    parts = {name: lines for name in findings.parts if (lines := _lines(findings, name))}
+    """One line for each width of the code through its strengths; one panel for each part, or for all if no width comes twice."""
+    parts = {findings.study.parts[name].title: lines for name in findings.parts if (lines := _lines(findings, name))}
     if not parts:
         return None
     widths = sorted({width for lines in parts.values() for width in lines})
+    if len(widths) == sum(map(len, parts.values())):
+        parts = {"": {width: points for lines in parts.values() for width, points in lines.items()}}
     looks = {width: look_of(place) for place, width in enumerate(widths)}
     figure = sheet(0.6 + 3.1 * len(parts))
     panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, lines) in zip(panels, parts.items(), strict=True):
+    for axes, (title, lines) in zip(panels, parts.items(), strict=True):
         _panel(axes, lines, looks)
-        axes.set_title(findings.study.parts[name].title, fontsize=10, loc="left")
+        axes.set_title(title, fontsize=10, loc="left")
         axes.set(ylabel=f"{findings.study.measures.get('local', MEASURES['local'])}, %")
     panels[-1].set(xlabel="what the best fresh attacker reads, AUC in %")
     key = legend((line_sample(look), _words(width)) for width, look in looks.items())
