@@ -247,12 +247,11 @@ def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
 
 def _pretrained(case: Case, before: Pretraining, options: Options, progress: Progress) -> Progress:
     """All devices after they trained their private parts alone; nothing has been sent for it."""
-    settling, over = frozen(before.algorithm), OverDevices(frozen(before.algorithm).client_update, engine=options.how())
-    seats = []
+    settling, seats = frozen(before.algorithm), []
     for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
         alone = replace(plan, rounds=before.epochs, cohort=fed.devices, epochs=1, first_round=_BEFORE)
         seats.append(Seat(alone, fed.train if before.labels else fed.unlabelled or fed.train, state))
-    states = progress.states
+    states, over = progress.states, OverDevices(settling.client_update, engine=options.how())
     try:
         for moment in simulate_seeds(settling, seats, over):
             list(map(_finite, case.seeds, [report for _, report in moment]))
@@ -292,6 +291,8 @@ def fingerprint(case: Case, options: Options) -> Json:
     choice = {"select": options.select, "validate_every": options.validate_every}
     choice |= {} if options.precision == "fp32" else {"precision": options.precision}
     told = {"algorithm": algorithm, "model": shapes, "plan": plan, "seeds": list(case.seeds), "choice": choice, **case.about}
+    if case.pretraining:
+        told |= {"pretraining": {"epochs": case.pretraining.epochs, "labels": case.pretraining.labels}}
     return {**told, "data": _data_fingerprint(case.federations)}
 
 

@@ -171,9 +171,7 @@ def _joint(encode: Encoder, devices: Sequence[Device], attribute: int, critic: n
 
 def _right(model: nn.Module, params: Params, people: Examples) -> npt.NDArray[np.bool_]:
     """Of whom a device's model tells the class (people,)."""
-    with torch.no_grad():
-        output = predictor(model)(params, people.x, torch.ones(len(people.y), dtype=torch.bool))
-    return np.asarray((output.argmax(1) == people.y).numpy())
+    return np.asarray((outputs(model, params, people).argmax(1) == people.y).numpy())
 
 
 def _score(model: nn.Module, params: Params, people: Examples) -> float | None:
