@@ -24,8 +24,9 @@ from glocal.measure.theory import (
     uniform,
     unit,
 )
+from glocal.report.drawing import picture_kind
 from glocal.report.numerals import PERCENT
-from glocal.report.theory import Tried, draw_mixture, picture_kind
+from glocal.report.theory import Tried, draw_mixture
 
 _INPUTS = {"uniform": uniform, "normal": normal, "unit": unit}
 _NOTEWORTHY = 0.005  # half a percent of the model

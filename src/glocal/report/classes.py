@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from glocal.errors import InputError
-from glocal.keep import whole_or_not_at_all
-from glocal.report.drawing import Drawing, ink_and_paper, sheet
+from glocal.report.drawing import Drawing, ink_and_paper, picture_kind, save_picture, sheet
 from glocal.report.looks import COLOURS
 from glocal.report.numerals import several
 from glocal.sampling import Integers
@@ -18,16 +17,12 @@ from glocal.sampling import Integers
 
 def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
     """Draw who has which classes (devices, classes) into an .svg or .png file."""
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in ("svg", "png"):
-        raise InputError(f"draw: {path} is neither .svg nor .png; give the file one of these endings")
+    picture_kind(path)
     table = np.asarray(counts, dtype=np.int64)
     if table.ndim != 2 or not table.size:
         raise InputError(f"draw: the counts have shape {table.shape}; a table (devices, classes) was expected")
-    with ink_and_paper("#1c2126", "#ffffff"), whole_or_not_at_all(path) as half:
-        about: dict[str, None] = {"Date": None} if kind == "svg" else {"Software": None}
-        _heat_map(table).savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)
-    return path
+    with ink_and_paper("#1c2126", "#ffffff"):
+        return save_picture(_heat_map(table), path)
 
 
 def draw_dealt(counts: Integers, seed: int) -> Drawing:

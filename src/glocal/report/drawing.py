@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from glocal.errors import InputError
+from glocal.keep import whole_or_not_at_all
 from glocal.report.looks import Look
 
 # stand-ins that the page's own colours take the place of, so that a figure follows its theme
@@ -98,3 +101,20 @@ def _themed(tag: str, name: str) -> str:
     """One SVG tag; what a user has named stands between tags and is left alone."""
     owned = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", tag)
     return owned.replace(INK, "currentColor").replace(PAPER, "var(--card)")
+
+
+def picture_kind(path: Path) -> str:
+    """What a file's ending says, svg or png."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("svg", "png"):
+        raise InputError(f"draw: {path} is neither .svg nor .png; give the file one of these endings")
+    return kind
+
+
+def save_picture(figure: Figure, path: Path) -> Path:
+    """A figure as a file, the same bytes for the same figure."""
+    kind = picture_kind(path)
+    about: dict[str, None] = {"Date": None} if kind == "svg" else {"Software": None}
+    with whole_or_not_at_all(path) as half:
+        figure.savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)
+    return path

@@ -8,10 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.errors import InputError
-from glocal.keep import whole_or_not_at_all
 from glocal.measure.theory import Trials, World, finite_law, trials, uniform
-from glocal.report.drawing import ink_and_paper, panel, sheet
+from glocal.report.drawing import ink_and_paper, panel, picture_kind, save_picture, sheet
 from glocal.report.looks import COLOURS, Look
 from glocal.report.numerals import PERCENT
 
@@ -35,14 +33,6 @@ class Tried(NamedTuple):
 
     world: World
     trials: Trials | None
-
-
-def picture_kind(path: Path) -> str:
-    """What a file's ending says, svg or png."""
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in ("svg", "png"):
-        raise InputError(f"draw: {path} is neither .svg nor .png; give the file one of these endings")
-    return kind
 
 
 def draw_mixture(tried: Tried, path: Path) -> Path:
@@ -110,10 +100,6 @@ def _say_best(axes: Axes, alpha: float) -> None:
 
 def _written(figure: Figure, path: Path) -> Path:
     """A figure as a file, with its legend below."""
-    kind = picture_kind(path)
     entries = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=2, frameon=False, columnspacing=1.2)
-    about: dict[str, None] = {"Date": None} if kind == "svg" else {"Software": None}
-    with whole_or_not_at_all(path) as half:
-        figure.savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)
-    return path
+    return save_picture(figure, path)
