@@ -364,6 +364,12 @@ def test_runs_on_different_machines_are_not_mixed():
         joined([one, other])
 
 
+def test_a_case_that_diverged_in_some_seeds_does_not_stand_for_a_row_where_another_did_not():
+    rates = SMALL.parts["tuned-2"].choices["FedAvg"]
+    cases = {rates[0]: {"validation": [0.5, 0.5]}, rates[1]: {"validation": [0.9], "seeds": [1]}}
+    assert Findings(SMALL, {}, {"tuned-2": {"cases": cases}}).name_of("tuned-2", "FedAvg") == rates[0]
+
+
 def complaints(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: ") and "engine:" not in line]
 
@@ -374,6 +380,9 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     lines = complaints(capsys)
     assert any("paper-2, FedAvg: training diverged" in line and "left out" in line for line in lines)
     assert [*found_in("kept")["paper-2"]["cases"]] == ["Local only"]
+    told = Path("kept/tables.md").read_text()
+    assert "Left out, for training diverged: `paper-2`: FedAvg (all seeds), LG" in told
+    assert "Still open: `paper-2`" not in told
     assert run("resume", "kept") == 0
     assert complaints(capsys) == []
 
@@ -395,7 +404,10 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
     late = ("LG 4+2", FINE_TUNED)
     assert {name: case["seeds"] for name, case in kept.items()} == {name: [0, 2] if name in late else [0, 1, 2] for name in whole}
     assert all(kept[name]["local"] == [whole[name]["local"][place] for place in (0, 2)] for name in late)
-    assert "cases.LG 4+2.without = [1]" in Path("kept/tables.md").read_text()
+    told = Path("kept/tables.md").read_text()
+    assert f"Left out, for training diverged: `paper-2`: LG 4+2 (seed 1), {FINE_TUNED} (seed 1)." in told
+    assert "Still open: `paper-2`" not in told
+    assert ".without" not in told
 
 
 @pytest.mark.parametrize("change", ["data.keep_devices=7", "split.local=nonsense", "plan.cohort=77"])

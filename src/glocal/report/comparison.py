@@ -5,6 +5,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from glocal import trees
+from glocal.keep import Json
 from glocal.modules import params_of
 from glocal.studies.build import build_split, plain_model
 from glocal.studies.findings import Findings
@@ -206,13 +207,21 @@ def changes_of(findings: Findings, part: str) -> list[str]:
     changes = [f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)]
     for name, case in run["cases"].items():
         before = planned["cases"].get(name, {})
-        changes += [f"cases.{name}.{key} = {value}" for key, value in case.items() if value != before.get(key)]
+        told_apart = ((key, value) for key, value in case.items() if key != "without")
+        changes += [f"cases.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)]
     return changes
 
 
 def missing_cases(findings: Findings, part: str) -> list[str]:
     """Cases of a part that have not been finished."""
-    return [case for case in findings.study.parts[part].settings.cases if case not in findings.parts[part]["cases"]]
+    return [case for case in findings.parts[part]["settings"]["cases"] if case not in findings.parts[part]["cases"]]
+
+
+def left_out(findings: Findings, part: str) -> dict[str, list[int]]:
+    """The seeds that cases of a part were not run to the end with; none named where that is all of them."""
+    run: dict[str, Json] = findings.parts[part]["settings"]["cases"]
+    some = {name: [*case["without"]] for name, case in run.items() if case.get("without")}
+    return some | {name: [] for name in findings.study.parts[part].settings.cases if name not in run}
 
 
 def _row(findings: Findings, part: str, name: str, published: Published | None) -> Row:

@@ -11,6 +11,7 @@ from glocal.report.words import (
     Entry,
     about_changes,
     about_columns,
+    about_left_out,
     about_open,
     about_paper,
     about_protocols,
@@ -35,7 +36,7 @@ def study_markdown(findings: Findings) -> str:
 
 
 def _summary(findings: Findings) -> list[str]:
-    told = [about_paper(findings), about_run(findings), about_open(findings), about_changes(findings)]
+    told = [about_paper(findings), about_run(findings), about_open(findings), about_changes(findings), about_left_out(findings)]
     return [*told, "\n".join(f"- {protocol}" for protocol in about_protocols(findings))]
 
 

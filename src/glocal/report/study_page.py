@@ -18,6 +18,7 @@ from glocal.report.words import (
     Entry,
     about_changes,
     about_columns,
+    about_left_out,
     about_open,
     about_paper,
     about_protocols,
@@ -46,7 +47,7 @@ def _summary(findings: Findings) -> str:
 
 def _notice(findings: Findings) -> str:
     """What is still open, and what was run with other settings than the study's."""
-    told = [words for words in (about_open(findings), about_changes(findings)) if words]
+    told = [words for words in (about_open(findings), about_changes(findings), about_left_out(findings)) if words]
     return "\n".join(f'<p class="notice">{_html(words)}</p>' for words in told)
 
 

@@ -1,6 +1,6 @@
 """A study in words: the cells and sentences that its page and its text have in common; `names` stand in backticks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from glocal.report.comparison import (
     Shared,
     SideBySide,
     changes_of,
+    left_out,
     missing_cases,
     published_lead,
     score,
@@ -87,6 +88,20 @@ def about_changes(findings: Findings) -> str:
             changed.setdefault(changes, []).append(f"`{part}`")
     told = "; ".join(f"{', '.join(parts)} with {changes}" for changes, parts in changed.items())
     return f"Not run with the study’s own settings: {told}." if told else ""
+
+
+def about_left_out(findings: Findings) -> str:
+    """Which cases were given up in which seeds."""
+    told = []
+    for part in findings.parts:
+        cases = [f"{name} ({_seeds_told(seeds)})" for name, seeds in left_out(findings, part).items()]
+        told += [f"`{part}`: {', '.join(cases)}"] if cases else []
+    return f"Left out, for training diverged: {'; '.join(told)}." if told else ""
+
+
+def _seeds_told(seeds: Sequence[int]) -> str:
+    """Which seeds, in words; all of them if none is named."""
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}" if seeds else "all seeds"
 
 
 def about_protocols(findings: Findings) -> list[str]:
