@@ -4,6 +4,7 @@ import json
 import os
 import tomllib
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from glocal.optimisers import Apart, adam, sgd
 from glocal.report import write_report
 from glocal.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled, supervised
 from glocal.representations.adversary import balanced, with_slope
+from glocal.representations.jigsaw import ordered
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from glocal.training import Batch, cross_entropy
@@ -190,6 +192,10 @@ def test_tiles_go_where_the_order_says_and_back():
     assert torch.equal(shuffled(mixed, orders, 2), images), "both orders are their own inverses"
     with pytest.raises(InputError, match=r"images that 2 x 2 tiles fill"):
         shuffled(torch.zeros(2, 5, 5), orders, 2)
+
+
+def test_orders_of_tiles_are_all_permutations_in_the_order_of_a_dictionary():
+    assert ordered(torch.arange(24), 4).tolist() == [list(order) for order in permutations(range(4))]
 
 
 def test_the_representation_is_what_the_named_module_puts_out():

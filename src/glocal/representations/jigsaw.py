@@ -1,7 +1,7 @@
 """Figure 1(c): the representation has to tell how the tiles of an image were shuffled (Noroozi and Favaro 2016)."""
 
 from dataclasses import dataclass
-from itertools import permutations
+from math import factorial
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,14 @@ class Puzzle:
     name: str
     encode: TappedForward
     solve: Forward
-    orders: Tensor
     side: int
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (); no buffers move."""
         drawn = noise.uniform(noise.fold(batch.key, _ADDRESS), (len(batch.x),))
-        which = (drawn * len(self.orders)).long()
-        orders = self.orders.to(which.device)[which]
-        _, h, _ = self.encode(params, shuffled(batch.x, orders, self.side), batch.mask, batch.key)
+        tiles = self.side * self.side
+        which = (drawn * factorial(tiles)).long()
+        _, h, _ = self.encode(params, shuffled(batch.x, ordered(which, tiles), self.side), batch.mask, batch.key)
         guess, _ = self.solve(own(self.name, params), h, batch.mask, batch.key)
         return masked_mean(functional.cross_entropy(guess, which, reduction="none"), batch.mask), {}
 
@@ -41,9 +40,25 @@ def jigsaw(model: nn.Module, solver: nn.Module, *, at: str, side: int = 2, name:
     """`solver` tells from what the module `at` puts out which of all orders the side x side tiles are in; 2 x 2 have 24."""
     if side != 2:
         raise InputError(f"jigsaw: side is {side}; 2 was expected: 3 x 3 tiles have 362,880 orders")
-    orders = torch.tensor(list(permutations(range(side * side))))
     params, trains = named(name, solver)
-    return Auxiliary(name, params, trains, Puzzle(name, tapped_forward(model, at), training_forward(solver), orders, side))
+    return Auxiliary(name, params, trains, Puzzle(name, tapped_forward(model, at), training_forward(solver), side))
+
+
+def ordered(which: Tensor, tiles: int) -> Tensor:
+    """The permutations of so many tiles at these places (rows,) of a dictionary: (rows, tiles).
+
+    Worked out where `which` lies: a table would have to be copied there, which a CUDA graph does not allow.
+
+    >>> ordered(torch.tensor([0, 1, 5]), 3)
+    tensor([[0, 1, 2],
+            [0, 2, 1],
+            [2, 1, 0]])
+    """
+    order = torch.zeros_like(which)[:, None]
+    for size in range(2, tiles + 1):
+        first = (which // factorial(size - 1) % size)[:, None]
+        order = torch.cat([first, order + (order >= first)], 1)
+    return order
 
 
 def shuffled(images: Tensor, orders: Tensor, side: int) -> Tensor:

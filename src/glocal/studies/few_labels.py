@@ -23,7 +23,7 @@ _FIRST = LearnsSettings("decoder", at="encoder", weight=0.0, hidden=(200,), pret
 _CASES = {
     "LG": CaseSettings("lg_fedavg"),
     "LG + decoder": CaseSettings("lg_fedavg", learns=_FIRST),
-    "LG + puzzle": CaseSettings("lg_fedavg", learns=replace(_FIRST, kind="puzzle")),
+    "LG + puzzle": CaseSettings("lg_fedavg", learns=replace(_FIRST, kind="puzzle", at="encoder.pool2", pretrain=10)),
 }
 _MNIST = Settings(
     name="mnist, one label in a hundred",
