@@ -1,6 +1,7 @@
 """Figures of a paper's study, drawn like the paper's own: ours as lines, what it printed as hollow markers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -16,9 +17,11 @@ from glocal.keep import whole_or_not_at_all
 from glocal.report.comparison import Shared, printed, seeds_of, swept
 from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
 from glocal.report.looks import COLOURS, Look, hollow_sample, legend, line_sample
+from glocal.report.mood import draw_mood
 from glocal.report.numerals import PERCENT
 from glocal.report.tradeoff import draw_tradeoff
 from glocal.studies.findings import Findings
+from glocal.studies.mood import MOOD
 from glocal.studies.study import MEASURES, Figure, Score
 
 _FEDAVG, _ALONE, _LG = Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[2], (2, 1.6), "^"), Look(COLOURS[0], (), "o")
@@ -35,6 +38,8 @@ def study_drawings(findings: Findings) -> dict[str, Drawing]:
     draws: dict[str, Callable[[Findings], Drawing | None]] = {"tradeoff": draw_tradeoff}
     if findings.study.measures == MEASURES and _starts(findings):
         draws = {"classes": draw_variance, "traffic": draw_traffic, "splits": draw_splits, **draws}
+    if findings.study.name == MOOD.name:
+        draws = {part: partial(draw_mood, part=part) for part in MOOD.parts}
     return {name: drawing for name, draw in draws.items() if (drawing := draw(findings))}
 
 
