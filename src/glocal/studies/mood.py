@@ -117,6 +117,10 @@ def _claims() -> tuple[Claim, ...]:
     )
 
 
+def _told() -> str:
+    return "; ".join(f"{100 * share:.1f} % ({name})" for name, share in SHARES.items())
+
+
 MOOD = Study(
     name="paper-mood",
     title="Mood from what people write, a part of the network local",
@@ -136,18 +140,14 @@ MOOD = Study(
     lower=frozenset({"error", "error_rest"}),
     protocols={
         "paper": (
-            "Bi-LSTM of 128 and MLP of 512 and 512, Adam at 0.005 that halves every ten rounds, batches of at most 2,000 tokens (and "
-            "32 texts), 80/10/10 splits; of several tries and all rounds the best on validation data"
+            "Bi-LSTM of 128 and MLP of 512 and 512, Adam at 0.005 that halves every ten rounds, batches of at most 2,000 tokens "
+            "and 32 texts, 80/10/10 splits; of several tries and all rounds the best on validation data"
         )
     },
     columns=(
         "Accuracy: each person’s own model on their own test texts, over all texts. Mean absolute error: in percent of a class, so "
         "that 100 is one of five classes off. One-class people have 95 % of their texts in one class. α is the share of parameters "
-        "that stay with a person; layers can be cut at "
-        + "; ".join(
-            f"{100 * share:.0f} % ({name})" if "all" in name else f"{100 * share:.0f} % for {name}"
-            for name, share in SHARES.items()
-        )
-        + f". {BEST}: the split that is best on validation data, which stands beside it. Baselines see the same words on the same splits."
+        f"that stay with a person; layers can be cut at {_told()}. {BEST}: the split that is best on validation data, which stands "
+        "beside it. Baselines see the same words on the same splits."
     ),
 )

@@ -64,7 +64,7 @@ class BiLstm(nn.Module):
         onward, kept = of_state.transpose(1, 2), real.to(x.dtype)[:, :, None]
         # unbound, not indexed: the slope of an index is as large as the whole, once for every word
         for gates, known in zip(asked.unbind(2), kept.unbind(1), strict=True):
-            i, f, g, o = torch.baddbmm(gates, h, onward).split(units, -1)
+            i, f, g, o = torch.baddbmm(gates, h, onward).chunk(4, -1)
             # in padding the cell stays empty, and with it the state: a text begins as if nothing had been before it
             cell = (f.sigmoid() * cell + i.sigmoid() * g.tanh()) * known
             h = o.sigmoid() * cell.tanh()

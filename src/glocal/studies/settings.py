@@ -47,8 +47,9 @@ class DataSettings:
 class ModelSettings:
     """Which network: mlp, softmax_mlp or coded_mlp (with these hidden widths), lenet5, coded_cnn, or your own "module:function".
 
-    For texts it is mood_lstm, whose word vectors and hidden units are left out at the rate `dropout` while training. The encoders of coded_mlp and coded_cnn put out a code so many numbers wide; coded_mlp's with noise of the deviation `blur`
-    while training, and a share `dropout` of its hidden units left out.
+    The encoders of coded_mlp and coded_cnn put out a code so many numbers wide; coded_mlp's with noise of the deviation `blur`
+    while training, and a share `dropout` of its hidden units left out. For texts there is mood_lstm; a share `dropout` of its word
+    vectors and hidden units is left out while training.
     """
 
     name: str = "mlp"
