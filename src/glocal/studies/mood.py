@@ -74,7 +74,7 @@ _ESSAYS = Settings(
     model=ModelSettings("mood_lstm"),
     optimiser=OptimiserSettings("adam", rate=5e-3, shrink=0.5, shrink_every=_SHRINK_EVERY),
     plan=PlanSettings(rounds=ROUNDS, cohort=PEOPLE, batch=32, tokens=2000, seeds=10, tries=5),
-    # batches of 100 people have one shape, so that they are captured once
+    # 5 x 100 short and 2 x 100 long tasks of 10 splits x 5 tries x 14 people: few shapes, about 75 GB of a GPU
     run=Options(select="best", keep="figures", validate_every=1, keep_every=1000, chunk=100),
     ordinal=OrdinalSettings(bag_of_words=True),
     cases=_cases(),
@@ -93,8 +93,8 @@ def _few() -> Part:
 
 def _all() -> Part:
     """Everybody; one try, for five of 182 whole models each on ten splits do not fit into a GPU's and a host's memory."""
-    plan = replace(_ESSAYS.plan, cohort=182, tries=1)
-    return _part("all 182 people", replace(_ESSAYS, name="mood, all people", plan=plan))
+    plan, run = replace(_ESSAYS.plan, cohort=182, tries=1), replace(_ESSAYS.run, chunk=64)
+    return _part("all 182 people", replace(_ESSAYS, name="mood, all people", plan=plan, run=run))
 
 
 def _claims() -> tuple[Claim, ...]:
