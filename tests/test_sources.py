@@ -107,7 +107,9 @@ def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
 
 def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
     for function in (load, status, check, fetch_source):
-        with pytest.raises(InputError, match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, mnist, mood_essays"):
+        with pytest.raises(
+            InputError, match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, mnist, mood_essays"
+        ):
             function("cifar")
 
 
