@@ -22,6 +22,7 @@ _LEVELS = {
     "Bag of words, per person": Look(COLOURS[4], (7, 2, 2, 2), "^"),
     BASELINES[-1]: Look(COLOURS[3], (10, 3), "P"),
 }
+_SHORTER = {BASELINES[-1]: "Bag of words and person"}
 _ENDS = {"FedAvg": 0.0, "Local only": 1.0}
 
 
@@ -55,7 +56,7 @@ def draw_mood(findings: Findings, part: str) -> Drawing | None:
     for axes in panels[-1]:
         axes.set(xlabel="parameters that stay local, %")
     looks = {**_LINES, **{name: look for name, (_, look) in _POINTS.items()}, **_LEVELS}
-    key = legend((line_sample(look), words) for words, look in looks.items())
+    key = legend((line_sample(look), _SHORTER.get(words, words)) for words, look in looks.items())
     title = f"Mood by share that stays local, {findings.study.parts[part].title}"
     return Drawing(figure, title, _caption(findings, part), key)
 
@@ -67,7 +68,7 @@ def _fill(axes: Axes, findings: Findings, part: str, measure: str) -> None:
         _line(axes, {share: findings.values(Figure(part, name, measure))}, look, label=name)
     for name, look in _LEVELS.items():
         if values := findings.values(Figure(part, name, measure)):
-            axes.axhline(fmean(values), color=look.colour, linestyle=(0, look.dash), linewidth=1.4, label=name)
+            axes.axhline(fmean(values), color=look.colour, linestyle=(0, look.dash), linewidth=1.4, label=_SHORTER.get(name, name))
 
 
 def _places(findings: Findings, part: str, direction: str, measure: str) -> dict[float, list[float]]:
