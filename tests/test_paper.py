@@ -70,7 +70,8 @@ def test_a_study_runs_every_row_of_the_paper_from_one_fedavg_per_seed(name):
 def test_claims_are_about_what_a_study_measures(study):
     for claim in study.claims:
         for part, case, measure in (*claim.more, *claim.less):
-            assert case in {*study.parts[part].settings.cases, *study.parts[part].choices}
+            of = study.parts[part]
+            assert case in {*of.settings.cases, *of.choices, *of.baselines}
             assert measure in {*study.measures, "fresh"}
 
 

@@ -51,6 +51,17 @@ class Holdings:
         """N_m, how many examples each device holds (devices,)."""
         return np.array([len(rows) for rows in self.rows], dtype=np.int64)
 
+    @cached_property
+    def words(self) -> Rows:
+        """How many words every row of the store has (rows,), if it holds texts: whole numbers, of which 0 is no word."""
+        x = self.examples.x
+        if x.is_floating_point() or x.dim() != 2:
+            raise InputError(
+                f"plan: tokens counts words, and the inputs are {tuple(x.shape[1:])} {x.dtype}; "
+                "whole numbers (rows, words) were expected, or leave plan.tokens out"
+            )
+        return np.asarray((x > 0).sum(1).cpu().numpy())
+
     def of(self, device: int) -> Examples:
         """One device's own examples."""
         return self.examples.take(self.rows[device])

@@ -286,7 +286,7 @@ def fingerprint(case: Case, options: Options) -> Json:
     shapes = {
         side: {name: [*tensor.shape] for name, tensor in tree.items()} for side, tree in (("shared", shared), ("private", private))
     }
-    plan = {name: value for name, value in asdict(case.plan).items() if name not in ("rounds", "seed")}
+    plan = {name: value for name, value in asdict(case.plan).items() if name not in ("rounds", "seed") and value is not None}
     algorithm = f"{case.algorithm.name}: {case.algorithm.about}" if case.algorithm.about else case.algorithm.name
     choice = {"select": options.select, "validate_every": options.validate_every}
     choice |= {} if options.precision == "fp32" else {"precision": options.precision}

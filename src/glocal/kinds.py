@@ -13,7 +13,7 @@ from glocal import trees
 from glocal.algorithm import Algorithm, Update
 from glocal.algorithms import fedavg
 from glocal.backends import Choice, Engine, OverDevices, Report, Task
-from glocal.backends.simulate import Part
+from glocal.backends.simulate import Part, visited
 from glocal.backends.tasks import rows_of, sent
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import InputError
@@ -39,7 +39,7 @@ from glocal.measure import Evaluation
 from glocal.modules import params_of, predictor
 from glocal.optimisers import Optimiser
 from glocal.result import Result, save_models
-from glocal.sampling import Integers, Plan, choose_cohort, noise_key, visited_rows
+from glocal.sampling import Integers, Plan, choose_cohort, noise_key
 from glocal.store import State
 from glocal.training import cross_entropy
 from glocal.trees import Params
@@ -323,8 +323,8 @@ def _trained(case: Case, over: OverDevices[Update], whom: tuple[State, Integers]
 
 def _task(case: Case, state: State, device: int, round_index: int) -> Task:
     """One device's work; its randomness is addressed by its number among all kinds."""
-    rows, number = case.federations[0].train.rows[device], case.first + device
-    order = visited_rows(case.plan, rows, round_index, number)
+    number = case.first + device
+    order = visited(case.plan, case.federations[0].train, round_index, device, number=number)
     return Task(state.shared, state.private.of(device), order, noise_key(case.plan, round_index, number))
 
 

@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from glocal.errors import InputError
 from glocal.trees import Params
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class Optimiser(Protocol):
@@ -25,14 +27,36 @@ class Optimiser(Protocol):
         """Params and memory after a step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shrink:
+    """The rate is multiplied by `by` after every `every` rounds; deterministic, so that every device knows it by the round."""
+
+    by: float = 0.5
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        _require("shrink", self.by, 0 < self.by <= 1, "above 0 and at most 1")
+        _require("shrink_every", self.every, self.every >= 1, "at least 1")
+
+    def share(self, round_index: Number) -> Number:
+        """What is left of the rate in a round.
+
+        >>> [Shrink(by=0.5, every=10).share(t) for t in (0, 9, 10, 25)]
+        [1.0, 1.0, 0.5, 0.25]
+        """
+        left: Number = self.by ** (round_index // self.every)
+        return left
+
+
 @dataclass(frozen=True)
 class Sgd:
-    """Stochastic gradient descent as in `torch.optim.SGD`; the rate in round t is rate / (1 + decay * t)."""
+    """Stochastic gradient descent as in `torch.optim.SGD`; the rate in round t is rate / (1 + decay * t), less what shrinks."""
 
     rate: float
     momentum: float = 0.0
     weight_decay: float = 0.0
     decay: float = 0.0
+    shrink: Shrink | None = None
 
     def __post_init__(self) -> None:
         _require("rate", self.rate, self.rate > 0, "above 0")
@@ -40,9 +64,19 @@ class Sgd:
         _require_decays(self.weight_decay, self.decay)
 
     @property
+    def varies(self) -> bool:
+        """Whether the rate is another from round to round."""
+        return bool(self.decay) or self.shrink is not None
+
+    def pace(self, round_index: Number) -> Number:
+        """The rate in a round."""
+        return _pace(self, round_index)
+
+    @property
     def about(self) -> str:
         """Its settings in words."""
-        return f"sgd(rate={self.rate}, momentum={self.momentum}, weight_decay={self.weight_decay}, decay={self.decay})"
+        told = f"rate={self.rate}, momentum={self.momentum}, weight_decay={self.weight_decay}, decay={self.decay}"
+        return f"sgd({told}{_shrinks(self.shrink)})"
 
     def init(self, params: Params) -> Params:
         """A velocity for every tensor, if there is momentum."""
@@ -55,8 +89,8 @@ class Sgd:
             velocity = {n: torch.add(slope, params[n], alpha=self.weight_decay) for n, slope in slopes.items()}
         if self.momentum:
             velocity = {name: torch.add(slope, memory[name], alpha=self.momentum) for name, slope in velocity.items()}
-        if self.decay:
-            pace = self.rate / (1 + self.decay * round_index)
+        if self.varies:
+            pace = self.pace(round_index)
             moved = {name: tensor - pace * velocity[name] for name, tensor in params.items()}
         else:
             moved = {name: torch.sub(tensor, velocity[name], alpha=self.rate) for name, tensor in params.items()}
@@ -65,13 +99,14 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`; the rate in round t is rate / (1 + decay * t)."""
+    """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`; the rate in round t is rate / (1 + decay * t), less what shrinks."""
 
     rate: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     decay: float = 0.0
+    shrink: Shrink | None = None
 
     def __post_init__(self) -> None:
         _require("rate", self.rate, self.rate > 0, "above 0")
@@ -82,7 +117,7 @@ class Adam:
     def about(self) -> str:
         """Its settings in words."""
         settings = f"betas={self.betas}, eps={self.eps}, weight_decay={self.weight_decay}, decay={self.decay}"
-        return f"adam(rate={self.rate}, {settings})"
+        return f"adam(rate={self.rate}, {settings}{_shrinks(self.shrink)})"
 
     def init(self, params: Params) -> Params:
         """Two moments for every tensor, and how many steps there were."""
@@ -95,7 +130,7 @@ class Adam:
         (fade, spread), steps = self.betas, memory["steps"] + 1
         first = {n: fade * memory[f"first/{n}"] + (1 - fade) * slope for n, slope in slopes.items()}
         second = {n: spread * memory[f"second/{n}"] + (1 - spread) * slope.square() for n, slope in slopes.items()}
-        pace = self.rate / (1 + self.decay * round_index) / _one_minus_power(fade, steps)
+        pace = _pace(self, round_index) / _one_minus_power(fade, steps)
         scale = _one_minus_power(spread, steps).sqrt()
         moved = {n: tensor - pace * first[n] / (second[n].sqrt() / scale + self.eps) for n, tensor in params.items()}
         return moved, {**_prefixed("first", first), **_prefixed("second", second), "steps": steps}
@@ -148,16 +183,31 @@ class Apart:
         return {name: tensor for name, tensor in tree.items() if name not in other}, other
 
 
-def sgd(rate: float, *, momentum: float = 0.0, weight_decay: float = 0.0, decay: float = 0.0) -> Sgd:
+def sgd(rate: float, *, momentum: float = 0.0, weight_decay: float = 0.0, decay: float = 0.0, shrink: Shrink | None = None) -> Sgd:
     """Stochastic gradient descent, with settings by name."""
-    return Sgd(rate, momentum, weight_decay, decay)
+    return Sgd(rate, momentum, weight_decay, decay, shrink)
 
 
 def adam(
-    rate: float, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, decay: float = 0.0
+    rate: float,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decay: float = 0.0,
+    shrink: Shrink | None = None,
 ) -> Adam:
     """Adam, with settings by name."""
-    return Adam(rate, betas, eps, weight_decay, decay)
+    return Adam(rate, betas, eps, weight_decay, decay, shrink)
+
+
+def _pace(rule: Sgd | Adam, round_index: Number) -> Number:
+    pace = rule.rate / (1 + rule.decay * round_index)
+    return pace if rule.shrink is None else pace * rule.shrink.share(round_index)
+
+
+def _shrinks(shrink: Shrink | None) -> str:
+    return "" if shrink is None else f", times {shrink.by} every {shrink.every} rounds"
 
 
 def _one_minus_power(beta: float, steps: Tensor) -> Tensor:

@@ -15,7 +15,10 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, with how many devices, and how they train; `first_round` > 0 continues the numbering of a warm start."""
+    """How long, with how many devices, and how they train; `first_round` > 0 continues the numbering of a warm start.
+
+    With `tokens`, a batch of texts has at most `batch` rows and rows times its longest text are at most so many.
+    """
 
     rounds: int
     cohort: int
@@ -23,6 +26,7 @@ class Plan:
     batch: int = 10
     seed: int = 0
     first_round: int = 0
+    tokens: int | None = None
 
     @property
     def last_round(self) -> int:
@@ -33,6 +37,8 @@ class Plan:
         for name in ("rounds", "cohort", "epochs", "batch"):
             if getattr(self, name) < 1:
                 raise InputError(f"plan: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.tokens is not None and self.tokens < 1:
+            raise InputError(f"plan: tokens is {self.tokens}; it must be at least 1")
         if self.seed < 0 or self.first_round < 0:
             raise InputError(f"plan: seed is {self.seed} and first_round {self.first_round}; neither may be negative")
 
@@ -82,16 +88,21 @@ def choose_present(plan: Plan, attendance: Attendance, round_index: int) -> Inte
     return np.sort(np.concatenate([present[drawn], attendance.always]))
 
 
-def visiting_order(plan: Plan, size: int, round_index: int, device: int) -> Integers:
-    """The order in which a device visits its own examples (steps, batch); -1 is padding, at each epoch's end only."""
+def visiting_order(plan: Plan, size: int, round_index: int, device: int, *, lengths: Integers | None = None) -> Integers:
+    """The order in which a device visits its own examples (steps, batch); -1 is padding, at each epoch's end only.
+
+    Where the plan counts tokens, by the examples' `lengths` (size,), any batch may end in padding.
+    """
     generator = stream(plan.seed, "order", round_index, device)
-    epochs = [generator.permutation(size) for _ in range(plan.epochs)]
-    return np.concatenate([in_batches(epoch, plan.batch) for epoch in epochs])
+    if plan.tokens is None or lengths is None:
+        return np.concatenate([in_batches(generator.permutation(size), plan.batch) for _ in range(plan.epochs)])
+    epochs = [in_token_batches(lengths, generator, batch=plan.batch, tokens=plan.tokens) for _ in range(plan.epochs)]
+    return np.concatenate(epochs)
 
 
-def visited_rows(plan: Plan, rows: Integers, round_index: int, device: int) -> Integers:
+def visited_rows(plan: Plan, rows: Integers, round_index: int, device: int, *, lengths: Integers | None = None) -> Integers:
     """The same as rows of the store, of a device that holds these."""
-    order = visiting_order(plan, len(rows), round_index, device)
+    order = visiting_order(plan, len(rows), round_index, device, lengths=lengths)
     return np.where(order >= 0, rows[order.clip(min=0)], -1)
 
 
@@ -107,6 +118,26 @@ def in_batches(rows: Integers, batch: int) -> Integers:
     order = np.full(steps * batch, -1, dtype=np.int64)
     order[: len(rows)] = rows
     return order.reshape(steps, batch)
+
+
+def in_token_batches(lengths: Integers, generator: np.random.Generator, *, batch: int, tokens: int) -> Integers:
+    """Rows by length, at random among those of one length, cut into batches; the batches in random order, -1 is padding.
+
+    So does fairseq (Ott et al. 2019), whose `--max-tokens` counts rows times the longest. Texts of like length share a batch,
+    and whatever the chance, there are equally many batches of the same widths: shapes stay the same from round to round.
+
+    >>> in_token_batches(np.array([2, 9, 2, 2]), stream(0, "order"), batch=4, tokens=6).shape
+    (2, 3)
+    """
+    shuffled = generator.permutation(len(lengths))
+    ordered = shuffled[np.argsort(lengths[shuffled], kind="stable")]
+    starts = [0]
+    for place, length in enumerate(lengths[ordered].tolist()):
+        rows = place - starts[-1]
+        if rows and (rows == batch or (rows + 1) * length > tokens):
+            starts.append(place)
+    cut = np.split(ordered, starts[1:])
+    return padded([cut[place][None] for place in generator.permutation(len(cut))])[:, 0]
 
 
 def padded(orders: Sequence[Integers]) -> Integers:

@@ -115,9 +115,16 @@ def assign_work(seat: Seat, round_index: int) -> Duty:
     plan, train = seat.plan, seat.train
     asked = _asked(seat, round_index)
     cohort = asked if seat.attendance is None else np.setdiff1d(asked, seat.attendance.leaving)
-    orders = [visited_rows(plan, train.rows[device], round_index, device) for device in cohort.tolist()]
+    orders = [visited(plan, train, round_index, device) for device in cohort.tolist()]
     keys = [noise_key(plan, round_index, device) for device in cohort.tolist()]
     return Duty(cohort, orders, keys, len(asked) - len(cohort))
+
+
+def visited(plan: Plan, train: Holdings, round_index: int, device: int, *, number: int | None = None) -> Integers:
+    """The rows that a device visits in a round, in their order; its randomness has the address `number`, if not its own."""
+    rows = train.rows[device]
+    lengths = None if plan.tokens is None else train.words[rows]
+    return visited_rows(plan, rows, round_index, device if number is None else number, lengths=lengths)
 
 
 def _asked(seat: Seat, round_index: int) -> Integers:

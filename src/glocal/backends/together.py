@@ -172,7 +172,7 @@ class FusedJourneys:
             journey.examples.x,
             journey.examples.y,
             journey.order,
-            rate=rule.rate / (1 + rule.decay * journey.round_index) if rule.decay else rule.rate,
+            rate=rule.pace(journey.round_index) if rule.varies else rule.rate,
             momentum=rule.momentum,
             weight_decay=rule.weight_decay,
             pulls=journey.objective.pulls,

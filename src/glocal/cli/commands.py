@@ -310,15 +310,18 @@ def data_draw(
     """Draw who has which classes; --set data.devices=20 and so on say how the data are dealt out."""
     from glocal.cli.progress import downloads
     from glocal.cli.tables import print_classes
-    from glocal.data import class_counts, load
+    from glocal.data import Texts, class_counts, load_any
+    from glocal.data.mood import CLASSES
     from glocal.studies import Settings, changed
     from glocal.studies.build import deal_out
     from glocal.studies.settings import DataSettings
 
-    settings = changed(Settings(data=DataSettings(source=name)), changes or [])
     with downloads() as report:
-        dataset = load(name, report=report)
-    counts = class_counts(deal_out(dataset, settings.data, settings.plan.seed).train, dataset.classes)
+        dataset = load_any(name, report=report)
+    usual = DataSettings(name, "natural") if isinstance(dataset, Texts) else DataSettings(name)
+    settings = changed(Settings(data=usual), changes or [])
+    classes = CLASSES if isinstance(dataset, Texts) else dataset.classes
+    counts = class_counts(deal_out(dataset, settings.data, settings.plan.seed).train, classes)
     print_classes(counts.tolist())
     if out is not None:
         from glocal.report import draw_classes

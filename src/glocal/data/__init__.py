@@ -2,8 +2,9 @@
 
 from glocal.data.augment import crop_and_flip
 from glocal.data.fetch import RemoteFile, Report
+from glocal.data.mood import Texts, deal_texts
 from glocal.data.partition import Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
-from glocal.data.sources import SOURCES, Dataset, Source, check, fetch_source, load, status
+from glocal.data.sources import SOURCES, Dataset, Source, check, fetch_source, load, load_any, load_texts, status
 
 __all__ = [
     "SOURCES",
@@ -12,14 +13,18 @@ __all__ = [
     "RemoteFile",
     "Report",
     "Source",
+    "Texts",
     "check",
     "class_counts",
     "crop_and_flip",
     "deal",
+    "deal_texts",
     "dirichlet",
     "fetch_source",
     "iid",
     "load",
+    "load_any",
+    "load_texts",
     "natural",
     "random_shards",
     "shards",

@@ -22,6 +22,7 @@ from glocal.data import formats
 from glocal.data.adult import ATTRIBUTES, read_adult
 from glocal.data.fetch import RemoteFile, Report, digest, fetch, unreported, verified
 from glocal.data.formats import Bytes
+from glocal.data.mood import Texts, read_texts
 from glocal.errors import InputError, nearest
 from glocal.federation import Examples
 from glocal.places import cache_folder
@@ -46,7 +47,7 @@ class Source:
     name: str
     summary: str
     files: tuple[RemoteFile, ...]
-    load: Callable[[Mapping[str, Path]], Dataset]
+    load: Callable[[Mapping[str, Path]], Dataset | Texts]
     repacked: tuple[RemoteFile, ...] = ()
     attributes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -57,6 +58,24 @@ def load(name: str, *, report: Report = unreported) -> Dataset:
     >>> load("digits").train.x.shape
     torch.Size([1347, 1, 8, 8])
     """
+    loaded = load_any(name, report=report)
+    if isinstance(loaded, Texts):
+        raise InputError(f"data: {name} holds texts, which are numbered only once they are dealt out; use load_texts")
+    return loaded
+
+
+def load_texts(name: str, *, report: Report = unreported) -> Texts:
+    """Texts by name, or from a .csv file of yours with person, text and mood (1 to 100)."""
+    loaded = load_any(name, report=report)
+    if isinstance(loaded, Dataset):
+        raise InputError(f"data: {name} holds no texts; use load")
+    return loaded
+
+
+def load_any(name: str, *, report: Report = unreported) -> Dataset | Texts:
+    """What a source holds, or a .csv file of texts."""
+    if name.endswith(".csv"):
+        return read_texts([Path(name).expanduser()])
     source = named(name)
     return source.load(_obtain(source, report))
 
@@ -178,6 +197,10 @@ def _load_adult(files: Mapping[str, Path]) -> Dataset:
     return Dataset(*read_adult(files["adult.data"]), 2)
 
 
+def _load_mood_essays(files: Mapping[str, Path]) -> Texts:
+    return read_texts(files[name] for name in ("train_subtask1.csv", "test_labels_subtask1.csv"))
+
+
 def _decoded_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
     """Images (60000, 3, 32, 32) and labels (60000,); decoding takes seconds, so a decoded copy is kept in the cache."""
     known = _known(SOURCES["cifar10"])
@@ -266,6 +289,21 @@ _ADULT = (
         3_974_305,
     ),
 )
+_MOOD_ESSAYS_AT = "https://raw.githubusercontent.com/semeval2026task2/EmotionValArouTimeVariation2026/main/datasets/"
+_MOOD_ESSAYS = (
+    RemoteFile(
+        "train_subtask1.csv",
+        (f"{_MOOD_ESSAYS_AT}TRAIN_RELEASE_3SEP2025/train_subtask1.csv",),
+        "e1f09b16526a3e6620a55c01550438088f364c57706b557db550aa9fde4d8634",
+        569_970,
+    ),
+    RemoteFile(
+        "test_labels_subtask1.csv",
+        (f"{_MOOD_ESSAYS_AT}TEST_LABELS_RELEASE_23FEB2026/test_labels_subtask1.csv",),
+        "9d4734b93112c9db07144f404e013f55abb3f847c96b3cfd2550d8340cf5be3c",
+        364_649,
+    ),
+)
 
 SOURCES: dict[str, Source] = {
     "digits": Source("digits", "1,797 handwritten digits, 8x8 grey, bundled with scikit-learn", (), _load_digits),
@@ -277,5 +315,11 @@ SOURCES: dict[str, Source] = {
         _ADULT,
         _load_adult,
         attributes=ATTRIBUTES,
+    ),
+    "mood_essays": Source(
+        "mood_essays",
+        "4,501 short essays of 182 people with their own mood in 5 classes, SemEval-2026 (1 MB)",
+        _MOOD_ESSAYS,
+        _load_mood_essays,
     ),
 }

@@ -103,7 +103,7 @@ class FusedOnCpu:
             order=order.data_ptr(),
             steps=order.shape[0],
             batch=order.shape[1],
-            rate=rule.rate / (1 + rule.decay * int(work.round_index)),
+            rate=rule.pace(int(work.round_index)),
             momentum=rule.momentum,
             weight_decay=rule.weight_decay,
             pull_floor=floor,

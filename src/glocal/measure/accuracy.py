@@ -1,7 +1,7 @@
 """Local Test (each device's own model on its own data) and New Test (data of unknown origin): Liang et al. 2020, section 3.3."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from glocal.algorithm import Algorithm
 from glocal.backends import Engine, OverDevices, Task
 from glocal.federation import Examples, Holdings
 from glocal.modules import Predict
-from glocal.sampling import in_batches
+from glocal.sampling import Integers, in_batches
 from glocal.store import State
 from glocal.training import Work, batches
 from glocal.trees import Params
@@ -93,13 +93,26 @@ def _accuracies(holdings: Holdings, answers: Sequence[npt.NDArray[np.bool_]]) ->
 
 
 def _hits(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> list[npt.NDArray[np.bool_]]:
-    """For each task, which of its rows are predicted right; tasks of one shape at a time."""
-    found: dict[int, npt.NDArray[np.bool_]] = {}
+    """For each task, which of its rows are predicted right."""
+    return _answers(evaluation.right, tasks, examples)
+
+
+def _answers(over: OverDevices[Tensor], tasks: Sequence[Task], examples: Examples) -> list[npt.NDArray[Any]]:
+    """For each task, what is said of its rows (rows, ...); tasks of one shape at a time."""
+    found: dict[int, npt.NDArray[Any]] = {}
     for shape in sorted({task.order.shape for task in tasks}):
         alike = [place for place, task in enumerate(tasks) if task.order.shape == shape]
-        right = evaluation.right([tasks[place] for place in alike], examples).stacked().cpu().numpy()
-        found |= {place: hits[tasks[place].order >= 0] for place, hits in zip(alike, right, strict=True)}
+        said = over([tasks[place] for place in alike], examples).stacked().cpu().numpy()
+        found |= {place: each[tasks[place].order >= 0] for place, each in zip(alike, said, strict=True)}
     return [found[place] for place in range(len(tasks))]
+
+
+@torch.no_grad()
+def guesses(evaluation: Evaluation, state: State, holdings: Holdings) -> list[Integers]:
+    """The class that each device's personal model tells of each of its own rows, device by device."""
+    said = _answers(evaluation.outputs, _questions(state, holdings), holdings.examples)
+    classes = np.concatenate([*(outputs.argmax(-1) for outputs in said), np.zeros(0, dtype=np.int64)])
+    return np.split(classes, np.cumsum(holdings.sizes)[:-1])
 
 
 @torch.no_grad()

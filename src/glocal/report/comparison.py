@@ -138,7 +138,7 @@ def row_names(part: Part) -> list[str]:
     """Published rows first; cases that only serve the sweep of splits are left out, and those that a newcomer never meets."""
     swept, newcomer = set(part.splits.values()) - {FINE_TUNED}, part.settings.newcomer
     cases = {name: case for name, case in part.settings.cases.items() if newcomer is None or case.welcome}
-    names = list(part.choices) or [name for name in cases if name in part.published or name not in swept]
+    names = [*(part.choices or [name for name in cases if name in part.published or name not in swept]), *part.baselines]
     return [*(name for name in part.published if name in names), *(name for name in names if name not in part.published)]
 
 
@@ -181,7 +181,7 @@ def swept(findings: Findings, part: str) -> list[Shared]:
 
 def published_lead(findings: Findings, claim: Claim) -> float | None:
     """How far ahead a claim is by the paper's own means, in points; None where it did not print all of them."""
-    lead = 0.0
+    lead = -claim.level
     for sign, side in ((1, claim.more), (-1, claim.less)):
         for figure in side:
             row = printed(findings.study, findings.study.parts[figure.part].published.get(figure.case), figure.measure)
@@ -201,7 +201,8 @@ def changes_of(findings: Findings, part: str) -> list[str]:
     run, planned = findings.parts[part]["settings"], resolved(findings.study.parts[part].settings).as_dict()
     # nothing else under "run" changes a figure
     kept = {**run, "run": {key: run["run"][key] for key in ("select", "precision", "validate_every") if key in run["run"]}}
-    sections = [of for of in ("data", "model", "split", "optimiser", "plan", "run", "newcomer", "audit") if of in kept]
+    known = ("data", "model", "split", "optimiser", "plan", "run", "newcomer", "audit", "ordinal")
+    sections = [of for of in known if of in kept]
     idle = ("alpha", "classes_per_device") if run["data"]["partition"] == "iid" else ()
     told = ((of, key, value) for of in sections for key, value in kept[of].items() if key not in idle)
     changes = [f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)]

@@ -1,6 +1,7 @@
 """Figures of a paper's study, drawn like the paper's own: ours as lines, what it printed as hollow markers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import log
 from pathlib import Path
 from statistics import fmean
@@ -16,14 +17,17 @@ from glocal.keep import whole_or_not_at_all
 from glocal.report.comparison import Shared, printed, seeds_of, swept
 from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
 from glocal.report.looks import COLOURS, Look, hollow_sample, legend, line_sample
+from glocal.report.mood import draw_mood
 from glocal.report.numerals import PERCENT
 from glocal.report.tradeoff import draw_tradeoff
 from glocal.studies.findings import Findings
+from glocal.studies.mood import MOOD
 from glocal.studies.study import MEASURES, Figure, Score
 
 _FEDAVG, _ALONE, _LG = Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[2], (2, 1.6), "^"), Look(COLOURS[0], (), "o")
 _ENDS = {"first layers shared": Look(COLOURS[0], (), "o"), "last layers shared": Look(COLOURS[3], (6, 2), "D")}
 _BILLION = 1e9
+_SHORT = 20  # letters, of which four to a row fit beneath a figure
 _SHARES = (0.002, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.998)
 _BEYOND = 7.5  # where none and all stand on the stretched axis of shares; 0.2 % is at -6.2
 _HOLLOW_MARKER: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.3, "markersize": 9.5}
@@ -35,6 +39,8 @@ def study_drawings(findings: Findings) -> dict[str, Drawing]:
     draws: dict[str, Callable[[Findings], Drawing | None]] = {"tradeoff": draw_tradeoff}
     if findings.study.measures == MEASURES and _starts(findings):
         draws = {"classes": draw_variance, "traffic": draw_traffic, "splits": draw_splits, **draws}
+    if findings.study.name == MOOD.name:
+        draws = {part: partial(draw_mood, part=part) for part in MOOD.parts}
     return {name: drawing for name, draw in draws.items() if (drawing := draw(findings))}
 
 
@@ -214,7 +220,8 @@ def _written(drawing: Drawing, path: Path) -> Path:
     if any(line.get_markerfacecolor() == "none" for axes in drawing.figure.axes for line in axes.lines):
         entries["published"] = Line2D([], [], linestyle="none", marker=_LG.marker, markeredgecolor=_LG.colour, **_HOLLOW_MARKER)
     spacing = {"columnspacing": 1.2, "handlelength": 1.8}
-    drawing.figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=4, frameon=False, **spacing)
+    columns = 4 if max(map(len, entries), default=0) <= _SHORT else 2
+    drawing.figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=columns, frameon=False, **spacing)
     with whole_or_not_at_all(path) as half:
         drawing.figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
     return path

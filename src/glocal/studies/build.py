@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,22 +12,26 @@ from torch import Tensor, nn
 
 from glocal import algorithms, data
 from glocal.algorithm import Algorithm, unweighted
-from glocal.data import Dataset, Partition
+from glocal.data import Dataset, Partition, Texts
+from glocal.data.mood import CLASSES as MOODS
 from glocal.errors import InputError, brief, nearest
 from glocal.federation import Federation, Holdings, gathered, held_out
 from glocal.fitting import Pretraining
 from glocal.modules import params_of
-from glocal.optimisers import Optimiser, adam, sgd
+from glocal.optimisers import Optimiser, Shrink, adam, sgd
 from glocal.representations import Auxiliary, alone
 from glocal.sampling import stream
 from glocal.split import Split
 from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
+from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
+from glocal.studies.tries import tries_of
 from glocal.training import Objective, augmented, cross_entropy
 from glocal.trees import Params
 
 Made = TypeVar("Made")
+Loaded = Dataset | Federation | Holdings | Texts
 OWN_TEST_SHARE = 0.2  # of data that come device by device
 
 
@@ -56,21 +60,28 @@ class Parts:
 
 def build_parts(settings: Settings, report: data.Report) -> Parts:
     """Load the data, deal it out, and build the model, once per seed."""
-    seeds = tuple(range(settings.plan.seed, settings.plan.seed + settings.plan.seeds))
-    if not seeds:
-        raise InputError(f"settings: plan.seeds is {settings.plan.seeds}; it must be at least 1")
+    runs = tries_of(settings.plan)
+    seeds = tuple(run.seed for run in runs)
     loaded = build_data(settings.data, report)
-    federations = tuple(deal_out(loaded, settings.data, seed) for seed in seeds)
-    classes = loaded.classes if isinstance(loaded, Dataset) else int(federations[0].train.examples.y.max()) + 1
+    deals = sorted({run.deal for run in runs})
+    dealt = dict(zip(deals, deal_all(loaded, settings.data, deals), strict=True))
+    federations = tuple(dealt[run.deal] for run in runs)
+    classes = _classes(loaded, federations[0])
     models = [build_model(settings.model, federations[0].train.examples.x[0], classes, seed=seed) for seed in seeds]
     objective = _augmented(cross_entropy(models[0]), settings.data, federations[0])
     return Parts(models[0], objective, seeds, federations, tuple(params_of(model) for model in models))
 
 
-def build_data(settings: DataSettings, report: data.Report) -> Dataset | Federation | Holdings:
+def _classes(loaded: Loaded, federation: Federation) -> int:
+    if isinstance(loaded, Texts):
+        return MOODS
+    return loaded.classes if isinstance(loaded, Dataset) else int(federation.train.examples.y.max()) + 1
+
+
+def build_data(settings: DataSettings, report: data.Report) -> Loaded:
     """A known data set, or what the user's function returns: a Dataset, a Federation, or one (x, y) pair per device."""
-    if ":" not in settings.source:
-        return data.load(settings.source, report=report)
+    if ":" not in settings.source or settings.source.endswith(".csv"):
+        return data.load_any(settings.source, report=report)
     made = called(named_function(settings.source, "data.source"), settings.source)
     if isinstance(made, Dataset | Federation):
         return made
@@ -81,9 +92,24 @@ def build_data(settings: DataSettings, report: data.Report) -> Dataset | Federat
     )
 
 
-def deal_out(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed: int) -> Federation:
+def deal_all(loaded: Loaded, settings: DataSettings, seeds: Sequence[int]) -> tuple[Federation, ...]:
+    """The data set dealt to devices once per seed, all of one store."""
+    if not isinstance(loaded, Texts):
+        return tuple(deal_out(loaded, settings, seed) for seed in seeds)
+    if settings.partition != "natural":
+        raise InputError(f"data: texts are dealt out person by person; let data.partition be 'natural', not '{settings.partition}'")
+    dealt = data.deal_texts(loaded, seeds=seeds, people=settings.keep_devices, validation=settings.validation)
+    return tuple(_labelled(federation, settings, seed) for federation, seed in zip(dealt, seeds, strict=True))
+
+
+def deal_out(loaded: Loaded, settings: DataSettings, seed: int) -> Federation:
     """The data set dealt to devices; data that come device by device are taken as they are."""
-    dealt = _first_devices(_dealt(loaded, settings, seed), settings.keep_devices)
+    if isinstance(loaded, Texts):
+        return deal_all(loaded, settings, [seed])[0]
+    return _labelled(_first_devices(_dealt(loaded, settings, seed), settings.keep_devices), settings, seed)
+
+
+def _labelled(dealt: Federation, settings: DataSettings, seed: int) -> Federation:
     return dealt if settings.labelled is None else dealt.labelled(settings.labelled, seed=seed)
 
 
@@ -127,6 +153,7 @@ def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed:
         "coded_mlp": lambda: coded_mlp(example.numel(), settings.hidden, classes, **_code(settings)),
         "lenet5": lambda: lenet5(example.shape[0], classes),
         "coded_cnn": lambda: coded_cnn(example.shape, classes, code=settings.code),
+        "mood_lstm": lambda: mood_lstm(classes, dropout=settings.dropout),
     }
     own = ":" in settings.name
     make = named_function(settings.name, "model.name") if own else _known(settings.name, known, "model.name")
@@ -144,7 +171,7 @@ def _code(settings: ModelSettings) -> dict[str, Any]:
 
 def plain_model(name: str) -> nn.Module:
     """A model by name alone, with the paper's sizes."""
-    known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "softmax_mlp": softmax_mlp, "lenet5": lenet5}
+    known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "softmax_mlp": softmax_mlp, "lenet5": lenet5, "mood_lstm": mood_lstm}
     model = called(named_function(name, "model") if ":" in name else _known(name, known, "model"), name)
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {name} returned {type(model).__name__}; an nn.Module was expected")
@@ -229,11 +256,20 @@ def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[
 def build_optimiser(settings: OptimiserSettings, rate: float | None = None) -> Optimiser:
     """The optimiser, by name; a case may have a rate of its own."""
     pace = settings.rate if rate is None else rate
+    decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "decay": settings.decay}
     known: dict[str, Callable[[], Optimiser]] = {
-        "sgd": lambda: sgd(pace, momentum=settings.momentum, weight_decay=settings.weight_decay, decay=settings.decay),
-        "adam": lambda: adam(pace, weight_decay=settings.weight_decay, decay=settings.decay),
+        "sgd": lambda: sgd(pace, momentum=settings.momentum, **decays, shrink=_shrink(settings)),
+        "adam": lambda: adam(pace, **decays, shrink=_shrink(settings)),
     }
     return _known(settings.name, known, "optimiser.name")()
+
+
+def _shrink(settings: OptimiserSettings) -> Shrink | None:
+    if settings.shrink is None and settings.shrink_every is None:
+        return None
+    if settings.shrink is None or settings.shrink_every is None:
+        raise InputError("settings: optimiser.shrink and shrink_every belong together, such as 0.5 and 10 rounds; give both")
+    return Shrink(by=settings.shrink, every=settings.shrink_every)
 
 
 def named_function(address: str, where: str) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ class Findings:
         seeds = sorted(set.intersection(*({*values} for _, values in figures)))
         if not seeds:
             return None
-        lead = interval([sum(sign * values[seed] for sign, values in figures) for seed in seeds])
+        lead = interval([sum(sign * values[seed] for sign, values in figures) - claim.level for seed in seeds])
         word = "holds" if lead.low > -claim.margin else "fails" if lead.high <= -claim.margin else "open"
         return Verdict(claim, lead, word)
 
@@ -180,6 +180,8 @@ def _part(folder: Path, study: Path, name: str) -> Json | None:
         return None
     seconds = sum(row.get("seconds", 0.0) for row in read_rows(study / "timing.jsonl") if row.get("part") == name)
     cases = {case: _case(seeds) for case, seeds in results.items()}
+    if (folder / "baselines.json").exists():
+        cases |= {name: _baseline(rows) for name, rows in read_json(folder / "baselines.json", dict).items()}
     return {"seconds": round(seconds, 1), "settings": read_settings(folder).as_dict(), "cases": cases}
 
 
@@ -193,6 +195,7 @@ def _case(results: Sequence[Json]) -> Json:
         **{key: [_rounded((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},
         **_arrivals([result["arrival"] for result in results if "arrival" in result]),
         **_audits([result["audit"] for result in results if "audit" in result]),
+        **_ordinals([result["ordinal"] for result in results if "ordinal" in result]),
         "validation": [_rounded(result["validation"]["mean"]) for result in results],
         "selected_round": [result["selected_round"] for result in results],
         "never_sampled": [result["never_sampled"] for result in results],
@@ -200,6 +203,21 @@ def _case(results: Sequence[Json]) -> Json:
         "parameters": round(fmean(ledger["total"]["parameters"] for ledger in ledgers)),
         "bytes": round(fmean(ledger["total"]["bytes"] for ledger in ledgers)),
     }
+
+
+def _baseline(rows: Sequence[Json]) -> Json:
+    """A row that nobody has trained in rounds, and that sends nothing."""
+    return {
+        "seeds": [row["seed"] for row in rows],
+        **_ordinals([row["ordinal"] for row in rows]),
+        "validation": [_rounded(row["validation"]["pooled"]) for row in rows],
+        **dict.fromkeys(("paper_parameters", "parameters", "bytes"), 0),
+    }
+
+
+def _ordinals(rows: Sequence[Json]) -> Json:
+    """How right and how far off guesses are, seed by seed; nothing where classes have no order."""
+    return {key: [_rounded(row[key]) for row in rows] for key in _ORDINAL} if rows else {}
 
 
 def _arrivals(arrivals: Sequence[Json]) -> Json:
@@ -231,6 +249,7 @@ def _audits(audits: Sequence[Json]) -> Json:
     }
 
 
+_ORDINAL = ("accuracy", "error", "accuracy_rest", "error_rest")
 _VIEWS = ("own", "pooled", "strong")
 _WAYS = {"new": "logits", "new_by_votes": "votes", "new_by_weights": "weights"}
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from glocal.fitting import Options
 from glocal.studies.fair import FAIR
 from glocal.studies.few_labels import FEW_LABELS
+from glocal.studies.mood import MOOD
 from glocal.studies.published import published
 from glocal.studies.rotated import ROTATED
 from glocal.studies.settings import (
@@ -233,5 +234,6 @@ PAPER = {
         ROTATED,
         FAIR,
         FEW_LABELS,
+        MOOD,
     )
 }

@@ -19,6 +19,7 @@ from glocal.studies.findings import part_folder
 from glocal.studies.run import Step, case_folder, resolved, run_study
 from glocal.studies.settings import Settings, changed, from_dict
 from glocal.studies.study import Study
+from glocal.studies.tries import tries_of
 
 
 class PartStep(NamedTuple):
@@ -115,13 +116,13 @@ def _put_aside(case: Path, seed: int) -> None:
 
 def _without(settings: Settings, diverged: Sequence[Json]) -> Settings:
     """The settings without the seeds that diverged, case by case, and without the cases that have no other left."""
-    seeds = {*range(settings.plan.seed, settings.plan.seed + settings.plan.seeds)}
+    seeds = {run.seed for run in tries_of(settings.plan)}
     lost: dict[str, set[int]] = {}
     for name, case in settings.cases.items():
         own = {row["seed"] for row in diverged if row["case"] == name}
         lost[name] = own | {*(case.without or ())} | lost.get(case.after or "", set())
     cases = {name: replace(case, without=tuple(sorted(lost[name])) or None) for name, case in settings.cases.items()}
-    left = {name: case for name, case in cases.items() if not seeds or seeds - lost[name]}
+    left = {name: case for name, case in cases.items() if seeds - lost[name]}
     if not left:
         raise InputError(f"study: every case of {settings.name} diverged; lower the learning rate")
     return replace(settings, cases=left)

@@ -32,7 +32,9 @@ from glocal.studies.arrival import arrive, require_newcomer
 from glocal.studies.audit import audited, require_audit
 from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_critic, build_parts, build_pretraining
 from glocal.studies.groups import build_scenario
+from glocal.studies.ordinal import compared, measured, require_ordinal
 from glocal.studies.settings import CaseSettings, Settings, from_dict
+from glocal.studies.tries import best_tries, tries_of
 from glocal.trees import Params
 from glocal.wire import Ledger
 
@@ -111,6 +113,8 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
         raise InputError("settings: a case has `learns.pretrain`, and there are groups that arrive; use one of the two")
     if study.scenario is not None and any(case.without for case in settings.cases.values()):
         raise InputError("settings: a case has `without`, and there are groups that arrive; leave no seeds out there")
+    if settings.ordinal is not None:
+        require_ordinal(settings.ordinal, study.parts.federations[0])
     if settings.audit is not None:
         require_audit(settings.audit, next(iter(cases.values())), study.parts.federations[0])
     for name, case in cases.items():
@@ -122,9 +126,23 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
         _require_continuable(study, name, case)
     write_json(folder / "settings.json", settings.as_dict())
     write_json(folder / "federation.json", _who_has_what(study.parts.federations[0]))
+    _compare(study)
     for name, case in cases.items():
         yield from _run_case(study, name, case)
     write_json(folder / "results.json", read_results(folder))
+
+
+def _compare(study: Study) -> None:
+    """Baselines, one per deal of the data, if the study has any and they are not there yet."""
+    ordinal, path = study.settings.ordinal, study.folder / "baselines.json"
+    if ordinal is None or not ordinal.bag_of_words:
+        return
+    deals = {run.deal: place for place, run in reversed([*enumerate(tries_of(study.settings.plan))])}
+    if path.exists() and [row["seed"] for row in next(iter(read_json(path, dict).values()))] == sorted(deals):
+        return
+    found = {deal: compared(study.parts.federations[place], ordinal) for deal, place in sorted(deals.items())}
+    names = next(iter(found.values()))
+    write_json(path, {name: [{"seed": deal, **of[name]} for deal, of in found.items()] for name in names})
 
 
 def _scenario(settings: Settings, parts: Parts) -> Scenario | None:
@@ -192,8 +210,9 @@ def read_settings(folder: Path) -> Settings:
 
 def read_results(folder: Path) -> dict[str, list[Json]]:
     """Every finished case's results, one per seed."""
-    cases = read_settings(folder).cases
-    return {name: read_json(path, list) for name in cases if (path := case_folder(folder, name) / "result.json").exists()}
+    settings = read_settings(folder)
+    paths = {name: case_folder(folder, name) / "result.json" for name in settings.cases}
+    return {name: best_tries(read_json(path, list), settings.plan) for name, path in paths.items() if path.exists()}
 
 
 def case_folder(folder: Path, name: str) -> Path:
@@ -218,7 +237,7 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     if _already_tested(folder, plan):
         if study.options.keep == "figures":  # a stop may have come between the figures and this
             Checkpoint(folder, study.training(case).fingerprint()).lighten()
-        yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
+        yield Step(name, plan.rounds, None, _tested(study, folder))
         return
     start, spent = _start(study, study.settings.cases[name])
     params = tuple({**own, **known} for own, known in zip(case.params, start, strict=True))
@@ -236,14 +255,18 @@ def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
         error.case = name
         raise
     _afterwards(study, name, training).finish(progress, folder)
-    yield Step(name, plan.rounds, None, read_json(folder / "result.json", list))
+    yield Step(name, plan.rounds, None, _tested(study, folder))
+
+
+def _tested(study: Study, folder: Path) -> list[Json]:
+    return best_tries(read_json(folder / "result.json", list), study.settings.plan)
 
 
 def _afterwards(study: Study, name: str, training: Steady | Story) -> Steady | Story:
-    """Once a case is tested, a newcomer is taken in if it has a welcome, and it is audited if the study says so."""
+    """Once a case is tested, a newcomer is taken in if it has a welcome, and it is audited or measured as the study says."""
     settings, case = study.settings, study.settings.cases[name]
-    welcome, newcomer, audit = case.welcome, settings.newcomer, settings.audit
-    if not isinstance(training, Steady) or (welcome is None and audit is None):
+    welcome, newcomer, audit, ordinal = case.welcome, settings.newcomer, settings.audit, settings.ordinal
+    if not isinstance(training, Steady) or (welcome is None and audit is None and ordinal is None):
         return training
 
     def also(results: Sequence[Result]) -> list[Json]:
@@ -254,6 +277,9 @@ def _afterwards(study: Study, name: str, training: Steady | Story) -> Steady | S
         if audit is not None:
             read = audited(training.case, results, audit, build_critic(case.learns, parts_of(case, study.parts)))
             told = [{**row, "audit": found} for row, found in zip(told, read, strict=True)]
+        if ordinal is not None:
+            off = measured(training.case, results, study.options, ordinal)
+            told = [{**row, "ordinal": found} for row, found in zip(told, off, strict=True)]
         return told
 
     return replace(training, also=also)
@@ -311,7 +337,7 @@ def plans_of(settings: Settings) -> dict[str, Plan]:
     for name, case in settings.cases.items():
         rounds = common.rounds if case.rounds is None else case.rounds
         cohort = common.cohort if case.cohort is None else case.cohort
-        plans[name] = Plan(rounds, cohort, common.epochs, common.batch, common.seed)
+        plans[name] = Plan(rounds, cohort, common.epochs, common.batch, common.seed, tokens=common.tokens)
         if case.after is not None:
             start = plans[case.after].last_round if case.after_round is None else case.after_round
             plans[name] = replace(plans[name], first_round=start)

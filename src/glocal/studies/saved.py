@@ -49,10 +49,12 @@ def open_case(folder: Path, case: str | None = None, *, seed: int | None = None,
     progress = checkpoint.read()
     if progress is None:
         raise InputError(f"run: {folder} has no checkpoint of {name} any more; run the study anew, or choose another case")
+    result = results[name][place]
+    place = result.get("place", place)  # of several tries, the best one's
     plan = replace(whole.plans()[place], rounds=progress.done)
-    if results[name][place]["rounds"] != plan.last_round:
+    if result["rounds"] != plan.last_round:
         raise InputError(f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`")
-    state = _tested_state(progress, place, results[name][place]["selected_round"] - plan.first_round)
+    state = _tested_state(progress, place, result["selected_round"] - plan.first_round)
     federation, device = parts_of(settings.cases[name], parts).federations[place], settings.run.computing_device()
     host = Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices)
     return Saved(name, host, federation, settings)

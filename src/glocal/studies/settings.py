@@ -14,6 +14,7 @@ from glocal.keep import Json
 from glocal.studies.arrival import NewcomerSettings
 from glocal.studies.audit import AuditSettings
 from glocal.studies.learning import LearnsSettings
+from glocal.studies.ordinal import OrdinalSettings
 
 Table = TypeVar("Table")
 Knob = int | float | str | bool
@@ -22,7 +23,10 @@ _NAMED = ("cases", "groups")  # tables of tables, whose names are the user's own
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and who gets what; `source` is digits, mnist, cifar10, adult or your own "module:function".
+    """Which data, and who gets what; `source` is digits, mnist, cifar10, adult, mood_essays or your own "module:function".
+
+    It may also be a .csv file of texts with the columns person, text and mood (1 to 100). Texts have the partition natural: a
+    device for each person, those with most texts first.
 
     Once dealt out, only the first `keep_devices` take part, if that is given. With `labelled`, a device knows the labels of that
     share of its training examples only; what pre-trains without labels still learns from all of them.
@@ -44,7 +48,8 @@ class ModelSettings:
     """Which network: mlp, softmax_mlp or coded_mlp (with these hidden widths), lenet5, coded_cnn, or your own "module:function".
 
     The encoders of coded_mlp and coded_cnn put out a code so many numbers wide; coded_mlp's with noise of the deviation `blur`
-    while training, and a share `dropout` of its hidden units left out.
+    while training, and a share `dropout` of its hidden units left out. For texts there is mood_lstm; a share `dropout` of its word
+    vectors and hidden units is left out while training.
     """
 
     name: str = "mlp"
@@ -64,20 +69,24 @@ class SplitSettings:
 
 @dataclass(frozen=True)
 class OptimiserSettings:
-    """How a device descends: sgd or adam; the rate in round t is rate / (1 + decay * t)."""
+    """How a device descends: sgd or adam; the rate in round t is rate / (1 + decay * t), times `shrink` every so often."""
 
     name: str = "sgd"
     rate: float = 0.05
     momentum: float = 0.5
     weight_decay: float = 0.0
     decay: float = 0.0
+    shrink: float | None = None
+    shrink_every: int | None = None
 
 
 @dataclass(frozen=True)
 class PlanSettings:
     """How long and with how many devices; `seeds` runs side by side, from `seed` on.
 
-    In an average a device weighs as much as it has examples, or all weigh the same (`weights` = "equal").
+    In an average a device weighs as much as it has examples, or all weigh the same (`weights` = "equal"). Batches of texts hold at
+    most `tokens` words, padding counted. Each seed has so many `tries` with other first weights, all on its deal of the data; the
+    one that is best on validation data, over all devices' examples together, is its result.
     """
 
     rounds: int = 50
@@ -87,6 +96,8 @@ class PlanSettings:
     seed: int = 0
     seeds: int = 1
     weights: str = "examples"
+    tokens: int | None = None
+    tries: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,7 @@ class Settings:
     run: Options = Options()
     newcomer: NewcomerSettings | None = None
     audit: AuditSettings | None = None
+    ordinal: OrdinalSettings | None = None
     cases: dict[str, CaseSettings] = field(default_factory=dict)
     groups: dict[str, GroupSettings] = field(default_factory=dict)
 

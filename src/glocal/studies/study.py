@@ -46,7 +46,8 @@ class Part:
 
     `choices` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
     among those from whose representations attackers read no more there than the row's of `limits` (an AUC, such as 0.55).
-    `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share.
+    `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share. `baselines` are
+    rows that no federation has trained.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Part:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
+    baselines: tuple[str, ...] = ()
 
     def published_for(self, case: str) -> Published | None:
         """What was published of a case, or of the row that it may stand for."""
@@ -73,12 +75,16 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """The sum of some figures is above the sum of others, or not more than `margin` points below; tested seed by seed."""
+    """The sum of some figures is above the sum of others, or not more than `margin` points below; tested seed by seed.
+
+    With a `level`, it is so many points above; so a figure alone can be held against a level.
+    """
 
     says: str
     more: tuple[Figure, ...]
     less: tuple[Figure, ...]
     margin: float = 0.0
+    level: float = 0.0
 
 
 @dataclass(frozen=True)

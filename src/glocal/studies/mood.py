@@ -1,0 +1,153 @@
+"""Liang et al. 2020, section 5.2 and Figure 2(d): mood from what people write, on a public stand-in for the private MAPS data.
+
+The paper's network and hyper-parameters, its splits 80/10/10, ten of them, and of five tries on each the best on validation data.
+What the text leaves open is said where it stands: how wide word vectors are, when the learning rate shrinks, for how many rounds.
+"""
+
+from dataclasses import replace
+
+from glocal.fitting import Options
+from glocal.studies.ordinal import OrdinalSettings
+from glocal.studies.settings import (
+    CaseSettings,
+    DataSettings,
+    ModelSettings,
+    OptimiserSettings,
+    PlanSettings,
+    Settings,
+)
+from glocal.studies.study import Claim, Figure, Part, Study
+
+PEOPLE = 14
+ROUNDS = 30
+_START = 20  # rounds of FedAvg before its head becomes local
+_SHRINK_EVERY = 10
+_LAYERS = ("words.first", "words.second", "lstm.forwards", "lstm.backwards", "head.layer1", "head.layer[23]")
+# after how many layers to cut for an alpha-split: the share of parameters before and after each cut is in SHARES
+_CUTS = {".2": 1, ".4": 2, ".6": 3, ".8": 5}
+_WHOLE = 4  # layers of the encoder: words and LSTM
+_ENCODER, _HEAD = "encoder local", "head local"
+SHARES = {
+    **{f"{_ENCODER}, α = {alpha}": share for alpha, share in zip(_CUTS, (0.209, 0.418, 0.571, 0.815), strict=True)},
+    f"{_ENCODER}, all of it": 0.724,
+    **{f"{_HEAD}, α = {alpha}": share for alpha, share in zip(_CUTS, (0.185, 0.429, 0.582, 0.791), strict=True)},
+    f"{_HEAD}, all of it": 0.276,
+}
+FINE_TUNED = "FedAvg, then head local"
+BEST = "best mix"
+DIRECTIONS = (_ENCODER, _HEAD)
+BASELINES = (
+    "Majority",
+    "Majority per person",
+    "Bag of words, per person",
+    "Bag of words, pooled",
+    "Bag of words, pooled, knows the person",
+)
+
+
+def _mixes() -> dict[str, CaseSettings]:
+    """Every split of the layers: the first so many local, or the last so many."""
+    cuts = {**{f"α = {alpha}": cut for alpha, cut in _CUTS.items()}, "all of it": _WHOLE}
+    first = {f"{_ENCODER}, {alpha}": _LAYERS[:cut] for alpha, cut in cuts.items()}
+    # the head's shares are what the encoder's leave: .2 where that has .8
+    others = zip(_CUTS, reversed(_CUTS.values()), strict=True)
+    cuts = {**{f"α = {alpha}": cut for alpha, cut in others}, "all of it": _WHOLE}
+    last = {f"{_HEAD}, {alpha}": _LAYERS[cut:] for alpha, cut in cuts.items()}
+    return {name: CaseSettings("lg_fedavg", local=layers) for name, layers in {**first, **last}.items()}
+
+
+def _cases() -> dict[str, CaseSettings]:
+    """Every method for the same number of rounds."""
+    head = CaseSettings(
+        "lg_fedavg",
+        rounds=ROUNDS - _START,
+        after="FedAvg",
+        after_round=_START,
+        local=_LAYERS[_WHOLE:],
+        rate=1e-3 * 2 ** (_START // _SHRINK_EVERY),  # 0.001 once it has shrunk until then
+    )
+    return {"FedAvg": CaseSettings("fedavg"), **_mixes(), "Local only": CaseSettings("local_only"), FINE_TUNED: head}
+
+
+_ESSAYS = Settings(
+    data=DataSettings("mood_essays", "natural", validation=0.1),
+    model=ModelSettings("mood_lstm"),
+    optimiser=OptimiserSettings("adam", rate=5e-3, shrink=0.5, shrink_every=_SHRINK_EVERY),
+    plan=PlanSettings(rounds=ROUNDS, cohort=PEOPLE, batch=32, tokens=2000, seeds=10, tries=5),
+    # 5 x 100 short and 2 x 100 long tasks of 10 splits x 5 tries x 14 people: few shapes, about 75 GB of a GPU
+    run=Options(select="best", keep="figures", validate_every=1, keep_every=1000, chunk=100),
+    ordinal=OrdinalSettings(bag_of_words=True),
+    cases=_cases(),
+)
+
+
+def _part(title: str, settings: Settings) -> Part:
+    rows = {name: (name,) for name in settings.cases}
+    return Part(title, "paper", settings, choices={**rows, BEST: tuple(SHARES)}, baselines=BASELINES)
+
+
+def _few() -> Part:
+    settings = replace(_ESSAYS, name="mood, 14 people", data=replace(_ESSAYS.data, keep_devices=PEOPLE))
+    return _part(f"{PEOPLE} people with most texts", settings)
+
+
+def _all() -> Part:
+    """Everybody; one try, for five of 182 whole models each on ten splits do not fit into a GPU's and a host's memory."""
+    plan, run = replace(_ESSAYS.plan, cohort=182, tries=1), replace(_ESSAYS.run, chunk=64)
+    return _part("all 182 people", replace(_ESSAYS, name="mood, all people", plan=plan, run=run))
+
+
+def _claims() -> tuple[Claim, ...]:
+    """What the paper says of its figure, and the levels that trials on these data let expect."""
+    claims = []
+    for part in ("14-people", "all-people"):
+        local, shared, mix = (Figure(part, case, "accuracy") for case in ("Local only", "FedAvg", BEST))
+        claims += [
+            Claim(f"{part}: the best mix is above local only", (mix,), (local,)),
+            Claim(f"{part}: the best mix is above FedAvg", (mix,), (shared,)),
+        ]
+    local, shared, mix = (Figure("14-people", case, "accuracy") for case in ("Local only", "FedAvg", BEST))
+    words = Figure("14-people", BASELINES[-1], "accuracy")
+    return (
+        *claims,
+        Claim("14-people: local only is right in 48 % or more", (local,), (), level=48),
+        Claim("14-people: FedAvg is right in more than 42 %", (shared,), (), level=42),
+        Claim("14-people: the best mix is right in 56 % or more", (mix,), (), level=56),
+        Claim("14-people: the best mix is above the bag of words that knows the person", (mix,), (words,)),
+    )
+
+
+def _told() -> str:
+    return "; ".join(f"{100 * share:.1f} % ({name})" for name, share in SHARES.items())
+
+
+MOOD = Study(
+    name="paper-mood",
+    title="Mood from what people write, a part of the network local",
+    source="Liang et al. 2020, section 5.2 and Figure 2(d), here on the SemEval-2026 mood essays in place of the private MAPS data",
+    says=(
+        "an α-split across local and global models leverages both personalised representations and statistical strength, "
+        "outperforming either local or global extremes. The paper prints no numbers beside its figure."
+    ),
+    parts={"14-people": _few(), "all-people": _all()},
+    claims=_claims(),
+    measures={
+        "accuracy": "Accuracy",
+        "error": "Mean absolute error",
+        "accuracy_rest": "Accuracy, without one-class people",
+        "error_rest": "Mean absolute error, without one-class people",
+    },
+    lower=frozenset({"error", "error_rest"}),
+    protocols={
+        "paper": (
+            "Bi-LSTM of 128 and MLP of 512 and 512, Adam at 0.005 that halves every ten rounds, batches of at most 2,000 tokens "
+            "and 32 texts, 80/10/10 splits; of several tries and all rounds the best on validation data"
+        )
+    },
+    columns=(
+        "Accuracy: each person’s own model on their own test texts, over all texts. Mean absolute error: in percent of a class, so "
+        "that 100 is one of five classes off. One-class people have 95 % of their texts in one class. α is the share of parameters "
+        f"that stay with a person; layers can be cut at {_told()}. {BEST}: the split that is best on validation data, which stands "
+        "beside it. Baselines see the same words on the same splits."
+    ),
+)

@@ -1,0 +1,50 @@
+"""Several tries for every deal of the data, of which the one that is best on validation data counts (Liang et al. 2020, C.3)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from glocal.errors import InputError
+from glocal.keep import Json
+from glocal.studies.settings import PlanSettings
+
+_APART = 1_000_000  # between the seeds of one deal's tries
+
+
+class Try(NamedTuple):
+    """A run: the seed that deals out the data, and the one that draws weights and orders; of a first try they are the same."""
+
+    deal: int
+    seed: int
+
+
+def tries_of(plan: PlanSettings) -> list[Try]:
+    """Every run of a plan, all first tries first.
+
+    >>> [run.seed for run in tries_of(PlanSettings(seeds=2, tries=2))]
+    [0, 1, 1000000, 1000001]
+    """
+    if plan.seeds < 1 or plan.tries < 1:
+        name, value = ("seeds", plan.seeds) if plan.seeds < 1 else ("tries", plan.tries)
+        raise InputError(f"settings: plan.{name} is {value}; it must be at least 1")
+    deals = range(plan.seed, plan.seed + plan.seeds)
+    if plan.tries > 1 and deals[-1] >= _APART:
+        raise InputError(f"settings: with plan.tries, seeds must be below {_APART}, not {deals[-1]}; choose a lower plan.seed")
+    return [Try(deal, deal + number * _APART) for number in range(plan.tries) for deal in deals]
+
+
+def best_tries(results: Sequence[Json], plan: PlanSettings) -> list[Json]:
+    """For every deal the result of its best try on all validation examples together, under the deal's seed.
+
+    "try" says which it was, "place" where among all runs.
+    """
+    if plan.tries == 1:
+        return list(results)
+    deals: dict[int, list[Json]] = {}
+    for place, result in enumerate(results):
+        number, deal = divmod(result["seed"], _APART)
+        deals.setdefault(deal, []).append({**result, "seed": deal, "try": number, "place": place})
+    return [max(runs, key=_validation) for runs in deals.values()]
+
+
+def _validation(result: Json) -> float:
+    return -1.0 if result["validation"]["pooled"] is None else float(result["validation"]["pooled"])

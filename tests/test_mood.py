@@ -1,0 +1,409 @@
+"""Texts, person by person: reading, dealing, batching, the Bi-LSTM, what a run keeps, and the mood study as a value."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import world
+from glocal import trees
+from glocal.algorithms import fedavg
+from glocal.backends import simulate
+from glocal.data import Texts, deal_texts, load, load_texts
+from glocal.data.mood import LENGTH, UNKNOWN, VOCABULARY, in_words, known_words, read_texts
+from glocal.errors import InputError
+from glocal.federation import from_tensors
+from glocal.keep import write_text
+from glocal.measure.bag_of_words import baselines
+from glocal.measure.ordinal import judged, one_class_devices
+from glocal.modules import params_of
+from glocal.optimisers import Shrink, adam, sgd
+from glocal.report import draw_study, study_markdown
+from glocal.sampling import Plan, in_token_batches, stream, visiting_order
+from glocal.split import Split
+from glocal.studies.build import build_parts, build_split, plain_model
+from glocal.studies.findings import read_findings
+from glocal.studies.mood import SHARES
+from glocal.studies.paper import PAPER
+from glocal.studies.parts import prepare, run_parts
+from glocal.studies.recurrent import BiLstm, mood_lstm
+from glocal.studies.run import read_results, run_study
+from glocal.studies.settings import OptimiserSettings, PlanSettings, from_dict
+from glocal.studies.tries import best_tries, tries_of
+from glocal.training import cross_entropy
+
+SECRET = "xylophonist"  # a word that no file and no output may hold
+
+
+def maps(path, rows, head="person,text,mood"):
+    write_text(path, "\n".join([head, *rows, ""]))
+    return path
+
+
+def diary(path, sizes=(30, 20, 12, 3)):
+    """People who write of good and bad days in words of their own; the last of them has three texts."""
+    generator, rows = np.random.default_rng(0), []
+    for person, size in enumerate(sizes):
+        for _ in range(size):
+            mood = int(generator.integers(1, 101))
+            words = ["bad", "sad", "so", "good", "glad"][(mood - 1) // 20]
+            rows.append(f'p{person},"{SECRET} {words} {words} {"day " * int(generator.integers(1, 9))}",{mood}')
+    return maps(path, rows)
+
+
+def small(**changes):
+    return mood_lstm(3, vocabulary=11, width=6, units=4, **changes)
+
+
+def sentences(lengths, length=9, seed=0):
+    generator = np.random.default_rng(seed)
+    x = np.zeros((len(lengths), length), dtype=np.int64)
+    for row, words in zip(x, lengths, strict=True):
+        row[:words] = generator.integers(1, 11, words)
+    return torch.from_numpy(x)
+
+
+def test_a_csv_in_the_form_of_maps_is_read_into_five_equal_bins(tmp_path):
+    moods = ["1", "20", "20.5", "21", "40", "60", "61", "80", "81", "100"]
+    texts = read_texts([maps(tmp_path / "maps.csv", [f'ann,"Well, well",{mood}' for mood in moods])])
+    assert texts.y.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4]
+    assert texts.words[0] == ("well", ",", "well")
+    assert texts.person[0] == "ann"
+
+
+def test_valence_is_read_as_the_essays_have_it(tmp_path):
+    rows = [f"7,{place},so so,{valence}" for place, valence in enumerate(("-2", "-1.0", "0", "1", "2"))]
+    texts = read_texts([maps(tmp_path / "essays.csv", rows, "user_id,text_id,text,valence")])
+    assert texts.y.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (f"ann,{SECRET},0", "row 3: mood is 0; a number from 1 to 100 was expected"),
+        (f"ann,{SECRET},101", "row 3: mood is 101; a number from 1 to 100"),
+        (f"ann,{SECRET},nan", "row 3: mood is nan; a number from 1 to 100"),
+        (f"ann,50,{SECRET}", "row 3: mood is no number; a number from 1 to 100"),
+        (f" ,{SECRET},50", "row 3: person is empty; every text needs to say whose it is"),
+        (f"ann,{SECRET}", "row 3: it has another number of columns"),
+        (f"ann,{SECRET},so,50", "row 3: it has another number of columns"),
+    ],
+)
+def test_a_bad_row_is_named_and_its_text_is_not(tmp_path, row, said):
+    path = maps(tmp_path / "maps.csv", ["ann,fine,50", row])
+    with pytest.raises(InputError, match=said) as error:
+        read_texts([path])
+    assert str(path) in str(error.value)
+    assert SECRET not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("valence", ["-3", "3", "0.5"])
+def test_a_valence_out_of_range_is_named(tmp_path, valence):
+    path = maps(tmp_path / "essays.csv", [f"7,fine,{valence}"], "user_id,text,valence")
+    with pytest.raises(InputError, match=f"row 2: valence is {valence}; a whole number from -2 to 2 was expected"):
+        read_texts([path])
+
+
+def test_other_columns_another_encoding_and_no_file_are_refused(tmp_path):
+    with pytest.raises(InputError, match="row 1: columns person, text, mood or user_id, text, valence were expected"):
+        read_texts([maps(tmp_path / "a.csv", [], "who,what")])
+    (tmp_path / "b.csv").write_bytes(f"person,text,mood\nann,{SECRET} \xe9t\xe9,50\n".encode("latin-1"))
+    with pytest.raises(InputError, match=r"b.csv, row 2: it is not UTF-8; save the file with that encoding") as error:
+        read_texts([tmp_path / "b.csv"])
+    assert SECRET not in str(error.value)
+    with pytest.raises(InputError, match="could not be read"):
+        load_texts(str(tmp_path / "none.csv"))
+
+
+def test_an_empty_text_is_one_unknown_word_and_so_is_a_word_never_trained_on(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv")])
+    emptied = texts._replace(words=((), *texts.words[1:]))
+    store = deal_texts(emptied, seeds=[0])[0].train.examples.x
+    assert store[0].tolist() == [UNKNOWN] + [0] * (LENGTH - 1)
+    unseen = texts._replace(words=(("zebra", "day"), *texts.words[1:]))
+    known = known_words(unseen, np.arange(1, len(unseen.words)))
+    assert "zebra" not in known
+    assert min(known.values()) == UNKNOWN + 1
+
+
+def test_the_vocabulary_has_a_fixed_size_and_comes_from_training_texts_only():
+    words = tuple((f"w{place}", "common") for place in range(3000))
+    texts = Texts(words, tuple("ab"[place % 2] for place in range(3000)), np.arange(3000) % 5)
+    (federation,) = deal_texts(texts, seeds=[0])
+    x = federation.train.examples.x.numpy()
+    assert x.max() == VOCABULARY - 1
+    known = known_words(texts, federation.train.pooled())
+    assert len(known) == VOCABULARY - 2
+    assert {f"w{row}" for row in federation.test.pooled()}.isdisjoint(known)
+    assert (x[federation.test.pooled(), 0] == UNKNOWN).all()
+
+
+def test_people_come_by_number_of_texts_and_one_with_three_still_trains(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv", (3, 30, 12))])
+    (federation,) = deal_texts(texts, seeds=[4])
+    assert [part.sizes.tolist() for part in (federation.train, federation.val, federation.test)] == [
+        [24, 10, 3],
+        [3, 1, 0],
+        [3, 1, 0],
+    ]
+    assert deal_texts(texts, seeds=[4], people=1)[0].devices == 1
+    with pytest.raises(InputError, match=r"data.keep_devices is 4; it must be from 1 to 3"):
+        deal_texts(texts, seeds=[4], people=4)
+
+
+def test_seeds_share_a_store_and_have_splits_of_their_own(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv")])
+    first, second = deal_texts(texts, seeds=[0, 1])
+    assert first.train.examples.x is second.test.examples.x
+    assert not {*first.train.pooled().tolist()} & {*second.train.pooled().tolist()}
+    assert (first.test.pooled() % len(texts.y)).tolist() != (second.test.pooled() % len(texts.y)).tolist()
+    (alone,) = deal_texts(texts, seeds=[1])
+    assert torch.equal(alone.test.of(0).x, second.test.of(0).x)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 120), st.integers(0, 99))
+def test_token_batches_hold_every_example_once_and_keep_to_the_limit(lengths, batch, tokens, seed):
+    lengths = np.array(lengths)
+    order = in_token_batches(lengths, stream(seed, "order"), batch=batch, tokens=tokens)
+    assert sorted(order[order >= 0].tolist()) == list(range(len(lengths)))
+    for rows in (row[row >= 0] for row in order):
+        assert 1 <= len(rows) <= batch
+        assert len(rows) == 1 or len(rows) * lengths[rows].max() <= tokens
+    assert order.shape == in_token_batches(lengths, stream(seed + 1, "order"), batch=batch, tokens=tokens).shape
+
+
+def test_without_tokens_the_order_is_what_it_was():
+    plan = Plan(1, 1, epochs=2, batch=4)
+    plain = visiting_order(plan, 11, 3, 5)
+    assert np.array_equal(visiting_order(plan, 11, 3, 5, lengths=np.ones(11, dtype=np.int64)), plain)
+    generator = stream(0, "order", 3, 5)
+    assert plain[plain >= 0].tolist() == [*generator.permutation(11), *generator.permutation(11)]
+
+
+def test_tokens_need_texts():
+    train = from_tensors([(np.ones((4, 3)), np.arange(4) % 2)]).train
+    model = nn.Linear(3, 2)
+    with pytest.raises(InputError, match="tokens counts words, and the inputs are"):
+        next(iter(simulate(fedavg(cross_entropy(model), sgd(0.1)), params_of(model), train, Plan(1, 1, tokens=20))))
+    with pytest.raises(InputError, match="tokens is 0; it must be at least 1"):
+        Plan(1, 1, tokens=0)
+
+
+@pytest.mark.parametrize(
+    "rule", [sgd(0.1, momentum=0.5, shrink=Shrink(by=0.5, every=3)), adam(0.1, shrink=Shrink(by=0.5, every=3))]
+)
+def test_a_rate_that_shrinks_is_a_lower_rate(rule):
+    params, slopes = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.3, 0.7])}
+    lower = replace(rule, rate=0.025, shrink=None)
+    for t, other in ((0, replace(rule, shrink=None)), (2, replace(rule, shrink=None)), (7, lower)):
+        expected, _ = other.step(params, slopes, other.init(params), torch.tensor(t))
+        found, _ = rule.step(params, slopes, rule.init(params), torch.tensor(t))
+        assert torch.allclose(found["w"], expected["w"], atol=1e-7)
+    assert "times 0.5 every 3 rounds" in rule.about
+
+
+def test_a_shrink_needs_both_of_its_numbers():
+    from glocal.studies.build import build_optimiser
+
+    with pytest.raises(InputError, match="shrink and shrink_every belong together"):
+        build_optimiser(OptimiserSettings(shrink=0.5))
+
+
+def test_the_lstm_is_that_of_torch():
+    torch.manual_seed(0)
+    theirs, ours = nn.LSTM(5, 7, bidirectional=True, batch_first=True).double(), BiLstm(5, 7).double()
+    for side, suffix in ((ours.forwards, ""), (ours.backwards, "_reverse")):
+        side.of_input.data = getattr(theirs, f"weight_ih_l0{suffix}").data.clone()
+        side.of_state.data = getattr(theirs, f"weight_hh_l0{suffix}").data.clone()
+        side.bias.data = (getattr(theirs, f"bias_ih_l0{suffix}") + getattr(theirs, f"bias_hh_l0{suffix}")).data.clone()
+    lengths = torch.tensor([6, 1, 4])
+    texts = [torch.randn(int(length), 5, dtype=torch.double) for length in lengths]
+    _, (last, _) = theirs(nn.utils.rnn.pack_sequence(texts, enforce_sorted=False))
+    both = torch.zeros(2, 3, 6, 5, dtype=torch.double)
+    real = torch.arange(6) >= 6 - lengths[:, None]
+    for row, text in enumerate(texts):
+        both[0, row, 6 - len(text) :], both[1, row, 6 - len(text) :] = text, text.flip(0)
+    assert torch.allclose(ours(both, real), torch.cat([last[0], last[1]], -1), atol=1e-9)
+    slopes = torch.autograd.grad(ours(both, real).square().sum(), ours.forwards.of_state)[0]
+    known = torch.autograd.grad(torch.cat([last[0], last[1]], -1).square().sum(), theirs.weight_hh_l0)[0]
+    assert torch.allclose(slopes, known, atol=1e-9)
+
+
+def test_padding_changes_nothing():
+    model = world.seeded(small).eval()
+    x = sentences((9, 1, 4, 7))
+    longer = torch.cat([x, torch.zeros(4, 13, dtype=torch.int64)], 1)
+    assert torch.allclose(model(x), model(longer), atol=1e-6)
+    assert torch.allclose(model(x)[1:2], model(x[1:2, :1]), atol=1e-6)
+
+
+def test_the_network_takes_its_words_in_order():
+    model = world.seeded(small).eval()
+    assert not torch.allclose(model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[3, 2, 1]])), atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [None, 0.3])
+def test_batched_devices_train_as_one_by_one(dropout):
+    model = world.seeded(lambda: small(dropout=dropout))
+    people = [
+        (sentences(lengths, seed=place), torch.arange(len(lengths)) % 3) for place, lengths in enumerate(((9, 1, 4, 7, 2), (3, 8)))
+    ]
+    train = from_tensors(people, test=0.0, validation=0.0).train
+    from glocal.algorithms import lg_fedavg
+
+    algorithm = lg_fedavg(cross_entropy(model), adam(0.01, shrink=Shrink(by=0.5, every=1)), split=Split.of(model, local="head"))
+    plan = Plan(3, 2, batch=3, tokens=16)
+    runs = [world.last(simulate(algorithm, params_of(model), train, plan, engine=engine))[0] for engine in ("looped", "vmapped")]
+    assert world.gap(*runs, total=2) < 1e-5
+
+
+def test_the_alpha_splits_are_the_shares_they_say():
+    settings = PAPER["paper-mood"].parts["14-people"].settings
+    model = plain_model("mood_lstm")
+    params = params_of(model)
+    assert trees.count(params) == 1_436_101
+    for name, share in SHARES.items():
+        shared = trees.count(build_split(settings, settings.cases[name], model).take_shared(params))
+        assert 1 - shared / trees.count(params) == pytest.approx(share, abs=5e-4)
+        if "α" in name:
+            assert share == pytest.approx(float(name.rpartition(" ")[2]), abs=0.035)
+
+
+def test_every_method_of_the_study_has_the_same_number_of_rounds():
+    from glocal.studies.run import plans_of
+
+    for part in PAPER["paper-mood"].parts.values():
+        assert {plan.last_round for plan in plans_of(part.settings).values()} == {part.settings.plan.rounds}
+
+
+def test_one_class_people_are_found_by_their_texts():
+    federation = from_tensors([(np.zeros((40, 2)), np.repeat([0, 1], [38, 2])), (np.zeros((40, 2)), np.arange(40) % 2)])
+    assert one_class_devices(federation, 0.95) == {0}
+    assert one_class_devices(federation, 0.96) == frozenset()
+
+
+def test_error_counts_how_many_classes_a_guess_is_off():
+    federation = from_tensors([(np.zeros((2, 1)), np.array([0, 4])), (np.zeros((1, 1)), np.array([2]))], test=0.0, validation=0.0)
+    guesses = [np.array([0, 1]), np.array([2])]
+    assert judged(guesses, federation.train) == (2 / 3, 1.0, 2 / 3, 1.0)
+    assert judged(guesses, federation.train, {0}) == (2 / 3, 1.0, 1.0, 0.0)
+    assert judged(guesses, federation.train, {0, 1})[2:] == (None, None)
+
+
+def test_bags_of_words_tell_what_the_words_say_and_cope_with_one_class_people(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv", (60, 40, 3))])
+    y = np.where(np.array(texts.person) == "p1", 4, texts.y)  # always the best mood
+    (federation,) = deal_texts(texts._replace(y=y), seeds=[0])
+    found = {name: judged(guess.test, federation.test) for name, guess in baselines(federation).items()}
+    assert found["Bag of words, per person"].accuracy == 1.0
+    assert found["Bag of words, pooled, knows the person"].accuracy > found["Majority"].accuracy
+    assert found["Majority per person"].accuracy < 1.0
+
+
+def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts():
+    runs = tries_of(PlanSettings(seed=3, seeds=2, tries=3))
+    assert [run.deal for run in runs] == [3, 4, 3, 4, 3, 4]
+    assert len({run.seed for run in runs}) == 6
+    results = [
+        {"seed": run.seed, "validation": {"pooled": pooled}}
+        for run, pooled in zip(runs, (0.1, None, 0.3, 0.2, 0.3, 0.1), strict=True)
+    ]
+    chosen = best_tries(results, PlanSettings(seed=3, seeds=2, tries=3))
+    assert [(result["seed"], result["try"], result["place"]) for result in chosen] == [(3, 1, 2), (4, 1, 3)]
+    assert best_tries(results, PlanSettings()) == results
+    with pytest.raises(InputError, match=r"plan.tries is 0; it must be at least 1"):
+        tries_of(PlanSettings(tries=0))
+
+
+def quick(path, **plan):
+    table = {
+        "data": {"source": str(path), "partition": "natural"},
+        "model": {"name": "test_mood:tiny"},
+        "optimiser": {"name": "adam", "rate": 0.01, "shrink": 0.5, "shrink_every": 1},
+        "plan": {"rounds": 2, "cohort": 4, "batch": 8, "tokens": 60, "seeds": 2, **plan},
+        "run": {"select": "best", "validate_every": 1, "engine": "vmapped"},
+        "ordinal": {"bag_of_words": True},
+        "cases": {"FedAvg": {"algorithm": "fedavg"}, "LG": {"algorithm": "lg_fedavg", "local": ["head"]}},
+    }
+    return from_dict(table)
+
+
+def tiny():
+    return mood_lstm(5, width=4, units=3)
+
+
+def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
+    settings = quick(diary(tmp_path / "maps.csv"), tries=2)
+    list(run_study(settings, tmp_path / "run"))
+    results = read_results(tmp_path / "run")
+    assert [result["seed"] for result in results["LG"]] == [0, 1]
+    assert len(json.loads((tmp_path / "run/cases/lg/result.json").read_text())) == 4
+    assert {*results["LG"][0]["ordinal"]} >= {"accuracy", "error", "accuracy_rest", "error_rest"}
+    assert [device["test"] for device in results["LG"][0]["devices"]][-1] == 0
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    told = capfd.readouterr()
+    assert SECRET not in told.out + told.err + caplog.text
+    assert SECRET not in repr(read_texts([tmp_path / "maps.csv"]))
+
+
+def test_a_deal_has_one_federation_for_all_its_tries_and_one_store_for_all_deals(tmp_path):
+    parts = build_parts(quick(diary(tmp_path / "maps.csv"), tries=2), lambda *_: None)
+    assert len(parts.seeds) == 4
+    assert parts.federations[0] is parts.federations[2]
+    assert parts.federations[0].train.examples is parts.federations[1].train.examples
+    assert not trees.same_bits(parts.params[0], parts.params[2])
+
+
+def test_texts_are_dealt_person_by_person_only(tmp_path):
+    settings = quick(diary(tmp_path / "maps.csv"))
+    with pytest.raises(InputError, match=r"let data.partition be 'natural', not 'iid'"):
+        build_parts(replace(settings, data=replace(settings.data, partition="iid")), lambda *_: None)
+    with pytest.raises(InputError, match="holds texts, which are numbered only once they are dealt out"):
+        load(settings.data.source)
+    with pytest.raises(InputError, match="digits holds no texts"):
+        load_texts("digits")
+
+
+def test_the_mood_study_is_run_reported_and_drawn(tmp_path, capfd):
+    study, source = PAPER["paper-mood"], diary(tmp_path / "maps.csv")
+    changes = ["plan.seeds=2", "plan.tries=1", "plan.rounds=30", "plan.cohort=4", "data.keep_devices=4", 'run.engine="vmapped"']
+    changes += [f'data.source="{source}"', 'model.name="test_mood:tiny"', "run.validate_every=10"]
+    parts = prepare(study, tmp_path / "run", patterns=["14-people"], changes=changes)
+    cases = {
+        name: case for name, case in parts["14-people"].cases.items() if name in ("FedAvg", "Local only", "head local, α = .2")
+    }
+    for _ in run_parts({"14-people": replace(parts["14-people"], cases=cases)}, tmp_path / "run"):
+        pass
+    findings = read_findings(tmp_path / "run")
+    text = study_markdown(findings)
+    assert "| Bag of words, pooled, knows the person |" in text
+    assert "the best mix is above FedAvg" in text
+    (picture,) = draw_study(findings, tmp_path)
+    assert picture.name == "paper-mood-14-people.png"
+    assert SECRET not in text + capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_essays_are_what_their_authors_say():
+    texts = load_texts("mood_essays")
+    assert repr(texts) == "Texts(4501 texts of 182 people)"
+    assert np.bincount(texts.y).tolist() == [599, 624, 1483, 896, 899]
+    (federation,) = deal_texts(texts, seeds=[0], people=14)
+    parts = (federation.train, federation.val, federation.test)
+    assert sum(part.sizes for part in parts).tolist() == [215, 210, 206, 177, 97, 88, 82, 77, 76, 63, 47, 42, 42, 41]
+    assert len(one_class_devices(federation, 0.95)) == 2
+    read = math.fsum(min(len(words), LENGTH) for words in texts.words) / math.fsum(map(len, texts.words))
+    assert read == pytest.approx(0.927, abs=2e-3)
+
+
+def test_words_and_marks_are_kept_apart():
+    assert in_words("Don’t: é2 <PER>") == ("don", "’", "t", ":", "é2", "<", "per", ">")
