@@ -39,8 +39,10 @@ ENGINE = (
     "checkpoint",
     "result",
     "fitting",
+    "mixing",
     "kinds",
     "joining",
+    "advice",
 )
 ORDER = (*BASIS, *ENGINE, "scenario", "data", "studies", "report", "cli", "__main__")
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -6,7 +6,7 @@ from torch import nn
 import world
 from glocal import trees
 from glocal.algorithm import unweighted
-from glocal.algorithms import fedavg, fedprox, lg_fedavg, local_only, mtl
+from glocal.algorithms import apfl, fedavg, fedprox, lg_fedavg, local_only, mtl
 from glocal.backends import simulate
 from glocal.federation import from_tensors
 from glocal.modules import params_of
@@ -31,6 +31,11 @@ def personal(make, model):
 
 def same(left, right):
     return all(trees.same_bits({name: tree[name] for name in other}, other) for tree, other in zip(left, right, strict=True))
+
+
+def near(left, right):
+    """The same but for rounding: the two may have run on different engines."""
+    return all(world.distance(tree, other) < 1e-5 for tree, other in zip(left, right, strict=True))
 
 
 def test_lg_with_nothing_local_is_fedavg():
@@ -60,6 +65,25 @@ def test_fedprox_with_a_pull_is_not_fedavg():
 def test_mtl_without_a_tie_is_local_only():
     model = world.seeded(world.with_batch_norm)
     assert same(personal(lambda o, s: mtl(o, s, devices=6, tie=0.0), model), personal(local_only, model))
+
+
+def test_apfl_with_alpha_0_is_fedavg():
+    for make in world.MODELS.values():
+        model = world.seeded(make)
+        assert near(personal(lambda o, s: apfl(o, s, alpha=0.0), model), personal(fedavg, model))
+
+
+def test_apfl_with_alpha_1_is_local_only():
+    for make in world.MODELS.values():
+        model = world.seeded(make)
+        assert near(personal(lambda o, s: apfl(o, s, alpha=1.0), model), personal(local_only, model))
+
+
+def test_apfl_shares_what_fedavg_shares_whatever_alpha_is():
+    model = world.seeded(world.with_batch_norm)
+    for alpha, pace in ((0.0, 0.0), (0.3, 0.0), (0.5, 1.0)):
+        ours = run(lambda o, s, alpha=alpha, pace=pace: apfl(o, s, alpha=alpha, pace=pace), model)
+        assert world.distance(ours.shared, run(fedavg, model).shared) < 1e-5
 
 
 def test_fedavg_on_one_device_is_torch_sgd_by_hand():

@@ -9,8 +9,9 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
+    "advice": ("Advice", "Budget", "Counsel", "advise"),
     "algorithm": ("Algorithm", "Update"),
-    "algorithms": ("fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"),
+    "algorithms": ("apfl", "fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"),
     "backends": ("Engine", "simulate"),
     "data": ("crop_and_flip", "deal", "dirichlet", "iid", "load", "natural", "random_shards", "shards"),
     "errors": ("GlocalWarning", "InputError"),
@@ -18,6 +19,7 @@ _HOMES = {
     "fitting": ("Options", "fit"),
     "joining": ("Host", "Welcome", "join"),
     "kinds": ("Kind", "fit_kinds", "warm_kinds"),
+    "mixing": ("alphas_of", "tune_alphas"),
     "modules": ("params_of",),
     "optimisers": ("adam", "sgd"),
     "result": ("Result",),

@@ -1,5 +1,10 @@
+from glocal.advice.budget import Budget as Budget
+from glocal.advice.counsel import Advice as Advice
+from glocal.advice.counsel import Counsel as Counsel
+from glocal.advice.counsel import advise as advise
 from glocal.algorithm import Algorithm as Algorithm
 from glocal.algorithm import Update as Update
+from glocal.algorithms.apfl import apfl as apfl
 from glocal.algorithms.fedavg import fedavg as fedavg
 from glocal.algorithms.fedprox import fedprox as fedprox
 from glocal.algorithms.lg_fedavg import lg_fedavg as lg_fedavg
@@ -27,6 +32,8 @@ from glocal.joining import join as join
 from glocal.kinds import Kind as Kind
 from glocal.kinds import fit_kinds as fit_kinds
 from glocal.kinds import warm_kinds as warm_kinds
+from glocal.mixing import alphas_of as alphas_of
+from glocal.mixing import tune_alphas as tune_alphas
 from glocal.modules import params_of as params_of
 from glocal.optimisers import adam as adam
 from glocal.optimisers import sgd as sgd

@@ -111,8 +111,17 @@ def last_layers(model: nn.Module, count: int) -> tuple[str, ...]:
     return tuple(layers[len(layers) - count :])
 
 
+def layers_of(model: nn.Module) -> list[str]:
+    """The layers that hold weights, in the order the module registers them.
+
+    >>> layers_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+    ['0', '2']
+    """
+    return [name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+
+
 def _layers(model: nn.Module, count: int) -> list[str]:
-    names = [name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    names = layers_of(model)
     if not 0 <= count <= len(names):
         raise InputError(f"split: asked for {count} layers, but the model has {len(names)} with weights: {', '.join(names)}")
     return names

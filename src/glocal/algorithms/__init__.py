@@ -1,9 +1,10 @@
 """One paper per file. A new algorithm is one new file and its line here; everything else picks it up."""
 
+from glocal.algorithms.apfl import apfl
 from glocal.algorithms.fedavg import fedavg
 from glocal.algorithms.fedprox import fedprox
 from glocal.algorithms.lg_fedavg import lg_fedavg
 from glocal.algorithms.local_only import local_only
 from glocal.algorithms.mtl import mtl
 
-__all__ = ["fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"]
+__all__ = ["apfl", "fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"]

@@ -244,6 +244,30 @@ def theory(
 
 
 @app.command()
+def advise(
+    data: Annotated[str, typer.Argument(help="digits, mnist, cifar10, adult, your own module:function, a study or a TOML file.")],
+    model: Annotated[str | None, typer.Argument(help="mlp, lenet5, or your own module:function; by default the study's.")] = None,
+    changes: Changes = None,
+    budget: Annotated[str | None, typer.Option(help="What it may cost: bytes or seconds, such as '20 MB' or '60 s'.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of FedAvg before the race.")] = 100,
+    racers: Annotated[int, typer.Option(help="How many devices race.")] = 24,
+    seed: Annotated[int | None, typer.Option(help="What is drawn from; short for --set plan.seed=N.")] = None,
+    device: DeviceName = None,
+    out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.")] = None,
+) -> None:
+    """How much of a network to share: devices' variances, and a short race of splits on data held back."""
+    from glocal.advice import Budget, Counsel
+    from glocal.cli.advise import settings_for, show_advice
+
+    named = [f"plan.seed={seed}"] if seed is not None else []
+    settings = settings_for(data, model, [*(changes or []), *named, *_on(device=device)])
+    how = Counsel(budget=Budget.of(budget) if budget else Budget(), racers=racers)
+    what = data if model is None else f"{data} {model}"
+    typed = _typed("advise", what, changes, budget=[budget], rounds=[rounds], racers=[racers], seed=[seed], device=[device])
+    show_advice(settings, how, rounds=rounds, out=out, command=typed)
+
+
+@app.command()
 def split(
     model: Annotated[str, typer.Argument(help="mlp, lenet5, or your own module:function.")],
     local: Local = None,

@@ -1,0 +1,124 @@
+"""Whether the advisor's split is near the best of a full sweep, and what each costs: CIFAR-10, LeNet-5, 100 devices.
+
+The sweep is the paper's protocol: 1800 rounds of FedAvg, then 100 of every split from there, rounds chosen on validation data.
+The advisor starts from the same random model, and sees neither the sweep nor test data. Local Test is that of the sweep.
+
+python -m benchmarks.advice --device cuda --classes 2 10 --seeds 1 --out docs/results/advice.json
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.machine import command, describe
+from glocal.advice import Advice, Counsel, advise
+from glocal.advice.candidates import candidates
+from glocal.algorithms import lg_fedavg
+from glocal.data.fetch import unreported
+from glocal.fitting import Case, fit_case, warm_params
+from glocal.result import Result
+from glocal.sampling import Plan
+from glocal.studies.build import Parts, build_algorithm, build_optimiser, build_parts
+from glocal.studies.paper import PAPER
+from glocal.studies.settings import CaseSettings, Settings, changed
+from glocal.wire import Ledger
+
+
+def swept(settings: Settings, parts: Parts, rounds: tuple[int, int]) -> tuple[dict[str, list[Result]], dict[str, float]]:
+    """Every split after one FedAvg, with seconds by case; "FedAvg" is the start."""
+    fedavg, splits = rounds
+    first = build_algorithm(settings, CaseSettings("fedavg"), parts)
+    plan = Plan(fedavg, settings.plan.cohort, settings.plan.epochs, settings.plan.batch)
+    none = tuple(Ledger() for _ in parts.seeds)
+    start = Case(first, parts.model, plan, parts.seeds, parts.params, parts.federations, none)
+    found, seconds = {}, {}
+    began = time.perf_counter()
+    found["FedAvg"], seconds["FedAvg"] = fit_case(start, settings.run), time.perf_counter() - began
+    warm = tuple(warm_params(result.algorithm, result.state) for result in found["FedAvg"])
+    after = replace(start, params=warm, plan=replace(plan, rounds=splits, first_round=fedavg))
+    for each in candidates(parts.model):
+        began = time.perf_counter()
+        algorithm = lg_fedavg(parts.objective, build_optimiser(settings.optimiser), split=each.split)
+        found[each.name] = fit_case(replace(after, algorithm=algorithm), settings.run)
+        seconds[each.name] = time.perf_counter() - began
+        print(f"  {each.name}: {[round(100 * (result.local_test or 0), 2) for result in found[each.name]]}", flush=True)
+    return found, seconds
+
+
+def advised(settings: Settings, seed: int, rounds: int) -> Advice:
+    """What the advisor says, on the same devices."""
+    alone = changed(settings, ["plan.seeds=1", f"plan.seed={seed}"])
+    parts = build_parts(alone, unreported)
+    algorithm = build_algorithm(alone, CaseSettings("fedavg"), parts)
+    plan = Plan(rounds, alone.plan.cohort, alone.plan.epochs, alone.plan.batch, seed)
+    return advise(algorithm, parts.model, parts.federations[0], plan, how=Counsel(), options=alone.run)
+
+
+def compared(found: dict[str, list[Result]], seconds: dict[str, float], place: int, advice: Advice) -> dict[str, object]:
+    """One seed: the advisor's choice beside the sweep, and its cost as a share of the sweep's."""
+    results = {name: results[place] for name, results in found.items()}
+    local = {name: round(100 * (result.local_test or 0.0), 2) for name, result in results.items() if name != "FedAvg"}
+    cost = advice.as_dict()["cost"]
+    ours = {
+        "bytes": cost["ledger"]["total"]["bytes"],
+        "bytes, validation apart": _training(advice.spent.ledger),
+        "updates": cost["updates"],
+        "seconds": cost["seconds"],
+    }
+    whole = {
+        "bytes": sum(result.ledger.total.bytes for result in results.values()),
+        "bytes, validation apart": sum(_training(result.ledger) for result in results.values()),
+        "updates": sum(result.plan.rounds * result.plan.cohort for result in results.values()),
+        "seconds": round(sum(seconds.values()) / len(found["FedAvg"]), 2),
+    }
+    best = max(local, key=lambda name: local[name])
+    return {
+        "seed": results["FedAvg"].plan.seed,
+        "local test": local,
+        "best": best,
+        "choice": advice.choice.name,
+        "gap": round(local[best] - local[advice.choice.name], 2),
+        "advisor": ours,
+        "sweep": whole,
+        "share": {name: round(ours[name] / whole[name], 4) for name in ours},
+        "advice": advice.as_dict(),
+    }
+
+
+def _training(ledger: Ledger) -> int:
+    return ledger.download.bytes + ledger.upload.bytes
+
+
+def main() -> None:
+    """Sweep, ask, compare, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--classes", nargs="+", default=["2", "10"])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, nargs=2, default=(1800, 100), help="of FedAvg, and of every split after it")
+    parser.add_argument("--advisor-rounds", type=int, default=100, help="of FedAvg before the advisor's race")
+    parser.add_argument("--set", nargs="*", default=[], help="change settings, to try it in small")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    told = {"command": command("benchmarks.advice", sys.argv[1:]), "machine": describe(given.device), "classes per device": {}}
+    for classes in given.classes:
+        settings = PAPER["paper-cifar10"].parts[f"paper-{classes}"].settings
+        settings = changed(settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set])
+        print(f"{classes} classes per device", flush=True)
+        parts = build_parts(settings, unreported)
+        asked = [advised(settings, seed, given.advisor_rounds) for seed in parts.seeds]
+        found, seconds = swept(settings, parts, tuple(given.rounds))
+        rows = [compared(found, seconds, place, advice) for place, advice in enumerate(asked)]
+        for row in rows:
+            shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["share"].items())
+            print(f"seed {row['seed']}: advised '{row['choice']}', best '{row['best']}', gap {row['gap']} points; cost {shares}")
+        told["classes per device"][classes] = rows
+        if given.out:
+            given.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

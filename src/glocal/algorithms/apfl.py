@@ -1,0 +1,59 @@
+"""APFL: Deng, Kamani and Mahdavi 2020, "Adaptive Personalized Federated Learning", Algorithm 1 and the step on alpha below it."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from glocal import trees
+from glocal.algorithm import Algorithm, Update, average
+from glocal.errors import InputError
+from glocal.optimisers import Optimiser
+from glocal.training import Batch, Objective, Work, batches, descend
+from glocal.trees import Params
+
+ALPHA, _OWN = "mixing/alpha", "own/"
+
+
+def apfl(objective: Objective, optimiser: Optimiser, *, alpha: float = 0.5, pace: float = 0.0) -> Algorithm:
+    """A device predicts with alpha * v + (1 - alpha) * w, its own model and FedAvg's; with a pace, alpha descends once a round."""
+    if not 0 <= alpha <= 1 or pace < 0:
+        raise InputError(f"apfl: alpha is {alpha} and pace {pace}; alpha must be from 0 to 1, pace at least 0")
+    owned = frozenset(_OWN + name for name in objective.trains)
+
+    def init(params: Params) -> tuple[Params, Params]:
+        return params, {**params, ALPHA: torch.full_like(next(iter(params.values())).flatten()[0], alpha, dtype=torch.float32)}
+
+    def update(trains: frozenset[str], shared: Params, private: Params, work: Work) -> Update:
+        share = _adapted(objective, shared, private, work, pace=pace) if pace else private[ALPHA]
+        both = Objective(partial(_both, objective), trains)
+        own = {_OWN + name: private[name] for name in shared}
+        trained, loss = descend(both, {**shared, **own, ALPHA: share}, work, optimiser)
+        return Update(trees.pick(trained, shared), {**{name: trained[_OWN + name] for name in shared}, ALPHA: share}, loss)
+
+    about, everything = f"{optimiser.about}, alpha={alpha}, pace={pace}", objective.trains | owned
+    return Algorithm("apfl", init, partial(update, everything), average, mixed, about, settle=partial(update, owned))
+
+
+def mixed(shared: Params, private: Params) -> Params:
+    """Alpha * v + (1 - alpha) * w, name by name; counters are rounded."""
+    blends = {name: private[ALPHA] * private[name] + (1 - private[ALPHA]) * tensor for name, tensor in shared.items()}
+    return {name: blend if shared[name].is_floating_point() else blend.round().to(shared[name]) for name, blend in blends.items()}
+
+
+def _both(objective: Objective, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+    """The loss of the mixture, with the slopes of w by its own loss and of v by that of the mixture."""
+    own = {name.removeprefix(_OWN): tensor for name, tensor in params.items() if name.startswith(_OWN)}
+    shared = trees.pick(params, own)
+    blend = mixed({name: tensor.detach() for name, tensor in shared.items()}, {**own, ALPHA: params[ALPHA]})
+    alone, buffers = objective.value(shared, batch)
+    together, moved = objective.value({**own, **trees.pick(blend, objective.trains)}, batch)
+    return together + alone - alone.detach(), {**buffers, **{_OWN + name: tensor for name, tensor in moved.items()}}
+
+
+def _adapted(objective: Objective, shared: Params, private: Params, work: Work, *, pace: float) -> Tensor:
+    """Alpha after a step down its slope, <v - w, slope of the mixture's loss>, on the round's first batch; from 0 to 1."""
+    batch = next(batches(work))
+    slope: Tensor = grad(lambda alpha: objective.value(mixed(shared, {**private, ALPHA: alpha}), batch)[0])(private[ALPHA])
+    return (private[ALPHA] - pace * slope).clamp(0, 1)

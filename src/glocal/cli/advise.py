@@ -1,0 +1,188 @@
+"""Advice as a user sees it: what to share, why, how sure that is, and what it cost to find out."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from glocal.advice import Advice, Counsel, advise
+from glocal.advice.counsel import Row
+from glocal.cli.progress import downloads
+from glocal.cli.tables import readable
+from glocal.errors import InputError
+from glocal.keep import write_json
+from glocal.measure.theory import Estimate
+from glocal.modules import params_of
+from glocal.sampling import Plan
+from glocal.studies import STUDIES, Settings, changed, from_toml
+from glocal.studies.build import build_algorithm, build_parts
+from glocal.studies.settings import CaseSettings, DataSettings
+from glocal.trees import count
+
+_HALF = 0.5
+
+
+def settings_for(data: str, model: str | None, changes: list[str]) -> Settings:
+    """The settings behind a study, a TOML file or a data set, with another model if one is named."""
+    if data in STUDIES:
+        base = STUDIES[data]
+    elif Path(data).suffix == ".toml":
+        base = from_toml(Path(data))
+    elif model is None:
+        raise InputError(f"advise: '{data}' is neither a study nor a TOML file, and no model is named; name one, such as mlp")
+    else:
+        base = Settings(name=data, data=DataSettings(source=data))
+    if model is not None:
+        base = replace(base, model=replace(base.model, name=model))
+    return changed(replace(base, cases={}, groups={}), changes)
+
+
+def show_advice(settings: Settings, how: Counsel, *, rounds: int, out: Path | None, command: str) -> None:
+    """Find out, print it, and write it down."""
+    settings = replace(settings, plan=replace(settings.plan, seeds=1), cases={"FedAvg": CaseSettings("fedavg")})
+    with downloads() as report:
+        parts = build_parts(settings, report)
+    algorithm = build_algorithm(settings, settings.cases["FedAvg"], parts)
+    plan, federation = settings.plan, parts.federations[0]
+    warm = Plan(rounds, plan.cohort, plan.epochs, plan.batch, plan.seed)
+    console = Console(stderr=True)
+    try:
+        with console.status("getting ready") as status:
+            advice = advise(algorithm, parts.model, federation, warm, how=how, options=settings.run, tell=status.update)
+    except KeyboardInterrupt:
+        console.print("stopped; nothing was kept", highlight=False)
+        raise
+    examples = int(federation.train.sizes.sum())
+    print(f"{federation.devices} devices with {examples:,} examples; a model of {count(params_of(parts.model)):,} parameters")
+    print_advice(advice)
+    if out is not None:
+        write_json(out, {"command": command, "settings": settings.as_dict(), **advice.as_dict()})
+        print(f"written: {out}")
+
+
+def print_advice(advice: Advice) -> None:
+    """The variances, the race, and what follows from them."""
+    _print_variances(advice)
+    if advice.raced:
+        _print_race(advice)
+    print()
+    for line in recommendation(advice):
+        print(line)
+
+
+def _print_variances(advice: Advice) -> None:
+    print(f"\nHow devices differ: updates of {len(advice.racers)} devices, two halves of each one's data")
+    table = _table("layer", "data\nvariance", "device\nvariance", "alpha*", "95 % interval")
+    for layer, found in advice.variances.items():
+        interval = f"{found.low:.2f} to {found.high:.2f}"
+        table.add_row(layer, f"{found.data:.2g}", f"{found.device:.2g}", f"{found.alpha:.2f}", interval)
+    Console().print(table, highlight=False)
+
+
+def _print_race(advice: Advice) -> None:
+    print(f"\nThe race: accuracy in % on data that {len(advice.racers)} devices held back")
+    ends = sorted({rounds for row in advice.rows for rounds in row.accuracy})
+    table = _table("", "sends", *(f"round {rounds}" for rounds in ends), "to the choice", "95 % interval")
+    for row in sorted(advice.rows, key=_place):
+        figures = [f"{100 * row.accuracy[rounds]:.1f}" if rounds in row.accuracy else "" for rounds in ends]
+        table.add_row(row.candidate.name, f"{100 * row.sends:.1f} %", *figures, *_told(advice, row))
+    Console().print(table, highlight=False)
+
+
+def _place(row: Row) -> tuple[int, float]:
+    """Those that came furthest first, the best of them on top."""
+    last = max(row.accuracy, default=0)
+    return -last, -row.accuracy.get(last, 0.0)
+
+
+def _told(advice: Advice, row: Row) -> tuple[str, str]:
+    if row.difference is None or row.candidate == advice.choice:
+        return "", ""
+    return f"{100 * row.difference.mean:+.1f}", points(row.difference)
+
+
+def points(estimate: Estimate) -> str:
+    """An interval in points."""
+    return f"{100 * estimate.low:+.1f} to {100 * estimate.high:+.1f}"
+
+
+def _table(first: str, *rest: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for heading in rest:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def recommendation(advice: Advice) -> list[str]:
+    """What to do, why, how sure that is, and what it cost, line by line."""
+    return [*_what(advice), _why(advice), _how_sure(advice), *_groups(advice), _cost(advice)]
+
+
+def _what(advice: Advice) -> list[str]:
+    choice = advice.choice
+    if not choice.local:
+        return ["Share all of the model: FedAvg.", "  split.local = []"]
+    listed = ", ".join(f'"{layer}"' for layer in choice.local)
+    if not choice.shared:
+        return ["Share nothing once FedAvg has given all a start: fine-tune on every device.", f"  split.local = [{listed}]"]
+    return [f"Share {', '.join(choice.shared)}; keep {', '.join(choice.local)} on the device.", f"  split.local = [{listed}]"]
+
+
+def _why(advice: Advice) -> str:
+    alpha, expected = advice.variances["all"].alpha, advice.by_variances
+    reason = (
+        "devices differ more than their own data wobble" if alpha > _HALF else "devices' own data wobble more than devices differ"
+    )
+    words = f"Why: alpha* is {alpha:.2f}, for {reason}"
+    if not advice.raced:
+        return f"{words}; the budget left no room for a race, so that the linear theory decides alone."
+    verdict = "did about as well" if expected in advice.alike else "did worse"
+    found = "and so says the race" if expected == advice.choice.name else f"which {verdict} in the race"
+    return f"{words}; by that alone it would be '{expected}', {found}."
+
+
+def _how_sure(advice: Advice) -> str:
+    if not advice.raced:
+        return "How sure: not very; give it a larger budget."
+    alike = [name for name in advice.alike if name != advice.choice.name]
+    short = "" if advice.finished else " The budget ended the race early."
+    if alike:
+        sent = {row.candidate.name: row.sends for row in advice.rows}
+        first = advice.choice.name == advice.alike[0]
+        reason = "came out first" if first else f"sends {100 * sent[advice.choice.name]:.1f} % of the model"
+        return f"How sure: {_listed(alike)} did about as well in {advice.rounds} rounds; the choice {reason}.{short}"
+    rivals = [row for row in advice.rows if row.candidate != advice.choice and max(row.accuracy, default=0) == advice.rounds]
+    if not rivals:
+        return f"How sure: the others were behind before round {advice.rounds}.{short}"
+    nearest_row = max(rivals, key=lambda row: row.accuracy[advice.rounds])
+    gap = nearest_row.difference
+    assert gap is not None
+    ahead = Estimate(-gap.mean, -gap.high, -gap.low)
+    clear = "clearly" if ahead.low > 0 else "not clearly"
+    return f"How sure: {clear} ahead of '{nearest_row.candidate.name}', by {100 * ahead.mean:.1f} points ({points(ahead)}).{short}"
+
+
+def _groups(advice: Advice) -> list[str]:
+    if not advice.raced:
+        return []
+    if not advice.groups:
+        return ["Groups: none prefers another split clearly; one does for all."]
+    return [
+        f"Groups: devices {_listed(map(str, group.devices))} do better with '{group.candidate}', "
+        f"by {100 * group.gain.mean:.1f} points ({points(group.gain)}, on data that did not choose them): "
+        "give them a federation of their own."
+        for group in advice.groups
+    ]
+
+
+def _cost(advice: Advice) -> str:
+    spent = advice.spent
+    sent = readable(spent.ledger.total.bytes)
+    return f"Cost: {sent}, {spent.updates:,} updates by devices, {advice.seconds:.0f} seconds."
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)

@@ -1,0 +1,333 @@
+"""The advisor: what it measures, what crosses the wire for it, what it recommends, and how it says so."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import glocal
+import world
+from glocal import trees
+from glocal.advice import Budget, Counsel, advise, counsel, race
+from glocal.advice.budget import Spent
+from glocal.advice.candidates import candidates
+from glocal.advice.groups import difference, groups
+from glocal.advice.race import Course, Rung, run, start
+from glocal.advice.variances import variances
+from glocal.algorithms import fedavg, lg_fedavg
+from glocal.backends import OverDevices, Seat, begin, simulate_seeds
+from glocal.cli import main
+from glocal.errors import InputError
+from glocal.modules import params_of
+from glocal.sampling import Plan
+from glocal.studies import STUDIES, changed
+from glocal.studies.models import lenet5
+from glocal.training import cross_entropy
+from glocal.wire import Ledger
+
+DEVICES, FEATURES, CLASSES = 8, 6, 4
+QUICK = Counsel(racers=8, rungs=(1, 2))
+SGD = glocal.sgd(0.1, momentum=0.5)
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def federation(*, own_labels, examples=60):
+    """Devices with one rule for all, or each with the classes renamed in its own way: then a shared last layer can only guess."""
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(FEATURES, CLASSES, generator=generator)
+    devices = []
+    for _ in range(DEVICES):
+        x = torch.randn(examples, FEATURES, generator=generator)
+        renamed = torch.randperm(CLASSES, generator=generator) if own_labels else torch.arange(CLASSES)
+        devices.append((x, renamed[(x @ teacher).argmax(1)]))
+    return glocal.from_tensors(devices)
+
+
+def asked(fed, *, plan=None, **how):
+    model = world.seeded(two_layers)
+    algorithm = fedavg(cross_entropy(model), SGD)
+    return advise(algorithm, model, fed, plan or Plan(10, 4, batch=10), how=replace(QUICK, **how))
+
+
+def test_devices_that_name_classes_differently_keep_the_last_layer():
+    advice = asked(federation(own_labels=True, examples=200))
+    assert "2" in advice.choice.local
+    assert advice.variances["all"].low > 0.5
+    worst = min(advice.rows, key=lambda row: row.accuracy[1])
+    assert "2" in worst.candidate.shared
+
+
+def test_devices_that_are_all_alike_share():
+    advice = asked(federation(own_labels=False, examples=200))
+    assert advice.choice.shared
+    assert advice.variances["all"].high < 0.5
+
+
+def test_the_same_seed_gives_the_same_advice():
+    first, second = (asked(federation(own_labels=True)) for _ in range(2))
+    assert [row.accuracy for row in first.rows] == [row.accuracy for row in second.rows]
+    assert first.variances == second.variances
+
+
+def test_every_boundary_is_a_candidate_in_both_directions():
+    names = [each.name for each in candidates(lenet5())]
+    assert names[0] == "nothing shared"
+    assert names[-1] == "all shared"
+    assert {f"{end} {count} shared" for end in ("first", "last") for count in range(1, 5)} == {*names[1:-1]}
+
+
+def test_of_a_deep_network_only_some_depths_race():
+    deep = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
+    made = candidates(deep, most=12)
+    assert len(made) == 12
+    assert {each.name for each in made} >= {"first 1 shared", "first 39 shared", "last 1 shared", "nothing shared", "all shared"}
+
+
+def test_tied_weights_are_never_split():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    model[2].weight = model[0].weight
+    for each in candidates(model):
+        assert ("0" in each.shared) == ("2" in each.shared)
+
+
+def test_variances_are_found_as_they_were_drawn():
+    generator = torch.Generator().manual_seed(1)
+    own = 3 * torch.randn(400, 50, generator=generator)
+    halves = [{"w": own + 2 * torch.randn(400, 50, generator=generator)} for _ in range(2)]
+    found = variances(*halves, {"layer": ["w"]})["layer"]
+    assert found.device == pytest.approx(50 * 9, rel=0.05)
+    assert found.data == pytest.approx(50 * 4 / 2, rel=0.05)  # of the mean of both halves
+    assert found.alpha == pytest.approx(9 / (9 + 2), abs=0.02)
+    assert found.low < 9 / 11 < found.high
+
+
+def test_devices_without_a_difference_have_no_device_variance():
+    generator = torch.Generator().manual_seed(2)
+    halves = [{"w": torch.randn(100, 200, generator=generator)} for _ in range(2)]
+    found = variances(*halves, {"layer": ["w"]})["all"]
+    assert found.alpha < 0.05
+    assert found.low == 0 < found.high < 0.1
+
+
+@pytest.mark.parametrize("name", ["nothing shared", "first 1 shared", "last 1 shared", "all shared"])
+def test_a_lane_of_the_race_is_lg_fedavg(name):
+    """Side by side with other lanes it takes the steps that the simulator would."""
+    model, fed, plan = world.seeded(two_layers), federation(own_labels=True), Plan(3, DEVICES, batch=10)
+    objective, racers = cross_entropy(model), np.arange(DEVICES)
+    rivals = candidates(model)
+    over = OverDevices(fedavg(objective, SGD).client_update, engine="vmapped")
+    lanes = start(rivals, params_of(model), DEVICES)
+    ledger = Ledger()
+    for moved, traffic in run(Course(plan, fed.train, racers, over), lanes, range(3)):
+        lanes, ledger = moved, ledger + traffic
+    (lane,) = (lane for lane in lanes if lane.candidate.name == name)
+    algorithm = lg_fedavg(objective, SGD, split=lane.candidate.split)
+    alone = OverDevices(algorithm.client_update, engine="vmapped")
+    state = world.last(simulate_seeds(algorithm, [Seat(plan, fed.train, begin(algorithm, params_of(model)))], alone))[0][0]
+    for device, ours in enumerate(lane.models):
+        assert world.distance(ours, algorithm.personal(state.shared, state.private.of(device))) < 1e-5
+    sent = sum(trees.nbytes(each.split.take_shared(params_of(model))) for each in rivals)
+    assert ledger.total.bytes == 3 * 2 * DEVICES * sent
+
+
+def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
+    """Spied at the three doors: uploads, updates of halves, and what the race is decided by."""
+    crossed = []
+
+    def spy(module, name, read):
+        real = getattr(module, name)
+
+        def watched(*arguments):
+            crossed.append((name, read(arguments)))
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, watched)
+
+    spy(race, "admit", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
+    spy(counsel, "variances", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
+    spy(counsel, "halved", lambda arguments: arguments[1])
+    asked(federation(own_labels=True))
+    shapes = {name: tuple(tensor.shape) for name, tensor in params_of(two_layers()).items()}
+    assert {name for name, _ in crossed} == {"admit", "variances", "halved"}
+    for name, what in crossed:
+        if name == "halved":
+            assert what.halves.shape == (2, 4, 8)  # one number per half, split and device
+        else:
+            assert what.items() <= shapes.items()
+
+
+def test_what_crosses_is_counted():
+    advice = asked(federation(own_labels=True))
+    whole = trees.nbytes(params_of(two_layers()))
+    warm, halves = 10 * 4 * 2 * whole, 8 * 3 * whole
+    shares = {row.candidate.name: row.sends * whole for row in advice.rows}
+    later = [row for row in advice.rows if 3 in row.accuracy]
+    racing = sum(3 * 8 * sent for sent in shares.values()) + sum(5 * 8 * shares[row.candidate.name] for row in later)
+    assert advice.spent.ledger.total.bytes == pytest.approx(warm + halves + racing)
+    assert advice.spent.updates == 10 * 4 + 8 + 4 * 8 + 2 * 2 * 8
+
+
+def test_the_devices_that_race_hold_data_back_from_everybody():
+    fed = federation(own_labels=True)
+    racers = np.array([1, 4])
+    train, judges = counsel._set_aside(fed, racers, 0, 0.5)
+    for device in range(DEVICES):
+        kept, judged = {*train.rows[device]}, {*judges[0].rows[device], *judges[1].rows[device]}
+        assert kept.isdisjoint(judged)
+        assert bool(judged) == (device in racers)
+        if device in racers:
+            assert {*fed.val.rows[device]} <= judged
+            assert kept | judged == {*fed.train.rows[device], *fed.val.rows[device]}
+        assert judged.isdisjoint({*fed.test.rows[device]})
+
+
+@pytest.mark.parametrize("limit", [30_000, 60_000, 120_000])
+def test_a_budget_of_bytes_is_kept(limit):
+    advice = asked(federation(own_labels=True), budget=Budget(bytes=limit))
+    assert advice.spent.ledger.total.bytes <= limit
+
+
+def test_without_room_for_a_race_the_variances_decide():
+    advice = asked(federation(own_labels=True), budget=Budget(bytes=15_000))
+    assert not advice.raced
+    assert not advice.finished
+    assert advice.choice.name == advice.by_variances
+
+
+def test_a_budget_of_seconds_ends_it():
+    spent = Spent.nothing()
+    assert spent.within(Budget(seconds=100.0))
+    assert not replace(spent, began=spent.began - 200).within(Budget(seconds=100.0))
+
+
+def rung(ahead, *, names=("all shared", "first 1 shared"), noise=0.0, rows=50):
+    """A rung in which the second split is ahead of the first by so much on each device."""
+    generator = np.random.default_rng(0)
+    base = np.full((2, len(ahead)), 0.5)
+    halves = np.stack([base, base + ahead + noise * generator.standard_normal((2, len(ahead)))], axis=1)
+    return Rung(4, names, halves, np.full((2, len(ahead)), rows))
+
+
+def test_a_group_that_clearly_prefers_another_split_is_found():
+    ahead = np.array([0.1] * 10 + [-0.1] * 20)
+    (group,) = groups([rung(ahead, noise=0.02)], "all shared", np.arange(30) + 100)
+    assert group.candidate == "first 1 shared"
+    assert group.devices == tuple(range(100, 110))
+    assert group.gain.low < 0.1 < group.gain.high
+
+
+def test_chance_makes_no_group():
+    assert not groups([rung(np.zeros(30), noise=0.05)], "all shared", np.arange(30))
+
+
+def test_a_difference_is_paired_where_both_raced_last():
+    first, last = rung(np.full(10, 0.2)), rung(np.full(10, 0.1), names=("all shared", "last 1 shared"))
+    assert difference([first, last], "first 1 shared", "all shared").mean == pytest.approx(0.2)
+    assert difference([first, last], "last 1 shared", "all shared").mean == pytest.approx(0.1)
+
+
+def test_of_those_that_are_as_good_the_one_that_sends_half_as_much_is_chosen():
+    sends = {"first 1 shared": 0.1, "first 2 shared": 0.3, "last 1 shared": 0.9, "all shared": 1.0}
+    errs = {"first 1 shared": 3.0, "first 2 shared": 2.0, "last 1 shared": 1.0, "all shared": 4.0}
+    assert counsel._chosen(["all shared", "first 1 shared"], sends, errs) == "first 1 shared"
+    assert counsel._chosen(["all shared", "first 1 shared", "first 2 shared"], sends, errs) == "first 2 shared"
+    assert counsel._chosen(["all shared", "last 1 shared"], sends, errs) == "all shared"
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(-0.02, "nothing shared"), (-0.002, "first 1 shared"), (0.02, "first 1 shared")])
+def test_to_share_nothing_has_to_be_clearly_ahead(ahead, expected):
+    close = rung(np.full(30, ahead), names=("nothing shared", "first 1 shared"), noise=0.02)
+    assert counsel._as_good([close], 0.01) == [expected]
+
+
+def test_what_is_clearly_below_is_not_as_good_and_neither_is_what_is_far_below():
+    assert counsel._as_good([rung(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
+    assert counsel._as_good([rung(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
+    assert counsel._as_good([rung(np.full(30, 0.005), noise=0.05)], 0.01) == ["first 1 shared", "all shared"]
+
+
+@pytest.mark.parametrize("text", ["20", "MB", "-1 MB", "0 s", "2 parsec", ""])
+def test_a_budget_that_is_none_is_refused(text):
+    with pytest.raises(InputError, match="budget"):
+        Budget.of(text)
+
+
+def test_an_algorithm_with_private_parts_is_refused():
+    model = world.seeded(two_layers)
+    split = glocal.Split.of(model, local="0")
+    with pytest.raises(InputError, match="begin with one that shares all"):
+        advise(lg_fedavg(cross_entropy(model), SGD, split=split), model, federation(own_labels=True), Plan(2, 2))
+
+
+def test_too_few_devices_or_examples_are_refused():
+    with pytest.raises(InputError, match="at least 3 have to race"):
+        asked(world.federation(sizes=(20, 30, 3)), plan=Plan(2, 2))
+
+
+def command(*arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code
+
+
+def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
+    out = tmp_path / "advice.json"
+    assert command("advise", "digits", "mlp", "--rounds", 3, "--racers", 5, "--out", out) == 0
+    printed = capsys.readouterr().out
+    for word in ("alpha*", "The race", "split.local = [", "Why:", "How sure:", "Groups:", "Cost:"):
+        assert word in printed
+    told = json.loads(out.read_text())
+    assert told["command"] == "glocal advise digits mlp --rounds 3 --racers 5"
+    assert told["choice"]["name"] in [row["split"] for row in told["race"]]
+    assert told["cost"]["ledger"]["total"]["bytes"] > 0
+
+
+def test_what_it_says_to_paste_is_a_setting(capsys):
+    assert command("advise", "digits", "--rounds", 2, "--racers", 5, "--set", "data.partition=iid") == 0
+    (line,) = (line.strip() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("split.local"))
+    assert changed(STUDIES["digits"], [line.replace(" = ", "=")]).split.local is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "neither a study nor a TOML file"),
+        (["digitz", "mlp"], "did you mean 'digits'"),
+        (["digits", "mpl"], "did you mean 'mlp'"),
+        (["digits", "--budget", "much"], "such as '20 MB' or '60 s'"),
+        (["digits", "--rounds", "0"], "rounds is 0"),
+        (["digits", "--racers", "1"], "at least 3"),
+        (["digits", "--set", "plan.cohort=99"], "the cohort is 99"),
+        (["nowhere.toml"], "cannot read nowhere.toml"),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command("advise", *arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_a_stop_is_met_politely_and_lets_go_of_the_engine(capsys, monkeypatch):
+    closed = []
+    monkeypatch.setattr(counsel, "_varied", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    real = OverDevices.close
+    monkeypatch.setattr(OverDevices, "close", lambda self: (closed.append(1), real(self))[1])
+    assert command("advise", "digits", "--rounds", 2) == 130
+    assert "stopped" in capsys.readouterr().err
+    assert closed
+
+
+def test_a_study_of_ones_own_is_advised_on(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('[data]\nsource = "digits"\ndevices = 6\n[model]\nhidden = [16]\n')
+    assert command("advise", "mine.toml", "--rounds", 2) == 0
+    assert "6 devices with" in capsys.readouterr().out
