@@ -150,9 +150,9 @@ def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
     host, fed = trained()
     seen = []
 
-    def spy(plan, *rest):
+    def spy(plan, *rest, **lengths):
         seen.append(plan.epochs)
-        return visited_rows(plan, *rest)
+        return visited_rows(plan, *rest, **lengths)
 
     monkeypatch.setattr(sys.modules["glocal.backends.simulate"], "visited_rows", spy)
     host = host._replace(plan=replace(host.plan, epochs=4))
