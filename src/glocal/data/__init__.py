@@ -2,7 +2,7 @@
 
 from glocal.data.augment import crop_and_flip
 from glocal.data.fetch import RemoteFile, Report
-from glocal.data.partition import Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
+from glocal.data.partition import Partition, class_counts, deal, dirichlet, iid, kind_shards, natural, random_shards, shards
 from glocal.data.sources import SOURCES, Dataset, Source, check, fetch_source, load, status
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "dirichlet",
     "fetch_source",
     "iid",
+    "kind_shards",
     "load",
     "natural",
     "random_shards",
