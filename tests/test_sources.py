@@ -100,14 +100,16 @@ def test_importing_the_data_package_does_not_import_scikit_learn() -> None:
 
 def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
     assert {name: source.name for name, source in SOURCES.items()} == {
-        name: name for name in ("digits", "mnist", "cifar10", "adult")
+        name: name for name in ("digits", "mnist", "cifar10", "adult", "vqav2", "easy_vqa")
     }
     assert all(source.summary and "\n" not in source.summary for source in SOURCES.values())
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
     for function in (load, status, check, fetch_source):
-        with pytest.raises(InputError, match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, mnist"):
+        with pytest.raises(
+            InputError, match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, easy_vqa, mnist, vqav2"
+        ):
             function("cifar")
 
 

@@ -22,6 +22,7 @@ from glocal.studies.settings import (
     SplitSettings,
 )
 from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.vqa import VQA
 
 CLASSES = (2, 3, 4, 5, 10)
 RATES = (0.02, 0.05, 0.1, 0.2)
@@ -233,5 +234,6 @@ PAPER = {
         ROTATED,
         FAIR,
         FEW_LABELS,
+        VQA,
     )
 }

@@ -46,7 +46,8 @@ class Part:
 
     `choices` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
     among those from whose representations attackers read no more there than the row's of `limits` (an AUC, such as 0.55).
-    `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share.
+    `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share. `goal` is the row
+    whose accuracy on validation data the others are to reach as soon as they can.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Part:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
+    goal: str = ""
 
     def published_for(self, case: str) -> Published | None:
         """What was published of a case, or of the row that it may stand for."""
