@@ -83,6 +83,7 @@ HOMES = {
     "sklearn": "data, measure",
     "fairlearn": "measure",
     "triton": "fused",
+    "PIL": "data",
     "flwr": None,
 }
 

@@ -185,6 +185,12 @@ def test_questions_of_one_beginning_stay_together_in_training_and_test():
         assert {kind for kind in kinds[1][tested] if kind < 12} <= {*kinds[0][mine]}
 
 
+def test_what_is_not_to_be_downloaded_is_said_so(monkeypatch):
+    monkeypatch.delenv("GLOCAL_DATA", raising=False)
+    with pytest.raises(InputError, match=r"images\.zip is not to be downloaded; put the file into"):
+        data.fetch_source("vqav2")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (Path(os.environ.get("GLOCAL_DATA", "")) / "vqav2").is_dir(), reason="GLOCAL_DATA has no vqav2")
 def test_the_real_questions_are_as_hard_as_known():
