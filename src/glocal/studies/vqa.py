@@ -124,7 +124,7 @@ VQA = Study(
     claims=_claims(),
     measures={"local": "Local Test"},
     protocols={
-        "paper": "the text as it stands; a device takes 5 steps in a round, far fewer than the paper's with its 0.76 million questions",
+        "paper": "the text as it stands; a device takes 5 steps in a round, far fewer than the paper's devices",
         "longer": (
             "ten times the rounds; the convolutions of ResNet-18 frozen, as they were given (`model.weights`) or drawn at random; "
             f"Adam, its rate chosen on validation data out of {', '.join(f'{rate:g}' for rate in RATES)}"
