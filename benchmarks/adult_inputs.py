@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    train, test, _ = load("adult")
+    train, test, *_ = load("adult")
     names = [*SOURCES["adult"].attributes]
     found = {what: {name: read(train, test, what, place) for place, name in enumerate(names)} for what in ("inputs", "label")}
     majority = round(100 * float(np.bincount(test.y.numpy()).max()) / len(test.y), 2)

@@ -85,6 +85,7 @@ HOMES = {
     "sklearn": "data, measure",
     "fairlearn": "measure",
     "triton": "fused",
+    "PIL": "data",
     "flwr": None,
 }
 

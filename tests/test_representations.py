@@ -261,7 +261,7 @@ def test_an_adversary_needs_attributes():
 
 @pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
 def test_adult_has_the_papers_93_columns_without_race_and_sex():
-    train, test, classes = load("adult")
+    train, test, classes, _ = load("adult")
     assert (tuple(train.x.shape), tuple(test.x.shape), classes) == ((15_470, 93), (15_470, 93), 2)
     assert [round(float(part.y.float().mean()), 4) for part in (train, test)] == [0.2425, 0.2425]
     assert [*SOURCES["adult"].attributes] == ["race", "sex"]

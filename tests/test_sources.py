@@ -100,7 +100,7 @@ def test_importing_the_data_package_does_not_import_scikit_learn() -> None:
 
 def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
     assert {name: source.name for name, source in SOURCES.items()} == {
-        name: name for name in ("digits", "mnist", "cifar10", "adult", "mood_essays")
+        name: name for name in ("digits", "mnist", "cifar10", "adult", "mood_essays", "vqav2", "easy_vqa")
     }
     assert all(source.summary and "\n" not in source.summary for source in SOURCES.values())
 
@@ -108,13 +108,14 @@ def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
 def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
     for function in (load, status, check, fetch_source):
         with pytest.raises(
-            InputError, match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, mnist, mood_essays"
+            InputError,
+            match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, easy_vqa, mnist",
         ):
             function("cifar")
 
 
 def test_digits_are_split_three_to_one_within_every_class() -> None:
-    train, test, classes = load("digits")
+    train, test, classes, _ = load("digits")
     assert (train.x.shape, test.x.shape, classes) == ((1347, 1, 8, 8), (450, 1, 8, 8), 10)
     assert (train.x.dtype, train.y.dtype) == (torch.float32, torch.int64)
     in_train, in_test = train.y.bincount(), test.y.bincount()
@@ -146,7 +147,7 @@ def test_a_source_is_downloaded_once_and_then_read_from_the_cache(
 
 
 def test_mnist_is_scaled_by_its_mean_and_deviation(small_mnist: dict[str, bytes]) -> None:
-    train, test, classes = load("mnist")
+    train, test, classes, _ = load("mnist")
     assert (train.x.shape, test.x.shape, classes) == ((6, 1, 2, 2), (3, 1, 2, 2), 10)
     assert train.y.tolist() == [5, 0, 4, 1, 9, 2]
     assert test.y.dtype == torch.int64
@@ -342,7 +343,7 @@ def test_a_decoded_copy_is_kept_and_used(
     decoded: list[Path], small_cifar10: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], tmp_path: Path
 ) -> None:
     x, y = small_cifar10
-    for train, test, classes in (load("cifar10"), load("cifar10")):
+    for train, test, classes, _ in (load("cifar10"), load("cifar10")):
         assert (train.x.shape, test.x.shape, classes) == ((35, 3, 32, 32), (7, 3, 32, 32), 10)
         assert train.y.tolist() + test.y.tolist() == y.tolist()
         scaled = (x[0, :, 5, 9] / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
@@ -378,7 +379,7 @@ def loaded_from_real_data(name: str, cache: Path) -> Dataset:
 
 @needs_mnist
 def test_mnist_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
-    train, test, _ = loaded_from_real_data("mnist", tmp_path)
+    train, test, *_ = loaded_from_real_data("mnist", tmp_path)
     assert train.y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert test.y.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert abs(float(train.x.mean())) < 1e-3
@@ -397,7 +398,7 @@ def test_mnist_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
 @needs_cifar10
 @pytest.mark.slow
 def test_cifar10_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
-    train, test, _ = loaded_from_real_data("cifar10", tmp_path)
+    train, test, *_ = loaded_from_real_data("cifar10", tmp_path)
     assert (train.y.bincount().tolist(), test.y.bincount().tolist()) == ([5000] * 10, [1000] * 10)
     deviations, means = torch.std_mean(train.x, dim=(0, 2, 3))
     assert means.abs().max() < 1e-3

@@ -18,7 +18,10 @@ Arrays = tuple[Tensor | npt.NDArray[np.generic], ...]
 
 
 class Examples(NamedTuple):
-    """A store of examples: x (rows, ...), y (rows,), group (rows,) or (rows, attributes) or None."""
+    """A store of examples: x (rows, ...), y (rows,), group (rows,) or (rows, attributes) or None.
+
+    `group` is what else is known of each, and no input: a person's attributes, or what other people answered.
+    """
 
     x: Tensor
     y: Tensor

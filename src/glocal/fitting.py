@@ -19,7 +19,7 @@ from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import DivergedError, InputError, brief
 from glocal.federation import Federation, check
 from glocal.keep import Json, write_json
-from glocal.measure import Evaluation, local_test, local_tests, new_test, spread
+from glocal.measure import Credit, Evaluation, local_test, local_tests, matching, new_test, spread
 from glocal.modules import params_of, predictor
 from glocal.result import Result, save_models
 from glocal.sampling import Plan, choose_cohort
@@ -35,9 +35,11 @@ _BEFORE = 10**6  # pre-training draws as rounds so far on do, which no run reach
 class Options:
     """How to run. What is tested is the last round, or the best on validation data (`select`); each validation costs bytes.
 
+    With `tests` = "local" there is no New Test, for which all devices would have to send their models.
+
     In a folder "everything" is kept, or "figures" only (`keep`): no models, and no checkpoint once a case is finished. `engine`,
-    `chunk`, `workers`, `fused` and `precision` are those of `Engine`. But for `select` and `precision`, nothing here changes the
-    numbers beyond rounding.
+    `chunk`, `workers`, `fused` and `precision` are those of `Engine`. But for `select`, `tests` and `precision`, nothing here
+    changes the numbers beyond rounding.
     """
 
     device: str = "auto"
@@ -50,12 +52,15 @@ class Options:
     keep_every: int = 10
     keep: str = "everything"
     select: str = "last"
+    tests: str = "both"
 
     def __post_init__(self) -> None:
         if self.select not in ("last", "best"):
             raise InputError(f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)")
         if self.keep not in ("everything", "figures"):
             raise InputError(f"options: keep is '{self.keep}'; it must be 'everything' or 'figures'")
+        if self.tests not in ("both", "local"):
+            raise InputError(f"options: tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)")
         if self.validate_every < 1 or self.keep_every < 1:
             raise InputError(
                 f"options: validate_every is {self.validate_every}, keep_every {self.keep_every}; both must be at least 1"
@@ -106,6 +111,7 @@ class Case:
     first: int = 0
     total: int | None = None
     pretraining: Pretraining | None = None
+    credit: Credit = matching
 
     def plans(self) -> list[Plan]:
         """The plan of each seed."""
@@ -311,7 +317,7 @@ def train(case: Case, options: Options, progress: Progress, folder: Path | None 
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
     settled = progress.choices[0] if options.engine == "auto" else None  # a run goes on as it began
     over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
+    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how(), credit=case.credit)
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
@@ -408,7 +414,7 @@ def finish(
     case: Case, options: Options, progress: Progress, folder: Path | None = None, *, also: Afterwards | None = None
 ) -> list[Result]:
     """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
+    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how(), credit=case.credit)
     results = [outcome_of(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     if folder:
@@ -446,6 +452,8 @@ def outcome_of(case: Case, options: Options, evaluation: Evaluation, progress: P
         ledger = ledger.after_evaluation(progress.states[place].shared, int(np.count_nonzero(fed.val.sizes)))
     personal = case.algorithm.personal(state.shared, state.private.initial)
     whole, counted = of_the_model(case.model, personal), fed.devices if state.shared else 0
+    if options.tests == "both":
+        ledger = ledger.after_ensemble(local, whole, trained=trained, devices=counted)
     return Result(
         algorithm=case.algorithm,
         structure=case.model,
@@ -454,9 +462,9 @@ def outcome_of(case: Case, options: Options, evaluation: Evaluation, progress: P
         selected_round=plan.first_round + done,
         accuracies=accuracies,
         local=spread(accuracies, fed.test.sizes),
-        new=new_test(evaluation, state, fed.test),
+        new=new_test(evaluation, state, fed.test) if options.tests == "both" else None,
         validation=spread(local_test(evaluation, state, fed.val), fed.val.sizes),
-        ledger=ledger.after_ensemble(local, whole, trained=trained, devices=counted),
+        ledger=ledger,
         sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
         sampled=participation(plan, case.total or fed.devices, done)[case.first : case.first + fed.devices],
     )

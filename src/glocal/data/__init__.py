@@ -3,7 +3,7 @@
 from glocal.data.augment import crop_and_flip
 from glocal.data.fetch import RemoteFile, Report
 from glocal.data.mood import Texts, deal_texts
-from glocal.data.partition import Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
+from glocal.data.partition import Partition, class_counts, deal, dirichlet, iid, kind_shards, natural, random_shards, shards
 from glocal.data.sources import SOURCES, Dataset, Source, check, fetch_source, load, load_any, load_texts, status
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "dirichlet",
     "fetch_source",
     "iid",
+    "kind_shards",
     "load",
     "load_any",
     "load_texts",

@@ -66,6 +66,11 @@ def fetch(remote: RemoteFile, folder: Path, *, report: Report = unreported, time
 
 
 def _download(remote: RemoteFile, target: Path, append: Callable[[str, Path], None], attempts: int) -> None:
+    if not remote.urls:
+        raise InputError(
+            f"data: {remote.name} is not to be downloaded; put the file into {target.parent}, "
+            "or set GLOCAL_DATA to a folder that has it"
+        )
     part = target.with_name(f"{remote.name}.part")
     failures: dict[str, str] = {}
     for turn in range(attempts):

@@ -126,6 +126,32 @@ def natural(train_ids: npt.ArrayLike, test_ids: npt.ArrayLike) -> Partition:
     return partition
 
 
+def kind_shards(devices: int, train_kinds: Integers, test_kinds: Integers) -> Partition:
+    """One shard for each device of examples sorted by their kind, whatever their labels; kinds come in a random order.
+
+    Shards are of equal size, so that a common kind is on several devices and rare ones share one. Tests follow: those of a kind go
+    to devices as its training examples do, those of a kind that nobody trains on anywhere.
+    """
+    _at_least_one("devices", devices)
+
+    def partition(train: Integers, test: Integers, generator: np.random.Generator) -> Shares:
+        for part, labels, kinds in (("training", train, train_kinds), ("test", test, test_kinds)):
+            if len(labels) != len(kinds):
+                raise InputError(f"partition: {len(kinds)} {part} kinds but {len(labels)} {part} examples; give one per example")
+        _enough(devices, train)
+        train_owners, test_owners = np.zeros(len(train), np.int64), generator.integers(devices, size=len(test))
+        turn = generator.permutation(int(max(train_kinds.max(), test_kinds.max(initial=0))) + 1)
+        row_order = np.lexsort((generator.random(len(train)), turn[train_kinds]))
+        train_owners[row_order] = np.arange(len(train)) * devices // len(train)
+        for kind in np.intersect1d(train_kinds, test_kinds):
+            held = np.bincount(train_owners[train_kinds == kind], minlength=devices)
+            rows = generator.permutation(np.flatnonzero(test_kinds == kind))
+            test_owners[rows] = np.repeat(np.arange(devices), apportion(held / held.sum(), len(rows)))
+        return _shares(devices, train_owners, test_owners)
+
+    return partition
+
+
 def apportion(proportions: npt.NDArray[np.float64], total: int) -> Integers:
     """Whole numbers that add up to the total, by largest remainder.
 

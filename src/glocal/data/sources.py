@@ -23,6 +23,7 @@ from glocal.data.adult import ATTRIBUTES, read_adult
 from glocal.data.fetch import RemoteFile, Report, digest, fetch, unreported, verified
 from glocal.data.formats import Bytes
 from glocal.data.mood import Texts, read_texts
+from glocal.data.vqa import Questions, read_easy_vqa, read_vqa
 from glocal.errors import InputError, nearest
 from glocal.federation import Examples
 from glocal.places import cache_folder
@@ -30,11 +31,15 @@ from glocal.sampling import stream
 
 
 class Dataset(NamedTuple):
-    """Examples to train and to test on: x float32 and normalised, images (rows, channels, height, width), y int64."""
+    """Examples to train and to test on: x float32 and normalised, images (rows, channels, height, width), y int64.
+
+    Where they are questions about pictures, x are numbers of pictures and words, which `questions` tells.
+    """
 
     train: Examples
     test: Examples
     classes: int
+    questions: Questions | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,20 @@ def _load_mood_essays(files: Mapping[str, Path]) -> Texts:
     return read_texts(files[name] for name in ("train_subtask1.csv", "test_labels_subtask1.csv"))
 
 
+def _load_vqav2(files: Mapping[str, Path]) -> Dataset:
+    """Tested on the course's validation and test parts together: validation data come out of the training part."""
+    pairs = {
+        part: (files[f"vqa_questions_{part}.gzip"], files[f"vqa_annotatons_{part}.gzip"]) for part in ("train", "valid", "test")
+    }
+    train, test, questions = read_vqa([pairs["train"]], [pairs["valid"], pairs["test"]], files["images.zip"])
+    return Dataset(train, test, len(questions.answers), questions)
+
+
+def _load_easy_vqa(files: Mapping[str, Path]) -> Dataset:
+    train, test, questions = read_easy_vqa(files)
+    return Dataset(train, test, len(questions.answers), questions)
+
+
 def _decoded_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
     """Images (60000, 3, 32, 32) and labels (60000,); decoding takes seconds, so a decoded copy is kept in the cache."""
     known = _known(SOURCES["cifar10"])
@@ -304,6 +323,21 @@ _MOOD_ESSAYS = (
         364_649,
     ),
 )
+_VQAV2 = (
+    RemoteFile("images.zip", (), "20d0723a7469783e24da049c6f6c4776ca7340b9bbf9f0189e6b6ee6f3e7027b", 38_098_730),
+    RemoteFile("vqa_annotatons_test.gzip", (), "d652e158e709fe95e5836b2b251e02e3419c97ddbf5baf8a2a85e8508bc26cb3", 129_847),
+    RemoteFile("vqa_annotatons_train.gzip", (), "457435882537cedfec09672cf342831f08dde8d6baad5ad2052e96e91cfe6d98", 2_107_079),
+    RemoteFile("vqa_annotatons_valid.gzip", (), "eb102dee80b553a4e706e0205c49d4ec85fe1983db317ec6154aca5b630f92c4", 397_925),
+    RemoteFile("vqa_questions_test.gzip", (), "14d030b0ffadca31e61ac3a3e6b2977331b461e257105483df3202b4a164bbba", 57_415),
+    RemoteFile("vqa_questions_train.gzip", (), "8145e6378c4019f7835fcb9b20a0a115930e89783f7c9aa79a60eae89db2c41d", 915_127),
+    RemoteFile("vqa_questions_valid.gzip", (), "ea54fcc66ef3ece04c9f46ac83daa8e22a3f20a123e5bb75b275427f764218be", 173_000),
+)
+_EASY_VQA = (
+    RemoteFile("test_images.npy.xz", (), "66825dc6229da8376e32f7e8e5421cf6fbaaab1af006caa15c83a1457c9cbf2f", 165_784),
+    RemoteFile("test_questions.json.xz", (), "6e050aa9ef2ebbb254ec7a8bf0f60f1e15006ee4cbddd1694f2f6737b8d76664", 33_244),
+    RemoteFile("train_images.npy.xz", (), "f1c984e7740b8c25865376608c2cd0d094d52cfa8efb88f64377d4d79b97a067", 659_128),
+    RemoteFile("train_questions.json.xz", (), "25afc3278c698404b81eb232c5a3fb3db1721cf11069c5d734d3bf23c490fec4", 128_992),
+)
 
 SOURCES: dict[str, Source] = {
     "digits": Source("digits", "1,797 handwritten digits, 8x8 grey, bundled with scikit-learn", (), _load_digits),
@@ -321,5 +355,11 @@ SOURCES: dict[str, Source] = {
         "4,501 short essays of 182 people with their own mood in 5 classes, SemEval-2026 (1 MB)",
         _MOOD_ESSAYS,
         _load_mood_essays,
+    ),
+    "vqav2": Source(
+        "vqav2", "33,183 questions about 12,606 photographs, 128x128, VQA v2; not to be downloaded (42 MB)", _VQAV2, _load_vqav2
+    ),
+    "easy_vqa": Source(
+        "easy_vqa", "48,248 questions about 5,000 coloured shapes, 64x64; not to be downloaded (1 MB)", _EASY_VQA, _load_easy_vqa
     ),
 }

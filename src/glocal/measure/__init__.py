@@ -2,28 +2,34 @@
 
 from glocal.measure.accuracy import (
     Accuracies,
+    Credit,
     Evaluation,
     NewTest,
     Spread,
+    agreeing,
     ensemble_accuracy,
     ensemble_classes,
     guesses,
     local_test,
     local_tests,
+    matching,
     new_test,
     spread,
 )
 
 __all__ = [
     "Accuracies",
+    "Credit",
     "Evaluation",
     "NewTest",
     "Spread",
+    "agreeing",
     "ensemble_accuracy",
     "ensemble_classes",
     "guesses",
     "local_test",
     "local_tests",
+    "matching",
     "new_test",
     "spread",
 ]

@@ -1,6 +1,6 @@
 """Local Test (each device's own model on its own data) and New Test (data of unknown origin): Liang et al. 2020, section 3.3."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,25 @@ from glocal.training import Work, batches
 from glocal.trees import Params
 
 Accuracies = npt.NDArray[np.float64]
+Credit = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _BATCH = 256
+_AGREE = 3  # people
+
+
+def matching(guesses: Tensor, labels: Tensor, group: Tensor | None) -> Tensor:
+    """What each guess is worth (rows,): all if it is the label, else nothing."""
+    return guesses == labels
+
+
+def agreeing(guesses: Tensor, labels: Tensor, group: Tensor | None) -> Tensor:
+    """The same by how many people gave that answer, of those in group (rows, people): min(1, people / 3), Antol et al. 2015.
+
+    >>> agreeing(torch.tensor([7, 8]), torch.tensor([7, 7]), torch.tensor([[7, 7, 8, -1], [7, 7, 8, -1]]))
+    tensor([0.6667, 0.3333])
+    """
+    if group is None:
+        raise ValueError("agreement with people needs their answers, as the examples' group")
+    return ((group == guesses[..., None]).sum(-1) / _AGREE).clamp(max=1)
 
 
 class Spread(NamedTuple):
@@ -38,10 +56,10 @@ class NewTest(NamedTuple):
 
 
 class Evaluation:
-    """Whatever is needed to predict with an algorithm's personal models, on any engine."""
+    """Whatever is needed to predict with an algorithm's personal models, on any engine; `credit` says what a guess is worth."""
 
-    def __init__(self, algorithm: Algorithm, predict: Predict, *, engine: Engine | str = "auto") -> None:
-        self.algorithm, self.predict = algorithm, predict
+    def __init__(self, algorithm: Algorithm, predict: Predict, *, engine: Engine | str = "auto", credit: Credit = matching) -> None:
+        self.algorithm, self.predict, self.credit = algorithm, predict, credit
         self.outputs = OverDevices(self._outputs, engine=engine, descends=False)
         self.right = OverDevices(self._right, engine=engine, descends=False)
 
@@ -51,9 +69,10 @@ class Evaluation:
         return torch.stack([self.predict(params, batch.x, batch.mask) for batch in batches(work)])
 
     def _right(self, shared: Params, private: Params, work: Work) -> Tensor:
-        """Which of its rows one device predicts right (steps, batch)."""
+        """What one device's guesses of its rows are worth (steps, batch)."""
         params = self.algorithm.personal(shared, private)
-        return torch.stack([self.predict(params, batch.x, batch.mask).argmax(-1) == batch.y for batch in batches(work)])
+        guesses = ((self.predict(params, batch.x, batch.mask).argmax(-1), batch) for batch in batches(work))
+        return torch.stack([self.credit(guess, batch.y, batch.group) for guess, batch in guesses])
 
     def close(self) -> None:
         """Let go of workers and graphs."""
@@ -85,15 +104,18 @@ def _questions(state: State, holdings: Holdings) -> list[Task]:
     return [Task(state.shared, state.private.of(d), in_batches(holdings.rows[d], _BATCH)) for d in tested]
 
 
-def _accuracies(holdings: Holdings, answers: Sequence[npt.NDArray[np.bool_]]) -> Accuracies:
+Worth = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
+
+
+def _accuracies(holdings: Holdings, answers: Sequence[Worth]) -> Accuracies:
     """The share of right answers, which come device by device, of each device (devices,)."""
     right = np.concatenate([*answers, np.zeros(0, dtype=np.bool_)])
     ends = np.cumsum(holdings.sizes)
     return np.array([right[end - size : end].mean() if size else np.nan for end, size in zip(ends, holdings.sizes, strict=True)])
 
 
-def _hits(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> list[npt.NDArray[np.bool_]]:
-    """For each task, which of its rows are predicted right."""
+def _hits(evaluation: Evaluation, tasks: Sequence[Task], examples: Examples) -> list[Worth]:
+    """For each task, what its guesses are worth, row by row."""
     return _answers(evaluation.right, tasks, examples)
 
 
@@ -126,10 +148,10 @@ def new_test(evaluation: Evaluation, state: State, holdings: Holdings) -> NewTes
         members = members[:1]
     averaged, most_voted = _ensemble(evaluation, [(state.shared, member) for member in members], holdings, pooled)
     one = _average_model(evaluation.algorithm, state.shared, members)
-    alone = Evaluation(evaluation.algorithm._replace(personal=lambda shared, _: shared), evaluation.predict, engine="looped")
+    whole = evaluation.algorithm._replace(personal=lambda shared, _: shared)
+    alone = Evaluation(whole, evaluation.predict, engine="looped", credit=evaluation.credit)
     by_weights = _hits(alone, [Task(one, {}, in_batches(pooled, _BATCH))], holdings.examples)[0]
-    labels = holdings.examples.y[torch.from_numpy(pooled).to(averaged.device)]
-    by_logits, by_votes = (float((guesses == labels).double().mean()) for guesses in (averaged, most_voted))
+    by_logits, by_votes = (_worth(evaluation, guesses, holdings) for guesses in (averaged, most_voted))
     return NewTest(by_logits, by_votes, float(by_weights.mean()))
 
 
@@ -144,8 +166,14 @@ def ensemble_classes(evaluation: Evaluation, models: Models, holdings: Holdings)
 
 def ensemble_accuracy(evaluation: Evaluation, models: Models, holdings: Holdings) -> float:
     """The share of rows that they get right."""
-    guesses = ensemble_classes(evaluation, models, holdings)
-    return float((guesses == holdings.examples.y[torch.from_numpy(holdings.pooled()).to(guesses.device)]).double().mean())
+    return _worth(evaluation, ensemble_classes(evaluation, models, holdings), holdings)
+
+
+def _worth(evaluation: Evaluation, guesses: Tensor, holdings: Holdings) -> float:
+    """What guesses of everyone's rows (rows,) are worth, on average."""
+    _, y, group = holdings.examples
+    rows = torch.from_numpy(holdings.pooled()).to(guesses.device)
+    return float(evaluation.credit(guesses, y[rows], None if group is None else group[rows]).double().mean())
 
 
 def _ensemble(

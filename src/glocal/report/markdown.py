@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from glocal.report.comparison import SideBySide, swept, table_1, tables_of
+from glocal.report.goals import GOAL_HEADS, goal_cells, goal_told, ways_to_goal
 from glocal.report.words import (
     CLAIM_HEADS,
     SPLIT_HEADS,
@@ -31,7 +32,7 @@ from glocal.studies.findings import Findings
 def study_markdown(findings: Findings) -> str:
     """Everything that was found so far, beside what the paper printed."""
     blocks = [f"## {findings.study.title}", *_summary(findings), *_claims(findings), *_tables(findings)]
-    blocks += [*_sweeps(findings), *_times(findings), *_commands(findings)]
+    blocks += [*_goals(findings), *_sweeps(findings), *_times(findings), *_commands(findings)]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
@@ -62,6 +63,16 @@ def _side_by_side(table: SideBySide) -> list[str]:
 def _cell(entry: Entry) -> str:
     note = f" ({entry.note})" if entry.note else ""
     return f"{entry.text}{note} {entry.mark}".rstrip()
+
+
+def _goals(findings: Findings) -> list[str]:
+    """How soon the goal is reached, of every part that has one."""
+    blocks = []
+    for name, part in findings.study.parts.items():
+        if ways := ways_to_goal(findings, name):
+            title = f"### How soon the goal is reached, {part.title}, `{part.protocol}`"
+            blocks += [title, goal_told(findings, name), _table(GOAL_HEADS, map(goal_cells, ways))]
+    return blocks
 
 
 def _sweeps(findings: Findings) -> list[str]:

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from glocal.keep import whole_or_not_at_all
 from glocal.report.comparison import Shared, printed, seeds_of, swept
 from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
+from glocal.report.goals import draw_goal
 from glocal.report.looks import COLOURS, Look, hollow_sample, legend, line_sample
 from glocal.report.mood import draw_mood
 from glocal.report.numerals import PERCENT
@@ -36,7 +37,7 @@ _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviati
 
 def study_drawings(findings: Findings) -> dict[str, Drawing]:
     """Every figure that there are measurements for, by a short name."""
-    draws: dict[str, Callable[[Findings], Drawing | None]] = {"tradeoff": draw_tradeoff}
+    draws: dict[str, Callable[[Findings], Drawing | None]] = {"tradeoff": draw_tradeoff, "goal": draw_goal}
     if findings.study.measures == MEASURES and _starts(findings):
         draws = {"classes": draw_variance, "traffic": draw_traffic, "splits": draw_splits, **draws}
     if findings.study.name == MOOD.name:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from glocal.report.comparison import SideBySide, swept, table_1, tables_of
 from glocal.report.drawing import INK, PAPER, ink_and_paper, shown
+from glocal.report.goals import GOAL_HEADS, goal_cells, goal_told, ways_to_goal
 from glocal.report.page import figure_grid, section, write_page
 from glocal.report.study_figures import study_drawings
 from glocal.report.tables import boxed_table, grouped_head, scrolling
@@ -37,7 +38,8 @@ from glocal.studies.findings import Findings
 
 def write_study_report(findings: Findings, folder: Path) -> Path:
     """Write folder/report.html from what a study has found so far."""
-    sections = [_notice(findings), _claims(findings), _tables(findings), _figures(findings), _sweeps(findings), _time(findings)]
+    sections = [_notice(findings), _claims(findings), _tables(findings), _figures(findings)]
+    sections += [_goals(findings), _sweeps(findings), _time(findings)]
     return write_page(folder, title=findings.study.title, summary=_summary(findings), sections=sections)
 
 
@@ -95,6 +97,17 @@ def _figures(findings: Findings) -> str:
         first = "".join(shown(drawn.pop(name), name, kind="beside") for name in wide)
         others = figure_grid(shown(drawing, name) for name, drawing in drawn.items()) if drawn else ""
     return section("Figures", first + others) if first or others else ""
+
+
+def _goals(findings: Findings) -> str:
+    """How soon the goal is reached, of every part that has one."""
+    tables = [
+        f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n<p>{_html(goal_told(findings, name))}</p>\n"
+        f"{_plain(GOAL_HEADS, map(goal_cells, ways), 'Goal')}"
+        for name, part in findings.study.parts.items()
+        if (ways := ways_to_goal(findings, name))
+    ]
+    return section("How soon the goal is reached", "\n".join(tables)) if tables else ""
 
 
 def _sweeps(findings: Findings) -> str:

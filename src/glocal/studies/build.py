@@ -14,16 +14,19 @@ from glocal import algorithms, data
 from glocal.algorithm import Algorithm, unweighted
 from glocal.data import Dataset, Partition, Texts
 from glocal.data.mood import CLASSES as MOODS
+from glocal.data.vqa import Questions
 from glocal.errors import InputError, brief, nearest
 from glocal.federation import Federation, Holdings, gathered, held_out
 from glocal.fitting import Pretraining
+from glocal.measure import Credit, agreeing, matching
 from glocal.modules import params_of
 from glocal.optimisers import Optimiser, Shrink, adam, sgd
 from glocal.representations import Auxiliary, alone
-from glocal.sampling import stream
+from glocal.sampling import Integers, stream
 from glocal.split import Split
 from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
+from glocal.studies.questions import answering, controlled, seen_by
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.studies.tries import tries_of
@@ -44,6 +47,7 @@ class Parts:
     seeds: tuple[int, ...]
     federations: tuple[Federation, ...]
     params: tuple[Params, ...]
+    credit: Credit = matching
 
     def leaving_out(self, seeds: Collection[int]) -> "Parts":
         """The same with the other seeds only."""
@@ -63,13 +67,18 @@ def build_parts(settings: Settings, report: data.Report) -> Parts:
     runs = tries_of(settings.plan)
     seeds = tuple(run.seed for run in runs)
     loaded = build_data(settings.data, report)
+    if isinstance(loaded, Dataset) and loaded.questions:
+        loaded = seen_by(settings.model, controlled(loaded, settings.data.pictures), settings.run.computing_device)
     deals = sorted({run.deal for run in runs})
     dealt = dict(zip(deals, deal_all(loaded, settings.data, deals), strict=True))
     federations = tuple(dealt[run.deal] for run in runs)
     classes = _classes(loaded, federations[0])
-    models = [build_model(settings.model, federations[0].train.examples.x[0], classes, seed=seed) for seed in seeds]
+    questions = loaded.questions if isinstance(loaded, Dataset) else None
+    example = federations[0].train.examples.x[0]
+    models = [build_model(settings.model, example, classes, seed=seed, questions=questions) for seed in seeds]
     objective = _augmented(cross_entropy(models[0]), settings.data, federations[0])
-    return Parts(models[0], objective, seeds, federations, tuple(params_of(model) for model in models))
+    credit = agreeing if questions else matching
+    return Parts(models[0], objective, seeds, federations, tuple(params_of(model) for model in models), credit)
 
 
 def _classes(loaded: Loaded, federation: Federation) -> int:
@@ -117,7 +126,7 @@ def _dealt(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed
     if isinstance(loaded, Federation):
         return loaded
     if isinstance(loaded, Dataset):
-        return data.deal(loaded, build_partition(settings), validation=settings.validation, seed=seed)
+        return data.deal(loaded, build_partition(settings, loaded.questions), validation=settings.validation, seed=seed)
     return held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed)
 
 
@@ -129,13 +138,14 @@ def _first_devices(federation: Federation, count: int | None) -> Federation:
     return federation.each(lambda part: replace(part, rows=part.rows[:count]))
 
 
-def build_partition(settings: DataSettings) -> Partition:
+def build_partition(settings: DataSettings, questions: Questions | None = None) -> Partition:
     """Who gets what, by name."""
     known: dict[str, Callable[[], Partition]] = {
         "iid": lambda: data.iid(settings.devices),
         "shards": lambda: data.shards(settings.devices, settings.classes_per_device),
         "random_shards": lambda: data.random_shards(settings.devices, settings.classes_per_device),
         "dirichlet": lambda: data.dirichlet(settings.devices, settings.alpha),
+        "kinds": lambda: data.kind_shards(settings.devices, *_kinds_of(questions)),
     }
     if settings.partition == "natural":
         raise InputError(
@@ -145,7 +155,15 @@ def build_partition(settings: DataSettings) -> Partition:
     return _known(settings.partition, known, "data.partition")()
 
 
-def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed: int) -> nn.Module:
+def _kinds_of(questions: Questions | None) -> tuple[Integers, Integers]:
+    if questions is None:
+        raise InputError("data: partition 'kinds' is for questions, which are dealt by how they begin; use 'shards' or another one")
+    return questions.kinds
+
+
+def build_model(
+    settings: ModelSettings, example: Tensor, classes: int, *, seed: int, questions: Questions | None = None
+) -> nn.Module:
     """The network for such examples, its weights drawn from the seed; the caller's random state is left as it was."""
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
@@ -154,6 +172,7 @@ def build_model(settings: ModelSettings, example: Tensor, classes: int, *, seed:
         "lenet5": lambda: lenet5(example.shape[0], classes),
         "coded_cnn": lambda: coded_cnn(example.shape, classes, code=settings.code),
         "mood_lstm": lambda: mood_lstm(classes, dropout=settings.dropout),
+        "vqa": lambda: answering(settings, questions, classes),
     }
     own = ":" in settings.name
     make = named_function(settings.name, "model.name") if own else _known(settings.name, known, "model.name")

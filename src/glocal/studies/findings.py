@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from glocal.errors import InputError, brief, nearest
 from glocal.keep import Json, read_json, read_rows, write_json
+from glocal.studies.goals import course
 from glocal.studies.paper import PAPER
 from glocal.studies.run import read_results, read_settings, slug
-from glocal.studies.study import Claim, Figure, Study
+from glocal.studies.study import Claim, Figure, Part, Study
 
 _PERCENT = 100.0
 
@@ -128,7 +129,7 @@ def read_findings(path: Path) -> Findings:
 def _from_folder(path: Path) -> Findings:
     about = read_json(path / "study.json", dict)
     study = known_study(about["study"])
-    parts = {name: found for name in study.parts if (found := _part(part_folder(path, name), path, name))}
+    parts = {name: found for name, part in study.parts.items() if (found := _part(part_folder(path, name), path, name, part))}
     return Findings(study, {key: about[key] for key in ("command", "version", "machine") if key in about}, parts)
 
 
@@ -174,7 +175,7 @@ def _from_dict(data: Json) -> Findings:
     return Findings(study, about, {name: part for name, part in data["parts"].items() if name in study.parts})
 
 
-def _part(folder: Path, study: Path, name: str) -> Json | None:
+def _part(folder: Path, study: Path, name: str, of: Part) -> Json | None:
     """What a part has finished so far; None if nothing."""
     if not (folder / "settings.json").exists() or not (results := read_results(folder)):
         return None
@@ -182,6 +183,8 @@ def _part(folder: Path, study: Path, name: str) -> Json | None:
     cases = {case: _case(seeds) for case, seeds in results.items()}
     if (folder / "baselines.json").exists():
         cases |= {name: _baseline(rows) for name, rows in read_json(folder / "baselines.json", dict).items()}
+    if of.goal:
+        cases = {case: {**figures, "course": course(folder, case)} for case, figures in cases.items()}
     return {"seconds": round(seconds, 1), "settings": read_settings(folder).as_dict(), "cases": cases}
 
 

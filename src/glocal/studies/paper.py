@@ -23,6 +23,7 @@ from glocal.studies.settings import (
     SplitSettings,
 )
 from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.vqa import VQA
 
 CLASSES = (2, 3, 4, 5, 10)
 RATES = (0.02, 0.05, 0.1, 0.2)
@@ -235,5 +236,6 @@ PAPER = {
         FAIR,
         FEW_LABELS,
         MOOD,
+        VQA,
     )
 }

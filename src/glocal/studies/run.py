@@ -174,7 +174,9 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
         about |= {"audit": plain["audit"]}
     before = build_pretraining(settings, settings.cases[name], parts)
     plan = plans_of(settings)[name]
-    return Case(algorithm, parts.model, plan, parts.seeds, params, parts.federations, spent, about, pretraining=before)
+    return Case(
+        algorithm, parts.model, plan, parts.seeds, params, parts.federations, spent, about, pretraining=before, credit=parts.credit
+    )
 
 
 def parts_of(case: CaseSettings, parts: Parts) -> Parts:

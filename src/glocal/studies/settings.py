@@ -23,13 +23,14 @@ _NAMED = ("cases", "groups")  # tables of tables, whose names are the user's own
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and who gets what; `source` is digits, mnist, cifar10, adult, mood_essays or your own "module:function".
+    """Which data, and who gets what; `source` is a known data set, such as mnist or vqav2, or your own "module:function".
 
     It may also be a .csv file of texts with the columns person, text and mood (1 to 100). Texts have the partition natural: a
     device for each person, those with most texts first.
 
     Once dealt out, only the first `keep_devices` take part, if that is given. With `labelled`, a device knows the labels of that
-    share of its training examples only; what pre-trains without labels still learns from all of them.
+    share of its training examples only; what pre-trains without labels still learns from all of them. `pictures` are those that
+    questions are asked about: their own, or as a control "shuffled" among the questions, or "none".
     """
 
     source: str = "digits"
@@ -41,15 +42,20 @@ class DataSettings:
     augment: str = "none"
     keep_devices: int | None = None
     labelled: float | None = None
+    pictures: str | None = None
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which network: mlp, softmax_mlp or coded_mlp (with these hidden widths), lenet5, coded_cnn, or your own "module:function".
+    """Which network: mlp, softmax_mlp or coded_mlp (of these hidden widths), lenet5, coded_cnn, vqa, or your own "module:function".
 
     The encoders of coded_mlp and coded_cnn put out a code so many numbers wide; coded_mlp's with noise of the deviation `blur`
     while training, and a share `dropout` of its hidden units left out. For texts there is mood_lstm; a share `dropout` of its word
     vectors and hidden units is left out while training.
+
+    The hidden widths of vqa are those of a word, of the LSTM, of what both channels are brought to and of the answer's first layer;
+    `widths` are those of its ResNet, whose `weights` come from a file or are "official". With `encoder` = "frozen" the ResNet's
+    convolutions stay as they are: what they see in each picture is worked out once.
     """
 
     name: str = "mlp"
@@ -57,6 +63,9 @@ class ModelSettings:
     code: int | None = None
     blur: float | None = None
     dropout: float | None = None
+    widths: tuple[int, ...] | None = None
+    weights: str | None = None
+    encoder: str | None = None
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Part:
     `choices` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
     among those from whose representations attackers read no more there than the row's of `limits` (an AUC, such as 0.55).
     `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share. `baselines` are
-    rows that no federation has trained.
+    rows that no federation has trained. `goal` is the row whose accuracy on validation data the others are to reach as soon as
+    they can.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Part:
     splits: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
     baselines: tuple[str, ...] = ()
+    goal: str = ""
 
     def published_for(self, case: str) -> Published | None:
         """What was published of a case, or of the row that it may stand for."""

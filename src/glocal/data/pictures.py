@@ -1,0 +1,172 @@
+"""Many pictures by number: decoded once, mapped from disk, and never part of a model."""
+
+import hashlib
+import io
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from glocal.errors import InputError, brief
+from glocal.places import cache_folder
+
+Numbers = npt.NDArray[Any]
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
+_AT_ONCE = 256
+
+
+class Pictures:
+    """A table of pictures (pictures, 3, height, width) of bytes, or of features (pictures, width) of float32.
+
+    An example then holds the number of its picture beside its words, and a model looks the picture up: nothing is copied per
+    example, and as the table is neither parameter nor buffer it is never sent, stored or averaged. On a device of its own the table
+    holds that device's pictures. It lies on the host, mapped from disk where it was decoded before; a GPU that asks gets a copy,
+    once. Copies of a model share it.
+    """
+
+    def __init__(self, table: Numbers) -> None:
+        if table.dtype not in (np.uint8, np.float32):
+            raise InputError(f"pictures: the table is {table.dtype}; bytes (pictures, 3, height, width) or float32 were expected")
+        self.table = torch.from_numpy(table)
+        self.copies: dict[torch.device, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __deepcopy__(self, memo: object) -> "Pictures":
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one of them."""
+        return tuple(self.table.shape[1:])
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """Those of these numbers (rows,), as float32, pictures of mean 0 and deviation 1; a number below 0 is no picture: zeros."""
+        found = self._on(numbers.device)[numbers.clamp(min=0)]
+        if found.dtype == torch.uint8:
+            found = _normalised(found)
+        there = (numbers >= 0).reshape(-1, *(1,) * (found.dim() - 1))
+        return torch.where(there, found, torch.zeros_like(found))
+
+    def _on(self, device: torch.device) -> Tensor:
+        if device.type in ("cpu", "meta"):
+            return self.table
+        if device not in self.copies:
+            self.copies[device] = self.table.to(device)
+        return self.copies[device]
+
+    def described(self, by: Callable[[Tensor], Tensor], device: torch.device) -> "Pictures":
+        """What a frozen encoder says of each: worked out once, to be looked up from then on."""
+        parts = []
+        with torch.no_grad():
+            for start in range(0, len(self), _AT_ONCE):
+                numbers = torch.arange(start, min(start + _AT_ONCE, len(self)), device=device)
+                parts.append(by(self(numbers)).cpu())
+        return Pictures(torch.cat(parts).numpy())
+
+    def standardised(self) -> "Pictures":
+        """Features of mean 0 and deviation 1 each."""
+        return Pictures(((self.table - self.table.mean(0)) / self.table.std(0).clamp(min=1e-6)).numpy())
+
+
+def _normalised(pixels: Tensor) -> Tensor:
+    # filled in place: torch.tensor would copy from the host, and make a GPU wait, at every step
+    mean, deviation = (
+        torch.stack([torch.full((1, 1), value, device=pixels.device) for value in values]) for values in (_MEAN, _DEVIATION)
+    )
+    return (pixels.float() / 255 - mean) / deviation
+
+
+def in_place(source: Path) -> dict[int, str]:
+    """The pictures of a folder or a zip by their id, which ends their names: COCO_train2014_000000000009.jpg is 9."""
+    try:
+        if source.is_dir():
+            names = [path.name for path in source.iterdir() if path.is_file()]
+        else:
+            with zipfile.ZipFile(source) as archive:
+                names = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise InputError(f"data: {source} is no folder or zip of pictures ({brief(error)}); give one of the two") from error
+    found: dict[int, str] = {}
+    for name in names:
+        figures = Path(name).stem.rpartition("_")[2]
+        if figures.isdecimal():
+            found[int(figures)] = name
+    return found
+
+
+def decoded(source: Path, names: Sequence[str], *, size: int) -> Pictures:
+    """These pictures of a folder or a zip, each brought to size x size; a decoded copy is kept in the cache, and mapped."""
+    stamp = source.stat()
+    told = repr((str(source.resolve()), stamp.st_size, stamp.st_mtime_ns, list(names), size))
+    kept = cache_folder() / "pictures" / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.npy"
+    found = mapped(kept, (len(names), 3, size, size))
+    if found is None:
+        found = _decode(source, names, size, kept)
+    return Pictures(found)
+
+
+def mapped(path: Path, shape: tuple[int, ...]) -> Numbers | None:
+    """The array kept under this path, mapped; None if there is none of this shape."""
+    try:
+        array: Numbers = np.load(path, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return array if array.shape == shape and array.dtype == np.uint8 else None
+
+
+def _decode(source: Path, names: Sequence[str], size: int, kept: Path) -> Numbers:
+    """Picture by picture into a file that takes its place in one step; a cache that cannot be written costs memory, not the run."""
+    read, shape = _reader(source), (len(names), 3, size, size)
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+            draft = np.lib.format.open_memmap(Path(scratch) / kept.name, mode="w+", dtype=np.uint8, shape=shape)
+            _fill(draft, read, names)
+            draft.flush()
+            os.replace(Path(scratch) / kept.name, kept)
+        found = mapped(kept, shape)
+        if found is not None:
+            return found
+    array = np.empty(shape, dtype=np.uint8)
+    _fill(array, read, names)
+    return array
+
+
+def _fill(array: Numbers, read: Callable[[str], bytes], names: Sequence[str]) -> None:
+    for place, name in enumerate(names):
+        array[place] = _pixels(read, name, array.shape[-1])
+
+
+def _reader(source: Path) -> Callable[[str], bytes]:
+    return (lambda name: (source / name).read_bytes()) if source.is_dir() else zipfile.ZipFile(source).read
+
+
+def _pixels(read: Callable[[str], bytes], name: str, size: int) -> Numbers:
+    """One picture (3, size, size)."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise InputError("data: pictures need Pillow; install it with: pip install 'glocal[vqa]'") from error
+    try:
+        with Image.open(io.BytesIO(read(name))) as opened:
+            picture = opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, KeyError, zipfile.BadZipFile, Image.DecompressionBombError) as error:
+        raise InputError(f"data: the picture {name} cannot be decoded ({brief(error)}); fetch it again, or take it away") from error
+    if picture.size != (size, size):
+        picture = picture.resize((size, size), Image.Resampling.LANCZOS)
+    return np.asarray(picture).transpose(2, 0, 1)
+
+
+def numbered(ids: Mapping[int, str]) -> dict[int, int]:
+    """The place of each id in the table: ascending."""
+    return {image: place for place, image in enumerate(sorted(ids))}

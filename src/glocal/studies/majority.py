@@ -1,0 +1,62 @@
+"""The commonest answer as a row of a study: what a model is worth that looks at nothing.
+
+Devices count their labels, and a model of zeros predicts by the counts: they are the bias of its last layer.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from glocal.algorithm import Algorithm, Update
+from glocal.errors import InputError
+from glocal.modules import params_of
+from glocal.optimisers import Optimiser
+from glocal.split import last_layers
+from glocal.training import ModelLoss, Objective, Work
+from glocal.trees import Params
+
+
+def majority(objective: Objective, optimiser: Optimiser) -> Algorithm:
+    """Everybody's commonest label; one round with all devices."""
+    init, count, predict = _counting(objective)
+
+    def client_update(shared: Params, private: Params, work: Work) -> Update:
+        counts = count(work)
+        return Update(counts, {}, torch.zeros((), device=work.order.device))
+
+    def aggregate(shared: Params, uploads: Params, weights: torch.Tensor) -> Params:
+        return {name: tensor.sum(0) for name, tensor in uploads.items()}
+
+    return Algorithm("majority", lambda params: (init(params), {}), client_update, aggregate, lambda shared, _: predict(shared))
+
+
+def own_majority(objective: Objective, optimiser: Optimiser) -> Algorithm:
+    """Each device's own commonest label; nothing is sent."""
+    init, count, predict = _counting(objective)
+
+    def client_update(shared: Params, private: Params, work: Work) -> Update:
+        return Update({}, count(work), torch.zeros((), device=work.order.device))
+
+    return Algorithm(
+        "own_majority", lambda params: ({}, init(params)), client_update, lambda shared, *_: shared, lambda _, own: predict(own)
+    )
+
+
+def _counting(objective: Objective) -> tuple[Callable[[Params], Params], Callable[[Work], Params], Callable[[Params], Params]]:
+    """The counts before the first round, those of a device's work, and the model that predicts by them."""
+    if not isinstance(objective.loss, ModelLoss):
+        raise InputError("majority: it counts labels and learns nothing; leave data.augment and learns out")
+    model = objective.loss.model
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in params_of(model).items()}
+    bias = f"{last_layers(model, 1)[0]}.bias"
+
+    def count(work: Work) -> Params:
+        labels = torch.where(work.order >= 0, work.examples.y[work.order.clamp(min=0)], -1)
+        classes = torch.arange(len(zeros[bias]), device=labels.device)
+        return {bias: (labels.flatten()[:, None] == classes).sum(0).float()}
+
+    def predict(counts: Params) -> Params:
+        there = counts[bias].device
+        return {name: counts[bias] if name == bias else tensor.to(there) for name, tensor in zeros.items()}
+
+    return lambda params: {bias: torch.zeros_like(params[bias])}, count, predict

@@ -1,0 +1,80 @@
+"""Studies of questions about pictures: their network from settings, pictures seen once by a frozen encoder, and controls."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from glocal.data import Dataset
+from glocal.data.pictures import Pictures
+from glocal.data.vqa import Questions
+from glocal.errors import InputError, nearest
+from glocal.federation import Examples
+from glocal.sampling import stream
+from glocal.studies.settings import ModelSettings
+from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, VqaNet, load_weights, vqa_net
+
+_CONTROLS = ("own", "shuffled", "none")
+_ENCODERS = ("trained", "frozen")
+
+
+def answering(settings: ModelSettings, questions: Questions | None, answers: int) -> VqaNet:
+    """The network for these questions; the caller seeds torch's generator."""
+    if questions is None:
+        raise InputError("model: vqa answers questions about pictures; let data.source be vqav2, easy_vqa or questions of your own")
+    if len(settings.hidden) != len(Sizes._fields):
+        widths = ", ".join(Sizes._fields)
+        raise InputError(f"model: the hidden widths of vqa are {list(settings.hidden)}; four were expected: {widths}")
+    resnet = _resnet(settings) if len(questions.pictures.shape) == 3 else None
+    return vqa_net(
+        questions.pictures,
+        words=len(questions.words),
+        answers=answers,
+        sizes=Sizes(*settings.hidden),
+        resnet=resnet,
+        dropout=settings.dropout or 0.0,
+    )
+
+
+def _resnet(settings: ModelSettings) -> ResNet:
+    resnet = ResNet(settings.widths or WIDTHS)
+    if settings.weights:
+        load_weights(resnet, settings.weights)
+    return resnet
+
+
+def seen_by(settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device]) -> Dataset:
+    """The same with features in place of pictures, where the encoder is frozen; it is one for all seeds, as pretrained ones are."""
+    encoder = settings.encoder or "trained"
+    if encoder not in _ENCODERS:
+        raise InputError(f"settings: model.encoder is '{encoder}'; {nearest(encoder, _ENCODERS)}")
+    if encoder == "trained" or dataset.questions is None or len(dataset.questions.pictures.shape) == 1:
+        return dataset
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(stream(0, "frozen encoder").integers(2**62)))
+        resnet = _resnet(settings)
+    where = device()
+    features = dataset.questions.pictures.described(resnet.to(where).eval().trunk, where)
+    return dataset._replace(questions=replace(dataset.questions, pictures=features.standardised()))
+
+
+def controlled(dataset: Dataset, pictures: str | None) -> Dataset:
+    """Questions with their own pictures, or with other questions', so that these say nothing, or with none and so no ResNet."""
+    wanted = pictures or "own"
+    if wanted not in _CONTROLS:
+        raise InputError(f"settings: data.pictures is '{wanted}'; {nearest(wanted, _CONTROLS)}")
+    if wanted == "own" or dataset.questions is None:
+        return dataset
+    questions = dataset.questions
+    if wanted == "none":
+        questions = replace(questions, pictures=Pictures(np.zeros((1, 1), dtype=np.float32)))
+    parts = [_without(examples, wanted, part) for part, examples in enumerate((dataset.train, dataset.test))]
+    return dataset._replace(train=parts[0], test=parts[1], questions=questions)
+
+
+def _without(examples: Examples, wanted: str, part: int) -> Examples:
+    x = examples.x.clone()
+    order = torch.from_numpy(stream(0, "shuffled pictures", part).permutation(len(x)))
+    x[:, 0] = x[order, 0] if wanted == "shuffled" else -1
+    return examples._replace(x=x)

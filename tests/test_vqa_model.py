@@ -1,0 +1,204 @@
+"""The paper's network for questions about pictures: its counts, its parts against torch's own, its batch norm in rounds."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from glocal import trees
+from glocal.algorithms import fedavg, lg_fedavg
+from glocal.backends import simulate
+from glocal.backends.tasks import Task, alone
+from glocal.data.pictures import Pictures
+from glocal.errors import InputError
+from glocal.federation import from_tensors
+from glocal.measure import Evaluation, agreeing, local_test
+from glocal.modules import params_of, predictor
+from glocal.optimisers import sgd
+from glocal.sampling import Plan, visited_rows
+from glocal.split import Split
+from glocal.store import PrivateRows
+from glocal.studies.vqa_model import SHARED, Lstm, ResNet, Sizes, load_weights, vqa_net
+from glocal.training import cross_entropy
+from glocal.wire import Ledger
+
+PAPER_WORDS = 64_437
+TINY = {"sizes": Sizes(6, 5, 8, 7), "words": 9, "answers": 4}
+
+
+def random_pictures(number=6, size=32):
+    return Pictures(np.random.default_rng(0).integers(0, 255, (number, 3, size, size), dtype=np.uint8))
+
+
+def tiny(seed=0, **changes):
+    torch.manual_seed(seed)
+    return vqa_net(random_pictures(), resnet=ResNet((4, 4, 6, 6)), **{**TINY, **changes})
+
+
+@pytest.fixture(scope="module")
+def full():
+    """On no device: only shapes are asked for."""
+    with torch.device("meta"):
+        model = vqa_net(Pictures(np.zeros((1, 3, 128, 128), np.uint8)), words=PAPER_WORDS)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}, Split.of(model, shared=SHARED)
+
+
+def test_the_network_has_as_many_parameters_as_the_paper_says(full):
+    """5149200 / 54042572 = 9.53 %, appendix C.3; layer by layer as the counts resolve."""
+    params, split = full
+    assert trees.count(params) == 54_042_572
+    shared = split.take_shared(params)
+    layers = {}
+    for name, tensor in shared.items():
+        layers[name.rpartition(".")[0]] = layers.get(name.rpartition(".")[0], 0) + tensor.numel()
+    assert layers == {"image.fc": 1_025_024, "question.fc": 2_098_176, "answer.fc1": 1_025_000, "answer.fc2": 1_001_000}
+    assert trees.count(shared) == 5_149_200
+    resnet = {name: tensor for name, tensor in params.items() if name.startswith("image.resnet.")}
+    assert trees.count(resnet) == 11_689_512 + 9_620  # torchvision's ResNet-18, and its batch norms' buffers
+
+
+def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
+    """Table 2: 13.97e10 for 47 rounds of FedAvg, 9.99e10 for 32 and 17 of LG-FedAvg; 50 devices, 5 at a time."""
+    params, split = full
+    shared = split.take_shared(params)
+
+    def after(ledger, tree, rounds):
+        uploads = {name: tensor.expand(5, *tensor.shape) for name, tensor in tree.items()}
+        for _ in range(rounds):
+            ledger = ledger.after_round(tree, uploads, cohort=5, devices=50)
+        return ledger
+
+    alone = after(Ledger(), params, 47)
+    both = after(after(Ledger(), params, 32), shared, 17)
+    assert f"{alone.paper.parameters / 1e10:.2f}" == "13.97"
+    assert f"{both.paper.parameters / 1e10:.2f}" == "9.99"
+    assert f"{both.paper.parameters / alone.paper.parameters:.3f}" == "0.715"
+    assert both.total.bytes == 4 * 10 * (32 * 54_042_572 + 17 * 5_149_200) + 32 * 10 * 4 * 20  # 20 counters of 8 bytes, not 4
+
+
+def test_the_lstm_is_torchs_own_where_all_words_are_there():
+    ours, torchs = Lstm(5, 4), nn.LSTM(5, 4, 2, batch_first=True)
+    torchs.load_state_dict(ours.state_dict())
+    words = torch.randn(3, 6, 5)
+    _, (hidden, cell) = torchs(words)
+    expected = torch.cat([*hidden, *cell], 1)
+    assert torch.allclose(ours(words, torch.ones(3, 6, dtype=torch.bool)), expected, atol=1e-6)
+
+
+def test_padding_after_a_question_changes_nothing():
+    model = tiny().eval()
+    rows = torch.tensor([[2, 5, 3, 8]])
+    assert torch.equal(model(rows), model(torch.cat([rows, torch.zeros(1, 3, dtype=torch.int64)], 1)))
+
+
+def test_pictures_are_no_part_of_a_model_and_shared_by_its_copies():
+    model = tiny()
+    assert not any("pictures" in name for name in params_of(model))
+    assert copy.deepcopy(model).image.pictures is model.image.pictures
+
+
+def rows_and_answers(devices=4, count=12):
+    generator = np.random.default_rng(1)
+    rows = [np.concatenate([generator.integers(0, 6, (count, 1)), generator.integers(1, 9, (count, 4))], 1) for _ in range(devices)]
+    return from_tensors([(x, (x[:, 0] % 4), np.tile((x[:, 0] % 4)[:, None], 10)) for x in rows])
+
+
+def after_rounds(algorithm, model, fed, engine="looped", rounds=2):
+    return list(simulate(algorithm, params_of(model), fed.train, Plan(rounds, 2, batch=5), engine=engine))[-1]
+
+
+@pytest.mark.parametrize("encoder", ["trained", "frozen"])
+def test_all_devices_in_one_batch_train_as_one_after_the_other(encoder):
+    model, fed = tiny(dropout=0.2), rows_and_answers()
+    if encoder == "frozen":
+        features = model.image.pictures.described(model.image.resnet.eval().trunk, torch.device("cpu"))
+        model = vqa_net(features, **TINY)
+    algorithm = lg_fedavg(cross_entropy(model), sgd(0.05, momentum=0.9), split=Split.of(model, shared=SHARED))
+    (one, _), (other, _) = (after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped"))
+    for name, tensor in one.shared.items():
+        assert torch.allclose(tensor, other.shared[name], atol=2e-5), name
+    for device, row in one.private.trained.items():
+        for name, tensor in row.items():
+            assert torch.allclose(tensor, other.private.trained[device][name], atol=2e-4), name
+    scores = [
+        local_test(Evaluation(algorithm, predictor(model), engine=engine, credit=agreeing), one, fed.test)
+        for engine in ("looped", "vmapped")
+    ]
+    assert np.allclose(*scores)
+
+
+def norms(tree):
+    return {name for name in tree if "running_" in name or "num_batches" in name}
+
+
+def test_statistics_of_batch_norm_go_where_the_split_says():
+    """Averaged by FedAvg; kept by LG-FedAvg with its encoder; or alone kept (FedBN, Li et al. 2021) by naming the norms."""
+    model, fed = tiny(), rows_and_answers()
+    objective, rule = cross_entropy(model), sgd(0.05)
+    everywhere, _ = after_rounds(fedavg(objective, rule), model, fed)
+    assert norms(everywhere.shared) == norms(params_of(model)) != set()
+    encoders = Split.of(model, shared=SHARED)
+    kept, report = after_rounds(lg_fedavg(objective, rule, split=encoders), model, fed)
+    assert not norms(kept.shared)
+    trained = [kept.private.trained[device] for device in report.cohort]
+    assert not torch.equal(trained[0]["image.resnet.bn1.running_mean"], trained[1]["image.resnet.bn1.running_mean"])
+    norms_alone = Split.of(model, local=["*.bn[12]*", "image.resnet.bn1", "image.resnet.layer*.downsample.1"])
+    bn_only, _ = after_rounds(lg_fedavg(objective, rule, split=norms_alone), model, fed)
+    assert norms(bn_only.private.initial) == norms(params_of(model))
+    assert not norms(bn_only.shared)
+    assert "image.resnet.conv1.weight" in bn_only.shared
+
+
+def test_statistics_are_averaged_by_examples_and_do_not_leak_from_device_to_device():
+    model, fed = tiny(), rows_and_answers()
+    algorithm = fedavg(cross_entropy(model), sgd(0.0001))
+    state, report = after_rounds(algorithm, model, fed, rounds=1)
+    name, means = "image.resnet.bn1.running_mean", []
+    for device in report.cohort.tolist():
+        order = visited_rows(Plan(1, 2, batch=5), fed.train.rows[device], 0, device)
+        task = Task(*algorithm.init(params_of(model)), order)
+        means.append(alone(algorithm.client_update, task, fed.train.examples, 0).upload[name])
+    sizes = torch.from_numpy(fed.train.sizes[report.cohort]).float()
+    expected = (torch.stack(means) * (sizes / sizes.sum())[:, None]).sum(0)
+    assert torch.allclose(state.shared[name], expected, atol=1e-6)
+
+
+def test_encoders_beyond_what_there_is_room_for_wait_elsewhere_and_those_never_asked_cost_nothing():
+    model = tiny()
+    local = Split.of(model, shared=SHARED).take_local(params_of(model))
+    rows = PrivateRows(local, {}, room=2)
+    for device in range(6):
+        rows = rows.put([device], [trees.add(local, {name: torch.ones_like(tensor) for name, tensor in local.items()})])
+    assert len(rows.trained) == 6
+    assert all(trees.same_bits(rows.of(device), rows.trained[device]) for device in range(6))
+    assert rows.of(10_000) is local
+
+
+def test_pretrained_weights_are_read_from_a_file_with_torchvisions_names(tmp_path):
+    source, other = ResNet((4, 4, 6, 6)), ResNet((4, 4, 6, 6))
+    state = source.state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "all.safetensors")
+    torch.save({name: tensor for name, tensor in state.items() if not name.startswith("fc.")}, tmp_path / "trunk.pth")
+    for name in ("all.safetensors", "trunk.pth"):
+        load_weights(other, str(tmp_path / name))
+        assert torch.equal(other.conv1.weight, source.conv1.weight)
+        assert torch.equal(other.get_submodule("layer2.0.downsample.1").running_var, state["layer2.0.downsample.1.running_var"])
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    save_file({name: tensor.contiguous() for name, tensor in ResNet((4, 4, 6, 6)).state_dict().items()}, tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match=r"'conv1.weight' is \(4, 3, 7, 7\) in .*, and \(5, 3, 7, 7\) here"):
+        load_weights(ResNet((5, 4, 6, 6)), str(tmp_path / "w.safetensors"))
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"have no 'conv1.weight'"):
+        load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "other.safetensors"))
+    with pytest.raises(InputError, match="cannot be had"):
+        load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "missing.pth"))
+
+
+def test_widths_must_be_four():
+    with pytest.raises(InputError, match="four were expected"):
+        ResNet((64, 128))
