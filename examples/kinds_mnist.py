@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 import glocal
-from glocal.data import Dataset
 from glocal.federation import Federation, Holdings
 
 FEATURES, CLASSES = 256, 10
@@ -42,10 +41,10 @@ def arguments() -> argparse.Namespace:
 
 def few_images(given: argparse.Namespace, seed: int) -> Federation:
     """So many images for each device of all kinds, dealt out at random; a fifth of them is for validation."""
-    train, test, classes = glocal.load(given.source)
+    loaded = glocal.load(given.source)
     devices = 3 * given.devices
-    chosen = glocal.stream(seed, "images").permutation(len(train.y))[: devices * given.images]
-    return glocal.deal(Dataset(train.take(chosen), test, classes), glocal.iid(devices), validation=0.2, seed=seed)
+    chosen = glocal.stream(seed, "images").permutation(len(loaded.train.y))[: devices * given.images]
+    return glocal.deal(loaded._replace(train=loaded.train.take(chosen)), glocal.iid(devices), validation=0.2, seed=seed)
 
 
 def share(everybody: Federation, place: int, see: Callable[[Tensor], Tensor]) -> Federation:
