@@ -64,11 +64,16 @@ class BiLstm(nn.Module):
         onward, kept = of_state.transpose(1, 2), real.to(x.dtype)[:, :, None]
         # unbound, not indexed: the slope of an index is as large as the whole, once for every word
         for gates, known in zip(asked.unbind(2), kept.unbind(1), strict=True):
-            i, f, g, o = torch.baddbmm(gates, h, onward).chunk(4, -1)
             # in padding the cell stays empty, and with it the state: a text begins as if nothing had been before it
-            cell = (f.sigmoid() * cell + i.sigmoid() * g.tanh()) * known
-            h = o.sigmoid() * cell.tanh()
+            cell, h = (state * known for state in stepped(torch.baddbmm(gates, h, onward), cell))
         return torch.cat([h[0], h[1]], -1)
+
+
+def stepped(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Cell and state (..., units) after a word, by the gates i, f, g, o (..., 4 units) in torch's order."""
+    i, f, g, o = gates.chunk(4, -1)
+    after = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return after, o.sigmoid() * after.tanh()
 
 
 class MoodLstm(nn.Module):

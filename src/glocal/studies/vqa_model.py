@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from glocal.data.pictures import Pictures
 from glocal.errors import InputError, brief, nearest
+from glocal.studies.recurrent import stepped
 
 WIDTHS = (64, 128, 256, 512)
 SHARED = ("image.fc", "question.fc", "answer")
@@ -123,22 +124,20 @@ class Lstm(nn.Module):
 
     def forward(self, words: Tensor, real: Tensor) -> Tensor:
         """Hidden and cell states of all layers (rows, 2 * layers * hidden) after words (rows, length, width), where `real`."""
-        states, steps = [], [words[:, place] for place in range(words.shape[1])]
-        kept = [real[:, place, None] for place in range(words.shape[1])]
+        # unbound, not indexed: the slope of an index is as large as the whole, once for every word
+        states, x, kept = [], words, real[:, :, None].unbind(1)
         for layer in range(self.layers):
             inputs, recurrent, one, other = (
                 getattr(self, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
             )
-            given = (torch.stack(steps, 1) @ inputs.T + (one + other)).unbind(1)  # of all words at once
             hidden = cell = words.new_zeros(len(words), self.hidden)
-            steps = []
-            for word, here in zip(given, kept, strict=True):
-                enter, forget, news, leave = (word + hidden @ recurrent.T).chunk(4, 1)
-                after = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(news)
-                hidden = torch.where(here, torch.sigmoid(leave) * torch.tanh(after), hidden)
-                cell = torch.where(here, after, cell)
-                steps.append(hidden)
+            said = []
+            for word, here in zip((x @ inputs.T + (one + other)).unbind(1), kept, strict=True):
+                after, spoken = stepped(word + hidden @ recurrent.T, cell)
+                hidden, cell = torch.where(here, spoken, hidden), torch.where(here, after, cell)
+                said.append(hidden)
             states.append((hidden, cell))
+            x = torch.stack(said, 1)
         return torch.cat([*(hidden for hidden, _ in states), *(cell for _, cell in states)], 1)
 
 
