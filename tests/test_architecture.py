@@ -44,7 +44,7 @@ ENGINE = (
     "joining",
     "advice",
 )
-ORDER = (*BASIS, *ENGINE, "scenario", "data", "studies", "report", "cli", "__main__")
+ORDER = (*BASIS, *ENGINE, "scenario", "data", "studies", "report", "deploy", "cli", "__main__")
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -86,7 +86,9 @@ HOMES = {
     "fairlearn": "measure",
     "triton": "fused",
     "PIL": "data",
-    "flwr": None,
+    "flwr": "backends",
+    "cryptography": "backends, deploy",
+    "dp_accounting": "measure",
 }
 
 
@@ -94,6 +96,11 @@ HOMES = {
 def test_heavy_libraries_stay_where_they_belong(library, home):
     users = {part(path) for path in FILES if any(name.split(".")[0] == library for name in imports(path))}
     assert users <= {*(home or "").split(", ")}
+
+
+def test_only_its_own_folder_imports_flower():
+    users = {path for path in FILES if any(name.split(".")[0] in ("flwr", "httpx") for name in imports(path))}
+    assert {path.relative_to(SOURCE).parts[:2] for path in users} == {("backends", "flower")}
 
 
 def test_importing_glocal_has_no_cost_and_no_side_effect():
@@ -140,6 +147,7 @@ PAGE = (Path(__file__).parents[1] / "docs/new-algorithm.md").read_text()
 FEDAVGM = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "file"), [("fedper", FEDPER), ("fedavgm", FEDAVGM)])
 def test_a_new_algorithm_is_one_small_file_and_its_export(name, file, tmp_path):
     """As a stranger would add it: a copy of the project with one more file and its export runs it everywhere."""

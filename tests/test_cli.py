@@ -79,11 +79,12 @@ def test_a_model_and_data_of_ones_own_run_from_a_toml_file(capsys):
     )
     assert run("run", "mine.toml", "--out", "kept") == 0
     assert "LG" in capsys.readouterr().out
-    wider = Path("mine.py").read_text().replace("5, 4)", "5, 9)").replace("1d(4)", "1d(9)").replace("4, 2)", "9, 2)")
+    # of another length too: Python looks at that and at the second to tell whether it has compiled a file
+    wider = Path("mine.py").read_text().replace("5, 4)", "5, 12)").replace("1d(4)", "1d(12)").replace("4, 2)", "12, 2)")
     Path("mine.py").write_text(wider)
     del sys.modules["mine"]
     assert run("resume", "kept", "--set", "plan.rounds=4") == 2
-    assert "was made with another model (shared '3.weight' (2, 4)) than the one given (shared '3.weight' (2, 9))" in complaint(
+    assert "was made with another model (shared '3.weight' (2, 4)) than the one given (shared '3.weight' (2, 12))" in complaint(
         capsys
     )
 
@@ -195,11 +196,27 @@ def test_without_arguments_the_commands_are_listed(capsys):
     assert all(word in out + err for word in ("demo", "run", "resume", "split", "data", "report"))
 
 
-def test_help_is_code_zero():
-    assert subprocess.run([sys.executable, "-m", "glocal", "--help"], capture_output=True, timeout=60).returncode == 0
+def test_help_is_code_zero_and_shows_its_brackets_as_they_are():
+    ran = subprocess.run([sys.executable, "-m", "glocal", "advise", "--help"], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0
+    assert "  [required]" in ran.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_one_line(capsys):
     assert run("run", "digits", *QUICK, "--set", "run.device=cuda") == 2
     assert "device 'cuda' cannot be used here" in complaint(capsys)
+
+
+def test_a_mistake_is_told_without_an_empty_line(capfd):
+    assert run("data", "draw", "nothing.csv") == 2
+    assert capfd.readouterr().err.startswith("glocal: data: nothing.csv could not be read")
+
+
+def test_a_stop_before_anything_is_kept_promises_nothing_to_go_on_with(capsys, monkeypatch):
+    monkeypatch.setattr("glocal.data.load_any", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run("run", "digits", "--out", "early") == 130
+    errors = capsys.readouterr().err
+    assert "stopped; nothing was kept" in errors
+    assert "resume" not in errors
+    assert not Path("early").exists()

@@ -111,3 +111,10 @@ def test_the_page_of_newcomers_quotes_what_was_measured(name, quoted):
     measured = {f"{100 * row['accuracy']:.1f} %" for row in committed(f"join-{name}.json")["rows"]}
     assert {*quoted} <= measured
     assert all(figure in page for figure in quoted)
+
+
+def test_the_page_of_deployment_quotes_the_demo_as_it_was_recorded():
+    recorded = (ROOT / "docs/results/deploy-demo.txt").read_text().splitlines()
+    quoted = next(block for block in blocks(ROOT / "docs/deploy.md", "console") if "has connected" in block).splitlines()
+    assert {*quoted} <= {*recorded}
+    assert int(re.search(r"^(\d+) s in all", "\n".join(recorded), re.MULTILINE)[1]) < 180

@@ -112,6 +112,7 @@ def kept(folder: Path):
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(tmp_path):
     (tmp_path / "study.toml").write_text(STUDY)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -137,7 +138,13 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp
     (tmp_path / "study.toml").write_text(
         STUDY.replace("rounds = 12", "rounds = 5000").replace("keep_every = 2", "keep_every = 5000")
     )
-    process = subprocess.Popen(command("run", "study.toml", "--out", "stopped"), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command("run", "study.toml", "--out", "stopped"),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which it ignores if the tests are run in the background
+    )
     rows = tmp_path / "stopped/cases/first/rows.jsonl"
     deadline = time.monotonic() + 60
     while len(read_rows(rows)) < 10 and time.monotonic() < deadline:
@@ -240,7 +247,7 @@ def test_the_best_round_is_chosen_on_validation_data_alone(tmp_path):
 
 def test_choosing_without_validation_data_is_refused():
     model = world.seeded(world.plain)
-    with pytest.raises(InputError, match="select = 'best' needs validation data"):
+    with pytest.raises(InputError, match="select = 'best' needs validation data, and nobody has any"):
         glocal.fit(
             glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1)),
             model,

@@ -107,7 +107,7 @@ def test_settling_moves_the_own_model_only():
     assert world.distance({n: t for n, t in state.private.of(0).items() if n != ALPHA}, params_of(model)) > 0
 
 
-@pytest.mark.parametrize("knobs", [{"alpha": -0.1}, {"alpha": 1.5}, {"pace": -1.0}])
+@pytest.mark.parametrize("knobs", [{"alpha": -0.1}, {"alpha": 1.5}, {"pace": -1.0}, {"pace": float("nan")}])
 def test_a_knob_out_of_its_range_is_refused(knobs):
     with pytest.raises(InputError, match="alpha must be from 0 to 1, pace at least 0"):
         apfl(cross_entropy(world.plain()), sgd(0.1), **knobs)
@@ -130,6 +130,17 @@ def test_every_device_takes_the_alpha_that_is_best_on_its_own_validation_data():
 def test_a_device_without_validation_data_keeps_its_alpha():
     result, fed = trained(world.federation(sizes=(40, 40, 40, 40, 40, 1), validation=0.3), alpha=0.4)
     assert alphas_of(tune_alphas(result, fed, grid=(0.0, 1.0)))[-1] == pytest.approx(0.4)
+
+
+def test_what_cannot_be_tuned_is_refused():
+    result, fed = trained()
+    with pytest.raises(InputError, match="the grid is empty; give at least one alpha"):
+        tune_alphas(result, fed, grid=())
+    with pytest.raises(InputError, match=f"{world.DEVICES} devices were trained, but the data have 7"):
+        tune_alphas(result, world.federation(sizes=(20,) * 7, validation=0.3))
+    others = glocal.from_tensors([(torch.randn(20, 99), torch.zeros(20, dtype=torch.long))] * world.DEVICES)
+    with pytest.raises(InputError, match="it cannot take inputs of shape"):
+        tune_alphas(result, others)
 
 
 def test_alphas_can_be_given_device_by_device():

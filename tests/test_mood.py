@@ -122,6 +122,42 @@ def test_other_columns_another_encoding_and_no_file_are_refused(tmp_path):
         load_texts(str(tmp_path / "none.csv"))
 
 
+@pytest.mark.parametrize("rows", [[], ["", ""]])
+def test_a_file_without_a_text_is_refused(tmp_path, rows):
+    with pytest.raises(InputError, match=r"maps.csv: there is no text below the columns"):
+        read_texts([maps(tmp_path / "maps.csv", rows)])
+
+
+@pytest.mark.parametrize(("columns", "row"), [(",person,text,mood", "0,ann,fine,50"), ("person,text,mood,", "ann,fine,50,")])
+def test_a_column_without_a_name_is_passed_over_as_any_other(tmp_path, columns, row):
+    texts = read_texts([maps(tmp_path / "maps.csv", [row], columns)])
+    assert (texts.words, texts.person, texts.y.tolist()) == ((("fine",),), ("ann",), [2])
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"row 1: a column of person, text, mood is there twice; keep one of each"):
+        read_texts([maps(tmp_path / "maps.csv", ["ann,fine,bad,50"], "person,text,text,mood")])
+
+
+def test_a_text_that_is_too_long_to_read_is_named_and_not_told(tmp_path):
+    with pytest.raises(InputError, match=r"from row 2 on: it cannot be read .*; close its quotes, .* shorten texts") as error:
+        read_texts([maps(tmp_path / "maps.csv", [f"ann,{SECRET * 20_000},50"])])
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("damaged", [f'ann,50,"{SECRET}', f'ann,50,"{SECRET}" and more'])
+def test_a_quote_that_is_not_closed_does_not_swallow_the_rows_below_it(tmp_path, damaged):
+    path = maps(tmp_path / "maps.csv", ["ann,50,fine", damaged, "bob,50,fine", "bob,50,fine"], "person,mood,text")
+    with pytest.raises(InputError, match=r"from row 3 on: it cannot be read .*; close its quotes, double those within") as error:
+        read_texts([path])
+    assert SECRET not in str(error.value)
+
+
+def test_columns_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"from row 1 on: it cannot be read"):
+        read_texts([maps(tmp_path / "maps.csv", ["ann,fine,50"], "person,text,mood," + "x" * 200_000)])
+
+
 def test_an_empty_text_is_one_unknown_word_and_so_is_a_word_never_trained_on(tmp_path):
     texts = read_texts([diary(tmp_path / "maps.csv")])
     emptied = texts._replace(words=((), *texts.words[1:]))
@@ -373,6 +409,7 @@ def test_texts_are_dealt_person_by_person_only(tmp_path):
         load_texts("digits")
 
 
+@pytest.mark.slow
 def test_the_mood_study_is_run_reported_and_drawn(tmp_path, capfd):
     study, source = PAPER["paper-mood"], diary(tmp_path / "maps.csv")
     changes = ["plan.seeds=2", "plan.tries=1", "plan.rounds=30", "plan.cohort=4", "data.keep_devices=4", 'run.engine="vmapped"']

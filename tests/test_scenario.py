@@ -507,6 +507,7 @@ def warm_started(folder, *changes):
     return json.loads((folder / "run" / "cases" / "lg" / "result.json").read_text())[0]
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_sent_to_those_who_are_there_and_to_whoever_comes(tmp_path):
     """The local layer has 65 x 16 numbers; two newcomers lack it whenever they come, and whoever left is sent nothing."""
     sent = {}

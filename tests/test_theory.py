@@ -298,6 +298,9 @@ def test_the_papers_formula_misses_its_own_experiment():
         (lambda: Inputs(()), "at least one number"),
         (lambda: Inputs((1.0, 0.0)), "a variance of the inputs is 0"),
         (lambda: correlated([[1.0, 2.0], [2.0, 1.0]]), "a variance of the inputs is -1"),
+        (lambda: Inputs((1.0, float("nan"))), "a variance of the inputs is nan"),
+        (lambda: Inputs((1.0, 1e300)), r"a variance of the inputs is 1e\+300"),
+        (lambda: correlated([[1.0, 0.5], [0.5]]), "the covariance is no table of numbers"),
         (lambda: correlated([[1.0, 0.5]]), r"shape \(1, 2\)"),
         (lambda: correlated([[1.0, 0.5], [0.0, 1.0]]), "symmetric"),
         (lambda: World(uniform(3), 1, 10, 0.1, 1.0), "devices is 1; at least 2"),
@@ -331,7 +334,7 @@ QUICK = ("--d", 4, "--devices", 5, "--n", 50, "--repeats", 5)
         (("--rho", -1), "rho is -1; it is a standard deviation"),
         (("--rho", "nan"), "rho is nan"),
         (("--sigma", "inf"), "sigma is inf"),
-        (("--rho", 0, "--sigma", 0), "rho and sigma are both 0"),
+        (("--rho", 0, "--sigma", 0), "rho is 0 and sigma 0, with squares of 0"),
         (("--repeats", 1), "repeats is 1; an interval needs at least 2"),
         (("--repeats", 10**8), "choose fewer, or no trials"),
         (("--seed", -1), "seed is -1"),
@@ -346,6 +349,16 @@ def test_a_mistake_is_one_line_and_exit_code_two(arguments, words, capsys):
     assert said.startswith("glocal: ")
     assert "\n" not in said
     assert words in said
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_trials(capsys, tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    for place in ("folder.png", "file/curve.png"):
+        assert run("--out", tmp_path / place) == 2
+        told = capsys.readouterr()
+        assert "cannot be written" in told.err
+        assert not told.out
 
 
 def test_the_command_says_what_to_keep_local(capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from glocal import data
 from glocal.data.pictures import Pictures, in_place
@@ -94,6 +95,16 @@ def test_a_cache_that_cannot_be_written_costs_memory_only(world, tmp_path, monke
     assert len(read_vqa(*world, size=16)[2].pictures) == 24
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="no way to ask for room on disk")
+def test_a_full_disk_costs_memory_only(world, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert len(read_vqa(*world, size=16)[2].pictures) == 24
+    assert not [*(tmp_path / "cache" / "pictures").iterdir()]
+
+
 def test_pictures_are_brought_to_one_size(world):
     assert read_vqa(*world, size=8)[2].pictures.shape == (3, 8, 8)
 
@@ -125,6 +136,58 @@ def test_a_corrupt_picture_is_named(world):
         read_vqa(*world, size=16)
 
 
+def test_a_picture_in_a_locked_zip_is_named(world):
+    raw = bytearray(world[2].read_bytes())
+    raw[6] |= 1
+    raw[raw.find(b"PK\x01\x02") + 8] |= 1
+    world[2].write_bytes(raw)
+    with pytest.raises(InputError, match=r"000001.png cannot be decoded .*encrypted"):
+        read_vqa(*world, size=16)
+
+
+def test_a_picture_that_changed_in_its_folder_is_decoded_again(world, tmp_path):
+    unpacked = tmp_path / "pictures"
+    with zipfile.ZipFile(world[2]) as archive:
+        archive.extractall(unpacked)
+    before = read_vqa(*world[:2], unpacked, size=16)[2].pictures.table.clone()
+    Image.new("RGB", (16, 16), (1, 2, 3)).save(min(unpacked.iterdir()))
+    after = read_vqa(*world[:2], unpacked, size=16)[2].pictures.table
+    assert after[0].unique().tolist() == [1, 2, 3]
+    assert torch.equal(before[1:], after[1:])
+
+
+def test_pictures_of_every_kind_become_red_green_and_blue(world, tmp_path):
+    palette = Image.new("P", (5, 9))
+    palette.putpalette([10, 20, 30] * 256)
+    kinds = {
+        "1.png": (Image.new("L", (5, 9), 77), {}, [77, 77, 77]),
+        "2.png": (Image.new("RGBA", (5, 9), (1, 2, 3, 0)), {}, [1, 2, 3]),
+        "3.jpg": (Image.new("CMYK", (5, 9)), {}, [255, 255, 255]),
+        "4.png": (Image.fromarray(np.full((9, 5), 77 * 256, np.uint16)), {}, [77, 77, 77]),
+        "5.png": (palette, {"transparency": b"\0\1"}, [10, 20, 30]),
+        "6.png": (Image.new("LA", (5, 9), (77, 1)), {}, [77, 77, 77]),
+    }
+    (tmp_path / "kinds").mkdir()
+    for name, (image, how, _) in kinds.items():
+        image.save(tmp_path / "kinds" / name, **how)
+    table = read_vqa(*world[:2], tmp_path / "kinds", size=4)[2].pictures.table
+    assert table[:, :, 0, 0].tolist() == [colour for _, _, colour in kinds.values()]
+
+
+def test_only_pictures_count_as_pictures(tmp_path):
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for name in ("all/", "all/train_1.jpg", "__MACOSX/all/._train_1.jpg", "all/train_1.txt", "part_2/", "all/readme.jpg"):
+            archive.writestr(name, b"")
+    assert in_place(tmp_path / "images.zip") == {1: "all/train_1.jpg"}
+
+
+def test_two_pictures_of_one_id_are_refused(tmp_path):
+    for name in ("COCO_train2014_000000000009.jpg", "9.png"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=r"two pictures of id 9, .*; take one of them away"):
+        in_place(tmp_path)
+
+
 def test_a_zip_of_something_else_is_refused(tmp_path):
     (tmp_path / "images.zip").write_bytes(b"no zip")
     with pytest.raises(InputError, match="no folder or zip of pictures"):
@@ -141,9 +204,17 @@ def test_a_zip_of_something_else_is_refused(tmp_path):
         (lambda q, a: q["questions"][3].update(question=" ?! "), "question 3 is ' \\?! ' and has no words"),
         (lambda q, a: q["questions"].pop(), "does not ask"),
         (lambda q, a: a["annotations"].pop(), "does not answer"),
+        (lambda q, a: a["annotations"][4].update(image_id=999), "question 4 is about picture 999 in .*a_train.json and about"),
         (lambda q, a: a["annotations"][0].update(answers=[]), "question 0 has 0 answers"),
         (lambda q, a: a["annotations"][0].update(answers=["yes"]), "the answers to question 0 are"),
         (lambda q, a: a["annotations"][0].pop("multiple_choice_answer"), "has no 'multiple_choice_answer'"),
+        (lambda q, a: a["annotations"][0].update(multiple_choice_answer=None), "in short None; ten words were expected"),
+        (lambda q, a: a["annotations"][0]["answers"][4].update(answer=None), "the answers to question 0 are"),
+        (lambda q, a: q["questions"][3].update(question=None), "question 3 is None and has no words"),
+        (lambda q, a: q["questions"][0].update(question_id=[1]), "'question_id' is \\[1\\] .*a whole number was expected"),
+        (lambda q, a: q["questions"][0].update(image_id="1"), "'image_id' is '1' .*a whole number was expected"),
+        (lambda q, a: q["questions"].append(q["questions"][5]), "q_train.json has question 5 twice"),
+        (lambda q, a: a["annotations"].append(a["annotations"][5]), "a_train.json has question 5 twice"),
     ],
 )
 def test_files_that_are_something_else_are_refused_with_the_reason(world, change, message):
@@ -156,7 +227,51 @@ def test_files_that_are_something_else_are_refused_with_the_reason(world, change
         read_asked(*paths)
 
 
-@pytest.mark.parametrize("content", [b"", b"no json", b"[]", b"\x1f\x8b damaged"])
+def test_files_that_name_no_version_are_read(world):
+    table = json.loads(world[0][0][0].read_text())
+    world[0][0][0].write_text(json.dumps({**table, "info": "ours"}))
+    assert len(read_asked(*world[0][0])) == 480
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": 0}, "answers is 0; a whole number from 1 on was expected"),
+        ({"size": 0}, "size is 0; a whole number"),
+        ({"train": []}, "0 pairs of training files and 1 of test files; give one of each"),
+    ],
+)
+def test_what_cannot_be_read_from_is_refused(world, change, message):
+    given = {"train": world[0], "test": world[1], "pictures": world[2], "size": 16}
+    with pytest.raises(InputError, match=message):
+        read_vqa(**{**given, **change})
+
+
+def test_paths_may_be_plain_text(world):
+    pairs = [[tuple(map(str, pair)) for pair in part] for part in world[:2]]
+    assert len(read_vqa(*pairs, str(world[2]), size=16)[0].y) == 480
+
+
+def test_words_may_be_of_any_script_and_an_endless_question_is_cut(world):
+    shapes.write_pair(
+        world[0][0],
+        [
+            ({"question_id": 1, "image_id": 1, "question": "Où est l’éléphant ?"}, "là"),
+            ({"question_id": 2, "image_id": 2, "question": "这是什么"}, "象"),
+            ({"question_id": 3, "image_id": 2, "question": "why " * 5000}, "no"),
+        ],
+    )
+    train, _, questions = read_vqa(*world, size=16)
+    assert questions.words == ("", "?", "est", "l'éléphant", "où", "why", "这是什么")
+    assert train.x.shape == (3, 1 + 64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no json", b"[]", b"\x1f\x8b damaged", gzip.compress(b"{}" * 90)[:-12] + b"\xff" * 12, b"[" * 99999],
+    # by name: compressed bytes hold the second they were made in
+    ids=["empty", "text", "another kind", "damaged", "damaged at its end", "too deep"],
+)
 def test_bytes_that_are_no_json_are_refused(world, content):
     world[0][0][0].write_bytes(content)
     with pytest.raises(InputError, match=r"no JSON of VQA|no list of questions"):
@@ -170,6 +285,12 @@ def test_a_table_of_pictures_is_not_copied_and_a_number_below_zero_is_no_picture
     assert not seen[1].any()
     assert seen[0, 0, 0, 0] == pytest.approx((48 / 255 - 0.485) / 0.229, abs=1e-6)
     assert pictures.table.data_ptr() == table.ctypes.data
+
+
+def test_features_of_a_single_picture_are_numbers():
+    assert Pictures(np.ones((1, 3), np.float32)).standardised().table.tolist() == [[0, 0, 0]]
+    two = Pictures(np.array([[1], [3]], np.float32)).standardised().table.flatten().tolist()
+    assert two == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
 def test_questions_of_one_beginning_stay_together_in_training_and_test():

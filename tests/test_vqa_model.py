@@ -21,7 +21,7 @@ from glocal.optimisers import sgd
 from glocal.sampling import Plan, visited_rows
 from glocal.split import Split
 from glocal.store import PrivateRows
-from glocal.studies.vqa_model import SHARED, Lstm, ResNet, Sizes, load_weights, vqa_net
+from glocal.studies.vqa_model import SHARED, Block, Lstm, ResNet, Sizes, load_weights, vqa_net
 from glocal.training import cross_entropy
 from glocal.wire import Ledger
 
@@ -197,6 +197,24 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "other.safetensors"))
     with pytest.raises(InputError, match="cannot be had"):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "missing.pth"))
+
+
+def test_a_last_layer_of_another_kind_is_left_as_it_was(tmp_path):
+    source, other = ResNet((4, 4, 6, 6)), ResNet((4, 4, 6, 6))
+    state, own = source.state_dict(), other.fc.weight.clone()
+    trunk = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
+    torch.save({**trunk, "fc.0.weight": torch.zeros(3, 6), "fc.weight": torch.zeros(10, 6), "epoch": 7}, tmp_path / "w.pth")
+    load_weights(other, str(tmp_path / "w.pth"))
+    assert torch.equal(other.conv1.weight, source.conv1.weight)
+    assert torch.equal(other.fc.weight, own)
+
+
+def test_weights_of_a_deeper_network_are_refused(tmp_path):
+    deeper = ResNet((4, 4, 6, 6))
+    deeper.get_submodule("layer1").append(Block(4, 4, 1))
+    torch.save(deeper.state_dict(), tmp_path / "resnet34.pth")
+    with pytest.raises(InputError, match=r"have 'layer1.2.bn1.bias', which ResNet-18 has not; give weights of ResNet-18"):
+        load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "resnet34.pth"))
 
 
 def test_widths_must_be_four():

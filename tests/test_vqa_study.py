@@ -9,10 +9,11 @@ import pytest
 from glocal.errors import InputError
 from glocal.fitting import Options
 from glocal.report import draw_study, study_markdown, write_study_report
+from glocal.report.comparison import tables_of
 from glocal.report.goals import ways_to_goal
 from glocal.studies import run_study
 from glocal.studies.build import build_parts
-from glocal.studies.findings import read_findings, write_findings
+from glocal.studies.findings import Findings, read_findings, write_findings
 from glocal.studies.goals import goal_of, reached
 from glocal.studies.paper import PAPER
 from glocal.studies.parts import prepare, run_parts
@@ -66,6 +67,7 @@ def scores(settings, folder):
 QUICK = ("optimiser.name=adam", "optimiser.rate=0.01", "optimiser.decay=0.0", "run.engine=vmapped")
 
 
+@pytest.mark.slow
 def test_fedavg_and_lg_learn_what_a_question_alone_cannot_tell(tmp_path):
     """With the ResNet frozen as it was drawn: colours are seen through it."""
     rounds = ("cases.FedAvg.rounds=16", "cases.LG.rounds=4", "cases.LG.after_round=12", "cases.Local only.cohort=3")
@@ -102,7 +104,8 @@ def test_a_frozen_encoder_sees_every_picture_once_and_is_no_part_of_the_model():
     [
         ("model.encoder=thawed", "model.encoder is 'thawed'"),
         ("data.pictures=blurred", "data.pictures is 'blurred'"),
-        ("model.hidden=[3, 4]", "four were expected: word, lstm, common, first"),
+        ("model.hidden=[3, 4]", "four from 1 on were expected: word, lstm, common, first"),
+        ("model.hidden=[3, 4, 0, 5]", "four from 1 on were expected"),
         ("model.widths=[3]", "four were expected"),
         ("model.weights=nowhere.pth", "the weights nowhere.pth cannot be had"),
         ("model.dropout=1.5", "dropout is 1.5"),
@@ -112,6 +115,15 @@ def test_a_frozen_encoder_sees_every_picture_once_and_is_no_part_of_the_model():
 def test_settings_that_do_not_fit_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         build_parts(small("paper", change), print)
+
+
+@pytest.mark.parametrize(
+    "change", ["data.pictures=none", "model.encoder=frozen", "model.weights=official", "model.widths=[4,4,4,4]"]
+)
+def test_what_only_questions_read_is_refused_with_other_data(change):
+    settings = Settings(data=DataSettings(source="digits", partition="iid"), cases={"FedAvg": CaseSettings("fedavg")})
+    with pytest.raises(InputError, match=f"{change.partition('=')[0]} is .*digits has no questions about pictures; leave it out"):
+        build_parts(changed(settings, [change]), print)
 
 
 def test_the_network_for_questions_refuses_other_data():
@@ -136,7 +148,24 @@ def test_findings_tell_how_soon_the_goal_is_reached(tmp_path):
     assert "How soon the goal is reached" in text
     assert "| Majority answer |" in text
     assert [path.name for path in draw_study(found, tmp_path)] == ["paper-vqa-goal.png"]
-    assert "How soon the goal is reached" in write_study_report(found, tmp_path).read_text()
+    page = write_study_report(found, tmp_path).read_text()
+    assert "How soon the goal is reached" in page
+    assert "<strong>The questions are a small part of VQA v2" in page
+    assert "<code>paper</code>: LG is above FedAvg on Local Test" in page
+
+
+def test_controls_stand_in_the_table_of_what_they_control():
+    def measured(accuracy):
+        sent = {"paper_parameters": 1e9, "parameters": 10, "bytes": 40}
+        return {"seeds": [0], "local": [accuracy], "validation": [accuracy], "course": [], **sent}
+
+    accuracies = {"longer": 0.40, "questions": 0.38, "shuffled": 0.37}
+    parts = {name: {"cases": {"FedAvg": measured(accuracy)}} for name, accuracy in accuracies.items()}
+    [table] = tables_of(Findings(PAPER["paper-vqa"], {}, parts))
+    assert table.title == "non-iid device data, by how questions begin"
+    told = {name: row["longer"].scores["local"].ours for name, row in table.rows.items() if row["longer"].measured}
+    expected = {"FedAvg": 40.0, "FedAvg, questions only": 38.0, "FedAvg, shuffled pictures": 37.0}
+    assert {name: score.mean for name, score in told.items()} == expected
 
 
 def test_a_goal_is_a_whole_percent_that_every_seed_reaches():

@@ -199,7 +199,7 @@ def require_fit(case: Case, fed: Federation, options: Options) -> None:
     if case.algorithm.devices not in (None, total):
         raise InputError(f"{case.algorithm.name}: made for {case.algorithm.devices} devices, but the data have {total}")
     if options.select == "best" and not fed.val.sizes.any():
-        raise InputError("options: select = 'best' needs validation data; set data.validation above 0, or use 'last'")
+        raise InputError("options: select = 'best' needs validation data, and nobody has any; raise data.validation, or use 'last'")
     if case.pretraining and case.pretraining.algorithm.settle is None:
         raise InputError(f"{case.algorithm.name}: nothing of it is private, so that there is nothing to train alone; do without")
     _try_one_step(case, fed)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,18 @@ def whole_or_not_at_all(path: Path) -> Iterator[Path]:
 
 def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error).splitlines()[0]
+
+
+def require_place(path: Path) -> None:
+    """Refuse, before the work, a file that could not be written after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError("its folder is read-only")
+    except OSError as error:
+        raise InputError(f"disk: {path} cannot be written ({_reason(error)}); give a file in a folder of yours") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -72,6 +84,8 @@ def read_about(path: Path) -> Json:
     """What the header of a safetensors file says about it; the tensors are not read."""
     with _opened(path, "cpu") as file:
         about: Json = json.loads((file.metadata() or {}).get("about", "{}"))
+        if not isinstance(about, dict):
+            raise ValueError("its header holds no table")
         return about
 
 
@@ -93,13 +107,22 @@ def _opened(path: Path, device: str | torch.device) -> Iterator[Any]:
 
 
 def append_rows(path: Path, rows: Iterable[Json]) -> None:
-    """Append to a JSON-lines file."""
+    """Append to a JSON-lines file; a last line that was cut off is dropped, for it would spoil the next."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        with path.open("a+b") as file:
+            _drop_cut_off(file)
+            file.writelines(f"{json.dumps(row)}\n".encode() for row in rows)
     except OSError as error:
         raise InputError(f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder") from error
+
+
+def _drop_cut_off(file: BinaryIO) -> None:
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(end - 1, 0))
+    if file.read(1) not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read_rows(path: Path) -> list[Json]:
@@ -107,7 +130,7 @@ def read_rows(path: Path) -> list[Json]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:

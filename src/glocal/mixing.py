@@ -15,7 +15,7 @@ from glocal.backends import Engine, OverDevices, Task
 from glocal.checkpoint import Progress
 from glocal.errors import InputError
 from glocal.federation import Federation, Holdings
-from glocal.fitting import Case, Options, finish, placed
+from glocal.fitting import Case, Options, classes_of, finish, placed
 from glocal.modules import predictor
 from glocal.result import Result
 from glocal.sampling import in_batches
@@ -65,6 +65,7 @@ def tune_alphas(result: Result, federation: Federation, *, grid: Sequence[float]
     For it the shared model has to reach the devices, and that is counted; alphas themselves never leave.
     """
     options = options or Options()
+    _require_tunable(result, federation, grid)
     params = result.algorithm.personal(result.state.shared, result.state.private.initial)
     tested = int(np.count_nonzero(federation.val.sizes))
     ledger = result.ledger.after_evaluation(result.state.shared, tested)
@@ -103,6 +104,17 @@ def losses_by_alpha(
             losses[place, tested] = over(tasks, holdings.examples).stacked().double().cpu().numpy() if tasks else []
     over.close()
     return losses
+
+
+def _require_tunable(result: Result, federation: Federation, grid: Sequence[float]) -> None:
+    """Refuse a federation without alphas, one of other devices or inputs than were trained, and a grid without a place."""
+    _require_alpha(result.state)
+    if len(result.sampled) != federation.devices:
+        trained = f"{len(result.sampled)} devices were trained"
+        raise InputError(f"mixing: {trained}, but the data have {federation.devices}; give the federation they were trained with")
+    if not grid:
+        raise InputError("mixing: the grid is empty; give at least one alpha from 0 to 1")
+    classes_of(result.structure, federation)
 
 
 def _require_alpha(state: State) -> None:

@@ -9,6 +9,7 @@ from glocal.wire import Ledger
 
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
+_MOST = 1e24
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name, limit in (("bytes", self.bytes), ("seconds", self.seconds)):
-            if limit is not None and limit <= 0:
-                raise InputError(f"advise: a budget of {limit} {name} is none; it must be above 0")
+            if limit is not None and not 0 < limit < _MOST:
+                raise InputError(f"advise: a budget of {limit:g} {name} is none; it must be above 0 and below {_MOST:.0e}")
 
     @classmethod
     def of(cls, text: str) -> "Budget":
@@ -31,7 +32,7 @@ class Budget:
         (Budget(bytes=20000000, seconds=None), Budget(bytes=None, seconds=90.0))
         """
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
-        amount, unit = (float(found[1]), found[2]) if found else (0.0, "")
+        amount, unit = (min(float(found[1]), _MOST), found[2]) if found else (0.0, "")
         if unit in _BYTES:
             return cls(bytes=round(amount * _BYTES[unit]))
         if unit in _SECONDS:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from glocal.trees import Params
 from glocal.wire import Ledger, admit
 
 Tell = Callable[[str], None]
+PREFERENCES = ("accuracy", "bytes")
 _FOR_THE_START, _FOR_THE_RACE = 0.4, 0.5  # shares of a budget
 _FEWEST_RACERS, _FEWEST_EXAMPLES = 3, 8
 _HALVES = 2
@@ -39,8 +41,9 @@ class Counsel:
     """How advice is found: who races and for how long, what they are judged on, and what it may cost.
 
     A part `held_out` of a racing device's examples, its validation data among them, is trained on by nobody. In each of `rungs` all
-    splits that are left go on for so many rounds. A split within `tolerance` of the best, and not clearly below it, is as good; one
-    that sends at most half as much is then preferred, where there are several that which variances expect to err least.
+    splits that are left go on for so many rounds. A split within `tolerance` of the best, and not clearly below it, is as good. If
+    you `prefer` accuracy, the one of these that shares most is chosen, for what is learnt together shows later than a race ends; if
+    bytes, one that sends at most half as much as the best, where there are several that which variances expect to err least.
     """
 
     racers: int = 24
@@ -48,6 +51,7 @@ class Counsel:
     held_out: float = 0.25
     tolerance: float = 0.01
     most: int = 12
+    prefer: str = "accuracy"
     budget: Budget = Budget()
 
     def __post_init__(self) -> None:
@@ -56,7 +60,9 @@ class Counsel:
                 f"advise: {self.racers} racers, rungs of {list(self.rungs)} rounds and {self.most} splits were asked for; "
                 f"at least {_FEWEST_RACERS}, one rung of a round, and {_HALVES} are needed"
             )
-        if not 0 < self.held_out < 1 or self.tolerance < 0:
+        if self.prefer not in PREFERENCES:
+            raise InputError(f"advise: prefer is '{self.prefer}'; it must be {' or '.join(PREFERENCES)}")
+        if not 0 < self.held_out < 1 or not self.tolerance >= 0:
             raise InputError(
                 f"advise: held_out is {self.held_out} and tolerance {self.tolerance}; a share and a difference were expected"
             )
@@ -228,7 +234,7 @@ def _advice(hall: Hall) -> Advice:
     expected = min(predicted, key=lambda name: predicted[name])
     alike = _as_good(rungs, hall.how.tolerance) if rungs else [expected]
     sends = {rival.name: rival.sends(warm) for rival in rivals}
-    choice = next(rival for rival in rivals if rival.name == _chosen(alike, sends, predicted))
+    choice = next(rival for rival in rivals if rival.name == chosen(alike, sends, predicted, hall.how.prefer))
     rows = [_row(rival, rungs, choice.name, sends[rival.name], predicted[rival.name]) for rival in rivals]
     return Advice(
         choice=choice,
@@ -247,16 +253,21 @@ def _advice(hall: Hall) -> Advice:
 
 
 def _warmed(hall: Hall) -> tuple[Params, Spent]:
-    """A model off its random start, and what that cost; a budget may end it early."""
-    spent, plan = Spent.nothing(), hall.plan
-    shared = hall.params
+    """A model off its random start, and what that cost; a budget may end it early, with so much left as variances send."""
+    spent, plan, budget = Spent.nothing(), hall.plan, hall.how.budget
+    shared, model = hall.params, trees.nbytes(hall.params)
+    reserve = (1 + _HALVES) * len(hall.racers) * model
+    least = 2 * plan.cohort * model + reserve
+    if budget.bytes is not None and budget.bytes < least:
+        what = f"a round of FedAvg and two updates of {len(hall.racers)} devices send {least:,} bytes at least"
+        raise InputError(f"advise: the budget is {budget.bytes:,} bytes; {what}; raise it, or have a smaller cohort")
     for moment in simulate_seeds(hall.algorithm, [Seat(plan, hall.train, begin(hall.algorithm, hall.params))], hall.over):
         state, report = moment[0]
         shared = state.shared
         spent = spent.and_also(report.traffic, updates=len(report.cohort), rounds=1)
         hall.tell(f"FedAvg, round {spent.rounds} of {plan.rounds}")
         per_round = spent.ledger.total.bytes // spent.rounds
-        if not spent.within(hall.how.budget, share=_FOR_THE_START, more=per_round):
+        if not (spent.within(budget, share=_FOR_THE_START, more=per_round) and spent.within(budget, more=per_round + reserve)):
             break
     return shared, spent
 
@@ -275,6 +286,8 @@ def _varied(hall: Hall, warm: Params, spent: Spent) -> tuple[dict[str, Variance]
     count = len(hall.racers)
     first, second = ({name: tensor[rows] for name, tensor in moved.items()} for rows in (slice(count), slice(count, None)))
     found = variances(first, second, _tensors_of_layers(hall.model, moved))
+    if not isfinite(found["all"].data + found["all"].device):
+        raise InputError("advise: devices' updates are no finite numbers, for training diverged; lower optimiser.rate")
     return found, spent.and_also(traffic, updates=count, rounds=1)
 
 
@@ -342,18 +355,21 @@ def _as_good(rungs: Sequence[Rung], tolerance: float) -> list[str]:
     """The best of the last rung, and those that were neither clearly nor noticeably below it when they raced last.
 
     Who fell out at the first rung has not raced long enough. To share nothing has to be clearly ahead: a short race shows at once
-    what local parts gain, and what is learnt together comes later.
+    what local parts gain, and what is learnt together comes later. What it is clearly ahead of is not as good.
     """
     best, *others = rungs[-1].ranking()
     if best == NOTHING and others and difference(rungs, best, others[0]).low <= 0:
         best = others[0]
     known = rungs[min(1, len(rungs) - 1)].ranking()
-    behind = {name: difference(rungs, best, name) for name in known if name not in (best, NOTHING)}
+    beaten = {name for name in known if NOTHING in rungs[0].names and difference(rungs, NOTHING, name).low > 0}
+    behind = {name: difference(rungs, best, name) for name in known if name not in (best, NOTHING, *beaten)}
     return [best, *(name for name, gap in behind.items() if gap.low <= 0 and gap.mean <= tolerance)]
 
 
-def _chosen(alike: Sequence[str], sends: Mapping[str, float], predicted: Mapping[str, float]) -> str:
-    """The first; or, of those that send at most half as much, the one that variances expect to err least."""
+def chosen(alike: Sequence[str], sends: Mapping[str, float], predicted: Mapping[str, float], prefer: str) -> str:
+    """For accuracy the one that shares most; for bytes the first, or, of those that send half as much, what variances expect."""
+    if prefer == "accuracy":
+        return max(alike, key=lambda name: sends[name])
     cheaper = [name for name in alike if sends[name] <= sends[alike[0]] / 2]
     return min(cheaper or alike[:1], key=lambda name: predicted[name])
 

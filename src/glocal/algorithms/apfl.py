@@ -1,6 +1,7 @@
 """APFL: Deng, Kamani and Mahdavi 2020, "Adaptive Personalized Federated Learning", Algorithm 1 and the step on alpha below it."""
 
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ ALPHA, _OWN = "mixing/alpha", "own/"
 
 def apfl(objective: Objective, optimiser: Optimiser, *, alpha: float = 0.5, pace: float = 0.0) -> Algorithm:
     """A device predicts with alpha * v + (1 - alpha) * w, its own model and FedAvg's; with a pace, alpha descends once a round."""
-    if not 0 <= alpha <= 1 or pace < 0:
-        raise InputError(f"apfl: alpha is {alpha} and pace {pace}; alpha must be from 0 to 1, pace at least 0")
+    if not 0 <= alpha <= 1 or not 0 <= pace < inf:
+        raise InputError(f"apfl: alpha is {alpha} and pace {pace}; alpha must be from 0 to 1, pace at least 0 and finite")
     owned = frozenset(_OWN + name for name in objective.trains)
 
     def init(params: Params) -> tuple[Params, Params]:

@@ -35,6 +35,7 @@ class Graphed(Generic[Result]):
     def __init__(self, function: OneDevice[Result], *, descent: Descent | None, told: str = "") -> None:
         self.function, self.descent, self.told = function, descent, told
         self.graphs: dict[Shape, _Captured | None] = {}
+        self.pool: Any = None
 
     def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
         """One stack of results."""
@@ -58,7 +59,9 @@ class Graphed(Generic[Result]):
             self.graphs[shape] = None
             return graph.run()
         self.graphs[shape] = graph
-        return graph.replay()
+        # one after the other, and results are copied at once: what one graph needs on its way, all others can use
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        return graph.replay(self.pool)
 
     def about(self) -> str:
         """What it is."""
@@ -107,11 +110,11 @@ class _Captured:
         own = {name: tensor[self.whose] for name, tensor in self.shared.items()}
         return batched(self.function, own, self.private, work)
 
-    def replay(self) -> Any:
+    def replay(self, pool: Any) -> Any:
         """The round as it was captured, on today's inputs; the results are copies, for the next replay writes over them."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=pool):
                 self.result = self.run()
             self.graph = graph
         self.graph.replay()

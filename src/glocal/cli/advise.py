@@ -8,20 +8,23 @@ from rich.console import Console
 from rich.table import Table
 
 from glocal.advice import Advice, Counsel, advise
+from glocal.advice.candidates import NOTHING
 from glocal.advice.counsel import Row
 from glocal.cli.progress import downloads
 from glocal.cli.tables import readable
 from glocal.errors import InputError
-from glocal.keep import write_json
+from glocal.keep import require_place, write_json
 from glocal.measure.theory import Estimate
 from glocal.modules import params_of
 from glocal.sampling import Plan
 from glocal.studies import STUDIES, Settings, changed, from_toml
 from glocal.studies.build import build_algorithm, build_parts
+from glocal.studies.paper import PAPER
 from glocal.studies.settings import CaseSettings, DataSettings
 from glocal.trees import count
 
 _HALF = 0.5
+_WIDEST = 120  # letters
 
 
 def settings_for(data: str, model: str | None, changes: list[str]) -> Settings:
@@ -30,6 +33,8 @@ def settings_for(data: str, model: str | None, changes: list[str]) -> Settings:
         base = STUDIES[data]
     elif Path(data).suffix == ".toml":
         base = from_toml(Path(data))
+    elif data in PAPER:
+        raise InputError(f"advise: '{data}' is a study of several parts; name a data set and a model, such as mnist and mlp")
     elif model is None:
         raise InputError(f"advise: '{data}' is neither a study nor a TOML file, and no model is named; name one, such as mlp")
     else:
@@ -41,12 +46,14 @@ def settings_for(data: str, model: str | None, changes: list[str]) -> Settings:
 
 def show_advice(settings: Settings, how: Counsel, *, rounds: int, out: Path | None, command: str) -> None:
     """Find out, print it, and write it down."""
+    if out is not None:
+        require_place(out)
     settings = replace(settings, plan=replace(settings.plan, seeds=1), cases={"FedAvg": CaseSettings("fedavg")})
+    plan = settings.plan
+    warm = Plan(rounds, plan.cohort, plan.epochs, plan.batch, plan.seed, tokens=plan.tokens)
     with downloads() as report:
         parts = build_parts(settings, report)
-    algorithm = build_algorithm(settings, settings.cases["FedAvg"], parts)
-    plan, federation = settings.plan, parts.federations[0]
-    warm = Plan(rounds, plan.cohort, plan.epochs, plan.batch, plan.seed)
+    algorithm, federation = build_algorithm(settings, settings.cases["FedAvg"], parts), parts.federations[0]
     console = Console(stderr=True)
     try:
         with console.status("getting ready") as status:
@@ -78,7 +85,7 @@ def _print_variances(advice: Advice) -> None:
     for layer, found in advice.variances.items():
         interval = f"{found.low:.2f} to {found.high:.2f}"
         table.add_row(layer, f"{found.data:.2g}", f"{found.device:.2g}", f"{found.alpha:.2f}", interval)
-    Console().print(table, highlight=False)
+    _print_whole(table)
 
 
 def _print_race(advice: Advice) -> None:
@@ -88,7 +95,12 @@ def _print_race(advice: Advice) -> None:
     for row in sorted(advice.rows, key=_place):
         figures = [f"{100 * row.accuracy[rounds]:.1f}" if rounds in row.accuracy else "" for rounds in ends]
         table.add_row(row.candidate.name, f"{100 * row.sends:.1f} %", *figures, *_told(advice, row))
-    Console().print(table, highlight=False)
+    _print_whole(table)
+
+
+def _print_whole(table: Table) -> None:
+    """A table with all of its digits, also where a line is too short for them."""
+    Console(width=max(Console().width, _WIDEST)).print(table, highlight=False)
 
 
 def _place(row: Row) -> tuple[int, float]:
@@ -139,30 +151,63 @@ def _why(advice: Advice) -> str:
     words = f"Why: alpha* is {alpha:.2f}, for {reason}"
     if not advice.raced:
         return f"{words}; the budget left no room for a race, so that the linear theory decides alone."
-    verdict = "did about as well" if expected in advice.alike else "did worse"
-    found = "and so says the race" if expected == advice.choice.name else f"which {verdict} in the race"
+    found = "and so says the race" if expected == advice.choice.name else f"which {_verdict(advice, expected)} in the race"
     return f"{words}; by that alone it would be '{expected}', {found}."
+
+
+def _verdict(advice: Advice, name: str) -> str:
+    """How a split that was not chosen did beside the choice."""
+    gap = _gap(advice, name)
+    if gap.mean > 0:
+        return "was ahead" if gap.low > 0 else "was ahead, but not clearly,"
+    return "did about as well" if name in advice.alike or not gap.mean else "did worse"
+
+
+def _gap(advice: Advice, name: str) -> Estimate:
+    """How far a split that raced is from the choice."""
+    (gap,) = (row.difference for row in advice.rows if row.candidate.name == name)
+    assert gap is not None
+    return gap
 
 
 def _how_sure(advice: Advice) -> str:
     if not advice.raced:
         return "How sure: not very; give it a larger budget."
     alike = [name for name in advice.alike if name != advice.choice.name]
-    short = "" if advice.finished else " The budget ended the race early."
+    short = _ahead_alone(advice) + ("" if advice.finished else " The budget ended the race early.")
     if alike:
         sent = {row.candidate.name: row.sends for row in advice.rows}
-        first = advice.choice.name == advice.alike[0]
-        reason = "came out first" if first else f"sends {100 * sent[advice.choice.name]:.1f} % of the model"
-        return f"How sure: {_listed(alike)} did about as well in {advice.rounds} rounds; the choice {reason}.{short}"
+        least = min(advice.alike, key=lambda name: sent[name])
+        reason = (
+            f"sends least of these, {100 * sent[least]:.1f} % of the model"
+            if advice.choice.name == least
+            else f"sends {100 * sent[advice.choice.name]:.1f} % of the model, '{least}' {100 * sent[least]:.1f} % (--prefer bytes)"
+        )
+        return f"How sure: {_listed(alike)} did about as well in {_rounds(advice)}; the choice {reason}.{short}"
     rivals = [row for row in advice.rows if row.candidate != advice.choice and max(row.accuracy, default=0) == advice.rounds]
     if not rivals:
         return f"How sure: the others were behind before round {advice.rounds}.{short}"
     nearest_row = max(rivals, key=lambda row: row.accuracy[advice.rounds])
-    gap = nearest_row.difference
-    assert gap is not None
+    gap = _gap(advice, nearest_row.candidate.name)
+    if gap.mean >= 0:
+        as_well = "" if gap.mean else f" '{nearest_row.candidate.name}' did as well in {_rounds(advice)}."
+        return f"How sure: not very.{as_well}{short}"
     ahead = Estimate(-gap.mean, -gap.high, -gap.low)
     clear = "clearly" if ahead.low > 0 else "not clearly"
     return f"How sure: {clear} ahead of '{nearest_row.candidate.name}', by {100 * ahead.mean:.1f} points ({points(ahead)}).{short}"
+
+
+def _ahead_alone(advice: Advice) -> str:
+    """What to know where sharing nothing was ahead of the choice: it has to be so clearly to be chosen."""
+    if advice.choice.name == NOTHING or _gap(advice, NOTHING).mean <= 0:
+        return ""
+    gap = _gap(advice, NOTHING)
+    by = f"{100 * gap.mean:.1f} points ({points(gap)})"
+    return f" '{NOTHING}' was ahead by {by}, which is not clear enough: what is learnt together shows later than a race ends."
+
+
+def _rounds(advice: Advice) -> str:
+    return "1 round" if advice.rounds == 1 else f"{advice.rounds} rounds"
 
 
 def _groups(advice: Advice) -> list[str]:
@@ -173,7 +218,7 @@ def _groups(advice: Advice) -> list[str]:
     return [
         f"Groups: devices {_listed(map(str, group.devices))} do better with '{group.candidate}', "
         f"by {100 * group.gain.mean:.1f} points ({points(group.gain)}, on data that did not choose them): "
-        "give them a federation of their own."
+        f"{'leave each of them alone' if group.candidate == NOTHING else 'give them a federation of their own'}."
         for group in advice.groups
     ]
 
@@ -181,7 +226,7 @@ def _groups(advice: Advice) -> list[str]:
 def _cost(advice: Advice) -> str:
     spent = advice.spent
     sent = readable(spent.ledger.total.bytes)
-    return f"Cost: {sent}, {spent.updates:,} updates by devices, {advice.seconds:.0f} seconds."
+    return f"Cost: {sent}, {spent.updates:,} updates by devices, {advice.seconds:.0f} s."
 
 
 def _listed(words: Iterable[str]) -> str:

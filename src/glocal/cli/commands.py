@@ -7,11 +7,14 @@ from shlex import quote
 from typing import Annotated
 
 import typer
+import typer.core
 from rich.console import Console
 from rich.table import Table
 
+from glocal.cli.deploy_commands import deploy_app
 from glocal.errors import InputError, nearest
 
+typer.core.HAS_RICH = False  # else brackets in help texts are escaped for rich, which never sees them
 app = typer.Typer(
     name="glocal",
     help="Personalised federated learning with local and shared representations.",
@@ -22,6 +25,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="List, fetch, check and draw data sets.", invoke_without_command=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
+app.add_typer(deploy_app, name="deploy")
 
 Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.option=value. May be repeated.")]
 Folder = Annotated[Path, typer.Argument(help="The folder of a run.")]
@@ -105,10 +109,11 @@ def run(
     from glocal.cli.running import free_folder, go, start_parts
     from glocal.studies import STUDIES, changed, from_toml
     from glocal.studies.paper import PAPER
-    from glocal.studies.run import slug
+    from glocal.studies.parts import holds_study
+    from glocal.studies.run import holds_run, slug
 
     wanted = [*(changes or []), *_on(engine=engine, device=device, seeds=seeds)]
-    if out is not None and ((out / "settings.json").exists() or (out / "study.json").exists()):
+    if out is not None and (holds_run(out) or holds_study(out)):
         raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
     if study in PAPER:
         typed = _typed("run", study, changes, part=parts or [], engine=[engine], seeds=[seeds], device=[device])
@@ -154,6 +159,11 @@ def report(
 
     if len(folders) == 1 and (folders[0] / "join.json").exists():
         show_join(folders[0])
+        return
+    if len(folders) == 1 and (folders[0] / "live.json").exists():
+        from glocal.cli.deploys import show_result
+
+        show_result(folders[0])
         return
     if len(folders) == 1 and (folders[0] / "audit.json").exists():
         show_audit(folders[0])
@@ -251,6 +261,7 @@ def advise(
     budget: Annotated[str | None, typer.Option(help="What it may cost: bytes or seconds, such as '20 MB' or '60 s'.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of FedAvg before the race.")] = 100,
     racers: Annotated[int, typer.Option(help="How many devices race.")] = 24,
+    prefer: Annotated[str, typer.Option(help="Of splits as good: accuracy (shares most) or bytes.")] = "accuracy",
     seed: Annotated[int | None, typer.Option(help="What is drawn from; short for --set plan.seed=N.")] = None,
     device: DeviceName = None,
     out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.")] = None,
@@ -261,9 +272,11 @@ def advise(
 
     named = [f"plan.seed={seed}"] if seed is not None else []
     settings = settings_for(data, model, [*(changes or []), *named, *_on(device=device)])
-    how = Counsel(budget=Budget.of(budget) if budget else Budget(), racers=racers)
+    how = Counsel(budget=Budget() if budget is None else Budget.of(budget), racers=racers, prefer=prefer)
     what = data if model is None else f"{data} {model}"
-    typed = _typed("advise", what, changes, budget=[budget], rounds=[rounds], racers=[racers], seed=[seed], device=[device])
+    typed = _typed(
+        "advise", what, changes, budget=[budget], rounds=[rounds], racers=[racers], prefer=[prefer], seed=[seed], device=[device]
+    )
     show_advice(settings, how, rounds=rounds, out=out, command=typed)
 
 

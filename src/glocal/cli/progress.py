@@ -85,4 +85,5 @@ def downloads() -> Iterator[Callable[[str, int, int], None]]:
     try:
         yield report
     finally:
-        bars.stop()
+        if bars.live.is_started:  # else it would leave an empty line where nobody watches
+            bars.stop()

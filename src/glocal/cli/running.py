@@ -15,8 +15,8 @@ from glocal.keep import write_text
 from glocal.report import study_markdown, write_report, write_study_report
 from glocal.studies import Settings
 from glocal.studies.findings import joined, read_findings, write_findings
-from glocal.studies.parts import leave_unbegun, prepare, run_parts, sit_down
-from glocal.studies.run import read_results, run_study
+from glocal.studies.parts import holds_study, leave_unbegun, prepare, run_parts, sit_down
+from glocal.studies.run import holds_run, read_results, run_study
 from glocal.studies.study import Study
 
 
@@ -67,7 +67,8 @@ def _watched(folder: Path) -> Iterator[tuple[Report, Progress]]:
         with downloads() as report, case_bars() as bars:
             yield report, bars
     except KeyboardInterrupt:
-        console.print(f"stopped; go on with: glocal resume {folder}", highlight=False)
+        kept = holds_study(folder) or holds_run(folder)
+        console.print(f"stopped; go on with: glocal resume {folder}" if kept else "stopped; nothing was kept", highlight=False)
         raise
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from glocal.errors import InputError, nearest
+from glocal.keep import require_place
 from glocal.measure.theory import (
     Floats,
     Inputs,
@@ -43,6 +44,7 @@ def show_theory(world: World, *, repeats: int, seed: int, out: Path | None) -> N
     """Print what the theory says of a world, try it out, and draw it; without repeats, the closed forms alone."""
     if out is not None:
         picture_kind(out)
+        require_place(out)
     with Console(stderr=True).status(f"{repeats} trials"):
         tried = trials(world, repeats=repeats, seed=seed) if repeats else None
     _print_world(world)

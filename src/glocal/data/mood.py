@@ -27,6 +27,7 @@ UNKNOWN = 1
 _WORD = re.compile(r"[\w']+|[^\w\s]")
 _ESSAYS = ("user_id", "text", "valence")
 _MAPS = ("person", "text", "mood")
+_PUT_RIGHT = f"close its quotes, double those within, and shorten texts above {csv.field_size_limit():,} letters"
 Words = tuple[str, ...]
 
 
@@ -47,8 +48,11 @@ def read_texts(paths: Iterable[Path]) -> Texts:
 
     A text without a word is kept, as one unknown word: that nothing was written may say something too.
     """
-    rows = [row for path in paths for row in _rows(path)]
-    words, person, y = zip(*rows, strict=True) if rows else ((), (), ())
+    files = [*paths]
+    rows = [row for path in files for row in _rows(path)]
+    if not rows:
+        raise InputError(f"data: {', '.join(map(str, files))}: there is no text below the columns; give every text a row")
+    words, person, y = zip(*rows, strict=True)
     return Texts(tuple(words), tuple(person), np.array(y, dtype=np.int64))
 
 
@@ -113,18 +117,20 @@ def _federation(store: Examples, parts: tuple[list[Rows], list[Rows], list[Rows]
 
 def _rows(path: Path) -> Iterator[tuple[Words, str, int]]:
     """Words, person and class of every row of a file."""
-    reader = csv.DictReader(io.StringIO(_text_of(path), newline=""), restkey="", restval=None)
-    who, text, rating, classed = _form(path, reader.fieldnames or ())
+    # what a row has too much stands under None; without `strict` a quote that nobody closes takes all rows below it into its text
+    reader = csv.DictReader(io.StringIO(_text_of(path), newline=""), strict=True)
     try:
+        who, text, rating, classed = _form(path, reader.fieldnames or ())
         for row in reader:
             where = f"data: {path}, row {reader.line_num}"
-            if "" in row or any(row[column] is None for column in (who, text, rating)):
+            if None in row or any(row[column] is None for column in (who, text, rating)):
                 raise InputError(f"{where}: it has another number of columns than the first row; quote texts that hold commas")
             if not row[who].strip():
                 raise InputError(f"{where}: {who} is empty; every text needs to say whose it is")
             yield in_words(row[text]), row[who].strip(), classed(row[rating], f"{where}: {rating}")
     except csv.Error as error:
-        raise InputError(f"data: {path}, row {reader.line_num}: it is no CSV ({error})") from error
+        where = f"data: {path}, from row {reader.line_num + 1} on"
+        raise InputError(f"{where}: it cannot be read ({error}); {_PUT_RIGHT}") from None
 
 
 def _text_of(path: Path) -> str:
@@ -144,6 +150,8 @@ def _form(path: Path, columns: Sequence[str]) -> Form:
     """The columns to read, and how a rating becomes a class."""
     for names, classed in ((_ESSAYS, _valence), (_MAPS, _mood)):
         if {*names} <= {*columns}:
+            if any(columns.count(name) > 1 for name in names):
+                raise InputError(f"data: {path}, row 1: a column of {', '.join(names)} is there twice; keep one of each")
             return (*names, classed)
     raise InputError(f"data: {path}, row 1: columns {', '.join(_MAPS)} or {', '.join(_ESSAYS)} were expected")
 

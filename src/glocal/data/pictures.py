@@ -19,8 +19,9 @@ from glocal.errors import InputError, brief
 from glocal.places import cache_folder
 
 Numbers = npt.NDArray[Any]
-_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
 _AT_ONCE = 256
+_ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class Pictures:
@@ -74,14 +75,15 @@ class Pictures:
         return Pictures(torch.cat(parts).numpy())
 
     def standardised(self) -> "Pictures":
-        """Features of mean 0 and deviation 1 each."""
-        return Pictures(((self.table - self.table.mean(0)) / self.table.std(0).clamp(min=1e-6)).numpy())
+        """Features of mean 0 and deviation 1 each; 0 where all are alike, as with a single picture."""
+        deviation = self.table.std(0, correction=min(1, len(self) - 1)).clamp(min=1e-6)
+        return Pictures(((self.table - self.table.mean(0)) / deviation).numpy())
 
 
 def _normalised(pixels: Tensor) -> Tensor:
     # filled in place: torch.tensor would copy from the host, and make a GPU wait, at every step
     mean, deviation = (
-        torch.stack([torch.full((1, 1), value, device=pixels.device) for value in values]) for values in (_MEAN, _DEVIATION)
+        torch.stack([torch.full((1, 1), value, device=pixels.device) for value in values]) for values in (MEAN, DEVIATION)
     )
     return (pixels.float() / 255 - mean) / deviation
 
@@ -99,20 +101,29 @@ def in_place(source: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     for name in names:
         figures = Path(name).stem.rpartition("_")[2]
-        if figures.isdecimal():
-            found[int(figures)] = name
+        if name.endswith("/") or Path(name).name.startswith(".") or Path(name).suffix.lower() not in _ENDINGS:
+            continue  # a folder, what macOS packs beside every file, or notes on a picture
+        if figures.isdecimal() and found.setdefault(int(figures), name) != name:
+            raise InputError(
+                f"data: {source} has two pictures of id {int(figures)}, {found[int(figures)]} and {name}; take one of them away"
+            )
     return found
 
 
 def decoded(source: Path, names: Sequence[str], *, size: int) -> Pictures:
     """These pictures of a folder or a zip, each brought to size x size; a decoded copy is kept in the cache, and mapped."""
-    stamp = source.stat()
-    told = repr((str(source.resolve()), stamp.st_size, stamp.st_mtime_ns, list(names), size))
+    told = repr((str(source.resolve()), _stamps(source, names), list(names), size))
     kept = cache_folder() / "pictures" / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.npy"
     found = mapped(kept, (len(names), 3, size, size))
     if found is None:
         found = _decode(source, names, size, kept)
     return Pictures(found)
+
+
+def _stamps(source: Path, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Size and time of what is read: a folder's own do not change when a picture in it does."""
+    read = [source / name for name in names] if source.is_dir() else [source]
+    return [(stamp.st_size, stamp.st_mtime_ns) for stamp in map(Path.stat, read)]
 
 
 def mapped(path: Path, shape: tuple[int, ...]) -> Numbers | None:
@@ -131,6 +142,7 @@ def _decode(source: Path, names: Sequence[str], size: int, kept: Path) -> Number
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
             draft = np.lib.format.open_memmap(Path(scratch) / kept.name, mode="w+", dtype=np.uint8, shape=shape)
+            _claim(Path(scratch) / kept.name)
             _fill(draft, read, names)
             draft.flush()
             os.replace(Path(scratch) / kept.name, kept)
@@ -140,6 +152,13 @@ def _decode(source: Path, names: Sequence[str], size: int, kept: Path) -> Number
     array = np.empty(shape, dtype=np.uint8)
     _fill(array, read, names)
     return array
+
+
+def _claim(path: Path) -> None:
+    """Room on disk for all of a file: one that is mapped and runs out of it ends the process, not the call."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _fill(array: Numbers, read: Callable[[str], bytes], names: Sequence[str]) -> None:
@@ -154,13 +173,20 @@ def _reader(source: Path) -> Callable[[str], bytes]:
 def _pixels(read: Callable[[str], bytes], name: str, size: int) -> Numbers:
     """One picture (3, size, size)."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise InputError("data: pictures need Pillow; install it with: pip install 'glocal[vqa]'") from error
     try:
         with Image.open(io.BytesIO(read(name))) as opened:
-            picture = opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError, KeyError, zipfile.BadZipFile, Image.DecompressionBombError) as error:
+            if opened.mode.startswith("I"):  # 16 bits a pixel, of which `convert` would make white of all above 255
+                picture = Image.fromarray((np.asarray(opened) // 256).clip(0, 255).astype(np.uint8)).convert("RGB")
+            else:
+                picture = opened.convert("RGBA" if "transparency" in opened.info else "RGB").convert("RGB")
+    except UnidentifiedImageError as error:
+        raise InputError(
+            f"data: the picture {name} cannot be decoded (of no known kind); fetch it again, or take it away"
+        ) from error
+    except Exception as error:  # whatever a decoder or a zip (locked, of a method unknown here) may raise
         raise InputError(f"data: the picture {name} cannot be decoded ({brief(error)}); fetch it again, or take it away") from error
     if picture.size != (size, size):
         picture = picture.resize((size, size), Image.Resampling.LANCZOS)

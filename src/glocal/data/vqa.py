@@ -15,6 +15,8 @@ import gzip
 import json
 import lzma
 import re
+import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +32,11 @@ from glocal.errors import InputError, brief
 from glocal.federation import Examples
 from glocal.sampling import Integers
 
+Pair = tuple[str | Path, str | Path]
 PEOPLE = 10
 _VERSION = "2.0"
-_WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?")
+_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")  # letters and figures of any script
+_LONGEST = 64  # words: one endless question would make all others as long
 _NO_WORD, _NEW_WORD = 0, 1
 _SIZE = 128  # pixels
 
@@ -63,11 +67,17 @@ class Questions:
 
 
 def read_vqa(
-    train: Sequence[tuple[Path, Path]], test: Sequence[tuple[Path, Path]], pictures: Path, *, answers: int = 1000, size: int = _SIZE
+    train: Sequence[Pair], test: Sequence[Pair], pictures: str | Path, *, answers: int = 1000, size: int = _SIZE
 ) -> tuple[Examples, Examples, Questions]:
     """From pairs of question and annotation files, and a folder or zip of pictures, each brought to size x size pixels."""
+    for name, number in (("answers", answers), ("size", size)):
+        if not isinstance(number, int) or number < 1:
+            raise InputError(f"data: {name} is {number!r}; a whole number from 1 on was expected")
+    if not train or not test:
+        raise InputError(f"data: {len(train)} pairs of training files and {len(test)} of test files; give one of each at least")
+    pictures = Path(pictures)
     there = in_place(pictures)
-    parts = [[asked for pair in pairs for asked in read_asked(*pair)] for pairs in (train, test)]
+    parts = [[asked for pair in pairs for asked in read_asked(*map(Path, pair))] for pairs in (train, test)]
     seen = [[asked for asked in part if asked.picture in there] for part in parts]
     if not all(seen):
         lost = next(asked for part, kept in zip(parts, seen, strict=True) if not kept for asked in part)
@@ -97,10 +107,9 @@ def read_easy_vqa(files: Mapping[str, Path]) -> tuple[Examples, Examples, Questi
 
 def read_asked(questions: Path, annotations: Path) -> list[Asked]:
     """The questions of one pair of files with their answers, matched by id."""
-    asked = {_field(row, "question_id", questions): row for row in _rows(questions, "questions")}
+    asked, answered = _by_id(questions, "questions"), _by_id(annotations, "annotations")
     found = []
-    for row in _rows(annotations, "annotations"):
-        number = _field(row, "question_id", annotations)
+    for number, row in answered.items():
         if number not in asked:
             raise InputError(
                 f"data: {annotations} answers question {number}, which {questions} does not ask; give files of one part"
@@ -113,27 +122,52 @@ def read_asked(questions: Path, annotations: Path) -> list[Asked]:
     return found
 
 
+def _by_id(path: Path, kind: str) -> dict[int, Mapping[str, Any]]:
+    found: dict[int, Mapping[str, Any]] = {}
+    for row in _rows(path, kind):
+        number = _whole(row, "question_id", path)
+        if number in found:
+            raise InputError(f"data: {path} has question {number} twice; take one of them away")
+        found[number] = row
+    return found
+
+
 def _asked(question: Mapping[str, Any], annotation: Mapping[str, Any], questions: Path, annotations: Path) -> Asked:
     number, text = question["question_id"], _field(question, "question", questions)
-    words = tuple(_WORD.findall(str(text).lower()))
+    words = _words(text) if isinstance(text, str) else ()
     if not words:
         raise InputError(f"data: {questions}: question {number} is {text!r} and has no words; write it out, or take it away")
-    answers = _field(annotation, "answers", annotations)
+    answers, label = (_field(annotation, name, annotations) for name in ("answers", "multiple_choice_answer"))
     try:
-        people = tuple(_plain(each["answer"]) for each in answers)
+        people, label = tuple(_plain(each["answer"]) for each in answers), _plain(label)
     except (TypeError, KeyError) as error:
-        raise InputError(f"data: {annotations}: the answers to question {number} are {answers!r:.60}; ten were expected") from error
+        said = f"{answers!r:.60}, in short {label!r:.20}"
+        raise InputError(f"data: {annotations}: the answers to question {number} are {said}; ten words were expected") from error
     if not 1 <= len(people) <= PEOPLE:
         raise InputError(f"data: {annotations}: question {number} has {len(people)} answers; 1 to {PEOPLE} were expected")
-    label = _plain(_field(annotation, "multiple_choice_answer", annotations))
-    return Asked(number, _field(question, "image_id", questions), words, label, people)
+    picture = _whole(question, "image_id", questions)
+    if annotation.get("image_id", picture) != picture:
+        about = f"about picture {annotation['image_id']!r:.40} in {annotations} and about {picture} in {questions}"
+        raise InputError(f"data: question {number} is {about}; give files of one part")
+    return Asked(number, picture, words, label, people)
 
 
 def _easy(number: int, text: str, answer: str, image: int, *, first: int) -> Asked:
-    return Asked(number, first + image, tuple(_WORD.findall(text.lower())), answer, (answer,) * PEOPLE)
+    return Asked(number, first + image, _words(text), answer, (answer,) * PEOPLE)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """The words of a question, in small letters.
+
+    >>> _words("Où est l’éléphant? It isn't here.")
+    ('où', 'est', "l'éléphant", 'it', "isn't", 'here')
+    """
+    return tuple(_WORD.findall(unicodedata.normalize("NFC", text).replace("’", "'").lower()))
 
 
 def _plain(answer: object) -> str:
+    if not isinstance(answer, str | int | float):
+        raise TypeError(f"{answer!r} is no answer")
     return str(answer).strip().lower()
 
 
@@ -142,12 +176,13 @@ def _rows(path: Path, kind: str) -> list[Mapping[str, Any]]:
     try:
         raw = path.read_bytes()
         table = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise InputError(f"data: {path} is no JSON of VQA ({brief(error)}); fetch it again from visualqa.org") from error
     if not isinstance(table, dict) or not isinstance(table.get(kind), list) or not table[kind]:
         raise InputError(f"data: {path} holds no list of {kind}; the official file of VQA v2 was expected")
-    version = str((table.get("info") or {}).get("version", _VERSION))
-    if version != _VERSION:
+    info = table.get("info")
+    version = str(info.get("version", _VERSION) if isinstance(info, dict) else _VERSION)
+    if version not in (_VERSION, "2"):
         raise InputError(f"data: {path} is of version {version} of VQA; version {_VERSION} was expected, from visualqa.org")
     rows: list[Mapping[str, Any]] = table[kind]
     return rows
@@ -159,6 +194,13 @@ def _field(row: Mapping[str, Any], name: str, path: Path) -> Any:
     return row[name]
 
 
+def _whole(row: Mapping[str, Any], name: str, path: Path) -> int:
+    number = _field(row, name, path)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InputError(f"data: {path}: '{name}' is {number!r:.40} in a row ({row!r:.80}); a whole number was expected")
+    return number
+
+
 def _prepared(
     train: Sequence[Asked], test: Sequence[Asked], places: Mapping[int, int], table: Pictures, *, answers: int, missing: int
 ) -> tuple[Examples, Examples, Questions]:
@@ -167,7 +209,7 @@ def _prepared(
     place_of = {answer: place for place, answer in enumerate(known)}
     learnt = [asked for asked in train if _label(asked, place_of) is not None]
     words = ("", "?", *sorted({word for asked in learnt for word in asked.words}))
-    longest = max(len(asked.words) for asked in learnt)
+    longest = min(_LONGEST, max(len(asked.words) for asked in learnt))
     number_of = {word: number for number, word in enumerate(words)}
     examples = [_examples(part, places, number_of, place_of, longest) for part in (learnt, test)]
     kinds = _kinds([[" ".join(asked.words[:2]) for asked in part] for part in (learnt, test)])

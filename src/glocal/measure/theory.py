@@ -8,13 +8,13 @@ labels in a test, sigma^2, would come on top of each of them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, isfinite, sqrt
+from math import inf, sqrt
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from glocal.errors import InputError
+from glocal.errors import InputError, brief
 from glocal.sampling import stream
 
 Floats = npt.NDArray[np.float64]
@@ -49,8 +49,9 @@ class Inputs:
     def __post_init__(self) -> None:
         if not self.variances:
             raise InputError("theory: d is 0; inputs need at least one number")
-        if not all(isfinite(variance) and variance > 0 for variance in self.variances):
-            raise InputError(f"theory: a variance of the inputs is {min(self.variances):g}; each must be finite and above 0")
+        for variance in self.variances:
+            if not 0 < variance <= _MOST:
+                raise InputError(f"theory: a variance of the inputs is {variance:g}; each must be above 0, and at most {_MOST:.0e}")
 
     @property
     def d(self) -> int:
@@ -84,7 +85,10 @@ def correlated(covariance: npt.ArrayLike) -> Inputs:
     >>> round(correlated([[2.0, 1.0], [1.0, 2.0]]).trace, 6)
     4.0
     """
-    matrix = np.asarray(covariance, dtype=np.float64)
+    try:
+        matrix = np.asarray(covariance, dtype=np.float64)
+    except ValueError as error:
+        raise InputError(f"theory: the covariance is no table of numbers ({brief(error)}); a matrix (d, d) was expected") from error
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T):
         raise InputError(f"theory: the covariance has shape {matrix.shape}; a symmetric matrix (d, d), finite, was expected")
     return Inputs(tuple(np.linalg.eigvalsh(matrix).tolist()))
@@ -117,7 +121,8 @@ class World:
             if not 0 <= deviation <= _MOST:
                 raise InputError(f"theory: {name} is {deviation:g}; it is a standard deviation, from 0 to {_MOST:.0e}")
         if not self.rho**2 + self.sigma**2:
-            raise InputError("theory: rho and sigma are both 0, so that every model is right; raise one of them")
+            given = f"rho is {self.rho:g} and sigma {self.sigma:g}, with squares of 0"
+            raise InputError(f"theory: {given}, so that every model is right; raise one of them")
 
 
 class Law(NamedTuple):

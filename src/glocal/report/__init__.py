@@ -2,6 +2,7 @@
 
 from glocal.report.audit_page import write_audit_report
 from glocal.report.classes import draw_classes
+from glocal.report.deploy_page import write_deploy_report
 from glocal.report.join_page import draw_join, write_join_report
 from glocal.report.markdown import study_markdown
 from glocal.report.page import write_report
@@ -19,6 +20,7 @@ __all__ = [
     "draw_theory",
     "study_markdown",
     "write_audit_report",
+    "write_deploy_report",
     "write_join_report",
     "write_report",
     "write_study_report",

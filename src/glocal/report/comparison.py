@@ -144,11 +144,12 @@ def row_names(part: Part) -> list[str]:
 
 def tables_of(findings: Findings) -> list[SideBySide]:
     """One table for each split of the data of which something was measured."""
-    parts: dict[str, dict[str, str]] = {}
+    columns: dict[str, dict[str, list[Row]]] = {}
     for name, part in findings.study.parts.items():
         if name in findings.parts and name not in _MTL:
-            parts.setdefault(part.title, {})[part.protocol] = name
-    columns = {title: {way: rows_of(findings, name) for way, name in of.items()} for title, of in parts.items()}
+            behind = f", {part.control}" if part.control else ""
+            rows = [row._replace(name=f"{row.name}{behind}") for row in rows_of(findings, name)]
+            columns.setdefault(part.title, {}).setdefault(part.protocol, []).extend(rows)
     return [_side_by_side(title, findings.study, of) for title, of in columns.items()]
 
 

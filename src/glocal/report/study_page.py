@@ -64,7 +64,7 @@ def _claims(findings: Findings) -> str:
 def _claim_row(says: str, word: str, *numbers: str) -> str:
     marked = f'<span class="below">{word}</span>' if word == "fails" else word
     cells = "".join(f"<td>{number}</td>" for number in numbers)
-    return f'<tr><th scope="row" class="says name">{escape(says)}</th><td class="name">{marked}</td>{cells}</tr>'
+    return f'<tr><th scope="row" class="says name">{_html(says)}</th><td class="name">{marked}</td>{cells}</tr>'
 
 
 def _tables(findings: Findings) -> str:
@@ -145,5 +145,5 @@ def _name(words: str) -> str:
 
 
 def _html(words: str) -> str:
-    """Words as HTML, names in backticks as code."""
-    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(words))
+    """Words as HTML, names in backticks as code, and what stands between double asterisks strong."""
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", re.sub("`([^`]*)`", r"<code>\1</code>", escape(words)))

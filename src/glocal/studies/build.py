@@ -26,7 +26,7 @@ from glocal.sampling import Integers, stream
 from glocal.split import Split
 from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
-from glocal.studies.questions import answering, controlled, seen_by
+from glocal.studies.questions import answering, controlled, refuse_for_others, seen_by
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.studies.tries import tries_of
@@ -69,6 +69,8 @@ def build_parts(settings: Settings, report: data.Report) -> Parts:
     loaded = build_data(settings.data, report)
     if isinstance(loaded, Dataset) and loaded.questions:
         loaded = seen_by(settings.model, controlled(loaded, settings.data.pictures), settings.run.computing_device)
+    elif settings.model.name != "vqa":  # which says so itself
+        refuse_for_others(settings)
     deals = sorted({run.deal for run in runs})
     dealt = dict(zip(deals, deal_all(loaded, settings.data, deals), strict=True))
     federations = tuple(dealt[run.deal] for run in runs)

@@ -12,7 +12,7 @@ from glocal.errors import InputError, brief, nearest
 from glocal.keep import Json, read_json, read_rows, write_json
 from glocal.studies.goals import course
 from glocal.studies.paper import PAPER
-from glocal.studies.run import read_results, read_settings, slug
+from glocal.studies.run import holds_run, read_results, read_settings, slug
 from glocal.studies.study import Claim, Figure, Part, Study
 
 _PERCENT = 100.0
@@ -177,7 +177,7 @@ def _from_dict(data: Json) -> Findings:
 
 def _part(folder: Path, study: Path, name: str, of: Part) -> Json | None:
     """What a part has finished so far; None if nothing."""
-    if not (folder / "settings.json").exists() or not (results := read_results(folder)):
+    if not holds_run(folder) or not (results := read_results(folder)):
         return None
     seconds = sum(row.get("seconds", 0.0) for row in read_rows(study / "timing.jsonl") if row.get("part") == name)
     cases = {case: _case(seeds) for case, seeds in results.items()}

@@ -41,11 +41,14 @@ def goal_of(rows: Sequence[Json]) -> float:
 
     >>> goal_of([{"seed": 0, "validation": 0.415}, {"seed": 0, "validation": 0.4}, {"seed": 1, "validation": 0.42}])
     0.41
+    >>> goal_of([{"seed": 0, "validation": 0.29}])
+    0.29
     """
     best: dict[int, float] = {}
     for row in rows:
         best[row["seed"]] = max(best.get(row["seed"], 0.0), row["validation"])
-    return math.floor(_PERCENT * min(best.values(), default=0.0)) / _PERCENT
+    whole = math.floor(round(_PERCENT * min(best.values(), default=0.0), 6))  # 100 * 0.29 is 28.999999999999996
+    return whole / _PERCENT
 
 
 def reached(rows: Sequence[Json], goal: float) -> Mapping[int, Reached | None]:

@@ -38,8 +38,20 @@ def read_newcomer(address: str, *, like: Tensor, classes: int, seed: int) -> New
         if labels in tensors:
             _require_labels(labels, tensors[labels], tensors[inputs], classes)
     if not len(tensors["x"]):
-        raise InputError(f"join: {address} holds no examples; a new device needs some, labelled or not")
+        raise InputError(f"data: {address} holds no examples; a new device needs some, labelled or not")
     return _parted(tensors, seed)
+
+
+def read_inputs(address: str, *, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Inputs to predict, and their labels if they are known, from FILE.npz or "module:function"."""
+    given = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
+    tensors = {name: _as_tensor(name, array) for name, array in given.items() if array is not None}
+    _require_inputs("x", tensors["x"], like)
+    if not len(tensors["x"]):
+        raise InputError(f"data: {address} holds no inputs; give at least one")
+    if "y" in tensors and tensors["y"].shape != tensors["x"].shape[:1]:
+        raise InputError(f"data: y is {tuple(tensors['y'].shape)} for {len(tensors['x'])} inputs; one label per input was expected")
+    return tensors["x"], tensors.get("y")
 
 
 def _from_file(path: Path) -> Mapping[str, Any]:
@@ -50,27 +62,27 @@ def _from_file(path: Path) -> Mapping[str, Any]:
         with file:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError as error:
-        raise InputError(f"join: there is no file {path}; give an .npz file with x and y, or module:function") from error
+        raise InputError(f"data: there is no file {path}; give an .npz file with x and y, or module:function") from error
     except _UNREADABLE as error:
-        raise InputError(f"join: {path} cannot be read ({brief(error)}); write it with numpy.savez(path, x=..., y=...)") from error
+        raise InputError(f"data: {path} cannot be read ({brief(error)}); write it with numpy.savez(path, x=..., y=...)") from error
     return _named(arrays, str(path))
 
 
 def _from_function(address: str) -> Mapping[str, Any]:
     if ":" not in address:
-        raise InputError(f"join: the data are '{address}'; give an .npz file with x and y, or module:function")
+        raise InputError(f"data: the data are '{address}'; give an .npz file with x and y, or module:function")
     made = called(named_function(address, "data"), address)
     if isinstance(made, dict):
         return _named(made, address)
     if isinstance(made, tuple | list) and len(made) in (2, 4):
         return _named(dict(zip(_NAMES[: len(made)], made, strict=True)), address)
-    raise InputError(f"join: {address} returned {type(made).__name__}; (x, y), (x, y, x_test, y_test) or a dict was expected")
+    raise InputError(f"data: {address} returned {type(made).__name__}; (x, y), (x, y, x_test, y_test) or a dict was expected")
 
 
 def _named(arrays: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if "x" not in arrays or not {*_NAMES} >= arrays.keys() or ("x_test" in arrays) != ("y_test" in arrays):
         held = ", ".join(sorted(map(str, arrays))) or "nothing"
-        raise InputError(f"join: {where} holds {held}; x and y were expected, and x_test with y_test if there is a test part")
+        raise InputError(f"data: {where} holds {held}; x and y were expected, and x_test with y_test if there is a test part")
     return arrays
 
 
@@ -80,7 +92,7 @@ def _as_tensor(name: str, array: Any) -> Tensor:
         native = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array)
         tensor = torch.from_numpy(np.ascontiguousarray(native, dtype=native.dtype.newbyteorder("=")))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"join: {name} cannot be read as numbers ({brief(error)}); give one array") from error
+        raise InputError(f"data: {name} cannot be read as numbers ({brief(error)}); give one array") from error
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
@@ -89,23 +101,23 @@ def _require_inputs(name: str, given: Tensor, like: Tensor) -> None:
     if given.dim() != like.dim() or given.shape[1:] != like.shape[1:] or given.dtype != like.dtype:
         shape = ", ".join(map(str, like.shape[1:]))
         raise InputError(
-            f"join: {name} is {tuple(given.shape)} {given.dtype}, but this federation takes (rows, {shape}) "
+            f"data: {name} is {tuple(given.shape)} {given.dtype}, but this federation takes (rows, {shape}) "
             f"{like.dtype}, prepared as its own data were; bring it into that form"
         )
     if given.is_floating_point() and not bool(torch.isfinite(given).all()):
-        raise InputError(f"join: {name} holds NaN or infinity; clean or drop those examples")
+        raise InputError(f"data: {name} holds NaN or infinity; clean or drop those examples")
 
 
 def _require_labels(name: str, labels: Tensor, inputs: Tensor, classes: int) -> None:
     """Refuse labels that are not one class number per input."""
     if labels.shape != inputs.shape[:1]:
-        raise InputError(f"join: {name} is {tuple(labels.shape)} for {len(inputs)} inputs; one label per input was expected")
+        raise InputError(f"data: {name} is {tuple(labels.shape)} for {len(inputs)} inputs; one label per input was expected")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise InputError(f"join: {name} is {labels.dtype}; class numbers 0..{classes - 1} as whole numbers were expected")
+        raise InputError(f"data: {name} is {labels.dtype}; class numbers 0..{classes - 1} as whole numbers were expected")
     wrong = labels[(labels < 0) | (labels >= classes)]
     if len(wrong):
         raise InputError(
-            f"join: {name} holds {int(wrong[0])}, but this federation knows the classes 0..{classes - 1}; leave it out"
+            f"data: {name} holds {int(wrong[0])}, but this federation knows the classes 0..{classes - 1}; leave it out"
         )
 
 

@@ -12,7 +12,7 @@ from glocal.data.vqa import Questions
 from glocal.errors import InputError, nearest
 from glocal.federation import Examples
 from glocal.sampling import stream
-from glocal.studies.settings import ModelSettings
+from glocal.studies.settings import ModelSettings, Settings
 from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, VqaNet, load_weights, vqa_net
 
 _CONTROLS = ("own", "shuffled", "none")
@@ -23,9 +23,9 @@ def answering(settings: ModelSettings, questions: Questions | None, answers: int
     """The network for these questions; the caller seeds torch's generator."""
     if questions is None:
         raise InputError("model: vqa answers questions about pictures; let data.source be vqav2, easy_vqa or questions of your own")
-    if len(settings.hidden) != len(Sizes._fields):
+    if len(settings.hidden) != len(Sizes._fields) or min(settings.hidden) < 1:
         widths = ", ".join(Sizes._fields)
-        raise InputError(f"model: the hidden widths of vqa are {list(settings.hidden)}; four were expected: {widths}")
+        raise InputError(f"model: the hidden widths of vqa are {list(settings.hidden)}; four from 1 on were expected: {widths}")
     resnet = _resnet(settings) if len(questions.pictures.shape) == 3 else None
     return vqa_net(
         questions.pictures,
@@ -57,6 +57,18 @@ def seen_by(settings: ModelSettings, dataset: Dataset, device: Callable[[], torc
     where = device()
     features = dataset.questions.pictures.described(resnet.to(where).eval().trunk, where)
     return dataset._replace(questions=replace(dataset.questions, pictures=features.standardised()))
+
+
+def refuse_for_others(settings: Settings) -> None:
+    """Settings of questions and their network, with data that are none: nothing would read them."""
+    model = settings.model
+    given = {"data.pictures": settings.data.pictures, "model.widths": model.widths, "model.weights": model.weights}
+    for name, value in {**given, "model.encoder": model.encoder}.items():
+        if value is not None:
+            raise InputError(
+                f"settings: {name} is {value!r}, and {settings.data.source} has no questions about pictures; leave it out, "
+                "or let data.source be vqav2, easy_vqa or questions of your own"
+            )
 
 
 def controlled(dataset: Dataset, pictures: str | None) -> Dataset:

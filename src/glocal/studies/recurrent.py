@@ -1,7 +1,6 @@
 """The paper's text network (Liang et al. 2020, appendix C.3): word vectors, a bidirectional LSTM of 128, an MLP of 512 and 512.
 
-torch's own LSTM has no batched rule, so that over many devices it would run one by one. This one is made of matrix products over
-time, both directions in one, without a decision that depends on data: it runs under `vmap` and in CUDA graphs.
+Both directions are read in one; see `lstm.read` for why this is not torch's own.
 """
 
 from collections import OrderedDict
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from glocal.data.mood import VOCABULARY
 from glocal.errors import InputError
+from glocal.studies.lstm import read
 
 HIDDEN = (512, 512)
 VECTOR = 300
@@ -58,22 +58,10 @@ class BiLstm(nn.Module):
             torch.stack([getattr(side, name) for side in sides]) for name in ("of_input", "of_state", "bias")
         )
         two, rows, words, _ = x.shape
-        units = of_state.shape[-1]
-        asked = (x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]).reshape(two, rows, words, 4 * units)
-        cell = h = x.new_zeros(two, rows, units)
-        onward, kept = of_state.transpose(1, 2), real.to(x.dtype)[:, :, None]
-        # unbound, not indexed: the slope of an index is as large as the whole, once for every word
-        for gates, known in zip(asked.unbind(2), kept.unbind(1), strict=True):
-            # in padding the cell stays empty, and with it the state: a text begins as if nothing had been before it
-            cell, h = (state * known for state in stepped(torch.baddbmm(gates, h, onward), cell))
-        return torch.cat([h[0], h[1]], -1)
-
-
-def stepped(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Cell and state (..., units) after a word, by the gates i, f, g, o (..., 4 units) in torch's order."""
-    i, f, g, o = gates.chunk(4, -1)
-    after = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-    return after, o.sigmoid() * after.tanh()
+        asked = (x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]).reshape(two, rows, words, -1)
+        # before a text there is padding, in which the state stays empty
+        states, _ = read(asked, of_state, real.expand(two, rows, words))
+        return torch.cat([states[0, :, -1], states[1, :, -1]], -1)
 
 
 class MoodLstm(nn.Module):

@@ -205,6 +205,11 @@ def _who_has_what(federation: Federation) -> Json:
     return {"classes": classes, **counts}
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is that of a run which was begun."""
+    return (folder / "settings.json").exists()
+
+
 def read_settings(folder: Path) -> Settings:
     """The settings that a run was started with."""
     return from_dict(read_json(folder / "settings.json", dict))

@@ -198,7 +198,7 @@ def from_dict(table: Json, changes: Sequence[str] = ()) -> Settings:
     plain = {key: value for key, value in table.items() if key not in _NAMED}
     cases = {name: _read_case(case, name) for name, case in _tables(table, "cases").items()}
     groups = {name: _read_group(group, name) for name, group in _tables(table, "groups").items()}
-    return replace(_read(Settings, plain, ""), cases=cases, groups=groups)
+    return replace(read_table(Settings, plain, ""), cases=cases, groups=groups)
 
 
 def _tables(table: Json, kind: str) -> Json:
@@ -215,7 +215,7 @@ def _read_group(table: Any, name: str) -> GroupSettings:
         raise InputError(f"settings: {where} is {table!r}; a table was expected")
     if "devices" not in table:
         raise InputError(f"settings: {where} does not say how many devices it has; add devices = 5, or another number")
-    return _read(GroupSettings, table, where)
+    return read_table(GroupSettings, table, where)
 
 
 def _read_case(table: Any, name: str) -> CaseSettings:
@@ -230,11 +230,12 @@ def _read_case(table: Any, name: str) -> CaseSettings:
     for key, value in knobs.items():
         if not isinstance(value, Knob):
             raise InputError(f"settings: {where}.{key} is {value!r}; a number or a word was expected")
-    case = _read(CaseSettings, {key: value for key, value in table.items() if key in known}, where)
+    case = read_table(CaseSettings, {key: value for key, value in table.items() if key in known}, where)
     return replace(case, knobs=knobs)
 
 
-def _read(kind: type[Table], table: Mapping[str, Any], where: str) -> Table:
+def read_table(kind: type[Table], table: Mapping[str, Any], where: str) -> Table:
+    """A dataclass of settings from plain data; `where` says where in the file it stands."""
     hints = get_type_hints(kind)
     for key in table:
         if key not in hints or key in ("knobs", *_NAMED):
@@ -247,7 +248,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     """A value of the type that a setting has, or an error that names it."""
     for option in get_args(kind) if get_origin(kind) is UnionType else (kind,):
         if is_dataclass(option) and isinstance(value, Mapping):
-            return _read(option, value, where)  # type: ignore[arg-type]
+            return read_table(option, value, where)  # type: ignore[arg-type]
         if get_origin(option) is tuple and isinstance(value, list | tuple | str):
             items = [value] if isinstance(value, str) else value
             return tuple(_value(get_args(option)[0], item, where) for item in items)

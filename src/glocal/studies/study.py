@@ -48,7 +48,7 @@ class Part:
     among those from whose representations attackers read no more there than the row's of `limits` (an AUC, such as 0.55).
     `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share. `baselines` are
     rows that no federation has trained. `goal` is the row whose accuracy on validation data the others are to reach as soon as
-    they can.
+    they can. The rows of a `control` stand in the table of the part whose title and protocol it has, with this behind their names.
     """
 
     title: str
@@ -60,6 +60,7 @@ class Part:
     limits: Mapping[str, float] = field(default_factory=dict)
     baselines: tuple[str, ...] = ()
     goal: str = ""
+    control: str = ""
 
     def published_for(self, case: str) -> Published | None:
         """What was published of a case, or of the row that it may stand for."""

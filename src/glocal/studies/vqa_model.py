@@ -7,14 +7,14 @@ width, and two layers answer from their product. An example is one row of whole 
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from glocal.data.pictures import Pictures
 from glocal.errors import InputError, brief, nearest
-from glocal.studies.recurrent import stepped
+from glocal.studies.lstm import read
 
 WIDTHS = (64, 128, 256, 512)
 SHARED = ("image.fc", "question.fc", "answer")
@@ -111,7 +111,7 @@ class ImageChannel(nn.Module):
 
 
 class Lstm(nn.Module):
-    """Two layers as in `nn.LSTM`, names too, in plain operations: that one cannot be batched over devices.
+    """Two layers as in `nn.LSTM`, names too, but one that can be batched over devices.
 
     Words that are padding leave the states as they were.
     """
@@ -124,20 +124,13 @@ class Lstm(nn.Module):
 
     def forward(self, words: Tensor, real: Tensor) -> Tensor:
         """Hidden and cell states of all layers (rows, 2 * layers * hidden) after words (rows, length, width), where `real`."""
-        # unbound, not indexed: the slope of an index is as large as the whole, once for every word
-        states, x, kept = [], words, real[:, :, None].unbind(1)
+        states, x = [], words
         for layer in range(self.layers):
             inputs, recurrent, one, other = (
                 getattr(self, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
             )
-            hidden = cell = words.new_zeros(len(words), self.hidden)
-            said = []
-            for word, here in zip((x @ inputs.T + (one + other)).unbind(1), kept, strict=True):
-                after, spoken = stepped(word + hidden @ recurrent.T, cell)
-                hidden, cell = torch.where(here, spoken, hidden), torch.where(here, after, cell)
-                said.append(hidden)
-            states.append((hidden, cell))
-            x = torch.stack(said, 1)
+            x, cell = read(x @ inputs.T + (one + other), recurrent, real)
+            states.append((x[:, -1], cell))
         return torch.cat([*(hidden for hidden, _ in states), *(cell for _, cell in states)], 1)
 
 
@@ -200,7 +193,7 @@ def load_weights(resnet: ResNet, source: str) -> None:
     A file may lack `fc`, or have one of another width: that layer then stays as it is.
     """
     given, own = _read(source), resnet.state_dict()
-    taken = {name: tensor for name, tensor in given.items() if not name.startswith("fc.") or tensor.shape == own[name].shape}
+    taken = {name: tensor for name, tensor in given.items() if not name.startswith("fc.") or _fits(tensor, own.get(name))}
     for name, tensor in own.items():
         if name.startswith("fc.") or name.endswith("num_batches_tracked"):
             taken.setdefault(name, tensor)
@@ -210,10 +203,21 @@ def load_weights(resnet: ResNet, source: str) -> None:
             raise InputError(
                 f"model: '{name}' is {tuple(taken[name].shape)} in {source}, and {tuple(tensor.shape)} here; check model.widths"
             )
-    resnet.load_state_dict({name: taken[name] for name in own})
+    if more := sorted(taken.keys() - own.keys()):
+        raise InputError(f"model: the weights {source} have '{more[0]}', which ResNet-18 has not; give weights of ResNet-18")
+    resnet.load_state_dict(taken)
+
+
+def _fits(given: Tensor, own: Tensor | None) -> bool:
+    return own is not None and given.shape == own.shape
 
 
 def _read(source: str) -> dict[str, Tensor]:
+    """Its tensors by name; what else a checkpoint holds is left out."""
+    return {name: tensor for name, tensor in _loaded(source).items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+
+
+def _loaded(source: str) -> dict[Any, Any]:
     try:
         if source == "official":
             return dict(torch.hub.load_state_dict_from_url(_OFFICIAL, check_hash=True, map_location="cpu"))

@@ -2,5 +2,6 @@
 
 from glocal.wire.crossing import admit, pack, unpack
 from glocal.wire.ledger import Ledger, Traffic
+from glocal.wire.upload import Upload, UploadError
 
-__all__ = ["Ledger", "Traffic", "admit", "pack", "unpack"]
+__all__ = ["Ledger", "Traffic", "Upload", "UploadError", "admit", "pack", "unpack"]

@@ -1,0 +1,90 @@
+"""Our trees and words as Flower's records, and back."""
+
+import json
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from glocal.backends.flower.contract import Answer, Json, Order, Reply
+from glocal.errors import brief
+from glocal.trees import Params
+
+_SHARED, _WORDS = "shared", "words"
+_WORDY = ("note", "fingerprint")  # figures that are words; all others are numbers
+_LONGEST = 500  # characters of a device's words that are kept
+_MOST = 2**53  # examples that a device may say it has
+
+
+def to_record(tree: Params) -> ArrayRecord:
+    """Named arrays; the names are the model's own."""
+    return ArrayRecord({name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tree.items()})
+
+
+def from_record(record: ArrayRecord) -> Params:
+    """The tree that was sent."""
+    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in record.items()}
+
+
+def asking(shared: ArrayRecord | None, order: Order) -> RecordDict:
+    """What goes to a device."""
+    words = {_WORDS: ConfigRecord({"order": order.packed()})}
+    return RecordDict({**words, **({_SHARED: shared} if shared is not None else {})})
+
+
+def asked(content: RecordDict) -> tuple[Params, Order]:
+    """What a device was sent."""
+    shared = content.array_records.get(_SHARED)
+    return from_record(shared) if shared is not None else {}, Order.unpacked(str(content.config_records[_WORDS]["order"]))
+
+
+def answering(answer: Answer) -> RecordDict:
+    """What leaves a device: an upload, its weight, and figures."""
+    words = ConfigRecord({"examples": answer.examples, "figures": json.dumps(answer.figures)})
+    uploaded = {_SHARED: to_record(answer.upload.tensors)} if answer.upload is not None else {}
+    return RecordDict({_WORDS: words, **uploaded})
+
+
+def refusing(reason: str) -> RecordDict:
+    """What a device says that cannot do what it was asked."""
+    return RecordDict({_WORDS: ConfigRecord({"fault": reason})})
+
+
+def reply_of(message: Message) -> Reply:
+    """A reply as it came; one that cannot be read is a fault, not a failure of the server."""
+    if message.has_error():
+        return Reply({}, fault=f"Flower says: {message.error.reason or f'error {message.error.code}'}", lost=True)
+    try:
+        words, shared = message.content.config_records[_WORDS], message.content.array_records.get(_SHARED)
+        if "fault" in words:
+            return Reply({}, fault=str(words["fault"])[:_LONGEST])
+        examples = int(str(words["examples"]))
+        if not 0 <= examples <= _MOST:
+            raise ValueError(f"it counts {examples} examples")
+        return Reply(from_record(shared) if shared is not None else {}, examples, read_figures(str(words["figures"])))
+    except Exception as error:  # whatever a broken or hostile device may send
+        return Reply({}, fault=f"its reply cannot be read ({brief(error)})")
+
+
+def read_figures(text: str) -> Json:
+    """The figures that a device sent: finite numbers, and words where words belong.
+
+    >>> read_figures('{"loss": "low"}')
+    Traceback (most recent call last):
+    ...
+    ValueError: its figure 'loss' is 'low'; a finite number was expected
+    """
+    figures = json.loads(text)
+    if not isinstance(figures, Mapping):
+        raise TypeError("its figures are no table")
+    return {name: _figure(name, value) for name, value in figures.items()}
+
+
+def _figure(name: str, value: object) -> object:
+    if name in _WORDY:
+        return str(value)[:_LONGEST]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > _MOST:
+        raise ValueError(f"its figure '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected")
+    return value

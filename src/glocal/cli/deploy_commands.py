@@ -1,0 +1,136 @@
+"""The commands of a deployment and their options; what they do is loaded when they are called."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+deploy_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Server = Annotated[Path, typer.Argument(help="The server's folder, as `glocal deploy init` made it.")]
+Device = Annotated[Path, typer.Argument(help="The device's folder, as it was handed over.")]
+Run = Annotated[str, typer.Option("--run", help="The name of the run.")]
+Metrics = Annotated[
+    bool,
+    typer.Option("--metrics", help="Let losses, accuracies and numbers of examples leave the device; its owner can change it."),
+]
+
+
+@deploy_app.callback()
+def deploy() -> None:
+    """Train on real devices: a server, devices and runs on Flower, with TLS and keys."""
+    from glocal.deploy.processes import require_flower
+
+    require_flower()  # what the commands load imports it
+
+
+@deploy_app.command("init")
+def deploy_init(
+    folder: Server,
+    devices: Annotated[int, typer.Option(help="How many devices there are to begin with.")] = 4,
+    host: Annotated[str, typer.Option(help="The name or address at which devices find the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port.")] = 9443,
+    rounds: Annotated[int, typer.Option(help="How many rounds to train.")] = 20,
+    metrics: Metrics = False,
+) -> None:
+    """Write a new deployment: certificates, keys, model, data function, settings, and a folder for each device."""
+    from glocal.cli.deploys import init
+    from glocal.deploy.layout import Wanted
+
+    init(folder, Wanted(devices, host, port, rounds, metrics))
+
+
+@deploy_app.command("server")
+def deploy_server(folder: Server) -> None:
+    """Run the server until it is stopped: who connects, every round, losses and bytes."""
+    from glocal.cli.deploys import run_server
+
+    run_server(folder)
+
+
+@deploy_app.command("device")
+def deploy_device(folder: Device) -> None:
+    """Run a device until it is stopped: it connects, comes back after faults, and says what leaves it."""
+    from glocal.cli.deploys import run_device
+
+    run_device(folder)
+
+
+@deploy_app.command("run")
+def deploy_run(folder: Server, name: Run = "first") -> None:
+    """Start a run on a running server, and follow it to its report."""
+    from glocal.cli.deploys import run
+
+    run(folder, name)
+
+
+@deploy_app.command("resume")
+def deploy_resume(folder: Server, name: Run = "first") -> None:
+    """Go on with a run from its last round, after a crash or with more rounds."""
+    from glocal.cli.deploys import resume
+
+    resume(folder, name)
+
+
+@deploy_app.command("status")
+def deploy_status(folder: Server) -> None:
+    """Who is connected, and how every run stands."""
+    from glocal.cli.deploys import status
+
+    status(folder)
+
+
+@deploy_app.command("add-device")
+def deploy_add_device(
+    folder: Server,
+    name: Annotated[str | None, typer.Option(help="What to call it; by default device-NUMBER.")] = None,
+    metrics: Metrics = False,
+) -> None:
+    """Make a folder with a key for one more device; a running server lets it in."""
+    from glocal.cli.deploys import add
+
+    add(folder, name, metrics=metrics)
+
+
+@deploy_app.command("join")
+def deploy_join(folder: Server, name: Run = "first") -> None:
+    """After training: newcomers learn their private part against the shared one, and every device tests its own model."""
+    from glocal.cli.deploys import join
+
+    join(folder, name)
+
+
+@deploy_app.command("predict")
+def deploy_predict(
+    folder: Device,
+    source: Annotated[str, typer.Option("--data", help="The inputs: FILE.npz with x (and y), or module:function.")],
+    name: Annotated[str | None, typer.Option("--run", help="Which run's model; by default the latest.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the classes into this .npy file instead of printing them.")] = None,
+) -> None:
+    """Predict on the device, with its own model."""
+    from glocal.cli.deploys import predict
+
+    predict(folder, source, name, out)
+
+
+@deploy_app.command("renew")
+def deploy_renew(folder: Server) -> None:
+    """A new certificate for the server under the same authority; devices need nothing new. Restart the server afterwards."""
+    from glocal.cli.deploys import renew
+
+    renew(folder)
+
+
+@deploy_app.command("demo")
+def deploy_demo(
+    out: Annotated[Path | None, typer.Option(help="Where to keep it; by default a new folder under runs/.")] = None,
+    rounds: Annotated[int, typer.Option(help="How many rounds to train.")] = 3,
+) -> None:
+    """A server and four devices on this machine, for real, with digits: certificates, rounds, a table, a report."""
+    from glocal.cli.deploys import demo
+    from glocal.cli.running import free_folder
+
+    demo(out or free_folder(Path("runs/deploy-demo")), rounds=rounds)

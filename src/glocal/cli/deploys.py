@@ -1,0 +1,262 @@
+"""A deployment as a user sees it: lines with the time while something runs, tables when asked."""
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from shlex import quote
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from glocal.cli.tables import percent, readable
+from glocal.deploy.certificates import make_server_certificate
+from glocal.deploy.conductor import LIVE, RESULT, ROWS, RUNS, rounds_done
+from glocal.deploy.device import STATE, Member, predicted
+from glocal.deploy.layout import CERTIFICATES, DEVICES, Wanted, add_device, lay_out
+from glocal.deploy.operating import (
+    attend,
+    connected,
+    control_of,
+    follow,
+    hosts_of,
+    ready,
+    require_new_run,
+    require_unfinished,
+    serve,
+    told_live,
+    told_row,
+)
+from glocal.deploy.processes import answers, free_port
+from glocal.deploy.project import Project
+from glocal.deploy.roster import read_roster
+from glocal.errors import InputError, brief
+from glocal.keep import read_json, read_rows, whole_or_not_at_all
+from glocal.report import write_deploy_report
+from glocal.studies.newcomer import read_inputs
+
+_READY = 60.0  # seconds that the demo's server may take to start
+
+
+def say(words: str) -> None:
+    """A line with the time."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {words}\n")  # in one piece: several threads speak
+    sys.stdout.flush()
+
+
+def said_by(who: str) -> Callable[[str], None]:
+    """A line with the time, and who says it."""
+    return lambda words: say(f"{who}: {words}")
+
+
+def init(folder: Path, wanted: Wanted) -> None:
+    """Write a new deployment's folder."""
+    project = lay_out(folder, wanted)
+    print(f"written: {folder}")
+    print("  federation.py, study.toml   your model, your data, what is trained: edit them; `glocal run study.toml` simulates it")
+    print("  deploy.toml                 where the server is, how long things may take, privacy")
+    print(f"  {CERTIFICATES}/               the server's; ca.key signs new ones and belongs in a safe place")
+    print(f"  {DEVICES}/NAME/               one folder to hand to each device, with its secret key")
+    own = quote(str(folder))
+    print(f"next: glocal deploy server {own}; on each device: glocal deploy device FOLDER; then: glocal deploy run {own}")
+    project.kit  # noqa: B018 (refuses what cannot be built)
+
+
+def add(folder: Path, name: str | None, *, metrics: bool) -> None:
+    """One more device."""
+    project = Project.at(folder)
+    if project.study.cases and next(iter(project.study.cases.values())).algorithm == "mtl":
+        raise InputError("deploy: mtl is made for a fixed number of devices, and has no place for one more")
+    own = add_device(folder, name, metrics=metrics)
+    print(f"written: {own}; hand it to the device, and start it there with `glocal deploy device FOLDER`")
+    now = f"glocal deploy join {quote(str(folder))}"
+    print(f"a running server lets it in within seconds; it takes part in the next round, or now: {now}")
+
+
+def renew(folder: Path) -> None:
+    """A new certificate for the server."""
+    until = make_server_certificate(folder / CERTIFICATES, hosts_of(Project.at(folder)))
+    print(f"renewed until {until:%Y-%m-%d}; restart `glocal deploy server {quote(str(folder))}`")
+
+
+@contextmanager
+def _until_stopped() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, so that programs are ended in order."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_server(folder: Path) -> None:
+    """Keep a server running until it is stopped."""
+    project = Project.at(folder)
+    with _until_stopped() as stop:
+        serve(project, stop, say)
+
+
+def run_device(folder: Path) -> None:
+    """Keep a device connected until it is stopped."""
+    member = ready(folder)
+    with _until_stopped() as stop:
+        attend(member, stop, say)
+
+
+def run(folder: Path, name: str) -> None:
+    """Start a run and follow it."""
+    project = Project.at(folder)
+    require_new_run(project, name)
+    _followed(project, name)
+
+
+def resume(folder: Path, name: str) -> None:
+    """Go on with a run from its last round."""
+    project = Project.at(folder)
+    require_unfinished(project, name)
+    _followed(project, name)
+
+
+def join(folder: Path, name: str) -> None:
+    """Newcomers learn their private part from a finished run, and everybody tests."""
+    project = Project.at(folder)
+    if not rounds_done(project.folder, name):
+        start = f"glocal deploy run {quote(str(folder))}"
+        raise InputError(f"join: there is no run '{name}' in {folder} that has done a round; do one with `{start}`")
+    _followed(project, name, visit=True)
+
+
+def _followed(project: Project, name: str, *, visit: bool = False) -> None:
+    try:
+        follow(project, name, say, visit=visit)
+    except KeyboardInterrupt:
+        say("no longer watching; the run goes on. See `glocal deploy status`")
+        raise
+    show_result(project.folder / RUNS / name)
+
+
+def show_result(place: Path) -> None:
+    """The table of devices, and the page."""
+    result = read_json(place / RESULT, dict)
+    table = Table("device", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("rounds", "last round", "Local Test", "test examples"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result["devices"]:
+        last = "-" if row["last"] is None else str(row["last"] + 1)
+        late = " (joined later)" if row["newcomer"] else ""
+        table.add_row(escape(row["name"] + late), str(row["rounds"]), last, percent(row["test"]), str(row["test_size"] or "-"))
+    Console().print(table)
+    if result["privacy"]:
+        kept = result["privacy"]
+        print(
+            f"privacy: epsilon {kept['epsilon']:.2f} at delta {kept['delta']:g} after {kept['rounds']} rounds "
+            f"(clip {kept['clip']:g}, noise {kept['noise']:g})"
+        )
+    print(f"sent: {readable(result['ledger']['total']['bytes'])}, the shared part only")
+    print(f"report: {write_deploy_report(place)}")
+
+
+def status(folder: Path) -> None:
+    """Who is connected, and how every run stands."""
+    from glocal.backends.flower.control import linked
+
+    project, roster = Project.at(folder), read_roster(folder)
+    try:
+        with linked(*control_of(project)) as link:
+            here: set[str] | None = connected(project, link)
+    except InputError:
+        here = None
+    print(f"server: {'up' if here is not None else 'does not answer'} at {control_of(project)[0]}")
+    places = sorted((folder / RUNS).glob(f"*/{LIVE}"), key=lambda path: path.stat().st_mtime)
+    told, losses = [], dict[str, float]()
+    for path in places:
+        lines, losses = _told_run(path)
+        told += lines
+    table = Table("device", "connected", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("last loss", justify="right")
+    for entry in roster.values():
+        there = "?" if here is None else "yes" if entry.name in here else "no"
+        table.add_row(escape(entry.name), there, f"{losses[entry.name]:.4f}" if entry.name in losses else "-")
+    Console().print(table)
+    for line in told:
+        print(line)
+
+
+def _told_run(path: Path) -> tuple[list[str], dict[str, float]]:
+    """How a run stands, in lines, and the last loss of every device that told one; a file that others have changed is named."""
+    live, rows = read_json(path, dict), read_rows(path.parent / ROWS)
+    try:
+        losses = {name: float(loss) for row in rows for name, loss in row["losses"].items()}
+        ago = f"{time.time() - live['updated']:.0f} s ago"
+        lines = [f"run {path.parent.name}: {told_live(live)}, {ago}; {readable(live.get('bytes', 0))} sent"]
+        lines += [f"  {told_row(rows[-1])}" if rows else "  no round yet"]
+        return [*lines, *([f"  {live['why']}"] if live["state"] == "failed" else [])], losses
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"status: {path} or {ROWS} beside it does not hold what glocal writes there ({brief(error)}); restore them"
+        ) from error
+
+
+def predict(folder: Path, source: str, name: str | None, out: Path | None) -> None:
+    """Classes by the device's own model."""
+    member = Member.at(folder)
+    files = sorted((folder / STATE).glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise InputError(f"predict: {folder} has taken part in no run yet; wait for a round")
+    inputs, labels = read_inputs(source, like=member.data().train.examples.x[:1])
+    classes = predicted(member, name or files[-1].stem, inputs)
+    if out is not None:
+        with whole_or_not_at_all(out) as half, half.open("wb") as file:  # a file, for to a name numpy adds an ending
+            np.save(file, np.array(classes))
+        print(f"written: {out}")
+    else:
+        print(" ".join(map(str, classes)))
+    if labels is not None:
+        print(f"right: {percent(float((torch.tensor(classes) == labels).double().mean()))}")
+
+
+def demo(folder: Path, *, rounds: int) -> None:
+    """A server and four devices on this machine, for real: TLS, keys, digits, a report."""
+    began = time.monotonic()
+    lay_out(folder, Wanted(devices=4, port=free_port(), rounds=rounds, metrics=True))
+    project = Project.at(folder)
+    say(f"certificates, keys, model and data of four devices: {folder}")
+    stop = threading.Event()
+    with _all_ended(stop) as ending:
+        _beside(ending, serve, project, stop, said_by("server"))
+        address, authority = control_of(project)
+        host, _, port = address.rpartition(":")
+        while answers(host, int(port), authority) or not all(entry.node for entry in read_roster(folder).values()):
+            if stop.wait(0.3) or time.monotonic() - began > _READY:
+                raise InputError(f"demo: the server did not start within {_READY:.0f} s; see {folder}/logs/superlink.log")
+        for entry in read_roster(folder).values():
+            _beside(ending, attend, ready(folder / DEVICES / entry.name), stop, said_by(entry.name))
+        follow(project, "demo", said_by("run"))
+    show_result(folder / RUNS / "demo")
+    print(f"{time.monotonic() - began:.0f} s in all; look into {folder}/devices/device-0/journal.jsonl for what its owner sees")
+
+
+@contextmanager
+def _all_ended(stop: threading.Event) -> Iterator[ExitStack]:
+    """Long commands beside this one, which are told to stop first and waited for then."""
+    ending = ExitStack()
+    try:
+        yield ending
+    finally:
+        with _until_stopped(), ending:  # a second Ctrl-C must not leave programs behind
+            stop.set()
+
+
+def _beside(ending: ExitStack, work: Callable[..., None], *rest: object) -> None:
+    """Run a long command in a thread that is waited for at the end."""
+    thread = threading.Thread(target=work, args=rest, daemon=True)
+    thread.start()
+    ending.callback(thread.join, 30.0)

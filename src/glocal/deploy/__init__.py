@@ -1,0 +1,1 @@
+"""A federation on real machines: its project folder, its devices, its server, and what supervises them."""

@@ -1,0 +1,182 @@
+"""A project folder, on the server or on a device: its settings, and the algorithm and model made of them."""
+
+import hashlib
+import json
+import sys
+from contextlib import chdir
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from glocal.algorithm import Algorithm
+from glocal.deploy.settings import DeploymentSettings, DeviceSettings, read_settings
+from glocal.errors import InputError
+from glocal.federation import Examples, Federation, Holdings, carve, gathered
+from glocal.keep import Json
+from glocal.modules import params_of
+from glocal.sampling import Plan
+from glocal.studies.build import OWN_TEST_SHARE, Parts, build_algorithm, build_model, called, named_function
+from glocal.studies.run import plans_of
+from glocal.studies.settings import Settings, from_toml
+from glocal.training import cross_entropy
+from glocal.trees import Params
+from glocal.wire import pack
+from glocal.wire.privacy import Privacy, secret_noise, with_privacy
+
+STUDY, DEPLOYMENT, DEVICE = "study.toml", "deploy.toml", "device.toml"
+
+
+@dataclass(frozen=True)
+class Project:
+    """The folder and what its two files say."""
+
+    folder: Path
+    study: Settings
+    deployment: DeploymentSettings
+
+    @classmethod
+    def at(cls, folder: Path) -> "Project":
+        """Read a folder; refuse a study that cannot be deployed."""
+        study, deployment = from_toml(folder / STUDY), read_settings(DeploymentSettings, folder / DEPLOYMENT)
+        _require_deployable(study)
+        plans_of(study)  # refuses a plan that cannot be carried out
+        return cls(folder.resolve(), study, deployment)
+
+    @property
+    def plan(self) -> Plan:
+        """How long, with how many devices, from which seed."""
+        return next(iter(plans_of(self.study).values()))
+
+    def device(self) -> DeviceSettings:
+        """Whose folder it is."""
+        return read_settings(DeviceSettings, self.folder / DEVICE)
+
+    @cached_property
+    def kit(self) -> "Kit":
+        """The algorithm and the model it starts from: the same on the server and on every device."""
+        self.make_importable()
+        example = torch.zeros(1)  # a model of one's own knows its inputs
+        model = build_model(self.study.model, example, 0, seed=self.study.plan.seed)
+        name, case = next(iter(self.study.cases.items()))
+        parts = Parts(
+            model, cross_entropy(model), (self.study.plan.seed,), (_elsewhere(self.deployment.devices),), (params_of(model),)
+        )
+        algorithm = build_algorithm(self.study, case, parts)
+        if self.deployment.privacy is not None:
+            _require_equal_weights(self.study, algorithm)
+            bounds = self.deployment.privacy
+            algorithm = with_privacy(algorithm, Privacy(bounds.clip, bounds.noise), draw=secret_noise)
+        if self.deployment.secure:
+            _require_company(self)
+            _require_maskable(algorithm, parts.params[0])
+        return Kit(name, algorithm, model, parts.params[0], self._training())
+
+    def _training(self) -> Json:
+        """What else a device must have as the server has it; how many rounds and how long to wait are the server's own."""
+        plan = {name: getattr(self.study.plan, name) for name in ("epochs", "batch", "seed", "weights")}
+        return {**plan, "validation": self.study.data.validation, "secure": self.deployment.secure}
+
+    def make_importable(self) -> None:
+        """Let "federation:model" be found in this folder, and not in another project's."""
+        addresses = (self.study.model.name, self.deployment.data, *(case.algorithm for case in self.study.cases.values()))
+        for module in {address.partition(":")[0] for address in addresses if ":" in address}:
+            loaded = getattr(sys.modules.get(module), "__file__", None)
+            if loaded and (self.folder / f"{module}.py").exists() and Path(loaded).resolve().parent != self.folder:
+                del sys.modules[module]
+        sys.path[:] = [str(self.folder), *(path for path in sys.path if path != str(self.folder))]
+
+    def own_data(self, device: int) -> Federation:
+        """One device's examples, parted into train, validation and test as the simulator would; all others have none."""
+        self.make_importable()
+        address = self.deployment.data
+        function = named_function(address, "data")
+        with chdir(self.folder):  # Flower's programs run elsewhere; a file is named as seen from the device's folder
+            given = called(lambda: function(device), address)
+        if not isinstance(given, list | tuple):
+            raise InputError(f"data: {address} returned {type(given).__name__} for device {device}; (x, y) was expected")
+        held = gathered([tuple(given)])
+        seed, share = self.study.plan.seed, self.study.data.validation
+        kept, test = carve(held.rows[0], OWN_TEST_SHARE, seed, "test", device)
+        train, val = carve(kept, share, seed, "validation", device)
+        return Federation(*(Holdings(held.examples, (rows,)) for rows in (train, val, test)))
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What server and devices must have in common."""
+
+    case: str
+    algorithm: Algorithm
+    model: nn.Module
+    params: Params
+    training: Json
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Algorithm, split, names, shapes, types, initial numbers and how to train, as one short word."""
+        about = json.dumps({**self.about(), "training": self.training}, sort_keys=True).encode()
+        return hashlib.sha256(about + pack(self.params)).hexdigest()[:16]
+
+    def about(self) -> Json:
+        """The same in words, for a file's header."""
+        shared, private = self.algorithm.init(self.params)
+        shapes = {
+            side: {name: [*tensor.shape, str(tensor.dtype)] for name, tensor in tree.items()}
+            for side, tree in (("shared", shared), ("private", private))
+        }
+        return {"algorithm": f"{self.algorithm.name}: {self.algorithm.about}", "model": shapes}
+
+
+def _elsewhere(devices: int) -> Federation:
+    """A federation of so many devices, none of whose data are here."""
+    nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+    holdings = Holdings(nothing, tuple(np.zeros(0, dtype=np.int64) for _ in range(devices)))
+    return Federation(holdings, holdings, holdings)
+
+
+def _require_deployable(study: Settings) -> None:
+    """Refuse what only the simulator can do."""
+    if len(study.cases) != 1:
+        raise InputError(f"deploy: study.toml has {len(study.cases)} cases; a deployment trains one, keep one table [cases.NAME]")
+    case = next(iter(study.cases.values()))
+    extras = {
+        "groups": bool(study.groups),
+        "newcomer": study.newcomer is not None,
+        "audit": study.audit is not None,
+        "data.augment": study.data.augment != "none",
+        "data.labelled": study.data.labelled is not None,
+        "plan.seeds": study.plan.seeds != 1,
+        "cases.after": case.after is not None,
+        "cases.welcome": case.welcome is not None,
+        "cases.learns": case.learns is not None,
+    }
+    given = [name for name, there in extras.items() if there]
+    if given:
+        raise InputError(f"deploy: study.toml has {', '.join(given)}, which only the simulator knows; leave it out")
+    if ":" not in study.model.name:
+        raise InputError(f"deploy: model.name is '{study.model.name}'; a function of yours was expected, such as federation:model")
+
+
+def _require_company(project: Project) -> None:
+    cohort = min(project.plan.cohort, project.deployment.devices)
+    if cohort < 2:
+        raise InputError(f"deploy: secure hides a device among others, but a cohort is of {cohort}; have 2 devices at least")
+
+
+def _require_maskable(algorithm: Algorithm, params: Params) -> None:
+    if algorithm.name not in ("fedavg", "fedprox", "lg_fedavg"):
+        raise InputError(f"deploy: secure knows fedavg, fedprox and lg_fedavg, not {algorithm.name}; choose one, or leave it out")
+    counters = [name for name, tensor in algorithm.init(params)[0].items() if not tensor.is_floating_point()]
+    if counters:
+        raise InputError(f"deploy: secure cannot mask {counters}, which hold whole numbers; keep that layer local")
+
+
+def _require_equal_weights(study: Settings, algorithm: Algorithm) -> None:
+    if study.plan.weights != "equal":
+        raise InputError("deploy: privacy needs every device to count the same; set plan.weights = 'equal' in study.toml")
+    if algorithm.name not in ("fedavg", "fedprox", "lg_fedavg"):
+        raise InputError(f"deploy: privacy knows fedavg, fedprox and lg_fedavg, not {algorithm.name}; choose one of them")

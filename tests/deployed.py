@@ -1,0 +1,126 @@
+"""Federations on Flower for tests: a project folder, and a grid that calls the ClientApp in this process."""
+
+import copy
+from pathlib import Path
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from glocal.deploy.layout import Wanted, lay_out
+from glocal.deploy.roster import read_roster, write_roster
+
+MODULE = """
+import torch
+from torch import nn
+
+SIZES = {sizes}
+
+def model():
+    first = [nn.Linear(6, {width}), nn.BatchNorm1d({width}), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*first, nn.Linear({width}, {out}), nn.ReLU(), nn.Linear({out}, 3))
+
+def data(device):
+    generator = torch.Generator().manual_seed(100 + device)
+    size = SIZES[device % len(SIZES)]
+    x = torch.randn(size, 6, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > x[:, 2]).long()
+
+def everyone():
+    return [data(device) for device in range({devices})]
+"""
+STUDY = """
+[data]
+source = "federation:everyone"
+[model]
+name = "federation:model"
+[optimiser]
+rate = 0.1
+[plan]
+rounds = {rounds}
+cohort = {cohort}
+batch = 5
+seed = 3
+{weights}
+[cases.Case]
+algorithm = "{algorithm}"
+{knobs}
+"""
+LOCAL = 'local = ["0", "1"]'
+
+
+def project(
+    folder, *, algorithm="lg_fedavg", devices=4, rounds=3, cohort=None, port=9443, width=8, out=7, weights="", metrics=True
+):
+    """A small deployment: real certificates and keys, a small model with a buffer on the private side."""
+    lay_out(folder, Wanted(devices=devices, port=port, rounds=rounds, metrics=metrics))
+    (folder / "federation.py").write_text(MODULE.format(sizes=(23, 14, 31, 11, 19), devices=devices, width=width, out=out))
+    knobs = LOCAL if algorithm == "lg_fedavg" else ""
+    words = {"rounds": rounds, "cohort": cohort or devices, "algorithm": algorithm, "knobs": knobs, "weights": weights}
+    (folder / "study.toml").write_text(STUDY.format(**words))
+    copy_to_devices(folder)
+    return folder
+
+
+def copy_to_devices(folder):
+    """What is on the server, on every device too."""
+    from glocal.deploy.layout import refresh_device
+
+    for own in (folder / "devices").iterdir():
+        refresh_device(folder, own)
+
+
+def change(path, old, new):
+    text = Path(path).read_text()
+    assert old in text
+    Path(path).write_text(text.replace(old, new))
+
+
+class HereGrid(Grid):
+    """Every device in this process; `tamper(device, message, reply)` may change or lose a reply (None)."""
+
+    def __init__(self, folder, client, tamper=lambda device, message, reply: reply):
+        self.folder, self.client, self.tamper = Path(folder), client, tamper
+        self.replies, self.contexts, self.online, self.sent = {}, {}, None, []
+        roster = read_roster(self.folder)
+        write_roster(self.folder, {number: entry._replace(node=1000 + number) for number, entry in roster.items()})
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+    def get_node_ids(self):
+        numbers = read_roster(self.folder) if self.online is None else self.online
+        return [1000 + number for number in numbers]
+
+    def context(self, device):
+        name = read_roster(self.folder)[device].name
+        config = {"folder": str(self.folder / "devices" / name)}
+        return self.contexts.setdefault(device, Context(1, 1000 + device, config, RecordDict(), {}))
+
+    def push_messages(self, messages):
+        numbers = []
+        for message in messages:
+            number = f"m{len(self.sent)}"
+            message.metadata.__dict__["_message_id"] = number
+            self.sent.append(message)
+            device = message.metadata.dst_node_id - 1000
+            try:
+                reply = self.client(copy.deepcopy(message), self.context(device))  # nothing is shared across a real wire
+            except Exception as error:  # as Flower does
+                reply = Message(Error(0, f"{type(error)}:<'{error}'>"), reply_to=message)
+            reply = self.tamper(device, message, reply)
+            if reply is not None:
+                self.replies[number] = reply
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, message_ids):
+        return [self.replies.pop(number) for number in list(message_ids) if number in self.replies]
+
+    def send_and_receive(self, messages, *, timeout=None):
+        return list(self.pull_messages(self.push_messages(messages)))
+
+    def set_run(self, run): ...
+
+    run = property(lambda self: None)
+
+    def create_message(self, *rest, **more):
+        raise NotImplementedError

@@ -1,0 +1,601 @@
+"""Deploying on the command line: what is written, and one clear line with exit code 2 for what a user can put right."""
+
+import json
+import re
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from glocal.backends.flower.control import RunState
+from glocal.deploy import certificates, processes
+from glocal.deploy.certificates import days_left, make_authority, make_server_certificate
+from glocal.deploy.conductor import RunConductor
+from glocal.deploy.device import Member
+from glocal.deploy.layout import add_device
+from glocal.deploy.operating import _Line, follow, register, told_row
+from glocal.deploy.project import Project
+from glocal.deploy.roster import read_roster, write_roster
+from glocal.deploy.supervision import Care, supervise
+from glocal.errors import InputError
+from glocal.keep import append_rows, read_json, read_rows
+from tests import deployed
+from tests.test_cli import complaint, run
+from tests.test_flower import run_here
+
+
+def foreign(about):
+    """A safetensors file that is none of ours."""
+    return save({"a": torch.zeros(2)}, metadata={"about": json.dumps(about)})
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("glocal.backends.flower.strategy._POLL", 0.01)
+
+
+def test_init_writes_a_project_that_trains_and_keeps_secrets_secret(capsys):
+    assert run("deploy", "init", "clinics", "--devices", 3, "--host", "fed.example.org") == 0
+    assert "glocal deploy server clinics" in capsys.readouterr().out
+    secrets = [*Path("clinics").rglob("*.key")]
+    assert len(secrets) == 5
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in secrets)
+    assert not [*Path("clinics/devices").rglob("ca.key")]
+    project = Project.at(Path("clinics"))
+    assert project.deployment.server.bind == "0.0.0.0"
+    assert Member.at(Path("clinics/devices/device-2")).data().train.sizes[0] > 50
+    assert days_left(Path("clinics/certificates/server.crt")) > 390
+    assert not Member.at(Path("clinics/devices/device-2")).settings.metrics
+
+
+def test_a_device_is_added_and_a_certificate_renewed(capsys):
+    run("deploy", "init", "clinics", "--devices", 1)
+    before = Path("clinics/certificates/server.crt").read_bytes()
+    assert run("deploy", "add-device", "clinics", "--name", "ward-7") == 0
+    assert Member.at(Path("clinics/devices/ward-7")).settings.number == 1
+    assert run("deploy", "renew", "clinics") == 0
+    assert "renewed until" in capsys.readouterr().out
+    assert Path("clinics/certificates/server.crt").read_bytes() != before
+
+
+def test_a_device_predicts_on_the_command_line(capsys):
+    folder = deployed.project(Path("here"), rounds=1)
+    run_here(folder)
+    own = Member.at(folder / "devices/device-0").data().test.of(0)
+    np.savez("new.npz", x=own.x.numpy(), y=own.y.numpy())
+    capsys.readouterr()
+    assert run("deploy", "predict", "here/devices/device-0", "--data", "new.npz") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed[-2].split()) == len(own.y)
+    assert printed[-1].startswith("right: ")
+    assert run("deploy", "predict", "here/devices/device-0", "--data", "new.npz", "--out", "made/classes") == 0
+    assert "written: made/classes" in capsys.readouterr().out
+    assert np.load("made/classes").tolist() == [int(word) for word in printed[-2].split()]
+    np.savez("none.npz", x=own.x.numpy()[:0])
+    assert run("deploy", "predict", "here/devices/device-0", "--data", "none.npz") == 2
+    assert "none.npz holds no inputs" in complaint(capsys)
+
+
+def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
+    folder = deployed.project(Path("here"), rounds=2)
+    run_here(folder)
+    assert run("report", folder / "runs/first") == 0
+    page = (folder / "runs/first/report.html").read_text()
+    assert "device-3" in page
+    assert "Private parts never left the devices." in page
+    assert "<svg" in page
+    assert "device-3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["deploy", "init", "here"], "here is not empty; choose another folder"),
+        (["deploy", "init", "new", "--devices", "0"], "0 devices and 20 rounds were asked for"),
+        (["deploy", "init", "new", "--port", "99999"], "the port is 99999"),
+        (["deploy", "init", "new", "--host", "a b"], "the host is 'a b'"),
+        (["deploy", "init", "new", "--host", "münchen.de"], "the host is 'münchen.de'"),
+        (["deploy", "init", "new", "--host", 'a"b'], "the host is 'a\"b'"),
+        (["deploy", "server", "nowhere"], "cannot read nowhere/study.toml"),
+        (["deploy", "device", "nowhere"], "cannot read nowhere/study.toml"),
+        (["deploy", "device", "here"], "cannot read here/device.toml"),
+        (["deploy", "run", "here"], "does not answer"),
+        (["deploy", "run", "here", "--run", "../Up"], "'../Up' is no plain name"),
+        (["deploy", "resume", "here"], "'first' has not begun; start it with `glocal deploy run here"),
+        (["deploy", "join", "here"], "there is no run 'first' in here"),
+        (["deploy", "predict", "here/devices/device-0", "--data", "x.npz"], "has taken part in no run yet"),
+        (["deploy", "add-device", "here", "--name", "device-0"], "'device-0' is taken"),
+        (["deploy", "add-device", "nowhere"], "cannot read nowhere/study.toml"),
+        (["deploy", "server", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
+        (["deploy", "run", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
+        (["deploy", "status", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
+        (["deploy", "add-device", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
+        (["deploy", "rum"], "No such command 'rum'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    deployed.project(Path("here"), devices=1, port=processes.free_port())
+    capsys.readouterr()
+    assert run(*arguments) == 2
+    assert message.removesuffix("here") in complaint(capsys).replace(str(Path.cwd()) + "/", "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("devices = 1", "devicez = 1", "unknown option 'devicez'"),
+        ("devices = 1", "devices = 'two'", "devices is 'two'; a whole number was expected"),
+        ("round = 600.0", "round = 0.0", "limits.round is 0.0; it must be above 0"),
+        ("round = 600.0", "round = nan", "limits.round is nan; it must be above 0"),
+        ("port = 9443", "port = 99999", "the port is 99999; a number from 1 to 65535 was expected"),
+        ('host = "127.0.0.1"', 'host = "münchen"', "the host is 'münchen'"),
+        ("enough = 1", "enough = 1\n[privacy]\nclip = nan\nnoise = 1.0", "privacy has clip nan"),
+        ('data = "federation:data"', 'data = "federation:nothing"', "'federation:nothing' cannot be found"),
+    ],
+)
+def test_a_mistake_in_deploy_toml_is_named(old, new, message, capsys):
+    deployed.project(Path("here"), devices=1)
+    deployed.change("here/devices/device-0/deploy.toml", old, new)
+    capsys.readouterr()
+    assert run("deploy", "device", "here/devices/device-0") == 2
+    assert message in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "federation:model"', 'name = "mlp"', "a function of yours was expected"),
+        ("seed = 3", "seed = 3\nseeds = 2", "plan.seeds, which only the simulator knows"),
+        ("rounds = 3", "rounds = 0", "rounds is 0"),
+        ("[cases.Case]", '[cases.Other]\nalgorithm = "fedavg"\n[cases.Case]', "has 2 cases; a deployment trains one"),
+    ],
+)
+def test_a_study_that_only_the_simulator_can_run_is_refused(old, new, message, capsys):
+    deployed.project(Path("here"), devices=1)
+    deployed.change("here/study.toml", old, new)
+    capsys.readouterr()
+    assert run("deploy", "server", "here") == 2
+    assert message in complaint(capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "lost", "message"),
+    [
+        (["server", "here"], "here/certificates/server.key", "server.crt and server.key in here/certificates are of no use"),
+        (["server", "here"], "here/certificates/ca.crt", "the authority here/certificates/ca.crt cannot be read"),
+        (["device", "here/devices/device-0"], "here/devices/device-0/ca.crt", "the authority here/devices/device-0/ca.crt cannot"),
+        (
+            ["device", "here/devices/device-0"],
+            "here/devices/device-0/device.key",
+            "the key here/devices/device-0/device.key cannot",
+        ),
+    ],
+)
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_key_or_a_certificate_that_is_of_no_use_is_named_before_anything_starts(how, command, lost, message, capsys):
+    deployed.project(Path("here"), devices=1, port=processes.free_port())
+    if how == "missing":
+        Path(lost).unlink()
+    else:
+        Path(lost).write_text("nothing of the kind")
+    capsys.readouterr()
+    assert run("deploy", *command) == 2
+    assert message in complaint(capsys).replace(str(Path.cwd()) + "/", "")
+
+
+def _signed_by_another(folder):
+    make_authority(folder / "elsewhere", "elsewhere")
+    (folder / "ca.crt").write_bytes((folder / "elsewhere/ca.crt").read_bytes())
+
+
+def _long_ago(folder, monkeypatch):
+    monkeypatch.setattr(certificates, "SERVER_DAYS", -1 / 48)  # half an hour ago
+    make_server_certificate(folder, ["127.0.0.1"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder, monkeypatch: _signed_by_another(folder), "server.crt is not signed by the authority in ca.crt"),
+        (_long_ago, "server.crt ended on 20"),
+        (lambda folder, monkeypatch: make_server_certificate(folder, ["b.org"]), "server.crt is not for a.org, 127.0.0.2; make a"),
+    ],
+    ids=["of another authority", "expired", "for another host"],
+)
+def test_a_server_does_not_start_with_a_certificate_that_no_device_would_trust(spoil, message, capsys, monkeypatch):
+    deployed.project(Path("here"), devices=1, port=processes.free_port())
+    if "a.org" in message:
+        deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
+        deployed.change("here/deploy.toml", 'bind = "127.0.0.1"', 'bind = "127.0.0.2"')
+    spoil(Path("here/certificates"), monkeypatch)
+    assert run("deploy", "server", "here") == 2
+    assert message in complaint(capsys)
+
+
+def test_a_renewed_certificate_is_for_where_devices_and_the_operator_find_the_server():
+    deployed.project(Path("here"), devices=1)
+    deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
+    deployed.change("here/deploy.toml", 'bind = "127.0.0.1"', 'bind = "127.0.0.2"')
+    assert run("deploy", "renew", "here") == 0
+    certificates.require_server_certificate(Path("here/certificates"), ["a.org", "127.0.0.2"])
+
+
+def test_a_certificate_is_not_replaced_by_one_of_another_authoritys_key(capsys):
+    deployed.project(Path("here"), devices=1)
+    before = Path("here/certificates/server.crt").read_bytes()
+    make_authority(Path("elsewhere"), "elsewhere")
+    Path("here/certificates/ca.key").write_bytes(Path("elsewhere/ca.key").read_bytes())
+    assert run("deploy", "renew", "here") == 2
+    assert "ca.key in here/certificates is not the key of its ca.crt" in complaint(capsys)
+    assert Path("here/certificates/server.crt").read_bytes() == before
+
+
+def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(processes, "_LETTING_GO", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        deployed.project(Path("here"), devices=1, port=port)
+        assert run("deploy", "server", "here") == 2
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use" in complaint(capsys)
+
+
+@pytest.mark.parametrize("command", [["server", "here"], ["device", "here/devices/device-0"]])
+def test_what_is_run_already_is_not_run_a_second_time(command, capsys):
+    deployed.project(Path("here"), devices=1, port=processes.free_port())
+    with processes.alone(Path(command[-1]).resolve()):
+        assert run("deploy", *command) == 2
+    assert "is being run already; stop that one first" in capsys.readouterr().err
+
+
+def test_a_folder_that_flower_would_read_otherwise_is_refused(capsys):
+    deployed.project(Path('q"uote'), devices=1)
+    assert run("deploy", "device", 'q"uote/devices/device-0') == 2
+    assert "has a quote or a backslash in it" in complaint(capsys)
+
+
+@pytest.mark.parametrize("command", ["server", "run"])
+def test_a_missing_accountant_is_said_before_anything_is_trained(command, capsys, monkeypatch):
+    folder = deployed.project(Path("here"), devices=1, port=processes.free_port(), weights='weights = "equal"')
+    with (folder / "deploy.toml").open("a") as file:
+        file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    assert run("deploy", command, "here") == 2
+    assert "pip install 'glocal[privacy]'" in complaint(capsys)
+
+
+def test_a_model_with_a_mistake_is_named_before_a_run_is_started(capsys):
+    deployed.project(Path("here"), devices=1, port=processes.free_port())
+    deployed.change("here/federation.py", "def model():", "def model():\n    1 / 0")
+    assert run("deploy", "run", "here") == 2
+    assert "ZeroDivisionError" in complaint(capsys)
+
+
+def test_a_run_is_not_resumed_with_other_settings(capsys):
+    folder = deployed.project(Path("here"), rounds=1, port=processes.free_port())
+    run_here(folder)
+    deployed.change("here/study.toml", "rounds = 1", "rounds = 2")
+    deployed.change("here/study.toml", "rate = 0.1", "rate = 0.2")
+    capsys.readouterr()
+    assert run("deploy", "resume", "here") == 2
+    assert "was made with other settings or another model" in complaint(capsys)
+
+
+def test_a_run_that_cannot_be_started_loses_nothing_of_what_is_known_of_it(capsys):
+    folder = deployed.project(Path("here"), rounds=1, port=processes.free_port())
+    run_here(folder)
+    for _ in range(2):
+        assert run("deploy", "join", "here") == 2
+        assert "does not answer" in complaint(capsys)
+    assert read_json(folder / "runs/first/live.json", dict)["state"] == "done"
+
+
+def test_an_old_log_and_a_program_that_is_still_starting_are_no_lost_line(tmp_path):
+    log, said, why = tmp_path / "supernode.log", [], [""]
+    log.write_text("WARNING : Connection attempt failed, retrying\n")
+    line = _Line(log, said.append, lambda: why[0])
+    assert not line.cut_off()
+    with log.open("a") as words:
+        words.write("INFO : Starting Flower SuperNode\nWARNING : Connection attempt failed, retry")
+    assert not line.cut_off()
+    assert not said
+    with log.open("a") as words:
+        words.write("ing in 0.4 seconds\n")
+    why[0] = "Connection refused"
+    assert not line.cut_off()
+    why[0] = ""
+    assert line.cut_off() == "the server is there, and it does not get through"
+    with log.open("a") as words:
+        words.write("INFO : Connection successful\n")
+    assert not line.cut_off()
+    assert said == ["the server does not answer (Connection refused); trying again", "connected again"]
+
+
+def test_a_program_that_was_started_again_is_not_connected_again(tmp_path):
+    log, said = tmp_path / "supernode.log", []
+    line = _Line(log, said.append, lambda: "its certificate is not to be trusted")
+    for _ in range(2):
+        with log.open("a") as words:
+            words.write("INFO : Starting Flower SuperNode\nERROR : SSL/TLS handshake error detected.\n")
+        line.cut_off()
+    assert said == ["the server does not answer (its certificate is not to be trusted); trying again"]
+    with log.open("a") as words:
+        words.write("INFO : Starting Flower SuperNode\n")
+    line.cut_off()
+    assert len(said) == 1
+    with log.open("a") as words:
+        words.write("INFO : SuperNode ID: 7\n")
+    line.cut_off()
+    assert said[1:] == ["connected again"]
+
+
+WITHOUT = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("flwr", "cryptography", "httpx"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+from glocal.cli import main
+
+for command in ("init", "server", "device", "run", "resume", "status", "add-device", "join", "predict --data x", "renew", "demo"):
+    name, *rest = command.split()
+    try:
+        main(["deploy", name, *([] if name == "demo" else ["here"]), *rest])
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_without_flower_every_command_says_how_to_install_it():
+    """In a process of its own, in which Flower and what comes with it cannot be imported."""
+    ended = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["2"] * 11
+    assert {*ended.stderr.splitlines()} == {"glocal: deploy: Flower is not installed; run: pip install 'glocal[flower]'"}
+
+
+def test_a_finished_run_is_not_begun_again_nor_resumed(capsys):
+    folder = deployed.project(Path("here"), rounds=1)
+    run_here(folder)
+    capsys.readouterr()
+    assert run("deploy", "run", "here") == 2
+    assert "'first' has begun already; go on with" in complaint(capsys)
+    assert run("deploy", "resume", "here") == 2
+    assert "has done all its 1 rounds" in complaint(capsys)
+
+
+def test_status_is_shown_without_a_server_too(capsys):
+    folder = deployed.project(Path("here"), rounds=1, port=processes.free_port())
+    run_here(folder)
+    capsys.readouterr()
+    assert run("deploy", "status", "here") == 0
+    printed = capsys.readouterr().out
+    assert "server: does not answer" in printed
+    assert "run first: done" in printed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\xff\xfe",
+        b"{}",
+        b"[1]",
+        b'[{"number": "a", "name": "a", "key": "k"}]',
+        b'[{"number": 0, "name": "a", "key": "k"}, {"number": 0, "name": "b", "key": "l"}]',
+    ],
+    ids=["bytes", "table", "number", "words", "twice"],
+)
+@pytest.mark.parametrize("command", ["server", "status", "add-device"])
+def test_a_damaged_roster_is_named_and_left_as_it_is(command, damage, capsys):
+    folder = deployed.project(Path("here"), devices=1, port=processes.free_port())
+    (folder / "roster.json").write_bytes(damage)
+    assert run("deploy", command, "here") == 2
+    assert "roster.json does not hold what glocal writes there" in complaint(capsys)
+    assert (folder / "roster.json").read_bytes() == damage
+
+
+def test_a_key_in_the_roster_that_is_none_is_named(capsys):
+    folder = deployed.project(Path("here"), devices=1, port=processes.free_port())
+    write_roster(folder, {0: read_roster(folder)[0]._replace(key="ssh-rsa nonsense")})
+    assert run("deploy", "server", "here") == 2
+    assert "'ssh-rsa nonsense' in the roster is no device's key" in complaint(capsys)
+
+
+class Forgetful:
+    """A server whose database was lost: it knows the first device, under the number that it has, and nobody else."""
+
+    def __init__(self, roster):
+        self.known = {roster[0].node: ("online", b"")}
+
+    def nodes(self):
+        return self.known
+
+    def register(self, key, name):
+        return 77
+
+
+def test_a_device_that_the_server_has_forgotten_is_let_in_anew():
+    folder = deployed.project(Path("here"), devices=2)
+    roster = {number: entry._replace(node=number + 10) for number, entry in read_roster(folder).items()}
+    write_roster(folder, roster)
+    said = []
+    register(Project.at(folder), Forgetful(roster), said.append)
+    assert [entry.node for entry in read_roster(folder).values()] == [10, 77]
+    assert said == ["device-1 may connect"]
+
+
+def test_devices_that_are_added_at_the_same_time_get_a_number_each():
+    folder = deployed.project(Path("here"), devices=1)
+    with ThreadPoolExecutor(8) as at_once:
+        added = [*at_once.map(lambda _: add_device(folder), range(8))]
+    roster = read_roster(folder)
+    assert {own.name for own in added} == {f"device-{number}" for number in range(1, 9)}
+    assert all(Member.at(folder / "devices" / entry.name).settings.number == number for number, entry in roster.items())
+    assert len(roster) == 9
+
+
+@pytest.mark.parametrize(
+    ("damaged", "damage", "command", "message"),
+    [
+        ("live.json", b'{"state": "training", "updated": 1.0}', "status", "does not hold what glocal writes there"),
+        ("live.json", b'{"state": "done", "updated": "now"}', "status", "does not hold what glocal writes there"),
+        ("rows.jsonl", b'{"round": 0}\n', "status", "does not hold what glocal writes there"),
+        ("checkpoint.safetensors", foreign({}), "resume", "was not written by glocal"),
+        ("checkpoint.safetensors", foreign([1]), "join", "is damaged (its header holds no table)"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(damaged, damage, command, message, capsys):
+    folder = deployed.project(Path("here"), rounds=1, devices=2, port=processes.free_port())
+    run_here(folder)
+    (folder / "runs/first" / damaged).write_bytes(damage)
+    capsys.readouterr()
+    assert run("deploy", command, "here") == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert damaged in told
+
+
+def test_status_tells_the_last_loss_of_a_device_that_was_away_and_bears_a_last_row_that_is_no_text(capsys):
+    folder = deployed.project(Path("here"), rounds=2, devices=2, port=processes.free_port())
+    run_here(folder)
+    rows = read_rows(folder / "runs/first/rows.jsonl")
+    del rows[1]["losses"]["device-1"]
+    (folder / "runs/first/rows.jsonl").write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode() + b"\xff")
+    capsys.readouterr()
+    assert run("deploy", "status", "here") == 0
+    assert re.search(rf"device-1 +\? +{rows[0]['losses']['device-1']:.4f}", capsys.readouterr().out)
+
+
+def test_a_run_that_was_killed_while_devices_tested_is_resumed_to_its_result(capsys):
+    folder = deployed.project(Path("here"), rounds=1, devices=2, port=processes.free_port())
+    conductor = run_here(folder)
+    conductor._show("testing")
+    capsys.readouterr()
+    assert run("deploy", "resume", "here") == 2
+    assert "does not answer" in complaint(capsys), "it is the server that is missing"
+    assert run_here(folder).live["state"] == "done"
+
+
+def test_a_device_whose_number_is_none_is_refused(capsys):
+    deployed.project(Path("here"), devices=1)
+    deployed.change("here/devices/device-0/device.toml", "number = 0", "number = -1")
+    assert run("deploy", "device", "here/devices/device-0") == 2
+    assert "the device's number is -1" in complaint(capsys)
+
+
+def test_a_run_that_was_taken_over_stops_by_itself():
+    folder = deployed.project(Path("here"), rounds=1)
+    first = RunConductor(Project.at(folder), "first")
+    RunConductor(Project.at(folder), "first")
+    with pytest.raises(ValueError, match="resumed elsewhere") as taken:
+        first._keep()
+    first.failed(taken.value)
+    assert read_json(first.folder / "live.json", dict)["state"] == "waiting for devices", "it speaks for the new one"
+
+
+def test_a_run_that_was_taken_over_is_not_said_to_be_resumed_again(monkeypatch):
+    folder = deployed.project(Path("here"), rounds=1, devices=1)
+    told = RunState("finished:failed", "ServerApp failed with exception: run: it has been resumed elsewhere; this", 0, 0)
+    link = SimpleNamespace(nodes=dict, register=lambda *_: 5, start=lambda _: 1, run=lambda _: told)
+    monkeypatch.setattr("glocal.deploy.operating.linked", lambda *_: nullcontext(link))
+    with pytest.raises(InputError) as ended:
+        follow(Project.at(folder), "first", print)
+    assert str(ended.value) == "run: it has been resumed elsewhere; watch it there, or with `glocal deploy status`"
+
+
+def test_a_full_disk_leaves_neither_a_program_nor_half_a_device(monkeypatch, capsys):
+    folder = deployed.project(Path("here"), devices=1)
+    real, started = processes.subprocess.Popen, []
+
+    def full(path, *_):
+        raise InputError(f"disk: cannot write {path} (No space left on device); free some space or choose another folder")
+
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *rest, **more: started.append(real(*rest, **more)) or started[-1])
+    waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "write_text", full)
+        with pytest.raises(InputError, match=r"it.pid \(No space"):
+            processes.Child.start(waiting, home=Path("home"), log=Path("log/it.log"))
+    assert started[0].poll() is not None
+    with monkeypatch.context() as patched:
+        patched.setattr("glocal.deploy.layout.write_text", full)
+        assert run("deploy", "add-device", "here") == 2
+    assert "No space left" in complaint(capsys)
+    assert run("deploy", "add-device", "here") == 0
+    assert [entry.name for entry in read_roster(folder).values()] == ["device-0", "device-1"]
+
+
+def test_a_journal_whose_last_line_was_cut_off_goes_on(tmp_path):
+    journal = tmp_path / "journal.jsonl"
+    journal.write_bytes(b'{"round": 1}\n{"rou')
+    append_rows(journal, [{"round": 2}])
+    append_rows(journal, [{"round": 3}])
+    assert [row["round"] for row in read_rows(journal)] == [1, 2, 3]
+
+
+class Fails:
+    """A program that ends at once; the fourth start ends the test."""
+
+    def __init__(self, stop):
+        self.stop, self.starts = stop, 0
+
+    def __call__(self):
+        self.starts += 1
+        if self.starts == 4:
+            self.stop.set()
+        return processes.Child.start([sys.executable, "-c", "print('no luck')"], home=Path("home"), log=Path("log/it.log"))
+
+
+def test_a_program_that_ends_is_started_again_ever_more_patiently(monkeypatch):
+    waits, said = [], []
+    stop = threading.Event()
+    real = stop.wait
+    monkeypatch.setattr(stop, "wait", lambda seconds: waits.append(seconds) or real(0.2))
+    supervise(Care(Fails(stop), lambda: "", said.append, lambda: None), stop)
+    assert [seconds for seconds in waits if seconds in (2.0, 15.0)] == [2.0, 15.0]
+    assert "it ended (no luck); starting again in 2 s" in said
+
+
+def test_a_program_that_is_cut_off_while_its_server_is_there_is_started_again():
+    stop, said, children = threading.Event(), [], []
+
+    def start():
+        if children:
+            stop.set()
+        children.append(
+            processes.Child.start([sys.executable, "-c", "import time; time.sleep(60)"], home=Path("home"), log=Path("log/it.log"))
+        )
+        return children[-1]
+
+    supervise(Care(start, lambda: "no way through", said.append, lambda: None, every=0.05, offline=0.2), stop)
+    assert len(children) == 2
+    assert not any(child.running() for child in children)
+    assert "cut off for 0 s (no way through)" in said[0]
+
+
+def test_a_round_is_told_with_who_was_dropped_and_why():
+    row = {
+        "round": 4,
+        "loss": None,
+        "devices": ["a"],
+        "seconds": 3.2,
+        "bytes": 12000,
+        "dropped": {"b": "NaN"},
+        "notes": {},
+        "away": ["c"],
+    }
+    assert told_row(row) == "round 5: 1 devices, 3 s, 12,000 bytes so far; dropped b: NaN; away: c"
