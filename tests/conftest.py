@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples every time and no time limit: a busy machine is no fault. `--hypothesis-profile default` looks further.
+settings.register_profile("glocal", deadline=None, derandomize=True)
+settings.load_profile("glocal")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -44,7 +44,7 @@ def test_group_metrics_are_those_computed_by_hand():
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 1)] * 3), min_size=1, max_size=30))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_rate_is_a_share_of_counted_people(people):
     y, guess, group = (np.array(column) for column in zip(*people, strict=True))
     found = treated(Judged(y, guess, group))

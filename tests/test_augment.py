@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import vmap
@@ -32,7 +32,6 @@ def looped(x: Tensor, key: Tensor, padding: int, fill: tuple[float, ...]) -> Ten
     return torch.stack(made)
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 9), padding=st.integers(0, 7), key=st.integers(0, 2**62), channels=st.integers(1, 3))
 def test_batched_augmentation_is_padding_slicing_and_flipping(rows: int, padding: int, key: int, channels: int) -> None:
     x, fill = images(rows, channels=channels), (-1.0, -2.0, -3.0)[:channels]
@@ -49,7 +48,6 @@ def test_many_devices_at_once_get_what_each_gets_alone() -> None:
 
 
 @given(rows=st.integers(1, 20), more=st.integers(1, 20), key=st.integers(0, 2**62))
-@settings(deadline=None)
 def test_a_row_does_not_depend_on_how_many_follow(rows: int, more: int, key: int) -> None:
     x, augment = images(rows + more), crop_and_flip(3)
     assert torch.equal(augment(x[:rows], torch.tensor(key)), augment(x, torch.tensor(key))[:rows])

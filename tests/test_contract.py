@@ -207,7 +207,7 @@ def test_the_order_of_devices_changes_nothing(name):
     assert world.distance(*means) < 1e-6
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(1, 9), st.integers(1, 7))
 def test_devices_of_any_sizes_agree_over_engines(sizes, batch, chunk):
     plan = Plan(2, len(sizes), batch=batch)

@@ -204,7 +204,7 @@ def test_a_stalled_download_times_out_and_is_resumed(server: Server, tmp_path: P
     assert left_in(tmp_path) == {"file": BODY}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(held=st.integers(0, len(BODY)), cuts=st.lists(st.integers(0, len(BODY)), max_size=3))
 def test_wherever_a_download_breaks_off_the_file_ends_up_whole(running: Server, held: int, cuts: list[int]) -> None:
     running.script(*(cut_after(count) for count in cuts), well)

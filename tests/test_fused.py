@@ -20,7 +20,7 @@ from glocal.optimisers import adam, sgd
 from glocal.training import Pull, Work, augmented, cross_entropy, descend, pulled, supervised
 
 CLASSES = 5
-MANY = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="session")

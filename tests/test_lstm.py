@@ -46,7 +46,7 @@ def loss_of(way, *, cells=True):
     share=st.sampled_from([0.0, 0.5, 1.0]),
     cells=st.booleans(),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_states_cells_and_slopes_are_those_of_autograd(seed, lead, words, share, cells):
     given_ = drawn(seed, lead, words=words, share=share)
     for ours, plain in zip(read(*given_), plainly(*given_), strict=True):

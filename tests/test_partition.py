@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from glocal.data import Dataset, Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
@@ -39,7 +39,6 @@ labels_of_any_kind = st.lists(st.integers(0, 6), min_size=12, max_size=80).map(l
 few_labels = st.lists(st.integers(0, 6), max_size=40).map(lambda values: np.array(values, dtype=np.int64))
 
 
-@settings(deadline=None)
 @given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), seed=st.integers(0, 99))
 def test_equal_shares_lose_nothing_and_differ_by_one_at_most(train: Integers, test: Integers, devices: int, seed: int) -> None:
     train_rows, test_rows = iid(devices)(train, test, fresh(seed))
@@ -49,7 +48,6 @@ def test_equal_shares_lose_nothing_and_differ_by_one_at_most(train: Integers, te
         assert max(sizes) - min(sizes) <= 1
 
 
-@settings(deadline=None)
 @given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), alpha=st.floats(1e-6, 1e6), seed=st.integers(0, 99))
 def test_dirichlet_shares_lose_nothing_and_feed_every_device(
     train: Integers, test: Integers, devices: int, alpha: float, seed: int
@@ -60,7 +58,6 @@ def test_dirichlet_shares_lose_nothing_and_feed_every_device(
     assert min(len(rows) for rows in train_rows) >= 1
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(14, 40), st.integers(14, 25)), min_size=1, max_size=8),
     devices=st.integers(1, 14),
@@ -87,7 +84,6 @@ def test_shards_give_every_device_so_many_classes_the_same_in_training_and_test(
 
 
 @given(devices=st.integers(1, 40), each=st.integers(1, 6), seed=st.integers(0, 2**20))
-@settings(deadline=None)
 def test_random_shards_give_every_device_at_most_so_many_classes(devices: int, each: int, seed: int) -> None:
     train, test = balanced(240), balanced(240)
     if devices * each < 10:
@@ -108,7 +104,6 @@ def test_random_shards_leave_some_devices_with_one_class() -> None:
     assert np.mean(single) == pytest.approx(100 * 19 / 199, abs=2.5)
 
 
-@settings(deadline=None)
 @given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), each=st.integers(1, 9), seed=st.integers(0, 99))
 def test_shards_of_any_labels_lose_nothing_or_say_why(train: Integers, test: Integers, devices: int, each: int, seed: int) -> None:
     refusal = ""
@@ -207,7 +202,6 @@ def test_what_is_left_over_goes_to_the_largest_remainders() -> None:
     assert apportion(np.array([0.5, 0.3, 0.2]), 9).tolist() == [4, 3, 2]
 
 
-@settings(deadline=None)
 @given(weights=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30).filter(any), total=st.integers(0, 500))
 def test_apportioned_counts_add_up_and_are_within_one_of_their_quotas(weights: list[float], total: int) -> None:
     proportions = np.array(weights) / sum(weights)
@@ -216,7 +210,6 @@ def test_apportioned_counts_add_up_and_are_within_one_of_their_quotas(weights: l
     assert np.abs(counts - proportions * total).max() < 1 + 1e-9
 
 
-@settings(deadline=None)
 @given(train=st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=40), data=st.data())
 def test_a_natural_partition_gives_everyone_their_own(train: list[str], data: st.DataObject) -> None:
     test = data.draw(st.lists(st.sampled_from(sorted(set(train))), max_size=20))

@@ -208,7 +208,7 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     assert sources.cache_folder() == tmp_path / ".cache" / "glocal"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObject) -> None:
     content = gzip.compress(as_idx(np.zeros((3, 2, 2), dtype=np.uint8)), mtime=0)
@@ -227,7 +227,7 @@ def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObjec
         assert check("mnist") == [("train-images-idx3-ubyte.gz", False)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(content=st.binary(max_size=60), packed=st.booleans())
 def test_bytes_that_are_no_array_are_refused_without_a_traceback(content: bytes, packed: bool) -> None:
     with TemporaryDirectory() as folder:
