@@ -141,6 +141,8 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
         ("round = 600.0", "round = nan", "limits.round is nan; it must be above 0"),
         ("port = 9443", "port = 99999", "the port is 99999; a number from 1 to 65535 was expected"),
         ('host = "127.0.0.1"', 'host = "münchen"', "the host is 'münchen'"),
+        ('bind = "127.0.0.1"', 'bind = ""', "server.bind is ''"),
+        ('bind = "127.0.0.1"', 'bind = "::1"', "server.bind is '::1'; an IPv4 address or a name was expected"),
         ("enough = 1", "enough = 1\n[privacy]\nclip = nan\nnoise = 1.0", "privacy has clip nan"),
         ('data = "federation:data"', 'data = "federation:nothing"', "'federation:nothing' cannot be found"),
     ],

@@ -38,11 +38,8 @@ def address_of(project: Project) -> str:
 
 def control_of(project: Project) -> tuple[str, Path]:
     """Where its operator finds it, on the same machine, and what it is trusted by."""
-    bound = project.deployment.server.bind
-    return (
-        f"{'127.0.0.1' if bound in ('0.0.0.0', '::') else bound}:{project.deployment.server.port}",
-        project.folder / CERTIFICATES / CA,
-    )
+    server = project.deployment.server
+    return f"{'127.0.0.1' if server.bind == '0.0.0.0' else server.bind}:{server.port}", project.folder / CERTIFICATES / CA
 
 
 def hosts_of(project: Project) -> list[str]:

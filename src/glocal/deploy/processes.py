@@ -122,10 +122,10 @@ def alone(folder: Path) -> Iterator[None]:
 
 def require_free(bind: str, port: int) -> None:
     """Refuse a port that somebody else listens on; one that is just being let go of is waited for."""
-    family, end = socket.AF_INET6 if ":" in bind else socket.AF_INET, time.monotonic() + _LETTING_GO
+    end = time.monotonic() + _LETTING_GO
     while True:
         try:
-            return socket.create_server((bind, port), family=family).close()
+            return socket.create_server((bind, port)).close()
         except OSError as error:
             if time.monotonic() > end:
                 raise InputError(

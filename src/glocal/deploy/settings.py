@@ -28,6 +28,8 @@ class ServerSettings:
             raise InputError(f"deploy: the port is {self.port}; a number from 1 to 65535 was expected")
         if not _HOST.fullmatch(self.host):
             raise InputError(f"deploy: the host is '{self.host}'; a name or an address was expected, without a port")
+        if not _HOST.fullmatch(self.bind):
+            raise InputError(f"deploy: server.bind is '{self.bind}'; an IPv4 address or a name was expected, such as 0.0.0.0")
 
 
 @dataclass(frozen=True)
