@@ -375,6 +375,18 @@ def test_a_late_joiner_learns_its_private_part_as_join_does_and_takes_part(tmp_p
     assert run_here(folder, grid).standing.counted[4] == 2
 
 
+def test_a_device_that_is_added_before_the_first_round_keeps_what_it_has_learnt_in_it(tmp_path):
+    """While the first devices are waited for: it is no founder, and does not settle in once it has trained."""
+    folder = deployed.project(tmp_path / "here", devices=3, rounds=2, cohort=4)
+    conductor = RunConductor(Project.at(folder), "first")
+    add_device(folder, "early")
+    conduct(deployed.HereGrid(folder, client), conductor)
+    assert [[*row["notes"]] for row in read_rows(conductor.folder / "rows.jsonl")] == [[], []]
+    deployed.change(folder / "federation.py", "range(3)", "range(4)")
+    state, _ = simulated(folder)
+    assert same_as(folder, state) <= 1e-6
+
+
 def test_figures_leave_a_device_only_with_its_owners_consent(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1, metrics=False)
     conductor = run_here(folder)

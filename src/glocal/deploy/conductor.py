@@ -159,10 +159,10 @@ class RunConductor:
         return True
 
     def newcomers(self) -> dict[int, Order]:
-        """Who came after the federation was founded, and has not learnt its private part yet."""
+        """Who came after the federation was founded, and has not learnt its private part yet, neither alone nor in a round."""
         if self.kit.algorithm.settle is None or not self.project.deployment.settle or not self.standing.done:
             return {}
-        known, epochs = {*self.standing.founders, *self.standing.settled}, self.project.deployment.settle
+        known, epochs = {*self.standing.founders, *self.standing.settled, *self.standing.counted}, self.project.deployment.settle
         return {node: replace(self._order(device), epochs=epochs) for node, device in self._here().items() if device not in known}
 
     def settled(self, replies: Mapping[int, Reply]) -> None:
