@@ -297,7 +297,7 @@ def test_private_state_of_another_model_is_refused_by_name(tmp_path):
     state.write_bytes((other / "devices/device-1/state/first.safetensors").read_bytes())
     conductor = run_here(folder)
     told = conductor.live["refused"]["device-1"]
-    assert str(state) in told
+    assert "private state: state/first.safetensors" in told
     assert "belongs to another model (shared '4.weight' [7, 9, 'torch.float32']) than this one (shared '4.weight' [7, 8, " in told
     assert conductor.standing.times == {0: 3, 2: 3, 3: 3}
 
@@ -467,6 +467,28 @@ def test_no_example_leaves_a_device_in_the_words_of_an_error(fails, words, maske
     assert not any(b"Jane Doe" in part or words.encode() in part for part in told)
     assert "what the server is not told" in caplog.text
     assert words in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["raise ValueError('Jane Doe, 41')", "raise SystemExit('Jane Doe, 41')"], ids=["raised", "left"])
+def test_no_example_leaves_a_device_whose_module_reads_them_while_it_is_imported(fails, tmp_path, caplog):
+    folder = deployed.project(tmp_path / "here", devices=3, rounds=1)
+    with (folder / "devices/device-1/federation.py").open("a") as module:
+        module.write(f"\n{fails}\n")
+    conductor = run_here(folder)
+    assert conductor.live["refused"] == {"device-1": "its model or data cannot be used; logs/supernode.log on the device says why"}
+    assert "Jane Doe, 41" in caplog.text
+
+
+def test_where_a_device_keeps_its_files_does_not_leave_it(tmp_path):
+    folder = deployed.project(tmp_path / "here", devices=4, rounds=1)
+    state = folder / "devices/device-1/state/first.safetensors"
+    state.parent.mkdir()
+    state.write_bytes(b"damaged")
+    (folder / "devices/device-2/device.toml").unlink()
+    refused = run_here(folder).live["refused"]
+    assert "run: state/first.safetensors is damaged" in refused["device-1"]
+    assert "cannot read device.toml" in refused["device-2"]
+    assert str(tmp_path) not in str(refused)
 
 
 def test_of_an_error_that_nobody_foresaw_the_server_learns_the_kind(tmp_path, monkeypatch, caplog):

@@ -46,8 +46,11 @@ class Member:
 
     @property
     def kit(self) -> Kit:
-        """Algorithm and model."""
-        return self.project.kit
+        """Algorithm and model; the owner's own code makes it, and may read data while it is imported."""
+        try:
+            return self.project.kit
+        except InputError as error:
+            raise DataError(str(error)) from error
 
     @property
     def secure(self) -> bool:

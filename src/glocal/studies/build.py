@@ -298,7 +298,7 @@ def named_function(address: str, where: str) -> Callable[..., Any]:
     module, _, name = address.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a user's own module may raise while it is imported
+    except (Exception, SystemExit) as error:  # whatever a user's own module may raise while it is imported
         raise InputError(
             f"settings: {where} = '{address}' cannot be found ({brief(error)}); write it as module:function, importable from here"
         ) from error

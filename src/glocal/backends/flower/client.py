@@ -28,9 +28,9 @@ def client_app(open_device: OpenDevice) -> ClientApp:
                 shared, order = asked(message.content)
                 content = answering(task(open_device(context.node_config), shared, order))
             except (InputError, UploadError) as error:
-                content = refusing(_sayable(error))
+                content = refusing(_sayable(error, context))
             except Exception as error:
-                raise RuntimeError(_sayable(error)) from None  # Flower sends the words of whatever is raised
+                raise RuntimeError(_sayable(error, context)) from None  # Flower sends the words of whatever is raised
             return Message(content, reply_to=message)
 
         return handle
@@ -44,7 +44,7 @@ def client_app(open_device: OpenDevice) -> ClientApp:
         try:
             return _masked(message, context, open_device(context.node_config))
         except Exception as error:
-            raise RuntimeError(_sayable(error)) from None
+            raise RuntimeError(_sayable(error, context)) from None
 
     app.train()(train)
     app.train("settle")(handler(lambda device, shared, order: device.settle(shared, order)))
@@ -52,12 +52,15 @@ def client_app(open_device: OpenDevice) -> ClientApp:
     return app
 
 
-def _sayable(error: Exception) -> str:
-    """What the server is told: of an error that may quote an example its kind alone; the rest stays in the device's own log."""
+def _sayable(error: Exception, context: Context) -> str:
+    """What the server is told: of an error that may quote an example its kind alone; the rest stays in the device's own log.
+
+    Files are named as seen from the device's folder: where that is, and under whose name, is not the server's business.
+    """
     if isinstance(error, InputError | UploadError) and not isinstance(error, DataError):
-        return str(error)
+        return str(error).replace(f"{context.node_config.get('folder')}/", "")
     _LOG.error("what the server is not told", exc_info=error)
-    what = "its data cannot be used" if isinstance(error, DataError) else f"it failed ({type(error).__name__})"
+    what = "its model or data cannot be used" if isinstance(error, DataError) else f"it failed ({type(error).__name__})"
     return f"{what}; logs/supernode.log on the device says why"
 
 

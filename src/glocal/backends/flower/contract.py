@@ -57,7 +57,10 @@ class Reply:
 
 
 class DataError(InputError):
-    """Something is wrong with a device's data. The words may quote an example: its owner reads them, and they never leave it."""
+    """Something is wrong with a device's data, or with the code that reads them.
+
+    The words may quote an example: its owner reads them, and they never leave it.
+    """
 
 
 class Device(Protocol):
