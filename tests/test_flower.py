@@ -20,6 +20,7 @@ from glocal.deploy.apps import client
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member, predicted
 from glocal.deploy.layout import add_device
+from glocal.deploy.operating import told_entry
 from glocal.deploy.project import Project
 from glocal.deploy.roster import read_roster
 from glocal.errors import InputError
@@ -431,6 +432,27 @@ def test_what_leaves_a_device_is_its_upload_and_figures_and_the_journal_says_so(
         assert not any(grid.contexts[device].state for device in range(4))
     sent = [row for row in read_rows(folder / "devices/device-0/journal.jsonl") if "bytes" in row]
     assert [row["tensors"] for row in sent] == [["4.weight", "4.bias", "6.weight", "6.bias"]] * 2
+    assert [row["examples"] for row in sent] == [16, 16]
+
+
+def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about_its_state(tmp_path):
+    folder = deployed.project(tmp_path / "here", devices=3, rounds=2)
+    deployed.change(folder / "devices/device-1/federation.py", "def data(device):", "def data(device):\n    {}['Jane Doe, 41']")
+    grid = deployed.HereGrid(folder, client)
+
+    def lose(device, message, reply):
+        if during(1, 2)(device, message):
+            (folder / "devices/device-2/state/first.safetensors").unlink()
+        return reply
+
+    grid.tamper = lose
+    run_here(folder, grid)
+    refused, odd = (read_rows(folder / f"devices/device-{number}/journal.jsonl")[-1] for number in (1, 2))
+    assert told_entry(refused).startswith(
+        "first, after 0 rounds: could not do what it was asked: federation:data: the function fail"
+    )
+    assert "Jane Doe, 41" in told_entry(refused)
+    assert "; the server is told: its private state is gone, it begins anew (round 2 had counted)" in told_entry(odd)
 
 
 @pytest.mark.parametrize(

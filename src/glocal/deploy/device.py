@@ -1,8 +1,11 @@
 """One device: the simulator's functions, called on its own data, with its private state on its own disk."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +18,7 @@ from glocal.backends.simulate import visited
 from glocal.deploy.private import NEVER, Kept, PrivateFile
 from glocal.deploy.project import Kit, Project
 from glocal.deploy.settings import DeviceSettings
-from glocal.errors import InputError
+from glocal.errors import InputError, brief
 from glocal.federation import Federation, check
 from glocal.fitting import classes_of
 from glocal.joining import Host, Welcome, join
@@ -29,6 +32,24 @@ from glocal.trees import Params
 from glocal.wire import Upload, UploadError
 
 STATE, JOURNAL = "state", "journal.jsonl"
+Asked = ParamSpec("Asked")
+Told = TypeVar("Told")
+
+
+def noting_failure(work: Callable[Concatenate["Member", Asked], Told]) -> Callable[Concatenate["Member", Asked], Told]:
+    """The same, and the owner reads in the journal why it could not be done; the server may be told less."""
+
+    @wraps(work)
+    def noted(member: "Member", /, *given: Asked.args, **more: Asked.kwargs) -> Told:
+        try:
+            return work(member, *given, **more)
+        except Exception as error:
+            order = next(value for value in given if isinstance(value, Order))
+            why = str(error) if isinstance(error, InputError | UploadError) else brief(error)
+            member._note("could not do what it was asked", order, {"why": why})
+            raise
+
+    return noted
 
 
 @dataclass(frozen=True)
@@ -77,6 +98,7 @@ class Member:
             raise InputError(f"device {self.settings.number}: '{run}' is no plain name of a run")
         return PrivateFile(self.project.folder / STATE / f"{run}.safetensors", self.kit, self.settings.number)
 
+    @noting_failure
     def greet(self, order: Order) -> Json:
         """Who it is; a private state that is not its own, and data that do not fit, are refused here already."""
         self.private(order.run).load()
@@ -84,6 +106,7 @@ class Member:
         self._note("greeted the server", order, told)
         return told
 
+    @noting_failure
     def train(self, shared: Params, order: Order) -> Answer:
         """One round, by the algorithm's own `client_update`; private state is on disk before anything is sent."""
         shared, file = self._received(shared), self.private(order.run)
@@ -97,14 +120,16 @@ class Member:
         upload = Upload(update.upload, shared)
         file.keep(Kept(private, order.counted, update.private, order.round_index, shared))
         figures = self._consented({"loss": float(update.loss)})
-        told = {"bytes": upload.nbytes, "tensors": [*upload.tensors], "figures": figures}
+        note = {"note": odd} if odd else {}
+        told = {"bytes": upload.nbytes, "tensors": [*upload.tensors], "examples": self.weight(data), "figures": figures, **note}
         self._note("trained and sent its shared part", order, told)
-        return Answer(upload, self.weight(data), {**figures, **({"note": odd} if odd else {})})
+        return Answer(upload, self.weight(data), {**figures, **note})
 
     def weight(self, data: Federation) -> int:
         """How much it counts in the average."""
         return 1 if self.project.study.plan.weights == "equal" else int(data.train.sizes[0])
 
+    @noting_failure
     def settle(self, shared: Params, order: Order) -> Answer:
         """What `join` does for a newcomer: the private part is learnt against the shared one as it is, and nothing is sent."""
         shared, data, number = self._received(shared), self.data().train, self.settings.number
@@ -116,14 +141,16 @@ class Member:
         self._note("learnt its private part, and sent nothing", order, {})
         return Answer(None, 0, {})
 
+    @noting_failure
     def test(self, shared: Params, order: Order) -> Answer:
         """Its own model on its own data; what counts of its private state is settled, and the shared part kept to predict with."""
         shared, file = self._received(shared), self.private(order.run)
         private, odd = file.start(order)
         file.keep(Kept(private, order.counted, private, order.counted, shared))
         figures = self._consented(self.accuracies(shared, private)) if self.settings.metrics else {}
-        self._note("tested its model", order, {"figures": figures})
-        return Answer(None, 0, {**figures, **({"note": odd} if odd else {})})
+        note = {"note": odd} if odd else {}
+        self._note("tested its model", order, {"figures": figures, **note})
+        return Answer(None, 0, {**figures, **note})
 
     def accuracies(self, shared: Params, private: Params) -> Json:
         """Accuracy on its validation and test data, and how many examples these are."""

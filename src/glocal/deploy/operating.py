@@ -310,8 +310,10 @@ def told_entry(row: Json) -> str:
     told = ", ".join(f"{name} {value:.4g}" for name, value in (row.get("figures") or {}).items())
     figures = f"; figures sent: {told}" if told else ""
     missed = f"; it was away for {row['missed']}" if "missed" in row else ""
+    note = f"; the server is told: {row['note']}" if "note" in row else ""
+    why = f": {row['why']}" if "why" in row else ""
     when = f"round {row['round'] + 1}" if "bytes" in row else f"after {row['round']} rounds"
-    return f"{row['run']}, {when}: {row['what']}{sent}{figures}{missed}"
+    return f"{row['run']}, {when}: {row['what']}{sent}{why}{figures}{note}{missed}"
 
 
 def require_new_run(project: Project, run: str) -> None:
