@@ -160,6 +160,7 @@ def test_a_mistake_in_deploy_toml_is_named(old, new, message, capsys):
     [
         ('name = "federation:model"', 'name = "mlp"', "a function of yours was expected"),
         ("seed = 3", "seed = 3\nseeds = 2", "plan.seeds, which only the simulator knows"),
+        ("seed = 3", "seed = 3\ntries = 2", "plan.tries, which only the simulator knows"),
         ("rounds = 3", "rounds = 0", "rounds is 0"),
         ("[cases.Case]", '[cases.Other]\nalgorithm = "fedavg"\n[cases.Case]', "has 2 cases; a deployment trains one"),
     ],

@@ -342,9 +342,10 @@ def test_private_state_that_was_lost_is_said(tmp_path):
     assert "its private state is gone" in read_rows(conductor.folder / "rows.jsonl")[2]["notes"]["device-1"]
 
 
-def test_a_device_with_other_settings_is_refused(tmp_path):
+@pytest.mark.parametrize(("old", "new"), [('local = ["0", "1"]', 'local = ["0"]'), ("batch = 5", "batch = 5\ntokens = 40")])
+def test_a_device_with_other_settings_is_refused(old, new, tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
-    deployed.change(folder / "devices/device-2/study.toml", 'local = ["0", "1"]', 'local = ["0"]')
+    deployed.change(folder / "devices/device-2/study.toml", old, new)
     conductor = run_here(folder)
     assert "is not the server's" in conductor.live["refused"]["device-2"]
 

@@ -77,7 +77,7 @@ class Project:
 
     def _training(self) -> Json:
         """What else a device must have as the server has it; how many rounds and how long to wait are the server's own."""
-        plan = {name: getattr(self.study.plan, name) for name in ("epochs", "batch", "seed", "weights")}
+        plan = {name: getattr(self.study.plan, name) for name in ("epochs", "batch", "tokens", "seed", "weights")}
         return {**plan, "validation": self.study.data.validation, "secure": self.deployment.secure}
 
     def make_importable(self) -> None:
@@ -149,7 +149,9 @@ def _require_deployable(study: Settings) -> None:
         "audit": study.audit is not None,
         "data.augment": study.data.augment != "none",
         "data.labelled": study.data.labelled is not None,
+        "ordinal": study.ordinal is not None,
         "plan.seeds": study.plan.seeds != 1,
+        "plan.tries": study.plan.tries != 1,
         "cases.after": case.after is not None,
         "cases.welcome": case.welcome is not None,
         "cases.learns": case.learns is not None,
