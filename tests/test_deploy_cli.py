@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from flwr.common.serde import user_config_to_proto
+from flwr.proto.run_pb2 import Run, RunStatus
 from safetensors.torch import save
 
-from glocal.backends.flower.control import RunState
+from glocal.backends.flower.control import Link, RunState
 from glocal.deploy import certificates, processes
 from glocal.deploy.certificates import days_left, make_authority, make_server_certificate
 from glocal.deploy.conductor import RunConductor
@@ -389,6 +391,28 @@ def test_status_is_shown_without_a_server_too(capsys):
     printed = capsys.readouterr().out
     assert "server: does not answer" in printed
     assert "run first: done" in printed
+
+
+def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkeypatch):
+    folder = deployed.project(Path("here"), rounds=1, devices=1)
+    for name, state in (("first", "training"), ("second", "done"), ("third", "training")):
+        run_here(folder, run=name)._show(state)
+    starts = [("first", 1, "finished"), ("second", 2, "finished"), ("third", 3, "finished"), ("third", 4, "running")]
+    told = {
+        number: Run(
+            pending_at=f"2026-01-0{number}",
+            status=RunStatus(status=status, sub_status="failed", details="No heartbeat"),
+            override_config=user_config_to_proto({"run": name}),
+        )
+        for name, number, status in starts
+    }
+    client = SimpleNamespace(ListRuns=lambda _: SimpleNamespace(run_dict=told), ListNodes=lambda _: SimpleNamespace(nodes_info=[]))
+    monkeypatch.setattr("glocal.backends.flower.control.linked", lambda *_: nullcontext(Link(client)))
+    capsys.readouterr()
+    assert run("deploy", "status", "here") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("it has ended (No heartbeat); go on with") == 1
+    assert f"`glocal deploy resume {folder.resolve()} --run first`" in printed
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
 
@@ -21,6 +21,7 @@ from glocal.deploy.conductor import LIVE, RESULT, ROWS, RUNS, rounds_done
 from glocal.deploy.device import STATE, Member, predicted
 from glocal.deploy.layout import CERTIFICATES, DEVICES, Wanted, add_device, lay_out
 from glocal.deploy.operating import (
+    again,
     attend,
     connected,
     control_of,
@@ -169,17 +170,15 @@ def status(folder: Path) -> None:
     from glocal.backends.flower.control import linked
 
     project, roster = Project.at(folder), read_roster(folder)
-    try:
-        with linked(*control_of(project)) as link:
-            here: set[str] | None = connected(project, link)
-    except InputError:
-        here = None
+    here, ended = None, dict[str, str]()
+    with suppress(InputError), linked(*control_of(project)) as link:
+        here, ended = connected(project, link), link.ended()
     print(f"server: {'up' if here is not None else 'does not answer'} at {control_of(project)[0]}")
     places = sorted((folder / RUNS).glob(f"*/{LIVE}"), key=lambda path: path.stat().st_mtime)
     told, losses = [], dict[str, float]()
     for path in places:
         lines, losses = _told_run(path)
-        told += lines
+        told += lines + _told_end(project, path, ended)
     table = Table("device", "connected", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("last loss", justify="right")
     for entry in roster.values():
@@ -203,6 +202,14 @@ def _told_run(path: Path) -> tuple[list[str], dict[str, float]]:
         raise InputError(
             f"status: {path} or {ROWS} beside it does not hold what glocal writes there ({brief(error)}); restore them"
         ) from error
+
+
+def _told_end(project: Project, path: Path, ended: Mapping[str, str]) -> list[str]:
+    """That a run has ended before it could say so itself, as when its server was killed, and how to go on."""
+    name = path.parent.name
+    if name not in ended or read_json(path, dict)["state"] in ("done", "failed"):
+        return []
+    return [f"  it has ended ({ended[name]}); go on with `{again(project, name)}`"]
 
 
 def predict(folder: Path, source: str, name: str | None, out: Path | None) -> None:

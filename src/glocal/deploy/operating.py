@@ -247,7 +247,7 @@ def follow(project: Project, run: str, say: Say, *, visit: bool = False) -> Json
         except InputError as error:
             if ELSEWHERE in str(error):
                 raise InputError(f"run: {ELSEWHERE}; watch it there, or with `glocal deploy status`") from error
-            raise InputError(f"{error}; then go on with `{_again(project, run, visit=visit)}`") from error
+            raise InputError(f"{error}; then go on with `{again(project, run, visit=visit)}`") from error
 
 
 def _live(folder: Path) -> Json:
@@ -259,7 +259,7 @@ def _live(folder: Path) -> Json:
     return read
 
 
-def _again(project: Project, run: str, *, visit: bool) -> str:
+def again(project: Project, run: str, *, visit: bool = False) -> str:
     """The command that goes on where a run ended."""
     command = "join" if visit else "run" if rounds_done(project.folder, run) is None else "resume"
     return f"glocal deploy {command} {shlex.quote(str(project.folder))} --run {run}"

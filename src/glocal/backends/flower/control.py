@@ -86,6 +86,12 @@ class Link:
         run = self.client.ListRuns(ListRunsRequest(run_id=number)).run_dict[number]
         return RunState(f"{run.status.status}:{run.status.sub_status}", run.status.details, run.bytes_sent, run.bytes_recv)
 
+    def ended(self) -> dict[str, str]:
+        """The runs whose last start has ended, by our own names for them, and what Flower says of the reason."""
+        starts = sorted(self.client.ListRuns(ListRunsRequest()).run_dict.values(), key=lambda run: run.pending_at)
+        last = {run.override_config["run"].string: run.status for run in starts}
+        return {name: status.details or status.sub_status for name, status in last.items() if status.status == "finished"}
+
 
 def key_bytes(key: str) -> bytes:
     """A public key as Flower lists it."""
