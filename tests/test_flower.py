@@ -601,9 +601,11 @@ def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
     kept = read_json(conductor.folder / "result.json", dict)["privacy"]
     assert kept["rounds"] == 2
     assert kept["epsilon"] == pytest.approx(epsilon(2.0, 2, 1e-5))
-    first = next(from_record(reply.content.array_records["shared"]) for reply in left if "shared" in reply.content.array_records)
+    uploads = [from_record(reply.content.array_records["shared"]) for reply in left if "shared" in reply.content.array_records]
     kit = Project.at(folder).kit
-    moved = torch.cat([(first[name] - tensor).flatten() for name, tensor in kit.algorithm.init(kit.params)[0].items()])
+    began = kit.algorithm.init(kit.params)[0]
+    moved = torch.cat([(upload[name] - tensor).flatten() for upload in uploads[:4] for name, tensor in began.items()])
+    # 348 numbers of nobody's choosing: their deviation is itself known to 0.04
     assert moved.std() == pytest.approx(1.0, rel=0.2)
 
 
