@@ -268,6 +268,10 @@ def test_a_folder_that_flower_would_read_otherwise_is_refused(capsys):
     deployed.project(Path('q"uote'), devices=1)
     assert run("deploy", "device", 'q"uote/devices/device-0') == 2
     assert "has a quote or a backslash in it" in complaint(capsys)
+    deployed.project(Path("why?"), devices=1)
+    with processes.alone(Path("why?")):
+        assert run("deploy", "server", "why?") == 2
+    assert "has a question mark in it" in complaint(capsys)
 
 
 @pytest.mark.parametrize("command", ["server", "run"])

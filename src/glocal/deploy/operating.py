@@ -57,6 +57,8 @@ def serve(project: Project, stop: threading.Event, say: Say) -> None:
     """Keep the SuperLink running, let the roster's devices in, and say who comes and goes and how runs get on."""
     for entry in read_roster(project.folder).values():  # refuses what is no server's folder
         key_bytes(entry.key)  # refuses what is no key
+    if "?" in str(project.folder):  # a name ends there for Flower's database, which would lie beside the folder
+        raise InputError(f"deploy: {project.folder} has a question mark in it, which Flower does not bear; rename it")
     require_server_certificate(project.folder / CERTIFICATES, hosts_of(project))
     left = days_left(project.folder / CERTIFICATES / SERVER)
     if left < _RENEW:
