@@ -398,6 +398,18 @@ def test_figures_leave_a_device_only_with_its_owners_consent(tmp_path):
     assert all(row["test"] is None for row in result["devices"])
 
 
+def test_an_accuracy_that_is_none_does_not_enter_the_mean(tmp_path):
+    def boast(device, message, reply):
+        if message.metadata.message_type == "evaluate" and device == 1:
+            reply.content.config_records["words"]["figures"] = '{"test": 5, "test_size": 3}'
+        return reply
+
+    folder = deployed.project(tmp_path / "here", devices=2, rounds=1)
+    result = read_json(run_here(folder, deployed.HereGrid(folder, client, boast)).folder / "result.json", dict)
+    assert result["devices"][1]["test"] is None
+    assert result["local_test"]["mean"] == pytest.approx(result["devices"][0]["test"])
+
+
 def test_a_device_predicts_with_its_own_model(tmp_path):
     folder = deployed.project(tmp_path / "here")
     conductor = run_here(folder)

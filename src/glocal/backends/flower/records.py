@@ -14,6 +14,7 @@ from glocal.trees import Params
 
 _SHARED, _WORDS = "shared", "words"
 _WORDY = ("note", "fingerprint")  # figures that are words; all others are numbers
+_SHARES = ("test", "validation")  # accuracies
 _LONGEST = 500  # characters of a device's words that are kept
 _MOST = 2**53  # examples that a device may say it has
 
@@ -87,4 +88,6 @@ def _figure(name: str, value: object) -> object:
         return str(value)[:_LONGEST]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > _MOST:
         raise ValueError(f"its figure '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected")
+    if name in _SHARES and not 0 <= value <= 1:
+        raise ValueError(f"its figure '{name}' is {value}; a share from 0 to 1 was expected")
     return value
