@@ -1,5 +1,7 @@
 """Tests run with one thread each: small steps gain nothing from more, and the workers share the cores."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import settings
@@ -18,3 +20,9 @@ def one_thread():
 def own_cache(tmp_path_factory, monkeypatch):
     """Nothing that a test loads may come from, or end in, the user's own cache."""
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def no_bytecode(monkeypatch):
+    """A module that a test changes within a second, to the same length, would be taken from its compiled form."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
