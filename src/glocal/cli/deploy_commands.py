@@ -15,7 +15,9 @@ Device = Annotated[Path, typer.Argument(help="The device's folder, as it was han
 Run = Annotated[str, typer.Option("--run", help="The name of the run.")]
 Metrics = Annotated[
     bool,
-    typer.Option("--metrics", help="Let losses, accuracies and numbers of examples leave the device; its owner can change it."),
+    typer.Option(
+        "--metrics", help="Let losses and accuracies, and of how many examples, leave the device; its owner can change it."
+    ),
 ]
 
 

@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
@@ -33,8 +33,9 @@ from glocal.deploy.operating import (
     serve,
     told_live,
     told_row,
+    unanswered,
 )
-from glocal.deploy.processes import answers, free_port
+from glocal.deploy.processes import free_port
 from glocal.deploy.project import Project
 from glocal.deploy.roster import read_roster
 from glocal.errors import InputError, brief
@@ -177,8 +178,9 @@ def status(folder: Path) -> None:
     places = sorted((folder / RUNS).glob(f"*/{LIVE}"), key=lambda path: path.stat().st_mtime)
     told, losses = [], dict[str, float]()
     for path in places:
-        lines, losses = _told_run(path)
-        told += lines + _told_end(project, path, ended)
+        end = ended.get(path.parent.name)
+        lines, losses = _told_run(path, end and f"it has ended ({end}); go on with `{again(project, path.parent.name)}`")
+        told += lines
     table = Table("device", "connected", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("last loss", justify="right")
     for entry in roster.values():
@@ -189,27 +191,23 @@ def status(folder: Path) -> None:
         print(line)
 
 
-def _told_run(path: Path) -> tuple[list[str], dict[str, float]]:
-    """How a run stands, in lines, and the last loss of every device that told one; a file that others have changed is named."""
+def _told_run(path: Path, end: str | None) -> tuple[list[str], dict[str, float]]:
+    """How a run stands, in lines, and the last loss of every device that told one; a file that others have changed is named.
+
+    `end` is for a run that ended before it could say so itself, as when its server was killed.
+    """
     live, rows = read_json(path, dict), read_rows(path.parent / ROWS)
     try:
         losses = {name: float(loss) for row in rows for name, loss in row["losses"].items()}
         ago = f"{time.time() - live['updated']:.0f} s ago"
         lines = [f"run {path.parent.name}: {told_live(live)}, {ago}; {readable(live.get('bytes', 0))} sent"]
         lines += [f"  {told_row(rows[-1])}" if rows else "  no round yet"]
-        return [*lines, *([f"  {live['why']}"] if live["state"] == "failed" else [])], losses
+        why = {"done": None, "failed": live.get("why")}.get(live["state"], end)
+        return [*lines, *([f"  {why}"] if why else [])], losses
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
             f"status: {path} or {ROWS} beside it does not hold what glocal writes there ({brief(error)}); restore them"
         ) from error
-
-
-def _told_end(project: Project, path: Path, ended: Mapping[str, str]) -> list[str]:
-    """That a run has ended before it could say so itself, as when its server was killed, and how to go on."""
-    name = path.parent.name
-    if name not in ended or read_json(path, dict)["state"] in ("done", "failed"):
-        return []
-    return [f"  it has ended ({ended[name]}); go on with `{again(project, name)}`"]
 
 
 def predict(folder: Path, source: str, name: str | None, out: Path | None) -> None:
@@ -239,9 +237,7 @@ def demo(folder: Path, *, rounds: int) -> None:
     stop = threading.Event()
     with _all_ended(stop) as ending:
         _beside(ending, serve, project, stop, said_by("server"))
-        address, authority = control_of(project)
-        host, _, port = address.rpartition(":")
-        while answers(host, int(port), authority) or not all(entry.node for entry in read_roster(folder).values()):
+        while unanswered(project) or not all(entry.node for entry in read_roster(folder).values()):
             if stop.wait(0.3) or time.monotonic() - began > _READY:
                 raise InputError(f"demo: the server did not start within {_READY:.0f} s; see {folder}/logs/superlink.log")
         for entry in read_roster(folder).values():

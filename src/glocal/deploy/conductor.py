@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -129,6 +129,7 @@ class RunConductor:
         Who was lost while it was greeted has said nothing wrong: it is greeted again when it is back.
         """
         own = {entry.node: number for number, entry in self.roster().items()}
+        names = self._names()
         for node, reply in greetings.items():
             if reply.lost or node not in own:
                 continue
@@ -136,10 +137,10 @@ class RunConductor:
             fault = reply.fault or _difference(told, own[node], self.kit.fingerprint)
             if fault:
                 self.refused[node] = fault
-                self._show(refused={self._name(own[other]): why for other, why in self.refused.items() if other in own})
+                self._show(refused={names[own[other]]: why for other, why in self.refused.items() if other in own})
             else:
                 self.present[node], self.weights[node] = own[node], max(int(told.get("weight", 1)), 1)
-        self._show(connected=self._names(self.present[node] for node in self.connected if node in self.present))
+        self._show(connected=self._told_names(self._here().values()))
 
     def lacks(self, nodes: set[int]) -> bool:
         """Everybody is waited for before the first round, for a while; enough devices before every other, for longer."""
@@ -181,8 +182,8 @@ class RunConductor:
         cohort = {*choose_present(self.project.plan, Attendance.of(sorted(here.values())), self.round_index).tolist()}
         self.asked = {node: device for node, device in here.items() if device in cohort}
         orders = {node: self._order(device) for node, device in self.asked.items()}
-        names = self._names(self.asked.values())
-        self._show("training", round=self.round_index, asked=names, answered=[], connected=self._names(here.values()))
+        names, connected = self._told_names(self.asked.values()), self._told_names(here.values())
+        self._show("training", round=self.round_index, asked=names, answered=[], connected=connected)
         self.started = time.monotonic()
         seen = {**self.standing.seen, **{device: self.round_index for device in here.values()}}
         self.standing = replace(self.standing, seen=seen)
@@ -194,7 +195,7 @@ class RunConductor:
     def heard(self, node: int, reply: Reply) -> None:
         """Show that an answer has come."""
         if node in self.asked:
-            self._show(answered=[*self.live.get("answered", []), self._name(self.asked[node])])
+            self._show(answered=[*self.live.get("answered", []), *self._told_names([self.asked[node]])])
 
     def collect(self, replies: Mapping[int, Reply]) -> Json:
         """Check all answers, average the good ones in the order of devices, keep the round."""
@@ -211,7 +212,8 @@ class RunConductor:
 
     def collect_mean(self, mean: Params | None, replies: Mapping[int, Reply]) -> Json:
         """The mean itself is what is checked; who dropped out is known, and why is not."""
-        lost = {self._name(device): "it did not stay until the end" for node, device in self.asked.items() if node not in replies}
+        names = self._names()
+        lost = {names[device]: "it did not stay until the end" for node, device in self.asked.items() if node not in replies}
         try:
             shared = Upload(mean or {}, self.shared).tensors
         except UploadError as error:
@@ -229,13 +231,13 @@ class RunConductor:
         row["bytes"] = self.standing.ledger.total.bytes
         append_rows(self.folder / ROWS, [row])
         told = {"loss": row["loss"], "bytes": row["bytes"], "dropped": row["dropped"]}
-        self._show("training", round=self.round_index, connected=self._names(self._here().values()), **told)
+        self._show("training", round=self.round_index, connected=self._told_names(self._here().values()), **told)
         return row
 
     def _checked(self, replies: Mapping[int, Reply]) -> tuple[dict[int, tuple[Upload, int]], dict[str, str]]:
         """Uploads and weights of the good answers by device, and why the others are dropped."""
         good: dict[int, tuple[Upload, int]] = {}
-        dropped = {}
+        dropped, names = {}, self._names()
         for node, device in self.asked.items():
             reply = replies.get(node, Reply({}, fault=f"no answer within {self.round_wait:.0f} s"))
             try:
@@ -246,7 +248,7 @@ class RunConductor:
                     reply.examples,
                 )
             except UploadError as error:
-                dropped[self._name(device)] = str(error)
+                dropped[names[device]] = str(error)
                 if node not in replies or reply.lost:
                     self.present.pop(node, None)  # it is greeted again when it comes back
         return good, dropped
@@ -254,12 +256,13 @@ class RunConductor:
     def _row(self, replies: Mapping[int, Reply], dropped: dict[str, str], devices: list[int]) -> Json:
         """What is written down of a round."""
         figures = {self.asked[node]: reply.figures or {} for node, reply in replies.items() if node in self.asked}
-        losses = {self._name(device): figures[device]["loss"] for device in devices if "loss" in figures[device]}
-        notes = {self._name(device): told["note"] for device, told in figures.items() if "note" in told}
-        away = [entry.name for number, entry in self.roster().items() if number not in self._here().values()]
+        names, here = self._names(), {*self._here().values()}
+        losses = {names[device]: figures[device]["loss"] for device in devices if "loss" in figures[device]}
+        notes = {names[device]: told["note"] for device, told in figures.items() if "note" in told}
+        away = [entry.name for number, entry in self.roster().items() if number not in here]
         return {
             "round": self.round_index,
-            "devices": self._names(devices),
+            "devices": self._told_names(devices),
             "losses": losses,
             "loss": sum(losses.values()) / len(losses) if losses else None,
             "dropped": dropped,
@@ -285,7 +288,7 @@ class RunConductor:
             self.asked = {}
             return {}
         self.asked = self._here()
-        self._show("testing", asked=self._names(self.asked.values()), answered=[])
+        self._show("testing", asked=self._told_names(self.asked.values()), answered=[])
         return {node: self._order(device) for node, device in self.asked.items()}
 
     def tested(self, replies: Mapping[int, Reply]) -> Json:
@@ -345,8 +348,10 @@ class RunConductor:
 
     def _missed(self, device: int) -> str:
         """What happened while a device was away."""
-        last, rows = self.standing.seen.get(device), read_rows(self.folder / ROWS)
-        gone = [row for row in rows if last is not None and last < row["round"] < self.round_index]
+        last = self.standing.seen.get(device)
+        if last is None or last >= self.round_index - 1:
+            return ""
+        gone = [row for row in read_rows(self.folder / ROWS) if last < row["round"] < self.round_index]
         if not gone:
             return ""
         losses = [row["loss"] for row in gone if row["loss"] is not None]
@@ -354,12 +359,14 @@ class RunConductor:
         first, last = gone[0]["round"] + 1, gone[-1]["round"] + 1
         return f"{f'round {first}' if len(gone) == 1 else f'{len(gone)} rounds, {first} to {last}'}{trend}"
 
-    def _name(self, device: int) -> str:
-        entry = self.roster().get(device)
-        return entry.name if entry else f"device {device}"
+    def _names(self) -> dict[int, str]:
+        """What devices are called; one that has been taken off the roster in the meantime goes by its number."""
+        numbered = {device: f"device {device}" for device in (*self.present.values(), *self.asked.values())}
+        return numbered | {number: entry.name for number, entry in self.roster().items()}
 
-    def _names(self, devices: object) -> list[str]:
-        return [self._name(device) for device in sorted(devices)]  # type: ignore[call-overload]
+    def _told_names(self, devices: Iterable[int]) -> list[str]:
+        names = self._names()
+        return [names[device] for device in sorted(devices)]
 
     def _show(self, state: str | None = None, **told: object) -> None:
         """Write down what is going on, for `status` and whoever watches."""

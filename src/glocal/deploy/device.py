@@ -79,6 +79,11 @@ class Member:
         return self.project.deployment.secure
 
     @property
+    def equal(self) -> bool:
+        """Whether it counts as much as every other, and need not say how many examples it has."""
+        return self.project.study.plan.weights == "equal"
+
+    @property
     def shared_names(self) -> list[str]:
         """The names of what is shared, in their order."""
         return [*self.kit.algorithm.init(self.kit.params)[0]]
@@ -127,7 +132,7 @@ class Member:
 
     def weight(self, data: Federation) -> int:
         """How much it counts in the average."""
-        return 1 if self.project.study.plan.weights == "equal" else int(data.train.sizes[0])
+        return 1 if self.equal else int(data.train.sizes[0])
 
     @noting_failure
     def settle(self, shared: Params, order: Order) -> Answer:
@@ -174,9 +179,10 @@ class Member:
         """What the server sent, if it is the shared part of this device's own model."""
         expected = self.kit.algorithm.init(self.kit.params)[0]
         try:
-            return {name: Upload(shared, expected).tensors[name] for name in expected}
+            received = Upload(shared, expected).tensors
         except UploadError as error:
             raise InputError(f"device {self.settings.number}: the server's shared part does not fit its model ({error})") from error
+        return {name: received[name] for name in expected}
 
     def _consented(self, figures: Json) -> Json:
         """Figures leave the device only if its owner has said so."""

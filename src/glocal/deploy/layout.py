@@ -86,7 +86,8 @@ gather = 300.0              # seconds to wait for `enough` of them
 round = 600.0               # seconds to wait for a round's answers
 enough = {enough}
 """
-_DEVICE = """# This device alone. Its owner decides whether figures (losses, accuracies, numbers of examples) may leave it.
+_DEVICE = """# This device alone. Its owner decides whether figures (losses, accuracies, and of how many examples) may leave it.
+# On how many examples it trains is told in any case, unless plan.weights is "equal" in study.toml: the average needs it.
 number = {number}
 name = "{name}"
 metrics = {metrics}

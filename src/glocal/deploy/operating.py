@@ -36,15 +36,25 @@ def address_of(project: Project) -> str:
     return f"{project.deployment.server.host}:{project.deployment.server.port}"
 
 
+def _operators_host(project: Project) -> str:
+    """Where its operator finds it, on the same machine."""
+    bound = project.deployment.server.bind
+    return "127.0.0.1" if bound == "0.0.0.0" else bound
+
+
 def control_of(project: Project) -> tuple[str, Path]:
-    """Where its operator finds it, on the same machine, and what it is trusted by."""
-    server = project.deployment.server
-    return f"{'127.0.0.1' if server.bind == '0.0.0.0' else server.bind}:{server.port}", project.folder / CERTIFICATES / CA
+    """The address at which its operator finds it, and what it is trusted by."""
+    return f"{_operators_host(project)}:{project.deployment.server.port}", project.folder / CERTIFICATES / CA
+
+
+def unanswered(project: Project) -> str:
+    """Why the server does not answer its operator, or nothing."""
+    return answers(_operators_host(project), project.deployment.server.port, project.folder / CERTIFICATES / CA)
 
 
 def hosts_of(project: Project) -> list[str]:
     """What the server's certificate must be good for: where devices find it, and where its operator does."""
-    return [project.deployment.server.host, control_of(project)[0].rpartition(":")[0]]
+    return [project.deployment.server.host, _operators_host(project)]
 
 
 def _require_accountant(project: Project) -> None:
@@ -73,15 +83,10 @@ def serve(project: Project, stop: threading.Event, say: Say) -> None:
         say(f"the server starts on {server.bind}:{server.port}, for devices at {address_of(project)}")
         return Child.start(command, home=folder / HOME, log=folder / LOGS / "superlink.log")
 
-    def cut_off() -> str:
-        address, authority = control_of(project)
-        host, _, port = address.rpartition(":")
-        return answers(host, int(port), authority)
-
     with alone(folder):
         end_all(folder / HOME)  # what a killed one left behind would hold the port
         require_free(server.bind, server.port)
-        supervise(Care(start, cut_off, say, watch.look, every=2.0), stop)
+        supervise(Care(start, lambda: unanswered(project), say, watch.look, every=2.0), stop)
 
 
 @dataclass
@@ -156,8 +161,10 @@ def attend(member: Member, stop: threading.Event, say: Say) -> None:
     told = len(read_rows(own / JOURNAL))
     host, port = member.project.deployment.server.host, member.project.deployment.server.port
     line = _Line(own / LOGS / "supernode.log", say, lambda: answers(host, port, own / CA))
-    consent = "losses and accuracies leave it too" if member.settings.metrics else "no figures leave it"
-    say(f"{member.settings.name} of '{member.project.deployment.name}': only the shared part of its model leaves it; {consent}")
+    weight = "" if member.equal else ", and of how many examples that is"
+    consent = "losses and accuracies leave it too" if member.settings.metrics else "no losses or accuracies leave it"
+    federation = member.project.deployment.name
+    say(f"{member.settings.name} of '{federation}': only the shared part of its model leaves it{weight}; {consent}")
 
     def start() -> Child:
         say(f"connecting to {host}:{port}")
@@ -308,13 +315,14 @@ def told_live(live: Json) -> str:
 
 def told_entry(row: Json) -> str:
     """A line of a device's journal as its owner reads it."""
-    sent = f": {row['bytes']:,} bytes, tensors {', '.join(row['tensors'])}" if "bytes" in row else ""
+    trained = "bytes" in row
+    sent = f": {row['bytes']:,} bytes, tensors {', '.join(row['tensors'])}; it counts as {row['examples']}" if trained else ""
     told = ", ".join(f"{name} {value:.4g}" for name, value in (row.get("figures") or {}).items())
     figures = f"; figures sent: {told}" if told else ""
     missed = f"; it was away for {row['missed']}" if "missed" in row else ""
     note = f"; the server is told: {row['note']}" if "note" in row else ""
     why = f": {row['why']}" if "why" in row else ""
-    when = f"round {row['round'] + 1}" if "bytes" in row else f"after {row['round']} rounds"
+    when = f"round {row['round'] + 1}" if trained else f"after {row['round']} rounds"
     return f"{row['run']}, {when}: {row['what']}{sent}{why}{figures}{note}{missed}"
 
 

@@ -28,6 +28,7 @@ from glocal.wire import pack
 from glocal.wire.privacy import Privacy, secret_noise, with_privacy
 
 STUDY, DEPLOYMENT, DEVICE = "study.toml", "deploy.toml", "device.toml"
+_AVERAGING = ("fedavg", "fedprox", "lg_fedavg")  # whose server needs nothing but a mean
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,7 @@ def _require_company(project: Project) -> None:
 
 
 def _require_maskable(algorithm: Algorithm, params: Params) -> None:
-    if algorithm.name not in ("fedavg", "fedprox", "lg_fedavg"):
-        raise InputError(f"deploy: secure knows fedavg, fedprox and lg_fedavg, not {algorithm.name}; choose one, or leave it out")
+    _require_averaging(algorithm, "secure")
     counters = [name for name, tensor in algorithm.init(params)[0].items() if not tensor.is_floating_point()]
     if counters:
         raise InputError(f"deploy: secure cannot mask {counters}, which hold whole numbers; keep that layer local")
@@ -180,5 +180,9 @@ def _require_maskable(algorithm: Algorithm, params: Params) -> None:
 def _require_equal_weights(study: Settings, algorithm: Algorithm) -> None:
     if study.plan.weights != "equal":
         raise InputError("deploy: privacy needs every device to count the same; set plan.weights = 'equal' in study.toml")
-    if algorithm.name not in ("fedavg", "fedprox", "lg_fedavg"):
-        raise InputError(f"deploy: privacy knows fedavg, fedprox and lg_fedavg, not {algorithm.name}; choose one of them")
+    _require_averaging(algorithm, "privacy")
+
+
+def _require_averaging(algorithm: Algorithm, setting: str) -> None:
+    if algorithm.name not in _AVERAGING:
+        raise InputError(f"deploy: {setting} knows {', '.join(_AVERAGING)}, not {algorithm.name}; choose one, or leave it out")

@@ -3,13 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from glocal.errors import InputError
+from glocal.keep import Json
 from glocal.trees import Params
 from glocal.wire import Upload
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)

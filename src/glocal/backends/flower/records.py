@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from glocal.backends.flower.contract import Answer, Json, Order, Reply
+from glocal.backends.flower.contract import Answer, Order, Reply
 from glocal.errors import brief
+from glocal.keep import Json
 from glocal.trees import Params
 
 _SHARED, _WORDS = "shared", "words"

@@ -20,9 +20,10 @@ from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
 from flwr.serverapp import Grid
 
-from glocal.backends.flower.contract import Answer, Json, Order, Reply
+from glocal.backends.flower.contract import Answer, Order, Reply
 from glocal.backends.flower.records import read_figures
 from glocal.errors import brief
+from glocal.keep import Json
 from glocal.trees import Params
 from glocal.wire import UploadError
 

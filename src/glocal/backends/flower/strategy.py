@@ -7,9 +7,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, M
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
-from glocal.backends.flower.contract import Conductor, Json, Order, Reply
+from glocal.backends.flower.contract import Conductor, Order, Reply
 from glocal.backends.flower.records import asking, reply_of, to_record
 from glocal.backends.flower.secure import secure_mean
+from glocal.keep import Json
 
 _POLL = 0.5  # seconds
 SETTLE = f"{MessageType.TRAIN}.settle"
