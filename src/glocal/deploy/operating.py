@@ -161,7 +161,7 @@ def attend(member: Member, stop: threading.Event, say: Say) -> None:
     told = len(read_rows(own / JOURNAL))
     host, port = member.project.deployment.server.host, member.project.deployment.server.port
     line = _Line(own / LOGS / "supernode.log", say, lambda: answers(host, port, own / CA))
-    weight = "" if member.equal else ", and of how many examples that is"
+    weight = "" if member.equal else ", and on how many examples it trained"
     consent = "losses and accuracies leave it too" if member.settings.metrics else "no losses or accuracies leave it"
     federation = member.project.deployment.name
     say(f"{member.settings.name} of '{federation}': only the shared part of its model leaves it{weight}; {consent}")

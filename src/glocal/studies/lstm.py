@@ -1,8 +1,8 @@
 """An LSTM's way through a text, with its slopes worked out by hand (Hochreiter, Schmidhuber 1997).
 
 torch's own LSTM has no rule for weights that differ from device to device, and autograd under `vmap` makes many small
-kernels of every word. Here they are about half as many, for all devices and directions at once: devices become leading axes of the
-tensors, and nothing depends on data, so that a CUDA graph can hold it.
+kernels of every word. Here they are fewer, for all devices and directions at once: devices become leading axes of the tensors, and
+nothing depends on data, so that a CUDA graph can hold it.
 """
 
 from collections.abc import Sequence
