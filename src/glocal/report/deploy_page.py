@@ -91,7 +91,8 @@ def draw_losses(rows: Sequence[Json]) -> Drawing:
 def _devices(devices: Sequence[Json]) -> str:
     heads = ("rounds", "last round", "train", "test", "validation, %", "Local Test, %")
     head = '<tr><th class="name" scope="col">device</th>' + "".join(f'<th scope="col">{words}</th>' for words in heads) + "</tr>"
-    note = "Local Test: each device’s own model on its own test data. A dash: no figures may leave it, it was not there, or it could not test."
+    dash = "A dash: no figures may leave it, it was not there, or it could not test."
+    note = f"Local Test: each device’s own model on its own test data. {dash}"
     return f'{boxed_table(head, map(_device, devices), "Devices")}\n<p class="note">{note}</p>'
 
 

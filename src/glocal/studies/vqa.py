@@ -20,9 +20,9 @@ from glocal.studies.settings import (
 from glocal.studies.study import Claim, Figure, Part, Published, Score, Study
 from glocal.studies.vqa_model import PAPER, SHARED
 
-# Rounds and rates of `longer` were settled on validation data of a seed that the study has not (docs/results/vqa-trial.json): FedAvg
-# at 0.001 is best after some 130 to 160 rounds and begins to learn by heart; encoders that go on alone do so at once, unless they
-# take small steps. There they went on from round 200; an earlier start, which sends less, was not tried.
+# Rounds and rates of `longer` were settled on validation data of a seed that the study has not (docs/results/vqa-trial.json):
+# FedAvg at 0.001 is best after some 130 to 160 rounds and begins to learn by heart; encoders that go on alone do so at once, unless
+# they take small steps. There they went on from round 200; an earlier start, which sends less, was not tried.
 _ROUNDS, _START, _RATE = 188, 64, 0.001
 LG_RATES = (0.00003, 0.0001)
 _ALONE, _ALONE_RATES = 20, (0.0003, 0.001)  # epochs of every device by itself
