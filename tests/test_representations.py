@@ -238,6 +238,14 @@ def test_two_rules_take_their_turns():
     assert (moved["w"].item(), round(moved["a/w"].item(), 3)) == (-2, -0.4)
 
 
+def test_a_rule_may_be_for_so_many_names():
+    params = {name: torch.zeros(1) for name in ("w", "w2")}
+    rule = Apart(sgd(1.0, momentum=0.5), sgd(0.1), frozenset({"w"}))
+    moved, memory = rule.step(params, {name: torch.ones(1) for name in params}, rule.init(params), torch.tensor(0))
+    assert (round(moved["w"].item(), 3), moved["w2"].item()) == (-0.1, -1)
+    assert memory.keys() == {"main/w2", "turn"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -390,6 +398,13 @@ def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, chang
     with pytest.raises(InputError, match=words):
         list(run_study(wrong, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_case_that_learns_has_no_other_rate_for_its_local_part(tmp_path):
+    settings = from_dict(tomllib.loads(STUDY.format(source=SOURCES_OF["decoder"], kind="decoder", more="")))
+    case = replace(settings.cases["Learnt"], local_rate=0.1)
+    with pytest.raises(InputError, match="`local_rate` and `learns`; use one of the two"):
+        list(run_study(replace(settings, cases={"Learnt": case}), tmp_path / "run"))
 
 
 def test_a_study_is_audited_when_its_cases_are_done(tmp_path):

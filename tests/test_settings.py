@@ -4,10 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import world
+from glocal.backends import simulate
 from glocal.data import load
+from glocal.data.fetch import unreported
 from glocal.errors import InputError
+from glocal.sampling import Plan
 from glocal.studies import STUDIES, Settings, changed, from_toml, mlp
-from glocal.studies.build import build_split, deal_out
+from glocal.studies.build import build_algorithm, build_parts, build_split, deal_out
 from glocal.studies.run import plans_of, run_study
 from glocal.studies.settings import DataSettings, from_dict
 
@@ -68,6 +72,8 @@ def test_a_mistake_in_a_setting_is_named(change, message):
     [
         (["cases.a.algorithm=fedavgg"], "algorithm is 'fedavgg'; did you mean 'fedavg'"),
         (["cases.a.mu=1"], "fedavg has no knob 'mu'"),
+        (["cases.a.local_rate=0.1"], "fedavg has no split, so that its cases take no 'local_rate'"),
+        (["cases.a.algorithm=lg_fedavg", "split.local=layer1", "cases.a.local_rate=0"], "rate is 0.0; it must be above 0"),
         (["cases.a.algorithm=fedprox", "cases.a.nu=1"], "fedprox has no knob 'nu'; did you mean 'mu'"),
         (["cases.a.algorithm=fedprox", "cases.a.mu=big"], "fedprox.mu is 'big'; a number was expected"),
         (["cases.a.algorithm=lg_fedavg"], "neither side given"),
@@ -118,6 +124,20 @@ def test_a_study_that_cannot_run_is_refused_before_it_starts(changes, message, t
     with pytest.raises(InputError, match=message):
         list(run_study(from_dict({"name": "x", "plan": {"rounds": 2}, **CASE}, changes), tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_local_part_may_have_a_rate_of_its_own():
+    def after_a_round(*changes):
+        settings = from_dict({"split": {"local": ["layer1"]}, **CASE}, ["cases.a.algorithm=lg_fedavg", *changes])
+        parts = build_parts(settings, unreported)
+        algorithm = build_algorithm(settings, settings.cases["a"], parts)
+        return world.last(simulate(algorithm, parts.params[0], parts.federations[0].train, Plan(1, 20, batch=10)))[0]
+
+    plain, same, slow = after_a_round(), after_a_round("cases.a.local_rate=0.05"), after_a_round("cases.a.local_rate=1e-9")
+    assert world.gap(plain, same, total=20) < 1e-6
+    assert max(world.distance(slow.private.of(0), slow.private.of(device)) for device in range(20)) < 1e-6
+    assert world.distance(plain.private.of(0), slow.private.of(0)) > 1e-3
+    assert world.distance(plain.shared, slow.shared) < 1e-3  # what is shared goes as far as it did
 
 
 def test_a_study_without_cases_is_refused(tmp_path):

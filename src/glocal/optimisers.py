@@ -138,14 +138,14 @@ class Adam:
 
 @dataclass(frozen=True)
 class Apart:
-    """Tensors whose names begin with `prefix` by a rule of their own: `turns` steps of that rule to each step of the main one.
+    """Some tensors by a rule of their own: `turns` steps of that rule to each step of the main one.
 
-    With 0 turns both step together, every time.
+    They are those `of` so many names, or whose names begin with it. With 0 turns both step together, every time.
     """
 
     main: Sgd | Adam
     other: Sgd | Adam
-    prefix: str
+    of: str | frozenset[str]
     turns: int = 0
 
     def __post_init__(self) -> None:
@@ -154,7 +154,8 @@ class Apart:
     @property
     def about(self) -> str:
         """Its settings in words."""
-        return f"{self.main.about}, {self.prefix} by {self.other.about}, {self.turns} turns"
+        of = self.of if isinstance(self.of, str) else f"[{', '.join(sorted(self.of))}]"
+        return f"{self.main.about}, {of} by {self.other.about}, {self.turns} turns"
 
     def init(self, params: Params) -> Params:
         """Both memories, and whose turn it is."""
@@ -171,15 +172,19 @@ class Apart:
             if not own:
                 continue
             before = {name.removeprefix(f"{side}/"): t for name, t in memory.items() if name.startswith(f"{side}/")}
-            after = rule.step(own, down, before, round_index)
-            now = (memory["turn"] >= self.turns) == (side == "main") if self.turns else memory["turn"] >= 0
-            moved |= {name: torch.where(now, tensor, own[name]) for name, tensor in after[0].items()}
-            kept |= {f"{side}/{name}": torch.where(now, tensor, before[name]) for name, tensor in after[1].items()}
+            after, memories = rule.step(own, down, before, round_index)
+            if self.turns:
+                now = (memory["turn"] >= self.turns) == (side == "main")
+                after = {name: torch.where(now, tensor, own[name]) for name, tensor in after.items()}
+                memories = {name: torch.where(now, tensor, before[name]) for name, tensor in memories.items()}
+            moved |= after
+            kept |= {f"{side}/{name}": tensor for name, tensor in memories.items()}
         return {name: moved[name] for name in params}, {**kept, "turn": (memory["turn"] + 1) % (self.turns + 1)}
 
     def _parts(self, tree: Params) -> tuple[Params, Params]:
         """What the main rule moves, and what the other does."""
-        other = {name: tensor for name, tensor in tree.items() if name.startswith(self.prefix)}
+        of = self.of
+        other = {name: t for name, t in tree.items() if (name.startswith(of) if isinstance(of, str) else name in of)}
         return {name: tensor for name, tensor in tree.items() if name not in other}, other
 
 

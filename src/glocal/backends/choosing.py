@@ -33,8 +33,8 @@ class Bench(NamedTuple):
     round_index: int
 
     def short(self) -> list[Task]:
-        """The tasks' first steps; on a CPU those of some tasks, for there each costs the same."""
-        tasks = self.tasks if self.examples.y.is_cuda else self.tasks[:_PROBED]
+        """First steps of the tasks that go into one batched step; on a CPU of some tasks, for there each costs the same."""
+        tasks = self.tasks[: self.engine.chunk if self.examples.y.is_cuda else _PROBED]
         return [task._replace(order=task.order[:_PROBE]) for task in tasks]
 
     def steps(self) -> int:
@@ -53,7 +53,8 @@ class Bench(NamedTuple):
             getattr(self.function, "__qualname__", type(self.function).__name__),
             self.engine.precision,
         )
-        told = repr((shapes, len(self.tasks), first.order.shape[1], self.steps(), tuple(self.examples.x.shape[1:]), here))
+        at_once = len(self.tasks), self.engine.chunk
+        told = repr((shapes, at_once, first.order.shape[1], self.steps(), tuple(self.examples.x.shape[1:]), here))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -63,6 +64,8 @@ def chosen(bench: Bench, *, calls: int, descends: bool) -> list[Choice]:
     fused = bench.engine.fused and descends and bench.engine.precision != "bf16"
     if name == "looped":
         return [Choice("looped")]
+    if name == "auto" and bench.engine.chunk == 1 and not on_gpu:
+        return [Choice("looped", why="chunks of one")]
     if name == "vmapped":
         return [Choice("vmapped"), Choice("looped")]
     if name == "graphed" or (name in ("auto", "workers") and on_gpu):

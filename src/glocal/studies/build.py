@@ -20,7 +20,7 @@ from glocal.federation import Federation, Holdings, gathered, held_out
 from glocal.fitting import Pretraining
 from glocal.measure import Credit, agreeing, matching
 from glocal.modules import params_of
-from glocal.optimisers import Optimiser, Shrink, adam, sgd
+from glocal.optimisers import Adam, Apart, Optimiser, Sgd, Shrink, adam, sgd
 from glocal.representations import Auxiliary, alone
 from glocal.sampling import Integers, stream
 from glocal.split import Split
@@ -229,7 +229,10 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts, *, bef
         )
     given: dict[str, Any] = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
     knobs = _knobs(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
-    objective, optimiser = parts.objective, build_optimiser(settings.optimiser, case.rate)
+    objective, rule = parts.objective, build_optimiser(settings.optimiser, case.rate)
+    optimiser: Optimiser = rule
+    if case.local_rate is not None:
+        optimiser = _apart(rule, build_optimiser(settings.optimiser, case.local_rate), case, given.get("split"))
     if case.learns is not None:
         objective, auxiliary = build_auxiliary(settings, case.learns, parts, parts.seeds[0])
         optimiser = with_own_rule(optimiser, case.learns, auxiliary.name)
@@ -264,7 +267,7 @@ def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[
     """The case's knobs, held against the algorithm's signature."""
     for name, value in case.knobs.items():
         if name not in wanted:
-            known = {*wanted, "rounds", "cohort", "local", "shared", "after", "after_round", "rate"}
+            known = {*wanted, "rounds", "cohort", "local", "shared", "after", "after_round", "rate", "local_rate"}
             raise InputError(f"settings: {case.algorithm} has no knob '{name}'; {nearest(name, known)}")
         if wanted[name].annotation in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"settings: {case.algorithm}.{name} is {value!r}; a number was expected")
@@ -274,15 +277,24 @@ def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[
     return case.knobs
 
 
-def build_optimiser(settings: OptimiserSettings, rate: float | None = None) -> Optimiser:
+def build_optimiser(settings: OptimiserSettings, rate: float | None = None) -> Sgd | Adam:
     """The optimiser, by name; a case may have a rate of its own."""
     pace = settings.rate if rate is None else rate
     decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "decay": settings.decay}
-    known: dict[str, Callable[[], Optimiser]] = {
+    known: dict[str, Callable[[], Sgd | Adam]] = {
         "sgd": lambda: sgd(pace, momentum=settings.momentum, **decays, shrink=_shrink(settings)),
         "adam": lambda: adam(pace, **decays, shrink=_shrink(settings)),
     }
     return _known(settings.name, known, "optimiser.name")()
+
+
+def _apart(main: Sgd | Adam, other: Sgd | Adam, case: CaseSettings, split: Split | None) -> Optimiser:
+    """The local part by a rule of its own."""
+    if split is None:
+        raise InputError(f"settings: {case.algorithm} has no split, so that its cases take no 'local_rate'; leave it out")
+    if case.learns is not None:
+        raise InputError("settings: a case has `local_rate` and `learns`; use one of the two")
+    return Apart(main, other, split.local)
 
 
 def _shrink(settings: OptimiserSettings) -> Shrink | None:

@@ -113,9 +113,9 @@ class PlanSettings:
 class CaseSettings:
     """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`.
 
-    `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given. With a `welcome` the
-    study's newcomer is taken in when the rounds are over. `learns` is what local models learn from besides labels. `without` are
-    seeds of the study that the case does not run with.
+    `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given. `local_rate` is that
+    of the local part, if it is another. With a `welcome` the study's newcomer is taken in when the rounds are over. `learns` is
+    what local models learn from besides labels. `without` are seeds of the study that the case does not run with.
     """
 
     algorithm: str
@@ -126,6 +126,7 @@ class CaseSettings:
     after: str | None = None
     after_round: int | None = None
     rate: float | None = None
+    local_rate: float | None = None
     welcome: Welcome | None = None
     learns: LearnsSettings | None = None
     without: tuple[int, ...] | None = None
