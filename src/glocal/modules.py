@@ -218,6 +218,13 @@ class AddressedDropout(nn.Module):
         return x * kept / (1 - self.p)
 
 
+def dropping(share: float | None) -> nn.Dropout:
+    """Dropout of a share of its input while training; of nothing where none is given."""
+    if share is not None and not 0 <= share < 1:
+        raise InputError(f"model: dropout is {share}; a share below 1 was expected")
+    return nn.Dropout(share or 0.0)
+
+
 class GaussianNoise(nn.Module):
     """Adds normal noise of this deviation while training: what a representation says is then blurred."""
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 from glocal.errors import InputError
-from glocal.modules import GaussianNoise
+from glocal.modules import GaussianNoise, dropping
 
 
 def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
@@ -55,11 +55,9 @@ def _dropping(layers: nn.Sequential, share: float | None) -> nn.Sequential:
     """The same with dropout after every ReLU."""
     if not share:
         return layers
-    if not 0 < share < 1:
-        raise InputError(f"model: dropout is {share}; a share below 1 was expected")
     parts: list[tuple[str, nn.Module]] = []
     for name, layer in layers.named_children():
-        parts += [(name, layer), *([(f"drop{name[-1]}", nn.Dropout(share))] if isinstance(layer, nn.ReLU) else [])]
+        parts += [(name, layer), *([(f"drop{name[-1]}", dropping(share))] if isinstance(layer, nn.ReLU) else [])]
     return nn.Sequential(OrderedDict(parts))
 
 

@@ -33,12 +33,12 @@ def answering(settings: ModelSettings, questions: Questions | None, answers: int
         answers=answers,
         sizes=Sizes(*settings.hidden),
         resnet=resnet,
-        dropout=settings.dropout or 0.0,
+        dropout=settings.dropout,
     )
 
 
 def _resnet(settings: ModelSettings) -> ResNet:
-    resnet = ResNet(settings.widths or WIDTHS)
+    resnet = ResNet(settings.widths or WIDTHS, dropout=settings.dropout)
     if settings.weights:
         load_weights(resnet, settings.weights)
     return resnet

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from glocal.data.mood import VOCABULARY
 from glocal.errors import InputError
+from glocal.modules import dropping
 from glocal.studies.lstm import read
 
 HIDDEN = (512, 512)
@@ -67,16 +68,16 @@ class BiLstm(nn.Module):
 class MoodLstm(nn.Module):
     """Texts as numbers of words (rows, words), 0 for padding at their end, to a score for each class (rows, classes)."""
 
-    def __init__(self, classes: int, *, vocabulary: int, width: int, units: int, dropout: float) -> None:
+    def __init__(self, classes: int, *, vocabulary: int, width: int, units: int, dropout: float | None) -> None:
         super().__init__()
         self.words = WordVectors(vocabulary, width)
-        self.blank = nn.Dropout(dropout)
+        self.blank = dropping(dropout)
         self.lstm = BiLstm(width, units)
         sizes = (2 * units, *HIDDEN)
         parts: list[tuple[str, nn.Module]] = []
         for number, (before, after) in enumerate(zip(sizes, HIDDEN, strict=False), start=1):
             parts += [(f"layer{number}", nn.Linear(before, after)), (f"relu{number}", nn.ReLU())]
-            parts += [(f"drop{number}", nn.Dropout(dropout))]
+            parts += [(f"drop{number}", dropping(dropout))]
         parts += [(f"layer{len(HIDDEN) + 1}", nn.Linear(HIDDEN[-1], classes))]
         self.head = nn.Sequential(OrderedDict(parts))
 
@@ -102,6 +103,4 @@ def mood_lstm(
     """
     if min(classes, vocabulary - 1, width - 1, units) < 1:
         raise InputError(f"model: mood_lstm of {classes} classes, {vocabulary} words, width {width}, {units} units cannot be built")
-    if dropout is not None and not 0 <= dropout < 1:
-        raise InputError(f"model: dropout is {dropout}; a share below 1 was expected")
-    return MoodLstm(classes, vocabulary=vocabulary, width=width, units=units, dropout=dropout or 0.0)
+    return MoodLstm(classes, vocabulary=vocabulary, width=width, units=units, dropout=dropout)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from glocal.data.pictures import Pictures
 from glocal.errors import InputError, brief, nearest
+from glocal.modules import dropping
 from glocal.studies.lstm import read
 
 WIDTHS = (64, 128, 256, 512)
@@ -53,9 +54,12 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-18, or the same with other widths; `fc` says 1,000 things of a picture."""
+    """ResNet-18, or the same with other widths; `fc` says 1,000 things of a picture.
 
-    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
+    While training, a share `dropout` of what its convolutions see is left out.
+    """
+
+    def __init__(self, widths: Sequence[int] = WIDTHS, *, dropout: float | None = None) -> None:
         super().__init__()
         if len(widths) != 4 or min(widths) < 1:
             raise InputError(f"model: the widths are {list(widths)}; four were expected, such as {list(WIDTHS)}")
@@ -67,6 +71,7 @@ class ResNet(nn.Module):
             blocks = [Block(before, width, 1 if number == 1 else 2), Block(width, width, 1)]
             self.add_module(f"layer{number}", nn.Sequential(*blocks))
             before = width
+        self.drop = dropping(dropout)
         self.fc = nn.Linear(before, _SAID)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -81,20 +86,21 @@ class ResNet(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """What is said of pictures (rows, 1000)."""
-        said: Tensor = self.fc(self.trunk(pictures))
+        said: Tensor = self.fc(self.drop(self.trunk(pictures)))
         return said
 
 
 class Top(nn.Module):
     """What is left of ResNet where its convolutions are frozen and their features are looked up."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, dropout: float | None = None) -> None:
         super().__init__()
+        self.drop = dropping(dropout)
         self.fc = nn.Linear(width, _SAID)
 
     def forward(self, features: Tensor) -> Tensor:
         """What is said of pictures (rows, 1000)."""
-        said: Tensor = self.fc(features)
+        said: Tensor = self.fc(self.drop(features))
         return said
 
 
@@ -137,15 +143,15 @@ class Lstm(nn.Module):
 class QuestionChannel(nn.Module):
     """From the words of a question (rows, length), 0 where there is none, to what the answer needs of it (rows, common)."""
 
-    def __init__(self, words: int, sizes: Sizes) -> None:
+    def __init__(self, words: int, sizes: Sizes, *, dropout: float | None = None) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, sizes.word)
+        self.words, self.drop = nn.Embedding(words, sizes.word), dropping(dropout)
         self.lstm = Lstm(sizes.word, sizes.lstm)
         self.fc = nn.Linear(4 * sizes.lstm, sizes.common)
 
     def forward(self, words: Tensor) -> Tensor:
         """Between -1 and 1."""
-        states = self.lstm(torch.tanh(self.words(words)), words > 0)
+        states = self.lstm(self.drop(torch.tanh(self.words(words))), words > 0)
         return torch.tanh(self.fc(torch.tanh(states)))
 
 
@@ -169,21 +175,22 @@ def vqa_net(
     answers: int = 1000,
     sizes: Sizes = PAPER,
     resnet: nn.Module | None = None,
-    dropout: float = 0.0,
+    dropout: float | None = None,
 ) -> VqaNet:
-    """The paper's network: with 64,437 words of 512 numbers 54,042,572 parameters and buffers, of which SHARED are 5,149,200."""
-    if not 0 <= dropout < 1:
-        raise InputError(f"model: dropout is {dropout}; a share below 1 was expected")
+    """The paper's network: with 64,437 words of 512 numbers 54,042,572 parameters and buffers, of which SHARED are 5,149,200.
+
+    A share `dropout` of word vectors, of what a ResNet's convolutions see, and of hidden units is left out while training.
+    """
     if resnet is None:
-        resnet = ResNet() if len(pictures.shape) == 3 else Top(pictures.shape[0])
+        resnet = ResNet(dropout=dropout) if len(pictures.shape) == 3 else Top(pictures.shape[0], dropout=dropout)
     answer = OrderedDict[str, nn.Module](
-        drop1=nn.Dropout(dropout),
+        drop1=dropping(dropout),
         fc1=nn.Linear(sizes.common, sizes.first),
         tanh1=nn.Tanh(),
-        drop2=nn.Dropout(dropout),
+        drop2=dropping(dropout),
         fc2=nn.Linear(sizes.first, answers),
     )
-    image, question = ImageChannel(pictures, resnet, sizes.common), QuestionChannel(words, sizes)
+    image, question = ImageChannel(pictures, resnet, sizes.common), QuestionChannel(words, sizes, dropout=dropout)
     return VqaNet(image, question, nn.Sequential(answer))
 
 
