@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import world
+from glocal import trees
 from glocal.backends import simulate
 from glocal.data import load
 from glocal.data.fetch import unreported
@@ -131,7 +132,10 @@ def test_the_local_part_may_have_a_rate_of_its_own():
         settings = from_dict({"split": {"local": ["layer1"]}, **CASE}, ["cases.a.algorithm=lg_fedavg", *changes])
         parts = build_parts(settings, unreported)
         algorithm = build_algorithm(settings, settings.cases["a"], parts)
-        return world.last(simulate(algorithm, parts.params[0], parts.federations[0].train, Plan(1, 20, batch=10)))[0]
+        started = trees.pick(parts.params[0], algorithm.init(parts.params[0])[0])
+        state = world.last(simulate(algorithm, parts.params[0], parts.federations[0].train, Plan(1, 20, batch=10)))[0]
+        assert world.distance(state.shared, started) > 1e-3
+        return state
 
     plain, same, slow = after_a_round(), after_a_round("cases.a.local_rate=0.05"), after_a_round("cases.a.local_rate=1e-9")
     assert world.gap(plain, same, total=20) < 1e-6

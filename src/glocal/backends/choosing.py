@@ -34,7 +34,8 @@ class Bench(NamedTuple):
 
     def short(self) -> list[Task]:
         """First steps of the tasks that go into one batched step; on a CPU of some tasks, for there each costs the same."""
-        tasks = self.tasks[: self.engine.chunk if self.examples.y.is_cuda else _PROBED]
+        most = len(self.tasks) if self.examples.y.is_cuda else _PROBED
+        tasks = self.tasks[: min(most, self.engine.chunk or most)]
         return [task._replace(order=task.order[:_PROBE]) for task in tasks]
 
     def steps(self) -> int:
@@ -64,8 +65,6 @@ def chosen(bench: Bench, *, calls: int, descends: bool) -> list[Choice]:
     fused = bench.engine.fused and descends and bench.engine.precision != "bf16"
     if name == "looped":
         return [Choice("looped")]
-    if name == "auto" and bench.engine.chunk == 1 and not on_gpu:
-        return [Choice("looped", why="chunks of one")]
     if name == "vmapped":
         return [Choice("vmapped"), Choice("looped")]
     if name == "graphed" or (name in ("auto", "workers") and on_gpu):

@@ -101,9 +101,6 @@ class OverDevices(Generic[Result]):
         if len(chunks) == 1:
             return self.form(tasks, examples, round_index)
         results = [self.form([tasks[index] for index in chunk], examples, round_index).stacked() for chunk in chunks]
-        if size == 1:  # large ones, which need not lie in memory twice
-            alone = {by_length[place]: tree_map(lambda tensor: tensor[0], result) for place, result in enumerate(results)}
-            return Outcome(rows=[alone[index] for index in range(len(tasks))])
         back = torch.from_numpy(np.argsort(by_length)).to(examples.y.device)
         return Outcome(stack=cast(Result, tree_map(lambda *parts: torch.cat(parts)[back], *results)))
 

@@ -22,7 +22,7 @@ from glocal.studies.vqa_model import PAPER, SHARED
 
 # Rounds and rates of `longer` were settled on validation data of a seed that the study has not (docs/results/vqa-trial.json):
 # FedAvg at 0.001 is best after some 130 to 160 rounds and begins to learn by heart; encoders that go on alone do so at once, unless
-# they take small steps. There they went on from round 200; an earlier start, which sends less, was not tried.
+# they take small steps. There they went on from round 200, and dropout was of the answer's units only: both are to be settled anew.
 _ROUNDS, _START, _RATE = 188, 64, 0.001
 LG_RATES = (0.00003, 0.0001)
 _ALONE, _ALONE_RATES = 20, (0.0003, 0.001)  # epochs of every device by itself
@@ -55,7 +55,7 @@ _LONGER = replace(
     _TEXT,
     model=replace(_TEXT.model, encoder="frozen"),
     optimiser=OptimiserSettings("adam", rate=_RATE),
-    run=replace(_TEXT.run, engine="auto", chunk=50, validate_every=4),
+    run=replace(_TEXT.run, engine="auto", chunk=50, validate_every=4),  # all devices of all seeds at once nearly fill a GPU
 )
 
 
