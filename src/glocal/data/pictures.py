@@ -71,7 +71,12 @@ class Pictures:
         with torch.no_grad():
             for start in range(0, len(self), _AT_ONCE):
                 numbers = torch.arange(start, min(start + _AT_ONCE, len(self)), device=device)
-                parts.append(by(self(numbers)).cpu())
+                seen = by(self(numbers))
+                if seen.dim() != 2 or len(seen) != len(numbers):
+                    raise InputError(
+                        f"encoder: it made {tuple(seen.shape)} of {len(numbers)} pictures; (pictures, width) was expected"
+                    )
+                parts.append(seen.float().cpu())
         return Pictures(torch.cat(parts).numpy())
 
     def standardised(self) -> "Pictures":

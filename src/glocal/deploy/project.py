@@ -19,7 +19,8 @@ from glocal.federation import Examples, Federation, Holdings, carve, gathered
 from glocal.keep import Json
 from glocal.modules import params_of
 from glocal.sampling import Plan
-from glocal.studies.build import OWN_TEST_SHARE, Parts, build_algorithm, build_model, called, named_function
+from glocal.studies.build import OWN_TEST_SHARE, Parts, build_algorithm, build_model
+from glocal.studies.own import called, named_function
 from glocal.studies.run import plans_of
 from glocal.studies.settings import Settings, from_toml
 from glocal.training import cross_entropy

@@ -1,6 +1,6 @@
 """How soon each row of a part reaches the goal: as a table, and accuracy by round as a figure like the paper's."""
 
-from statistics import fmean
+import math
 from typing import NamedTuple
 
 from glocal.report.comparison import row_names
@@ -8,9 +8,9 @@ from glocal.report.drawing import Drawing, panel, trace
 from glocal.report.looks import COLOURS, Look, legend, line_sample
 from glocal.report.numerals import PERCENT, size
 from glocal.studies.findings import Findings
-from glocal.studies.goals import goal_of, reached
+from glocal.studies.goals import Reached, goal_of, reached
 
-GOAL_HEADS = ("Method", "Seeds that reach it", "Rounds", "Parameters sent", "Of those of the goal’s row", "On the wire")
+GOAL_HEADS = ("Method", "Rounds", "Parameters sent", "Of those of the goal’s row", "On the wire")
 _LOOKS = (
     Look(COLOURS[1], (6, 2), "s"),
     Look(COLOURS[0], (), "o"),
@@ -20,23 +20,19 @@ _LOOKS = (
 
 
 class Soon(NamedTuple):
-    """A row's way to the goal: in how many seeds of how many it got there, and means over those."""
+    """A row's way to the goal; None where it never gets there. `share` is of the parameters of the row that sets the goal."""
 
     row: str
-    seeds: int
-    of: int
-    rounds: float
-    parameters: float
+    way: Reached | None
     share: float
-    bytes: float
 
 
 def goal_told(findings: Findings, part: str) -> str:
     """What the goal is."""
     aim, row = goal(findings, part), findings.study.parts[part].goal
     return (
-        f"The goal is {PERCENT * aim:.0f} % on validation data: what every seed of {row} reaches, in whole percent. Parameters by "
-        f"the paper’s count, means over the seeds that reach it; shares are of {row}’s when it reaches the goal, seed by seed."
+        f"The goal is {PERCENT * aim:.1f} % on validation data: the best that {row} reaches, in the mean over seeds. Parameters by "
+        "the paper’s count, until the mean over seeds is there."
     )
 
 
@@ -53,31 +49,23 @@ def ways_to_goal(findings: Findings, part: str) -> list[Soon]:
     first = reached((findings.case(part, of.goal) or {})["course"], aim)
     found = []
     for row in row_names(of):
-        ways = reached((findings.case(part, row) or {}).get("course", []), aim)
-        there = {seed: way for seed, way in ways.items() if way is not None and way.parameters}
-        if not there and row != of.goal:
-            continue
-        shares = [way.parameters / start.parameters for seed, way in there.items() if (start := first.get(seed))]
-        columns = ([way[place] for way in there.values()] for place in range(3))
-        rounds, parameters, sent = map(fmean, columns)
-        found.append(Soon(row, len(there), len(ways), rounds, parameters, fmean(shares), sent))
+        course = (findings.case(part, row) or {}).get("course", [])
+        if first and any(point["parameters"] for point in course):
+            way = reached(course, aim)
+            found.append(Soon(row, way, way.parameters / first.parameters if way else math.inf))
     return found
 
 
 def goal_cells(soon: Soon) -> tuple[str, ...]:
     """A row of the table."""
-    return (
-        soon.row,
-        f"{soon.seeds} of {soon.of}",
-        f"{soon.rounds:.0f}",
-        f"{soon.parameters:.2e}".replace("e+", "e"),
-        f"{PERCENT * soon.share:.1f} %",
-        size(soon.bytes),
-    )
+    if soon.way is None:
+        return soon.row, "never", *("-",) * (len(GOAL_HEADS) - 2)
+    sent = f"{soon.way.parameters:.2e}".replace("e+", "e")
+    return soon.row, str(soon.way.rounds), sent, f"{PERCENT * soon.share:.1f} %", size(soon.way.bytes)
 
 
 def draw_goal(findings: Findings) -> Drawing | None:
-    """Accuracy by round of every row that reaches the goal, and the goal, of the last part that has one and was measured."""
+    """Accuracy by round of every row that sends anything, and the goal, of the last part that has one and was measured."""
     parts = [part for part in findings.study.parts if ways_to_goal(findings, part)]
     if not parts:
         return None

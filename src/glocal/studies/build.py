@@ -1,6 +1,5 @@
 """From settings to the things they name: data, model, split, optimiser, algorithm."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from glocal.algorithm import Algorithm, unweighted
 from glocal.data import Dataset, Partition, Texts
 from glocal.data.mood import CLASSES as MOODS
 from glocal.data.vqa import Questions
-from glocal.errors import InputError, brief, nearest
+from glocal.errors import InputError, nearest
 from glocal.federation import Federation, Holdings, gathered, held_out
 from glocal.fitting import Pretraining
 from glocal.measure import Credit, agreeing, matching
@@ -26,6 +25,7 @@ from glocal.sampling import Integers, stream
 from glocal.split import Split
 from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
+from glocal.studies.own import called, named_function
 from glocal.studies.questions import answering, controlled, refuse_for_others, seen_by
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
@@ -303,30 +303,6 @@ def _shrink(settings: OptimiserSettings) -> Shrink | None:
     if settings.shrink is None or settings.shrink_every is None:
         raise InputError("settings: optimiser.shrink and shrink_every belong together, such as 0.5 and 10 rounds; give both")
     return Shrink(by=settings.shrink, every=settings.shrink_every)
-
-
-def named_function(address: str, where: str) -> Callable[..., Any]:
-    """The function behind "module:function"."""
-    module, _, name = address.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever a user's own module may raise while it is imported
-        raise InputError(
-            f"settings: {where} = '{address}' cannot be found ({brief(error)}); write it as module:function, importable from here"
-        ) from error
-    if not callable(found):
-        raise InputError(f"settings: {where} = '{address}' is no function; write it as module:function")
-    return found  # type: ignore[no-any-return]
-
-
-def called(function: Callable[[], Any], name: str) -> Any:
-    """What a function of the user's makes; whatever it raises is told in one line."""
-    try:
-        return function()
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a user's own function may raise
-        raise InputError(f"{name}: the function failed ({brief(error)})") from error
 
 
 def _augmented(objective: Objective, settings: DataSettings, federation: Federation) -> Objective:

@@ -1,22 +1,23 @@
 """How soon a goal is reached: a case's accuracy on validation data by round, and what it had sent by then."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from glocal.keep import Json, read_rows
 from glocal.studies.run import case_folder, read_settings
 
-_PERCENT = 100
+_TENTHS = 1000  # of a percent
 
 
 class Reached(NamedTuple):
-    """When a seed's accuracy was first at the goal: rounds done, parameters by the paper's count, and bytes on the wire."""
+    """When the goal was first reached: rounds done, parameters by the paper's count, and bytes on the wire."""
 
     rounds: int
-    parameters: int
-    bytes: int
+    parameters: float
+    bytes: float
 
 
 def course(folder: Path, name: str) -> list[Json]:
@@ -36,26 +37,31 @@ def course(folder: Path, name: str) -> list[Json]:
     ]
 
 
-def goal_of(rows: Sequence[Json]) -> float:
-    """The whole percent that every seed of a course reaches in some round; a share.
-
-    >>> goal_of([{"seed": 0, "validation": 0.415}, {"seed": 0, "validation": 0.4}, {"seed": 1, "validation": 0.42}])
-    0.41
-    >>> goal_of([{"seed": 0, "validation": 0.29}])
-    0.29
-    """
-    best: dict[int, float] = {}
+def means(rows: Sequence[Json]) -> list[Json]:
+    """A course's rounds in order, each with its mean over seeds."""
+    by_round: dict[int, list[Json]] = {}
     for row in rows:
-        best[row["seed"]] = max(best.get(row["seed"], 0.0), row["validation"])
-    whole = math.floor(round(_PERCENT * min(best.values(), default=0.0), 6))  # 100 * 0.29 is 28.999999999999996
-    return whole / _PERCENT
+        by_round.setdefault(row["round"], []).append(row)
+    return [
+        {"round": number, **{key: fmean(row[key] for row in of) for key in ("validation", "parameters", "bytes")}}
+        for number, of in sorted(by_round.items())
+    ]
 
 
-def reached(rows: Sequence[Json], goal: float) -> Mapping[int, Reached | None]:
-    """When each seed of a course first is at the goal; None where it never is."""
-    found: dict[int, Reached | None] = {}
-    for row in sorted(rows, key=lambda row: int(row["round"])):
-        found.setdefault(row["seed"], None)
-        if found[row["seed"]] is None and row["validation"] >= goal:
-            found[row["seed"]] = Reached(row["round"], row["parameters"], row["bytes"])
-    return found
+def goal_of(rows: Sequence[Json]) -> float:
+    """The best that a course reaches, its mean over seeds, to a tenth of a percent; a share.
+
+    >>> row = {"round": 1, "parameters": 8, "bytes": 32}
+    >>> goal_of([{**row, "seed": 0, "validation": 0.4156}, {**row, "seed": 1, "validation": 0.42}])
+    0.417
+    """
+    best = max((row["validation"] for row in means(rows)), default=0.0)
+    return math.floor(round(_TENTHS * best, 6)) / _TENTHS  # 1000 * 0.29 is 289.99999999999994
+
+
+def reached(rows: Sequence[Json], goal: float) -> Reached | None:
+    """When a course's mean over seeds first is at the goal; None where it never is."""
+    for row in means(rows):
+        if row["validation"] >= goal:
+            return Reached(row["round"], row["parameters"], row["bytes"])
+    return None

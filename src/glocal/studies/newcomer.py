@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glocal.errors import InputError, brief
 from glocal.federation import Examples, Rows, carve
-from glocal.studies.build import called, named_function
+from glocal.studies.own import called, named_function
 
 TEST_SHARE = 0.3  # of data that come without a test part
 _NAMES = ("x", "y", "x_test", "y_test")

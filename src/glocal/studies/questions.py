@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from glocal.data import Dataset
 from glocal.data.pictures import Pictures
@@ -12,6 +13,7 @@ from glocal.data.vqa import Questions
 from glocal.errors import InputError, nearest
 from glocal.federation import Examples
 from glocal.sampling import stream
+from glocal.studies.own import called, named_function
 from glocal.studies.settings import ModelSettings, Settings
 from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, VqaNet, load_weights, vqa_net
 
@@ -47,16 +49,31 @@ def _resnet(settings: ModelSettings) -> ResNet:
 def seen_by(settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device]) -> Dataset:
     """The same with features in place of pictures, where the encoder is frozen; it is one for all seeds, as pretrained ones are."""
     encoder = settings.encoder or "trained"
-    if encoder not in _ENCODERS:
-        raise InputError(f"settings: model.encoder is '{encoder}'; {nearest(encoder, _ENCODERS)}")
+    if encoder not in _ENCODERS and ":" not in encoder:
+        raise InputError(f"settings: model.encoder is '{encoder}'; {nearest(encoder, _ENCODERS)}, or your own module:function")
     if encoder == "trained" or dataset.questions is None or len(dataset.questions.pictures.shape) == 1:
         return dataset
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(stream(0, "frozen encoder").integers(2**62)))
-        resnet = _resnet(settings)
+        network = _resnet(settings) if encoder == "frozen" else _own(settings, encoder)
     where = device()
-    features = dataset.questions.pictures.described(resnet.to(where).eval().trunk, where)
+    network.to(where).eval()
+    pictures, see = dataset.questions.pictures, network.trunk if isinstance(network, ResNet) else network
+    features = called(lambda: pictures.described(see, where), encoder)
     return dataset._replace(questions=replace(dataset.questions, pictures=features.standardised()))
+
+
+def _own(settings: ModelSettings, encoder: str) -> nn.Module:
+    """A network of the user's own."""
+    for name, value in (("widths", settings.widths), ("weights", settings.weights)):
+        if value is not None:
+            raise InputError(
+                f"settings: model.{name} is {value!r}, of a ResNet, and the encoder is {encoder}; leave one of them out"
+            )
+    network = called(named_function(encoder, "model.encoder"), encoder)
+    if not isinstance(network, nn.Module):
+        raise InputError(f"model: {encoder} returned {type(network).__name__}; a torch.nn.Module was expected")
+    return network
 
 
 def refuse_for_others(settings: Settings) -> None:

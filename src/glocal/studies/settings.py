@@ -51,11 +51,12 @@ class ModelSettings:
 
     The encoders of coded_mlp and coded_cnn put out a code so many numbers wide; coded_mlp's with noise of the deviation `blur`
     while training, and a share `dropout` of its hidden units left out. For texts there is mood_lstm; a share `dropout` of its word
-    vectors and hidden units is left out while training, and of vqa's, whose ResNet loses as much of what its convolutions see.
+    vectors and hidden units is left out while training, and of what vqa's ResNet sees and of its answer's hidden units.
 
     The hidden widths of vqa are those of a word, of the LSTM, of what both channels are brought to and of the answer's first layer;
     `widths` are those of its ResNet, whose `weights` come from a file or are "official". With `encoder` = "frozen" the ResNet's
-    convolutions stay as they are: what they see in each picture is worked out once.
+    convolutions stay as they are: what they see in each picture is worked out once. So is what a network of your own sees, where
+    `encoder` is the "module:function" that makes it: from pictures (rows, 3, height, width) to features (rows, width).
     """
 
     name: str = "mlp"

@@ -143,15 +143,14 @@ class Lstm(nn.Module):
 class QuestionChannel(nn.Module):
     """From the words of a question (rows, length), 0 where there is none, to what the answer needs of it (rows, common)."""
 
-    def __init__(self, words: int, sizes: Sizes, *, dropout: float | None = None) -> None:
+    def __init__(self, words: int, sizes: Sizes) -> None:
         super().__init__()
-        self.words, self.drop = nn.Embedding(words, sizes.word), dropping(dropout)
-        self.lstm = Lstm(sizes.word, sizes.lstm)
+        self.words, self.lstm = nn.Embedding(words, sizes.word), Lstm(sizes.word, sizes.lstm)
         self.fc = nn.Linear(4 * sizes.lstm, sizes.common)
 
     def forward(self, words: Tensor) -> Tensor:
         """Between -1 and 1."""
-        states = self.lstm(self.drop(torch.tanh(self.words(words))), words > 0)
+        states = self.lstm(torch.tanh(self.words(words)), words > 0)
         return torch.tanh(self.fc(torch.tanh(states)))
 
 
@@ -179,7 +178,7 @@ def vqa_net(
 ) -> VqaNet:
     """The paper's network: with 64,437 words of 512 numbers 54,042,572 parameters and buffers, of which SHARED are 5,149,200.
 
-    A share `dropout` of word vectors, of what a ResNet's convolutions see, and of hidden units is left out while training.
+    A share `dropout` of what a ResNet's convolutions see and of the answer's hidden units is left out while training.
     """
     if resnet is None:
         resnet = ResNet(dropout=dropout) if len(pictures.shape) == 3 else Top(pictures.shape[0], dropout=dropout)
@@ -190,7 +189,7 @@ def vqa_net(
         drop2=dropping(dropout),
         fc2=nn.Linear(sizes.first, answers),
     )
-    image, question = ImageChannel(pictures, resnet, sizes.common), QuestionChannel(words, sizes, dropout=dropout)
+    image, question = ImageChannel(pictures, resnet, sizes.common), QuestionChannel(words, sizes)
     return VqaNet(image, question, nn.Sequential(answer))
 
 
