@@ -33,7 +33,7 @@ from glocal.errors import GlocalWarning, InputError
 from glocal.federation import Examples, from_tensors
 from glocal.fitting import Options
 from glocal.modules import params_of
-from glocal.optimisers import Sgd, adam, sgd
+from glocal.optimisers import Apart, Sgd, adam, sgd
 from glocal.sampling import Plan, padded
 from glocal.training import Work, cross_entropy
 
@@ -521,3 +521,14 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
 
     with pytest.raises(NotImplementedError, match="Clipped"):
         fused(Journey(objective, Clipped(0.1), params, *rest))
+
+
+def test_fused_steps_do_not_claim_what_they_leave_to_others():
+    """A rule of two rates is none of theirs: whoever asks for them is told so, and other steps just pass."""
+    model = world.seeded(world.plain)
+    x, y = world.devices()[0]
+    work = Work(Examples(x, y), torch.zeros(1, 5, dtype=torch.int64), torch.tensor(0), torch.tensor(0), 1, None)
+    rule = Apart(Sgd(0.1), Sgd(0.01), "2.")
+    assert Together(Steps())(cross_entropy(model), params_of(model), work, rule) is None
+    with pytest.raises(NotImplementedError, match="the optimiser is Apart, not Sgd"):
+        Together(FusedJourneys("fp32"), strict=True)(cross_entropy(model), params_of(model), work, rule)

@@ -4,19 +4,16 @@ import math
 from typing import NamedTuple
 
 from glocal.report.comparison import row_names
-from glocal.report.drawing import Drawing, panel, trace
-from glocal.report.looks import COLOURS, Look, legend, line_sample
+from glocal.report.drawing import Drawing, sheet, trace
+from glocal.report.looks import COLOURS, Look, legend, line_sample, look_of
 from glocal.report.numerals import PERCENT, size
 from glocal.studies.findings import Findings
-from glocal.studies.goals import Reached, goal_of, reached
+from glocal.studies.goals import Reached, goal_of, means, reached
 
 GOAL_HEADS = ("Method", "Rounds", "Parameters sent", "Of those of the goal’s row", "On the wire")
-_LOOKS = (
-    Look(COLOURS[1], (6, 2), "s"),
-    Look(COLOURS[0], (), "o"),
-    Look(COLOURS[2], (2, 1.6), "^"),
-    Look(COLOURS[3], (7, 2, 2, 2), "D"),
-)
+_LOOKS = (Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[0], (), "o"), *map(look_of, range(2, 7)))
+_BELOW = 1.5  # points below the goal, where the lower panel begins
+_BILLION = 1e9
 
 
 class Soon(NamedTuple):
@@ -65,26 +62,32 @@ def goal_cells(soon: Soon) -> tuple[str, ...]:
 
 
 def draw_goal(findings: Findings) -> Drawing | None:
-    """Accuracy by round of every row that sends anything, and the goal, of the last part that has one and was measured."""
+    """Accuracy by round of every row that sends anything and, near the goal, by what it has sent; of the last part with a goal."""
     parts = [part for part in findings.study.parts if ways_to_goal(findings, part)]
     if not parts:
         return None
     part = "longer" if "longer" in parts else parts[-1]
-    figure, axes = panel(3.6)
+    about, aim = findings.study.parts[part], PERCENT * goal(findings, part)
     looks = dict(zip((soon.row for soon in ways_to_goal(findings, part)), _LOOKS, strict=False))
+    first = means((findings.case(part, about.goal) or {})["course"])
+    figure = sheet(6.2)
+    whole, near = figure.subplots(2, 1)
     for row, look in looks.items():
-        by_round: dict[int, list[float]] = {}
-        for point in (findings.case(part, row) or {})["course"]:
-            by_round.setdefault(point["round"], []).append(PERCENT * point["validation"])
-        trace(
-            axes, [float(number) for number in sorted(by_round)], [by_round[number] for number in sorted(by_round)], look, label=row
-        )
-    axes.axhline(PERCENT * goal(findings, part), color=COLOURS[7], linestyle=":", linewidth=1.4)
-    axes.set(xlabel="round", ylabel="accuracy on validation data, %")
-    about = findings.study.parts[part]
+        course = means((findings.case(part, row) or {})["course"])
+        common = 0 if row == about.goal else sum(point in first for point in course)
+        own = course[max(common - 1, 0) :]
+        accuracies = [[PERCENT * point["validation"]] for point in own]
+        trace(whole, [point["round"] for point in own], accuracies, look, label=row, markevery=4)
+        trace(near, [point["parameters"] / _BILLION for point in own], accuracies, look, markevery=2)
+    for axes, xlabel in ((whole, "round"), (near, "parameters sent by the paper’s count, billions")):
+        axes.axhline(aim, color=COLOURS[7], linestyle=":", linewidth=1.4)
+        axes.set(xlabel=xlabel, ylabel="validation accuracy, %")
+    low, high = aim - _BELOW, max(accuracy for line in near.lines for accuracy in line.get_ydata())
+    near.set_ylim(low, high + 0.1 * (high - low))
+    near.set_xlim(left=min(point["parameters"] for point in first if PERCENT * point["validation"] >= low) / _BILLION)
     caption = (
-        f"Accuracy by round, {about.title}, protocol `{about.protocol}`, as in the paper’s figure but on validation data; the "
-        "dotted line is the goal. Rows that go on from FedAvg have its rounds before their own. A line is the mean over seeds, its "
-        "band reaches from the lowest to the highest."
+        f"Accuracy on validation data, {about.title}, protocol `{about.protocol}`: above by round, as in the paper’s figure, below "
+        "near the goal, by what was sent until then. The dotted line is the goal. Rows that go on from FedAvg begin where they "
+        "leave it. A line is the mean over seeds."
     )
     return Drawing(figure, "Accuracy by round", caption, legend((line_sample(look), row) for row, look in looks.items()))
