@@ -58,8 +58,11 @@ def seen_by(settings: ModelSettings, dataset: Dataset, device: Callable[[], torc
         network = _resnet(settings) if encoder == "frozen" else _own(settings, encoder)
     where = device()
     network.to(where).eval()
-    pictures, see = dataset.questions.pictures, network.trunk if isinstance(network, ResNet) else network
-    features = called(lambda: pictures.described(see, where), encoder)
+    pictures = dataset.questions.pictures
+    if isinstance(network, ResNet):
+        features = pictures.described(network.trunk, where)
+    else:
+        features = called(lambda: pictures.described(network, where), encoder)
     return dataset._replace(questions=replace(dataset.questions, pictures=features.standardised()))
 
 
