@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from glocal.backends import simulate
+from glocal.backends.flower import records
 from glocal.backends.flower.control import linked
 from glocal.data.fetch import unreported
 from glocal.deploy.certificates import make_device_key
@@ -173,6 +174,7 @@ def test_three_devices_over_tls_give_the_simulators_numbers_and_nothing_local_cr
 
 
 BROKEN = """
+import time
 from pathlib import Path
 
 import glocal.backends.flower.records as records
@@ -183,14 +185,17 @@ to_record = records.to_record
 def broken(tree):
     number = read_rows(Path(__file__).parent / "journal.jsonl")[-1]["round"]
     spoilt = {1: tree["6.bias"] * float("nan"), 2: tree["6.bias"][:1]}
+    if number == 2:
+        time.sleep(10)  # others have answered by then, and the server can be killed in between
     return to_record({**tree, "6.bias": spoilt.get(number, tree["6.bias"])})
 
 records.to_record = broken
 """
 
 
-def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path):
+def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path, monkeypatch):
     """Round 1: a device is killed, another sends NaN. Round 2: a wrong shape, and the server is killed. Afterwards one joins."""
+    monkeypatch.setattr(records, "to_record", records.to_record)  # what is broken is imported here too, and must end with the test
     folder = deployed.project(tmp_path / "link", devices=4, rounds=4, port=free_port())
     deployed.change(folder / "deploy.toml", "round = 600.0", "round = 180.0")
     deployed.copy_to_devices(folder)
