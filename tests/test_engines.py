@@ -523,12 +523,24 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
         fused(Journey(objective, Clipped(0.1), params, *rest))
 
 
-def test_fused_steps_do_not_claim_what_they_leave_to_others():
-    """A rule of two rates is none of theirs: whoever asks for them is told so, and other steps just pass."""
-    model = world.seeded(world.plain)
-    x, y = world.devices()[0]
-    work = Work(Examples(x, y), torch.zeros(1, 5, dtype=torch.int64), torch.tensor(0), torch.tensor(0), 1, None)
-    rule = Apart(Sgd(0.1), Sgd(0.01), "2.")
-    assert Together(Steps())(cross_entropy(model), params_of(model), work, rule) is None
-    with pytest.raises(NotImplementedError, match="the optimiser is Apart, not Sgd"):
-        Together(FusedJourneys("fp32"), strict=True)(cross_entropy(model), params_of(model), work, rule)
+@pytest.mark.parametrize("name", ["the optimiser is Apart", "the loss is not the cross entropy"])
+def test_fused_steps_do_not_claim_what_they_leave_to_others(monkeypatch, name):
+    """A rule of two rates or a loss of one's own is none of theirs: the engine says so, and takes other steps."""
+    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: name)
+    model, rule = world.seeded(world.plain), Sgd(0.1)
+    objective = cross_entropy(model)
+    if "optimiser" in name:
+        rule = Apart(Sgd(0.1), Sgd(0.01), "2.")
+    else:
+        inner = objective.loss
+        objective = objective._replace(loss=lambda params, batch: inner(params, batch))
+    algorithm, (x, y) = fedavg(objective, rule), world.devices()[0]
+    state = begin(algorithm, params_of(model))
+
+    def trained(descent):
+        work = Work(Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.tensor([0]), torch.tensor(0), 1, descent)
+        return batched(algorithm.client_update, stacked([state.shared]), stacked([state.private.initial]), work)
+
+    assert trained(Together(Steps())).loss.isfinite().all()
+    with pytest.raises(NotImplementedError, match=name):
+        trained(Together(FusedJourneys("fp32"), refuses=True))

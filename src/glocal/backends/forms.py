@@ -31,7 +31,7 @@ def build(function: OneDevice[Result], choice: Choice, engine: Engine) -> Form[R
 
 def _together(choice: Choice, engine: Engine) -> Together:
     if choice.fused:
-        return Together(FusedJourneys(engine.precision), strict=True)
+        return Together(FusedJourneys(engine.precision), refuses=True)
     return Together(Steps(compiled=compiled if choice.compiled else None, products=choice.products))
 
 

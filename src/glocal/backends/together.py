@@ -50,17 +50,15 @@ class Journey(NamedTuple):
 class Together:
     """A `Descent` for use under `vmap`: `take` is how a journey is made once its tensors are bare.
 
-    Where the loss or the optimiser may hold tensors of the call that made them it does not know how; if `strict`, it says so.
+    Where the loss or the optimiser may hold tensors of the call that made them it passes, unless `take` itself `refuses` those.
     """
 
-    def __init__(self, take: Callable[[Journey], tuple[Params, Tensor]], *, strict: bool = False) -> None:
-        self.take, self.strict = take, strict
+    def __init__(self, take: Callable[[Journey], tuple[Params, Tensor]], *, refuses: bool = False) -> None:
+        self.take, self.refuses = take, refuses
 
     def __call__(self, objective: Objective, params: Params, work: Work, optimiser: Optimiser) -> tuple[Params, Tensor] | None:
-        """Trained params and the loss (); None where it does not know how."""
-        if not traceable(objective.loss) or not isinstance(optimiser, Sgd | Adam):
-            if self.strict:
-                raise NotImplementedError(_unknown(objective, optimiser))
+        """Trained params and the loss (); None where it passes."""
+        if not self.refuses and not (traceable(objective.loss) and isinstance(optimiser, Sgd | Adam)):
             return None
         sizes = [len(params), *(len(pull.towards) for pull in objective.pulls)]
         towards = [tensor for pull in objective.pulls for tensor in pull.towards.values()]
@@ -69,12 +67,6 @@ class Together:
             ticket, *params.values(), *towards, work.order, work.key, work.round_index
         )
         return dict(zip(params, trained, strict=True)), loss
-
-
-def _unknown(objective: Objective, optimiser: Optimiser) -> str:
-    if not traceable(objective.loss):
-        return "the loss is not that of a model alone"
-    return f"the optimiser is {type(optimiser).__name__}, not Sgd"
 
 
 class _Ticket:

@@ -6,14 +6,13 @@ from typing import NamedTuple
 from glocal.report.comparison import row_names
 from glocal.report.drawing import Drawing, sheet, trace
 from glocal.report.looks import COLOURS, Look, legend, line_sample, look_of
-from glocal.report.numerals import PERCENT, size
+from glocal.report.numerals import BILLION, PERCENT, size
 from glocal.studies.findings import Findings
 from glocal.studies.goals import Reached, goal_of, means, reached
 
 GOAL_HEADS = ("Method", "Rounds", "Parameters sent", "Of those of the goal’s row", "On the wire")
 _LOOKS = (Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[0], (), "o"), *map(look_of, range(2, 7)))
 _BELOW = 1.5  # points below the goal, where the lower panel begins
-_BILLION = 1e9
 
 
 class Soon(NamedTuple):
@@ -78,13 +77,13 @@ def draw_goal(findings: Findings) -> Drawing | None:
         own = course[max(common - 1, 0) :]
         accuracies = [[PERCENT * point["validation"]] for point in own]
         trace(whole, [point["round"] for point in own], accuracies, look, label=row, markevery=4)
-        trace(near, [point["parameters"] / _BILLION for point in own], accuracies, look, markevery=2)
+        trace(near, [point["parameters"] / BILLION for point in own], accuracies, look, markevery=2)
     for axes, xlabel in ((whole, "round"), (near, "parameters sent by the paper’s count, billions")):
         axes.axhline(aim, color=COLOURS[7], linestyle=":", linewidth=1.4)
         axes.set(xlabel=xlabel, ylabel="validation accuracy, %")
     low, high = aim - _BELOW, max(accuracy for line in near.lines for accuracy in line.get_ydata())
     near.set_ylim(low, high + 0.1 * (high - low))
-    near.set_xlim(left=min(point["parameters"] for point in first if PERCENT * point["validation"] >= low) / _BILLION)
+    near.set_xlim(left=min(point["parameters"] for point in first if PERCENT * point["validation"] >= low) / BILLION)
     caption = (
         f"Accuracy on validation data, {about.title}, protocol `{about.protocol}`: above by round, as in the paper’s figure, below "
         "near the goal, by what was sent until then. The dotted line is the goal. Rows that go on from FedAvg begin where they "

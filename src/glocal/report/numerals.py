@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 PERCENT = 100.0
+BILLION = 1e9
 
 
 def several(count: int, thing: str) -> str:

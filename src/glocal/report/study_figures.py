@@ -19,7 +19,7 @@ from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
 from glocal.report.goals import draw_goal
 from glocal.report.looks import COLOURS, Look, hollow_sample, legend, line_sample
 from glocal.report.mood import draw_mood
-from glocal.report.numerals import PERCENT
+from glocal.report.numerals import BILLION, PERCENT
 from glocal.report.tradeoff import draw_tradeoff
 from glocal.studies.findings import Findings
 from glocal.studies.mood import MOOD
@@ -27,7 +27,6 @@ from glocal.studies.study import MEASURES, Figure, Score
 
 _FEDAVG, _ALONE, _LG = Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[2], (2, 1.6), "^"), Look(COLOURS[0], (), "o")
 _ENDS = {"first layers shared": Look(COLOURS[0], (), "o"), "last layers shared": Look(COLOURS[3], (6, 2), "D")}
-_BILLION = 1e9
 _SHORT = 20  # letters, of which four to a row fit beneath a figure
 _SHARES = (0.002, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.998)
 _BEYOND = 7.5  # where none and all stand on the stretched axis of shares; 0.2 % is at -6.2
@@ -118,7 +117,7 @@ def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     _line(axes, counted, _LG, label="LG-FedAvg")
     published = findings.study.parts[part].published
     for row, look in {"FedAvg": _FEDAVG, **dict.fromkeys(starts, _LG)}.items():
-        _hollow(axes, published[row].parameters / _BILLION, printed(findings.study, published[row], measure), look)
+        _hollow(axes, published[row].parameters / BILLION, printed(findings.study, published[row], measure), look)
 
 
 def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
@@ -149,7 +148,7 @@ def _starts(findings: Findings) -> list[str]:
 
 def _sent(findings: Findings, part: str, row: str) -> float:
     case = findings.case(part, row)
-    return case["paper_parameters"] / _BILLION if case else 0.0
+    return case["paper_parameters"] / BILLION if case else 0.0
 
 
 def _over_seeds(findings: Findings) -> str:
