@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from glocal import data
+from glocal.data.features import described, standardised
 from glocal.data.pictures import Pictures, in_place
 from glocal.data.vqa import read_asked, read_vqa
 from glocal.errors import InputError
@@ -288,9 +290,79 @@ def test_a_table_of_pictures_is_not_copied_and_a_number_below_zero_is_no_picture
 
 
 def test_features_of_a_single_picture_are_numbers():
-    assert Pictures(np.ones((1, 3), np.float32)).standardised().table.tolist() == [[0, 0, 0]]
-    two = Pictures(np.array([[1], [3]], np.float32)).standardised().table.flatten().tolist()
+    assert standardised(np.ones((1, 3), np.float32)).table.tolist() == [[0, 0, 0]]
+    two = standardised(np.array([[1], [3]], np.float32)).table.flatten().tolist()
     assert two == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
+class Scaled(nn.Module):
+    """Sees the mean of each colour, times its weight and `turn`; counts the pictures it was shown."""
+
+    def __init__(self, weight=1.0, turn=1.0):
+        super().__init__()
+        self.weight, self.turn, self.shown = nn.Parameter(torch.tensor(weight)), turn, 0
+
+    def forward(self, pictures):
+        self.shown += len(pictures)
+        means = pictures.mean((2, 3))
+        return self.weight * torch.stack([means[:, 0], self.turn * means[:, 1] + (1 - self.turn) * means[:, 2]], 1)
+
+
+def some_pictures(seed=0):
+    return Pictures(np.random.default_rng(seed).integers(0, 256, (40, 3, 4, 4), dtype=np.uint8))
+
+
+@pytest.fixture
+def on_cpu(tmp_path, monkeypatch):
+    """What a network sees of pictures, and how many it was shown for that; with a cache of the test's own."""
+    monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "own"))
+
+    def seen(network, pictures=None, report=lambda *_: None):
+        table = described(pictures or some_pictures(), network, torch.device("cpu"), report=report).table
+        return table, network.shown
+
+    return seen
+
+
+def test_a_frozen_encoder_sees_every_picture_once_and_is_only_asked_for_a_few_from_then_on(on_cpu):
+    first, shown = on_cpu(Scaled())
+    assert (shown, first.shape) == (40, (40, 2))
+    again, shown = on_cpu(Scaled())
+    assert shown == 16
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("other", [{"network": Scaled(weight=2.0)}, {"network": Scaled(), "pictures": some_pictures(1)}])
+def test_features_of_other_weights_or_of_other_pictures_are_not_taken(on_cpu, other):
+    on_cpu(Scaled())
+    assert on_cpu(**other)[1] == 40
+
+
+def test_an_encoder_that_does_something_else_with_the_same_weights_is_asked_anew(on_cpu):
+    before, _ = on_cpu(Scaled())
+    after, shown = on_cpu(Scaled(turn=0.5))
+    assert shown == 16 + 40
+    assert not torch.equal(before, after)
+
+
+def test_kept_features_that_are_broken_are_worked_out_anew(on_cpu, tmp_path):
+    first, _ = on_cpu(Scaled())
+    (kept,) = (tmp_path / "own" / "features").iterdir()
+    kept.write_bytes(kept.read_bytes()[:100])
+    again, shown = on_cpu(Scaled())
+    assert shown == 40
+    assert torch.equal(first, again)
+
+
+def test_features_that_cannot_be_kept_cost_the_next_run_only(on_cpu, tmp_path):
+    (tmp_path / "own").write_text("")
+    assert [on_cpu(Scaled())[1] for _ in range(2)] == [40, 40]
+
+
+def test_how_far_an_encoder_has_come_is_told(on_cpu):
+    told = []
+    on_cpu(Scaled(), report=lambda *words: told.append(words))
+    assert told == [("pictures seen", 48 * done, 48 * 40) for done in (16, 32, 40)]
 
 
 def test_questions_of_one_beginning_stay_together_in_training_and_test():

@@ -12,6 +12,7 @@ from glocal import trees
 from glocal.algorithms import fedavg, lg_fedavg
 from glocal.backends import simulate
 from glocal.backends.tasks import Task, alone
+from glocal.data.features import described
 from glocal.data.pictures import Pictures
 from glocal.errors import InputError
 from glocal.federation import from_tensors
@@ -21,7 +22,7 @@ from glocal.optimisers import sgd
 from glocal.sampling import Plan, visited_rows
 from glocal.split import Split
 from glocal.store import PrivateRows
-from glocal.studies.vqa_model import SHARED, Block, Lstm, ResNet, Sizes, load_weights, vqa_net
+from glocal.studies.vqa_model import SHARED, Block, Lstm, ResNet, Sizes, Trunk, load_weights, vqa_net
 from glocal.training import cross_entropy
 from glocal.wire import Ledger
 
@@ -114,7 +115,7 @@ def after_rounds(algorithm, model, fed, engine="looped", rounds=2):
 def test_all_devices_in_one_batch_train_as_one_after_the_other(encoder):
     model, fed = tiny(dropout=0.2), rows_and_answers()
     if encoder == "frozen":
-        features = model.image.pictures.described(model.image.resnet.eval().trunk, torch.device("cpu"))
+        features = described(model.image.pictures, Trunk(model.image.resnet), torch.device("cpu"))
         model = vqa_net(features, **TINY)
     algorithm = lg_fedavg(cross_entropy(model), sgd(0.05, momentum=0.9), split=Split.of(model, shared=SHARED))
     (one, _), (other, _) = (after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped"))

@@ -20,7 +20,6 @@ from glocal.places import cache_folder
 
 Numbers = npt.NDArray[Any]
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
-_AT_ONCE = 256
 _ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -64,25 +63,6 @@ class Pictures:
         if device not in self.copies:
             self.copies[device] = self.table.to(device)
         return self.copies[device]
-
-    def described(self, by: Callable[[Tensor], Tensor], device: torch.device) -> "Pictures":
-        """What a frozen encoder says of each: worked out once, to be looked up from then on."""
-        parts = []
-        with torch.no_grad():
-            for start in range(0, len(self), _AT_ONCE):
-                numbers = torch.arange(start, min(start + _AT_ONCE, len(self)), device=device)
-                seen = by(self(numbers))
-                if seen.dim() != 2 or len(seen) != len(numbers):
-                    raise InputError(
-                        f"encoder: it made {tuple(seen.shape)} of {len(numbers)} pictures; (pictures, width) was expected"
-                    )
-                parts.append(seen.float().cpu())
-        return Pictures(torch.cat(parts).numpy())
-
-    def standardised(self) -> "Pictures":
-        """Features of mean 0 and deviation 1 each; 0 where all are alike, as with a single picture."""
-        deviation = self.table.std(0, correction=min(1, len(self) - 1)).clamp(min=1e-6)
-        return Pictures(((self.table - self.table.mean(0)) / deviation).numpy())
 
 
 def _normalised(pixels: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ def build_parts(settings: Settings, report: data.Report) -> Parts:
     seeds = tuple(run.seed for run in runs)
     loaded = build_data(settings.data, report)
     if isinstance(loaded, Dataset) and loaded.questions:
-        loaded = seen_by(settings.model, controlled(loaded, settings.data.pictures), settings.run.computing_device)
+        asked = controlled(loaded, settings.data.pictures)
+        loaded = seen_by(settings.model, asked, settings.run.computing_device, report=report)
     elif settings.model.name != "vqa":  # which says so itself
         refuse_for_others(settings)
     deals = sorted({run.deal for run in runs})

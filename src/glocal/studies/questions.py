@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from glocal.data import Dataset
+from glocal.data.features import described
+from glocal.data.fetch import Report, unreported
 from glocal.data.pictures import Pictures
 from glocal.data.vqa import Questions
 from glocal.errors import InputError, nearest
@@ -15,7 +17,7 @@ from glocal.federation import Examples
 from glocal.sampling import stream
 from glocal.studies.own import called, named_function
 from glocal.studies.settings import ModelSettings, Settings
-from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, VqaNet, load_weights, vqa_net
+from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, Trunk, VqaNet, load_weights, vqa_net
 
 _CONTROLS = ("own", "shuffled", "none")
 _ENCODERS = ("trained", "frozen")
@@ -46,24 +48,26 @@ def _resnet(settings: ModelSettings) -> ResNet:
     return resnet
 
 
-def seen_by(settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device]) -> Dataset:
+def seen_by(
+    settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device], *, report: Report = unreported
+) -> Dataset:
     """The same with features in place of pictures, where the encoder is frozen; it is one for all seeds, as pretrained ones are."""
     encoder = settings.encoder or "trained"
     if encoder not in _ENCODERS and ":" not in encoder:
         raise InputError(f"settings: model.encoder is '{encoder}'; {nearest(encoder, _ENCODERS)}, or your own module:function")
-    if encoder == "trained" or dataset.questions is None or len(dataset.questions.pictures.shape) == 1:
+    questions = dataset.questions
+    if encoder == "trained" or questions is None or len(questions.pictures.shape) == 1:
         return dataset
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(stream(0, "frozen encoder").integers(2**62)))
-        network = _resnet(settings) if encoder == "frozen" else _own(settings, encoder)
+        network = Trunk(_resnet(settings)) if encoder == "frozen" else _own(settings, encoder)
     where = device()
-    network.to(where).eval()
-    pictures = dataset.questions.pictures
-    if isinstance(network, ResNet):
-        features = pictures.described(network.trunk, where)
-    else:
-        features = called(lambda: pictures.described(network, where), encoder)
-    return dataset._replace(questions=replace(dataset.questions, pictures=features.standardised()))
+
+    def features() -> Pictures:
+        return described(questions.pictures, network, where, report=report)
+
+    seen = features() if encoder == "frozen" else called(features, encoder)
+    return dataset._replace(questions=replace(questions, pictures=seen))
 
 
 def _own(settings: ModelSettings, encoder: str) -> nn.Module:

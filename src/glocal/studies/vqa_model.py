@@ -90,6 +90,18 @@ class ResNet(nn.Module):
         return said
 
 
+class Trunk(nn.Module):
+    """A ResNet's convolutions alone: the encoder, where it is frozen."""
+
+    def __init__(self, resnet: ResNet) -> None:
+        super().__init__()
+        self.resnet = resnet
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """What they see (rows, width) in pictures (rows, 3, height, width)."""
+        return self.resnet.trunk(pictures)
+
+
 class Top(nn.Module):
     """What is left of ResNet where its convolutions are frozen and their features are looked up."""
 
