@@ -49,8 +49,9 @@ def write_world(folder, *, pictures=24, questions=480):
         for image, colour in shown.items():
             archive.writestr(f"COCO_train2014_{image:012d}.png", packed(picture(colour, noise)))
     pairs = []
-    for part, count in (("train", questions), ("test", questions // 4)):
-        told = [asked(number, image, shown[image]) for number, image in enumerate(noise.integers(1, pictures + 1, count).tolist())]
+    for part, first, count in (("train", 0, questions), ("test", 12_000, questions // 4)):
+        about = noise.integers(1, pictures + 1, count).tolist()
+        told = [asked(number, image, shown[image]) for number, image in enumerate(about, start=first)]
         paths = folder / f"q_{part}.json", folder / f"a_{part}.json"
         write_pair(paths, told)
         pairs.append(paths)

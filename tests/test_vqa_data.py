@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -111,12 +112,16 @@ def test_pictures_are_brought_to_one_size(world):
     assert read_vqa(*world, size=8)[2].pictures.shape == (3, 8, 8)
 
 
-def test_questions_without_a_picture_are_left_out_and_counted(world, tmp_path):
+def test_questions_without_a_picture_are_left_out_counted_and_told(world, tmp_path, caplog):
+    caplog.set_level("INFO", "glocal")
     fewer = tmp_path / "fewer.zip"
     with zipfile.ZipFile(world[2]) as archive, zipfile.ZipFile(fewer, "w") as kept:
         for name in archive.namelist()[:12]:
             kept.writestr(name, archive.read(name))
     train, test, questions = read_vqa(*world[:2], fewer, size=16)
+    assert caplog.messages == [
+        f"questions left out: {questions.without_picture} whose picture is not there, 0 for training with none of the answers"
+    ]
     assert questions.without_picture == 600 - len(train.y) - len(test.y) > 0
     assert int(train.x[:, 0].max()) == len(questions.pictures) - 1 == 11
 
@@ -168,6 +173,8 @@ def test_pictures_of_every_kind_become_red_green_and_blue(world, tmp_path):
         "4.png": (Image.fromarray(np.full((9, 5), 77 * 256, np.uint16)), {}, [77, 77, 77]),
         "5.png": (palette, {"transparency": b"\0\1"}, [10, 20, 30]),
         "6.png": (Image.new("LA", (5, 9), (77, 1)), {}, [77, 77, 77]),
+        "7.tif": (Image.fromarray(np.full((9, 5), 77, np.int32)), {}, [77, 77, 77]),
+        "8.tif": (Image.fromarray(np.full((9, 5), 77 * 256, np.int32)), {}, [77, 77, 77]),
     }
     (tmp_path / "kinds").mkdir()
     for name, (image, how, _) in kinds.items():
@@ -176,9 +183,24 @@ def test_pictures_of_every_kind_become_red_green_and_blue(world, tmp_path):
     assert table[:, :, 0, 0].tolist() == [colour for _, _, colour in kinds.values()]
 
 
+def test_a_picture_of_fractions_is_refused(world, tmp_path):
+    (tmp_path / "kinds").mkdir()
+    Image.fromarray(np.full((9, 5), 0.5, np.float32)).save(tmp_path / "kinds" / "1.tif")
+    with pytest.raises(InputError, match=r"picture 1.tif cannot be decoded .*its pixels are fractions"):
+        read_vqa(*world[:2], tmp_path / "kinds", size=4)
+
+
 def test_only_pictures_count_as_pictures(tmp_path):
     with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
-        for name in ("all/", "all/train_1.jpg", "__MACOSX/all/._train_1.jpg", "all/train_1.txt", "part_2/", "all/readme.jpg"):
+        for name in (
+            "all/",
+            "all/train_1.jpg",
+            "__MACOSX/all/._train_1.jpg",
+            "all/train_1.txt",
+            "part_2/",
+            "all/readme.jpg",
+            f"{10**18}.jpg",
+        ):
             archive.writestr(name, b"")
     assert in_place(tmp_path / "images.zip") == {1: "all/train_1.jpg"}
 
@@ -190,8 +212,27 @@ def test_two_pictures_of_one_id_are_refused(tmp_path):
         in_place(tmp_path)
 
 
-def test_a_zip_of_something_else_is_refused(tmp_path):
-    (tmp_path / "images.zip").write_bytes(b"no zip")
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_one_name_twice_in_a_zip_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for _ in range(2):
+            archive.writestr("5.png", b"")
+    with pytest.raises(InputError, match=r"two pictures of id 5, 5.png and 5.png"):
+        in_place(tmp_path / "images.zip")
+
+
+def later_version(path):
+    """A zip that asks, in its directory, for a version that nobody has."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("1.png", b"")
+    raw = path.read_bytes()
+    place = raw.index(b"PK\x01\x02") + 6
+    return raw[:place] + b"\x71\x00" + raw[place + 2 :]
+
+
+@pytest.mark.parametrize("content", [lambda path: b"no zip", later_version], ids=["no zip", "of a later version"])
+def test_a_zip_of_something_else_is_refused(tmp_path, content):
+    (tmp_path / "images.zip").write_bytes(content(tmp_path / "images.zip"))
     with pytest.raises(InputError, match="no folder or zip of pictures"):
         in_place(tmp_path / "images.zip")
 
@@ -201,6 +242,8 @@ def test_a_zip_of_something_else_is_refused(tmp_path):
     [
         (lambda q, a: q["info"].update(version="1.0"), "of version 1.0 of VQA; version 2.0 was expected"),
         (lambda q, a: a["info"].update(version="1.0"), "of version 1.0 of VQA"),
+        (lambda q, a: (q.pop("info"), q.update(version=1)), "of version 1 of VQA"),
+        (lambda q, a: a["annotations"][0].update(multiple_choice_answer=True), "in short True; ten words were expected"),
         (lambda q, a: q.pop("questions"), "holds no list of questions"),
         (lambda q, a: q["questions"][0].pop("image_id"), "has no 'image_id'"),
         (lambda q, a: q["questions"][3].update(question=" ?! "), "question 3 is ' \\?! ' and has no words"),
@@ -229,6 +272,14 @@ def test_files_that_are_something_else_are_refused_with_the_reason(world, change
         read_asked(*paths)
 
 
+def test_a_file_that_is_not_there_or_still_packed_is_named(world):
+    questions, annotations = world[0][0]
+    with pytest.raises(InputError, match=r"absent.json cannot be read \(No such file or directory\)"):
+        read_asked(questions.with_name("absent.json"), annotations)
+    with pytest.raises(InputError, match=r"images.zip is a zip; unpack it, and give the JSON in it"):
+        read_asked(world[2], annotations)
+
+
 def test_files_that_name_no_version_are_read(world):
     table = json.loads(world[0][0][0].read_text())
     world[0][0][0].write_text(json.dumps({**table, "info": "ours"}))
@@ -239,14 +290,24 @@ def test_files_that_name_no_version_are_read(world):
     ("change", "message"),
     [
         ({"answers": 0}, "answers is 0; a whole number from 1 on was expected"),
+        ({"answers": True}, "answers is True; a whole number"),
         ({"size": 0}, "size is 0; a whole number"),
-        ({"train": []}, "0 pairs of training files and 1 of test files; give one of each"),
+        ({"size": 200_000}, "size is 200000; a whole number from 1 to 2048"),
+        ({"train": []}, "the files are \\[\\]; a list of pairs was expected"),
+        ({"test": ("q.json", "a.json")}, "the files are .'q.json', 'a.json'.; a list of pairs was expected"),
+        ({"test": None}, "the files are None; a list of pairs"),
     ],
 )
 def test_what_cannot_be_read_from_is_refused(world, change, message):
     given = {"train": world[0], "test": world[1], "pictures": world[2], "size": 16}
     with pytest.raises(InputError, match=message):
         read_vqa(**{**given, **change})
+
+
+@pytest.mark.parametrize("twice", [lambda train, test: (train * 2, test), lambda train, test: (train, test + train)])
+def test_a_question_in_two_pairs_of_files_is_refused(world, twice):
+    with pytest.raises(InputError, match="question 0 is in two pairs of files; let each question be in one"):
+        read_vqa(*twice(*world[:2]), world[2], size=16)
 
 
 def test_paths_may_be_plain_text(world):
@@ -261,11 +322,15 @@ def test_words_may_be_of_any_script_and_an_endless_question_is_cut(world):
             ({"question_id": 1, "image_id": 1, "question": "Où est l’éléphant ?"}, "là"),
             ({"question_id": 2, "image_id": 2, "question": "这是什么"}, "象"),
             ({"question_id": 3, "image_id": 2, "question": "why " * 5000}, "no"),
+            ({"question_id": 4, "image_id": 2, "question": "यह किस की है"}, "café"),
+            ({"question_id": 5, "image_id": 2, "question": "यह किस का है"}, "cafe\u0301"),
         ],
     )
     train, _, questions = read_vqa(*world, size=16)
-    assert questions.words == ("", "?", "est", "l'éléphant", "où", "why", "这是什么")
-    assert train.x.shape == (3, 1 + 64)
+    hindi = ("का", "किस", "की", "यह", "है")
+    assert questions.words == ("", "?", "est", "l'éléphant", "où", "why", *hindi, "这是什么")
+    assert train.x.shape == (5, 1 + 64)
+    assert sorted(questions.answers) == ["café", "là", "no", "象"]
 
 
 @pytest.mark.parametrize(
@@ -326,7 +391,7 @@ def on_cpu(tmp_path, monkeypatch):
 
 def test_a_frozen_encoder_sees_every_picture_once_and_is_only_asked_for_a_few_from_then_on(on_cpu):
     first, shown = on_cpu(Scaled())
-    assert (shown, first.shape) == (40, (40, 2))
+    assert (shown, first.shape) == (16 + 40, (40, 2))
     again, shown = on_cpu(Scaled())
     assert shown == 16
     assert torch.equal(first, again)
@@ -335,7 +400,7 @@ def test_a_frozen_encoder_sees_every_picture_once_and_is_only_asked_for_a_few_fr
 @pytest.mark.parametrize("other", [{"network": Scaled(weight=2.0)}, {"network": Scaled(), "pictures": some_pictures(1)}])
 def test_features_of_other_weights_or_of_other_pictures_are_not_taken(on_cpu, other):
     on_cpu(Scaled())
-    assert on_cpu(**other)[1] == 40
+    assert on_cpu(**other)[1] == 16 + 40
 
 
 def test_an_encoder_that_does_something_else_with_the_same_weights_is_asked_anew(on_cpu):
@@ -345,18 +410,120 @@ def test_an_encoder_that_does_something_else_with_the_same_weights_is_asked_anew
     assert not torch.equal(before, after)
 
 
-def test_kept_features_that_are_broken_are_worked_out_anew(on_cpu, tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: kept[:100],
+        lambda kept: b"PK\x03\x04" + kept[4:],
+        lambda kept: kept[:10] + b"\xd7" + kept[11:],
+        lambda kept: kept[: len(kept) // 2] + bytes(len(kept) - len(kept) // 2),
+    ],
+    ids=["cut", "a zip", "a header that is none", "zeros from the middle on"],
+)
+def test_kept_features_that_are_damaged_are_worked_out_anew(on_cpu, tmp_path, damage):
     first, _ = on_cpu(Scaled())
     (kept,) = (tmp_path / "own" / "features").iterdir()
-    kept.write_bytes(kept.read_bytes()[:100])
+    kept.write_bytes(damage(kept.read_bytes()))
     again, shown = on_cpu(Scaled())
-    assert shown == 40
+    assert shown == 16 + 40
     assert torch.equal(first, again)
 
 
 def test_features_that_cannot_be_kept_cost_the_next_run_only(on_cpu, tmp_path):
     (tmp_path / "own").write_text("")
-    assert [on_cpu(Scaled())[1] for _ in range(2)] == [40, 40]
+    assert [on_cpu(Scaled())[1] for _ in range(2)] == [16 + 40, 16 + 40]
+
+
+class Reusing(Scaled):
+    """Puts what it sees into the same place each time, as networks that save memory do."""
+
+    def forward(self, pictures):
+        self.place = getattr(self, "place", torch.empty(40, 2))
+        self.place[: len(pictures)] = super().forward(pictures)
+        return self.place[: len(pictures)]
+
+
+def test_features_are_copied_out_of_an_encoder_that_uses_their_place_again(on_cpu):
+    assert torch.allclose(on_cpu(Reusing(weight=3.0))[0], on_cpu(Scaled(weight=3.0))[0])
+
+
+class Odd(nn.Module):
+    """An encoder that makes what `made` says of pictures."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made, self.shown = made, 0
+
+    def forward(self, pictures):
+        self.shown += 1
+        return self.made(pictures, self.shown)
+
+    def get_extra_state(self):
+        return {"of": "no tensor"}
+
+    def set_extra_state(self, state):
+        pass
+
+    def train(self, mode=True):
+        super().train(mode)  # returns nothing
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda x, turn: x.flatten(1) * torch.nan, "what it made of picture 0 is not finite; check its weights"),
+        (lambda x, turn: x.flatten(1)[:, :0], "it made (16, 0) of torch.float32 of 16 pictures; real numbers (pictures, width)"),
+        (lambda x, turn: torch.complex(x.mean((2, 3)), x.mean((2, 3))), "of torch.complex64 of 16 pictures; real numbers"),
+        (lambda x, turn: (x.flatten(1),), "it made tuple of 16 pictures"),
+        (
+            lambda x, turn: x.flatten(1)[:, :turn],
+            "2 numbers of the first pictures and 3 of picture 16; as many of each were expected",
+        ),
+    ],
+    ids=["not finite", "nothing", "complex", "several", "of another width"],
+)
+def test_what_an_encoder_makes_must_be_numbers(on_cpu, made, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        on_cpu(Odd(made))
+
+
+def test_an_encoder_may_keep_more_than_tensors_and_return_nothing_when_it_is_set_to_evaluate(on_cpu):
+    assert on_cpu(Odd(lambda x, turn: x.mean((2, 3)).double()))[0].shape == (40, 3)
+
+
+def test_a_feature_that_is_the_same_everywhere_is_zero_and_a_tiny_one_is_not():
+    same = np.full((1000, 1), 1000.1, np.float32)
+    tiny = np.random.default_rng(0).normal(size=(1000, 1)).astype(np.float32) * 1e-9
+    table = standardised(np.concatenate([same, tiny], 1)).table
+    assert not table[:, 0].any()
+    assert table[:, 1].std() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (np.zeros((2, 4, 4, 3), np.uint8), "the table is uint8 (2, 4, 4, 3); bytes (pictures, 3, height, width) or float32"),
+        (np.zeros((0, 5), np.float32), "the table is float32 (0, 5)"),
+        (np.zeros((2, 5)), "the table is float64 (2, 5)"),
+        (np.full((2, 5), np.inf, np.float32), "a feature is not finite"),
+    ],
+)
+def test_a_table_of_something_else_is_refused(table, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        Pictures(table)
+
+
+def test_a_table_in_another_order_of_memory_is_seen_alike(on_cpu):
+    table = some_pictures().table.numpy()
+    turned = np.ascontiguousarray(table.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    assert torch.equal(on_cpu(Scaled())[0], on_cpu(Scaled(), Pictures(turned))[0])
+
+
+def test_how_far_decoding_has_come_is_told_where_it_takes_long(world, monkeypatch, caplog):
+    caplog.set_level("INFO", "glocal")
+    monkeypatch.setattr("glocal.data.pictures._TOLD_EVERY", 10)
+    read_vqa(*world, size=12)
+    assert caplog.messages == [f"decoding 24 pictures, once: {done} are done" for done in (0, 10, 20)]
 
 
 def test_how_far_an_encoder_has_come_is_told(on_cpu):

@@ -179,11 +179,13 @@ def test_encoders_beyond_what_there_is_room_for_wait_elsewhere_and_those_never_a
 
 
 def test_pretrained_weights_are_read_from_a_file_with_torchvisions_names(tmp_path):
-    source, other = ResNet((4, 4, 6, 6)), ResNet((4, 4, 6, 6))
+    source = ResNet((4, 4, 6, 6))
     state = source.state_dict()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "all.safetensors")
     torch.save({name: tensor for name, tensor in state.items() if not name.startswith("fc.")}, tmp_path / "trunk.pth")
-    for name in ("all.safetensors", "trunk.pth"):
+    torch.save({"state_dict": state, "epoch": 7}, tmp_path / "checkpoint.pth")
+    for name in ("all.safetensors", "trunk.pth", "checkpoint.pth"):
+        other = ResNet((4, 4, 6, 6))
         load_weights(other, str(tmp_path / name))
         assert torch.equal(other.conv1.weight, source.conv1.weight)
         assert torch.equal(other.get_submodule("layer2.0.downsample.1").running_var, state["layer2.0.downsample.1.running_var"])
@@ -198,6 +200,14 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "other.safetensors"))
     with pytest.raises(InputError, match="cannot be had"):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "missing.pth"))
+
+
+@pytest.mark.parametrize("odd", [lambda w: w * torch.nan, lambda w: w.to_sparse(), lambda w: w + 0j, lambda w: w.to("meta")])
+def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd):
+    state = ResNet((4, 4, 6, 6)).state_dict()
+    torch.save({**state, "conv1.weight": odd(state["conv1.weight"])}, tmp_path / "w.pth")
+    with pytest.raises(InputError, match=r"'conv1.weight' in .*w.pth is not of plain, finite numbers"):
+        load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
 
 
 def test_a_last_layer_of_another_kind_is_left_as_it_was(tmp_path):

@@ -29,6 +29,7 @@ from glocal.studies.settings import (
     SplitSettings,
     changed,
 )
+from tests import shapes
 
 SMALL = (
     'data.source="tests.shapes:dataset"',
@@ -144,7 +145,7 @@ def test_a_frozen_network_of_ones_own_is_the_encoder(seen):
     ("change", "message"),
     [
         ("model.encoder=own_encoders:nothing", "own_encoders:nothing returned int; a torch.nn.Module was expected"),
-        ("model.encoder=own_encoders:Whole", r"made \(\d+, 3, \d+, \d+\) of \d+ pictures; \(pictures, width\) was expected"),
+        ("model.encoder=own_encoders:Whole", r"made \(\d+, 3, \d+, \d+\) of torch.float32 of \d+ pictures; real numbers"),
         ("model.encoder=own_encoders:Broken", "own_encoders:Broken: the function failed .*no eyes"),
         ("model.encoder=own_encoders:absent", "model.encoder = 'own_encoders:absent' cannot be found"),
         ("model.weights=official", "model.weights is 'official', of a ResNet, and the encoder is own_encoders:Means; leave one"),
@@ -166,11 +167,47 @@ def test_an_encoder_of_ones_own_that_does_not_fit_is_refused(seen, change, messa
         ("model.weights=nowhere.pth", "the weights nowhere.pth cannot be had"),
         ("model.dropout=1.5", "dropout is 1.5"),
         ("data.source=digits", "partition 'kinds' is for questions"),
+        ('model.encoder=""', "model.encoder is ''"),
+        ('data.pictures=""', "data.pictures is ''"),
+        ("model.widths=[]", "four were expected"),
+        ('model.weights=""', "the weights  cannot be had"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         build_parts(small("paper", change), print)
+
+
+def without_people(own):
+    return own._replace(test=own.test._replace(group=None))
+
+
+def beyond(column, number):
+    def changed_one(own):
+        x = own.train.x.clone()
+        x[3, column] = number
+        return own._replace(train=own.train._replace(x=x))
+
+    return changed_one
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_people, "of 120 test questions people's answers are none; give them as group"),
+        (beyond(0, 24), "a training question has picture 24; numbers from 0 to 23 were expected"),
+        (beyond(1, -1), "a training question has word -1; numbers from 0 to"),
+        (
+            lambda own: own._replace(questions=replace(own.questions, pictures=own.questions.pictures.table)),
+            "the questions' pictures are a Tensor",
+        ),
+    ],
+)
+def test_questions_of_ones_own_that_refer_to_nothing_are_refused(monkeypatch, change, message):
+    own = shapes.dataset()
+    monkeypatch.setattr(shapes, "dataset", lambda: change(own))
+    with pytest.raises(InputError, match=message):
+        build_parts(small("paper"), print)
 
 
 @pytest.mark.parametrize(

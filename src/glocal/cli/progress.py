@@ -75,8 +75,9 @@ def downloads() -> Iterator[Callable[[str, int, int], None]]:
     bars = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True)
 
     def report(name: str, done: int, total: int) -> None:
-        if name not in tasks:
+        if done < total and not bars.live.is_started:
             bars.start()
+        if name not in tasks:
             tasks[name] = bars.add_task(escape(name), total=total)
         bars.update(tasks[name], completed=done)
         if done >= total and all(task.finished for task in bars.tasks):

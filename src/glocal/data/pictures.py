@@ -2,24 +2,26 @@
 
 import hashlib
 import io
+import logging
 import os
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from glocal.data.kept import Numbers, mapped
 from glocal.errors import InputError, brief
 from glocal.places import cache_folder
 
-Numbers = npt.NDArray[Any]
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
+_LONGEST_ID = 18  # figures
+_TOLD_EVERY = 10_000  # pictures: a minute or so
+_LOG = logging.getLogger("glocal")
 _ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -33,9 +35,15 @@ class Pictures:
     """
 
     def __init__(self, table: Numbers) -> None:
-        if table.dtype not in (np.uint8, np.float32):
-            raise InputError(f"pictures: the table is {table.dtype}; bytes (pictures, 3, height, width) or float32 were expected")
-        self.table = torch.from_numpy(table)
+        pixels = table.dtype == np.uint8 and table.ndim == 4 and table.shape[1] == 3
+        if not (pixels or (table.dtype == np.float32 and table.ndim == 2)) or not table.size:
+            raise InputError(
+                f"pictures: the table is {table.dtype} {table.shape}; bytes (pictures, 3, height, width) or float32 features "
+                "(pictures, width) were expected, of one picture or more"
+            )
+        if not pixels and not np.isfinite(table).all():
+            raise InputError("pictures: a feature is not finite; check what made them")
+        self.table = torch.from_numpy(np.ascontiguousarray(table))
         self.copies: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
@@ -81,17 +89,20 @@ def in_place(source: Path) -> dict[int, str]:
         else:
             with zipfile.ZipFile(source) as archive:
                 names = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # whatever a zip whose directory is damaged may raise
         raise InputError(f"data: {source} is no folder or zip of pictures ({brief(error)}); give one of the two") from error
     found: dict[int, str] = {}
     for name in names:
         figures = Path(name).stem.rpartition("_")[2]
         if name.endswith("/") or Path(name).name.startswith(".") or Path(name).suffix.lower() not in _ENDINGS:
             continue  # a folder, what macOS packs beside every file, or notes on a picture
-        if figures.isdecimal() and found.setdefault(int(figures), name) != name:
+        if not figures.isdecimal() or len(figures) > _LONGEST_ID:
+            continue
+        if int(figures) in found:
             raise InputError(
                 f"data: {source} has two pictures of id {int(figures)}, {found[int(figures)]} and {name}; take one of them away"
             )
+        found[int(figures)] = name
     return found
 
 
@@ -99,7 +110,7 @@ def decoded(source: Path, names: Sequence[str], *, size: int) -> Pictures:
     """These pictures of a folder or a zip, each brought to size x size; a decoded copy is kept in the cache, and mapped."""
     told = repr((str(source.resolve()), _stamps(source, names), list(names), size))
     kept = cache_folder() / "pictures" / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.npy"
-    found = mapped(kept, (len(names), 3, size, size))
+    found = mapped(kept, np.uint8, (len(names), 3, size, size))
     if found is None:
         found = _decode(source, names, size, kept)
     return Pictures(found)
@@ -109,15 +120,6 @@ def _stamps(source: Path, names: Sequence[str]) -> list[tuple[int, int]]:
     """Size and time of what is read: a folder's own do not change when a picture in it does."""
     read = [source / name for name in names] if source.is_dir() else [source]
     return [(stamp.st_size, stamp.st_mtime_ns) for stamp in map(Path.stat, read)]
-
-
-def mapped(path: Path, shape: tuple[int, ...]) -> Numbers | None:
-    """The array kept under this path, mapped; None if there is none of this shape."""
-    try:
-        array: Numbers = np.load(path, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return array if array.shape == shape and array.dtype == np.uint8 else None
 
 
 def _decode(source: Path, names: Sequence[str], size: int, kept: Path) -> Numbers:
@@ -131,7 +133,7 @@ def _decode(source: Path, names: Sequence[str], size: int, kept: Path) -> Number
             _fill(draft, read, names)
             draft.flush()
             os.replace(Path(scratch) / kept.name, kept)
-        found = mapped(kept, shape)
+        found = mapped(kept, np.uint8, shape)
         if found is not None:
             return found
     array = np.empty(shape, dtype=np.uint8)
@@ -148,6 +150,8 @@ def _claim(path: Path) -> None:
 
 def _fill(array: Numbers, read: Callable[[str], bytes], names: Sequence[str]) -> None:
     for place, name in enumerate(names):
+        if place % _TOLD_EVERY == 0 and len(names) > _TOLD_EVERY:
+            _LOG.info("decoding %s pictures, once: %s are done", f"{len(names):,}", f"{place:,}")
         array[place] = _pixels(read, name, array.shape[-1])
 
 
@@ -163,8 +167,10 @@ def _pixels(read: Callable[[str], bytes], name: str, size: int) -> Numbers:
         raise InputError("data: pictures need Pillow; install it with: pip install 'glocal[vqa]'") from error
     try:
         with Image.open(io.BytesIO(read(name))) as opened:
-            if opened.mode.startswith("I"):  # 16 bits a pixel, of which `convert` would make white of all above 255
-                picture = Image.fromarray((np.asarray(opened) // 256).clip(0, 255).astype(np.uint8)).convert("RGB")
+            if opened.mode.startswith("I"):
+                picture = Image.fromarray(_in_bytes(np.asarray(opened))).convert("RGB")
+            elif opened.mode == "F":
+                raise ValueError("its pixels are fractions, and nobody says of what")
             else:
                 picture = opened.convert("RGBA" if "transparency" in opened.info else "RGB").convert("RGB")
     except UnidentifiedImageError as error:
@@ -176,6 +182,11 @@ def _pixels(read: Callable[[str], bytes], name: str, size: int) -> Numbers:
     if picture.size != (size, size):
         picture = picture.resize((size, size), Image.Resampling.LANCZOS)
     return np.asarray(picture).transpose(2, 0, 1)
+
+
+def _in_bytes(pixels: Numbers) -> Numbers:
+    """Grey of 16 bits, of which `convert` would make white of all above 255; also where 32 bits hold no more than 8."""
+    return (pixels // (256 if pixels.dtype.itemsize == 2 or pixels.max() > 255 else 1)).clip(0, 255).astype(np.uint8)
 
 
 def numbered(ids: Mapping[int, str]) -> dict[int, int]:

@@ -6,9 +6,7 @@ else ~/.cache/glocal), and are downloaded into the cache when neither has them. 
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +20,7 @@ from glocal.data import formats
 from glocal.data.adult import ATTRIBUTES, read_adult
 from glocal.data.fetch import RemoteFile, Report, digest, fetch, unreported, verified
 from glocal.data.formats import Bytes
+from glocal.data.kept import keep, recalled
 from glocal.data.mood import Texts, read_texts
 from glocal.data.vqa import Questions, read_easy_vqa, read_vqa
 from glocal.errors import InputError, nearest
@@ -226,35 +225,13 @@ def _decoded_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
     version = hashlib.sha256("".join(known[name].sha256 for name in files).encode()).hexdigest()[:12]
     kept_x, kept_y = (cache_folder() / "cifar10" / f"decoded-{version}-{part}.npy" for part in "xy")
     images = len(formats.CIFAR_BATCHES) * formats.CIFAR_IMAGES
-    x, y = _recalled(kept_x, (images, 3, 32, 32)), _recalled(kept_y, (images,))
+    x, y = recalled(kept_x, np.uint8, (images, 3, 32, 32)), recalled(kept_y, np.uint8, (images,))
     if x is not None and y is not None:
         return x, y
     x, y = formats.cifar_repacked(files) if len(files) > 1 else formats.cifar_binary(*files.values())
-    _keep(kept_x, x)
-    _keep(kept_y, y)
+    keep(kept_x, x)
+    keep(kept_y, y)
     return x, y
-
-
-def _recalled(path: Path, shape: tuple[int, ...]) -> Bytes | None:
-    """The array kept under this path, or None if there is none of this shape."""
-    try:
-        with open(path, "rb") as file:
-            array: Bytes = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError, MemoryError):
-        return None
-    return array if array.shape == shape and array.dtype == np.uint8 else None
-
-
-def _keep(path: Path, array: Bytes) -> None:
-    """Write an array in one step; a cache that cannot be written costs time, not the run."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            with open(Path(scratch) / path.name, "wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(file.name, path)
 
 
 def _normalised(images: Bytes, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:

@@ -13,6 +13,7 @@ whole numbers, the number of its picture and the words of its question; its labe
 
 import gzip
 import json
+import logging
 import lzma
 import re
 import unicodedata
@@ -20,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +37,7 @@ from glocal.sampling import Integers
 Pair = tuple[str | Path, str | Path]
 PEOPLE = 10
 _VERSION = "2.0"
-_WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")  # letters and figures of any script
+_SIZES = range(1, 2049)  # pixels
 _LONGEST = 64  # words: one endless question would make all others as long
 _NO_WORD, _NEW_WORD = 0, 1
 _SIZE = 128  # pixels
@@ -70,14 +72,16 @@ def read_vqa(
     train: Sequence[Pair], test: Sequence[Pair], pictures: str | Path, *, answers: int = 1000, size: int = _SIZE
 ) -> tuple[Examples, Examples, Questions]:
     """From pairs of question and annotation files, and a folder or zip of pictures, each brought to size x size pixels."""
-    for name, number in (("answers", answers), ("size", size)):
-        if not isinstance(number, int) or number < 1:
-            raise InputError(f"data: {name} is {number!r}; a whole number from 1 on was expected")
-    if not train or not test:
-        raise InputError(f"data: {len(train)} pairs of training files and {len(test)} of test files; give one of each at least")
+    if isinstance(answers, bool) or not isinstance(answers, int) or answers < 1:
+        raise InputError(f"data: answers is {answers!r}; a whole number from 1 on was expected")
+    if isinstance(size, bool) or size not in _SIZES:
+        raise InputError(f"data: size is {size!r}; a whole number from 1 to {_SIZES[-1]} was expected")
+    for part in (train, test):
+        _require_pairs(part)
     pictures = Path(pictures)
     there = in_place(pictures)
     parts = [[asked for pair in pairs for asked in read_asked(*map(Path, pair))] for pairs in (train, test)]
+    _require_once(asked for part in parts for asked in part)
     seen = [[asked for asked in part if asked.picture in there] for part in parts]
     if not all(seen):
         lost = next(asked for part, kept in zip(parts, seen, strict=True) if not kept for asked in part)
@@ -88,7 +92,31 @@ def read_vqa(
     used = {asked.picture: there[asked.picture] for part in seen for asked in part}
     table = decoded(pictures, [used[image] for image in sorted(used)], size=size)
     missing = sum(map(len, parts)) - sum(map(len, seen))
-    return _prepared(seen[0], seen[1], numbered(used), table, answers=answers, missing=missing)
+    prepared = _prepared(seen[0], seen[1], numbered(used), table, answers=answers, missing=missing)
+    if prepared[2].without_picture or prepared[2].without_answer:
+        lines = f"{missing:,} whose picture is not there, {prepared[2].without_answer:,} for training with none of the answers"
+        logging.getLogger("glocal").info("questions left out: %s", lines)
+    return prepared
+
+
+def _require_pairs(pairs: Sequence[Pair]) -> None:
+    """Refuse what is no list of two paths each."""
+    if isinstance(pairs, list | tuple) and pairs and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        return
+    raise InputError(
+        f"data: the files are {pairs!r:.80}; a list of pairs was expected, each of a questions and an annotations file"
+    )
+
+
+def _require_once(questions: Iterable[Asked]) -> None:
+    """Refuse a question that several files have: it would count twice, or be trained and tested on."""
+    known: set[tuple[int, int, tuple[str, ...]]] = set()
+    for asked in questions:
+        if asked[:3] in known:  # files of one's own may each number from 0 on
+            raise InputError(
+                f"data: question {asked.question} is in two pairs of files; let each question be in one, of training or of test"
+            )
+        known.add(asked[:3])
 
 
 def read_easy_vqa(files: Mapping[str, Path]) -> tuple[Examples, Examples, Questions]:
@@ -162,28 +190,51 @@ def _words(text: str) -> tuple[str, ...]:
     >>> _words("Où est l’éléphant? It isn't here.")
     ('où', 'est', "l'éléphant", 'it', "isn't", 'here')
     """
-    return tuple(_WORD.findall(unicodedata.normalize("NFC", text).replace("’", "'").lower()))
+    return tuple(_word().findall(_composed(text).replace("’", "'").lower()))
+
+
+@cache
+def _word() -> re.Pattern[str]:
+    """Letters and figures of any script with the marks on them, such as vowel signs, which Python's own class of words lacks."""
+    marks = "".join(chr(code) for code in range(0x300, 0x1F000) if unicodedata.category(chr(code))[0] == "M")
+    within = rf"[^\W_](?:[^\W_]|[{marks}])*"
+    return re.compile(rf"{within}(?:'{within})?")
+
+
+def _composed(text: str) -> str:
+    """A letter and its accent as one sign, however it was typed."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _plain(answer: object) -> str:
-    if not isinstance(answer, str | int | float):
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(f"{answer!r} is no answer")
-    return str(answer).strip().lower()
+    return _composed(str(answer)).strip().lower()
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"data: {path} cannot be read ({error.strerror}); give the official file of VQA v2") from error
+    if raw[:4] == b"PK\x03\x04":
+        raise InputError(f"data: {path} is a zip; unpack it, and give the JSON in it")
+    return raw
 
 
 def _rows(path: Path, kind: str) -> list[Mapping[str, Any]]:
     """The rows of an official file of version 2; the course's files name none."""
+    raw = _bytes(path)
     try:
-        raw = path.read_bytes()
         table = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         raise InputError(f"data: {path} is no JSON of VQA ({brief(error)}); fetch it again from visualqa.org") from error
     if not isinstance(table, dict) or not isinstance(table.get(kind), list) or not table[kind]:
         raise InputError(f"data: {path} holds no list of {kind}; the official file of VQA v2 was expected")
     info = table.get("info")
-    version = str(info.get("version", _VERSION) if isinstance(info, dict) else _VERSION)
+    version = str({"version": _VERSION, **table, **(info if isinstance(info, dict) else {})}["version"])
     if version not in (_VERSION, "2"):
-        raise InputError(f"data: {path} is of version {version} of VQA; version {_VERSION} was expected, from visualqa.org")
+        raise InputError(f"data: {path} is of version {version:.40} of VQA; version {_VERSION} was expected, from visualqa.org")
     rows: list[Mapping[str, Any]] = table[kind]
     return rows
 

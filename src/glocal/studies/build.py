@@ -26,7 +26,7 @@ from glocal.split import Split
 from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.own import called, named_function
-from glocal.studies.questions import answering, controlled, refuse_for_others, seen_by
+from glocal.studies.questions import answering, controlled, refuse_for_others, require_questions, seen_by
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.studies.tries import tries_of
@@ -68,6 +68,7 @@ def build_parts(settings: Settings, report: data.Report) -> Parts:
     seeds = tuple(run.seed for run in runs)
     loaded = build_data(settings.data, report)
     if isinstance(loaded, Dataset) and loaded.questions:
+        require_questions(loaded)
         asked = controlled(loaded, settings.data.pictures)
         loaded = seen_by(settings.model, asked, settings.run.computing_device, report=report)
     elif settings.model.name != "vqa":  # which says so itself

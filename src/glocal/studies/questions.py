@@ -42,8 +42,8 @@ def answering(settings: ModelSettings, questions: Questions | None, answers: int
 
 
 def _resnet(settings: ModelSettings) -> ResNet:
-    resnet = ResNet(settings.widths or WIDTHS, dropout=settings.dropout)
-    if settings.weights:
+    resnet = ResNet(WIDTHS if settings.widths is None else settings.widths, dropout=settings.dropout)
+    if settings.weights is not None:
         load_weights(resnet, settings.weights)
     return resnet
 
@@ -52,7 +52,7 @@ def seen_by(
     settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device], *, report: Report = unreported
 ) -> Dataset:
     """The same with features in place of pictures, where the encoder is frozen; it is one for all seeds, as pretrained ones are."""
-    encoder = settings.encoder or "trained"
+    encoder = "trained" if settings.encoder is None else settings.encoder
     if encoder not in _ENCODERS and ":" not in encoder:
         raise InputError(f"settings: model.encoder is '{encoder}'; {nearest(encoder, _ENCODERS)}, or your own module:function")
     questions = dataset.questions
@@ -60,7 +60,7 @@ def seen_by(
         return dataset
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(stream(0, "frozen encoder").integers(2**62)))
-        network = Trunk(_resnet(settings)) if encoder == "frozen" else _own(settings, encoder)
+        network = Trunk(_resnet(replace(settings, dropout=None))) if encoder == "frozen" else _own(settings, encoder)
     where = device()
 
     def features() -> Pictures:
@@ -95,9 +95,28 @@ def refuse_for_others(settings: Settings) -> None:
             )
 
 
+def require_questions(dataset: Dataset) -> None:
+    """Refuse examples that refer to what is not there, or that nobody has answered: own data, for those read here are right."""
+    questions = dataset.questions
+    if questions is None:
+        return
+    if not isinstance(questions.pictures, Pictures):
+        given = type(questions.pictures).__name__
+        raise InputError(f"data: the questions' pictures are a {given}; glocal.data.pictures.Pictures was expected")
+    for part, examples in (("training", dataset.train), ("test", dataset.test)):
+        x, people = examples.x, examples.group
+        if people is None or people.dim() != 2 or len(people) != len(x):
+            shape = "none" if people is None else tuple(people.shape)
+            raise InputError(f"data: of {len(x)} {part} questions people's answers are {shape}; give them as group (rows, people)")
+        for what, numbers, below in (("picture", x[:, :1], len(questions.pictures)), ("word", x[:, 1:], len(questions.words))):
+            if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < below:
+                wrong = int(numbers.min()) if numbers.min() < 0 else int(numbers.max())
+                raise InputError(f"data: a {part} question has {what} {wrong}; numbers from 0 to {below - 1} were expected")
+
+
 def controlled(dataset: Dataset, pictures: str | None) -> Dataset:
     """Questions with their own pictures, or with other questions', so that these say nothing, or with none and so no ResNet."""
-    wanted = pictures or "own"
+    wanted = "own" if pictures is None else pictures
     if wanted not in _CONTROLS:
         raise InputError(f"settings: data.pictures is '{wanted}'; {nearest(wanted, _CONTROLS)}")
     if wanted == "own" or dataset.questions is None:

@@ -5,7 +5,7 @@ width, and two layers answer from their product. An example is one row of whole 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,6 +221,8 @@ def load_weights(resnet: ResNet, source: str) -> None:
             raise InputError(
                 f"model: '{name}' is {tuple(taken[name].shape)} in {source}, and {tuple(tensor.shape)} here; check model.widths"
             )
+        elif not _plain(taken[name]):
+            raise InputError(f"model: '{name}' in {source} is not of plain, finite numbers; give weights that were trained")
     if more := sorted(taken.keys() - own.keys()):
         raise InputError(f"model: the weights {source} have '{more[0]}', which ResNet-18 has not; give weights of ResNet-18")
     resnet.load_state_dict(taken)
@@ -230,9 +232,17 @@ def _fits(given: Tensor, own: Tensor | None) -> bool:
     return own is not None and given.shape == own.shape
 
 
+def _plain(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_complex()
+    return dense and bool(tensor.isfinite().all())
+
+
 def _read(source: str) -> dict[str, Tensor]:
-    """Its tensors by name; what else a checkpoint holds is left out."""
-    return {name: tensor for name, tensor in _loaded(source).items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+    """Its tensors by name; what else a checkpoint holds is left out, and they may be its `state_dict`."""
+    loaded = _loaded(source)
+    inner = loaded.get("state_dict")
+    found = inner if isinstance(inner, Mapping) else loaded
+    return {name: tensor for name, tensor in found.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
 
 
 def _loaded(source: str) -> dict[Any, Any]:
