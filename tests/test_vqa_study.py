@@ -1,6 +1,7 @@
 """The study of questions about pictures from end to end, on pictures of one colour: learning, controls, and the way to the goal."""
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from glocal.errors import InputError
 from glocal.fitting import Options
 from glocal.report import draw_study, study_markdown, write_study_report
 from glocal.report.comparison import tables_of
-from glocal.report.goals import ways_to_goal
+from glocal.report.goals import goal_cells, ways_to_goal
 from glocal.studies import run_study
 from glocal.studies.build import build_parts
 from glocal.studies.findings import Findings, read_findings, write_findings
@@ -270,6 +271,38 @@ def test_a_goal_is_the_best_of_the_mean_over_seeds():
     assert goal_of(rows) == 0.429
     assert reached(rows, 0.429) == (2, 20, 2)
     assert reached(rows[:2], 0.43) is None
+
+
+def test_a_goal_is_reached_by_whoever_sets_it_also_where_its_mean_is_rounded_down():
+    rows = [
+        {"seed": seed, "round": 1, "validation": score, "parameters": 10, "bytes": 1}
+        for seed, score in enumerate((0.370, 0.371, 0.381))
+    ]
+    assert goal_of(rows) == 0.374
+    assert reached(rows, 0.374)
+
+
+def told_course(*seeds):
+    return [
+        {"seed": seed, "round": number, "validation": score, "parameters": 10 * number, "bytes": number}
+        for seed, scores in enumerate(seeds)
+        for number, score in enumerate(scores, start=1)
+    ]
+
+
+def test_how_much_a_way_to_the_goal_depends_on_each_seed_is_told():
+    courses = {
+        "FedAvg": told_course([0.1, 0.2, 0.3, 0.40], [0.1, 0.2, 0.3, 0.40], [0.1, 0.2, 0.3, 0.34]),
+        "LG": told_course([0.1, 0.39, 0.39, 0.39], [0.1, 0.39, 0.39, 0.39], [0.1, 0.3, 0.39, 0.39]),
+    }
+    cases = {name: {"course": rows, "validation": [0.4] * 3} for name, rows in courses.items()}
+    found = Findings(PAPER["paper-vqa"], {}, {"paper": {"cases": cases}})
+    fedavg, lg = ways_to_goal(found, "paper")
+    assert (fedavg.share, fedavg.shares) == (1.0, (1.0, 1.0, 1.0))
+    assert lg.way.rounds == 3  # 0.38: in the second round it is at 0.36
+    assert (lg.share, lg.shares) == (0.75, (0.75, 0.75, math.inf))  # without the last seed the goal is 0.40
+    assert goal_cells(lg) == ("LG", "3", "3.00e01", "75.0 %", "75.0 % to never", "3 B")
+    assert goal_cells(fedavg)[3:5] == ("100.0 %", "100.0 %")
 
 
 EASY = Settings(

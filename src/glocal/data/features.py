@@ -64,7 +64,7 @@ def _worked_out(pictures: Pictures, network: nn.Module, device: torch.device, re
 @torch.no_grad()
 def _seen(pictures: Pictures, network: nn.Module, device: torch.device, numbers: Numbers) -> Numbers:
     """Features (numbers, width) of these pictures, copied out of whatever the network holds them in."""
-    seen = network(pictures(torch.from_numpy(numbers).to(device)))
+    seen = network(pictures(torch.from_numpy(numbers)).to(device))  # the table itself may be more than a GPU has room for
     if not isinstance(seen, Tensor) or seen.dim() != 2 or len(seen) != len(numbers) or not seen.shape[1] or seen.is_complex():
         made = f"{tuple(seen.shape)} of {seen.dtype}" if isinstance(seen, Tensor) else type(seen).__name__
         raise InputError(f"encoder: it made {made} of {len(numbers)} pictures; real numbers (pictures, width) were expected")

@@ -1,26 +1,33 @@
 """How soon each row of a part reaches the goal: as a table, and accuracy by round as a figure like the paper's."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from glocal.keep import Json
 from glocal.report.comparison import row_names
 from glocal.report.drawing import Drawing, sheet, trace
 from glocal.report.looks import COLOURS, Look, legend, line_sample, look_of
 from glocal.report.numerals import BILLION, PERCENT, size
 from glocal.studies.findings import Findings
-from glocal.studies.goals import Reached, goal_of, means, reached
+from glocal.studies.goals import Reached, goal_of, means, reached, without
 
-GOAL_HEADS = ("Method", "Rounds", "Parameters sent", "Of those of the goal’s row", "On the wire")
+GOAL_HEADS = ("Method", "Rounds", "Parameters sent", "Of those of the goal’s row", "With one seed left out", "On the wire")
+_FEWEST = 3  # seeds, of which one can be left out
 _LOOKS = (Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[0], (), "o"), *map(look_of, range(2, 7)))
 _BELOW = 1.5  # points below the goal, where the lower panel begins
 
 
 class Soon(NamedTuple):
-    """A row's way to the goal; None where it never gets there. `share` is of the parameters of the row that sets the goal."""
+    """A row's way to the goal; None where it never gets there. `share` is of the parameters of the row that sets the goal.
+
+    `shares` are those with each of the seeds left out, goal and ways anew; infinite where the row never gets there.
+    """
 
     row: str
     way: Reached | None
     share: float
+    shares: tuple[float, ...] = ()
 
 
 def goal_told(findings: Findings, part: str) -> str:
@@ -28,7 +35,7 @@ def goal_told(findings: Findings, part: str) -> str:
     aim, row = goal(findings, part), findings.study.parts[part].goal
     return (
         f"The goal is {PERCENT * aim:.1f} % on validation data: the best that {row} reaches, in the mean over seeds. Parameters by "
-        "the paper’s count, until the mean over seeds is there."
+        "the paper’s count, until the mean over seeds is there. With one seed left out: the least and the most, goal and all anew."
     )
 
 
@@ -39,25 +46,46 @@ def goal(findings: Findings, part: str) -> float:
 
 def ways_to_goal(findings: Findings, part: str) -> list[Soon]:
     """Every row of a part that sends anything; none where there is no goal, or its row was not measured."""
-    of, aim = findings.study.parts[part], goal(findings, part)
-    if not of.goal or not aim or part not in findings.parts:
+    of = findings.study.parts[part]
+    if not of.goal or not goal(findings, part) or part not in findings.parts:
         return []
-    first = reached((findings.case(part, of.goal) or {})["course"], aim)
-    found = []
-    for row in row_names(of):
-        course = (findings.case(part, row) or {}).get("course", [])
-        if first and any(point["parameters"] for point in course):
-            way = reached(course, aim)
-            found.append(Soon(row, way, way.parameters / first.parameters if way else math.inf))
-    return found
+    courses = {row: (findings.case(part, row) or {}).get("course", []) for row in row_names(of)}
+    sending = {row: course for row, course in courses.items() if any(point["parameters"] for point in course)}
+    if of.goal not in sending:
+        return []
+    seeds = sorted({point["seed"] for point in sending[of.goal]})
+    ways = _ways(sending, of.goal)
+    fewer = [_ways({row: without(course, seed) for row, course in sending.items()}, of.goal) for seed in seeds]
+    kept = fewer if len(seeds) >= _FEWEST else []
+    return [Soon(row, *ways[row], tuple(other[row][1] for other in kept)) for row in sending]
+
+
+def _ways(courses: Mapping[str, Sequence[Json]], by: str) -> dict[str, tuple[Reached | None, float]]:
+    """How each course gets to the best of one of them, and for what share of its parameters."""
+    aim = goal_of(courses[by])
+    found = {row: reached(course, aim) for row, course in courses.items()}
+    first = found[by]
+    return {row: (way, way.parameters / first.parameters if way and first else math.inf) for row, way in found.items()}
 
 
 def goal_cells(soon: Soon) -> tuple[str, ...]:
     """A row of the table."""
+    spread = _spread(soon.shares)
     if soon.way is None:
-        return soon.row, "never", *("-",) * (len(GOAL_HEADS) - 2)
+        return soon.row, "never", "-", "-", spread, "-"
     sent = f"{soon.way.parameters:.2e}".replace("e+", "e")
-    return soon.row, str(soon.way.rounds), sent, f"{PERCENT * soon.share:.1f} %", size(soon.way.bytes)
+    return soon.row, str(soon.way.rounds), sent, _percent(soon.share), spread, size(soon.way.bytes)
+
+
+def _spread(shares: Sequence[float]) -> str:
+    """The least and the most of them, in words."""
+    if not shares or min(shares) == max(shares):
+        return _percent(shares[0]) if shares else "-"
+    return f"{_percent(min(shares))} to {_percent(max(shares))}"
+
+
+def _percent(share: float) -> str:
+    return "never" if math.isinf(share) else f"{PERCENT * share:.1f} %"
 
 
 def draw_goal(findings: Findings) -> Drawing | None:
