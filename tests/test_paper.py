@@ -13,7 +13,8 @@ from glocal.fitting import Options
 from glocal.modules import params_of
 from glocal.split import Split
 from glocal.studies import lenet5, mlp, paper
-from glocal.studies.findings import Findings, interval, joined, part_folder, read_findings
+from glocal.studies.findings import Findings, interval, part_folder, read_findings
+from glocal.studies.joined import joined
 from glocal.studies.paper import CLASSES, FINE_TUNED, PAPER, published
 from glocal.studies.parts import prepare, read_parts, run_parts
 from glocal.studies.run import resolved
@@ -209,6 +210,52 @@ def test_runs_of_parts_are_reported_as_one(capsys):
     capsys.readouterr()
     assert run("report", "paper-2", "paper-2/findings.json", "--out", "twice") == 2
     assert "part 'paper-2' was given twice" in capsys.readouterr().err
+
+
+def test_seeds_that_ran_apart_are_reported_as_if_they_had_run_side_by_side():
+    plain = ("--part", "paper-2", "--device", "cpu", "--set", "run.engine=looped")
+    assert run("run", "small", *plain, "--seeds", 2, "--out", "whole") == 0
+    for seed in (1, 0):
+        assert run("run", "small", *plain, "--seeds", 1, "--set", f"plan.seed={seed}", "--out", f"seed-{seed}") == 0
+    assert run("report", "seed-1", "seed-0", "--out", "joined") == 0
+    assert found_in("joined/findings.json") == found_in("whole")
+
+
+def told(case="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
+    """Findings of one part, with a course, as a run of these seeds of one case would have them."""
+    course = [{"seed": seed, "round": 1, "validation": local} for seed in seeds]
+    figures = {"seeds": [*seeds], "local": [local for _ in seeds], "validation": [0.5 for _ in seeds], "bytes": 8, "course": course}
+    made = settings or {
+        "plan": {"seed": seeds[0], "seeds": len(seeds), "rounds": 4},
+        "cases": {case: {"algorithm": "fedavg", **about}},
+    }
+    return Findings(SMALL, {}, {"paper-2": {"seconds": 1.0, "settings": made, "cases": {case: figures}}})
+
+
+def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once():
+    part = joined([told(seeds=(0, 1)), told("LG 2+2", seeds=(0,)), told(seeds=(1, 2))]).parts["paper-2"]
+    assert [*part["cases"]] == ["FedAvg", "LG 2+2"]
+    assert part["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
+    assert [row["seed"] for row in part["cases"]["FedAvg"]["course"]] == [0, 1, 2]
+    assert part["settings"]["plan"] == {"seed": 0, "seeds": 3, "rounds": 4}
+    assert part["seconds"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (told(seeds=(0, 1), local=0.6), "part 'paper-2', FedAvg: two runs of seed 0 have other figures; leave one of the two out"),
+        (told(seeds=(1,), after_round=7), "part 'paper-2' was run with two settings of cases.FedAvg; report them one by one"),
+        (
+            told(seeds=(1,), settings={"plan": {"rounds": 5}, "cases": {}}),
+            "part 'paper-2' was run with two settings of plan.rounds",
+        ),
+        (told(), "part 'paper-2' was given twice; leave one of the two out"),
+    ],
+)
+def test_runs_that_contradict_each_other_are_not_mixed(other, message):
+    with pytest.raises(InputError, match=message):
+        joined([told(), other])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from glocal.errors import InputError
 from glocal.keep import write_text
 from glocal.report import study_markdown, write_report, write_study_report
 from glocal.studies import Settings
-from glocal.studies.findings import joined, read_findings, write_findings
+from glocal.studies.findings import read_findings, write_findings
+from glocal.studies.joined import joined
 from glocal.studies.parts import holds_study, leave_unbegun, prepare, run_parts, sit_down
 from glocal.studies.run import holds_run, read_results, run_study
 from glocal.studies.study import Study

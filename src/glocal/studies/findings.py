@@ -1,6 +1,5 @@
 """What a study has found so far: every figure seed by seed, small enough to be committed, and what follows from it."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -140,33 +139,9 @@ def known_study(name: str) -> Study:
     return PAPER[name]
 
 
-def joined(findings: Sequence[Findings]) -> Findings:
-    """What several runs of one study found, each part once."""
-    first = findings[0]
-    parts: dict[str, Json] = {}
-    for other in findings:
-        if other.study.name != first.study.name:
-            raise InputError(f"report: {first.study.name} and {other.study.name} are two studies; report them one by one")
-        twice = sorted(parts.keys() & other.parts.keys())
-        if twice:
-            raise InputError(f"report: part '{twice[0]}' was given twice; leave one of the two out")
-        parts |= other.parts
-    ordered = {name: parts[name] for name in first.study.parts if name in parts}
-    commands = list(dict.fromkeys(command for other in findings for command in _listed(other.about.get("command"))))
-    for key in ("machine", "version"):
-        told = dict.fromkeys(json.dumps(other.about.get(key)) for other in findings)
-        if len(told) > 1:
-            raise InputError(f"report: these runs are of different {key}s ({' and '.join(told)}); report them one by one")
-    return Findings(first.study, {**first.about, "command": commands}, ordered)
-
-
 def write_findings(findings: Findings, path: Path) -> None:
     """Keep them as one JSON file."""
     write_json(path, findings.as_dict())
-
-
-def _listed(command: str | list[str] | None) -> list[str]:
-    return [command] if isinstance(command, str) else command or []
 
 
 def _from_dict(data: Json) -> Findings:

@@ -1,0 +1,99 @@
+"""What several runs of one study found, made one: other parts, or of one part other seeds and other cases."""
+
+import json
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from glocal.errors import InputError
+from glocal.keep import Json
+from glocal.studies.findings import Findings
+
+_NO_MATTER = {"plan": ("seed", "seeds"), "run": ("engine", "chunk")}  # what may differ between runs of one part
+
+
+def joined(findings: Sequence[Findings]) -> Findings:
+    """All parts, in the study's order; seeds and cases of a part that several have run stand side by side."""
+    first = findings[0]
+    parts: dict[str, Json] = {}
+    for other in findings:
+        if other.study.name != first.study.name:
+            raise InputError(f"report: {first.study.name} and {other.study.name} are two studies; report them one by one")
+        for name, part in other.parts.items():
+            parts[name] = _one(name, parts[name], part) if name in parts else part
+    for key in ("machine", "version"):
+        told = dict.fromkeys(json.dumps(other.about.get(key)) for other in findings)
+        if len(told) > 1:
+            raise InputError(f"report: these runs are of different {key}s ({' and '.join(told)}); report them one by one")
+    commands = list(dict.fromkeys(command for other in findings for command in _listed(other.about.get("command"))))
+    ordered = {name: parts[name] for name in first.study.parts if name in parts}
+    return Findings(first.study, {**first.about, "command": commands}, ordered)
+
+
+def _listed(command: str | list[str] | None) -> list[str]:
+    return [command] if isinstance(command, str) else command or []
+
+
+def _one(name: str, part: Json, other: Json) -> Json:
+    """Two runs of a part: all seeds of all cases; what both have run must be alike."""
+    both = (part, other)
+    if _ran(other) <= _ran(part):
+        raise InputError(f"report: part '{name}' was given twice; leave one of the two out")
+    _require_alike(name, *(_that_matter(each["settings"]) for each in both))
+    cases = {
+        case: _side_by_side(f"part '{name}', {case}", [each["cases"][case] for each in both if case in each["cases"]])
+        for case in dict.fromkeys(case for each in both for case in each["cases"])
+    }
+    seeds = {seed for case in cases.values() for seed in case["seeds"]}
+    plan = {**part["settings"]["plan"], "seed": min(seeds), "seeds": len(seeds)}
+    told = {case: about for each in both for case, about in each["settings"]["cases"].items()}
+    seconds = round(sum(each["seconds"] for each in both), 1)
+    return {"seconds": seconds, "settings": {**part["settings"], "plan": plan, "cases": told}, "cases": cases}
+
+
+def _ran(part: Json) -> set[tuple[str, int]]:
+    return {(case, seed) for case, figures in part["cases"].items() for seed in figures["seeds"]}
+
+
+def _require_alike(name: str, one: Json, other: Json) -> None:
+    """Refuse runs with other settings; a case may be in one of them only."""
+    for key in sorted(one.keys() | other.keys()):
+        if one.get(key) != other.get(key) and (key.partition(".")[0] != "cases" or (key in one and key in other)):
+            raise InputError(f"report: part '{name}' was run with two settings of {key}; report them one by one")
+
+
+def _that_matter(settings: Json) -> Json:
+    """Settings by name, such as plan.rounds and cases.FedAvg, but for what changes nothing or is made one."""
+    return {
+        f"{table}.{key}": value
+        for table, values in settings.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+        if key not in _NO_MATTER.get(table, ())
+    }
+
+
+def _side_by_side(words: str, runs: Sequence[Json]) -> Json:
+    """A case's figures with the seeds of all runs, each once; traffic is the mean over them."""
+    by_seed: dict[int, Json] = {}
+    for run in runs:
+        for seed, figures in _by_seed(run).items():
+            if by_seed.setdefault(seed, figures) != figures:
+                raise InputError(f"report: {words}: two runs of seed {seed} have other figures; leave one of the two out")
+    seeds = sorted(by_seed)
+    lists = {key: [by_seed[seed][key] for seed in seeds] for key in by_seed[seeds[0]] if key != "course"}
+    sent = {
+        key: round(fmean(run[key] for run in runs for _ in run["seeds"]))
+        for key, value in runs[0].items()
+        if isinstance(value, int | float)
+    }
+    courses = {"course": [row for seed in seeds for row in by_seed[seed]["course"]]} if any("course" in run for run in runs) else {}
+    return {"seeds": seeds, **lists, **sent, **courses}
+
+
+def _by_seed(run: Mapping[str, Any]) -> dict[int, Json]:
+    """Figures of a case that differ from seed to seed, and its course."""
+    lists = {key: values for key, values in run.items() if isinstance(values, list) and key not in ("seeds", "course")}
+    found = {seed: {key: values[place] for key, values in lists.items()} for place, seed in enumerate(run["seeds"])}
+    for seed, figures in found.items():
+        figures["course"] = [row for row in run.get("course", []) if row["seed"] == seed]
+    return found
