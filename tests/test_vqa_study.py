@@ -196,8 +196,12 @@ def beyond(column, number):
     ("change", "message"),
     [
         (without_people, "of 120 test questions people's answers are none; give them as group"),
-        (beyond(0, 24), "a training question has picture 24; numbers from 0 to 23 were expected"),
+        (beyond(0, 24), "a training question has picture 24; numbers from -1 to 23 were expected"),
         (beyond(1, -1), "a training question has word -1; numbers from 0 to"),
+        (
+            lambda own: own._replace(test=own.test._replace(x=own.test.x.float())),
+            r"test questions are torch.float32 \(120, \d\); whole numbers \(rows, 1 \+ words\) were expected",
+        ),
         (
             lambda own: own._replace(questions=replace(own.questions, pictures=own.questions.pictures.table)),
             "the questions' pictures are a Tensor",

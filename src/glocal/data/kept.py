@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[Any]
-Shape = tuple[int | None, ...]  # None where any size will do
+Shape = tuple[int, ...]
 
 
 def keep(path: Path, array: Numbers) -> None:
@@ -46,5 +46,4 @@ def _expected(read: Callable[[], Numbers], dtype: type[np.generic], shape: Shape
         array = read()
     except Exception:  # whatever a file that is damaged, or something else, may raise: it is made again
         return None
-    fits = array.ndim == len(shape) and all(wanted in (None, found) for wanted, found in zip(shape, array.shape, strict=True))
-    return array if fits and array.dtype == dtype else None
+    return array if array.dtype == dtype and array.shape == shape else None

@@ -103,15 +103,21 @@ def require_questions(dataset: Dataset) -> None:
     if not isinstance(questions.pictures, Pictures):
         given = type(questions.pictures).__name__
         raise InputError(f"data: the questions' pictures are a {given}; glocal.data.pictures.Pictures was expected")
+    ranges = {"picture": range(-1, len(questions.pictures)), "word": range(len(questions.words))}  # -1: no picture
     for part, examples in (("training", dataset.train), ("test", dataset.test)):
         x, people = examples.x, examples.group
+        if x.dim() != 2 or x.is_floating_point():
+            raise InputError(
+                f"data: {part} questions are {x.dtype} {tuple(x.shape)}; whole numbers (rows, 1 + words) were expected"
+            )
         if people is None or people.dim() != 2 or len(people) != len(x):
             shape = "none" if people is None else tuple(people.shape)
             raise InputError(f"data: of {len(x)} {part} questions people's answers are {shape}; give them as group (rows, people)")
-        for what, numbers, below in (("picture", x[:, :1], len(questions.pictures)), ("word", x[:, 1:], len(questions.words))):
-            if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < below:
-                wrong = int(numbers.min()) if numbers.min() < 0 else int(numbers.max())
-                raise InputError(f"data: a {part} question has {what} {wrong}; numbers from 0 to {below - 1} were expected")
+        for (what, known), numbers in zip(ranges.items(), (x[:, :1], x[:, 1:]), strict=True):
+            wrong = numbers[(numbers < known.start) | (numbers >= known.stop)]
+            if len(wrong):
+                bounds = f"{known.start} to {known.stop - 1}"
+                raise InputError(f"data: a {part} question has {what} {int(wrong[0])}; numbers from {bounds} were expected")
 
 
 def controlled(dataset: Dataset, pictures: str | None) -> Dataset:
