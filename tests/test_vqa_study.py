@@ -312,15 +312,15 @@ def test_how_much_a_way_to_the_goal_depends_on_each_seed_is_told():
 EASY = Settings(
     name="easy_vqa",
     data=DataSettings(source="easy_vqa", partition="iid", devices=20, validation=0.02, keep_devices=4),
-    model=ModelSettings("vqa", hidden=(16, 16, 64, 32), widths=(32, 32, 32, 32), encoder="frozen"),
+    model=ModelSettings("vqa", hidden=(32, 32, 128, 64), widths=(32, 32, 32, 32), encoder="frozen"),
     split=SplitSettings(shared=("image.fc", "question.fc", "answer")),
     optimiser=OptimiserSettings("adam", rate=0.005),
     plan=PlanSettings(cohort=4, batch=100),
     run=Options(device="cpu", engine="looped", tests="local", select="best", validate_every=2),
     cases={
         "Majority answer": CaseSettings("glocal.studies.majority:majority", rounds=1),
-        "FedAvg": CaseSettings("fedavg", rounds=24),
-        "LG": CaseSettings("lg_fedavg", rounds=4, after="FedAvg", after_round=20),
+        "FedAvg": CaseSettings("fedavg", rounds=36),
+        "LG": CaseSettings("lg_fedavg", rounds=4, after="FedAvg", after_round=32),
     },
 )
 
