@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.progress import Progress
 
 from glocal import keep
 from glocal.cli import main
+from glocal.cli.progress import downloads
 
 CHANGES = ["plan.rounds=3", "plan.seeds=1", "run.validate_every=2", "cases.LG-FedAvg.after_round=2", "cases.LG-FedAvg.rounds=2"]
 QUICK = [word for change in CHANGES for word in ("--set", change)]
@@ -220,3 +222,16 @@ def test_a_stop_before_anything_is_kept_promises_nothing_to_go_on_with(capsys, m
     assert "stopped; nothing was kept" in errors
     assert "resume" not in errors
     assert not Path("early").exists()
+
+
+def test_bars_of_progress_come_back_for_more_and_leave_no_line_where_nothing_was_shown(capsys, monkeypatch):
+    started = []
+    real = Progress.start
+    monkeypatch.setattr(Progress, "start", lambda bars: (started.append(1), real(bars)))
+    with downloads() as report:
+        report("at once", 8, 8)
+    assert (started, capsys.readouterr().err) == ([], "")
+    with downloads() as report:
+        for done in (1, 2, 1, 2):
+            report("pictures seen", done, 2)
+    assert len(started) == 2

@@ -241,6 +241,12 @@ def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once()
     assert part["seconds"] == 3.0
 
 
+def test_figures_without_their_seeds_are_those_from_0_on():
+    old = told(seeds=(0, 1))
+    del old.parts["paper-2"]["cases"]["FedAvg"]["seeds"]
+    assert joined([old, told(seeds=(2,))]).parts["paper-2"]["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

@@ -81,10 +81,13 @@ def downloads() -> Iterator[Callable[[str, int, int], None]]:
             tasks[name] = bars.add_task(escape(name), total=total)
         bars.update(tasks[name], completed=done)
         if done >= total and all(task.finished for task in bars.tasks):
+            stop()
+
+    def stop() -> None:
+        if bars.live.is_started:  # else it would leave an empty line where nobody watches
             bars.stop()
 
     try:
         yield report
     finally:
-        if bars.live.is_started:  # else it would leave an empty line where nobody watches
-            bars.stop()
+        stop()

@@ -13,7 +13,7 @@ from glocal.errors import InputError
 from glocal.places import cache_folder
 from glocal.wire.crossing import pack
 
-_AT_ONCE = {"cpu": 16}  # more at once leave a processor's cache: EfficientNet-Lite0 takes 2.6 times as long with 256
+_AT_ONCE = {"cpu": 16}  # more at once leave a processor's cache, and take longer
 _MANY = 256
 _PROBES = 16  # pictures by which kept features are known to be this encoder's
 

@@ -48,7 +48,7 @@ class Findings:
     def _by_seed(self, figure: Figure) -> dict[int, float]:
         case = self.case(figure.part, figure.case)
         values = [] if case is None else case.get(figure.measure, [])
-        seeds = range(len(values)) if case is None or not values else case.get("seeds", range(len(values)))
+        seeds = [] if case is None else seeds_of(case, values)
         return {seed: _PERCENT * value for seed, value in zip(seeds, values, strict=True) if value is not None}
 
     def case(self, part: str, row: str) -> Json | None:
@@ -87,6 +87,11 @@ class Findings:
     def as_dict(self) -> Json:
         """For JSON."""
         return {"study": self.study.name, **self.about, "parts": self.parts}
+
+
+def seeds_of(case: Json, values: Sequence[float | None]) -> list[int]:
+    """The seeds of some of a case's figures, one each; those from 0 on where an earlier version left them out."""
+    return list(case.get("seeds", range(len(values)))) if values else []
 
 
 def interval(values: Sequence[float]) -> Interval:

@@ -1,13 +1,12 @@
 """What several runs of one study found, made one: other parts, or of one part other seeds and other cases."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 from glocal.errors import InputError
 from glocal.keep import Json
-from glocal.studies.findings import Findings
+from glocal.studies.findings import Findings, seeds_of
 
 _NO_MATTER = {"plan": ("seed", "seeds"), "run": ("engine", "chunk")}  # what may differ between runs of one part
 
@@ -52,7 +51,7 @@ def _one(name: str, part: Json, other: Json) -> Json:
 
 
 def _ran(part: Json) -> set[tuple[str, int]]:
-    return {(case, seed) for case, figures in part["cases"].items() for seed in figures["seeds"]}
+    return {(case, seed) for case, figures in part["cases"].items() for seed in seeds_of(figures, figures["validation"])}
 
 
 def _require_alike(name: str, one: Json, other: Json) -> None:
@@ -82,7 +81,7 @@ def _side_by_side(words: str, runs: Sequence[Json]) -> Json:
     seeds = sorted(by_seed)
     lists = {key: [by_seed[seed][key] for seed in seeds] for key in by_seed[seeds[0]] if key != "course"}
     sent = {
-        key: round(fmean(run[key] for run in runs for _ in run["seeds"]))
+        key: round(fmean(run[key] for run in runs for _ in seeds_of(run, run["validation"])))
         for key, value in runs[0].items()
         if isinstance(value, int | float)
     }
@@ -90,10 +89,12 @@ def _side_by_side(words: str, runs: Sequence[Json]) -> Json:
     return {"seeds": seeds, **lists, **sent, **courses}
 
 
-def _by_seed(run: Mapping[str, Any]) -> dict[int, Json]:
+def _by_seed(run: Json) -> dict[int, Json]:
     """Figures of a case that differ from seed to seed, and its course."""
     lists = {key: values for key, values in run.items() if isinstance(values, list) and key not in ("seeds", "course")}
-    found = {seed: {key: values[place] for key, values in lists.items()} for place, seed in enumerate(run["seeds"])}
+    found = {
+        seed: {key: values[place] for key, values in lists.items()} for place, seed in enumerate(seeds_of(run, run["validation"]))
+    }
     for seed, figures in found.items():
         figures["course"] = [row for row in run.get("course", []) if row["seed"] == seed]
     return found
