@@ -25,7 +25,7 @@ from glocal.backends.engine import remember, remembered
 from glocal.backends.graphed import _regular, _round_number
 from glocal.backends.looped import Looped
 from glocal.backends.products import Products
-from glocal.backends.tasks import Task
+from glocal.backends.tasks import Task, unbound
 from glocal.backends.together import FusedJourneys, Journey, Steps, Together
 from glocal.backends.traced import TracedDescent
 from glocal.backends.vmapped import batched, stacked
@@ -544,3 +544,12 @@ def test_fused_steps_do_not_claim_what_they_leave_to_others(monkeypatch, name):
     assert trained(Together(Steps())).loss.isfinite().all()
     with pytest.raises(NotImplementedError, match=name):
         trained(Together(FusedJourneys("fp32"), refuses=True))
+
+
+def test_large_rows_of_a_stack_have_memory_of_their_own_and_small_ones_are_views():
+    small, large = torch.rand(3, 8), torch.rand(3, 2**18)
+    for stack, views in ((small, True), (large, False)):
+        rows = unbound(stack)
+        assert torch.equal(torch.stack(list(rows)), stack)
+        assert all((row.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()) == views for row in rows)
+    assert list(unbound(torch.zeros(0, 2**18))) == []

@@ -489,3 +489,17 @@ def test_a_case_starts_from_the_best_so_far_where_rounds_are_chosen(tmp_path):
         best = 1 + scores.index(max(scores[:start]))
         assert trees.same_bits({name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[best])
     assert scores.index(max(scores)) not in (2, 5), "else the last round would do"
+
+
+def test_a_case_may_start_from_the_round_itself_beside_one_that_starts_from_the_best_so_far(tmp_path):
+    last = from_dict(tomllib.loads(WARM), ["cases.early.after_model=last"])
+    models = {}
+    for step in run_study(last, tmp_path):
+        if step.case == "first" and step.moment is not None:
+            models[step.moment.progress.done] = step.moment.progress.states[0].shared
+    snapshots = sorted(path.name for path in (tmp_path / "cases/first/snapshots").iterdir())
+    assert snapshots == ["round-00003-last.safetensors", "round-00006.safetensors"]
+    kept_model = load_file(tmp_path / "cases/first/snapshots/round-00003-last.safetensors")
+    assert trees.same_bits({name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[3])
+    with pytest.raises(InputError, match="past round 3 and kept no best model of it"):
+        list(run_study(from_dict(tomllib.loads(WARM)), tmp_path))

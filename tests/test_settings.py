@@ -114,6 +114,9 @@ def test_a_mistake_in_a_setting_is_named(change, message):
             ["cases.b.algorithm=fedavg", "cases.b.after=a", "cases.b.after_round=99"],
             "after_round is 99, but a runs from round 0 to 2",
         ),
+        (["cases.b.algorithm=fedavg", "cases.b.after=a", "cases.b.after_model=newest"], "'newest'; it must be 'best' .* or 'last'"),
+        (["cases.a.after_model=last"], "'last', and it starts from no other case; name one with `after`"),
+        (["cases.b.algorithm=fedavg", "cases.b.after=a", "cases.b.after_model=best"], "run.select is 'last', so that no round"),
         (["cases.A.algorithm=fedavg"], "would share a folder"),
     ],
 )

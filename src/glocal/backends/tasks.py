@@ -18,6 +18,7 @@ from glocal.trees import Params
 Result = TypeVar("Result")
 OneDevice = Callable[[Params, Params, Work], Result]
 _WORTH_THREADS = 2**23
+_LARGE_ROW = 2**20  # bytes
 
 
 class Task(NamedTuple):
@@ -110,11 +111,18 @@ def sent(array: Integers, device: torch.device) -> Tensor:
 
 
 def rows_of(stack: Params, number: int) -> list[Params]:
-    """The trees of a stack: tensors of their own on a CPU; on a GPU views, for many small copies would take longer than a step.
-
-    A stack lives as long as one of its rows: about three times the rows' memory for cohorts of ten, if all devices take part often.
-    """
+    """The trees of a stack: tensors of their own on a CPU; on a GPU small ones are views, see `unbound`."""
     if not all(tensor.is_cuda for tensor in stack.values()):
         return trees.unstack(stack, number)
-    columns = {name: tensor.unbind(0) for name, tensor in stack.items()}
+    columns = {name: unbound(tensor) for name, tensor in stack.items()}
     return [{name: column[place] for name, column in columns.items()} for place in range(number)]
+
+
+def unbound(stack: Tensor) -> Sequence[Tensor]:
+    """The rows of a stack; small ones are views, for many small copies would take longer than a step.
+
+    A view keeps its whole stack: about three times the rows' memory for cohorts of ten, if all devices take part often, and more
+    for every state that is kept besides. Large rows are therefore copied.
+    """
+    rows = stack.unbind(0)
+    return [row.clone() for row in rows] if rows and rows[0].nbytes >= _LARGE_ROW else rows

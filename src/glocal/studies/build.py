@@ -269,7 +269,7 @@ def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[
     """The case's knobs, held against the algorithm's signature."""
     for name, value in case.knobs.items():
         if name not in wanted:
-            known = {*wanted, "rounds", "cohort", "local", "shared", "after", "after_round", "rate", "local_rate"}
+            known = {*wanted, "rounds", "cohort", "local", "shared", "after", "after_round", "after_model", "rate", "local_rate"}
             raise InputError(f"settings: {case.algorithm} has no knob '{name}'; {nearest(name, known)}")
         if wanted[name].annotation in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"settings: {case.algorithm}.{name} is {value!r}; a number was expected")

@@ -28,6 +28,7 @@ from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, 
 from glocal.result import Result
 from glocal.sampling import Plan, choose_cohort
 from glocal.scenario import Scenario, Story
+from glocal.store import State
 from glocal.studies.arrival import arrive, require_newcomer
 from glocal.studies.audit import audited, require_audit
 from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_critic, build_parts, build_pretraining
@@ -37,6 +38,13 @@ from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.studies.tries import best_tries, tries_of
 from glocal.trees import Params
 from glocal.wire import Ledger
+
+
+class Start(NamedTuple):
+    """Where a case takes over from another: after which round, and whether with its "last" model or the "best" until then."""
+
+    round_index: int
+    model: str
 
 
 class Step(NamedTuple):
@@ -154,7 +162,7 @@ def _scenario(settings: Settings, parts: Parts) -> Scenario | None:
 def resolved(settings: Settings) -> Settings:
     """The same settings with every case's start written out, so that a longer run starts its later cases where it did before."""
     _check_cases(settings)
-    starts = {name: _after_round(settings, case) for name, case in settings.cases.items() if case.after is not None}
+    starts = {name: _start_of(settings, case).round_index for name, case in settings.cases.items() if case.after is not None}
     return replace(settings, cases={name: replace(case, after_round=starts.get(name)) for name, case in settings.cases.items()})
 
 
@@ -194,8 +202,9 @@ def _require_continuable(study: Study, name: str, case: Case) -> None:
     if done > case.plan.rounds:
         raise InputError(f"resume: {folder} has done {done} rounds, and plan.rounds is {case.plan.rounds}; choose {done} or more")
     for start in _snapshots_wanted(study.settings, name):
-        if start < case.plan.first_round + done and not _snapshot(folder, start).exists():
-            raise InputError(f"resume: {folder} is past round {start} and kept no model of it; start a new run for that")
+        if start.round_index < case.plan.first_round + done and not _snapshot(folder, start).exists():
+            kept = f"is past round {start.round_index} and kept no {start.model} model of it"
+            raise InputError(f"resume: {folder} {kept}; start a new run for that")
 
 
 def _who_has_what(federation: Federation) -> Json:
@@ -302,39 +311,47 @@ def _start(study: Study, case: CaseSettings) -> tuple[tuple[Params, ...], tuple[
     parts = parts_of(case, study.parts)
     if case.after is None:
         return parts.params, tuple(Ledger() for _ in parts.seeds)
-    tensors, about = read_tensors(_snapshot(case_folder(study.folder, case.after), _after_round(study.settings, case)))
+    tensors, about = read_tensors(_snapshot(case_folder(study.folder, case.after), _start_of(study.settings, case)))
     earlier = parts_of(study.settings.cases[case.after], study.parts).seeds
     places = [earlier.index(seed) for seed in parts.seeds]
     params = tuple({name: tensors[f"{place}/{name}"] for name in parts.params[0]} for place in places)
     return params, tuple(Ledger.from_dict(about["ledgers"][place]) for place in places)
 
 
-def _keep_snapshot(folder: Path, case: Case, progress: Progress, wanted: set[int]) -> None:
-    """Keep the model that a later case starts from: a round's, or the best so far where rounds are chosen on validation data."""
+def _keep_snapshot(folder: Path, case: Case, progress: Progress, wanted: set[Start]) -> None:
+    """Keep the models that later cases start from."""
     done = case.plan.first_round + progress.done
-    if done in wanted and not _snapshot(folder, done).exists():
-        chosen = [best[2] if best else state for best, state in zip(progress.best, progress.states, strict=True)]
-        models = [warm_params(case.algorithm, state) for state in chosen]
-        tensors = {f"{place}/{name}": tensor for place, model in enumerate(models) for name, tensor in model.items()}
-        write_tensors(_snapshot(folder, done), tensors, {"ledgers": [ledger.as_dict() for ledger in progress.ledgers]})
+    for start in sorted(wanted):
+        if start.round_index == done and not _snapshot(folder, start).exists():
+            models = [warm_params(case.algorithm, state) for state in _chosen(progress, start)]
+            tensors = {f"{place}/{name}": tensor for place, model in enumerate(models) for name, tensor in model.items()}
+            write_tensors(_snapshot(folder, start), tensors, {"ledgers": [ledger.as_dict() for ledger in progress.ledgers]})
 
 
-def _snapshot(folder: Path, round_index: int) -> Path:
-    return folder / "snapshots" / f"round-{round_index:05d}.safetensors"
+def _chosen(progress: Progress, start: Start) -> list[State]:
+    """Each seed's state to start from; there is a best one where rounds are chosen on validation data."""
+    if start.model == "last":
+        return progress.states
+    return [best[2] if best else state for best, state in zip(progress.best, progress.states, strict=True)]
 
 
-def _snapshots_wanted(settings: Settings, name: str) -> set[int]:
-    return {_after_round(settings, case) for case in settings.cases.values() if case.after == name}
+def _snapshot(folder: Path, start: Start) -> Path:
+    of = "-last" if start.model == "last" else ""
+    return folder / "snapshots" / f"round-{start.round_index:05d}{of}.safetensors"
 
 
-def _after_round(settings: Settings, case: CaseSettings) -> int:
+def _snapshots_wanted(settings: Settings, name: str) -> set[Start]:
+    return {_start_of(settings, case) for case in settings.cases.values() if case.after == name}
+
+
+def _start_of(settings: Settings, case: CaseSettings) -> Start:
     assert case.after is not None
     plan = plans_of(settings)[case.after]
     start = plan.last_round if case.after_round is None else case.after_round
     if not plan.first_round < start <= plan.last_round:
         run = f"{case.after} runs from round {plan.first_round} to {plan.last_round}"
         raise InputError(f"settings: after_round is {start}, but {run}; choose one of those")
-    return start
+    return Start(start, case.after_model or "best")
 
 
 def plans_of(settings: Settings) -> dict[str, Plan]:
@@ -370,6 +387,18 @@ def _check_cases(settings: Settings) -> None:
         if twin != name:
             raise InputError(f"settings: the cases '{twin}' and '{name}' would share a folder; rename one")
     plans_of(settings)
-    for case in settings.cases.values():
+    for name, case in settings.cases.items():
+        _require_model(settings, name)
         if case.after is not None:
-            _after_round(settings, case)
+            _start_of(settings, case)
+
+
+def _require_model(settings: Settings, name: str) -> None:
+    """Refuse an `after_model` that is none, or that nothing would read."""
+    case, where = settings.cases[name], f"settings: cases.{name}.after_model is '{settings.cases[name].after_model}'"
+    if case.after_model not in (None, "best", "last"):
+        raise InputError(f"{where}; it must be 'best' (until then, on validation data) or 'last'")
+    if case.after_model and case.after is None:
+        raise InputError(f"{where}, and it starts from no other case; name one with `after`")
+    if case.after_model == "best" and settings.run.select != "best":
+        raise InputError(f"{where}, and run.select is '{settings.run.select}', so that no round is chosen; let that be 'best' too")

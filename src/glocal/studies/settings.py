@@ -114,6 +114,8 @@ class PlanSettings:
 class CaseSettings:
     """One row of the study: an algorithm and its knobs; `after` names an earlier case to start from, at its round `after_round`.
 
+    Where rounds are chosen on validation data, it starts from the best model until then, or from that round's own (`after_model`
+    = "last"), so that no choice has been made on the data on which the two are compared round by round.
     `rounds`, `cohort`, `rate` and the split (`local` or `shared`) are the study's own unless they are given. `local_rate` is that
     of the local part, if it is another. With a `welcome` the study's newcomer is taken in when the rounds are over. `learns` is
     what local models learn from besides labels. `without` are seeds of the study that the case does not run with.
@@ -126,6 +128,7 @@ class CaseSettings:
     shared: tuple[str, ...] | None = None
     after: str | None = None
     after_round: int | None = None
+    after_model: str | None = None
     rate: float | None = None
     local_rate: float | None = None
     welcome: Welcome | None = None
