@@ -7,12 +7,13 @@ from typing import Generic, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from glocal.backends.choosing import Bench, below, chosen
 from glocal.backends.engine import Choice, Engine, precision
 from glocal.backends.forms import build
-from glocal.backends.tasks import Form, OneDevice, Outcome, Result, Task, nbytes
+from glocal.backends.tasks import Form, OneDevice, Outcome, Result, Task, nbytes, sent
 from glocal.errors import GlocalWarning, InputError, brief
 from glocal.federation import Examples
 
@@ -100,15 +101,27 @@ class OverDevices(Generic[Result]):
         chunks = _chunks(by_length, [len(task.order) for task in tasks], size)
         if len(chunks) == 1:
             return self.form(tasks, examples, round_index)
-        results = [self.form([tasks[index] for index in chunk], examples, round_index).stacked() for chunk in chunks]
-        back = torch.from_numpy(np.argsort(by_length)).to(examples.y.device)
-        return Outcome(stack=cast(Result, tree_map(lambda *parts: torch.cat(parts)[back], *results)))
+        whole: Result | None = None
+        for chunk in chunks:  # one after the other to its place, so that no more than one chunk's results are there twice
+            part = self.form([tasks[index] for index in chunk], examples, round_index).stacked()
+            whole = _rows_for(len(tasks), part) if whole is None else whole
+            _put(part, whole, sent(np.array(chunk), examples.y.device))
+        return Outcome(stack=whole)
 
     def close(self) -> None:
         """Let go of workers and graphs."""
         if self.form is not None:
             self.form.close()
             self.form = None
+
+
+def _rows_for(devices: int, part: Result) -> Result:
+    """Where the results of so many devices go, to be filled, like those of some of them."""
+    return cast(Result, tree_map(lambda tensor: tensor.new_empty(devices, *tensor.shape[1:]), part))
+
+
+def _put(part: Result, whole: Result, places: Tensor) -> None:
+    tree_map(lambda tensor, rows: tensor.index_copy_(0, places, rows), whole, part)
 
 
 def _chunks(order: list[int], lengths: list[int], size: int) -> list[list[int]]:
