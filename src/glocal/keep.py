@@ -57,7 +57,30 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, data: object) -> None:
     """Replace a JSON file."""
-    write_text(path, json.dumps(data, indent=1) + "\n")
+    write_text(path, spelled(data) + "\n")
+
+
+def spelled(data: object, depth: int = 0) -> str:
+    """JSON with a line for every table or list of plain values, and an entry a line in the others.
+
+    >>> print(spelled({"seeds": [0, 1], "course": [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}]}))
+    {
+     "seeds": [0, 1],
+     "course": [
+      {"round": 1, "loss": 0.5},
+      {"round": 2, "loss": 0.25}
+     ]
+    }
+    """
+    entries = data.values() if isinstance(data, dict) else data if isinstance(data, list | tuple) else ()
+    if not any(isinstance(entry, dict | list | tuple) for entry in entries):
+        return json.dumps(data)
+    inner = [spelled(entry, depth + 1) for entry in entries]
+    if isinstance(data, dict):
+        inner = [f"{json.dumps(str(key))}: {entry}" for key, entry in zip(data, inner, strict=True)]
+    opened, closed = "{}" if isinstance(data, dict) else "[]"
+    line = f"\n{' ' * depth}"
+    return f"{opened}{line} " + f",{line} ".join(inner) + f"{line}{closed}"
 
 
 def read_json(path: Path, kind: type) -> Any:
