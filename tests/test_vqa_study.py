@@ -13,7 +13,7 @@ from glocal.errors import InputError
 from glocal.fitting import Options
 from glocal.report import draw_study, study_markdown, write_study_report
 from glocal.report.comparison import tables_of
-from glocal.report.goals import goal_cells, ways_to_goal
+from glocal.report.goals import draw_goal, goal_cells, ways_to_goal
 from glocal.studies import run_study
 from glocal.studies.build import build_parts
 from glocal.studies.findings import Findings, read_findings, write_findings
@@ -46,6 +46,8 @@ SMALL = (
     'cases."Majority answer".cohort=3'.replace('"', ""),
     'cases."Majority answer of each device".cohort=3'.replace('"', ""),
 )
+
+SENT = {"paper_parameters": 1e9, "parameters": 10, "bytes": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -254,13 +256,12 @@ def test_findings_tell_how_soon_the_goal_is_reached(tmp_path):
 
 def test_controls_stand_in_the_table_of_what_they_control():
     def measured(accuracy):
-        sent = {"paper_parameters": 1e9, "parameters": 10, "bytes": 40}
-        return {"seeds": [0], "local": [accuracy], "validation": [accuracy], "course": [], **sent}
+        return {"seeds": [0], "local": [accuracy], "validation": [accuracy], "course": [], **SENT}
 
     accuracies = {"longer": 0.40, "questions": 0.38, "shuffled": 0.37}
     parts = {name: {"cases": {"FedAvg": measured(accuracy)}} for name, accuracy in accuracies.items()}
     [table] = tables_of(Findings(PAPER["paper-vqa"], {}, parts))
-    assert table.title == "non-iid device data, by how questions begin"
+    assert table.title == "four times the rounds, non-iid device data, by how questions begin"
     told = {name: row["longer"].scores["local"].ours for name, row in table.rows.items() if row["longer"].measured}
     expected = {"FedAvg": 40.0, "FedAvg, questions only": 38.0, "FedAvg, shuffled pictures": 37.0}
     assert {name: score.mean for name, score in told.items()} == expected
@@ -307,6 +308,15 @@ def test_how_much_a_way_to_the_goal_depends_on_each_seed_is_told():
     assert (lg.share, lg.shares) == (0.75, (0.75, 0.75, math.inf))  # without the last seed the goal is 0.40
     assert goal_cells(lg) == ("LG", "3", "3.00e01", "75.0 %", "75.0 % to never", "3 B")
     assert goal_cells(fedavg)[3:5] == ("100.0 %", "100.0 %")
+
+
+def test_each_protocol_has_a_table_of_its_own_and_the_last_one_that_the_paper_has_is_drawn():
+    cases = {"FedAvg": {"seeds": [0], "local": [0.4], "validation": [0.4], "course": told_course([0.1, 0.4]), **SENT}}
+    parts = {name: {"cases": cases} for name in ("longer", "longest", "longest-iid")}
+    found = Findings(PAPER["paper-vqa"], {}, parts)
+    assert [table.title.partition(" the rounds")[0] for table in tables_of(found)] == ["four times", "six times", "six times"]
+    assert "`longest`" in draw_goal(found).caption
+    assert "iid device data" in draw_goal(replace(found, parts={"longest-iid": parts["longest-iid"]})).caption
 
 
 EASY = Settings(

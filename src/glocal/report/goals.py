@@ -15,6 +15,7 @@ from glocal.studies.goals import Reached, goal_of, means, reached, without
 GOAL_HEADS = ("Method", "Rounds", "Parameters sent", "Of those of the goal’s row", "With one seed left out", "On the wire")
 _FEWEST = 3  # seeds, of which one can be left out
 _LOOKS = (Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[0], (), "o"), *map(look_of, range(2, 7)))
+_MARKS = 12  # on a line
 _BELOW = 1.5  # points below the goal, where the lower panel begins
 
 
@@ -89,11 +90,14 @@ def _percent(share: float) -> str:
 
 
 def draw_goal(findings: Findings) -> Drawing | None:
-    """Accuracy by round of every row that sends anything and, near the goal, by what it has sent; of the last part with a goal."""
+    """Accuracy by round of every row that sends anything and, near the goal, by what it has sent.
+
+    Of the last part with a goal and published numbers, or without these.
+    """
     parts = [part for part in findings.study.parts if ways_to_goal(findings, part)]
     if not parts:
         return None
-    part = "longer" if "longer" in parts else parts[-1]
+    part = max(parts, key=lambda name: (bool(findings.study.parts[name].published), parts.index(name)))
     about, aim = findings.study.parts[part], PERCENT * goal(findings, part)
     looks = dict(zip((soon.row for soon in ways_to_goal(findings, part)), _LOOKS, strict=False))
     first = means((findings.case(part, about.goal) or {})["course"])
@@ -104,8 +108,9 @@ def draw_goal(findings: Findings) -> Drawing | None:
         common = 0 if row == about.goal else sum(point in first for point in course)
         own = course[max(common - 1, 0) :]
         accuracies = [[PERCENT * point["validation"]] for point in own]
-        trace(whole, [point["round"] for point in own], accuracies, look, label=row, markevery=4)
-        trace(near, [point["parameters"] / BILLION for point in own], accuracies, look, markevery=2)
+        every = max(1, len(own) // _MARKS)
+        trace(whole, [point["round"] for point in own], accuracies, look, label=row, markevery=every)
+        trace(near, [point["parameters"] / BILLION for point in own], accuracies, look, markevery=every)
     for axes, xlabel in ((whole, "round"), (near, "parameters sent by the paper’s count, billions")):
         axes.axhline(aim, color=COLOURS[7], linestyle=":", linewidth=1.4)
         axes.set(xlabel=xlabel, ylabel="validation accuracy, %")

@@ -2,10 +2,11 @@
 
 Devices are dealt questions by how they begin, one shard each: shards by answer would give the answer away. Ours are 33,183
 questions where the paper speaks of 0.76 million, so that a device takes far fewer steps in a round: five. `paper` is the text as it
-stands; `longer` takes six times its rounds, of Adam, with convolutions that are frozen.
+stands; `longer` takes four times its rounds, `longest` six times, of Adam, with convolutions that are frozen.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from glocal.fitting import Options
 from glocal.studies.settings import (
@@ -21,32 +22,29 @@ from glocal.studies.study import Claim, Figure, Part, Published, Score, Study
 from glocal.studies.vqa_model import PAPER, SHARED
 
 _ROUNDS, _START, _LG_ROUNDS = 47, 32, 17
-_TIMES = 6  # after four times the paper's rounds FedAvg still learnt
-_EARLIER = (128, 160)  # rounds of FedAvg in `longer` after which LG-FedAvg takes over in two more rows
 # Settled on validation data of three seeds that the study has not (docs/results/vqa-trial.json); larger steps of encoders alone
 # gained nothing there.
 _RATE, _SMALL = 0.001, 0.0001
 _SLOWLY = "FedAvg, then small steps"
-_EPOCHS = 20  # of every device by itself
 _PUBLISHED = {
     "FedAvg": Published((Score(40.02, None),), 13.97e10, "13.97e10"),
     "LG": Published((Score(40.94, None),), 9.99e10, "9.99e10"),
 }
+_TIMES = {4: "four times", 6: "six times"}
 _CONTROLS = {"none": "questions only", "shuffled": "shuffled pictures"}
 _MAJORITY = {
     "Majority answer": CaseSettings("glocal.studies.majority:majority", rounds=1, cohort=50),
     "Majority answer of each device": CaseSettings("glocal.studies.majority:own_majority", rounds=1, cohort=50),
 }
 _TEXT = Settings(
-    name="vqa, paper",
+    name="vqa, paper, kinds",
     data=DataSettings(source="vqav2", partition="kinds", devices=50, validation=0.1),
     model=ModelSettings("vqa", hidden=tuple(PAPER), dropout=0.5),
     split=SplitSettings(shared=SHARED),
     optimiser=OptimiserSettings(rate=0.01, momentum=0.9, decay=0.0005),
     plan=PlanSettings(cohort=5, batch=100, seeds=3),
-    # convolutions as wide as these are slower when devices share a batch
     run=Options(
-        engine="looped",
+        engine="looped",  # convolutions as wide as these are slower when devices share a batch
         precision="tf32",
         select="best",
         keep="figures",
@@ -61,58 +59,100 @@ _TEXT = Settings(
         "LG": CaseSettings("lg_fedavg", rounds=_LG_ROUNDS, after="FedAvg", after_round=_START),
     },
 )
-_LONGER = replace(
-    _TEXT,
-    model=replace(_TEXT.model, encoder="frozen"),
-    optimiser=OptimiserSettings("adam", rate=_RATE),
-    plan=replace(_TEXT.plan, seeds=12),
-    run=replace(_TEXT.run, engine="auto", chunk=60, validate_every=2),  # all devices of all seeds at once nearly fill a GPU
+_ADAM = replace(_TEXT, model=replace(_TEXT.model, encoder="frozen"), optimiser=OptimiserSettings("adam", rate=_RATE))
+
+
+class _Protocol(NamedTuple):
+    """So many times the paper's rounds, of Adam; `earlier` are rounds of FedAvg after which LG-FedAvg takes over in more rows.
+
+    It starts from the best model so far, or from that round's own (`after_model`); `alone` are epochs of every device by itself.
+    """
+
+    name: str
+    times: int
+    earlier: tuple[int, ...]
+    seeds: int
+    run: Options
+    after_model: str | None = None
+    alone: int = 0
+
+
+# all devices of all seeds at once nearly fill a GPU
+_LONGER = _Protocol(
+    "longer", 4, (96, 112), 6, replace(_TEXT.run, engine="auto", precision="fp32", chunk=50, validate_every=4), alone=20
 )
+_LONGEST = _Protocol("longest", 6, (128, 160), 12, replace(_TEXT.run, engine="auto", chunk=60, validate_every=2), "last")
 
 
-def _paper(partition: str) -> Part:
-    settings = replace(_TEXT, name=f"vqa, paper, {partition}", data=replace(_TEXT.data, partition=partition))
-    return Part(_title(partition), "paper", settings, _PUBLISHED if partition == "kinds" else {}, goal="FedAvg")
-
-
-def _longer(partition: str, pictures: str | None = None) -> Part:
-    """The paper's rounds times six; LG-FedAvg's own in small steps, and FedAvg's too, to tell what is due to these alone."""
-    lg = CaseSettings(
-        "lg_fedavg", rounds=_TIMES * _LG_ROUNDS, after="FedAvg", after_round=_TIMES * _START, after_model="last", rate=_SMALL
+def _part(protocol: _Protocol, *, partition: str = "kinds", pictures: str | None = None) -> Part:
+    """A part with own pictures, or a control: FedAvg and LG-FedAvg with none, or with others'."""
+    settings = replace(
+        _ADAM,
+        name=f"vqa, {protocol.name}, {partition}, {pictures or 'own'} pictures",
+        data=replace(_ADAM.data, partition=partition, pictures=pictures),
+        plan=replace(_ADAM.plan, seeds=protocol.seeds),
+        run=protocol.run,
+        cases=_both(protocol) if pictures else _all(protocol),
     )
-    cases = {"FedAvg": CaseSettings("fedavg", rounds=_TIMES * _ROUNDS), "LG": lg}
-    data = replace(_LONGER.data, partition=partition, pictures=pictures)
-    settings = replace(_LONGER, name=f"vqa, longer, {partition}, {pictures or 'own'} pictures", data=data)
+    title = _title(f"{_TIMES[protocol.times]} the rounds", partition)
     if pictures:
-        return Part(_title(partition), "longer", replace(settings, cases=cases), control=_CONTROLS[pictures])
-    alone = CaseSettings("local_only", rounds=_EPOCHS, cohort=50)
-    earlier = {f"LG from round {start}": replace(lg, after_round=start) for start in _EARLIER}
-    cases = {**_MAJORITY, **cases, **earlier, _SLOWLY: replace(lg, algorithm="fedavg"), "Local only": alone}
-    published = _PUBLISHED if partition == "kinds" else {}
-    return Part(_title(partition), "longer", replace(settings, cases=cases), published, goal="FedAvg")
+        return Part(title, protocol.name, settings, control=_CONTROLS[pictures])
+    return Part(title, protocol.name, settings, _PUBLISHED if partition == "kinds" else {}, goal="FedAvg")
 
 
-def _title(partition: str) -> str:
-    return "iid device data" if partition == "iid" else "non-iid device data, by how questions begin"
+def _both(protocol: _Protocol) -> dict[str, CaseSettings]:
+    """FedAvg, and LG-FedAvg that takes over where the paper's does, in small steps."""
+    lg = CaseSettings(
+        "lg_fedavg",
+        rounds=protocol.times * _LG_ROUNDS,
+        after="FedAvg",
+        after_round=protocol.times * _START,
+        after_model=protocol.after_model,
+        rate=_SMALL,
+    )
+    return {"FedAvg": CaseSettings("fedavg", rounds=protocol.times * _ROUNDS), "LG": lg}
+
+
+def _all(protocol: _Protocol) -> dict[str, CaseSettings]:
+    """Also fewer rounds of FedAvg before LG-FedAvg's, and small steps without these, to tell what is due to them alone."""
+    both = _both(protocol)
+    earlier = {f"LG from round {start}": replace(both["LG"], after_round=start) for start in protocol.earlier}
+    alone = {"Local only": CaseSettings("local_only", rounds=protocol.alone, cohort=50)} if protocol.alone else {}
+    return {**_MAJORITY, **both, **earlier, _SLOWLY: replace(both["LG"], algorithm="fedavg"), **alone}
+
+
+def _title(rounds: str, partition: str = "kinds") -> str:
+    """One table for each, for what is sent depends on the rounds."""
+    return f"{rounds}, {'iid device data' if partition == 'iid' else 'non-iid device data, by how questions begin'}"
 
 
 def _claims() -> tuple[Claim, ...]:
-    def local(part: str, case: str) -> tuple[Figure, ...]:
-        return (Figure(part, case, "local"),)
+    def above(part: str, than: str, words: str, *, case: str = "LG", of: str = "") -> Claim:
+        return Claim(f"`{part}`: {case} is above {words}", (Figure(part, case, "local"),), (Figure(of or part, than, "local"),))
 
-    claims = []
-    for part in ("paper", "longer"):
-        claims += [
-            Claim(f"`{part}`: LG is above FedAvg on Local Test", local(part, "LG"), local(part, "FedAvg")),
-            Claim(f"`{part}`: LG is above local only on Local Test", local(part, "LG"), local(part, "Local only")),
-        ]
-    claims += [Claim("`longer`: LG is above FedAvg in small steps", local("longer", "LG"), local("longer", _SLOWLY))]
-    for part, words in zip(("questions", "shuffled"), _CONTROLS.values(), strict=True):
-        claims += [
-            Claim(f"`longer`: {case} is above {case} with {words}", local("longer", case), local(part, case))
-            for case in ("FedAvg", "LG")
-        ]
-    return tuple(claims)
+    def controls(part: str, control: str, words: str) -> list[Claim]:
+        return [above(part, case, f"{case} with {words}", case=case, of=control) for case in ("FedAvg", "LG")]
+
+    return (
+        *(above(part, "FedAvg", "FedAvg on Local Test") for part in ("paper", "longer", "longest", "longest-iid")),
+        *(above(part, "Local only", "local only on Local Test") for part in ("paper", "longer")),
+        *(above(part, _SLOWLY, "FedAvg in small steps") for part in ("longer", "longest")),
+        *controls("longer", "questions", _CONTROLS["none"]),
+        *controls("longer", "shuffled", _CONTROLS["shuffled"]),
+        *controls("longest", "longest-questions", _CONTROLS["none"]),
+    )
+
+
+def _told(protocol: _Protocol) -> str:
+    """What a protocol means."""
+    rounds, start, lg = (protocol.times * number for number in (_ROUNDS, _START, _LG_ROUNDS))
+    model = "the model of that round" if protocol.after_model == "last" else "the best model so far on validation data"
+    return (
+        f"{_TIMES[protocol.times]} the paper’s rounds, {rounds} of FedAvg, or its first {start} and then {lg} of LG-FedAvg, and in "
+        f"two more rows fewer before these; LG-FedAvg starts from {model}; convolutions frozen, as they were given "
+        f"(`model.weights`, `model.encoder`) or drawn at random; Adam at {_RATE:g}, in LG-FedAvg’s own rounds at {_SMALL:g}; "
+        f"“{_SLOWLY}” is FedAvg at {_SMALL:g} from round {start} on; precision {protocol.run.precision}"
+    )
 
 
 VQA = Study(
@@ -124,24 +164,20 @@ VQA = Study(
         "of its own against 47), and ends above it."
     ),
     parts={
-        "paper": _paper("kinds"),
-        "paper-iid": _paper("iid"),
-        "longer": _longer("kinds"),
-        "longer-iid": _longer("iid"),
-        "questions": _longer("kinds", "none"),
-        "shuffled": _longer("kinds", "shuffled"),
+        "paper": Part(_title("the paper’s rounds"), "paper", _TEXT, _PUBLISHED, goal="FedAvg"),
+        "longer": _part(_LONGER),
+        "questions": _part(_LONGER, pictures="none"),
+        "shuffled": _part(_LONGER, pictures="shuffled"),
+        "longest": _part(_LONGEST),
+        "longest-questions": _part(_LONGEST, pictures="none"),
+        "longest-iid": _part(_LONGEST, partition="iid"),
     },
     claims=_claims(),
     measures={"local": "Local Test"},
     protocols={
-        "paper": "the text as it stands; a device takes 5 steps in a round, far fewer than the paper's devices",
-        "longer": (
-            f"six times the paper’s rounds: {_TIMES * _ROUNDS} of FedAvg, or its first {_TIMES * _START} and then "
-            f"{_TIMES * _LG_ROUNDS} of LG-FedAvg, and in two more rows fewer before these; LG-FedAvg starts from the model of that "
-            "round, not from the best until then; convolutions frozen, as they were given (`model.weights`, `model.encoder`) or "
-            f"drawn at random; Adam at {_RATE:g}, in LG-FedAvg’s own rounds at {_SMALL:g}; “{_SLOWLY}” is FedAvg at {_SMALL:g} "
-            f"from round {_TIMES * _START} on"
-        ),
+        "paper": "the text as it stands; a device takes 5 steps in a round, far fewer than the paper’s devices; precision tf32",
+        "longer": _told(_LONGER),
+        "longest": _told(_LONGEST),
     },
     columns=(
         "Local Test: VQA accuracy, min(1, people who agree / 3), of each device’s own model on its own test questions, mean over "
