@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -448,6 +449,16 @@ def test_a_run_that_keeps_figures_only_goes_on_after_a_stop(tmp_path):
     assert fitted("lg_fedavg", folder=tmp_path, options=figures).as_dict() == fitted("lg_fedavg", options=figures).as_dict()
 
 
+@pytest.mark.parametrize("data", [{2: [2], True: [3], None: []}, {'a "quoted" name': {"é": [1, [2]]}}, [[], [{}]], {}, "text"])
+def test_json_of_a_line_an_entry_says_what_json_says(data):
+    assert json.loads(keep.spelled(data)) == json.loads(json.dumps(data))
+
+
+def test_json_of_a_line_an_entry_refuses_names_that_json_refuses():
+    with pytest.raises(TypeError):
+        keep.spelled({(1, 2): [3]})
+
+
 WARM = """
 [data]
 source = "digits"
@@ -501,5 +512,41 @@ def test_a_case_may_start_from_the_round_itself_beside_one_that_starts_from_the_
     assert snapshots == ["round-00003-last.safetensors", "round-00006.safetensors"]
     kept_model = load_file(tmp_path / "cases/first/snapshots/round-00003-last.safetensors")
     assert trees.same_bits({name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[3])
-    with pytest.raises(InputError, match="past round 3 and kept no best model of it"):
+    with pytest.raises(InputError, match="past round 3 and has not kept the best model of it"):
         list(run_study(from_dict(tomllib.loads(WARM)), tmp_path))
+
+
+@pytest.mark.parametrize(("given", "then"), [("best", "last"), ("last", "best")])
+def test_a_case_that_has_begun_keeps_the_model_it_started_from(given, then, tmp_path):
+    both = ["cases.late.after_round=3", f"cases.late.after_model={then}"]  # so that either model is at hand
+    list(run_study(from_dict(tomllib.loads(WARM), [*both, f"cases.early.after_model={given}"]), tmp_path))
+    with pytest.raises(InputError, match="early was made with another after_model"):
+        list(run_study(from_dict(tomllib.loads(WARM), [*both, f"cases.early.after_model={then}"]), tmp_path))
+
+
+def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it_says_so_or_not(tmp_path):
+    for folder, said in (("silent", []), ("said", ["cases.early.after_model=last"])):
+        list(run_study(from_dict(tomllib.loads(WARM), ["run.select=last", *said]), tmp_path / folder))
+        list(run_study(from_dict(tomllib.loads(WARM), ["run.select=last"]), tmp_path / folder))  # as good as the same settings
+    kept = [(tmp_path / folder / "cases/early/result.json").read_text() for folder in ("silent", "said")]
+    assert kept[0] == kept[1]
+
+
+def test_a_case_can_be_added_after_one_that_is_done(tmp_path):
+    whole = from_dict(tomllib.loads(WARM))
+    list(run_study(whole, tmp_path / "whole"))
+    first = replace(whole, cases={name: case for name, case in whole.cases.items() if name != "late"})
+    list(run_study(first, tmp_path / "added"))
+    list(run_study(whole, tmp_path / "added"))
+    kept = [(tmp_path / folder / "cases/late/result.json").read_text() for folder in ("whole", "added")]
+    assert kept[0] == kept[1]
+
+
+def test_a_case_cannot_be_added_where_figures_alone_were_kept(tmp_path):
+    whole = from_dict(tomllib.loads(WARM), ["run.keep=figures"])
+    first = replace(whole, cases={name: case for name, case in whole.cases.items() if name != "late"})
+    list(run_study(first, tmp_path))
+    before = (tmp_path / "settings.json").read_text()
+    with pytest.raises(InputError, match="figures"):
+        list(run_study(whole, tmp_path))
+    assert (tmp_path / "settings.json").read_text() == before

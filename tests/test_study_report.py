@@ -210,6 +210,8 @@ def test_other_settings_than_the_studys_are_told() -> None:
     assert len(swept(found, "paper-2")) == 10
     found.parts["paper-3"]["settings"]["plan"]["cohort"] = 5
     assert "Not run with the study’s own settings: `paper-3` with plan.cohort = 5." in study_markdown(found)
+    del found.parts["paper-2"]["settings"]["cases"]["LG 800+100"]["after"]
+    assert changes_of(found, "paper-2") == ["cases.LG 800+100 without after = FedAvg"]
 
 
 def test_the_sweep_goes_from_nothing_to_everything_and_counts_the_models_parameters() -> None:

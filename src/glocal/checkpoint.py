@@ -173,9 +173,9 @@ def _state(tensors: Params, prefix: str, names: Json) -> State:
 
 def _require_same(saved: Json, now: Json, folder: Path) -> None:
     """Refuse to continue a run with something else, and say what differs."""
-    for key in now:
-        if saved.get(key) != now[key]:
-            was, is_ = _first_difference(saved, now) if key == "model" else (saved.get(key), now[key])
+    for key in dict.fromkeys([*now, *saved]):
+        if saved.get(key) != now.get(key):
+            was, is_ = _first_difference(saved, now) if key == "model" else (saved.get(key), now.get(key))
             raise InputError(
                 f"resume: {folder} was made with another {key} ({was}) than the one given ({is_}); "
                 f"go back to the old {key}, or start a new run in another folder"

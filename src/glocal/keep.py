@@ -77,7 +77,8 @@ def spelled(data: object, depth: int = 0) -> str:
         return json.dumps(data)
     inner = [spelled(entry, depth + 1) for entry in entries]
     if isinstance(data, dict):
-        inner = [f"{json.dumps(str(key))}: {entry}" for key, entry in zip(data, inner, strict=True)]
+        names = (json.dumps({key: 0})[1:-4] for key in data)  # as json spells keys, or refuses them
+        inner = [f"{name}: {entry}" for name, entry in zip(names, inner, strict=True)]
     opened, closed = "{}" if isinstance(data, dict) else "[]"
     line = f"\n{' ' * depth}"
     return f"{opened}{line} " + f",{line} ".join(inner) + f"{line}{closed}"

@@ -121,7 +121,7 @@ def _rows_for(devices: int, part: Result) -> Result:
 
 
 def _put(part: Result, whole: Result, places: Tensor) -> None:
-    tree_map(lambda tensor, rows: tensor.index_copy_(0, places, rows), whole, part)
+    tree_map(lambda all_rows, rows: all_rows.index_copy_(0, places, rows), whole, part)
 
 
 def _chunks(order: list[int], lengths: list[int], size: int) -> list[list[int]]:

@@ -211,6 +211,7 @@ def changes_of(findings: Findings, part: str) -> list[str]:
         before = planned["cases"].get(name, {})
         told_apart = ((key, value) for key, value in case.items() if key != "without")
         changes += [f"cases.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)]
+        changes += [f"cases.{name} without {key} = {value}" for key, value in before.items() if key not in case]
     return changes
 
 

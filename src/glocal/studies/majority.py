@@ -47,17 +47,17 @@ def _counting(objective: Objective) -> tuple[Callable[[Params], Params], Callabl
     if not isinstance(objective.loss, ModelLoss):
         raise InputError("majority: it counts labels and learns nothing; leave data.augment and learns out")
     model = objective.loss.model
-    first = params_of(model)
+    params = params_of(model)
     bias = f"{last_layers(model, 1)[0]}.bias"
 
     def count(work: Work) -> Params:
         labels = torch.where(work.order >= 0, work.examples.y[work.order.clamp(min=0)], -1)
-        classes = torch.arange(len(first[bias]), device=labels.device)
+        classes = torch.arange(len(params[bias]), device=labels.device)
         return {bias: (labels.flatten()[:, None] == classes).sum(0).float()}
 
     def predict(counts: Params) -> Params:
         there = counts[bias].device  # made there: a CUDA graph takes nothing from the host
-        zeros = {name: torch.zeros(t.shape, dtype=t.dtype, device=there) for name, t in first.items()}
+        zeros = {name: torch.zeros_like(tensor, device=there) for name, tensor in params.items()}
         return {**zeros, bias: counts[bias]}
 
     return lambda params: {bias: torch.zeros_like(params[bias])}, count, predict

@@ -41,7 +41,10 @@ from glocal.wire import Ledger
 
 
 class Start(NamedTuple):
-    """Where a case takes over from another: after which round, and whether with its "last" model or the "best" until then."""
+    """Where a case takes over from another: after which round, with the model of that round ("last") or the "best" until then.
+
+    Where no round is chosen on validation data the two are one, called "best".
+    """
 
     round_index: int
     model: str
@@ -180,6 +183,8 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
         about |= {"learns": plain["cases"][name]["learns"]}
     if settings.audit is not None:
         about |= {"audit": plain["audit"]}
+    if settings.cases[name].after is not None and _start_of(settings, settings.cases[name]).model == "last":
+        about |= {"after_model": "last"}
     before = build_pretraining(settings, settings.cases[name], parts)
     plan = plans_of(settings)[name]
     return Case(
@@ -201,10 +206,15 @@ def _require_continuable(study: Study, name: str, case: Case) -> None:
         checkpoint.require_tensors()
     if done > case.plan.rounds:
         raise InputError(f"resume: {folder} has done {done} rounds, and plan.rounds is {case.plan.rounds}; choose {done} or more")
-    for start in _snapshots_wanted(study.settings, name):
-        if start.round_index < case.plan.first_round + done and not _snapshot(folder, start).exists():
-            kept = f"is past round {start.round_index} and kept no {start.model} model of it"
-            raise InputError(f"resume: {folder} {kept}; start a new run for that")
+    missing = [start for start in _snapshots_wanted(study.settings, name) if not _snapshot(folder, start).exists()]
+    for start in sorted(missing):
+        if start.round_index < case.plan.first_round + done:
+            of = f"the {start.model} model" if study.options.select == "best" else "the model"
+            raise InputError(
+                f"resume: {folder} is past round {start.round_index} and has not kept {of} of it; start a new run for that"
+            )
+    if missing and _already_tested(folder, case.plan):
+        checkpoint.require_tensors()
 
 
 def _who_has_what(federation: Federation) -> Json:
@@ -250,16 +260,19 @@ def slug(name: str) -> str:
 
 def _run_case(study: Study, name: str, case: Case) -> Iterator[Step]:
     folder, plan = case_folder(study.folder, name), case.plan
+    wanted = _snapshots_wanted(study.settings, name)
     if _already_tested(folder, plan):
+        checkpoint = Checkpoint(folder, study.training(case).fingerprint())
+        if any(not _snapshot(folder, start).exists() for start in wanted) and (last := checkpoint.read()):
+            _keep_snapshot(folder, case, last, wanted)  # for a case that has been added since
         if study.options.keep == "figures":  # a stop may have come between the figures and this
-            Checkpoint(folder, study.training(case).fingerprint()).lighten()
+            checkpoint.lighten()
         yield Step(name, plan.rounds, None, _tested(study, folder))
         return
     start, spent = _start(study, study.settings.cases[name])
     params = tuple({**own, **known} for own, known in zip(case.params, start, strict=True))
     training = study.training(replace(case, params=params, spent=spent)).placed()
     progress = training.beginning(folder)
-    wanted = _snapshots_wanted(study.settings, name)
     _keep_snapshot(folder, case, progress, wanted)
     try:
         for moment in training.train(progress, folder):
@@ -351,7 +364,7 @@ def _start_of(settings: Settings, case: CaseSettings) -> Start:
     if not plan.first_round < start <= plan.last_round:
         run = f"{case.after} runs from round {plan.first_round} to {plan.last_round}"
         raise InputError(f"settings: after_round is {start}, but {run}; choose one of those")
-    return Start(start, case.after_model or "best")
+    return Start(start, "last" if case.after_model == "last" and settings.run.select == "best" else "best")
 
 
 def plans_of(settings: Settings) -> dict[str, Plan]:
