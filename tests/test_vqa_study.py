@@ -298,7 +298,7 @@ def told_course(*seeds):
 def test_how_much_a_way_to_the_goal_depends_on_each_seed_is_told():
     courses = {
         "FedAvg": told_course([0.1, 0.2, 0.3, 0.40], [0.1, 0.2, 0.3, 0.40], [0.1, 0.2, 0.3, 0.34]),
-        "LG": told_course([0.1, 0.39, 0.39, 0.39], [0.1, 0.39, 0.39, 0.39], [0.1, 0.3, 0.39, 0.39]),
+        "LG": told_course([0.1, 0.39, 0.39, 0.39], [0.1, 0.39, 0.39, 0.39], [0.1, 0.3, 0.39, 0.36]),
     }
     cases = {name: {"course": rows, "validation": [0.4] * 3} for name, rows in courses.items()}
     found = Findings(PAPER["paper-vqa"], {}, {"paper": {"cases": cases}})
@@ -306,8 +306,9 @@ def test_how_much_a_way_to_the_goal_depends_on_each_seed_is_told():
     assert (fedavg.share, fedavg.shares) == (1.0, (1.0, 1.0, 1.0))
     assert lg.way.rounds == 3  # 0.38: in the second round it is at 0.36
     assert (lg.share, lg.shares) == (0.75, (0.75, 0.75, math.inf))  # without the last seed the goal is 0.40
-    assert goal_cells(lg) == ("LG", "3", "3.00e01", "75.0 %", "75.0 % to never", "3 B")
+    assert goal_cells(lg) == ("LG", "3", "3.00e01", "75.0 %", "75.0 % to never", "3 B", "39.00 %", "38.00 %")
     assert goal_cells(fedavg)[3:5] == ("100.0 %", "100.0 %")
+    assert goal_cells(fedavg)[-2:] == ("38.00 %", "38.00 %")
 
 
 def test_each_protocol_has_a_table_of_its_own_and_the_last_one_that_the_paper_has_is_drawn():
