@@ -411,3 +411,16 @@ def test_a_study_of_ones_own_is_advised_on(capsys, tmp_path, monkeypatch):
     Path("mine.toml").write_text('[data]\nsource = "digits"\ndevices = 6\n[model]\nhidden = [16]\n')
     assert command("advise", "mine.toml", "--rounds", 2) == 0
     assert "6 devices with" in capsys.readouterr().out
+
+
+def test_the_race_is_judged_by_what_a_guess_is_worth():
+    model = world.seeded(two_layers)
+    worthless = advise(
+        fedavg(cross_entropy(model), SGD),
+        model,
+        federation(own_labels=True),
+        Plan(4, 4, batch=10),
+        how=QUICK,
+        credit=lambda guesses, labels, group: torch.zeros_like(guesses, dtype=torch.float32),
+    )
+    assert {accuracy for row in worthless.rows for accuracy in row.accuracy.values()} == {0}

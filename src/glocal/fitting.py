@@ -141,11 +141,12 @@ def fit(
     folder: Path | str | None = None,
     start_from: Result | None = None,
     pretraining: Pretraining | None = None,
+    credit: Credit = matching,
 ) -> Result:
     """Train and test one federation. With a folder, everything is kept there, and calling again goes on where it stopped.
 
     `start_from`, the result of another fit, is a warm start: its model becomes the first one here, its traffic is counted, and
-    its numbering of rounds is continued. `pretraining` comes before the first round.
+    its numbering of rounds is continued. `pretraining` comes before the first round. `credit` says what a guess is worth.
     """
     params, spent = params_of(model), Ledger()
     if start_from is not None:
@@ -154,7 +155,7 @@ def fit(
             raise InputError(f"fit: start_from is of another model; only one of the two has {sorted(names ^ params.keys())}")
         params, spent = warm_params(start_from.algorithm, start_from.state), start_from.ledger
         plan = replace(plan, first_round=start_from.plan.last_round)
-    case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,), pretraining=pretraining)
+    case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,), pretraining=pretraining, credit=credit)
     return fit_case(case, options or Options(), Path(folder) if folder else None)[0]
 
 
@@ -167,6 +168,11 @@ def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[R
     for moment in train(case, options, progress, folder):
         progress = moment.progress
     return finish(case, options, progress, folder)
+
+
+def evaluation_of(case: Case, options: Options) -> Evaluation:
+    """How a case's models are tested."""
+    return Evaluation(case.algorithm, predictor(case.model), engine=options.how(), credit=case.credit)
 
 
 def warm_params(algorithm: Algorithm, state: State) -> Params:
@@ -296,6 +302,7 @@ def fingerprint(case: Case, options: Options) -> Json:
     algorithm = f"{case.algorithm.name}: {case.algorithm.about}" if case.algorithm.about else case.algorithm.name
     choice = {"select": options.select, "validate_every": options.validate_every}
     choice |= {} if options.precision == "fp32" else {"precision": options.precision}
+    choice |= {} if options.tests == "both" else {"tests": options.tests}
     told = {"algorithm": algorithm, "model": shapes, "plan": plan, "seeds": list(case.seeds), "choice": choice, **case.about}
     if case.pretraining:
         told |= {"pretraining": {"epochs": case.pretraining.epochs, "labels": case.pretraining.labels}}
@@ -303,12 +310,12 @@ def fingerprint(case: Case, options: Options) -> Json:
 
 
 def _data_fingerprint(feds: Sequence[Federation]) -> str:
-    """Who holds which rows, every label, and a sample of the inputs, as one short word."""
+    """Who holds which rows, every label, what stands beside the labels, and a sample of the inputs, as one short word."""
     told = hashlib.sha256()
     for part in (part for fed in feds for part in (fed.train, fed.val, fed.test)):
         told.update(b"".join(rows.tobytes() for rows in part.rows))
-    for x, y, _ in {id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)}.values():
-        told.update(pack({"y": y, "x": x[:: max(1, len(x) // 500)]}))
+    for x, y, group in {id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)}.values():
+        told.update(pack({"y": y, "x": x[:: max(1, len(x) // 500)], **({} if group is None else {"group": group})}))
     return told.hexdigest()[:16]
 
 
@@ -317,7 +324,7 @@ def train(case: Case, options: Options, progress: Progress, folder: Path | None 
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
     settled = progress.choices[0] if options.engine == "auto" else None  # a run goes on as it began
     over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how(), credit=case.credit)
+    evaluation = evaluation_of(case, options)
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
@@ -414,7 +421,7 @@ def finish(
     case: Case, options: Options, progress: Progress, folder: Path | None = None, *, also: Afterwards | None = None
 ) -> list[Result]:
     """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how(), credit=case.credit)
+    evaluation = evaluation_of(case, options)
     results = [outcome_of(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     if folder:
@@ -467,6 +474,7 @@ def outcome_of(case: Case, options: Options, evaluation: Evaluation, progress: P
         ledger=ledger,
         sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
         sampled=participation(plan, case.total or fed.devices, done)[case.first : case.first + fed.devices],
+        credit=case.credit,
     )
 
 

@@ -17,7 +17,7 @@ from glocal.backends import Engine, OverDevices, Seat, Task, begin, simulate_see
 from glocal.errors import DivergedError, InputError, nearest
 from glocal.federation import Examples, Holdings, Rows
 from glocal.fitting import outputs_of
-from glocal.measure import Evaluation, ensemble_accuracy, ensemble_classes
+from glocal.measure import Credit, Evaluation, ensemble_accuracy, ensemble_classes, matching
 from glocal.modules import params_of, predictor, state_dict
 from glocal.result import Result
 from glocal.sampling import Attendance, Plan, in_batches, stream
@@ -37,11 +37,12 @@ class Host(NamedTuple):
     plan: Plan
     state: State
     devices: int
+    credit: Credit = matching
 
     @classmethod
     def of(cls, result: Result) -> "Host":
         """From what `fit` returned."""
-        return cls(result.algorithm, result.structure, result.plan, result.state, len(result.sampled))
+        return cls(result.algorithm, result.structure, result.plan, result.state, len(result.sampled), result.credit)
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def borrowed_classes(host: Host, chosen: Sequence[int], inputs: Tensor) -> list[
 def _accuracy(host: Host, models: Sequence[tuple[Params, Params]], test: Examples) -> float:
     if not len(test.y):
         raise InputError("join: there is no labelled example to test on; give some")
-    evaluation = Evaluation(host.algorithm, predictor(host.model))
+    evaluation = Evaluation(host.algorithm, predictor(host.model), credit=host.credit)
     holdings = Holdings(test, (np.arange(len(test.y), dtype=np.int64),))
     accuracy = ensemble_accuracy(evaluation, models, holdings)
     evaluation.close()

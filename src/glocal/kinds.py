@@ -26,6 +26,7 @@ from glocal.fitting import (
     Round,
     advanced,
     beginning,
+    evaluation_of,
     fingerprint,
     fit_case,
     kept,
@@ -35,8 +36,8 @@ from glocal.fitting import (
     sharing_stores,
 )
 from glocal.keep import Json, write_json
-from glocal.measure import Evaluation
-from glocal.modules import params_of, predictor
+from glocal.measure import Credit, Evaluation, matching
+from glocal.modules import params_of
 from glocal.optimisers import Optimiser
 from glocal.result import Result, save_models
 from glocal.sampling import Integers, Plan, choose_cohort, noise_key
@@ -52,7 +53,7 @@ Cases = Mapping[str, Case]
 class Kind:
     """Devices with one architecture and one form of input; they start from `params`, or else from the model's own weights.
 
-    `spent` is what those weights have cost so far.
+    `spent` is what those weights have cost so far, `credit` says what a guess is worth.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Kind:
     federation: Federation
     params: Params | None = None
     spent: Ledger = Ledger()
+    credit: Credit = matching
 
     def start(self) -> Params:
         """What its devices start from."""
@@ -137,6 +139,7 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
             spent=(kind.spent,),
             first=end - kind.federation.devices,
             total=ends[-1],
+            credit=kind.credit,
         )
         for kind, tree, end in zip(kinds, params, ends, strict=True)
     }
@@ -235,7 +238,7 @@ def train_kinds(cases: Cases, options: Options, progress: Progress, folder: Path
     """Rounds of placed cases as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     rounds = next(iter(cases.values())).plan.rounds
     begun_with = progress.choices if options.engine == "auto" else (None,) * len(cases)  # a run goes on as it began
-    evaluations = [Evaluation(case.algorithm, predictor(case.model), engine=options.how()) for case in cases.values()]
+    evaluations = [evaluation_of(case, options) for case in cases.values()]
     with _engines(cases, options.how(), begun_with) as overs, ExitStack() as stack:
         for evaluation in evaluations:
             stack.callback(evaluation.close)
@@ -332,7 +335,7 @@ def _finished(cases: Cases, options: Options, progress: Progress, folder: Path |
     """The final tests of every kind; with a folder, figures and personal models are kept there."""
     results = {}
     for place, (name, case) in enumerate(cases.items()):
-        with closing(Evaluation(case.algorithm, predictor(case.model), engine=options.how())) as evaluation:
+        with closing(evaluation_of(case, options)) as evaluation:
             results[name] = outcome_of(case, options, evaluation, progress.of(place))
     if folder:
         for name, result in results.items() if options.keep == "everything" else ():

@@ -70,7 +70,10 @@ def tune_alphas(result: Result, federation: Federation, *, grid: Sequence[float]
     tested = int(np.count_nonzero(federation.val.sizes))
     ledger = result.ledger.after_evaluation(result.state.shared, tested)
     plan = result.plan
-    case = placed(Case(result.algorithm, result.structure, plan, (plan.seed,), (params,), (federation,), (ledger,)), options)
+    case = placed(
+        Case(result.algorithm, result.structure, plan, (plan.seed,), (params,), (federation,), (ledger,), credit=result.credit),
+        options,
+    )
     losses = losses_by_alpha(Mixture.of(result), case.federations[0].val, grid=grid, engine=options.how())
     devices = np.flatnonzero(federation.val.sizes).tolist()
     chosen = {device: grid[int(losses[:, device].argmin())] for device in devices}

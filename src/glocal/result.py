@@ -10,7 +10,7 @@ from torch import nn
 from glocal.algorithm import Algorithm
 from glocal.errors import InputError
 from glocal.keep import Json, write_tensors
-from glocal.measure import Accuracies, NewTest, Spread
+from glocal.measure import Accuracies, Credit, NewTest, Spread, matching
 from glocal.modules import state_dict
 from glocal.sampling import Plan
 from glocal.store import State
@@ -34,6 +34,7 @@ class Result:
     ledger: Ledger
     sizes: dict[str, list[int]]
     sampled: list[int]
+    credit: Credit = matching
 
     @property
     def local_test(self) -> float | None:

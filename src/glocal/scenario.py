@@ -24,6 +24,7 @@ from glocal.fitting import (
     Round,
     advanced,
     beginning,
+    evaluation_of,
     fingerprint,
     kept,
     outcome_of,
@@ -32,10 +33,10 @@ from glocal.fitting import (
     sharing_stores,
 )
 from glocal.keep import Json, read_rows, write_json
-from glocal.measure import Evaluation, local_tests
+from glocal.measure import Credit, Evaluation, local_tests, matching
 from glocal.measure.accuracy import Accuracies
 from glocal.measure.forgetting import Course
-from glocal.modules import params_of, predictor
+from glocal.modules import params_of
 from glocal.result import Result, save_models
 from glocal.sampling import Attendance, Integers, Plan, choose_present
 from glocal.store import State
@@ -183,7 +184,7 @@ class Story:
         checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
         settled = progress.choices[0] if options.engine == "auto" else None  # a run goes on as it began
         over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
-        evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
+        evaluation = evaluation_of(case, options)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
             return _advanced(self, evaluation, before._replace(choices=(over.choice,)), round_)
@@ -224,12 +225,16 @@ def fit_scenario(
     *,
     options: Options | None = None,
     folder: Path | str | None = None,
+    credit: Credit = matching,
 ) -> Told:
-    """Train and test one federation through all chapters; with a folder, calling again goes on where it stopped."""
+    """Train and test one federation through all chapters; with a folder, calling again goes on where it stopped.
+
+    `credit` says what a guess is worth.
+    """
     federations, home = scenario.chapters[0].federations, Path(folder) if folder else None
     if len(federations) != 1:
         raise InputError(f"scenario: its chapters have {len(federations)} federations; give one, or run a study with seeds")
-    case = Case(algorithm, model, plan, (plan.seed,), (params_of(model),), federations, (Ledger(),))
+    case = Case(algorithm, model, plan, (plan.seed,), (params_of(model),), federations, (Ledger(),), credit=credit)
     story = Story(case, scenario, options or Options())
     story.require()
     story = story.placed()
@@ -349,7 +354,7 @@ def _tested_at_the_end(story: Story, progress: Progress) -> list[Result]:
     here = chapter.here()
     case = replace(case, federations=tuple(_held_by(federation, here) for federation in chapter.federations))
     asked = progress._replace(states=[_with_rows_of(state, here) for state in progress.states])
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=story.options.how())
+    evaluation = evaluation_of(case, story.options)
     results = [outcome_of(case, story.options, evaluation, asked, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     sampled = [participation(scenario, plan).tolist() for plan in case.plans()]

@@ -18,11 +18,11 @@ from glocal.algorithm import Algorithm, Update
 from glocal.backends import OverDevices, Seat, Task, begin, simulate_seeds
 from glocal.errors import InputError
 from glocal.federation import Federation, Holdings
-from glocal.fitting import Case, Options, placed, require_fit
+from glocal.fitting import Case, Options, evaluation_of, placed, require_fit
 from glocal.keep import Json
-from glocal.measure import Evaluation, local_tests
+from glocal.measure import Credit, Evaluation, local_tests, matching
 from glocal.measure.theory import Estimate
-from glocal.modules import params_of, predictor
+from glocal.modules import params_of
 from glocal.sampling import Integers, Plan, in_batches, noise_key, stream
 from glocal.split import first_names, layers_of
 from glocal.store import PrivateRows, State
@@ -156,17 +156,19 @@ def advise(
     how: Counsel | None = None,
     options: Options | None = None,
     tell: Tell = unheard,
+    credit: Credit = matching,
 ) -> Advice:
     """How much of a model devices should share: `plan` is of the rounds of FedAvg, the algorithm, that come before the race.
+
+    `credit` says what a guess is worth.
 
     No raw data, labels or counts of classes leave a device: only models or shared parts of them, and accuracies, do.
     """
     how, options = how or Counsel(), options or Options()
     if not algorithm.init(params_of(model))[0] or algorithm.init(params_of(model))[1]:
         raise InputError(f"advise: {algorithm.name} keeps something to itself; begin with one that shares all, such as fedavg")
-    hall = _prepared(
-        Case(algorithm, model, plan, (plan.seed,), (params_of(model),), (federation,), (Ledger(),)), how, options, tell
-    )
+    case = Case(algorithm, model, plan, (plan.seed,), (params_of(model),), (federation,), (Ledger(),), credit=credit)
+    hall = _prepared(case, how, options, tell)
     try:
         return _advice(hall)
     finally:
@@ -184,7 +186,7 @@ def _prepared(case: Case, how: Counsel, options: Options, tell: Tell) -> Hall:
     calls = plan.rounds + sum(how.rungs)
     over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=calls)
     whole = case.algorithm._replace(personal=lambda shared, private: private)
-    evaluation = Evaluation(whole, predictor(case.model), engine=options.how())
+    evaluation = evaluation_of(replace(case, algorithm=whole), options)
     return Hall(case.algorithm, case.model, plan, case.params[0], train, judges, racers, over, evaluation, how, tell)
 
 

@@ -57,7 +57,9 @@ def show_advice(settings: Settings, how: Counsel, *, rounds: int, out: Path | No
     console = Console(stderr=True)
     try:
         with console.status("getting ready") as status:
-            advice = advise(algorithm, parts.model, federation, warm, how=how, options=settings.run, tell=status.update)
+            advice = advise(
+                algorithm, parts.model, federation, warm, how=how, options=settings.run, tell=status.update, credit=parts.credit
+            )
     except KeyboardInterrupt:
         console.print("stopped; nothing was kept", highlight=False)
         raise

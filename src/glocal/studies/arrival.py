@@ -11,11 +11,10 @@ from glocal.backends import Seat
 from glocal.data.rotate import black, require_images, rotated
 from glocal.errors import InputError
 from glocal.federation import Examples, Federation, Holdings, Rows
-from glocal.fitting import Case, Options
+from glocal.fitting import Case, Options, evaluation_of
 from glocal.joining import Joined, Welcome, take_in
 from glocal.keep import Json
 from glocal.measure import Evaluation, ensemble_accuracy, local_test, new_test, spread
-from glocal.modules import predictor
 from glocal.result import Result
 from glocal.sampling import stream
 from glocal.store import State
@@ -39,7 +38,7 @@ def arrive(case: Case, results: Sequence[Result], options: Options, *, newcomer:
         for result, fed, rows in zip(results, case.federations, trains, strict=True)
     ]
     joined = take_in(case.algorithm, seats, welcome, engine=options.how())
-    evaluation = Evaluation(case.algorithm, predictor(case.model), engine=options.how())
+    evaluation = evaluation_of(case, options)
     new = [Holdings(test_store, (rows,)) for rows in tests]
     rows = [
         _measured(evaluation, each, fed, own) | {"rotated_before": _before(evaluation, result, own)}

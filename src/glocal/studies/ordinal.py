@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from glocal.errors import InputError
 from glocal.federation import Federation
-from glocal.fitting import Case, Options
+from glocal.fitting import Case, Options, evaluation_of
 from glocal.keep import Json
-from glocal.measure import Evaluation, guesses
+from glocal.measure import guesses
 from glocal.measure.bag_of_words import baselines
 from glocal.measure.ordinal import judged, one_class_devices
-from glocal.modules import predictor
 from glocal.result import Result
 
 
@@ -38,7 +37,7 @@ def require_ordinal(settings: OrdinalSettings, federation: Federation) -> None:
 
 def measured(case: Case, results: Sequence[Result], options: Options, settings: OrdinalSettings) -> list[Json]:
     """For each seed of a case, how right and how far off its devices' models are on their own test data."""
-    with closing(Evaluation(case.algorithm, predictor(case.model), engine=options.how())) as evaluation:
+    with closing(evaluation_of(case, options)) as evaluation:
         told = []
         for result, fed in zip(results, case.federations, strict=True):
             alike = one_class_devices(fed, settings.one_class)

@@ -56,7 +56,7 @@ def open_case(folder: Path, case: str | None = None, *, seed: int | None = None,
         raise InputError(f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`")
     state = _tested_state(progress, place, result["selected_round"] - plan.first_round)
     federation, device = parts_of(settings.cases[name], parts).federations[place], settings.run.computing_device()
-    host = Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices)
+    host = Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices, parts.credit)
     return Saved(name, host, federation, settings)
 
 
