@@ -524,6 +524,17 @@ def test_a_case_that_has_begun_keeps_the_model_it_started_from(given, then, tmp_
         list(run_study(from_dict(tomllib.loads(WARM), [*both, f"cases.early.after_model={then}"]), tmp_path))
 
 
+def test_a_case_that_has_begun_keeps_the_case_it_started_from(tmp_path):
+    warm = from_dict(tomllib.loads(WARM))
+    first, late = warm.cases["first"], warm.cases["late"]
+    both = {"first": first, "other": replace(first, algorithm="fedprox", knobs={"mu": 1.0})}
+    settings = replace(warm, cases={**both, "late": late})
+    list(run_study(settings, tmp_path))
+    moved = replace(settings, cases={**both, "late": replace(late, after="other", rounds=2)})
+    with pytest.raises(InputError, match=r"late was made with another after \(first\) than the one given \(other\)"):
+        list(run_study(moved, tmp_path))
+
+
 def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it_says_so_or_not(tmp_path):
     for folder, said in (("silent", []), ("said", ["cases.early.after_model=last"])):
         list(run_study(from_dict(tomllib.loads(WARM), ["run.select=last", *said]), tmp_path / folder))

@@ -112,7 +112,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["cases.a.after=b"], "is no earlier case"),
         (
             ["cases.b.algorithm=fedavg", "cases.b.after=a", "cases.b.after_round=99"],
-            "after_round is 99, but a runs from round 0 to 2",
+            "after_round is 99, but one can go on from a with 1 to 2 rounds done",
         ),
         (["cases.b.algorithm=fedavg", "cases.b.after=a", "cases.b.after_model=newest"], "'newest'; it must be 'best' .* or 'last'"),
         (["cases.a.after_model=last"], "'last', and it starts from no other case; name one with `after`"),

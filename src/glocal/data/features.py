@@ -28,21 +28,22 @@ def described(pictures: Pictures, network: nn.Module, device: torch.device, *, r
     network.eval()
     probes = np.linspace(0, len(pictures) - 1, _PROBES).round().astype(np.int64)
     seen = _seen(pictures, network, device, probes)
-    path = cache_folder() / "features" / f"{_mark(pictures, network, device)}.npy"
+    made_of = _made_of(pictures, network)
+    path = cache_folder() / "features" / f"{device.type}-{made_of}.npy"
     found = recalled(path, np.float32, (len(pictures), seen.shape[1]))
     if found is None or not _agree(found[probes], seen):
         found = _worked_out(pictures, network, device, report)
         keep(path, found)
-    return standardised(found)
+    return standardised(found, made_of)
 
 
-def standardised(features: Numbers) -> Pictures:
+def standardised(features: Numbers, made_of: str = "") -> Pictures:
     """Features of mean 0 and deviation 1 each; 0 where all are alike, as with a single picture."""
     centred = features - features.mean(0, dtype=np.float64).astype(np.float32)
     deviation = np.sqrt(np.square(centred).sum(0, dtype=np.float64) / max(1, len(features) - 1))
     varies = deviation > 1e-6 * np.abs(features).max(0)  # else it is rounding that varies
     scale = np.divide(1, deviation, out=np.zeros_like(deviation), where=varies)
-    return Pictures(centred * scale.astype(np.float32))
+    return Pictures(centred * scale.astype(np.float32), made_of)
 
 
 def _worked_out(pictures: Pictures, network: nn.Module, device: torch.device, report: Report) -> Numbers:
@@ -74,12 +75,12 @@ def _seen(pictures: Pictures, network: nn.Module, device: torch.device, numbers:
     return told
 
 
-def _mark(pictures: Pictures, network: nn.Module, device: torch.device) -> str:
+def _made_of(pictures: Pictures, network: nn.Module) -> str:
+    """Pictures and weights, as one short word."""
     state = network.state_dict()
     tensors = {name: tensor.cpu() for name, tensor in state.items() if isinstance(tensor, Tensor)}
     others = {name: value for name, value in state.items() if name not in tensors}
-    told = hashlib.sha256(f"{device.type} {tuple(pictures.table.shape)} {network} {others}".encode())
-    told.update(pictures.table.numpy().data)
+    told = hashlib.sha256(f"{pictures.mark} {network} {others}".encode())
     told.update(pack(tensors))
     return told.hexdigest()[:16]
 

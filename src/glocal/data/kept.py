@@ -1,9 +1,11 @@
 """Arrays that can be made again, kept in the cache: written in one step, and read back only if they are what is expected."""
 
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,27 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[Any]
 Shape = tuple[int, ...]
+_HALF, _A_DAY = "half-", 86_400  # seconds
+
+
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """A place to write that becomes `path` in one step at the end; what a killed process left half done a day ago is cleared."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f"{_HALF}*"):
+        if old.stat().st_mtime < time.time() - _A_DAY:
+            shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_HALF) as scratch:
+        yield Path(scratch) / path.name
+        os.replace(Path(scratch) / path.name, path)
 
 
 def keep(path: Path, array: Numbers) -> None:
     """Write an array in one step; a cache that cannot be written costs time, not the run."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            with open(Path(scratch) / path.name, "wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(file.name, path)
+    with suppress(OSError), drafted(path) as draft, open(draft, "wb") as file:
+        np.save(file, array)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def recalled(path: Path, dtype: type[np.generic], shape: Shape) -> Numbers | None:

@@ -4,23 +4,24 @@ import hashlib
 import io
 import logging
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from glocal.data.kept import Numbers, mapped
+from glocal.data.kept import Numbers, drafted, mapped
 from glocal.errors import InputError, brief
 from glocal.places import cache_folder
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
 _LONGEST_ID = 18  # figures
 _TOLD_EVERY = 10_000  # pictures: a minute or so
+_PROBES = 16  # pictures by which a kept table is known to be whole
 _LOG = logging.getLogger("glocal")
 _ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -31,10 +32,10 @@ class Pictures:
     An example then holds the number of its picture beside its words, and a model looks the picture up: nothing is copied per
     example, and as the table is neither parameter nor buffer it is never sent, stored or averaged. On a device of its own the table
     holds that device's pictures. It lies on the host, mapped from disk where it was decoded before; a GPU that asks gets a copy,
-    once. Copies of a model share it.
+    once. Copies of a model share it. Features say what they were `made_of`, for they are not the same to the last bit everywhere.
     """
 
-    def __init__(self, table: Numbers) -> None:
+    def __init__(self, table: Numbers, made_of: str = "") -> None:
         pixels = table.dtype == np.uint8 and table.ndim == 4 and table.shape[1] == 3
         if not (pixels or (table.dtype == np.float32 and table.ndim == 2)) or not table.size:
             raise InputError(
@@ -45,12 +46,20 @@ class Pictures:
             raise InputError("pictures: a feature is not finite; check what made them")
         self.table = torch.from_numpy(np.ascontiguousarray(table))
         self.copies: dict[torch.device, Tensor] = {}
+        self.made_of = made_of
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __deepcopy__(self, memo: object) -> "Pictures":
         return self
+
+    @cached_property
+    def mark(self) -> str:
+        """What tells this table from others, as one short word."""
+        told = hashlib.sha256(f"{tuple(self.table.shape)}".encode())
+        told.update(self.made_of.encode() or self.table.numpy().data)
+        return told.hexdigest()[:16]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,7 +94,7 @@ def in_place(source: Path) -> dict[int, str]:
     """The pictures of a folder or a zip by their id, which ends their names: COCO_train2014_000000000009.jpg is 9."""
     try:
         if source.is_dir():
-            names = [path.name for path in source.iterdir() if path.is_file()]
+            names = [path.relative_to(source).as_posix() for path in sorted(source.rglob("*")) if path.is_file()]
         else:
             with zipfile.ZipFile(source) as archive:
                 names = archive.namelist()
@@ -111,9 +120,15 @@ def decoded(source: Path, names: Sequence[str], *, size: int) -> Pictures:
     told = repr((str(source.resolve()), _stamps(source, names), list(names), size))
     kept = cache_folder() / "pictures" / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.npy"
     found = mapped(kept, np.uint8, (len(names), 3, size, size))
-    if found is None:
+    if found is None or not _as_decoded(found, _reader(source), names):
         found = _decode(source, names, size, kept)
     return Pictures(found)
+
+
+def _as_decoded(table: Numbers, read: Callable[[str], bytes], names: Sequence[str]) -> bool:
+    """Whether a few pictures from all over a kept table are what is decoded now: a disk may have damaged it."""
+    places = np.unique(np.linspace(0, len(names) - 1, _PROBES).round().astype(np.int64)).tolist()
+    return all(np.array_equal(table[place], _pixels(read, names[place], table.shape[-1])) for place in places)
 
 
 def _stamps(source: Path, names: Sequence[str]) -> list[tuple[int, int]]:
@@ -126,13 +141,11 @@ def _decode(source: Path, names: Sequence[str], size: int, kept: Path) -> Number
     """Picture by picture into a file that takes its place in one step; a cache that cannot be written costs memory, not the run."""
     read, shape = _reader(source), (len(names), 3, size, size)
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-            draft = np.lib.format.open_memmap(Path(scratch) / kept.name, mode="w+", dtype=np.uint8, shape=shape)
-            _claim(Path(scratch) / kept.name)
+        with drafted(kept) as path:
+            draft = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+            _claim(path)
             _fill(draft, read, names)
             draft.flush()
-            os.replace(Path(scratch) / kept.name, kept)
         found = mapped(kept, np.uint8, shape)
         if found is not None:
             return found

@@ -1,8 +1,9 @@
 """From settings to the things they name: data, model, split, optimiser, algorithm."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from glocal.data.vqa import Questions
 from glocal.errors import InputError, nearest
 from glocal.federation import Federation, Holdings, gathered, held_out
 from glocal.fitting import Pretraining
+from glocal.keep import Json
 from glocal.measure import Credit, agreeing, matching
 from glocal.modules import params_of
 from glocal.optimisers import Adam, Apart, Optimiser, Sgd, Shrink, adam, sgd
@@ -26,12 +28,13 @@ from glocal.split import Split
 from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.own import called, named_function
-from glocal.studies.questions import answering, controlled, refuse_for_others, require_questions, seen_by
+from glocal.studies.questions import answering, controlled, refuse_for_others, refuse_for_questions, require_questions, seen_by
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.studies.tries import tries_of
 from glocal.training import Objective, augmented, cross_entropy
 from glocal.trees import Params
+from glocal.wire import pack
 
 Made = TypeVar("Made")
 Loaded = Dataset | Federation | Holdings | Texts
@@ -40,7 +43,10 @@ OWN_TEST_SHARE = 0.2  # of data that come device by device
 
 @dataclass(frozen=True)
 class Parts:
-    """What all cases of a study have in common; one federation and one set of initial parameters per seed."""
+    """What all cases of a study have in common; one federation and one set of initial parameters per seed.
+
+    `about` is what else must be the same for a run to go on.
+    """
 
     model: nn.Module
     objective: Objective
@@ -48,6 +54,7 @@ class Parts:
     federations: tuple[Federation, ...]
     params: tuple[Params, ...]
     credit: Credit = matching
+    about: Json = field(default_factory=dict)
 
     def leaving_out(self, seeds: Collection[int]) -> "Parts":
         """The same with the other seeds only."""
@@ -68,6 +75,7 @@ def build_parts(settings: Settings, report: data.Report) -> Parts:
     seeds = tuple(run.seed for run in runs)
     loaded = build_data(settings.data, report)
     if isinstance(loaded, Dataset) and loaded.questions:
+        refuse_for_questions(settings)
         require_questions(loaded)
         asked = controlled(loaded, settings.data.pictures)
         loaded = seen_by(settings.model, asked, settings.run.computing_device, report=report)
@@ -81,8 +89,13 @@ def build_parts(settings: Settings, report: data.Report) -> Parts:
     example = federations[0].train.examples.x[0]
     models = [build_model(settings.model, example, classes, seed=seed, questions=questions) for seed in seeds]
     objective = _augmented(cross_entropy(models[0]), settings.data, federations[0])
-    credit = agreeing if questions else matching
-    return Parts(models[0], objective, seeds, federations, tuple(params_of(model) for model in models), credit)
+    params = tuple(params_of(model) for model in models)
+    if questions is None:
+        return Parts(models[0], objective, seeds, federations, params)
+    about = {"pictures": questions.pictures.mark}
+    if settings.model.weights is not None:
+        about |= {"weights": hashlib.sha256(pack(params[0])).hexdigest()[:16]}
+    return Parts(models[0], objective, seeds, federations, params, agreeing, about)
 
 
 def _classes(loaded: Loaded, federation: Federation) -> int:

@@ -173,7 +173,7 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
     """A case before its start is known: initial weights, nothing sent."""
     plain, parts = settings.as_dict(), parts_of(settings.cases[name], parts)
     algorithm = build_algorithm(settings, settings.cases[name], parts)
-    about = {f"{part} settings": plain[part] for part in ("data", "model", "optimiser")}
+    about = {f"{part} settings": plain[part] for part in ("data", "model", "optimiser")} | parts.about
     if "welcome" in plain["cases"][name]:
         about |= {"welcome": plain["cases"][name]["welcome"], "newcomer": plain.get("newcomer")}
     spent, params, learns = tuple(Ledger() for _ in parts.seeds), parts.params, settings.cases[name].learns
@@ -183,8 +183,8 @@ def initial_case(settings: Settings, name: str, parts: Parts) -> Case:
         about |= {"learns": plain["cases"][name]["learns"]}
     if settings.audit is not None:
         about |= {"audit": plain["audit"]}
-    if settings.cases[name].after is not None and _start_of(settings, settings.cases[name]).model == "last":
-        about |= {"after_model": "last"}
+    if settings.cases[name].after is not None:
+        about |= {"after": settings.cases[name].after, "after_model": _start_of(settings, settings.cases[name]).model}
     before = build_pretraining(settings, settings.cases[name], parts)
     plan = plans_of(settings)[name]
     return Case(
@@ -362,8 +362,8 @@ def _start_of(settings: Settings, case: CaseSettings) -> Start:
     plan = plans_of(settings)[case.after]
     start = plan.last_round if case.after_round is None else case.after_round
     if not plan.first_round < start <= plan.last_round:
-        run = f"{case.after} runs from round {plan.first_round} to {plan.last_round}"
-        raise InputError(f"settings: after_round is {start}, but {run}; choose one of those")
+        done = f"{plan.first_round + 1} to {plan.last_round} rounds done"
+        raise InputError(f"settings: after_round is {start}, but one can go on from {case.after} with {done}; choose one of those")
     return Start(start, "last" if case.after_model == "last" and settings.run.select == "best" else "best")
 
 
