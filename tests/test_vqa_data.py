@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import time
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from PIL import Image
 from torch import nn
 
 from glocal import data
+from glocal.cli import main
 from glocal.data.features import described, standardised
 from glocal.data.pictures import Pictures, in_place
 from glocal.data.vqa import read_asked, read_vqa
@@ -88,8 +90,37 @@ def test_gzipped_files_and_folders_of_pictures_are_read_alike(world, tmp_path):
 
 def test_pictures_are_decoded_once_and_mapped_from_then_on(world, monkeypatch):
     first = read_vqa(*world, size=16)[2].pictures
-    monkeypatch.setattr("glocal.data.pictures._pixels", None)
+    monkeypatch.setattr("glocal.data.pictures._fill", None)
     assert torch.equal(read_vqa(*world, size=16)[2].pictures.table, first.table)
+
+
+def zeros_from_the_middle_on(raw):
+    return raw[: len(raw) // 2] + bytes(len(raw) - len(raw) // 2)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [zeros_from_the_middle_on, lambda raw: raw.replace(b"'fortran_order': False", b"'fortran_order': True ")],
+    ids=["zeros", "order"],
+)
+def test_kept_pictures_that_are_damaged_are_decoded_anew(world, tmp_path, damage):
+    first = read_vqa(*world, size=16)[2].pictures.table.clone()
+    [kept] = (tmp_path / "cache" / "pictures").iterdir()
+    whole = kept.read_bytes()
+    assert damage(whole) != whole
+    kept.write_bytes(damage(whole))
+    assert torch.equal(read_vqa(*world, size=16)[2].pictures.table, first)
+    assert kept.read_bytes() == whole
+
+
+def test_what_a_killed_process_left_in_the_cache_is_cleared_after_a_day(world, tmp_path):
+    for name, age in (("half-old", 90_000), ("half-young", 0)):
+        left = tmp_path / "cache" / "pictures" / name
+        left.mkdir(parents=True)
+        (left / "part.npy").write_bytes(b"0" * 100)
+        os.utime(left, (time.time() - age, time.time() - age))
+    read_vqa(*world, size=16)
+    assert sorted(path.name for path in (tmp_path / "cache" / "pictures").iterdir() if path.is_dir()) == ["half-young"]
 
 
 def test_a_cache_that_cannot_be_written_costs_memory_only(world, tmp_path, monkeypatch):
@@ -128,8 +159,23 @@ def test_questions_without_a_picture_are_left_out_counted_and_told(world, tmp_pa
 
 def test_no_picture_of_any_question_is_an_error(world, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="has the picture of no question"):
+    with pytest.raises(InputError, match="has the picture of no training question"):
         read_vqa(*world[:2], tmp_path / "empty")
+
+
+def test_no_picture_of_any_test_question_is_an_error_that_says_so(world):
+    question = {"question_id": 7, "image_id": 99, "question": "Is it red?"}
+    shapes.write_pair(world[1][0], [(question, "no")])
+    with pytest.raises(InputError, match=r"has the picture of no test question .question 7 is about 99"):
+        read_vqa(*world, size=16)
+
+
+def test_pictures_may_lie_in_folders_within_a_folder_as_the_official_ones_do(world, tmp_path):
+    with zipfile.ZipFile(world[2]) as archive:
+        for place, name in enumerate(archive.namelist()):
+            archive.extract(name, tmp_path / "pictures" / ("train2014" if place % 2 else "val2014"))
+    one, other = (read_vqa(*world[:2], place, size=16)[2].pictures.table for place in (world[2], tmp_path / "pictures"))
+    assert torch.equal(one, other)
 
 
 def test_a_corrupt_picture_is_named(world):
@@ -292,6 +338,7 @@ def test_files_that_name_no_version_are_read(world):
         ({"answers": 0}, "answers is 0; a whole number from 1 on was expected"),
         ({"answers": True}, "answers is True; a whole number"),
         ({"size": 0}, "size is 0; a whole number"),
+        ({"size": 16.0}, "size is 16.0; a whole number"),
         ({"size": 200_000}, "size is 200000; a whole number from 1 to 2048"),
         ({"train": []}, "the files are \\[\\]; a list of pairs was expected"),
         ({"test": ("q.json", "a.json")}, "the files are .'q.json', 'a.json'.; a list of pairs was expected"),
@@ -549,6 +596,18 @@ def test_what_is_not_to_be_downloaded_is_said_so(monkeypatch):
     monkeypatch.delenv("GLOCAL_DATA", raising=False)
     with pytest.raises(InputError, match=r"images\.zip is not to be downloaded; put the file into"):
         data.fetch_source("vqav2")
+
+
+def test_nobody_is_told_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GLOCAL_DATA", str(tmp_path))
+    (tmp_path / "easy_vqa").mkdir()
+    for remote in data.SOURCES["easy_vqa"].files:
+        (tmp_path / "easy_vqa" / remote.name).write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"copy it again from its origin$"):
+        data.load_any("easy_vqa")
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "check", "easy_vqa"])
+    assert "easy_vqa has damaged files; copy them again from their origin\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

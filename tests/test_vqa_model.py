@@ -202,11 +202,30 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "missing.pth"))
 
 
-@pytest.mark.parametrize("odd", [lambda w: w * torch.nan, lambda w: w.to_sparse(), lambda w: w + 0j, lambda w: w.to("meta")])
-def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd):
+ODD = [
+    lambda w: w * torch.nan,
+    lambda w: w.to_sparse(),
+    lambda w: w + 0j,
+    lambda w: w.to("meta"),
+    lambda w: w.double() + 1e300,
+    lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", ["conv1.weight", "fc.weight"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, on what is odd here
+def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd, name):
     state = ResNet((4, 4, 6, 6)).state_dict()
-    torch.save({**state, "conv1.weight": odd(state["conv1.weight"])}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match=r"'conv1.weight' in .*w.pth is not of plain, finite numbers"):
+    torch.save({**state, name: odd(state[name])}, tmp_path / "w.pth")
+    with pytest.raises(InputError, match=rf"'{name}' in .*w.pth is not of plain, finite numbers"):
+        load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
+
+
+def test_a_count_of_batches_that_is_none_is_refused(tmp_path):
+    state = ResNet((4, 4, 6, 6)).state_dict()
+    torch.save({**state, "bn1.num_batches_tracked": torch.zeros(3, dtype=torch.int64)}, tmp_path / "w.pth")
+    with pytest.raises(InputError, match=r"'bn1.num_batches_tracked' is \(3,\) in .*, and \(\) here"):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
 
 

@@ -3,23 +3,33 @@
 import json
 import math
 import os
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+import glocal
+from glocal.algorithms import fedavg
+from glocal.data import Dataset
+from glocal.data.vqa import read_vqa
 from glocal.errors import InputError
-from glocal.fitting import Options
+from glocal.fitting import Options, fit
+from glocal.joining import Host, borrowed_accuracy
+from glocal.kinds import Kind, fit_kinds
 from glocal.report import draw_study, study_markdown, write_study_report
 from glocal.report.comparison import tables_of
 from glocal.report.goals import draw_goal, goal_cells, ways_to_goal
+from glocal.sampling import Plan
 from glocal.studies import run_study
 from glocal.studies.build import build_parts
 from glocal.studies.findings import Findings, read_findings, write_findings
 from glocal.studies.goals import goal_of, reached
 from glocal.studies.paper import PAPER
 from glocal.studies.parts import prepare, run_parts
+from glocal.studies.saved import open_case
 from glocal.studies.settings import (
     CaseSettings,
     DataSettings,
@@ -30,6 +40,7 @@ from glocal.studies.settings import (
     SplitSettings,
     changed,
 )
+from glocal.studies.vqa_model import ResNet
 from tests import shapes
 
 SMALL = (
@@ -174,6 +185,12 @@ def test_an_encoder_of_ones_own_that_does_not_fit_is_refused(seen, change, messa
         ('data.pictures=""', "data.pictures is ''"),
         ("model.widths=[]", "four were expected"),
         ('model.weights=""', "the weights  cannot be had"),
+        ("plan.tokens=200", "plan.tokens is 200, and a question's first number is no word but its picture"),
+        ("ordinal.one_class=0.9", "ordinal is given, and answers have no order"),
+        (
+            "cases.FedAvg.learns={kind='adversary', at='answer'}",
+            "cases.FedAvg.learns is an adversary, and what stands beside questions are people's answers",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(change, message):
@@ -202,7 +219,20 @@ def beyond(column, number):
         (beyond(1, -1), "a training question has word -1; numbers from 0 to"),
         (
             lambda own: own._replace(test=own.test._replace(x=own.test.x.float())),
-            r"test questions are torch.float32 \(120, \d\); whole numbers \(rows, 1 \+ words\) were expected",
+            r"test questions are torch.float32 \(120, \d\); whole numbers \(rows, 1 \+ words\) of int64 were expected",
+        ),
+        (lambda own: own._replace(train=own.train._replace(x=own.train.x.byte())), "training questions are torch.uint8"),
+        (lambda own: own._replace(train=own.train._replace(x=own.train.x.numpy())), "x of training questions is a ndarray"),
+        (
+            lambda own: own._replace(test=own.test._replace(group=own.test.group[:, :0])),
+            r"of 120 test questions people's answers are \(120, 0\)",
+        ),
+        (lambda own: own._replace(questions="none"), "the questions are a str"),
+        (lambda own: own._replace(questions=replace(own.questions, kinds=None)), "the questions' kinds are None"),
+        (lambda own: own._replace(questions=replace(own.questions, kinds=([0, 1], [1]))), "two NumPy arrays"),
+        (
+            lambda own: own._replace(questions=replace(own.questions, kinds=tuple(-each for each in own.questions.kinds))),
+            "two NumPy arrays of whole numbers from 0 on were expected",
         ),
         (
             lambda own: own._replace(questions=replace(own.questions, pictures=own.questions.pictures.table)),
@@ -229,6 +259,72 @@ def test_what_only_questions_read_is_refused_with_other_data(change):
 def test_the_network_for_questions_refuses_other_data():
     with pytest.raises(InputError, match="vqa answers questions about pictures"):
         build_parts(small("paper", "data.source=digits", "data.partition=iid"), print)
+
+
+def nobody_agrees(train, test, pictures):
+    """The same world, in which no test question has an answer that training has."""
+    told = [(question, "zzz") for question in json.loads(test[0][0].read_text())["questions"]]
+    shapes.write_pair(test[0], told)
+    return read_vqa(train, test, pictures, size=16)
+
+
+def test_a_question_that_nobody_can_answer_counts_as_wrong_wherever_models_are_tested(tmp_path, monkeypatch):
+    train, test, questions = nobody_agrees(*shapes.write_world(tmp_path))
+    monkeypatch.setattr(shapes, "dataset", lambda: Dataset(train, test, len(questions.answers), questions))
+    cases = ("cases.FedAvg.rounds=2", "cases.LG.rounds=1", "cases.LG.after_round=1", "cases.Local only.cohort=3")
+    settings = small("paper", *cases, "run.keep=everything")
+    settings = replace(settings, cases={name: settings.cases[name] for name in ("FedAvg", "LG")})
+    assert set(scores(settings, tmp_path / "run").values()) == {0}
+    grouped = changed(settings, ["groups.All.devices=3", "run.select=last"])
+    assert set(scores(grouped, tmp_path / "groups").values()) == {0}
+    host = open_case(tmp_path / "run").host
+    assert borrowed_accuracy(host, [0, 1], test) == 0
+    parts = build_parts(settings, print)
+    fed, plan = parts.federations[0], Plan(1, 3, batch=20)
+    algorithm = fedavg(parts.objective, glocal.sgd(0.01))
+    options = Options(device="cpu", engine="looped")
+    by_label = fit(algorithm, parts.model, fed, plan, options=options)
+    by_people = fit(algorithm, parts.model, fed, plan, options=options, credit=parts.credit)
+    assert by_label.local_test > 0, "else labels would do"
+    assert by_people.local_test == borrowed_accuracy(Host.of(by_people), [0], test) == 0
+    kinds = fit_kinds([Kind("one", algorithm, parts.model, fed, credit=parts.credit)], plan, options=options)
+    assert kinds["one"].local_test == 0
+
+
+def recoloured(folder):
+    with zipfile.ZipFile(folder / "images.zip") as archive:
+        names = archive.namelist()
+    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
+        for name in names:
+            archive.writestr(name, shapes.packed(Image.new("RGB", (16, 16), (9, 9, 9))))
+
+
+@pytest.mark.parametrize("encoder", ["trained", "frozen"])
+@pytest.mark.parametrize(
+    ("other", "what"), [("pictures", "pictures"), ("people", "data"), ("weights", "weights|pictures"), ("nothing", None)]
+)
+def test_a_run_does_not_go_on_with_other_pictures_answers_or_weights(tmp_path, monkeypatch, encoder, other, what):
+    torch.manual_seed(0)
+    torch.save(ResNet((8, 8, 8, 8)).state_dict(), tmp_path / "w.pth")
+    world = shapes.write_world(tmp_path)
+    monkeypatch.setattr(shapes, "write_world", lambda folder: world)
+    rounds = ["cases.FedAvg.rounds=1", f"model.encoder={encoder}", f"model.weights={tmp_path / 'w.pth'}"]
+    settings = small("paper", *rounds)
+    settings = replace(settings, cases={"FedAvg": settings.cases["FedAvg"]}, run=replace(settings.run, keep="everything"))
+    list(run_study(settings, tmp_path / "run"))
+    if other == "pictures":
+        recoloured(tmp_path)
+    elif other == "people":
+        told = [(question, "zzz") for question in json.loads(world[1][0][0].read_text())["questions"]]
+        shapes.write_pair(world[1][0], told)
+    elif other == "weights":
+        torch.save(ResNet((8, 8, 8, 8)).state_dict(), tmp_path / "w.pth")
+    longer = changed(settings, ["cases.FedAvg.rounds=2"])
+    if what is None:
+        assert len(list(run_study(longer, tmp_path / "run"))) == 2
+        return
+    with pytest.raises(InputError, match=f"was made with another ({what}) "):
+        list(run_study(longer, tmp_path / "run"))
 
 
 def test_findings_tell_how_soon_the_goal_is_reached(tmp_path):

@@ -26,7 +26,8 @@ def brief(error: BaseException) -> str:
     >>> brief(ValueError("no  way"))
     'ValueError: no way'
     """
-    return shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
+    told = "".join(sign if sign.isprintable() else " " for sign in f"{type(error).__name__}: {error}")
+    return shorten(told, 160, placeholder=" ...")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

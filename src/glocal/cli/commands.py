@@ -335,7 +335,9 @@ def data_check(name: SourceName) -> None:
     if not files and SOURCES[name].files:
         raise InputError(f"data: {name} is not on this machine; get it with `glocal data fetch {name}`")
     if not all(good for _, good in files):
-        raise InputError(f"data: {name} has damaged files; delete them and run `glocal data fetch {name}`")
+        downloaded = all(remote.urls for remote in SOURCES[name].files)
+        what = f"delete them and run `glocal data fetch {name}`" if downloaded else "copy them again from their origin"
+        raise InputError(f"data: {name} has damaged files; {what}")
 
 
 @data_app.command("draw")

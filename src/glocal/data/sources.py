@@ -159,7 +159,7 @@ def _verify(path: Path, remote: RemoteFile) -> None:
     if found != remote.sha256:
         raise InputError(
             f"data: {path} has {size} bytes and checksum {found[:12]}.., expected {remote.size} bytes and {remote.sha256[:12]}..; "
-            "copy it again from its origin, or unset GLOCAL_DATA to download it"
+            f"copy it again from its origin{', or unset GLOCAL_DATA to download it' if remote.urls else ''}"
         )
 
 

@@ -74,7 +74,7 @@ def read_vqa(
     """From pairs of question and annotation files, and a folder or zip of pictures, each brought to size x size pixels."""
     if isinstance(answers, bool) or not isinstance(answers, int) or answers < 1:
         raise InputError(f"data: answers is {answers!r}; a whole number from 1 on was expected")
-    if isinstance(size, bool) or size not in _SIZES:
+    if isinstance(size, bool) or not isinstance(size, int) or size not in _SIZES:
         raise InputError(f"data: size is {size!r}; a whole number from 1 to {_SIZES[-1]} was expected")
     for part in (train, test):
         _require_pairs(part)
@@ -83,12 +83,13 @@ def read_vqa(
     parts = [[asked for pair in pairs for asked in read_asked(*map(Path, pair))] for pairs in (train, test)]
     _require_once(asked for part in parts for asked in part)
     seen = [[asked for asked in part if asked.picture in there] for part in parts]
-    if not all(seen):
-        lost = next(asked for part, kept in zip(parts, seen, strict=True) if not kept for asked in part)
-        raise InputError(
-            f"data: {pictures} has the picture of no question (question {lost.question} is about {lost.picture}); "
-            "name pictures by their id, such as 000000000009.jpg"
-        )
+    for name, all_asked, kept in zip(("training", "test"), parts, seen, strict=True):
+        if not kept:
+            lost = all_asked[0]
+            raise InputError(
+                f"data: {pictures} has the picture of no {name} question (question {lost.question} is about {lost.picture}); "
+                "name pictures by their id, such as 000000000009.jpg"
+            )
     used = {asked.picture: there[asked.picture] for part in seen for asked in part}
     table = decoded(pictures, [used[image] for image in sorted(used)], size=size)
     missing = sum(map(len, parts)) - sum(map(len, seen))
@@ -164,7 +165,7 @@ def _asked(question: Mapping[str, Any], annotation: Mapping[str, Any], questions
     number, text = question["question_id"], _field(question, "question", questions)
     words = _words(text) if isinstance(text, str) else ()
     if not words:
-        raise InputError(f"data: {questions}: question {number} is {text!r} and has no words; write it out, or take it away")
+        raise InputError(f"data: {questions}: question {number} is {text!r:.80} and has no words; write it out, or take it away")
     answers, label = (_field(annotation, name, annotations) for name in ("answers", "multiple_choice_answer"))
     try:
         people, label = tuple(_plain(each["answer"]) for each in answers), _plain(label)

@@ -100,17 +100,23 @@ def require_questions(dataset: Dataset) -> None:
     questions = dataset.questions
     if questions is None:
         return
+    if not isinstance(questions, Questions):
+        raise InputError(f"data: the questions are a {type(questions).__name__}; glocal.data.vqa.Questions was expected")
     if not isinstance(questions.pictures, Pictures):
         given = type(questions.pictures).__name__
         raise InputError(f"data: the questions' pictures are a {given}; glocal.data.pictures.Pictures was expected")
+    _require_kinds(questions.kinds)
     ranges = {"picture": range(-1, len(questions.pictures)), "word": range(len(questions.words))}  # -1: no picture
     for part, examples in (("training", dataset.train), ("test", dataset.test)):
+        for name, tensor in zip(examples._fields, examples, strict=True):
+            if tensor is not None and not isinstance(tensor, torch.Tensor):
+                raise InputError(f"data: {name} of {part} questions is a {type(tensor).__name__}; a torch.Tensor was expected")
         x, people = examples.x, examples.group
-        if x.dim() != 2 or x.is_floating_point():
+        if x.dim() != 2 or x.dtype not in (torch.int32, torch.int64):
             raise InputError(
-                f"data: {part} questions are {x.dtype} {tuple(x.shape)}; whole numbers (rows, 1 + words) were expected"
+                f"data: {part} questions are {x.dtype} {tuple(x.shape)}; whole numbers (rows, 1 + words) of int64 were expected"
             )
-        if people is None or people.dim() != 2 or len(people) != len(x):
+        if people is None or people.dim() != 2 or len(people) != len(x) or not people.shape[1]:
             shape = "none" if people is None else tuple(people.shape)
             raise InputError(f"data: of {len(x)} {part} questions people's answers are {shape}; give them as group (rows, people)")
         for (what, known), numbers in zip(ranges.items(), (x[:, :1], x[:, 1:]), strict=True):
@@ -118,6 +124,29 @@ def require_questions(dataset: Dataset) -> None:
             if len(wrong):
                 bounds = f"{known.start} to {known.stop - 1}"
                 raise InputError(f"data: a {part} question has {what} {int(wrong[0])}; numbers from {bounds} were expected")
+
+
+def _require_kinds(kinds: object) -> None:
+    """Refuse what are no two arrays of whole numbers from 0 on: how questions begin, by which they are dealt out."""
+    both = kinds if isinstance(kinds, tuple | list) and len(kinds) == 2 else ()
+    if both and all(isinstance(each, np.ndarray) and each.dtype.kind in "iu" and each.min(initial=0) >= 0 for each in both):
+        return
+    raise InputError(f"data: the questions' kinds are {kinds!r:.60}; two NumPy arrays of whole numbers from 0 on were expected")
+
+
+def refuse_for_questions(settings: Settings) -> None:
+    """Settings that take people's answers or the numbers of pictures for something else."""
+    learns = {f"cases.{name}.learns": case.learns for name, case in settings.cases.items()}
+    adversaries = [name for name, each in learns.items() if each is not None and each.kind == "adversary"]
+    given = {name: "an adversary, and what stands beside questions are people's answers, nothing to hide" for name in adversaries}
+    if settings.audit is not None:
+        given["audit"] = "given, and what stands beside questions are people's answers, nothing to hide"
+    if settings.ordinal is not None:
+        given["ordinal"] = "given, and answers have no order"
+    if settings.plan.tokens is not None:
+        given["plan.tokens"] = f"{settings.plan.tokens}, and a question's first number is no word but its picture; set plan.batch"
+    for name, why in given.items():
+        raise InputError(f"settings: {name} is {why}; leave it out")
 
 
 def controlled(dataset: Dataset, pictures: str | None) -> Dataset:

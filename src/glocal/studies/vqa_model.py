@@ -215,26 +215,27 @@ def load_weights(resnet: ResNet, source: str) -> None:
     for name, tensor in own.items():
         if name.startswith("fc.") or name.endswith("num_batches_tracked"):
             taken.setdefault(name, tensor)
-        elif name not in taken:
+        if name not in taken:
             raise InputError(f"model: the weights {source} have no '{name}'; {nearest(name, given)}")
-        elif taken[name].shape != tensor.shape:
+        if not _plain(taken[name], tensor.dtype):
+            raise InputError(f"model: '{name}' in {source} is not of plain, finite numbers; give weights that were trained")
+        if taken[name].shape != tensor.shape:
             raise InputError(
                 f"model: '{name}' is {tuple(taken[name].shape)} in {source}, and {tuple(tensor.shape)} here; check model.widths"
             )
-        elif not _plain(taken[name]):
-            raise InputError(f"model: '{name}' in {source} is not of plain, finite numbers; give weights that were trained")
     if more := sorted(taken.keys() - own.keys()):
         raise InputError(f"model: the weights {source} have '{more[0]}', which ResNet-18 has not; give weights of ResNet-18")
     resnet.load_state_dict(taken)
 
 
 def _fits(given: Tensor, own: Tensor | None) -> bool:
-    return own is not None and given.shape == own.shape
+    return own is not None and not given.is_nested and given.shape == own.shape
 
 
-def _plain(tensor: Tensor) -> bool:
-    dense = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_complex()
-    return dense and bool(tensor.isfinite().all())
+def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is a dense tensor of numbers that are finite, also once they are of this type."""
+    odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_complex() or tensor.layout != torch.strided
+    return not odd and bool(tensor.to(dtype).isfinite().all())
 
 
 def _read(source: str) -> dict[str, Tensor]:
