@@ -8,6 +8,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import glocal
 import world
 from glocal import algorithms, trees
 from glocal.algorithms import fedavg
-from glocal.backends import Choice, Engine, OverDevices, Seat, begin, simulate, simulate_seeds
+from glocal.backends import Choice, Engine, OverDevices, Seat, begin, choosing, simulate, simulate_seeds
 from glocal.backends.choosing import Bench, chosen
 from glocal.backends.crew import Crew
 from glocal.backends.engine import remember, remembered
@@ -299,6 +300,18 @@ def test_auto_measures_for_a_long_run_says_so_and_remembers(monkeypatch, tmp_pat
     assert remembered(bench().key()) == first
     remember(bench().key(), Choice("looped", why="because"))
     assert chosen(bench(), calls=1000, descends=True)[0] == Choice("looped", why="because")
+
+
+@pytest.mark.parametrize(("long", "calls", "lines"), [(-1, 2, 1), (1000, 8, 0)])
+def test_what_takes_long_is_tried_once_and_told(monkeypatch, caplog, long, calls, lines):
+    caplog.set_level("INFO", "glocal")
+    form = Mock()
+    monkeypatch.setattr(choosing, "build", lambda *_: form)
+    monkeypatch.setattr(choosing, "_LONG", long)
+    assert "measured, ms a step: vmapped" in choosing._fastest(bench(), [Choice("vmapped"), Choice("looped")]).why
+    assert form.call_count == calls
+    told = [line for line in caplog.messages if "trying out what is fastest, which takes a while: 2 steps took 0 s" in line]
+    assert len(told) == lines
 
 
 def test_a_damaged_book_of_choices_is_no_reason_to_stop(monkeypatch, tmp_path):

@@ -1,6 +1,8 @@
 """Which form to take: what was asked for, or what a few measured steps show to be fastest here."""
 
 import hashlib
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +23,8 @@ _WORTH_COMPILING = 20_000
 _LARGE_TEST = 5_000  # examples
 _PROBE = 2  # steps
 _PROBED = 16  # devices, on a CPU
+_LONG = 10  # seconds
+_LOG = logging.getLogger("glocal")
 
 
 class Bench(NamedTuple):
@@ -143,7 +147,11 @@ def _has_convolutions(bench: Bench) -> bool:
 
 def _fastest(bench: Bench, choices: Sequence[Choice]) -> Choice:
     """The fastest of several forms on a few steps; what each took is told."""
-    seconds = {choice: _timed(bench, choice) for choice in choices}
+    seconds: dict[Choice, float] = {}
+    for choice in choices:
+        seconds[choice] = _timed(bench, choice)
+        if len(seconds) == 1 and _LONG < seconds[choice] < math.inf:
+            _LOG.info("engine: trying out what is fastest, which takes a while: %d steps took %.0f s", _PROBE, seconds[choice])
     best = min(seconds, key=lambda choice: seconds[choice])
     told = ", ".join(f"{_name(choice)} {1000 * taken / _PROBE:.2g}" for choice, taken in seconds.items())
     reason = f"{best.why}; " if best.why else ""
@@ -151,7 +159,7 @@ def _fastest(bench: Bench, choices: Sequence[Choice]) -> Choice:
 
 
 def _timed(bench: Bench, choice: Choice) -> float:
-    """Seconds for a few steps, the best of those after two that warm up; endless for a form that fails."""
+    """Seconds for a few steps, the best of those after two that warm up, or the first that is long; endless if a form fails."""
     form = build(bench.function, choice, bench.engine)
     wait: Callable[[], None] = torch.cuda.synchronize if bench.examples.y.is_cuda else lambda: None
     taken = []
@@ -162,11 +170,13 @@ def _timed(bench: Bench, choice: Choice) -> float:
             form(bench.short(), bench.examples, bench.round_index)
             wait()
             taken.append(time.perf_counter() - started)
+            if taken[-1] > _LONG:  # then warming up is the least of it
+                break
     except (RuntimeError, ValueError, UserWarning, NotImplementedError):
-        return float("inf")
+        return math.inf
     finally:
         form.close()
-    return min(taken[2:])
+    return min(taken[2:] or taken[-1:])
 
 
 def _name(choice: Choice) -> str:
