@@ -104,7 +104,7 @@ def warm_kinds(kinds: Sequence[Kind], optimiser: Optimiser, plan: Plan, *, optio
         start = {**params, **agreed}
         case = Case(fedavg(objective, optimiser), kind.model, plan, (plan.seed,), (start,), (kind.federation,), (kind.spent,))
         with _named(kind.name):
-            result = fit_case(case, options or Options())[0]
+            result = fit_case(replace(case, credit=kind.credit), options or Options())[0]
         # an average of what is the same everywhere is that only up to rounding
         warm.append(replace(kind, params={**result.state.shared, **agreed}, spent=result.ledger))
     return warm
