@@ -103,7 +103,7 @@ def _goals(findings: Findings) -> str:
     """How soon the goal is reached, of every part that has one."""
     tables = [
         f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n<p>{_html(goal_told(findings, name))}</p>\n"
-        f"{_plain(GOAL_HEADS, map(goal_cells, ways), 'Goal')}"
+        f"{_table(GOAL_HEADS, map(goal_cells, ways), 'Goal')}"
         for name, part in findings.study.parts.items()
         if (ways := ways_to_goal(findings, name))
     ]
@@ -128,9 +128,14 @@ def _time(findings: Findings) -> str:
 
 
 def _plain(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> str:
+    """A table of few columns."""
+    return f'<div class="brief">{_table(heads, rows, label)}</div>'
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> str:
     """A table of one column of words, then numbers."""
     written = (f"<tr>{_name(name)}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, *cells in rows)
-    return f'<div class="brief">{boxed_table(_head(heads, 1), written, label)}</div>'
+    return boxed_table(_head(heads, 1), written, label)
 
 
 def _head(heads: Sequence[str], words: int) -> str:
