@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import glocal
 import world
 from glocal import algorithms, keep, trees
+from glocal.checkpoint import _require_same
 from glocal.errors import InputError
 from glocal.fitting import Case, Options, beginning, fit_case, placed, train, warm_params
 from glocal.keep import read_rows
@@ -533,6 +534,18 @@ def test_a_case_that_has_begun_keeps_the_case_it_started_from(tmp_path):
     moved = replace(settings, cases={**both, "late": replace(late, after="other", rounds=2)})
     with pytest.raises(InputError, match=r"late was made with another after \(first\) than the one given \(other\)"):
         list(run_study(moved, tmp_path))
+
+
+def test_a_run_that_is_done_is_not_taken_for_one_with_other_tests(tmp_path):
+    local = from_dict(tomllib.loads(WARM), ["run.tests=local"])
+    list(run_study(local, tmp_path))
+    with pytest.raises(InputError, match=r"first was made with another choice .*'tests': 'local'"):
+        list(run_study(from_dict(tomllib.loads(WARM)), tmp_path))
+
+
+def test_what_a_run_was_made_with_may_not_be_left_out(tmp_path):
+    with pytest.raises(InputError, match=r"was made with another audit \(all\) than the one given \(None\)"):
+        _require_same({"plan": 1, "audit": "all"}, {"plan": 1}, tmp_path)
 
 
 def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it_says_so_or_not(tmp_path):

@@ -222,6 +222,14 @@ def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd, name):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: nested tensors are a prototype
+def test_nested_weights_are_refused(tmp_path):
+    state = ResNet((4, 4, 6, 6)).state_dict()
+    torch.save({**state, "conv1.weight": torch.nested.nested_tensor([*state["conv1.weight"]])}, tmp_path / "w.pth")
+    with pytest.raises(InputError, match=r"'conv1.weight' in .*w.pth is not of plain, finite numbers"):
+        load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
+
+
 def test_a_count_of_batches_that_is_none_is_refused(tmp_path):
     state = ResNet((4, 4, 6, 6)).state_dict()
     torch.save({**state, "bn1.num_batches_tracked": torch.zeros(3, dtype=torch.int64)}, tmp_path / "w.pth")

@@ -6,13 +6,16 @@ import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from PIL import Image
 
 import glocal
+from glocal.advice import Counsel
 from glocal.algorithms import fedavg
+from glocal.cli.advise import show_advice
 from glocal.data import Dataset
 from glocal.data.vqa import read_vqa
 from glocal.errors import InputError
@@ -287,6 +290,11 @@ def test_a_question_that_nobody_can_answer_counts_as_wrong_wherever_models_are_t
     by_people = fit(algorithm, parts.model, fed, plan, options=options, credit=parts.credit)
     assert by_label.local_test > 0, "else labels would do"
     assert by_people.local_test == borrowed_accuracy(Host.of(by_people), [0], test) == 0
+    asked = Mock(side_effect=InputError("enough"))
+    monkeypatch.setattr("glocal.cli.advise.advise", asked)
+    with pytest.raises(InputError, match="enough"):
+        show_advice(settings, Counsel(), rounds=1, out=None, command="")
+    assert asked.call_args.kwargs["credit"] is parts.credit
     kinds = fit_kinds([Kind("one", algorithm, parts.model, fed, credit=parts.credit)], plan, options=options)
     assert kinds["one"].local_test == 0
 

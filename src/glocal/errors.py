@@ -21,10 +21,12 @@ class GlocalWarning(UserWarning):
 
 
 def brief(error: BaseException) -> str:
-    """An error of somebody else's code in a few words.
+    r"""An error of somebody else's code in a few words.
 
     >>> brief(ValueError("no  way"))
     'ValueError: no way'
+    >>> brief(ValueError("\x1b[1mno\n\nway"))
+    'ValueError: [1mno way'
     """
     told = "".join(sign if sign.isprintable() else " " for sign in f"{type(error).__name__}: {error}")
     return shorten(told, 160, placeholder=" ...")

@@ -159,7 +159,7 @@ def _fastest(bench: Bench, choices: Sequence[Choice]) -> Choice:
 
 
 def _timed(bench: Bench, choice: Choice) -> float:
-    """Seconds for a few steps, the best of those after two that warm up, or the first that is long; endless if a form fails."""
+    """Seconds for a few steps, the best of those after two that warm up, or one that is long; endless for a form that fails."""
     form = build(bench.function, choice, bench.engine)
     wait: Callable[[], None] = torch.cuda.synchronize if bench.examples.y.is_cuda else lambda: None
     taken = []
@@ -170,7 +170,7 @@ def _timed(bench: Bench, choice: Choice) -> float:
             form(bench.short(), bench.examples, bench.round_index)
             wait()
             taken.append(time.perf_counter() - started)
-            if taken[-1] > _LONG:  # then warming up is the least of it
+            if len(taken) > 1 and taken[-1] > _LONG:  # the first also starts up what it needs; beside so much the rest is little
                 break
     except (RuntimeError, ValueError, UserWarning, NotImplementedError):
         return math.inf

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from glocal.data.fetch import Report, unreported
-from glocal.data.kept import Numbers, keep, recalled
+from glocal.data.kept import Numbers, keep, places_all_over, recalled
 from glocal.data.pictures import Pictures
 from glocal.errors import InputError
 from glocal.places import cache_folder
@@ -15,7 +15,6 @@ from glocal.wire.crossing import pack
 
 _AT_ONCE = {"cpu": 16}  # more at once leave a processor's cache, and take longer
 _MANY = 256
-_PROBES = 16  # pictures by which kept features are known to be this encoder's
 
 
 def described(pictures: Pictures, network: nn.Module, device: torch.device, *, report: Report = unreported) -> Pictures:
@@ -26,7 +25,7 @@ def described(pictures: Pictures, network: nn.Module, device: torch.device, *, r
     """
     network.to(device)
     network.eval()
-    probes = np.linspace(0, len(pictures) - 1, _PROBES).round().astype(np.int64)
+    probes = places_all_over(len(pictures))
     seen = _seen(pictures, network, device, probes)
     made_of = _made_of(pictures, network)
     path = cache_folder() / "features" / f"{device.type}-{made_of}.npy"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[Any]
 Shape = tuple[int, ...]
 _HALF, _A_DAY = "half-", 86_400  # seconds
+_PROBES = 16
 
 
 @contextmanager
@@ -50,6 +51,11 @@ def recalled(path: Path, dtype: type[np.generic], shape: Shape) -> Numbers | Non
 def mapped(path: Path, dtype: type[np.generic], shape: Shape) -> Numbers | None:
     """The same, mapped from disk; what is written into it is seen by this process alone."""
     return _expected(lambda: np.lib.format.open_memmap(path, mode="c"), dtype, shape)
+
+
+def places_all_over(rows: int) -> npt.NDArray[np.int64]:
+    """A few rows of a kept table, the first and the last among them, by which it is known to be what it should be."""
+    return np.unique(np.linspace(0, rows - 1, _PROBES).round().astype(np.int64))
 
 
 def _expected(read: Callable[[], Numbers], dtype: type[np.generic], shape: Shape) -> Numbers | None:

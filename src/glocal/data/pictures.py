@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glocal.data.kept import Numbers, drafted, mapped
+from glocal.data.kept import Numbers, drafted, mapped, places_all_over
 from glocal.errors import InputError, brief
 from glocal.places import cache_folder
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
 _LONGEST_ID = 18  # figures
 _TOLD_EVERY = 10_000  # pictures: a minute or so
-_PROBES = 16  # pictures by which a kept table is known to be whole
 _LOG = logging.getLogger("glocal")
 _ENDINGS = ("", ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -127,7 +126,7 @@ def decoded(source: Path, names: Sequence[str], *, size: int) -> Pictures:
 
 def _as_decoded(table: Numbers, read: Callable[[str], bytes], names: Sequence[str]) -> bool:
     """Whether a few pictures from all over a kept table are what is decoded now: a disk may have damaged it."""
-    places = np.unique(np.linspace(0, len(names) - 1, _PROBES).round().astype(np.int64)).tolist()
+    places = places_all_over(len(names)).tolist()
     return all(np.array_equal(table[place], _pixels(read, names[place], table.shape[-1])) for place in places)
 
 

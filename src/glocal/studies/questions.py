@@ -136,17 +136,17 @@ def _require_kinds(kinds: object) -> None:
 
 def refuse_for_questions(settings: Settings) -> None:
     """Settings that take people's answers or the numbers of pictures for something else."""
-    learns = {f"cases.{name}.learns": case.learns for name, case in settings.cases.items()}
-    adversaries = [name for name, each in learns.items() if each is not None and each.kind == "adversary"]
-    given = {name: "an adversary, and what stands beside questions are people's answers, nothing to hide" for name in adversaries}
+    answers = "what stands beside questions are people's answers, nothing to hide"
+    for name, case in settings.cases.items():
+        if case.learns is not None and case.learns.kind == "adversary":
+            raise InputError(f"settings: cases.{name}.learns is an adversary, and {answers}; leave it out")
     if settings.audit is not None:
-        given["audit"] = "given, and what stands beside questions are people's answers, nothing to hide"
+        raise InputError(f"settings: audit is given, and {answers}; leave it out")
     if settings.ordinal is not None:
-        given["ordinal"] = "given, and answers have no order"
+        raise InputError("settings: ordinal is given, and answers have no order; leave it out")
     if settings.plan.tokens is not None:
-        given["plan.tokens"] = f"{settings.plan.tokens}, and a question's first number is no word but its picture; set plan.batch"
-    for name, why in given.items():
-        raise InputError(f"settings: {name} is {why}; leave it out")
+        first = "a question's first number is no word but its picture"
+        raise InputError(f"settings: plan.tokens is {settings.plan.tokens}, and {first}; set plan.batch instead")
 
 
 def controlled(dataset: Dataset, pictures: str | None) -> Dataset:
