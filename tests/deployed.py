@@ -4,11 +4,13 @@ import copy
 from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from glocal.backends.flower.inner_server import key_bytes
 from glocal.deploy.layout import Wanted, lay_out
-from glocal.deploy.roster import read_roster, write_roster
+from glocal.deploy.roster import read_roster
 
 MODULE = """
 import torch
@@ -82,13 +84,16 @@ class HereGrid(Grid):
     def __init__(self, folder, client, tamper=lambda device, message, reply: reply):
         self.folder, self.client, self.tamper = Path(folder), client, tamper
         self.replies, self.contexts, self.online, self.sent = {}, {}, None, []
-        roster = read_roster(self.folder)
-        write_roster(self.folder, {number: entry._replace(node=1000 + number) for number, entry in roster.items()})
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
     def get_node_ids(self):
         numbers = read_roster(self.folder) if self.online is None else self.online
         return [1000 + number for number in numbers]
+
+    def get_nodes(self):
+        roster = read_roster(self.folder)
+        keys = {node: key_bytes(roster[node - 1000].key) for node in self.get_node_ids()}
+        return [NodeInfo(node_id=node, public_key=key) for node, key in keys.items()]
 
     def context(self, device):
         name = read_roster(self.folder)[device].name

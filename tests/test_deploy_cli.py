@@ -1,5 +1,6 @@
 """Deploying on the command line: what is written, and one clear line with exit code 2 for what a user can put right."""
 
+import importlib
 import json
 import re
 import socket
@@ -19,16 +20,18 @@ from flwr.common.serde import user_config_to_proto
 from flwr.proto.run_pb2 import Run, RunStatus
 from safetensors.torch import save
 
-from glocal.backends.flower.control import Link, RunState
-from glocal.deploy import certificates, processes
+from glocal.backends.flower.inner_server import Link, RunState
+from glocal.cli import supervised
+from glocal.deploy import certificates, processes, supervision
 from glocal.deploy.certificates import days_left, make_authority, make_server_certificate
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member
 from glocal.deploy.layout import add_device
-from glocal.deploy.operating import _Line, follow, register, told_row
+from glocal.deploy.operating import follow
 from glocal.deploy.project import Project
 from glocal.deploy.roster import read_roster, write_roster
-from glocal.deploy.supervision import Care, supervise
+from glocal.deploy.supervision import Child, Program, environment, supervise
+from glocal.deploy.words import told_row
 from glocal.errors import InputError
 from glocal.keep import append_rows, read_json, read_rows
 from tests import deployed
@@ -44,7 +47,20 @@ def foreign(about):
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("glocal.backends.flower.strategy._POLL", 0.01)
+    monkeypatch.setattr("glocal.backends.flower.server._POLL", 0.01)
+
+
+def in_this_process(program, stop, say, **_):
+    """What a supervised program refuses, without the seconds that a process of its own takes to start."""
+    for folder in program.folders:
+        supervision.require_project(folder)
+    stop.set()  # one that is not refused ends at once
+    importlib.import_module(program.module).main(program.folders, say, stop)
+
+
+@pytest.fixture(autouse=True)
+def no_process_of_its_own(monkeypatch):
+    monkeypatch.setattr(supervised, "supervise", in_this_process)
 
 
 def test_init_writes_a_project_that_trains_and_keeps_secrets_secret(capsys):
@@ -215,7 +231,7 @@ def _long_ago(folder, monkeypatch):
     [
         (lambda folder, monkeypatch: _signed_by_another(folder), "server.crt is not signed by the authority in ca.crt"),
         (_long_ago, "server.crt ended on 20"),
-        (lambda folder, monkeypatch: make_server_certificate(folder, ["b.org"]), "server.crt is not for a.org, 127.0.0.2; make a"),
+        (lambda folder, monkeypatch: make_server_certificate(folder, ["b.org"]), "server.crt is not for a.org; make a"),
     ],
     ids=["of another authority", "expired", "for another host"],
 )
@@ -223,18 +239,16 @@ def test_a_server_does_not_start_with_a_certificate_that_no_device_would_trust(s
     deployed.project(Path("here"), devices=1, port=processes.free_port())
     if "a.org" in message:
         deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
-        deployed.change("here/deploy.toml", 'bind = "127.0.0.1"', 'bind = "127.0.0.2"')
     spoil(Path("here/certificates"), monkeypatch)
     assert run("deploy", "server", "here") == 2
     assert message in complaint(capsys)
 
 
-def test_a_renewed_certificate_is_for_where_devices_and_the_operator_find_the_server():
+def test_a_renewed_certificate_is_for_where_devices_find_the_server():
     deployed.project(Path("here"), devices=1)
     deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
-    deployed.change("here/deploy.toml", 'bind = "127.0.0.1"', 'bind = "127.0.0.2"')
     assert run("deploy", "renew", "here") == 0
-    certificates.require_server_certificate(Path("here/certificates"), ["a.org", "127.0.0.2"])
+    certificates.require_server_certificate(Path("here/certificates"), ["a.org"])
 
 
 def test_a_certificate_is_not_replaced_by_one_of_another_authoritys_key(capsys):
@@ -264,14 +278,16 @@ def test_what_is_run_already_is_not_run_a_second_time(command, capsys):
     assert "is being run already; stop that one first" in capsys.readouterr().err
 
 
-def test_a_folder_that_flower_would_read_otherwise_is_refused(capsys):
-    deployed.project(Path('q"uote'), devices=1)
-    assert run("deploy", "device", 'q"uote/devices/device-0') == 2
-    assert "has a quote or a backslash in it" in complaint(capsys)
-    deployed.project(Path("why?"), devices=1)
-    with processes.alone(Path("why?")):
-        assert run("deploy", "server", "why?") == 2
-    assert "has a question mark in it" in complaint(capsys)
+def test_a_folder_may_have_any_name_but_not_too_long_a_one(capsys):
+    """A name with marks that a shell or a database would read otherwise; a socket's path is short."""
+    for name in ('q"uote', "why? not"):
+        deployed.project(Path(name), devices=1, port=processes.free_port())
+        assert run("deploy", "server", name) == 0
+        assert run("deploy", "device", f"{name}/devices/device-0") == 0
+    deployed.project(Path("x" * 120), devices=1)
+    capsys.readouterr()
+    assert run("deploy", "server", "x" * 120) == 2
+    assert "move the folder to a shorter one" in complaint(capsys)
 
 
 @pytest.mark.parametrize("command", ["server", "run"])
@@ -308,45 +324,6 @@ def test_a_run_that_cannot_be_started_loses_nothing_of_what_is_known_of_it(capsy
         assert run("deploy", "join", "here") == 2
         assert "does not answer" in complaint(capsys)
     assert read_json(folder / "runs/first/live.json", dict)["state"] == "done"
-
-
-def test_an_old_log_and_a_program_that_is_still_starting_are_no_lost_line(tmp_path):
-    log, said, why = tmp_path / "supernode.log", [], [""]
-    log.write_text("WARNING : Connection attempt failed, retrying\n")
-    line = _Line(log, said.append, lambda: why[0])
-    assert not line.cut_off()
-    with log.open("a") as words:
-        words.write("INFO : Starting Flower SuperNode\nWARNING : Connection attempt failed, retry")
-    assert not line.cut_off()
-    assert not said
-    with log.open("a") as words:
-        words.write("ing in 0.4 seconds\n")
-    why[0] = "Connection refused"
-    assert not line.cut_off()
-    why[0] = ""
-    assert line.cut_off() == "the server is there, and it does not get through"
-    with log.open("a") as words:
-        words.write("INFO : Connection successful\n")
-    assert not line.cut_off()
-    assert said == ["the server does not answer (Connection refused); trying again", "connected again"]
-
-
-def test_a_program_that_was_started_again_is_not_connected_again(tmp_path):
-    log, said = tmp_path / "supernode.log", []
-    line = _Line(log, said.append, lambda: "its certificate is not to be trusted")
-    for _ in range(2):
-        with log.open("a") as words:
-            words.write("INFO : Starting Flower SuperNode\nERROR : SSL/TLS handshake error detected.\n")
-        line.cut_off()
-    assert said == ["the server does not answer (its certificate is not to be trusted); trying again"]
-    with log.open("a") as words:
-        words.write("INFO : Starting Flower SuperNode\n")
-    line.cut_off()
-    assert len(said) == 1
-    with log.open("a") as words:
-        words.write("INFO : SuperNode ID: 7\n")
-    line.cut_off()
-    assert said[1:] == ["connected again"]
 
 
 WITHOUT = """
@@ -399,7 +376,7 @@ def test_status_is_shown_without_a_server_too(capsys):
 
 def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkeypatch):
     folder = deployed.project(Path("here"), rounds=1, devices=1)
-    for name, state in (("first", "training"), ("second", "done"), ("third", "training")):
+    for name, state in (("first", "training"), ("second", "done"), ("third", "training"), ("lost", "training")):
         run_here(folder, run=name)._show(state)
     starts = [("first", 1, "finished"), ("second", 2, "finished"), ("third", 3, "finished"), ("third", 4, "running")]
     told = {
@@ -411,12 +388,13 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
         for name, number, status in starts
     }
     client = SimpleNamespace(ListRuns=lambda _: SimpleNamespace(run_dict=told), ListNodes=lambda _: SimpleNamespace(nodes_info=[]))
-    monkeypatch.setattr("glocal.backends.flower.control.linked", lambda *_: nullcontext(Link(client)))
+    monkeypatch.setattr("glocal.cli.deploys.linked", lambda _: nullcontext(Link(client)))
     capsys.readouterr()
     assert run("deploy", "status", "here") == 0
     printed = capsys.readouterr().out
     assert printed.count("it has ended (No heartbeat); go on with") == 1
-    assert f"`glocal deploy resume {folder.resolve()} --run first`" in printed
+    assert "`glocal deploy resume here --run first`" in printed.replace(f"{Path.cwd()}/", "")
+    assert printed.count("it has ended (the server was started anew)") == 1
 
 
 @pytest.mark.parametrize(
@@ -444,29 +422,6 @@ def test_a_key_in_the_roster_that_is_none_is_named(capsys):
     write_roster(folder, {0: read_roster(folder)[0]._replace(key="ssh-rsa nonsense")})
     assert run("deploy", "server", "here") == 2
     assert "'ssh-rsa nonsense' in the roster is no device's key" in complaint(capsys)
-
-
-class Forgetful:
-    """A server whose database was lost: it knows the first device, under the number that it has, and nobody else."""
-
-    def __init__(self, roster):
-        self.known = {roster[0].node: ("online", b"")}
-
-    def nodes(self):
-        return self.known
-
-    def register(self, key, name):
-        return 77
-
-
-def test_a_device_that_the_server_has_forgotten_is_let_in_anew():
-    folder = deployed.project(Path("here"), devices=2)
-    roster = {number: entry._replace(node=number + 10) for number, entry in read_roster(folder).items()}
-    write_roster(folder, roster)
-    said = []
-    register(Project.at(folder), Forgetful(roster), said.append)
-    assert [entry.node for entry in read_roster(folder).values()] == [10, 77]
-    assert said == ["device-1 may connect"]
 
 
 def test_devices_that_are_added_at_the_same_time_get_a_number_each():
@@ -540,28 +495,20 @@ def test_a_run_that_was_taken_over_stops_by_itself():
 
 def test_a_run_that_was_taken_over_is_not_said_to_be_resumed_again(monkeypatch):
     folder = deployed.project(Path("here"), rounds=1, devices=1)
-    told = RunState("finished:failed", "ServerApp failed with exception: run: it has been resumed elsewhere; this", 0, 0)
-    link = SimpleNamespace(nodes=dict, register=lambda *_: 5, start=lambda _: 1, run=lambda _: told)
-    monkeypatch.setattr("glocal.deploy.operating.linked", lambda *_: nullcontext(link))
+    told = RunState(True, "run: it has been resumed elsewhere; this server has no part in it")
+    link = SimpleNamespace(start=lambda _: 1, run=lambda _: told)
+    monkeypatch.setattr("glocal.deploy.operating.linked", lambda _: nullcontext(link))
     with pytest.raises(InputError) as ended:
         follow(Project.at(folder), "first", print)
     assert str(ended.value) == "run: it has been resumed elsewhere; watch it there, or with `glocal deploy status`"
 
 
-def test_a_full_disk_leaves_neither_a_program_nor_half_a_device(monkeypatch, capsys):
+def test_a_full_disk_leaves_no_half_a_device(monkeypatch, capsys):
     folder = deployed.project(Path("here"), devices=1)
-    real, started = processes.subprocess.Popen, []
 
     def full(path, *_):
         raise InputError(f"disk: cannot write {path} (No space left on device); free some space or choose another folder")
 
-    monkeypatch.setattr(processes.subprocess, "Popen", lambda *rest, **more: started.append(real(*rest, **more)) or started[-1])
-    waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with monkeypatch.context() as patched:
-        patched.setattr(processes, "write_text", full)
-        with pytest.raises(InputError, match=r"it.pid \(No space"):
-            processes.Child.start(waiting, home=Path("home"), log=Path("log/it.log"))
-    assert started[0].poll() is not None
     with monkeypatch.context() as patched:
         patched.setattr("glocal.deploy.layout.write_text", full)
         assert run("deploy", "add-device", "here") == 2
@@ -578,44 +525,73 @@ def test_a_journal_whose_last_line_was_cut_off_goes_on(tmp_path):
     assert [row["round"] for row in read_rows(journal)] == [1, 2, 3]
 
 
-class Fails:
-    """A program that ends at once; the fourth start ends the test."""
-
-    def __init__(self, stop):
-        self.stop, self.starts = stop, 0
-
-    def __call__(self):
-        self.starts += 1
-        if self.starts == 4:
-            self.stop.set()
-        return processes.Child.start([sys.executable, "-c", "print('no luck')"], home=Path("home"), log=Path("log/it.log"))
+def program(text, *, name="mine"):
+    """A small program to be kept running, in a module of its own."""
+    Path(f"{name}.py").write_text(text)
+    Path("study.toml").touch()
+    return Program(name, (Path.cwd(),), Path("logs/it.log"))
 
 
-def test_a_program_that_ends_is_started_again_ever_more_patiently(monkeypatch):
-    waits, said = [], []
-    stop = threading.Event()
-    real = stop.wait
-    monkeypatch.setattr(stop, "wait", lambda seconds: waits.append(seconds) or real(0.2))
-    supervise(Care(Fails(stop), lambda: "", said.append, lambda: None), stop)
-    assert [seconds for seconds in waits if seconds in (2.0, 15.0)] == [2.0, 15.0]
-    assert "it ended (no luck); starting again in 2 s" in said
+@pytest.fixture
+def importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()), prepend=":")
 
 
-def test_a_program_that_is_cut_off_while_its_server_is_there_is_started_again():
-    stop, said, children = threading.Event(), [], []
+def test_a_program_that_ends_is_started_again_ever_more_patiently(importable, monkeypatch):
+    waits, said, stop = [], [], threading.Event()
+    monkeypatch.setattr(supervision, "wait_before", lambda failures: waits.append(failures) or 0.01)
 
-    def start():
-        if children:
+    def say(words):
+        said.append(words)
+        if len(said) == 4:
             stop.set()
-        children.append(
-            processes.Child.start([sys.executable, "-c", "import time; time.sleep(60)"], home=Path("home"), log=Path("log/it.log"))
-        )
-        return children[-1]
 
-    supervise(Care(start, lambda: "no way through", said.append, lambda: None, every=0.05, offline=0.2), stop)
-    assert len(children) == 2
-    assert not any(child.running() for child in children)
-    assert "cut off for 0 s (no way through)" in said[0]
+    supervise(program("raise SystemExit(3)"), stop, say)
+    assert {*waits} == {1, 2, 3, 4}
+    assert said[0].startswith("it ended (exit code 3); starting again in 0.01 s; logs/it.log has more")
+
+
+def test_a_program_that_refuses_its_input_is_not_started_again(importable):
+    refusing = program("""print('{"refused": "that will not do"}', flush=True); raise SystemExit(2)""")
+    with pytest.raises(InputError, match="^that will not do$"):
+        supervise(refusing, threading.Event(), print)
+    assert not Path("logs").exists(), "nothing is left of it"
+
+
+def test_a_program_that_falls_silent_is_started_again_and_what_it_said_is_passed_on(importable, monkeypatch):
+    monkeypatch.setattr(supervision, "_SILENT", 0.3)
+    monkeypatch.setattr(supervision, "wait_before", lambda failures: 0.01)
+    said, stop = [], threading.Event()
+
+    def say(words):
+        said.append(words)
+        if len(said) == 4:
+            stop.set()
+
+    text = """import time; print('{"say": "here"}\\nno json\\n[1]', flush=True); time.sleep(60)"""
+    supervise(program(text), stop, say)
+    assert said[0] == said[2] == "here"
+    assert "it has been silent for 0 s; starting again" in said[1]
+
+
+def test_a_program_ends_with_its_supervisor(importable):
+    """Whose other end of its input is closed when it is killed."""
+    running = Child.start(program("from glocal.deploy import child; child.run(lambda *_: __import__('time').sleep(60))"), print)
+    running.process.stdin.close()
+    assert running.process.wait(30) == 1
+    running.stop()
+
+
+def test_a_program_is_given_no_more_of_the_environment_than_it_needs(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "x")
+    monkeypatch.setenv("PGPASSWORD", "mine")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    given = environment(Path("home"), ["PGPASSWORD"])
+    assert given["PGPASSWORD"] == "mine"
+    assert given["LANG"] == "C.UTF-8"
+    assert given["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert not {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"} & given.keys()
 
 
 def test_a_round_is_told_with_who_was_dropped_and_why():
@@ -629,4 +605,4 @@ def test_a_round_is_told_with_who_was_dropped_and_why():
         "notes": {},
         "away": ["c"],
     }
-    assert told_row(row) == "round 5: 1 devices, 3 s, 12,000 bytes so far; dropped b: NaN; away: c"
+    assert told_row(row) == "round 5: 1 devices, 3.2 s, 12,000 bytes so far; dropped b: NaN; away: c"

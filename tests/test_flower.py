@@ -14,13 +14,13 @@ from glocal import algorithms
 from glocal.backends import OverDevices, Seat, begin, simulate, simulate_seeds
 from glocal.backends.flower.contract import Order
 from glocal.backends.flower.records import from_record, reply_of, to_record
-from glocal.backends.flower.strategy import SharedPartStrategy, conduct, messages
+from glocal.backends.flower.server import Rounds, conduct, messages
 from glocal.data.fetch import unreported
 from glocal.deploy.apps import client
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member, predicted
 from glocal.deploy.layout import add_device
-from glocal.deploy.operating import told_entry
+from glocal.deploy.words import told_entry
 from glocal.deploy.project import Project
 from glocal.deploy.roster import read_roster
 from glocal.errors import InputError
@@ -39,7 +39,7 @@ from tests.world import distance
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
-    monkeypatch.setattr("glocal.backends.flower.strategy._POLL", 0.01)
+    monkeypatch.setattr("glocal.backends.flower.server._POLL", 0.01)
 
 
 def simulated(folder):
@@ -105,8 +105,8 @@ def during(round_index, device):
 
 def poisoned(reply, change):
     """A reply whose upload a broken device has changed."""
-    arrays = from_record(reply.content.array_records["shared"])
-    reply.content.array_records["shared"] = to_record(change(arrays))
+    tree = from_record(reply.content.config_records["shared"])
+    reply.content.config_records["shared"] = to_record(change(tree))
     return reply
 
 
@@ -283,10 +283,11 @@ def test_a_run_does_not_go_on_with_fewer_than_enough_because_the_others_are_refu
 def test_a_long_round_leaves_the_whole_wait_for_devices(tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here")
     conductor, grid = RunConductor(Project.at(folder), "first"), deployed.HereGrid(folder, client)
-    SharedPartStrategy(conductor)._gather(grid)
+    Rounds(conductor, grid)._gather()
     now = time.monotonic() + 10 * conductor.project.deployment.limits.gather
     monkeypatch.setattr("time.monotonic", lambda: now)
-    assert conductor.lacks(set())
+    conductor.strangers({})
+    assert conductor.lacks()
 
 
 def test_private_state_of_another_model_is_refused_by_name(tmp_path):
@@ -440,7 +441,9 @@ def test_what_leaves_a_device_is_its_upload_and_figures_and_the_journal_says_so(
     run_here(folder, grid)
     local = Member.at(folder / "devices/device-0").kit.algorithm.init(Member.at(folder / "devices/device-0").kit.params)[1]
     for _, reply in left:
-        names = {name for record in reply.content.array_records.values() for name in record}
+        assert not reply.content.array_records
+        records = reply.content.config_records.values()
+        names = {name for record in records if "blob" in record for name in from_record(record)}
         assert not names & local.keys()
         assert not any(grid.contexts[device].state for device in range(4))
     sent = [row for row in read_rows(folder / "devices/device-0/journal.jsonl") if "bytes" in row]
@@ -498,7 +501,7 @@ def test_no_example_leaves_a_device_in_the_words_of_an_error(fails, words, maske
     run_here(folder, grid)
     sent = [message_to_proto(reply).SerializeToString() for reply in seen]
     told = [*sent, *(path.read_bytes() for path in (folder / "runs").rglob("*.json*"))]
-    assert any(b"logs/supernode.log on the device says why" in part for part in told)
+    assert any(b"the device's own log says why" in part for part in told)
     assert not any(b"Jane Doe" in part or words.encode() in part for part in told)
     assert "what the server is not told" in caplog.text
     assert words in caplog.text
@@ -510,7 +513,7 @@ def test_no_example_leaves_a_device_whose_module_reads_them_while_it_is_imported
     with (folder / "devices/device-1/federation.py").open("a") as module:
         module.write(f"\n{fails}\n")
     conductor = run_here(folder)
-    assert conductor.live["refused"] == {"device-1": "its model or data cannot be used; logs/supernode.log on the device says why"}
+    assert conductor.live["refused"] == {"device-1": "its model or data cannot be used; the device's own log says why"}
     assert "Jane Doe, 41" in caplog.text
 
 
@@ -530,7 +533,7 @@ def test_of_an_error_that_nobody_foresaw_the_server_learns_the_kind(tmp_path, mo
     folder = deployed.project(tmp_path / "here", rounds=1)
     monkeypatch.setattr(Member, "greet", lambda self, order: {}["Jane Doe, 41"])
     asked = messages({1000: Order("first", 0)}, "query", None)[0]
-    with pytest.raises(RuntimeError, match=r"^it failed \(KeyError\); logs/supernode.log on the device says why$"):
+    with pytest.raises(RuntimeError, match=r"^it failed \(KeyError\); the device's own log says why$"):
         client(asked, deployed.HereGrid(folder, client).context(0))
     assert "Jane Doe, 41" in caplog.text
 
@@ -613,7 +616,8 @@ def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
     kept = read_json(conductor.folder / "result.json", dict)["privacy"]
     assert kept["rounds"] == 2
     assert kept["epsilon"] == pytest.approx(epsilon(2.0, 2, 1e-5))
-    uploads = [from_record(reply.content.array_records["shared"]) for reply in left if "shared" in reply.content.array_records]
+    records = [reply.content.config_records for reply in left]
+    uploads = [from_record(found["shared"]) for found in records if "shared" in found]
     kit = Project.at(folder).kit
     began = kit.algorithm.init(kit.params)[0]
     moved = torch.cat([(upload[name] - tensor).flatten() for upload in uploads[:4] for name, tensor in began.items()])

@@ -55,6 +55,34 @@ def write_text(path: Path, text: str) -> None:
         half.write_text(text, encoding="utf-8")
 
 
+def write_secret(path: Path, data: bytes) -> None:
+    """Replace a file that nobody but its owner may read."""
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    with whole_or_not_at_all(path) as half, open(half, "wb", opener=opened) as file:
+        file.write(data)
+        file.flush()
+
+
+def make_private(folders: Iterable[Path], files: Iterable[Path]) -> list[Path]:
+    """Take the rights of others to these away; those that had any. What cannot be had is refused."""
+    open_to_others = []
+    for path, mode in [*((path, 0o700) for path in folders), *((path, 0o600) for path in files)]:
+        if not path.exists() or not path.stat().st_mode & 0o077:
+            continue
+        with suppress(OSError):
+            path.chmod(mode)
+        if path.stat().st_mode & 0o077:
+            raise InputError(
+                f"disk: {path} can be read by others, and its rights cannot be changed; "
+                "let it belong to the user who runs this, on a disk that keeps rights"
+            )
+        open_to_others.append(path)
+    return open_to_others
+
+
 def write_json(path: Path, data: object) -> None:
     """Replace a JSON file."""
     write_text(path, spelled(data) + "\n")

@@ -48,17 +48,24 @@ def deploy_init(
 @deploy_app.command("server")
 def deploy_server(folder: Server) -> None:
     """Run the server until it is stopped: who connects, every round, losses and bytes."""
-    from glocal.cli.deploys import run_server
+    from glocal.cli.supervised import run_server
 
     run_server(folder)
 
 
 @deploy_app.command("device")
-def deploy_device(folder: Device) -> None:
-    """Run a device until it is stopped: it connects, comes back after faults, and says what leaves it."""
-    from glocal.cli.deploys import run_device
+def deploy_device(
+    folders: Annotated[
+        list[Path], typer.Argument(help="The folder of the device, or of several in one process.")
+    ],
+) -> None:
+    """Run a device until it is stopped: it connects, comes back after faults, and says what leaves it.
 
-    run_device(folder)
+    A gateway runs several: each has its own folder, key and private state, and they take turns.
+    """
+    from glocal.cli.supervised import run_devices
+
+    run_devices(folders)
 
 
 @deploy_app.command("run")
@@ -95,6 +102,16 @@ def deploy_add_device(
     from glocal.cli.deploys import add
 
     add(folder, name, metrics=metrics)
+
+
+@deploy_app.command("revoke")
+def deploy_revoke(
+    folder: Server, name: Annotated[str, typer.Argument(help="The device, as `status` names it.")]
+) -> None:
+    """Let a device in no longer, from its next request on."""
+    from glocal.cli.deploys import revoke_device
+
+    revoke_device(folder, name)
 
 
 @deploy_app.command("join")

@@ -1,10 +1,8 @@
 """A deployment as a user sees it: lines with the time while something runs, tables when asked."""
 
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
@@ -15,46 +13,33 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from glocal.backends.flower.inner_server import RunState
+from glocal.cli.supervised import device_program, said_by, say, server_program, until_stopped
 from glocal.cli.tables import percent, readable
 from glocal.deploy.certificates import make_server_certificate
 from glocal.deploy.conductor import LIVE, RESULT, ROWS, RUNS, rounds_done
 from glocal.deploy.device import STATE, Member, predicted
 from glocal.deploy.layout import CERTIFICATES, DEVICES, Wanted, add_device, lay_out
 from glocal.deploy.operating import (
+    address_of,
     again,
-    attend,
     connected,
-    control_of,
     follow,
-    hosts_of,
-    ready,
+    linked,
     require_new_run,
     require_unfinished,
-    serve,
-    told_live,
-    told_row,
-    unanswered,
 )
 from glocal.deploy.processes import free_port
 from glocal.deploy.project import Project
-from glocal.deploy.roster import read_roster
+from glocal.deploy.roster import ROSTER, read_roster, revoke
+from glocal.deploy.supervision import Program, supervise
+from glocal.deploy.words import told_live, told_row
 from glocal.errors import InputError, brief
 from glocal.keep import read_json, read_rows, whole_or_not_at_all
 from glocal.report import write_deploy_report
 from glocal.studies.newcomer import read_inputs
 
 _READY = 60.0  # seconds that the demo's server may take to start
-
-
-def say(words: str) -> None:
-    """A line with the time."""
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {words}\n")  # in one piece: several threads speak
-    sys.stdout.flush()
-
-
-def said_by(who: str) -> Callable[[str], None]:
-    """A line with the time, and who says it."""
-    return lambda words: say(f"{who}: {words}")
 
 
 def init(folder: Path, wanted: Wanted) -> None:
@@ -83,34 +68,14 @@ def add(folder: Path, name: str | None, *, metrics: bool) -> None:
 
 def renew(folder: Path) -> None:
     """A new certificate for the server."""
-    until = make_server_certificate(folder / CERTIFICATES, hosts_of(Project.at(folder)))
+    until = make_server_certificate(folder / CERTIFICATES, [Project.at(folder).deployment.server.host])
     print(f"renewed until {until:%Y-%m-%d}; restart `glocal deploy server {quote(str(folder))}`")
 
 
-@contextmanager
-def _until_stopped() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, so that programs are ended in order."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def run_server(folder: Path) -> None:
-    """Keep a server running until it is stopped."""
-    project = Project.at(folder)
-    with _until_stopped() as stop:
-        serve(project, stop, say)
-
-
-def run_device(folder: Path) -> None:
-    """Keep a device connected until it is stopped."""
-    member = ready(folder)
-    with _until_stopped() as stop:
-        attend(member, stop, say)
+def revoke_device(folder: Path, name: str) -> None:
+    """Let a device in no longer."""
+    entry = revoke(folder, name)
+    print(f"{entry.name} is refused from its next request on; it stays in {folder / ROSTER}, revoked")
 
 
 def run(folder: Path, name: str) -> None:
@@ -168,33 +133,44 @@ def show_result(place: Path) -> None:
 
 def status(folder: Path) -> None:
     """Who is connected, and how every run stands."""
-    from glocal.backends.flower.control import linked
-
     project, roster = Project.at(folder), read_roster(folder)
-    here, ended = None, dict[str, str]()
-    with suppress(InputError), linked(*control_of(project)) as link:
-        here, ended = connected(project, link), link.ended()
-    print(f"server: {'up' if here is not None else 'does not answer'} at {control_of(project)[0]}")
+    here, starts = None, dict[str, RunState]()
+    with suppress(InputError), linked(folder) as link:
+        here, starts = connected(folder, link), link.last_starts()
+    answer = "does not answer" if here is None else "up"
+    print(f"server: {answer}, for devices at {address_of(project)}")
     places = sorted((folder / RUNS).glob(f"*/{LIVE}"), key=lambda path: path.stat().st_mtime)
     told, losses = [], dict[str, float]()
     for path in places:
-        end = ended.get(path.parent.name)
-        lines, losses = _told_run(path, end and f"it has ended ({end}); go on with `{again(project, path.parent.name)}`")
+        lines, losses = _told_run(path, _ended(project, path.parent.name, here, starts))
         told += lines
     table = Table("device", "connected", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("last loss", justify="right")
     for entry in roster.values():
         there = "?" if here is None else "yes" if entry.name in here else "no"
-        table.add_row(escape(entry.name), there, f"{losses[entry.name]:.4f}" if entry.name in losses else "-")
+        there = "revoked" if entry.revoked else there
+        loss = f"{losses[entry.name]:.4f}" if entry.name in losses else "-"
+        table.add_row(escape(entry.name), there, loss)
     Console().print(table)
     for line in told:
         print(line)
 
 
+def _ended(
+    project: Project, run: str, here: set[str] | None, starts: Mapping[str, RunState]
+) -> str | None:
+    """What to do about a run that ended before it could say so itself, as when its server was killed."""
+    state = starts.get(run)
+    if here is None or (state is not None and not state.finished):
+        return None
+    why = state.details if state is not None else "the server was started anew"
+    return f"it has ended ({why}); go on with `{again(project, run)}`"
+
+
 def _told_run(path: Path, end: str | None) -> tuple[list[str], dict[str, float]]:
     """How a run stands, in lines, and the last loss of every device that told one; a file that others have changed is named.
 
-    `end` is for a run that ended before it could say so itself, as when its server was killed.
+    `end` is for a run that ended before it could say so itself.
     """
     live, rows = read_json(path, dict), read_rows(path.parent / ROWS)
     try:
@@ -236,30 +212,48 @@ def demo(folder: Path, *, rounds: int) -> None:
     say(f"certificates, keys, model and data of four devices: {folder}")
     stop = threading.Event()
     with _all_ended(stop) as ending:
-        _beside(ending, serve, project, stop, said_by("server"))
-        while unanswered(project) or not all(entry.node for entry in read_roster(folder).values()):
-            if stop.wait(0.3) or time.monotonic() - began > _READY:
-                raise InputError(f"demo: the server did not start within {_READY:.0f} s; see {folder}/logs/superlink.log")
+        _beside(ending, server_program(folder), "server", stop)
         for entry in read_roster(folder).values():
-            _beside(ending, attend, ready(folder / DEVICES / entry.name), stop, said_by(entry.name))
+            _beside(ending, device_program([folder / DEVICES / entry.name]), entry.name, stop)
+        while not _answers(folder):
+            if stop.wait(0.2) or time.monotonic() - began > _READY:
+                raise InputError(
+                    f"demo: the server did not start within {_READY:.0f} s; see {folder}/logs/server.log"
+                )
         follow(project, "demo", said_by("run"))
     show_result(folder / RUNS / "demo")
     print(f"{time.monotonic() - began:.0f} s in all; look into {folder}/devices/device-0/journal.jsonl for what its owner sees")
 
 
+def _answers(folder: Path) -> bool:
+    """Whether the server is up."""
+    with suppress(InputError), linked(folder) as link:
+        link.nodes()
+        return True
+    return False
+
+
 @contextmanager
 def _all_ended(stop: threading.Event) -> Iterator[ExitStack]:
-    """Long commands beside this one, which are told to stop first and waited for then."""
+    """Programs beside this one, which are told to stop first and waited for then."""
     ending = ExitStack()
     try:
         yield ending
     finally:
-        with _until_stopped(), ending:  # a second Ctrl-C must not leave programs behind
+        with until_stopped(), ending:  # a second Ctrl-C must not leave programs behind
             stop.set()
 
 
-def _beside(ending: ExitStack, work: Callable[..., None], *rest: object) -> None:
-    """Run a long command in a thread that is waited for at the end."""
-    thread = threading.Thread(target=work, args=rest, daemon=True)
+def _beside(ending: ExitStack, program: Program, who: str, stop: threading.Event) -> None:
+    """Keep a program running in a thread that is waited for at the end; all end if it refuses."""
+
+    def keep() -> None:
+        try:
+            supervise(program, stop, said_by(who))
+        except InputError as error:
+            said_by(who)(str(error))
+            stop.set()
+
+    thread = threading.Thread(target=keep, daemon=True)
     thread.start()
     ending.callback(thread.join, 30.0)

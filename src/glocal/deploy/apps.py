@@ -5,7 +5,7 @@ from pathlib import Path
 
 from glocal.backends.flower.client import client_app
 from glocal.backends.flower.contract import Conductor, Device
-from glocal.backends.flower.strategy import server_app
+from glocal.backends.flower.server import server_app
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member
 from glocal.deploy.project import Project

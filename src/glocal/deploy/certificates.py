@@ -1,7 +1,6 @@
 """Certificates and keys: an authority of the federation's own, the server's certificate under it, and a key per device."""
 
 import ipaddress
-import os
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from glocal.errors import InputError, brief
-from glocal.keep import whole_or_not_at_all
+from glocal.keep import write_secret, write_text
 
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
@@ -29,8 +28,8 @@ def make_authority(folder: Path, name: str) -> None:
     )
     builder = builder.add_extension(usage, critical=True)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    _write(folder / CA, builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM), secret=False)
-    _write(folder / CA_KEY, _pem(key), secret=True)
+    write_text(folder / CA, _text(builder.sign(key, hashes.SHA384())))
+    write_secret(folder / CA_KEY, _pem(key))
 
 
 def make_server_certificate(folder: Path, hosts: list[str]) -> datetime:
@@ -52,8 +51,8 @@ def make_server_certificate(folder: Path, hosts: list[str]) -> datetime:
     builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     builder = builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     certificate = builder.sign(signer, hashes.SHA384())
-    _write(folder / SERVER_KEY, _pem(key), secret=True)
-    _write(folder / SERVER, certificate.public_bytes(serialization.Encoding.PEM), secret=False)
+    write_secret(folder / SERVER_KEY, _pem(key))
+    write_text(folder / SERVER, _text(certificate))
     return certificate.not_valid_after_utc
 
 
@@ -68,7 +67,7 @@ def days_left(path: Path) -> int:
 
 def require_server_certificate(folder: Path, hosts: list[str]) -> None:
     """Refuse to serve without an authority, with a certificate and a key that are no pair, or with one that nobody would trust."""
-    authority = _require_authority(folder / CA)
+    authority = require_authority(folder / CA)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(folder / SERVER, folder / SERVER_KEY)
     except OSError as error:
@@ -94,23 +93,28 @@ def _distrusted(certificate: x509.Certificate, authority: x509.Certificate, host
     return f"is not for {', '.join(lacking)}" if lacking else ""
 
 
-def require_device_key(authority: Path, key: Path) -> None:
-    """Refuse to connect without an authority to trust, or a key to be known by."""
-    _require_authority(authority)
+def read_device_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """The key that a device is known by."""
     try:
-        serialization.load_ssh_private_key(key.read_bytes(), None)
+        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise TypeError("it is of another kind than devices' keys")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
-            f"certificates: the key {key} cannot be read ({brief(error)}); restore it, or get one with `glocal deploy add-device`"
+            f"certificates: the key {path} cannot be read ({brief(error)}); "
+            "restore it, or get one with `glocal deploy add-device`"
         ) from error
+    return key
 
 
-def _require_authority(path: Path) -> x509.Certificate:
+def require_authority(path: Path) -> x509.Certificate:
+    """The authority that a server's certificate must be signed by."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(
-            f"certificates: the authority {path} cannot be read ({brief(error)}); copy it from the server, or from another device"
+            f"certificates: the authority {path} cannot be read ({brief(error)}); "
+            "copy it from the server, or from another device"
         ) from error
 
 
@@ -118,7 +122,7 @@ def make_device_key(path: Path) -> str:
     """A new key for a device; the public half as one line, as ssh writes it."""
     key = ec.generate_private_key(ec.SECP384R1())
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
-    _write(path, key.private_bytes(encoding, form, serialization.NoEncryption()), secret=True)
+    write_secret(path, key.private_bytes(encoding, form, serialization.NoEncryption()))
     return key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
@@ -136,14 +140,9 @@ def _san(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
+def _text(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-
-
-def _write(path: Path, data: bytes, *, secret: bool) -> None:
-    def opened(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600 if secret else 0o644)
-
-    with whole_or_not_at_all(path) as half, open(half, "wb", opener=opened) as file:
-        file.write(data)
-        file.flush()

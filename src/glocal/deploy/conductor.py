@@ -12,7 +12,7 @@ import torch
 from glocal import trees
 from glocal.backends.flower.contract import Order, Reply
 from glocal.deploy.project import Kit, Project
-from glocal.deploy.roster import Entry, read_roster
+from glocal.deploy.roster import Entry, active, read_roster
 from glocal.errors import InputError, brief
 from glocal.keep import Json, append_rows, read_about, read_json, read_rows, read_tensors, write_json, write_tensors, write_text
 from glocal.measure import spread
@@ -48,12 +48,12 @@ class RunConductor:
     run: str
     visiting: bool = False
     standing: Standing = field(init=False)
+    known: dict[int, int] = field(default_factory=dict)  # node -> device, of those that are connected, by their keys
     present: dict[int, int] = field(default_factory=dict)  # node -> device, of those that have introduced themselves
     refused: dict[int, str] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
     live: Json = field(default_factory=dict)
-    connected: set[int] = field(default_factory=set)
     since: float | None = field(default_factory=time.monotonic)  # when waiting for devices began; None while nobody is lacking
     started: float = 0.0
     begun: bool = False
@@ -113,42 +113,46 @@ class RunConductor:
         return self.project.plan.first_round + self.standing.done
 
     def roster(self) -> dict[int, Entry]:
-        """Who belongs to the federation; read anew, for devices may be added while a run lasts."""
-        return read_roster(self.project.folder)
+        """Who belongs to the federation; read anew, for devices may be added or revoked while a run lasts."""
+        return active(read_roster(self.project.folder))
 
-    def strangers(self, nodes: set[int]) -> dict[int, Order]:
-        """Nodes of the roster that are connected and have not introduced themselves."""
-        own = {entry.node: number for number, entry in self.roster().items() if entry.node}
-        self.connected = nodes & own.keys()
-        fresh = [node for node in sorted(self.connected) if node not in self.present and node not in self.refused]
-        return {node: self._order(own[node]) for node in fresh}
+    def strangers(self, nodes: Mapping[int, str]) -> dict[int, Order]:
+        """Nodes with a key of the roster that have not introduced themselves."""
+        own = {entry.ssh_key: number for number, entry in self.roster().items()}
+        self.known = {node: own[key] for node, key in sorted(nodes.items()) if key in own}
+        fresh = [node for node in self.known if node not in self.present and node not in self.refused]
+        return {node: self._order(self.known[node]) for node in fresh}
 
     def meet(self, greetings: Mapping[int, Reply]) -> None:
         """Take in who has the same algorithm and model; the others are named, and not asked in this run.
 
         Who was lost while it was greeted has said nothing wrong: it is greeted again when it is back.
         """
-        own = {entry.node: number for number, entry in self.roster().items()}
-        names = self._names()
         for node, reply in greetings.items():
-            if reply.lost or node not in own:
+            device = self.known.get(node)
+            if reply.lost or device is None:
                 continue
             told = reply.figures or {}
-            fault = reply.fault or _difference(told, own[node], self.kit.fingerprint)
+            fault = reply.fault or _difference(told, device, self.kit.fingerprint)
             if fault:
                 self.refused[node] = fault
-                self._show(refused={names[own[other]]: why for other, why in self.refused.items() if other in own})
+                self._show(refused=self._told_refused())
             else:
-                self.present[node], self.weights[node] = own[node], max(int(told.get("weight", 1)), 1)
+                self.present[node], self.weights[node] = device, max(int(told.get("weight", 1)), 1)
         self._show(connected=self._told_names(self._here().values()))
 
-    def lacks(self, nodes: set[int]) -> bool:
+    def _told_refused(self) -> dict[str, str]:
+        """Who is refused, by name, and why."""
+        names = self._names()
+        return {names[self.known[node]]: why for node, why in self.refused.items() if node in self.known}
+
+    def lacks(self) -> bool:
         """Everybody is waited for before the first round, for a while; enough devices before every other, for longer."""
-        limits, here = self.project.deployment.limits, [node for node in nodes if node in self.present]
+        limits, here = self.project.deployment.limits, self._here()
         self.since = time.monotonic() if self.since is None else self.since
-        waited, own = time.monotonic() - self.since, {entry.node: entry.name for entry in self.roster().values()}
-        refused = [f"{own[node]}: {why}" for node, why in self.refused.items() if node in own]
-        everyone = len(here) >= len(own) - len(refused)
+        waited = time.monotonic() - self.since
+        refused = [f"{name}: {why}" for name, why in self._told_refused().items()]
+        everyone = len(here) >= len(self.roster()) - len(refused)
         if len(here) >= limits.enough and (everyone or self.begun or waited > limits.everyone):
             self.begun, self.since = True, None
             return False
@@ -192,7 +196,7 @@ class RunConductor:
             write_json(self.folder / ASKED, {**asked, **{str(device): asked.get(str(device), 0) + 1 for device in cohort}})
         return orders
 
-    def heard(self, node: int, reply: Reply) -> None:
+    def heard(self, node: int) -> None:
         """Show that an answer has come."""
         if node in self.asked:
             self._show(answered=[*self.live.get("answered", []), *self._told_names([self.asked[node]])])
@@ -297,7 +301,12 @@ class RunConductor:
         self.standing = replace(self.standing, ledger=ledger)
         self._keep()
         figures = {self.asked[node]: reply.figures or {} for node, reply in replies.items() if node in self.asked}
-        devices = [self._told(number, entry, figures.get(number, {})) for number, entry in self.roster().items()]
+        shown = {
+            number: entry
+            for number, entry in read_roster(self.project.folder).items()
+            if not entry.revoked or number in self.standing.times
+        }
+        devices = [self._told(number, entry, figures.get(number, {})) for number, entry in shown.items()]
         scored = [row for row in devices if row["test"] is not None]
         sizes, scores = (torch.tensor([row[key] or 0 for row in scored]).numpy() for key in ("test_size", "test"))
         result: Json = {
@@ -341,7 +350,7 @@ class RunConductor:
 
     def _here(self) -> dict[int, int]:
         """Who is connected and known: node -> device."""
-        return {node: device for node, device in self.present.items() if node in self.connected}
+        return {node: device for node, device in self.present.items() if node in self.known}
 
     def _order(self, device: int) -> Order:
         return Order(self.run, self.round_index, self.standing.counted.get(device, -1), missed=self._missed(device))
@@ -362,7 +371,7 @@ class RunConductor:
     def _names(self) -> dict[int, str]:
         """What devices are called; one that has been taken off the roster in the meantime goes by its number."""
         numbered = {device: f"device {device}" for device in (*self.present.values(), *self.asked.values())}
-        return numbered | {number: entry.name for number, entry in self.roster().items()}
+        return numbered | {number: entry.name for number, entry in read_roster(self.project.folder).items()}
 
     def _told_names(self, devices: Iterable[int]) -> list[str]:
         names = self._names()

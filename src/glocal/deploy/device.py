@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -58,12 +58,18 @@ class Member:
 
     project: Project
     settings: DeviceSettings
+    tell: Callable[[Json], None] = lambda row: None  # who is shown every line of the journal
 
     @classmethod
-    def at(cls, folder: Path) -> "Member":
+    def at(cls, folder: Path, *, tell: Callable[[Json], None] = lambda row: None) -> "Member":
         """The device of a folder."""
         project = Project.at(folder)
-        return cls(project, project.device())
+        return cls(project, project.device(), tell)
+
+    def at_work(self) -> "Member":
+        """The same, once its folder is where its owner's modules are looked for."""
+        self.project.make_importable()
+        return self
 
     @property
     def kit(self) -> Kit:
@@ -90,6 +96,10 @@ class Member:
 
     def data(self) -> Federation:
         """Its own examples; what cannot be trained on is refused."""
+        return self._data
+
+    @cached_property
+    def _data(self) -> Federation:
         try:
             data = self.project.own_data(self.settings.number)
             check(data, classes_of(self.kit.model, data))
@@ -200,6 +210,7 @@ class Member:
             **away,
         }
         append_rows(self.project.folder / JOURNAL, [row])
+        self.tell(row)
 
 
 def predicted(member: Member, run: str, inputs: torch.Tensor) -> list[int]:

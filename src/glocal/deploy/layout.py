@@ -13,6 +13,7 @@ from glocal.keep import write_text
 from glocal.studies.run import slug
 
 CERTIFICATES, DEVICES, KEY = "certificates", "devices", "device.key"
+SECRET, SOCKET = "operator.secret", "operator.sock"  # made by a running server
 MODULE = "federation.py"
 
 _MODULE = '''"""Your model and your data: replace both. `glocal run study.toml` simulates the same federation on one machine."""
@@ -91,6 +92,7 @@ _DEVICE = """# This device alone. Its owner decides whether figures (losses, acc
 number = {number}
 name = "{name}"
 metrics = {metrics}
+environment = []            # variables of yours that data() needs, by name; it gets no others
 """
 
 
@@ -118,6 +120,8 @@ def lay_out(folder: Path, wanted: Wanted) -> Project:
         raise InputError(f"deploy: {folder} is not empty; choose another folder, or add to it with `glocal deploy add-device`")
     name, local = slug(folder.resolve().name), wanted.host in ("127.0.0.1", "localhost")
     enough = min(2, wanted.devices)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)  # keys, checkpoints and the operator's socket are in it
     words = {"name": name, "devices": wanted.devices, "host": wanted.host, "port": wanted.port, "rounds": wanted.rounds}
     words |= {"bind": "127.0.0.1" if local else "0.0.0.0", "enough": enough, "cohort": wanted.devices}
     write_text(folder / MODULE, _MODULE.replace("{devices}", str(wanted.devices)))
@@ -148,7 +152,7 @@ def _added(folder: Path, roster: dict[int, Entry], name: str, *, metrics: bool) 
     if name in {entry.name for entry in roster.values()} or slug(name) != name:
         raise InputError(f"deploy: '{name}' is taken, or no plain name; choose one of small letters, figures and '-'")
     own = folder / DEVICES / name
-    own.mkdir(parents=True)
+    own.mkdir(mode=0o700, parents=True)
     try:
         entry = Entry(_next(roster), name, make_device_key(own / KEY))
         refresh_device(folder, own)

@@ -64,6 +64,7 @@ class PrivateFile:
         """Replace the file, in a folder that nobody else on the machine can read."""
         with suppress(OSError):  # writing says what is wrong
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.with_name(f"{self.path.name}.half").touch(mode=0o600)
         parts = {"before": kept.before, "after": kept.after, "shared": kept.shared}
         tensors = {f"{part}/{name}": tensor.clone() for part, tree in parts.items() for name, tensor in tree.items()}
         rounds = {"before_round": kept.before_round, "after_round": kept.after_round}

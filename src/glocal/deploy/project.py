@@ -83,13 +83,28 @@ class Project:
         return {**plan, "validation": self.study.data.validation, "secure": self.deployment.secure}
 
     def make_importable(self) -> None:
-        """Let "federation:model" be found in this folder, and not in another project's."""
-        addresses = (self.study.model.name, self.deployment.data, *(case.algorithm for case in self.study.cases.values()))
-        for module in {address.partition(":")[0] for address in addresses if ":" in address}:
+        """Let "federation:model" be found in this folder, and not in another project's.
+
+        Another project is a folder of the import path with a deploy.toml: it leaves the path, and
+        its modules are forgotten, so that of several projects in one process each has its own.
+        """
+        for entry in [path for path in sys.path if (Path(path) / DEPLOYMENT).exists()]:
+            if Path(entry) != self.folder:
+                sys.path.remove(entry)
+                _forget_modules(Path(entry))
+        if str(self.folder) not in sys.path:
+            sys.path.insert(0, str(self.folder))
+        named = (self.study.model.name, self.deployment.data)
+        algorithms = (case.algorithm for case in self.study.cases.values())
+        for module in {address.partition(":")[0] for address in (*named, *algorithms) if ":" in address}:
             loaded = getattr(sys.modules.get(module), "__file__", None)
-            if loaded and (self.folder / f"{module}.py").exists() and Path(loaded).resolve().parent != self.folder:
+            elsewhere = loaded and Path(loaded).resolve().parent != self.folder
+            if elsewhere and (self.folder / f"{module}.py").exists():
                 del sys.modules[module]
-        sys.path[:] = [str(self.folder), *(path for path in sys.path if path != str(self.folder))]
+
+    def forget_modules(self) -> None:
+        """Have the modules of this folder imported anew: they may have been changed."""
+        _forget_modules(self.folder)
 
     def own_data(self, device: int) -> Federation:
         """One device's examples, parted into train, validation and test as the simulator would; all others have none."""
@@ -131,6 +146,13 @@ class Kit:
             for side, tree in (("shared", shared), ("private", private))
         }
         return {"algorithm": f"{self.algorithm.name}: {self.algorithm.about}", "model": shapes}
+
+
+def _forget_modules(folder: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(folder):
+            del sys.modules[name]
 
 
 def _elsewhere(devices: int) -> Federation:

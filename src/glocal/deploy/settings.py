@@ -93,11 +93,15 @@ class DeploymentSettings:
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """device.toml, on the device alone: its number, and whether its owner lets losses and accuracies leave it (`metrics`)."""
+    """device.toml, on the device alone: its number, and whether its owner lets losses and accuracies leave it (`metrics`).
+
+    `environment` names the variables of the owner's environment that the device's process gets, beside the few that it needs.
+    """
 
     number: int
     name: str
     metrics: bool = False
+    environment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.number < 0:

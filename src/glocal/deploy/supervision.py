@@ -1,67 +1,206 @@
-"""Keep a program running: start it again when it ends, ever more patiently, and when it is cut off while its server is there."""
+"""Keep a program of ours running in a process of its own, and pass on what it says.
 
+The supervisor is small (it never imports torch) and does nothing else. Its child gets only the
+variables of the environment that it needs, says a line of JSON now and then, and ends when the
+supervisor is gone. One that ends, or falls silent, is started again, ever more patiently.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from glocal.deploy.processes import Child
+from glocal.errors import InputError
 
-# a SuperLink holds a lost device's place for a minute, and refuses it until then
-WAITS = (2.0, 5.0, 15.0, 35.0, 65.0)
-_LONG = 120.0  # a program that ran for so many seconds had started well
-_OFFLINE = 45.0  # seconds that a device gets to come back by itself once the server is there again
+Say = Callable[[str], None]
+REFUSED = 2  # the exit code of a child whose input is at fault
+WAITS = (0.2, 2.0, 5.0, 15.0, 30.0)
+_LONG = 60.0  # a program that ran for so many seconds had started well
+_SILENT = 60.0  # seconds after which one that says nothing is taken for stuck
+_PATIENCE = 5.0  # seconds that a program is given to end by itself
+# What a child needs of the environment: everything else may be somebody's secret.
+_KEPT = {"HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"}
+_KEPT |= {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_DIR", "SSL_CERT_FILE"}
+_KEPT_PREFIXES = ("CUDA_", "GLOCAL_", "KMP_", "LC_", "MKL_", "NVIDIA_", "OMP_", "PYTHON")
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def environment(home: Path, named: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that a child gets: what it needs, and what its owner names.
+
+    `home` is where Flower keeps its settings, so that those of its user's own programs stay apart.
+    """
+    wanted = {*_KEPT, *named}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in wanted or name.startswith(_KEPT_PREFIXES)
+    }
+    return {**kept, **_QUIET, "FLWR_HOME": str(home)}
+
+
+def named_by_owner(folder: Path) -> list[str]:
+    """The variables that a client's own device.toml names; what is wrong with it the child says."""
+    try:
+        table = tomllib.loads((folder / "device.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    names = table.get("environment", [])
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to keep running: a module of ours, the folders it works on, where its errors are kept."""
+
+    module: str
+    folders: tuple[Path, ...]
+    log: Path
+    named: tuple[str, ...] = ()
+
+
+@dataclass
+class Child:
+    """A running program."""
+
+    process: subprocess.Popen[bytes]
+    say: Say
+    started: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+    refusal: str = ""
+    listener: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+
+    @classmethod
+    def start(cls, program: Program, say: Say) -> "Child":
+        """Start it, in a session of its own: a Ctrl-C is for its supervisor."""
+        program.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        errors = os.open(program.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        command = [sys.executable, "-m", program.module, *map(str, program.folders)]
+        home = program.folders[0].resolve() / ".flower"
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment(home, program.named),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        finally:
+            os.close(errors)
+        child = cls(process, say)
+        child.listener.start()
+        return child
+
+    def _listen(self) -> None:
+        """Pass on what it says, until it ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.heard = time.monotonic()
+            with suppress(ValueError):
+                said = json.loads(line)
+                if isinstance(said, Mapping):
+                    self._pass_on(said)
+
+    def _pass_on(self, said: Mapping[str, object]) -> None:
+        if "refused" in said:
+            self.refusal = str(said["refused"])
+        if "say" in said:
+            self.say(str(said["say"]))
+
+    def failure(self) -> str:
+        """Why it has to be started again, or nothing."""
+        code = self.process.poll()
+        if code is not None:
+            self.listener.join(1.0)  # its last words
+            return self.refusal or f"it ended ({_ending(code)})"
+        silent = time.monotonic() - self.heard
+        return f"it has been silent for {silent:.0f} s" if silent > _SILENT else ""
+
+    def stop(self) -> None:
+        """End it, politely first."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_PATIENCE)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.listener.join(1.0)
+        for end in (self.process.stdin, self.process.stdout):
+            if end is not None:
+                end.close()
+
+
+def _ending(code: int) -> str:
+    """How a program ended, by its exit code.
+
+    >>> _ending(-9), _ending(3)
+    ('SIGKILL', 'exit code 3')
+    """
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def wait_before(failures: int) -> float:
     """Seconds to wait before the next start, after so many failures in a row.
 
     >>> [wait_before(failures) for failures in (1, 2, 9)]
-    [2.0, 5.0, 65.0]
+    [0.2, 2.0, 30.0]
     """
     return WAITS[min(failures, len(WAITS)) - 1]
 
 
-@dataclass(frozen=True)
-class Care:
-    """What is to be kept running, how to tell whether it is cut off (why, or nothing), and whom to tell."""
-
-    start: Callable[[], Child]
-    cut_off: Callable[[], str]
-    say: Callable[[str], None]
-    watch: Callable[[], None]
-    every: float = 5.0
-    offline: float = _OFFLINE
+def require_project(folder: Path) -> None:
+    """Refuse a folder that is none of ours before anything is written to it."""
+    if not (folder / "study.toml").is_file():
+        raise InputError(
+            f"deploy: cannot read {folder / 'study.toml'}; "
+            "give a folder that `glocal deploy init` or `add-device` made"
+        )
 
 
-def supervise(care: Care, stop: threading.Event) -> None:
-    """Until it is told to stop; the program is ended then, whatever happens."""
+def _drop_empty(log: Path) -> None:
+    """What was refused leaves nothing behind."""
+    with suppress(OSError):
+        if not log.stat().st_size:
+            log.unlink()
+            log.parent.rmdir()
+
+
+def supervise(program: Program, stop: threading.Event, say: Say, *, every: float = 0.1) -> None:
+    """Keep it running until told to stop; what its first start refuses is refused."""
+    for folder in program.folders:
+        require_project(folder)
     failures = 0
     while not stop.is_set():
-        child = care.start()
+        child = Child.start(program, say)
         try:
-            why = _until_it_fails(care, child, stop)
+            while not stop.wait(every) and not child.failure():
+                pass
+            why = child.failure()
         finally:
             child.stop()
         if stop.is_set():
             return
+        if child.refusal and not failures:
+            _drop_empty(program.log)
+            raise InputError(child.refusal)
         failures = 1 if time.monotonic() - child.started > _LONG else failures + 1
-        care.say(f"{why}; starting again in {wait_before(failures):.0f} s")
+        say(f"{why}; starting again in {wait_before(failures):g} s; {program.log} has more")
         stop.wait(wait_before(failures))
-
-
-def _until_it_fails(care: Care, child: Child, stop: threading.Event) -> str:
-    """Watch until the program ends, or stays cut off for too long; why."""
-    since: float | None = None
-    while not stop.wait(care.every):
-        if not child.running():
-            return f"it ended ({child.last_words()})"
-        care.watch()
-        why = care.cut_off()
-        if not why:
-            since = None
-        elif since is None:
-            since = time.monotonic()
-        elif time.monotonic() - since > care.offline:
-            return f"it has been cut off for {time.monotonic() - since:.0f} s ({why})"
-    return "stopped"

@@ -8,7 +8,7 @@ from flwr.clientapp import ClientApp
 
 from glocal.backends.flower.contract import Answer, DataError, Device, Order
 from glocal.backends.flower.records import answering, asked, refusing
-from glocal.backends.flower.secure import is_masked, masked_reply
+from glocal.backends.flower.secure_client import is_masked, masked_reply
 from glocal.errors import InputError
 from glocal.trees import Params
 from glocal.wire import UploadError
@@ -61,7 +61,7 @@ def _sayable(error: Exception, context: Context) -> str:
         return str(error).replace(f"{context.node_config.get('folder')}/", "")
     _LOG.error("what the server is not told", exc_info=error)
     what = "its model or data cannot be used" if isinstance(error, DataError) else f"it failed ({type(error).__name__})"
-    return f"{what}; logs/supernode.log on the device says why"
+    return f"{what}; the device's own log says why"
 
 
 def _in_the_clear(device: Device, shared: Params, order: Order) -> Answer:

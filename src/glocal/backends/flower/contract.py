@@ -113,11 +113,11 @@ class Conductor(Protocol):
     def greeting_wait(self) -> float:
         """For how many seconds who is new may be silent."""
 
-    def lacks(self, nodes: set[int]) -> bool:
-        """Whether too few devices are there to go on; to be asked again, for it has a limit of its own."""
+    def strangers(self, nodes: Mapping[int, str]) -> dict[int, Order]:
+        """Of those that are there, each with its public key: who has not introduced itself yet."""
 
-    def strangers(self, nodes: set[int]) -> dict[int, Order]:
-        """Who is there and has not introduced itself yet."""
+    def lacks(self) -> bool:
+        """Whether too few devices are there to go on; to be asked again, for it has a limit of its own."""
 
     def meet(self, greetings: Mapping[int, Reply]) -> None:
         """What they said."""
@@ -131,7 +131,7 @@ class Conductor(Protocol):
     def orders(self) -> dict[int, Order]:
         """Who is asked to train in the next round."""
 
-    def heard(self, node: int, reply: Reply) -> None:
+    def heard(self, node: int) -> None:
         """An answer has come; others are still awaited."""
 
     def collect(self, replies: Mapping[int, Reply]) -> Json:

@@ -1,36 +1,49 @@
-"""Our trees and words as Flower's records, and back."""
+"""Our trees and words as Flower's records, and back.
+
+A tree crosses as one blob: Flower sends every array by several requests of its own, so that sixty
+tensors would take many seconds. The blob names its tensors, and is read as data.
+"""
 
 import json
 import math
 from collections.abc import Mapping
 
-import numpy as np
-import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
+from safetensors.torch import load, save
 
 from glocal.backends.flower.contract import Answer, Order, Reply
 from glocal.errors import brief
 from glocal.keep import Json
 from glocal.trees import Params
 
-_SHARED, _WORDS = "shared", "words"
+_SHARED, _WORDS, _BLOB = "shared", "words", "blob"
 _WORDY = ("note", "fingerprint")  # figures that are words; all others are numbers
 _SHARES = ("test", "validation")  # accuracies
 _LONGEST = 500  # characters of a device's words that are kept
 _MOST = 2**53  # examples that a device may say it has
 
 
-def to_record(tree: Params) -> ArrayRecord:
-    """Named arrays; the names are the model's own."""
-    return ArrayRecord({name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tree.items()})
+def to_record(tree: Params) -> ConfigRecord:
+    """Named tensors as one blob; the names are the model's own.
+
+    >>> import torch
+    >>> from_record(to_record({"w": torch.ones(2)}))
+    {'w': tensor([1., 1.])}
+    """
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tree.items()}
+    return ConfigRecord({_BLOB: save(contiguous)})
 
 
-def from_record(record: ArrayRecord) -> Params:
-    """The tree that was sent."""
-    return {name: torch.from_numpy(np.array(array.numpy())) for name, array in record.items()}
+def from_record(record: ConfigRecord) -> Params:
+    """The tree that was sent; its names come in another order."""
+    blob = record[_BLOB]
+    if not isinstance(blob, bytes):
+        raise TypeError(f"its tensors are {type(blob).__name__}")
+    tree: Params = load(blob)
+    return tree
 
 
-def asking(shared: ArrayRecord | None, order: Order) -> RecordDict:
+def asking(shared: ConfigRecord | None, order: Order) -> RecordDict:
     """What goes to a device."""
     words = {_WORDS: ConfigRecord({"order": order.packed()})}
     return RecordDict({**words, **({_SHARED: shared} if shared is not None else {})})
@@ -38,8 +51,9 @@ def asking(shared: ArrayRecord | None, order: Order) -> RecordDict:
 
 def asked(content: RecordDict) -> tuple[Params, Order]:
     """What a device was sent."""
-    shared = content.array_records.get(_SHARED)
-    return from_record(shared) if shared is not None else {}, Order.unpacked(str(content.config_records[_WORDS]["order"]))
+    shared = content.config_records.get(_SHARED)
+    order = Order.unpacked(str(content.config_records[_WORDS]["order"]))
+    return from_record(shared) if shared is not None else {}, order
 
 
 def answering(answer: Answer) -> RecordDict:
@@ -59,7 +73,8 @@ def reply_of(message: Message) -> Reply:
     if message.has_error():
         return Reply({}, fault=f"Flower says: {message.error.reason or f'error {message.error.code}'}", lost=True)
     try:
-        words, shared = message.content.config_records[_WORDS], message.content.array_records.get(_SHARED)
+        records = message.content.config_records
+        words, shared = records[_WORDS], records.get(_SHARED)
         if "fault" in words:
             return Reply({}, fault=str(words["fault"])[:_LONGEST])
         examples = int(str(words["examples"]))

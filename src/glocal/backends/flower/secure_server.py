@@ -1,65 +1,37 @@
-"""SecAgg+ over the shared part: the server learns the average of a cohort, and no upload (Bell et al. 2020).
+"""SecAgg+ on the server: it learns the average of a cohort, and no upload (Bell et al. 2020).
 
-It rests on Flower's legacy workflow and its positional Fit messages, which the rest of this package does without; should Flower let
-go of them, this file goes alone. Uploads are masked, so that the server cannot check them one by one: every device checks its own.
+It rests on Flower's legacy workflow and its positional Fit messages, which the rest of this package
+does without; `secure_client.py` has the clients' part.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import flwr.compat.common.recorddict_compat as legacy
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.client.mod import secaggplus_mod
-from flwr.common import Code, FitIns, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
-from flwr.server.compat.legacy_context import LegacyContext
-from flwr.server.workflow import SecAggPlusWorkflow
-from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
+from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.serverapp import Grid
 
-from glocal.backends.flower.contract import Answer, Order, Reply
+from glocal.backends.flower.contract import Order, Reply
+from glocal.backends.flower.inner_server import (
+    MAIN_CONFIGS_RECORD,
+    MAIN_PARAMS_RECORD,
+    FitIns,
+    FitRes,
+    Key,
+    LegacyContext,
+    SecAggPlusWorkflow,
+    legacy,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
 from glocal.backends.flower.records import read_figures
+from glocal.backends.flower.secure_client import RANGE
 from glocal.errors import brief
 from glocal.keep import Json
 from glocal.trees import Params
-from glocal.wire import UploadError
 
-RANGE = 8.0  # a number outside of -8 to 8 would be cut off by quantisation
 _THRESHOLD = 0.5  # of a cohort: fewer cannot unmask anybody, and as many must stay until the end
-
-Train = Callable[[Params, Order], Answer]
-
-
-def is_masked(message: Message) -> bool:
-    """Whether a message belongs to the protocol."""
-    return RECORD_KEY_CONFIGS in message.content.config_records
-
-
-def masked_reply(message: Message, context: Context, names: Sequence[str], train: Train) -> Message:
-    """A device's part of the protocol; what it trained leaves it masked."""
-
-    def fit(asked: Message, _: Context) -> Message:
-        ins = legacy.recorddict_to_fitins(asked.content, keep_input=True)
-        arrays = parameters_to_ndarrays(ins.parameters)
-        shared = {name: torch.from_numpy(np.array(array)) for name, array in zip(names, arrays, strict=True)}
-        answer = train(shared, Order.unpacked(str(ins.config["order"])))
-        assert answer.upload is not None
-        _require_in_range(answer.upload.tensors)
-        uploaded = [answer.upload.tensors[name].numpy() for name in names]
-        figures: dict[str, Any] = {"figures": json.dumps(answer.figures)}
-        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(uploaded), answer.examples, figures)
-        return Message(legacy.fitres_to_recorddict(result, keep_input=True), reply_to=asked)
-
-    return secaggplus_mod(message, context, fit)
-
-
-def _require_in_range(tree: Params) -> None:
-    for name, tensor in tree.items():
-        if not tensor.is_floating_point() or float(tensor.abs().max()) > RANGE:
-            raise UploadError(f"upload: '{name}' is no float tensor within {-RANGE:g} to {RANGE:g}, as masking needs it")
 
 
 class _Node:

@@ -1,0 +1,47 @@
+"""What a supervised program has in common with others: how it speaks, and when it ends."""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from glocal.deploy.supervision import REFUSED
+from glocal.errors import InputError
+
+Main = Callable[[Sequence[Path], Callable[[str], None], threading.Event], None]
+ALIVE = 5.0  # seconds between signs of life, which every program gives from its main loop
+
+
+def tell(**words: str) -> None:
+    """A line to the supervisor, in one piece: several threads speak. No words are a sign of life."""
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+def run(main: Main) -> None:
+    """Run a program on the folders of the command line until it is told to stop.
+
+    Whatever it writes is for its owner alone to read. It ends with its supervisor, who holds the
+    other end of its input.
+    """
+    os.umask(0o077)
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")  # warnings and errors
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    threading.Thread(target=_end_with_supervisor, daemon=True).start()
+    try:
+        main([Path(name) for name in sys.argv[1:]], lambda words: tell(say=words), stop)
+    except InputError as error:
+        tell(refused=str(error))
+        sys.exit(REFUSED)
+
+
+def _end_with_supervisor() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)
