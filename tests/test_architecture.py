@@ -88,6 +88,7 @@ HOMES = {
     "PIL": "data",
     "flwr": "backends",
     "cryptography": "backends, deploy",
+    "uvicorn": "deploy",
     "dp_accounting": "measure",
 }
 

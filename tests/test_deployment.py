@@ -1,115 +1,37 @@
-"""For real, on loopback: a SuperLink with TLS and keys, SuperNodes, kills, and what crosses the wire. Every process is ended."""
+"""For real, on loopback: a server and clients in processes of their own, TLS and keys, kills, and what crosses the wire."""
 
+import json
 import os
-import signal
+import re
+import socket
+import stat
 import threading
 import time
-from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from glocal.backends import simulate
-from glocal.backends.flower import records
-from glocal.backends.flower.control import linked
+from glocal.cli.supervised import device_program
 from glocal.data.fetch import unreported
-from glocal.deploy.certificates import make_device_key
 from glocal.deploy.conductor import RunConductor
-from glocal.deploy.layout import add_device
-from glocal.deploy.operating import attend, connected, control_of, follow, ready, serve
-from glocal.deploy.processes import Child, free_port, supernode
+from glocal.deploy.layout import Wanted, add_device, lay_out
+from glocal.deploy.processes import free_port
 from glocal.deploy.project import Project
-from glocal.deploy.roster import read_roster
 from glocal.errors import InputError
-from glocal.keep import read_json, read_rows
+from glocal.keep import read_json
 from glocal.studies.build import build_algorithm, build_parts
 from glocal.trees import same_bits
 from glocal.wire import pack
 from tests import deployed
+from tests.running import kill, pids, running
+from tests.stock import start_request, stock
 from tests.test_flower import private_of, with_attendance
 from tests.wiretap import Wiretap
 from tests.world import distance
 
 pytestmark = pytest.mark.slow
-
-
-class Running:
-    """A server and devices, supervised as `glocal deploy server` and `device` do, in threads that are ended in any case."""
-
-    def __init__(self, folder):
-        self.folder, self.said, self.stops, self.threads = folder, [], {}, []
-
-    def begin(self, who, work, *rest):
-        self.stops[who] = threading.Event()
-        say = lambda words: self.said.append(f"{time.strftime('%H:%M:%S')} {who}: {words}")  # noqa: E731
-        thread = threading.Thread(target=work, args=(*rest, self.stops[who], say), daemon=True)
-        self.threads.append(thread)
-        thread.start()
-
-    def server(self):
-        self.begin("server", serve, Project.at(self.folder))
-        self.until(lambda: all(entry.node for entry in read_roster(self.folder).values()), 60)
-
-    def device(self, name):
-        self.begin(name, attend, ready(self.folder / "devices" / name))
-
-    def until(self, holds, seconds):
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, "\n".join(self.said)
-            time.sleep(0.2)
-
-    def follow(self, run, **more):
-        say = lambda words: self.said.append(f"{time.strftime('%H:%M:%S')} run: {words}")  # noqa: E731
-        return follow(Project.at(self.folder), run, say, **more)
-
-    def rows(self, run):
-        return read_rows(self.folder / "runs" / run / "rows.jsonl")
-
-    def live(self, run):
-        path = self.folder / "runs" / run / "live.json"
-        return read_json(path, dict) if path.exists() else {}
-
-    def kill(self, log):
-        """kill -9 of a Flower program, and of nothing else."""
-        os.kill(int((self.folder / log).with_suffix(".pid").read_text()), signal.SIGKILL)
-
-    def connected_or_none(self):
-        try:
-            return self.connected()
-        except InputError:
-            return None
-
-    def connected(self):
-        with linked(*control_of(Project.at(self.folder))) as link:
-            return connected(Project.at(self.folder), link)
-
-
-def processes_of(folder):
-    """Every process that was started with a home under this folder."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"FLWR_HOME={folder.resolve()}".encode() in (place / "environ").read_bytes():
-                found.append(int(place.name))
-    return found
-
-
-@contextmanager
-def running(folder):
-    these = Running(folder)
-    try:
-        yield these
-    finally:
-        for stop in these.stops.values():
-            stop.set()
-        for thread in these.threads:
-            thread.join(40)
-        left = processes_of(folder)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        print("\n".join(these.said))
-        assert not left, "a process outlived what started it"
 
 
 def rounds_of(folder):
@@ -118,7 +40,9 @@ def rounds_of(folder):
     project.make_importable()
     parts = build_parts(project.study, unreported)
     algorithm = build_algorithm(project.study, next(iter(project.study.cases.values())), parts)
-    return [state for state, _ in simulate(algorithm, parts.params[0], parts.federations[0].train, project.plan, engine="looped")]
+    train = parts.federations[0].train
+    rounds = simulate(algorithm, parts.params[0], train, project.plan, engine="looped")
+    return [state for state, _ in rounds]
 
 
 def windows(tree, width=32):
@@ -131,9 +55,9 @@ def windows(tree, width=32):
                 yield window
 
 
-def test_three_devices_over_tls_give_the_simulators_numbers_and_nothing_local_crosses_the_wire(tmp_path):
+def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_crosses_the_wire(tmp_path):
     port = free_port()
-    folder = deployed.project(tmp_path / "link", devices=3, rounds=3, port=port, width=8, out=12000)
+    folder = deployed.project(tmp_path / "link", devices=3, rounds=3, port=port, out=12000)
     tap = Wiretap(port, folder / "certificates")
     for own in (folder / "devices").iterdir():
         deployed.change(own / "deploy.toml", f"port = {port}", f"port = {tap.port}")
@@ -142,27 +66,13 @@ def test_three_devices_over_tls_give_the_simulators_numbers_and_nothing_local_cr
         these.server()
         for name in ("device-0", "device-1", "device-2"):
             these.device(name)
-        stranger = folder / "stranger"
-        make_device_key(stranger / "device.key")
-        command = supernode(
-            server=f"127.0.0.1:{port}", authority=folder / "certificates/ca.crt", key=stranger / "device.key", folder=stranger
-        )
-        refused = Child.start(command, home=stranger / ".flower", log=stranger / "logs/supernode.log")
-        try:
-            live = these.follow("first")
-            assert these.connected() == {"device-0", "device-1", "device-2"}
-            assert not refused.running(), "an unregistered key was let in"
-            assert "Failed to activate SuperNode" in refused.last_words(), "it ended, but for another reason"
-        finally:
-            refused.stop()
+        live = these.follow("first")
     tap.close()
     assert live["state"] == "done"
     conductor = RunConductor(Project.at(folder), "first")
-    assert distance(conductor.shared, states[-1].shared) <= 1e-6
+    assert same_bits(conductor.shared, states[-1].shared)
     for device in range(3):
-        kept = private_of(folder, device)
-        assert distance(kept.after, states[-1].private.of(device)) <= 1e-6
-        assert same_bits(kept.after, states[-1].private.of(device)), "the search below is for the simulator's bits"
+        assert same_bits(private_of(folder, device).after, states[-1].private.of(device))
     wire = bytes(tap.up) + bytes(tap.down)
     assert pack({"": states[0].shared["4.weight"]})[:32] in wire, "the tap hears nothing"
     for state in states:
@@ -173,34 +83,46 @@ def test_three_devices_over_tls_give_the_simulators_numbers_and_nothing_local_cr
     assert ledger <= len(wire) <= 1.2 * ledger
 
 
-BROKEN = """
+# what a device's own module does to what is sent, so that its process behaves badly
+SPOILING = """
+import glocal.backends.flower.records as records
 import time
 from pathlib import Path
-
-import glocal.backends.flower.records as records
 from glocal.keep import read_rows
 
 to_record = records.to_record
 
-def broken(tree):
+def spoilt(tree):
     number = read_rows(Path(__file__).parent / "journal.jsonl")[-1]["round"]
-    spoilt = {1: tree["6.bias"] * float("nan"), 2: tree["6.bias"][:1]}
+    {what}
+    return to_record(tree)
+
+records.to_record = spoilt
+"""
+NAN_THEN_WRONG_SHAPE = """
+    if number == 1:
+        tree = {**tree, "6.bias": tree["6.bias"] * float("nan")}
     if number == 2:
         time.sleep(10)  # others have answered by then, and the server can be killed in between
-    return to_record({**tree, "6.bias": spoilt.get(number, tree["6.bias"])})
-
-records.to_record = broken
+        tree = {**tree, "6.bias": tree["6.bias"][:1]}
+"""
+SLOW_IN_THE_SECOND_ROUND = """
+    if number == 1 and not Path(__file__).with_name("was-slow").exists():
+        Path(__file__).with_name("was-slow").touch()
+        time.sleep(120)
 """
 
 
-def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path, monkeypatch):
-    """Round 1: a device is killed, another sends NaN. Round 2: a wrong shape, and the server is killed. Afterwards one joins."""
-    monkeypatch.setattr(records, "to_record", records.to_record)  # what is broken is imported here too, and must end with the test
+def spoil(folder, device, what):
+    with (folder / f"devices/{device}/federation.py").open("a") as module:
+        module.write(SPOILING.replace("    {what}\n", what))
+
+
+def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path):
+    """Round 2: a device is killed at work, another sends NaN. Round 3: a wrong shape, and the server is killed. Then one joins."""
     folder = deployed.project(tmp_path / "link", devices=4, rounds=4, port=free_port())
-    deployed.change(folder / "deploy.toml", "round = 600.0", "round = 180.0")
-    deployed.copy_to_devices(folder)
-    with (folder / "devices/device-3/federation.py").open("a") as module:
-        module.write(BROKEN)
+    spoil(folder, "device-1", SLOW_IN_THE_SECOND_ROUND)
+    spoil(folder, "device-3", NAN_THEN_WRONG_SHAPE)
     with running(folder) as these:
         these.server()
         for number in range(4):
@@ -208,31 +130,32 @@ def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path, monkeypatch)
         outcome = []
         run = threading.Thread(target=lambda: outcome.append(_ended(these, "first")), daemon=True)
         run.start()
-        these.until(lambda: these.live("first").get("asked") and these.live("first").get("round") == 1, 150)
-        these.kill("devices/device-1/logs/supernode.log")
-        these.until(lambda: len(these.rows("first")) == 2, 200)
-        these.until(lambda: these.live("first").get("round") == 2 and these.live("first").get("answered"), 100)
-        these.kill("logs/superlink.log")
-        run.join(90)
+        these.until((folder / "devices/device-1/was-slow").exists)
+        kill(folder / "devices/device-1", "client_process")
+        these.until(lambda: len(these.rows("first")) == 2)
+        these.until(lambda: these.live("first").get("round") == 2 and these.live("first").get("answered"))
+        kill(folder, "server_process")
+        run.join(60)
         assert outcome, these.said
         assert "glocal deploy resume" in str(outcome[0])
-        these.until(lambda: len(these.connected_or_none() or ()) == 4, 200)
+        these.until_connected(*(f"device-{number}" for number in range(4)))
         these.follow("first")
         rows = these.rows("first")
         kept = [private_of(folder, device).after for device in range(4)]
         add_device(folder, "late", metrics=True)
         these.device("late")
-        these.until(lambda: "late" in (these.connected_or_none() or ()), 60)
+        these.until(lambda: "late" in (these.connected_or_none() or ()))
         these.follow("first", visit=True)
     absent = {row["round"]: [number for number in range(4) if f"device-{number}" not in row["devices"]] for row in rows}
     assert absent == {0: [], 1: [1, 3], 2: [3], 3: []}
-    assert "Node Unavailable" in rows[1]["dropped"]["device-1"]
+    assert "it was started anew" in rows[1]["dropped"]["device-1"]
     assert "'6.bias' holds NaN" in rows[1]["dropped"]["device-3"]
     assert "'6.bias' is (1,)" in rows[2]["dropped"]["device-3"]
     state = with_attendance(folder, absent)
     assert distance(RunConductor(Project.at(folder), "first").shared, state.shared) <= 1e-6
     assert max(distance(kept[device], state.private.of(device)) for device in range(4)) <= 1e-6
-    late = [row for row in read_json(folder / "runs/first/result.json", dict)["devices"] if row["newcomer"]]
+    result = read_json(folder / "runs/first/result.json", dict)["devices"]
+    late = [row for row in result if row["newcomer"]]
     assert [row["name"] for row in late] == ["late"]
     assert late[0]["test"] is not None
 
@@ -244,18 +167,168 @@ def _ended(these, run):
         return error
 
 
-def test_a_device_comes_back_when_a_line_that_was_cut_is_mended(tmp_path):
-    """A proxy that accepts and closes leaves a SuperNode off line for good; its supervisor notices."""
+def test_a_device_comes_back_by_itself_when_a_line_that_was_cut_is_mended(tmp_path):
+    """A proxy that accepts and closes every connection."""
     port = free_port()
     folder = deployed.project(tmp_path / "link", devices=1, port=port)
     tap = Wiretap(port, folder / "certificates")
-    deployed.change(folder / "devices/device-0/deploy.toml", f"port = {port}", f"port = {tap.port}")
+    own = folder / "devices/device-0/deploy.toml"
+    deployed.change(own, f"port = {port}", f"port = {tap.port}")
     with running(folder) as these:
         these.server()
         these.device("device-0")
-        these.until(lambda: these.connected_or_none() == {"device-0"}, 60)
+        these.until_connected("device-0")
         tap.cut_off()
-        these.until(lambda: these.connected_or_none() == set(), 120)
+        these.until_connected()
         tap.cut = False
-        these.until(lambda: these.connected_or_none() == {"device-0"}, 180)
+        these.until_connected("device-0")
     tap.close()
+
+
+def test_a_device_and_a_server_that_are_killed_come_back_and_whoever_is_left_goes_on(tmp_path):
+    folder = deployed.project(tmp_path / "link", devices=2, rounds=2, port=free_port())
+    with running(folder) as these:
+        these.server()
+        these.device("device-0")
+        these.device("device-1")
+        these.until_connected("device-0", "device-1")
+        began = time.monotonic()
+        killed = kill(folder / "devices/device-0", "client_process")
+        back = lambda: sum("device-0: connected" in words for words in these.said) == 2  # noqa: E731
+        these.until(back)
+        assert pids(folder / "devices/device-0") != [killed]
+        these.until_connected("device-0", "device-1")
+        print(f"a killed device is back after {time.monotonic() - began:.1f} s")
+        before = pids(folder / "devices")
+        kill(folder, "server_process")
+        these.until_connected("device-0", "device-1")
+        assert pids(folder / "devices") == before, "the devices were not started anew"
+        assert these.follow("first")["state"] == "done"
+
+
+def listening(pid):
+    """The ports that a process listens on."""
+    inodes = {
+        match[1] for place in Path(f"/proc/{pid}/fd").iterdir() if (match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(place)))
+    }
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6", "udp", "udp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[9] in inodes and row[3] in ("0A", "07")]
+
+
+def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the owner's")
+    folder = deployed.project(tmp_path / "link", devices=2, rounds=1, port=(port := free_port()))
+    own = folder / "devices/device-0"
+    (own / "state").mkdir(mode=0o755)
+    (own / "device.key").chmod(0o644)
+    with running(folder) as these:
+        these.server()
+        these.device("device-0")
+        these.device("device-1")
+        these.follow("first")
+        [pid] = pids(own)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert not children
+        assert not listening(pid)
+        [server] = [number for number in pids(folder) if number not in pids(folder / "devices")]
+        assert listening(server) == [port]
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"AWS_SECRET" not in environment
+        assert b"FLWR_TELEMETRY_ENABLED=0" in environment
+        door = folder / "operator.sock"
+        assert stat.S_ISSOCK(door.stat().st_mode)
+        assert stat.S_IMODE(door.stat().st_mode) == 0o600
+        assert stat.S_IMODE((folder / "operator.secret").stat().st_mode) == 0o600
+        with socket.create_connection(("127.0.0.1", port), 5):
+            pass
+    assert any("device.key could be read by others; now it cannot" in words for words in these.said)
+    secret = [own, own / "state", own / "logs", own / "device.key", own / "journal.jsonl"]
+    for path in [folder, *secret, *(own / "state").iterdir(), *(own / "logs").iterdir()]:
+        assert not path.stat().st_mode & 0o077, path
+    assert not door.exists(), "a server that ended left its door open"
+
+
+def test_twenty_devices_of_a_gateway_share_one_process_and_nothing_else(tmp_path):
+    folder = lay_out(tmp_path / "link", Wanted(devices=20, port=free_port(), rounds=3)).folder
+    names = [f"device-{number}" for number in range(20)]
+    with running(folder) as these:
+        these.server()
+        these.device(*names, who="gateway")
+        these.until_connected(*names)
+        assert these.follow("first")["state"] == "done"
+        [pid] = pids(folder / "devices")
+        memory = int(re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1])
+        seconds = [row["seconds"] for row in these.rows("first")]
+        print(f"memory {memory / 1000:.0f} MB, rounds {seconds}")
+        assert memory < 400_000
+    states = {(folder / "devices" / name / "state/first.safetensors").read_bytes() for name in names}
+    assert len(states) == 20
+    assert [len(row["devices"]) for row in these.rows("first")] == [20, 20, 20]
+
+
+def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_that_came_to_it(tmp_path, monkeypatch):
+    """In a gateway, where it could. Each has a module of its own under one name, which imports another late."""
+    audit = tmp_path / "audit"
+    monkeypatch.setenv("GLOCAL_AUDIT", str(audit))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    folder = deployed.project(tmp_path / "link", devices=3, rounds=2, port=free_port())
+    names = [f"device-{number}" for number in range(3)]
+    for name in names:
+        own = folder / "devices" / name
+        (own / "helper.py").write_text(f"OWNER = {name!r}\n")
+        with (own / "federation.py").open("a") as module:
+            module.write(LATE_IMPORT)
+    with running(folder) as these:
+        these.server()
+        program = device_program([folder / "devices" / name for name in names])
+        these.begin("gateway", replace(program, module="tests.audited_client"))
+        these.follow("first")
+    events = [json.loads(line) for line in audit.read_text().splitlines()]
+    devices, opened = str(folder / "devices"), {name: set() for name in names}
+    for current, event, what in events:
+        if what.startswith(devices):
+            assert current, (event, what)
+            assert Path(what).is_relative_to(current), (current, event, what)
+            opened[Path(current).name].add(Path(what).name)
+        assert not what.startswith(str(folder)) or what.startswith(devices), "the server's own folder"
+    for name in names:
+        assert {"device.key", "federation.py", "helper.py", "journal.jsonl"} <= opened[name]
+        assert (folder / "devices" / name / "owner").read_text() == name, "it got another's module"
+    started = {event for _, event, _ in events} - {"open", "import", "os.listdir", "os.scandir", "os.mkdir"}
+    assert started <= {"os.remove", "os.rename", "os.chmod"}, "no program was started, no port bound"
+
+
+LATE_IMPORT = """
+from pathlib import Path
+
+everything = data
+
+def data(device):
+    import helper
+    Path("owner").write_text(helper.OWNER)
+    return everything(device)
+"""
+
+BUNDLE = re.compile(r"```toml\n(# pyproject.toml.*?)```", re.DOTALL)
+
+
+def test_glocals_apps_run_on_a_plain_flower_installation_too_to_the_same_bits(tmp_path):
+    """Flower's own SuperLink and SuperNodes, and the app as the guide has it."""
+    folder = deployed.project(tmp_path / "link", devices=2, rounds=2)
+    states = rounds_of(folder)
+    guide = (Path(__file__).parents[1] / "docs/deploy.md").read_text()
+    app = {"pyproject.toml": BUNDLE.search(guide)[1]}
+    with stock(folder) as these:
+        these.node("device-0")
+        these.node("device-1")
+        these.until_online(2)
+        settings = {"folder": str(folder), "run": "first", "visit": False}
+        ended = these.run(start_request(app, settings))
+        assert ended.sub_status == "completed", (ended, these.words())
+    assert same_bits(RunConductor(Project.at(folder), "first").shared, states[-1].shared)
+    for device in range(2):
+        assert same_bits(private_of(folder, device).after, states[-1].private.of(device))

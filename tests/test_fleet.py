@@ -41,7 +41,6 @@ from tests import deployed
 from tests.test_flower import private_of, secured, simulated
 from tests.world import distance
 
-
 LOOP = asyncio.new_event_loop()
 threading.Thread(target=LOOP.run_forever, daemon=True).start()
 
@@ -107,9 +106,8 @@ class Federation:
         for name in names:
             own = self.folder / "devices" / name
             member = prepare(own, self.said.append)
-            handler = Handler(
-                client_app(lambda _, member=member: member.at_work()), {"folder": str(own)}
-            )
+            app = client_app(lambda _, member=member: member)
+            handler = Handler(app, {"folder": str(own)}, member.project.importable)
             connection = make(
                 self.fleet(name), handler, own / "state/node", self.said.append, self.turn
             )
@@ -403,7 +401,7 @@ def test_a_client_that_was_killed_takes_its_old_place_at_once(tmp_path):
     with federation(folder) as these:
         killed = these.fleet("device-0")
         number = killed.enter(0)
-        with pytest.raises(RefusedError, match="^4"):
+        with pytest.raises(RefusedError, match=r"^4"):
             these.fleet("device-0").enter(0)
         assert these.fleet("device-0").enter(number) == number
         with pytest.raises(RefusedError):

@@ -1,17 +1,23 @@
 """The same algorithms under Flower, in this process: the simulator's numbers, private state on disk, faults that lose nothing."""
 
+import io
+import os
+import pickle
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Error, Message
+from flwr.app import ConfigRecord, Error, Message
+from flwr.common import Parameters
 from flwr.common.serde import message_to_proto
 
 from glocal import algorithms
 from glocal.backends import OverDevices, Seat, begin, simulate, simulate_seeds
+from glocal.backends.flower import inner_client
 from glocal.backends.flower.contract import Order
 from glocal.backends.flower.records import from_record, reply_of, to_record
 from glocal.backends.flower.server import Rounds, conduct, messages
@@ -20,9 +26,9 @@ from glocal.deploy.apps import client
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member, predicted
 from glocal.deploy.layout import add_device
-from glocal.deploy.words import told_entry
 from glocal.deploy.project import Project
 from glocal.deploy.roster import read_roster
+from glocal.deploy.words import told_entry
 from glocal.errors import InputError
 from glocal.joining import Host, Welcome, join
 from glocal.keep import read_json, read_rows, read_tensors, write_tensors
@@ -646,3 +652,52 @@ def test_privacy_needs_equal_weights(tmp_path):
         file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
     with pytest.raises(InputError, match=r"set plan\.weights = 'equal'"):
         Project.at(folder).kit  # noqa: B018
+
+
+class Touches:
+    """What would leave a trace if it were unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+def planted(trace, shared):
+    """A round's message that brings code along, where tensors are expected and beside them."""
+    message = messages({1000: Order("first", 0)}, "train", to_record(shared))[0]
+    source = f"__import__('os').mkdir({str(trace)!r})"
+    message.content["glocal.deploy.apps"] = ConfigRecord({"source": source})
+    message.content["federation"] = ConfigRecord({"data": source.encode()})
+    return message
+
+
+@pytest.mark.parametrize("where", ["beside", "in the blob", "in the order"])
+def test_nothing_that_a_message_brings_along_is_run(where, tmp_path):
+    folder, trace = deployed.project(tmp_path / "here", devices=1, rounds=1), tmp_path / "trace"
+    grid = deployed.HereGrid(folder, client)
+    message = planted(trace, RunConductor(Project.at(folder), "first").shared)
+    records = message.content.config_records
+    if where == "in the blob":
+        records["shared"]["blob"] = pickle.dumps(Touches(trace))
+    if where == "in the order":
+        records["words"]["order"] = f"__import__('os').mkdir({str(trace)!r})"
+    expected = nullcontext() if where == "beside" else pytest.raises(RuntimeError, match="it failed")
+    with expected:
+        reply = reply_of(client(message, grid.context(0)))
+        assert not reply.fault
+    assert not trace.exists()
+
+
+def test_nothing_that_a_masked_message_brings_along_is_run(tmp_path):
+    """Its arrays are numpy's files, which may hold objects to be unpickled."""
+    trace, buffer = tmp_path / "trace", io.BytesIO()
+    header = {"descr": "|O", "fortran_order": False, "shape": (1,)}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    held = buffer.getvalue() + pickle.dumps(Touches(trace))
+    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+        inner_client.parameters_to_ndarrays(Parameters([held], "numpy.ndarray"))
+    assert not trace.exists()
+    np.load(io.BytesIO(held), allow_pickle=True)
+    assert trace.exists(), "the test would not see it"

@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.datasets import load_digits
 from torch import Tensor
 
 from glocal.data import SOURCES, Dataset, RemoteFile, check, fetch_source, formats, load, sources, status
@@ -447,3 +448,17 @@ def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
     whole = torch.cat([train.group, test.group])  # type: ignore[list-item]
     assert whole.sum(0).tolist() == [6, 4]
     assert train.x.shape[1] == 6, "five numbers, and one dummy for two occupations"
+
+
+def test_the_digits_are_scikit_learns_and_it_is_not_imported_for_them() -> None:
+    """It takes seconds and 100 MB, which a small device may not have."""
+    script = "import sys, glocal; glocal.load('digits'); print('sklearn' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "False"
+    theirs, ours = load_digits(), load("digits")
+    everything = torch.cat([ours.train.x, ours.test.x]) * 0.3759 + 0.3049
+    expected = torch.from_numpy(theirs.images[:, None] / 16).float()
+    key = lambda images: sorted(images.mul(16).round().int().flatten(1).tolist())  # noqa: E731
+    assert key(everything) == key(expected)
+    counts = torch.bincount(torch.cat([ours.train.y, ours.test.y])).tolist()
+    assert counts == np.bincount(theirs.target).tolist()

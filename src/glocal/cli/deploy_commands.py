@@ -55,9 +55,7 @@ def deploy_server(folder: Server) -> None:
 
 @deploy_app.command("device")
 def deploy_device(
-    folders: Annotated[
-        list[Path], typer.Argument(help="The folder of the device, or of several in one process.")
-    ],
+    folders: Annotated[list[Path], typer.Argument(help="The folder of the device, or of several in one process.")],
 ) -> None:
     """Run a device until it is stopped: it connects, comes back after faults, and says what leaves it.
 
@@ -105,9 +103,7 @@ def deploy_add_device(
 
 
 @deploy_app.command("revoke")
-def deploy_revoke(
-    folder: Server, name: Annotated[str, typer.Argument(help="The device, as `status` names it.")]
-) -> None:
+def deploy_revoke(folder: Server, name: Annotated[str, typer.Argument(help="The device, as `status` names it.")]) -> None:
     """Let a device in no longer, from its next request on."""
     from glocal.cli.deploys import revoke_device
 

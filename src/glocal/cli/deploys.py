@@ -156,9 +156,7 @@ def status(folder: Path) -> None:
         print(line)
 
 
-def _ended(
-    project: Project, run: str, here: set[str] | None, starts: Mapping[str, RunState]
-) -> str | None:
+def _ended(project: Project, run: str, here: set[str] | None, starts: Mapping[str, RunState]) -> str | None:
     """What to do about a run that ended before it could say so itself, as when its server was killed."""
     state = starts.get(run)
     if here is None or (state is not None and not state.finished):
@@ -217,9 +215,7 @@ def demo(folder: Path, *, rounds: int) -> None:
             _beside(ending, device_program([folder / DEVICES / entry.name]), entry.name, stop)
         while not _answers(folder):
             if stop.wait(0.2) or time.monotonic() - began > _READY:
-                raise InputError(
-                    f"demo: the server did not start within {_READY:.0f} s; see {folder}/logs/server.log"
-                )
+                raise InputError(f"demo: the server did not start within {_READY:.0f} s; see {folder}/logs/server.log")
         follow(project, "demo", said_by("run"))
     show_result(folder / RUNS / "demo")
     print(f"{time.monotonic() - began:.0f} s in all; look into {folder}/devices/device-0/journal.jsonl for what its owner sees")

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,10 +165,8 @@ def _verify(path: Path, remote: RemoteFile) -> None:
 
 
 def _load_digits(files: Mapping[str, Path]) -> Dataset:
-    from sklearn.datasets import load_digits
-
-    bundled = load_digits()
-    images, labels = bundled.images[:, None] / 16, bundled.target.astype(np.int64)
+    table = np.loadtxt(_digits_file(), delimiter=",")
+    images, labels = table[:, :-1].reshape(-1, 1, 8, 8) / 16, table[:, -1].astype(np.int64)
     generator = stream(0, "digits")
     shuffled = [generator.permutation(np.flatnonzero(labels == label)) for label in range(10)]
     train = np.sort(np.concatenate([rows[: round(0.75 * len(rows))] for rows in shuffled]))
@@ -176,6 +175,16 @@ def _load_digits(files: Mapping[str, Path]) -> Dataset:
     x = (torch.from_numpy(images).float() - 0.3049) / 0.3759
     everything = Examples(x, torch.from_numpy(labels))
     return Dataset(everything.take(train), everything.take(test), 10)
+
+
+def _digits_file() -> Path:
+    """Where scikit-learn keeps its digits; importing it for them would take seconds and 100 MB."""
+    package = find_spec("sklearn")
+    if package is not None and package.origin is not None:
+        path = Path(package.origin).parent / "datasets/data/digits.csv.gz"
+        if path.is_file():
+            return path
+    raise InputError("data: scikit-learn's digits are not found; install scikit-learn anew")
 
 
 def _load_mnist(files: Mapping[str, Path]) -> Dataset:

@@ -15,6 +15,7 @@ from glocal.errors import InputError, brief
 from glocal.keep import write_secret, write_text
 
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
+ALWAYS = ("localhost", "127.0.0.1")  # hosts for which a server's certificate is good in any case
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 
 
@@ -44,7 +45,7 @@ def make_server_certificate(folder: Path, hosts: list[str]) -> datetime:
     if not isinstance(signer, ec.EllipticCurvePrivateKey) or signer.public_key() != authority.public_key():
         raise InputError(f"certificates: {CA_KEY} in {folder} is not the key of its {CA}; put the right one there")
     key = ec.generate_private_key(ec.SECP384R1())
-    names = x509.SubjectAlternativeName([_san(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])])
+    names = x509.SubjectAlternativeName([_san(host) for host in dict.fromkeys([*hosts, *ALWAYS])])
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:60])])
     builder = _builder(subject, authority.subject, key, SERVER_DAYS).add_extension(names, critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -101,8 +102,7 @@ def read_device_key(path: Path) -> ec.EllipticCurvePrivateKey:
             raise TypeError("it is of another kind than devices' keys")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
-            f"certificates: the key {path} cannot be read ({brief(error)}); "
-            "restore it, or get one with `glocal deploy add-device`"
+            f"certificates: the key {path} cannot be read ({brief(error)}); restore it, or get one with `glocal deploy add-device`"
         ) from error
     return key
 
@@ -113,8 +113,7 @@ def require_authority(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(
-            f"certificates: the authority {path} cannot be read ({brief(error)}); "
-            "copy it from the server, or from another device"
+            f"certificates: the authority {path} cannot be read ({brief(error)}); copy it from the server, or from another device"
         ) from error
 
 

@@ -28,7 +28,7 @@ from glocal.keep import make_private
 
 Say = Callable[[str], None]
 LOGS, PLACE = "logs", "node"
-_CURRENT: ContextVar[Path] = ContextVar("folder of the client at work")
+CURRENT: ContextVar[Path | None] = ContextVar("folder of the client at work", default=None)
 
 
 def prepare(folder: Path, say: Say) -> Member:
@@ -41,7 +41,8 @@ def prepare(folder: Path, say: Say) -> Member:
         say(f"{path} could be read by others; now it cannot")
     require_authority(own / CA)
     read_device_key(own / KEY)
-    member.data()
+    with member.project.importable():
+        member.data()
     return member
 
 
@@ -54,10 +55,12 @@ def main(folders: Sequence[Path], say: Say, stop: threading.Event) -> None:
     with ExitStack() as held:
         connections = list[Connection]()
         for folder in own:
+            CURRENT.set(folder)
             held.enter_context(alone(folder))
             prefix = f"{folder.name}: " if len(own) > 1 else ""
             named = partial(_said_by, prefix, say)
             connections.append(_connection(prepare(folder, named), named, turn))
+        CURRENT.set(None)
         threads = [threading.Thread(target=_keep, args=pair) for pair in zip(own, connections, strict=False)]
         for thread in threads:
             thread.start()
@@ -81,15 +84,13 @@ def _connection(member: Member, say: Say, turn: threading.Lock) -> Connection:
     federation = f"{member.settings.name} of '{member.project.deployment.name}'"
     say(f"{federation}: only the shared part of its model leaves it{weight}; {consent}")
     say(f"connecting to {server.host}:{server.port}")
-    fleet = Fleet.to(
-        f"{server.host}:{server.port}", (own / CA).read_bytes(), read_device_key(own / KEY)
-    )
-    handler = Handler(client_app(lambda _: member.at_work()), {"folder": str(own)})
+    fleet = Fleet.to(f"{server.host}:{server.port}", (own / CA).read_bytes(), read_device_key(own / KEY))
+    handler = Handler(client_app(lambda _: member), {"folder": str(own)}, member.project.importable)
     return Connection(fleet, handler, own / STATE / PLACE, say, turn)
 
 
 def _keep(folder: Path, connection: Connection) -> None:
-    _CURRENT.set(folder)
+    CURRENT.set(folder)
     connection.keep()
 
 
@@ -101,7 +102,7 @@ class _OwnLogs(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        folder, line = _CURRENT.get(None), self.format(record) + "\n"
+        folder, line = CURRENT.get(), self.format(record) + "\n"
         with suppress(OSError):  # a full disk; there is nobody left to tell
             if folder is None:
                 sys.stderr.write(line)

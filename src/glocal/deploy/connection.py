@@ -9,12 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flwr.app import Message
-
 from glocal.backends.flower.inner_client import (
     BEAT,
     Fleet,
     Handler,
+    Message,
     Received,
     RefusedError,
     UnreachableError,

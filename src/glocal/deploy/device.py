@@ -66,11 +66,6 @@ class Member:
         project = Project.at(folder)
         return cls(project, project.device(), tell)
 
-    def at_work(self) -> "Member":
-        """The same, once its folder is where its owner's modules are looked for."""
-        self.project.make_importable()
-        return self
-
     @property
     def kit(self) -> Kit:
         """Algorithm and model; the owner's own code makes it, and may read data while it is imported."""

@@ -36,14 +36,10 @@ def linked(folder: Path) -> Iterator[Link]:
         secret = (folder / SECRET).read_text(encoding="ascii")
     except FileNotFoundError as error:
         raise InputError(
-            f"deploy: the server of {folder} does not answer (it has no {SECRET} yet); "
-            "start it with `glocal deploy server`"
+            f"deploy: the server of {folder} does not answer (it has no {SECRET} yet); start it with `glocal deploy server`"
         ) from error
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"deploy: {folder / SECRET} cannot be read ({error}); "
-            "run this as the user who runs the server"
-        ) from error
+        raise InputError(f"deploy: {folder / SECRET} cannot be read ({error}); run this as the user who runs the server") from error
     with inner_server.linked(folder / SOCKET, secret) as link:
         yield link
 
@@ -82,7 +78,7 @@ def follow(project: Project, run: str, say: Say, *, visit: bool = False) -> Json
         if live.get("state") == "done":
             return live
         try:
-            heard = _require_alive(project, number, live, heard)
+            heard = _require_alive(project, run, number, live, heard)
         except InputError as error:
             if ELSEWHERE in str(error):
                 raise InputError(f"run: {ELSEWHERE}; watch it there, or with `glocal deploy status`") from error
@@ -104,7 +100,7 @@ def again(project: Project, run: str, *, visit: bool = False) -> str:
     return f"glocal deploy {command} {shlex.quote(str(project.folder))} --run {run}"
 
 
-def _require_alive(project: Project, number: int, live: Json, heard: float) -> float:
+def _require_alive(project: Project, run: str, number: int, live: Json, heard: float) -> float:
     """Give a run up that has failed, or whose server is gone; when the server was heard last."""
     if live.get("state") == "failed":
         raise InputError(f"run: {live['why'].removeprefix('run: ')}")
@@ -117,7 +113,7 @@ def _require_alive(project: Project, number: int, live: Json, heard: float) -> f
         return heard
     if state is None:
         raise InputError("run: the server was started anew, and the run ended with the old one")
-    if state.finished and live.get("state") != "done":
+    if state.finished and _live(project.folder / RUNS / run).get("state") != "done":
         raise InputError(f"run: it ended ({state.details or 'no reason given'}); put it right")
     return time.monotonic()
 

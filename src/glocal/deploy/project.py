@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import os
 import sys
-from contextlib import chdir
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -102,6 +105,22 @@ class Project:
             if elsewhere and (self.folder / f"{module}.py").exists():
                 del sys.modules[module]
 
+    @contextmanager
+    def importable(self) -> Iterator[None]:
+        """The same for a while: afterwards, no other project of this process finds these modules."""
+        sys.modules.update(self._set_aside)
+        self.make_importable()
+        try:
+            yield
+        finally:
+            sys.path[:] = [path for path in sys.path if path != str(self.folder)]
+            self._set_aside.update(_forget_modules(self.folder))
+
+    @cached_property
+    def _set_aside(self) -> dict[str, ModuleType]:
+        """The modules of this folder while it is not importable."""
+        return {}
+
     def forget_modules(self) -> None:
         """Have the modules of this folder imported anew: they may have been changed."""
         _forget_modules(self.folder)
@@ -148,11 +167,12 @@ class Kit:
         return {"algorithm": f"{self.algorithm.name}: {self.algorithm.about}", "model": shapes}
 
 
-def _forget_modules(folder: Path) -> None:
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and Path(file).is_relative_to(folder):
-            del sys.modules[name]
+def _forget_modules(folder: Path) -> dict[str, ModuleType]:
+    """Have the modules of a folder imported anew when they are asked for again; those that were."""
+    loaded = [(name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items())]
+    inside = f"{folder}{os.sep}"
+    own = [name for name, about in loaded if str(about.get("__file__")).startswith(inside)]
+    return {name: sys.modules.pop(name) for name in own}
 
 
 def _elsewhere(devices: int) -> Federation:

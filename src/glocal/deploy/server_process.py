@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from flwr.serverapp import Grid
 
 from glocal import trees
 from glocal.backends.flower.gate import FleetGate, OperatorGate
-from glocal.backends.flower.inner_server import SuperLink, key_bytes, run_tasks
+from glocal.backends.flower.inner_server import Grid, SuperLink, key_bytes, run_tasks
 from glocal.backends.flower.server import conduct
 from glocal.deploy import child
 from glocal.deploy.certificates import SERVER, SERVER_KEY, days_left, require_server_certificate
@@ -139,9 +138,7 @@ async def _serve(project: Project, say: Say, stop: threading.Event) -> None:
         private = _Server(_private(OperatorGate(link.app, secret)))
         write_secret(project.folder / SECRET, secret.encode())
         watch = _Watch(project, registry, link, say)
-        await asyncio.gather(
-            public.serve(), private.serve(sockets=[door]), _until(stop, watch, public, private)
-        )
+        await asyncio.gather(public.serve(), private.serve(sockets=[door]), _until(stop, watch, public, private))
 
 
 async def _until(stop: threading.Event, watch: "_Watch", *servers: "_Server") -> None:

@@ -44,11 +44,7 @@ def environment(home: Path, named: Iterable[str] = ()) -> dict[str, str]:
     `home` is where Flower keeps its settings, so that those of its user's own programs stay apart.
     """
     wanted = {*_KEPT, *named}
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in wanted or name.startswith(_KEPT_PREFIXES)
-    }
+    kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith(_KEPT_PREFIXES)}
     return {**kept, **_QUIET, "FLWR_HOME": str(home)}
 
 
@@ -170,8 +166,7 @@ def require_project(folder: Path) -> None:
     """Refuse a folder that is none of ours before anything is written to it."""
     if not (folder / "study.toml").is_file():
         raise InputError(
-            f"deploy: cannot read {folder / 'study.toml'}; "
-            "give a folder that `glocal deploy init` or `add-device` made"
+            f"deploy: cannot read {folder / 'study.toml'}; give a folder that `glocal deploy init` or `add-device` made"
         )
 
 

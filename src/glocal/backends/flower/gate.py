@@ -149,9 +149,7 @@ class FleetGate:
                 budget.replies[message], budget.size = body, TRIES * self.largest
             elif budget.replies[message] != body:
                 raise RefusalError(409, "this message has another reply already")
-        budget.replies = {
-            message: kept for message, kept in budget.replies.items() if self.awaits(node, message)
-        }
+        budget.replies = {message: kept for message, kept in budget.replies.items() if self.awaits(node, message)}
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ comes over the wire is ever run.
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -20,7 +22,7 @@ from flwr.app.message import remove_content_from_message
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import TIMESTAMP_HEADER, ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import (
     RECORD_KEY_CONFIGS as SECAGG_RECORD,
 )
@@ -34,6 +36,7 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -48,17 +51,16 @@ from flwr.supercore.inflatable.inflatable_utils import (
     pull_and_inflate_object_from_tree,
     push_objects,
 )
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-__all__ = [  # the first eight are for secure_client.py
+__all__ = [  # and what secure_client.py is made of
     "SECAGG_RECORD",
     "Code",
     "FitRes",
     "Fleet",
     "Handler",
+    "Message",
     "Received",
     "RefusedError",
     "Status",
@@ -102,6 +104,29 @@ def _errors() -> Iterator[None]:
 
 
 @dataclass
+class _Signature:
+    """Signs the time with every request, as Flower's own would; never the same time twice.
+
+    Flower's own brings 20 MB of modules along, and its times may coincide in two threads.
+    """
+
+    private: ec.EllipticCurvePrivateKey
+    last: datetime = datetime.min.replace(tzinfo=UTC)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        with self.turn:
+            self.last = max(datetime.now(UTC), self.last + timedelta(microseconds=1))
+            stamp = self.last.isoformat()
+        key = public_key_to_bytes(self.private.public_key())
+        signature = sign_message(self.private, stamp.encode("ascii"))
+        context.request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER] = b64encode(key).decode()
+        context.request.headers[TIMESTAMP_HEADER] = stamp
+        context.request.headers[FLEET_HTTP_SIGNATURE_HEADER] = b64encode(signature).decode()
+        return call_next(context)
+
+
+@dataclass
 class Received:
     """A message for a client, and the run that it belongs to."""
 
@@ -120,11 +145,8 @@ class Fleet:
     @classmethod
     def to(cls, address: str, authority: bytes, key: ec.EllipticCurvePrivateKey) -> "Fleet":
         """A line to the server at HOST:PORT whose certificate this authority has signed."""
-        public = key.public_key()
-        signed = NodeAuthHttpInterceptor(key, public)
-        version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
-        client = FleetHttpClient.from_server_address(address, False, authority, [version, signed])
-        return cls(client, public_key_to_bytes(public))
+        client = FleetHttpClient.from_server_address(address, False, authority, [_Signature(key)])
+        return cls(client, public_key_to_bytes(key.public_key()))
 
     def enter(self, last: int) -> int:
         """Come in; `last` is the number this client had when it was killed, 0 if it was not."""
@@ -160,9 +182,7 @@ class Fleet:
             message = pull_and_inflate_object_from_tree(
                 tree,
                 make_pull_object_fn_protobuf(self.client.PullObject, self.node, run),
-                make_confirm_message_received_fn_protobuf(
-                    self.client.ConfirmMessageReceived, self.node, run
-                ),
+                make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, self.node, run),
                 return_type=Message,
                 initial_backoff=_PULL_WAIT,
             )
@@ -183,9 +203,7 @@ class Fleet:
             accepted = self.client.PushMessages(request)
             push_objects(
                 get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(
-                    self.client.PushObject, self.node, run, accepted.session_id
-                ),
+                make_push_object_fn_protobuf(self.client.PushObject, self.node, run, accepted.session_id),
                 object_ids_to_push={*accepted.objects_to_push},
             )
 
@@ -198,13 +216,14 @@ class Fleet:
 
 @dataclass
 class Handler:
-    """Calls our ClientApp with a client's messages, in this process.
+    """Calls our ClientApp with a client's messages, in this process, inside of `working`.
 
     What SecAgg+ remembers between its stages is in `context.state`: in memory, for one run.
     """
 
     app: ClientApp
     config: dict[str, Any]
+    working: Callable[[], AbstractContextManager[object]] = nullcontext
     run: int = 0
     state: RecordDict = field(default_factory=RecordDict)
 
@@ -213,7 +232,7 @@ class Handler:
         if received.run != self.run:
             self.run, self.state = received.run, RecordDict()
         context = Context(received.run, node, dict(self.config), self.state, {})
-        with turn:
+        with turn, self.working():
             began = time.monotonic()
             try:
                 reply = self.app(message=received.message, context=context)

@@ -7,11 +7,13 @@ checkpoints, and no client's upload ends in a database file.
 
 import hashlib
 import hmac
+import http.client
 import logging
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -88,7 +90,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers as runtime
 
 from glocal.errors import InputError, brief
 
-__all__ = [  # the first ten are for secure_server.py
+__all__ = [  # and what secure_server.py is made of
     "CONTROL_ROUTES",
     "FLEET_ROUTES",
     "KEY_HEADER",
@@ -100,6 +102,7 @@ __all__ = [  # the first ten are for secure_server.py
     "TIME_HEADER",
     "FitIns",
     "FitRes",
+    "Grid",
     "Key",
     "LegacyContext",
     "Link",
@@ -136,12 +139,9 @@ FLEET_ROUTES = frozenset(
         )
     }
 )
-CONTROL_ROUTES = frozenset(
-    f"/v1/control/{name}" for name in ("start-run", "stop-run", "list-runs", "list-nodes")
-)
+CONTROL_ROUTES = frozenset(f"/v1/control/{name}" for name in ("start-run", "stop-run", "list-runs", "list-nodes"))
 KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER = (
-    name.lower().encode()
-    for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
+    name.lower().encode() for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
 )
 _BEAT = 10.0  # seconds between the signs of life of a run
 _BUNDLE = """[build-system]
@@ -174,13 +174,9 @@ def key_bytes(key: str) -> bytes:
     try:
         public = serialization.load_ssh_public_key(key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise InputError(
-            f"deploy: '{key[:40]}' in the roster is no device's key ({brief(error)}); restore it"
-        ) from error
+        raise InputError(f"deploy: '{key[:40]}' in the roster is no device's key ({brief(error)}); restore it") from error
     if not isinstance(public, ec.EllipticCurvePublicKey):
-        raise InputError(
-            f"deploy: '{key[:40]}' in the roster is of another kind than devices' keys; restore it"
-        )
+        raise InputError(f"deploy: '{key[:40]}' in the roster is of another kind than devices' keys; restore it")
     return public_key_to_bytes(public)
 
 
@@ -216,9 +212,7 @@ class _OneSecret(ControlAuthnPlugin):
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
 
-    def validate_tokens_in_metadata(
-        self, metadata: Sequence[tuple[str, str | bytes]]
-    ) -> tuple[bool, AccountInfo | None]:
+    def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, AccountInfo | None]:
         given = next((value for name, value in metadata if name == ACCESS_TOKEN_KEY), "")
         given = given if isinstance(given, bytes) else given.encode()
         known = hmac.compare_digest(given, self._secret)
@@ -339,9 +333,7 @@ class MemoryGrid(Grid):
                 self._state.store_object(self._task.run_id, sent.session_id, name, content)
         numbers = [str(number) for number in sent.message_ids]
         self._asked = {
-            number: remove_content_from_message(message)
-            for number, message in zip(numbers, asked, strict=True)
-            if number
+            number: remove_content_from_message(message) for number, message in zip(numbers, asked, strict=True) if number
         }
         return numbers
 
@@ -382,9 +374,7 @@ class MemoryGrid(Grid):
             if not isinstance(reply, Message):
                 raise TypeError(f"a {type(reply).__name__} was sent as a message")
         except Exception as error:  # whatever a broken or hostile client may send
-            fault = Error(
-                ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({brief(error)})"
-            )
+            fault = Error(ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({brief(error)})")
             return Message(fault, reply_to=self._asked[number])
         reply.__dict__["_metadata"] = message_from_proto(proto).metadata
         return reply
@@ -420,9 +410,7 @@ class MemoryGrid(Grid):
         if self.ended:
             raise InputError(f"run: {self.ended}")
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Not here: who waits also watches, see `WatchedGrid`."""
         raise NotImplementedError
 
@@ -551,6 +539,23 @@ class _Bearer:
         return call_next(context)
 
 
+@dataclass(frozen=True)
+class _SocketFile(httpx.BaseTransport):
+    """Requests through a socket file; httpx's own leaves it open where nobody answers."""
+
+    path: Path
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        line = http.client.HTTPConnection("superlink")
+        with socket.socket(socket.AF_UNIX) as line.sock, closing(line):
+            line.sock.settimeout(30)
+            line.sock.connect(str(self.path))
+            headers = dict(request.headers)
+            line.request(request.method, request.url.path, request.content, headers)
+            answer = line.getresponse()
+            return httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read())
+
+
 def link_through(web: httpx.Client, secret: str) -> Link:
     """A connection for who has the operator's secret."""
     version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
@@ -561,18 +566,14 @@ def link_through(web: httpx.Client, secret: str) -> Link:
 
 
 @contextmanager
-def linked(socket: Path, secret: str) -> Iterator[Link]:
+def linked(door: Path, secret: str) -> Iterator[Link]:
     """A connection to the server behind a private socket; one that cannot be had is one line."""
-    web = httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=30)
     try:
-        with web:
+        with httpx.Client(transport=_SocketFile(door)) as web:
             yield link_through(web, secret)
     except httpx.HTTPStatusError as error:
+        raise InputError(f"deploy: the server behind {door} refuses ({brief(error)}); see its logs/server.log") from error
+    except (OSError, http.client.HTTPException) as error:
         raise InputError(
-            f"deploy: the server behind {socket} refuses ({brief(error)}); see its logs/server.log"
-        ) from error
-    except (httpx.HTTPError, OSError) as error:
-        raise InputError(
-            f"deploy: the server of {socket.parent} does not answer ({brief(error)}); "
-            "start it with `glocal deploy server`"
+            f"deploy: the server of {door.parent} does not answer ({brief(error)}); start it with `glocal deploy server`"
         ) from error

@@ -59,7 +59,4 @@ def masked_reply(message: Message, context: Context, names: Sequence[str], train
 def _require_in_range(tree: Params) -> None:
     for name, tensor in tree.items():
         if not tensor.is_floating_point() or float(tensor.abs().max()) > RANGE:
-            raise UploadError(
-                f"upload: '{name}' is no float tensor within {-RANGE:g} to {RANGE:g}, "
-                "as masking needs it"
-            )
+            raise UploadError(f"upload: '{name}' is no float tensor within {-RANGE:g} to {RANGE:g}, as masking needs it")

@@ -89,18 +89,13 @@ def ssh_key(key: bytes) -> str:
         public = serialization.load_pem_public_key(key)
     except ValueError:
         return ""
-    line = public.public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
+    line = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return line.decode()
 
 
 def messages(orders: Mapping[int, Order], kind: str, shared: ConfigRecord | None) -> list[Message]:
     """One message per node."""
-    return [
-        Message(asking(shared, order), node, kind, group_id=str(order.round_index), ttl=_DAY)
-        for node, order in orders.items()
-    ]
+    return [Message(asking(shared, order), node, kind, group_id=str(order.round_index), ttl=_DAY) for node, order in orders.items()]
 
 
 def by_node(replies: Iterable[Message]) -> dict[int, Reply]:
@@ -117,17 +112,11 @@ class WatchedGrid(Grid):
     def __init__(self, grid: Grid, heard: Callable[[int], None]) -> None:
         self.grid, self.heard = grid, heard
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> list[Message]:
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send all, and collect replies until all are there or the time is up."""
         asked, found = [*messages], list[Message]()
         sent = [*self.grid.push_messages(asked)]
-        waiting = {
-            number: message.metadata.dst_node_id
-            for number, message in zip(sent, asked, strict=True)
-            if number
-        }
+        waiting = {number: message.metadata.dst_node_id for number, message in zip(sent, asked, strict=True) if number}
         end = time.monotonic() + (timeout or float("inf"))
         while waiting and time.monotonic() < end:
             for message in self.grid.pull_messages([*waiting]):

@@ -1,0 +1,134 @@
+"""What glocal takes of Flower's inside: in one file a side, and every name of it is there. It says what an upgrade broke."""
+
+import ast
+import importlib
+import inspect
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+
+import glocal
+from glocal.backends.flower import inner_client, inner_server
+from glocal.errors import InputError
+
+DOCUMENTED = {"flwr.app", "flwr.clientapp", "flwr.serverapp"}
+SOURCE = Path(glocal.__file__).parent
+INSIDE = [Path(inner_client.__file__), Path(inner_server.__file__)]
+
+
+def imports(text):
+    """Every name that a file takes from Flower, and the module that it takes it from."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flwr":
+            yield from ((node.module, alias.name) for alias in node.names)
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "flwr")
+
+
+def missing(text):
+    """The names that are not there, in words."""
+    lacks = []
+    for module, name in imports(text):
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            lacks.append(f"{module} ({error})")
+            continue
+        if name and not hasattr(found, name):
+            try:
+                importlib.import_module(f"{module}.{name}")
+            except ImportError:
+                lacks.append(f"{module}.{name}")
+    return lacks
+
+
+@pytest.mark.parametrize("path", INSIDE, ids=lambda path: path.stem)
+def test_every_name_that_is_taken_of_flowers_inside_is_there(path):
+    lacks = missing(path.read_text())
+    assert not lacks, f"flwr {version('flwr')} lacks what {path.name} imports: {', '.join(lacks)}"
+
+
+def test_a_name_that_an_upgrade_took_away_is_named():
+    text = "from flwr.superlink.main import create_app, gone\nfrom flwr.nowhere import x\n"
+    assert [words.split(" ")[0] for words in missing(text)] == ["flwr.superlink.main.gone", "flwr.nowhere"]
+
+
+def test_nothing_else_knows_flowers_inside():
+    elsewhere = {
+        (str(path.relative_to(SOURCE)), module)
+        for path in SOURCE.rglob("*.py")
+        if path not in INSIDE
+        for module, _ in imports(path.read_text())
+        if module not in DOCUMENTED
+    }
+    assert not elsewhere
+
+
+USED = {
+    InMemoryLinkState: {
+        "create_node": ["owner_aid", "owner_name", "public_key", "heartbeat_interval", "name"],
+        "delete_node": ["owner_aid", "node_id"],
+        "get_node_info": ["node_ids", "statuses"],
+        "get_run_info": ["run_ids"],
+        "get_object": ["run_id", "object_id"],
+        "store_object": ["run_id", "session_id", "object_id", "object_content"],
+        "delete_messages": ["message_ins_ids"],
+        "delete_sessions_in_run": ["run_id"],
+        "acknowledge_task_heartbeat": ["task_id"],
+    },
+    InMemoryObjectStore: {"get_object_tree": ["object_id"], "delete_objects_in_run": ["run_id"]},
+    inner_server: {"create_app": ["config", "superlink_lifespan_class"]},
+    inner_server.runtime: {
+        "acquire_task": ["request", "state"],
+        "pull_task_input": ["request", "state", "task"],
+        "push_task_output": ["request", "state", "task"],
+        "get_nodes": ["request", "state", "task"],
+        "push_messages": ["request", "state", "task"],
+        "pull_messages": ["request", "state", "task"],
+        "confirm_message_received": ["request", "state", "task"],
+    },
+    inner_client.FleetHttpClient: {
+        name: ["request"]
+        for name in (
+            "ActivateNode", "DeactivateNode", "SendNodeHeartbeat", "PullMessages", "PushMessages",
+            "PullObject", "PushObject", "ConfirmMessageReceived",
+        )
+    },
+    inner_server.ControlHttpClient: {
+        name: ["request"] for name in ("StartRun", "ListRuns", "ListNodes")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", USED, ids=lambda owner: owner.__name__.rpartition(".")[2])
+def test_what_is_called_takes_what_it_is_given(owner):
+    for name, wanted in USED[owner].items():
+        taken = inspect.signature(getattr(owner, name)).parameters
+        lacks = [parameter for parameter in wanted if parameter not in taken]
+        assert not lacks, f"flwr {version('flwr')}: {name} takes no {lacks}, but {[*taken]}"
+
+
+def test_the_state_has_what_is_read_of_it():
+    state = inner_server.SuperLink("secret").state
+    assert isinstance(state, InMemoryLinkState), "uploads would end on disk"
+    names = ("nodes", "message_ins_store", "message_ins_id_to_message_res_id", "object_store")
+    assert [name for name in names if not hasattr(state, name)] == []
+
+
+def test_flowers_server_is_configured_in_full():
+    given = {field.name for field in fields(inner_server._config("secret"))}
+    taken = {*inspect.signature(inner_server.SuperLinkLifespanConfig).parameters}
+    assert given == taken
+    assert len(taken) == 22, f"flwr {version('flwr')} has other settings; see what the new ones open"
+
+
+def test_another_version_of_flower_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr("glocal.deploy.processes.version", lambda _: "1.57.0")
+    from glocal.deploy.processes import require_flower
+
+    with pytest.raises(InputError, match=r"Flower 1\.57\.0 is installed, 1\.41 or 1\.42 is needed; run: pip install"):
+        require_flower()
