@@ -1,70 +1,135 @@
-"""What a deployment holds in memory and how long its rounds take: `glocal deploy demo`, watched from outside, as JSON.
+"""How long a deployment's rounds take, what its processes hold in memory, and how soon they are back after kill -9, as JSON.
 
 python -m benchmarks.deployment --out docs/results/deployment.json
 
-A program belongs to the server or to a device by the home that Flower was given; what it holds is its resident memory, shared
-pages included.
+Digits, four devices: each in a process of its own, all four and twenty in one gateway, and on a plain
+Flower installation (SuperLink and SuperNodes) with glocal's apps. Memory is resident, shared pages
+included.
 """
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 from benchmarks.machine import command, describe
+from glocal.deploy.layout import Wanted, lay_out
+from glocal.deploy.processes import free_port
 from glocal.keep import read_rows, write_json
+from tests.running import kill, pids, running
+from tests.stock import start_request, stock
 
-EVERY = 0.5  # seconds
+GUIDE = Path(__file__).parents[1] / "docs/deploy.md"
 
 
 def main() -> None:
-    """Run, watch, print, write."""
+    """Measure one after the other, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
+    told = {"command": command("benchmarks.deployment", sys.argv[1:]), "machine": describe("cpu")}
     with tempfile.TemporaryDirectory() as place:
-        began = time.monotonic()
-        demo = subprocess.Popen([sys.executable, "-m", "glocal", "deploy", "demo"], cwd=place, stdout=subprocess.DEVNULL)
-        held: dict[str, list[int]] = defaultdict(list)
-        while demo.poll() is None:
-            for home, size in resident(place).items():
-                held[home].append(size)
-            time.sleep(EVERY)
-        rows = [row for path in Path(place).rglob("rows.jsonl") for row in read_rows(path)]
-        seconds = round(time.monotonic() - began, 1)
-    told = {
-        "command": command("benchmarks.deployment", sys.argv[1:]),
-        "machine": describe("cpu"),
-        "seconds": seconds,
-        "seconds of each round": [row["seconds"] for row in rows],
-        "MB in memory": {
-            home: {"median": round(median(sizes) / 1e6), "most": round(max(sizes) / 1e6)} for home, sizes in held.items()
-        },
-    }
-    print(json.dumps(told, indent=1))
+        told["four devices, a process each"] = apart(project(place, "apart", 4, given.rounds))
+        told["four devices in a gateway"] = together(project(place, "four", 4, given.rounds))
+        told["twenty devices in a gateway"] = together(project(place, "twenty", 20, given.rounds))
+        told["after kill -9"] = kills(project(place, "killed", 4, 2))
+        told["plain Flower, four SuperNodes"] = plain(project(place, "plain", 4, 4))
     if given.out:
         write_json(given.out, told)
+    print(told)
 
 
-def resident(place: str) -> dict[str, int]:
-    """Bytes of all programs by the home that they were given, of those under a folder."""
-    found: dict[str, int] = defaultdict(int)
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes().split(b"\0")
-            pages = int((process / "statm").read_text().split()[1])
-        except (OSError, ValueError, IndexError):
-            continue
-        homes = [entry[len(b"FLWR_HOME=") :].decode() for entry in environment if entry.startswith(b"FLWR_HOME=")]
-        if homes and homes[0].startswith(str(Path(place).resolve())):
-            parts = Path(homes[0]).parts
-            found[parts[parts.index("devices") + 1] if "devices" in parts else "server"] += pages * 4096
-    return found
+def project(place: str, name: str, devices: int, rounds: int) -> Path:
+    """The folder of a new deployment of digits."""
+    wanted = Wanted(devices=devices, port=free_port(), rounds=rounds)
+    return lay_out(Path(place) / name, wanted).folder
+
+
+def apart(folder: Path) -> dict[str, object]:
+    """Every device in a process of its own."""
+    with running(folder) as these:
+        these.server()
+        for name in names(folder):
+            these.device(name)
+        these.until_connected(*names(folder))
+        these.follow("first")
+        [server] = pids(folder, "server_process")
+        held = {"server": megabytes(server)}
+        held |= {Path(words(pid)[-1]).name: megabytes(pid) for pid in pids(folder, "client_process")}
+    return {**seconds(folder), "MB in memory": held}
+
+
+def together(folder: Path) -> dict[str, object]:
+    """All devices in one process."""
+    with running(folder) as these:
+        these.server()
+        these.device(*names(folder), who="gateway")
+        these.until_connected(*names(folder))
+        these.follow("first")
+        [gateway] = pids(folder, "client_process")
+        [server] = pids(folder, "server_process")
+        held = {"gateway": megabytes(gateway), "server": megabytes(server)}
+    return {**seconds(folder), "MB in memory": held}
+
+
+def kills(folder: Path) -> dict[str, float]:
+    """Seconds until a killed device is connected again, and until all are to a server that was killed."""
+    with running(folder) as these:
+        these.server()
+        for name in names(folder):
+            these.device(name)
+        these.until_connected(*names(folder))
+        times = {}
+        began = time.monotonic()
+        kill(folder / "devices/device-0", "client_process")
+        these.until(lambda: sum("device-0: connected" in said for said in these.said) == 2)
+        times["seconds until the device is back"] = round(time.monotonic() - began, 1)
+        began = time.monotonic()
+        kill(folder, "server_process")
+        again = [f"{name}: connected again" for name in names(folder)]
+        these.until(lambda: all(any(line in said for said in these.said) for line in again))
+        times["seconds until all devices are back at a killed server"] = round(time.monotonic() - began, 1)
+    return times
+
+
+def plain(folder: Path) -> dict[str, object]:
+    """The same apps, run by Flower's own programs."""
+    text = GUIDE.read_text()
+    app = text[text.index("# pyproject.toml") :].partition("```")[0]
+    with stock(folder) as these:
+        for name in names(folder):
+            these.node(name)
+        these.until_online(len(names(folder)))
+        settings = {"folder": str(folder), "run": "first", "visit": False}
+        these.run(start_request({"pyproject.toml": app}, settings))
+    return seconds(folder)
+
+
+def names(folder: Path) -> list[str]:
+    """The devices."""
+    return sorted(path.name for path in (folder / "devices").iterdir())
+
+
+def seconds(folder: Path) -> dict[str, object]:
+    """How long each round took; the first one has what every process does once."""
+    taken = [row["seconds"] for row in read_rows(folder / "runs/first/rows.jsonl")]
+    return {"seconds of each round": taken, "median after the first": round(median(taken[1:]), 2)}
+
+
+def words(pid: int) -> list[str]:
+    """A process's command line."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().strip("\0").split("\0")
+
+
+def megabytes(pid: int) -> int:
+    """What a process holds in memory."""
+    with suppress(OSError):
+        return round(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6)
+    return 0
 
 
 if __name__ == "__main__":

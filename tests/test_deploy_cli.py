@@ -65,7 +65,10 @@ def no_process_of_its_own(monkeypatch):
 
 def test_init_writes_a_project_that_trains_and_keeps_secrets_secret(capsys):
     assert run("deploy", "init", "clinics", "--devices", 3, "--host", "fed.example.org") == 0
-    assert "glocal deploy server clinics" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "glocal deploy server clinics" in printed
+    assert "on all of this machine's addresses, port 9443; only registered devices pass" in printed
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in [Path("clinics"), *Path("clinics/devices").iterdir()])
     secrets = [*Path("clinics").rglob("*.key")]
     assert len(secrets) == 5
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in secrets)
@@ -85,6 +88,18 @@ def test_a_device_is_added_and_a_certificate_renewed(capsys):
     assert run("deploy", "renew", "clinics") == 0
     assert "renewed until" in capsys.readouterr().out
     assert Path("clinics/certificates/server.crt").read_bytes() != before
+
+
+def test_a_device_is_revoked_once_and_its_name_and_key_are_not_used_again(capsys):
+    folder = deployed.project(Path("here"), devices=2)
+    assert run("deploy", "revoke", "here", "device-1") == 0
+    assert "device-1 is refused from its next request on" in capsys.readouterr().out
+    assert [entry.revoked for entry in read_roster(folder).values()] == [False, True]
+    for name, words in (("device-1", "was revoked before"), ("device-7", "'device-7' is no device of here; did you mean")):
+        assert run("deploy", "revoke", "here", name) == 2
+        assert words in complaint(capsys)
+    assert run("deploy", "add-device", "here", "--name", "device-1") == 2
+    assert "'device-1' is taken" in complaint(capsys)
 
 
 def test_a_device_predicts_on_the_command_line(capsys):

@@ -27,7 +27,7 @@ from glocal.wire import pack
 from tests import deployed
 from tests.running import kill, pids, running
 from tests.stock import start_request, stock
-from tests.test_flower import private_of, with_attendance
+from tests.test_flower import private_of, secured, with_attendance
 from tests.wiretap import Wiretap
 from tests.world import distance
 
@@ -165,6 +165,18 @@ def _ended(these, run):
         return these.follow(run)
     except InputError as error:
         return error
+
+
+def test_secure_aggregation_works_on_real_devices(tmp_path):
+    folder = secured(deployed.project(tmp_path / "link", devices=3, rounds=2, port=free_port()))
+    states = rounds_of(folder)
+    names = [f"device-{number}" for number in range(3)]
+    with running(folder) as these:
+        these.server()
+        these.device(*names, who="gateway")
+        these.follow("first")
+    assert distance(RunConductor(Project.at(folder), "first").shared, states[-1].shared) <= 1e-3
+    assert [row["devices"] for row in these.rows("first")] == [names, names]
 
 
 def test_a_device_comes_back_by_itself_when_a_line_that_was_cut_is_mended(tmp_path):

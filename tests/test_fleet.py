@@ -25,7 +25,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_id
 
 from glocal.backends.flower.client import client_app
 from glocal.backends.flower.gate import FleetGate, OperatorGate
-from glocal.backends.flower.inner_client import Fleet, Handler, RefusedError
+from glocal.backends.flower.inner_client import Fleet, Handler, RefusedError, UnreachableError
 from glocal.backends.flower.inner_server import SuperLink, link_through, run_tasks
 from glocal.deploy.certificates import CA, read_device_key
 from glocal.deploy.client_process import prepare
@@ -91,9 +91,7 @@ class Federation:
         operator = OperatorGate(self.link.app, "secret")
         self.operator = link_through(httpx.Client(transport=Calls(lambda: operator)), "secret")
         work = lambda grid, config: _conduct(self.folder, self.gate, grid, config)  # noqa: E731
-        serving = threading.Thread(
-            target=run_tasks, args=(self.link, work, self.stop), kwargs={"every": 0.01}, daemon=True
-        )
+        serving = threading.Thread(target=run_tasks, args=(self.link, work, self.stop), kwargs={"every": 0.01}, daemon=True)
         serving.start()
 
     def fleet(self, name):
@@ -108,9 +106,7 @@ class Federation:
             member = prepare(own, self.said.append)
             app = client_app(lambda _, member=member: member)
             handler = Handler(app, {"folder": str(own)}, member.project.importable)
-            connection = make(
-                self.fleet(name), handler, own / "state/node", self.said.append, self.turn
-            )
+            connection = make(self.fleet(name), handler, own / "state/node", self.said.append, self.turn)
             self.connections[name] = connection
             self.threads.append(threading.Thread(target=connection.keep, daemon=True))
             self.threads[-1].start()
@@ -209,11 +205,7 @@ def push(connection, received, node, root, *others, metadata=None):
     children = [ObjectTree(object_id=get_object_id(other)) for other in others]
     request = PushMessagesRequest(
         node=Node(node_id=node),
-        messages_list=[
-            ProtoMessage(
-                metadata=Metadata(**{**proper, **(metadata or {})}), content=ProtoRecordDict()
-            )
-        ],
+        messages_list=[ProtoMessage(metadata=Metadata(**{**proper, **(metadata or {})}), content=ProtoRecordDict())],
         message_object_trees=[ObjectTree(object_id=get_object_id(root), children=children)],
     )
     client = connection.fleet.client
@@ -340,9 +332,10 @@ def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(tmp_p
         assert not these.link.state.message_ins_store
 
 
-def test_a_reply_that_comes_too_late_is_refused_and_its_client_goes_on(tmp_path):
+def test_a_reply_that_comes_too_late_is_refused_and_its_client_goes_on(tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here", devices=2, rounds=3)
-    deployed.change(folder / "deploy.toml", "round = 600.0", "round = 0.5")
+    short = property(lambda self: 2.0 if self.round_index == 1 else 60.0)
+    monkeypatch.setattr(RunConductor, "round_wait", short)
 
     def late(connection, received, node):
         these.until(lambda: len(these.rows()) == 2)
@@ -373,9 +366,7 @@ def test_a_revoked_client_is_refused_from_its_next_request_and_the_run_goes_on_w
     assert statuses == [401]
     assert [len(row["devices"]) for row in these.rows()] == [3, 2, 2, 2]
     assert "device-2 may connect no longer" in these.said
-    assert all("device-2" not in row["away"] for row in these.rows()[2:]), (
-        "it is nobody's to wait for"
-    )
+    assert all("device-2" not in row["away"] for row in these.rows()[2:]), "it is nobody's to wait for"
 
 
 def test_clients_go_on_by_themselves_with_a_server_that_was_started_anew(tmp_path, monkeypatch):
@@ -517,6 +508,45 @@ def test_a_server_that_cannot_be_reached_is_said_once(tmp_path, monkeypatch):
     assert [words for words in these.said if "does not answer" in words] == [
         "the server does not answer (Connection refused); trying again"
     ]
+
+
+class Refusing:
+    """A line on which everything is refused, or nothing is answered."""
+
+    def __init__(self, error):
+        self.error, self.node = error, Node()
+
+    def enter(self, last):
+        raise self.error
+
+    def leave(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (RefusedError(401, ""), [2, 4, 8, 16, 32, 60, 60]),
+        (RefusedError(503, ""), [2, 4, 8, 10, 10, 10, 10]),
+        (UnreachableError("cut"), [2, 4, 8, 10, 10, 10, 10]),
+    ],
+    ids=["unknown", "refused", "unreachable"],
+)
+def test_a_server_that_does_not_know_a_client_is_asked_again_slowly(error, waits, tmp_path, monkeypatch):
+    """A clock, a roster or a server may be put right; one that cannot be reached is tried more often."""
+    monkeypatch.setattr("random.uniform", lambda low, high: 1.0)
+    connection = Connection(Refusing(error), None, tmp_path / "node", lambda words: None, None)
+    waited = []
+    monkeypatch.setattr(connection, "_keep_beating", lambda: None)
+
+    def wait(seconds):
+        waited.append(seconds)
+        if len(waited) == 7:
+            connection.stop.set()
+
+    monkeypatch.setattr(connection.stop, "wait", wait)
+    connection.keep()
+    assert waited == waits
 
 
 unreached = []

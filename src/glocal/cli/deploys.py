@@ -50,7 +50,11 @@ def init(folder: Path, wanted: Wanted) -> None:
     print("  deploy.toml                 where the server is, how long things may take, privacy")
     print(f"  {CERTIFICATES}/               the server's; ca.key signs new ones and belongs in a safe place")
     print(f"  {DEVICES}/NAME/               one folder to hand to each device, with its secret key")
-    own = quote(str(folder))
+    own, server = quote(str(folder)), project.deployment.server
+    if server.bind == "0.0.0.0":
+        print(
+            f"the server will listen on all of this machine's addresses, port {server.port}; only registered devices pass its gate"
+        )
     print(f"next: glocal deploy server {own}; on each device: glocal deploy device FOLDER; then: glocal deploy run {own}")
     project.kit  # noqa: B018 (refuses what cannot be built)
 
