@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -34,6 +35,8 @@ def libraries(requirements):
 
 
 CORE = libraries(PROJECT["dependencies"])
+EXTRAS = {name: libraries(listed) for name, listed in PROJECT["optional-dependencies"].items()}
+del EXTRAS["dev"]
 
 
 def third_party(node):
@@ -59,6 +62,9 @@ def imported(nodes):
     return set().union(*map(third_party, nodes))
 
 
+IMPORTED = set().union(*(imported(ast.walk(ast.parse(path.read_text()))) for path in FILES))
+
+
 def is_optional(path):
     return path.relative_to(SOURCE).as_posix().startswith(OPTIONAL)
 
@@ -70,3 +76,41 @@ def is_optional(path):
 )
 def test_a_file_imports_core_dependencies_only(path):
     assert imported(run_on_import(ast.parse(path.read_text()))) <= CORE
+
+
+def test_every_library_that_is_imported_is_a_dependency_or_in_an_extra():
+    # Triton comes with PyTorch where there is a GPU
+    assert IMPORTED - CORE.union(*EXTRAS.values()) == {"triton"}
+
+
+@pytest.mark.parametrize("name", ["core", *EXTRAS])
+def test_every_dependency_is_imported_by_something(name):
+    assert {"core": CORE, **EXTRAS}[name] <= IMPORTED
+
+
+MISSING = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def without_extras(code):
+    """Run code in a process of its own, without what the extras bring; matplotlib needs Pillow."""
+    missing = sorted(set().union(*EXTRAS.values(), {"triton"}) - {"PIL"})
+    command = [sys.executable, "-c", MISSING.format(missing=missing) + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_all_but_the_optional_files_are_imported_without_any_extra():
+    paths = [path.relative_to(SOURCE) for path in FILES if not is_optional(path)]
+    modules = [".".join(("glocal", *path.with_suffix("").parts)) for path in paths]
+    modules = [name.removesuffix(".__init__") for name in modules if "__main__" not in name]
+    ended = without_extras("\n".join(f"import {name}" for name in modules))
+    assert ended.returncode == 0, ended.stderr
