@@ -114,3 +114,12 @@ def test_all_but_the_optional_files_are_imported_without_any_extra():
     modules = [name.removesuffix(".__init__") for name in modules if "__main__" not in name]
     ended = without_extras("\n".join(f"import {name}" for name in modules))
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_report_of_a_deployment_says_how_to_install_flower(tmp_path):
+    (tmp_path / "live.json").write_text("{}")
+    command = f"from glocal.cli import main\nmain(['report', {str(tmp_path)!r}])"
+    ended = without_extras(command)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line == "glocal: deploy: Flower is not installed; run: pip install 'glocal[flower]'"

@@ -165,6 +165,9 @@ def report(
         show_join(folders[0])
         return
     if len(folders) == 1 and (folders[0] / "live.json").exists():
+        from glocal.deploy.processes import require_flower
+
+        require_flower()  # what shows the result imports it
         from glocal.cli.deploys import show_result
 
         show_result(folders[0])
