@@ -193,14 +193,15 @@ def test_a_new_algorithm_is_one_small_file_and_its_export(name, file, tmp_path):
     copy, tests = tmp_path / "glocal", Path(__file__).parent
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / f"algorithms/{name}.py").write_text(file)
-    export = copy / "algorithms/__init__.py"
-    text = export.read_text().replace("__all__ = [", f'__all__ = ["{name}", ')
-    export.write_text(text.replace("\n\n__all__", f"\nfrom glocal.algorithms.{name} import {name}\n\n__all__"))
+    names = sorted([*glocal.algorithms.__all__, name])
+    export = "".join(f"from glocal.algorithms.{each} import {each}\n" for each in names)
+    (copy / "algorithms/__init__.py").write_text(f"{export}\n__all__ = {names}\n")
     (tmp_path / "study.toml").write_text(f'[split]\nlocal = ["layer5"]\n[plan]\nrounds = 2\n[cases.P]\nalgorithm = "{name}"\n')
     here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{tests}"}, "capture_output": True, "text": True}
     ran = subprocess.run([sys.executable, "-m", "glocal", "run", "study.toml", "--out", "run"], timeout=120, **here)
     assert ran.returncode == 0, ran.stderr
-    chosen = [str(tests / "test_contract.py"), "-k", f"{name} and (plain or batch)"]
+    files = [str(tests / "test_contract.py"), str(tests / "test_fit.py")]
+    chosen = [*files, "-k", f"{name} and (plain or batch)"]
     checked = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], timeout=300, **here)
     assert checked.returncode == 0, checked.stdout
     assert "passed" in checked.stdout
