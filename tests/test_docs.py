@@ -39,6 +39,17 @@ def test_the_readme_trains_in_ten_lines():
     assert len(lines) <= 10
 
 
+def test_the_readmes_ten_lines_print_what_the_readme_says(capsys):
+    exec(blocks(ROOT / "README.md", "python")[0], {})
+    printed = re.findall(r"([\d.]+)%", capsys.readouterr().out)
+    quoted = re.findall(r"([\d.]+)%", blocks(ROOT / "README.md", "text")[0])
+    # sums round differently on another kind of processor
+    assert [float(figure) for figure in printed] == pytest.approx([*map(float, quoted)], abs=2)
+    together, own, new = map(float, printed)
+    assert own > together + 3
+    assert new > together - 2
+
+
 def test_every_link_of_a_page_leads_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
