@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test slow check lint bench clean
+.PHONY: demo test slow check lint wheel bench clean
 
 demo: $(READY)
 	$(BIN)/glocal demo
@@ -21,6 +21,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+wheel:
+	PYTHON="$(PYTHON)" .ci/bare-wheel
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run --workloads A B C --rounds 7 --out docs/results/benchmark.json

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
 
 import glocal
 
+ROOT = Path(__file__).parents[1]
 SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
 BASIS = (
@@ -110,8 +112,44 @@ def test_importing_glocal_has_no_cost_and_no_side_effect():
     assert not {"torch", "numpy", "matplotlib", "sklearn", "rich", "typer"} & {name.split(".")[0] for name in loaded}
 
 
+STUB = (SOURCE / "__init__.pyi").read_text()
+# what can be imported from glocal, but for what begins with an underscore
+SUBMODULES = sorted(name for _, name, _ in iter_modules(glocal.__path__) if name[0] != "_")
+DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+DOTTED = re.compile(r"\bglocal(?:\.[A-Za-z_]\w*)+")
+NAMED = {name for page in DOCS for name in DOTTED.findall(page.read_text())}
+EACH_BY_ITSELF = """
+import os, sys
+import matplotlib.figure, scipy.optimize, sklearn.datasets, torch  # once for all that follow
+
+for name in sys.argv[1:]:
+    if not os.fork():
+        import glocal
+        eval(name)
+        os._exit(0)
+    if os.wait()[1]:
+        print(name)
+"""
+
+
+def test_every_submodule_and_what_the_docs_name_in_them_is_found_on_first_use():
+    """Each in a process of its own, in which nothing else has imported a part of glocal."""
+    submodules = {f"glocal.{name}" for name in SUBMODULES}
+    inside = {name for name in NAMED if ".".join(name.split(".")[:2]) in submodules}
+    names = sorted(inside | submodules)
+    command = [sys.executable, "-c", EACH_BY_ITSELF, *names]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert not ended.stdout.split(), ended.stderr
+
+
+def test_the_stub_names_every_submodule():
+    assert re.findall(r"^from glocal import (\w+) as \1$", STUB, re.MULTILINE) == SUBMODULES
+    assert not set(SUBMODULES) & set(glocal.__all__)
+    assert set(SUBMODULES) <= set(dir(glocal))
+
+
 def test_what_is_exported_is_there_and_the_stub_agrees():
-    stub = re.findall(r"^from \S+ import (\w+) as \1$", (SOURCE / "__init__.pyi").read_text(), re.MULTILINE)
+    stub = re.findall(r"^from glocal\.\S+ import (\w+) as \1$", STUB, re.MULTILINE)
     assert sorted(stub) == sorted(glocal.__all__)
     for name in glocal.__all__:
         assert getattr(glocal, name).__name__ == name
@@ -144,7 +182,7 @@ def fedper(objective: Objective, optimiser: Optimiser, *, split: Split) -> Algor
     """The base is shared, the personalisation layers (split.local, the head) stay on the device."""
     return lg_fedavg(objective, optimiser, split=split)._replace(name="fedper")
 '''
-PAGE = (Path(__file__).parents[1] / "docs/new-algorithm.md").read_text()
+PAGE = (ROOT / "docs/new-algorithm.md").read_text()
 FEDAVGM = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 
 
@@ -156,14 +194,15 @@ def test_a_new_algorithm_is_one_small_file_and_its_export(name, file, tmp_path):
     copy, tests = tmp_path / "glocal", Path(__file__).parent
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / f"algorithms/{name}.py").write_text(file)
-    export = copy / "algorithms/__init__.py"
-    text = export.read_text().replace("__all__ = [", f'__all__ = ["{name}", ')
-    export.write_text(text.replace("\n\n__all__", f"\nfrom glocal.algorithms.{name} import {name}\n\n__all__"))
+    names = sorted([*glocal.algorithms.__all__, name])
+    export = "".join(f"from glocal.algorithms.{each} import {each}\n" for each in names)
+    (copy / "algorithms/__init__.py").write_text(f"{export}\n__all__ = {names}\n")
     (tmp_path / "study.toml").write_text(f'[split]\nlocal = ["layer5"]\n[plan]\nrounds = 2\n[cases.P]\nalgorithm = "{name}"\n')
     here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{tests}"}, "capture_output": True, "text": True}
     ran = subprocess.run([sys.executable, "-m", "glocal", "run", "study.toml", "--out", "run"], timeout=120, **here)
     assert ran.returncode == 0, ran.stderr
-    chosen = [str(tests / "test_contract.py"), "-k", f"{name} and (plain or batch)"]
+    files = [str(tests / "test_contract.py"), str(tests / "test_fit.py")]
+    chosen = [*files, "-k", f"{name} and (plain or batch)"]
     checked = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], timeout=300, **here)
     assert checked.returncode == 0, checked.stdout
     assert "passed" in checked.stdout

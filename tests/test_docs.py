@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from statistics import fmean
@@ -9,8 +10,9 @@ from statistics import fmean
 import pytest
 
 from docs.refresh import refreshed
-from glocal.studies import STUDIES
-from glocal.studies.run import resolved
+from glocal.cli import main
+from glocal.studies import STUDIES, from_toml
+from glocal.studies.run import resolved, slug
 from glocal.studies.settings import from_dict
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,68 @@ def test_the_settings_of_a_page_are_settings(page):
 def test_the_readme_trains_in_ten_lines():
     lines = [line for line in blocks(ROOT / "README.md", "python")[0].splitlines() if line.strip()]
     assert len(lines) <= 10
+
+
+def test_the_readmes_ten_lines_print_what_the_readme_says(capsys):
+    exec(blocks(ROOT / "README.md", "python")[0], {})
+    printed = re.findall(r"([\d.]+)%", capsys.readouterr().out)
+    quoted = re.findall(r"([\d.]+)%", blocks(ROOT / "README.md", "text")[0])
+    # sums round differently on another kind of processor
+    assert [float(figure) for figure in printed] == pytest.approx([*map(float, quoted)], abs=2)
+    together, own, new = map(float, printed)
+    assert own > together + 3
+    assert new > together - 2
+
+
+def commands(page):
+    """The words after `glocal` of every command in a page's blocks, in order."""
+    typed = re.findall(r"^\$ (.*)", "".join(blocks(page, "console")), re.MULTILINE)
+    scripts = "".join(blocks(page, "sh") + blocks(page, "bash")).splitlines()
+    for line in typed + scripts:
+        words = shlex.split(line, comments=True)
+        while words and re.match("[A-Z_]+=", words[0]):
+            del words[0]
+        if words and words[0] == "glocal":
+            yield words[1:]
+
+
+def mentions(page):
+    """The words after `glocal` of every command within a page's sentences."""
+    for command in re.findall("`glocal ([^`]+)`", page.read_text()):
+        yield shlex.split(command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_exists_with_its_options(page, capsys):
+    for words in [*commands(page), *mentions(page)]:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0, f"{words}: {capsys.readouterr().err}"
+
+
+def folder_made_by(words):
+    """The run folder that a command writes, if it writes one."""
+    if "--out" in words:
+        return words[words.index("--out") + 1]
+    if words[:2] == ["deploy", "demo"]:
+        return "runs/deploy-demo"
+    if words[0] != "run":
+        return None
+    if words[1].endswith(".toml"):
+        return f"runs/{slug(from_toml(ROOT / words[1]).name)}"
+    return f"runs/{words[1]}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "newcomers.md", "representations.md", "vqa.md"])
+def test_the_commands_of_a_page_can_be_typed_in_order(name):
+    (page,) = (page for page in PAGES if page.name == name)
+    made = set()
+    for words in commands(page):
+        made.add(folder_made_by(words))
+        needed = {word for word in words if word.startswith("runs/")}
+        assert needed <= made, f"glocal {' '.join(words)}"
+        files = [word for word in words if word.endswith((".toml", ".npz"))]
+        assert all((ROOT / file).exists() for file in files), f"glocal {' '.join(words)}"
 
 
 def test_every_link_of_a_page_leads_somewhere():

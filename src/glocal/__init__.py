@@ -1,10 +1,12 @@
 """Personalised federated learning with local and shared representations: think locally, act globally.
 
-Everything a user needs is here by name and is loaded when first asked for: importing glocal costs nothing. `__init__.pyi`
-beside this file tells type checkers where each name lives.
+Everything a user needs is here by name, submodules included, and is loaded when first asked for:
+importing glocal costs nothing. `__init__.pyi` beside this file tells type checkers where each name
+lives.
 """
 
 from importlib import import_module
+from pkgutil import iter_modules
 
 __version__ = "0.1.0"
 
@@ -36,8 +38,14 @@ def __getattr__(name: str) -> object:
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"glocal.{home}"), name)
+    if name in _submodules():
+        return import_module(f"glocal.{name}")
     raise AttributeError(f"glocal has no '{name}'; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_submodules(), "__version__"]
+
+
+def _submodules() -> list[str]:
+    return [name for _, name, _ in iter_modules(__path__) if not name.startswith("_")]

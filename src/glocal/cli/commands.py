@@ -7,18 +7,16 @@ from shlex import quote
 from typing import Annotated
 
 import typer
-import typer.core
 from rich.console import Console
 from rich.table import Table
 
 from glocal.cli.deploy_commands import deploy_app
+from glocal.cli.usage import require_command
 from glocal.errors import InputError, nearest
 
-typer.core.HAS_RICH = False  # else brackets in help texts are escaped for rich, which never sees them
 app = typer.Typer(
     name="glocal",
-    help="Personalised federated learning with local and shared representations.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -42,6 +40,12 @@ Parts = Annotated[
     typer.Option("--part", help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated."),
 ]
 SourceName = Annotated[str, typer.Argument(help="digits, mnist, cifar10 or adult.")]
+
+
+@app.callback()
+def start(context: typer.Context) -> None:
+    """Personalised federated learning with local and shared representations."""
+    require_command(context)
 
 
 @app.command()
@@ -161,6 +165,9 @@ def report(
         show_join(folders[0])
         return
     if len(folders) == 1 and (folders[0] / "live.json").exists():
+        from glocal.deploy.processes import require_flower
+
+        require_flower()  # what shows the result imports it
         from glocal.cli.deploys import show_result
 
         show_result(folders[0])

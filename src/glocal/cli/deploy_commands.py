@@ -5,8 +5,10 @@ from typing import Annotated
 
 import typer
 
+from glocal.cli.usage import require_command
+
 deploy_app = typer.Typer(
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
 )
 
@@ -22,10 +24,11 @@ Metrics = Annotated[
 
 
 @deploy_app.callback()
-def deploy() -> None:
+def deploy(context: typer.Context) -> None:
     """Train on real devices: a server, devices and runs on Flower, with TLS and keys."""
     from glocal.deploy.processes import require_flower
 
+    require_command(context)
     require_flower()  # what the commands load imports it
 
 

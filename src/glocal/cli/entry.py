@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import click
+import typer
 
 from glocal.cli.commands import app
+from glocal.cli.usage import UsageError
 from glocal.errors import GlocalWarning, InputError
 
 
@@ -33,16 +34,13 @@ def _run_command(arguments: Sequence[str] | None) -> Any:
     """Run a command; its exit code."""
     try:
         return app(args=arguments, standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        return 2
-    except click.ClickException as error:
+    except UsageError as error:
         return _complain(f"command line: {error.format_message()}")
     except InputError as error:
         return _complain(str(error))
     except OSError as error:
         return _complain(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         return 130
 

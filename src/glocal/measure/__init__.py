@@ -1,5 +1,6 @@
 """How good the models are, for the devices that trained them and for new ones."""
 
+from glocal.measure import leakage, theory
 from glocal.measure.accuracy import (
     Accuracies,
     Credit,
@@ -27,9 +28,11 @@ __all__ = [
     "ensemble_accuracy",
     "ensemble_classes",
     "guesses",
+    "leakage",
     "local_test",
     "local_tests",
     "matching",
     "new_test",
     "spread",
+    "theory",
 ]
