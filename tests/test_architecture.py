@@ -116,7 +116,8 @@ STUB = (SOURCE / "__init__.pyi").read_text()
 # what can be imported from glocal, but for what begins with an underscore
 SUBMODULES = sorted(name for _, name, _ in iter_modules(glocal.__path__) if name[0] != "_")
 DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
-DOTTED = re.compile(r"\bglocal(?:\.[A-Za-z_]\w*)+")
+# a name that is used, not an address such as glocal.deploy.apps:server
+DOTTED = re.compile(r"\bglocal(?:\.[A-Za-z_]\w*)+(?![\w:]|\.\w)")
 NAMED = {name for page in DOCS for name in DOTTED.findall(page.read_text())}
 EACH_BY_ITSELF = """
 import os, sys
