@@ -573,6 +573,15 @@ def test_a_program_that_refuses_its_input_is_not_started_again(importable):
     assert not Path("logs").exists(), "nothing is left of it"
 
 
+def test_a_program_that_refuses_leaves_the_log_of_one_that_runs(importable):
+    Path("logs").mkdir()
+    Path("logs/it.log").touch()
+    refusing = program("""print('{"refused": "it runs already"}', flush=True); raise SystemExit(2)""")
+    with pytest.raises(InputError, match="it runs already"):
+        supervise(refusing, threading.Event(), print)
+    assert Path("logs/it.log").exists()
+
+
 def test_a_program_that_falls_silent_is_started_again_and_what_it_said_is_passed_on(importable, monkeypatch):
     monkeypatch.setattr(supervision, "_SILENT", 0.3)
     monkeypatch.setattr(supervision, "wait_before", lambda failures: 0.01)

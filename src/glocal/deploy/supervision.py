@@ -182,7 +182,7 @@ def supervise(program: Program, stop: threading.Event, say: Say, *, every: float
     """Keep it running until told to stop; what its first start refuses is refused."""
     for folder in program.folders:
         require_project(folder)
-    failures = 0
+    failures, new_log = 0, not program.log.exists()
     while not stop.is_set():
         child = Child.start(program, say)
         try:
@@ -194,7 +194,8 @@ def supervise(program: Program, stop: threading.Event, say: Say, *, every: float
         if stop.is_set():
             return
         if child.refusal and not failures:
-            _drop_empty(program.log)
+            if new_log:  # else it is of a program that runs already
+                _drop_empty(program.log)
             raise InputError(child.refusal)
         failures = 1 if time.monotonic() - child.started > _LONG else failures + 1
         say(f"{why}; starting again in {wait_before(failures):g} s; {program.log} has more")
