@@ -236,12 +236,17 @@ def outputs_of(model: nn.Module, inputs: torch.Tensor) -> int:
 
 
 def _try_one_step(case: Case, fed: Federation) -> None:
-    """Train on two rows, to no effect: what fails here would fail in the first round."""
+    """Train on two rows and on three, to no effect: what fails here would fail in the first round.
+
+    Both, as a loss that gives one value per class may by chance give as many as there are rows.
+    """
     cpu, largest = torch.device("cpu"), int(fed.train.sizes.argmax())
-    examples = fed.train.examples.take(fed.train.rows[largest][:2]).to(cpu)
-    task = Task(*case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y)).reshape(1, -1))
+    examples = fed.train.examples.take(fed.train.rows[largest][:3]).to(cpu)
+    start, own = case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y))
     try:
-        Looped(case.algorithm.client_update)([task], examples, case.plan.first_round)
+        for rows in (2, 3):  # a device that holds fewer shows some again
+            task = Task(*start, np.resize(own, (1, rows)))
+            Looped(case.algorithm.client_update)([task], examples, case.plan.first_round)
     except InputError:
         raise
     except Exception as error:  # whatever a user's own module may raise

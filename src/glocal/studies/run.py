@@ -117,7 +117,8 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
     study = Study(settings, parts, settings.run, folder, _scenario(settings, parts))
     cases = {name: initial_case(settings, name, study.parts) for name in settings.cases}
     for place, (name, case) in enumerate(cases.items()):
-        if place == 0 or settings.cases[name].learns is not None:
+        of_ones_own = ":" in settings.cases[name].algorithm  # it may have a loss of its own
+        if place == 0 or of_ones_own or settings.cases[name].learns is not None:
             study.training(case).require()
     study.options.computing_device()
     if study.scenario is not None and any(case.pretraining for case in cases.values()):
