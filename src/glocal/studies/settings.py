@@ -11,6 +11,7 @@ from glocal.errors import InputError, nearest
 from glocal.fitting import Options
 from glocal.joining import Welcome
 from glocal.keep import Json
+from glocal.modules import require_deviation, require_share
 from glocal.studies.arrival import NewcomerSettings
 from glocal.studies.audit import AuditSettings
 from glocal.studies.learning import LearnsSettings
@@ -67,6 +68,10 @@ class ModelSettings:
     widths: tuple[int, ...] | None = None
     weights: str | None = None
     encoder: str | None = None
+
+    def __post_init__(self) -> None:
+        require_share("settings: model.dropout", self.dropout)
+        require_deviation("settings: model.blur", self.blur)
 
 
 @dataclass(frozen=True)
