@@ -18,7 +18,7 @@ from glocal.backends.looped import Looped
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import DivergedError, InputError, brief
 from glocal.federation import Federation, check
-from glocal.keep import Json, write_json
+from glocal.keep import Json, alone, write_json
 from glocal.measure import Credit, Evaluation, local_test, local_tests, matching, new_test, spread
 from glocal.modules import params_of, predictor
 from glocal.result import Result, save_models
@@ -164,10 +164,11 @@ def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[R
     for fed in case.federations:
         require_fit(case, fed, options)
     case = placed(case, options)
-    progress = beginning(case, options, folder)
-    for moment in train(case, options, progress, folder):
-        progress = moment.progress
-    return finish(case, options, progress, folder)
+    with alone(folder):
+        progress = beginning(case, options, folder)
+        for moment in train(case, options, progress, folder):
+            progress = moment.progress
+        return finish(case, options, progress, folder)
 
 
 def evaluation_of(case: Case, options: Options) -> Evaluation:

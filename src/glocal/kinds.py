@@ -35,7 +35,7 @@ from glocal.fitting import (
     resumed,
     sharing_stores,
 )
-from glocal.keep import Json, write_json
+from glocal.keep import Json, alone, write_json
 from glocal.measure import Credit, Evaluation, matching
 from glocal.modules import params_of
 from glocal.optimisers import Optimiser
@@ -84,10 +84,11 @@ def fit_kinds(
     cases = company(kinds, plan)
     _require_fit(cases, options)
     cases = _placed(cases, options)
-    progress = begin_kinds(cases, options, path)
-    for moment in train_kinds(cases, options, progress, path):
-        progress = moment.progress
-    return _finished(cases, options, progress, path)
+    with alone(path):
+        progress = begin_kinds(cases, options, path)
+        for moment in train_kinds(cases, options, progress, path):
+            progress = moment.progress
+        return _finished(cases, options, progress, path)
 
 
 def warm_kinds(kinds: Sequence[Kind], optimiser: Optimiser, plan: Plan, *, options: Options | None = None) -> list[Kind]:

@@ -32,7 +32,7 @@ from glocal.fitting import (
     resumed,
     sharing_stores,
 )
-from glocal.keep import Json, read_rows, write_json
+from glocal.keep import Json, alone, read_rows, write_json
 from glocal.measure import Credit, Evaluation, local_tests, matching
 from glocal.measure.accuracy import Accuracies
 from glocal.measure.forgetting import Course
@@ -238,11 +238,12 @@ def fit_scenario(
     story = Story(case, scenario, options or Options())
     story.require()
     story = story.placed()
-    progress, rows = story.beginning(home), read_rows(home / "rows.jsonl") if home else []
-    for moment in story.train(progress, home):
-        progress = moment.progress
-        rows += moment.rows
-    result = story.finish(progress, home)[0]
+    with alone(home):
+        progress, rows = story.beginning(home), read_rows(home / "rows.jsonl") if home else []
+        for moment in story.train(progress, home):
+            progress = moment.progress
+            rows += moment.rows
+        result = story.finish(progress, home)[0]
     return Told(result, {group: course(rows, group, plan.seed) for group in scenario.groups})
 
 

@@ -1,6 +1,5 @@
 """Flower's programs as children of ours: telemetry off, a home of their own, ended together with all that they started."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -10,19 +9,19 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from glocal.errors import InputError
+from glocal.keep import alone as alone
 from glocal.keep import write_text
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 _HELD = "Its place may still be held for up to a minute after it was lost, or its key is not known there."
-_LOCK = ".running"
 _LETTING_GO = 2.0  # seconds that a killed program's port may still be held
 _PATIENCE = 5.0  # seconds that a program is given to end by itself
 
@@ -107,17 +106,6 @@ def end_all(home: Path) -> None:
         with suppress(OSError):
             if mark in (place / "environ").read_bytes().split(b"\0"):
                 os.kill(int(place.name), signal.SIGKILL)
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold a folder while it is run; who comes second is refused, and would end the first one's programs otherwise."""
-    with (folder / _LOCK).open("a") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it even after kill -9
-        except BlockingIOError as error:
-            raise InputError(f"deploy: {folder} is being run already; stop that one first") from error
-        yield
 
 
 def require_free(bind: str, port: int) -> None:
