@@ -177,9 +177,14 @@ def read_about(path: Path) -> Json:
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[Params, Json]:
-    """Read a safetensors file and what its header says about it."""
+    """Read a safetensors file and what its header says about it.
+
+    Each tensor is copied: in the file it may begin anywhere, and products of a single row round
+    otherwise where a tensor does not begin at a cache line, as torch's own do.
+    """
     with _opened(path, device) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, read_about(path)  # noqa: SIM118 (not a mapping)
+        names = file.keys()
+        return {name: file.get_tensor(name).clone() for name in names}, read_about(path)
 
 
 @contextmanager
