@@ -114,9 +114,13 @@ def kept(folder: Path):
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
+ADAM = '[optimiser]\nname = "adam"\nrate = 0.003\n[plan]'  # measured, for its steps are not fused
+
+
 @pytest.mark.slow
-def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(tmp_path):
-    (tmp_path / "study.toml").write_text(STUDY)
+@pytest.mark.parametrize("plan", ["[plan]", ADAM], ids=["sgd", "adam"])
+def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(plan, tmp_path):
+    (tmp_path / "study.toml").write_text(STUDY.replace("[plan]", plan))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     started = time.monotonic()

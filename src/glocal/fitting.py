@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,17 @@ from torch import Tensor, nn
 
 from glocal import trees
 from glocal.algorithm import Algorithm, frozen
-from glocal.backends import Engine, OverDevices, Report, Seat, Task, begin, simulate_seeds
+from glocal.backends import (
+    Choice,
+    Engine,
+    OverDevices,
+    Report,
+    Seat,
+    Settled,
+    Task,
+    begin,
+    simulate_seeds,
+)
 from glocal.backends.looped import Looped
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import DivergedError, InputError, brief
@@ -171,9 +182,38 @@ def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[R
         return finish(case, options, progress, folder)
 
 
-def evaluation_of(case: Case, options: Options) -> Evaluation:
-    """How a case's models are tested."""
-    return Evaluation(case.algorithm, predictor(case.model), engine=options.how(), credit=case.credit)
+def evaluation_of(
+    case: Case,
+    options: Options,
+    checkpoint: Checkpoint | None = None,
+    *,
+    kind: str = "",
+) -> Evaluation:
+    """How a case's models, or those of one kind, are tested; as the run began, if it goes on."""
+    return Evaluation(
+        case.algorithm,
+        predictor(case.model),
+        engine=options.how(),
+        credit=case.credit,
+        settled=lambda part: settled(options, checkpoint, f"{part} {kind}".strip()),
+    )
+
+
+def settled(
+    options: Options,
+    checkpoint: Checkpoint | None,
+    part: str,
+    known: Choice | None = None,
+) -> Settled:
+    """What a part of a run began with, so that it goes on with the same rounding; where to note it.
+
+    A checkpoint knows what it was made with; before the first one, the run's folder does.
+    """
+    if checkpoint is not None and known is None:
+        known = checkpoint.engine(part)
+    if known is not None and not known.asked_for(options.how()):
+        known = None
+    return Settled(known, partial(checkpoint.keep_engine, part) if checkpoint else None)
 
 
 def warm_params(algorithm: Algorithm, state: State) -> Params:
@@ -259,17 +299,27 @@ def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
     states = [begin(case.algorithm, params, len(case.seeds)) for params in case.params]
     started = [_started(case, place, state) for place, state in enumerate(states)]
     fresh = Progress(0, states, started, [None for _ in states])
-    progress = resumed(fresh, options, Checkpoint(folder, fingerprint(case, options)) if folder else None)
-    return _pretrained(case, case.pretraining, options, fresh) if progress is fresh and case.pretraining else progress
+    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
+    progress = resumed(fresh, options, checkpoint)
+    if progress is not fresh or case.pretraining is None:
+        return progress
+    return _pretrained(case, case.pretraining, options, fresh, checkpoint)
 
 
-def _pretrained(case: Case, before: Pretraining, options: Options, progress: Progress) -> Progress:
+def _pretrained(
+    case: Case,
+    before: Pretraining,
+    options: Options,
+    progress: Progress,
+    checkpoint: Checkpoint | None,
+) -> Progress:
     """All devices after they trained their private parts alone; nothing has been sent for it."""
     settling, seats = frozen(before.algorithm), []
     for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
         alone = replace(plan, rounds=before.epochs, cohort=fed.devices, epochs=1, first_round=_BEFORE)
         seats.append(Seat(alone, fed.train if before.labels else fed.unlabelled or fed.train, state))
-    states, over = progress.states, OverDevices(settling.client_update, engine=options.how())
+    states, begun = progress.states, settled(options, checkpoint, "pretraining")
+    over = OverDevices(settling.client_update, engine=options.how(), **begun._asdict())
     try:
         for moment in simulate_seeds(settling, seats, over):
             list(map(_finite, case.seeds, [report for _, report in moment]))
@@ -328,9 +378,14 @@ def _data_fingerprint(feds: Sequence[Federation]) -> str:
 def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
     """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    settled = progress.choices[0] if options.engine == "auto" else None  # a run goes on as it began
-    over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
-    evaluation = evaluation_of(case, options)
+    begun = settled(options, checkpoint, "rounds", progress.choices[0])
+    over = OverDevices(
+        case.algorithm.client_update,
+        engine=options.how(),
+        calls=case.plan.rounds,
+        **begun._asdict(),
+    )
+    evaluation = evaluation_of(case, options, checkpoint)
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
@@ -427,16 +482,17 @@ def finish(
     case: Case, options: Options, progress: Progress, folder: Path | None = None, *, also: Afterwards | None = None
 ) -> list[Result]:
     """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
-    evaluation = evaluation_of(case, options)
+    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
+    evaluation = evaluation_of(case, options, checkpoint)
     results = [outcome_of(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
     evaluation.close()
-    if folder:
+    if folder and checkpoint:
         for result in results if options.keep == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
-        more = _afterwards(also, results, lambda: Checkpoint(folder, fingerprint(case, options)).save(progress))
+        more = _afterwards(also, results, lambda: checkpoint.save(progress))
         write_json(folder / "result.json", [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)])
         if options.keep == "figures":
-            Checkpoint(folder, fingerprint(case, options)).lighten(progress)
+            checkpoint.lighten(progress)
     return results
 
 

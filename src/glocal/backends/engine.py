@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -60,6 +61,10 @@ class Choice:
         """For JSON."""
         return asdict(self)
 
+    def asked_for(self, engine: Engine) -> bool:
+        """Whether a run that began like this goes on so: nobody has asked for another engine."""
+        return engine.name in ("auto", self.form) and (engine.fused or not self.fused)
+
     @classmethod
     def from_dict(cls, data: object) -> "Choice | None":
         """Back from JSON; None if it is something else."""
@@ -67,6 +72,13 @@ class Choice:
         if not isinstance(data, dict) or not {"form"} <= {*data} <= known or data["form"] not in ENGINES:
             return None
         return cls(**data)
+
+
+class Settled(NamedTuple):
+    """What was settled when a run began, if it did before, and who is told what is settled now."""
+
+    choice: Choice | None = None
+    note: Callable[[Choice], None] | None = None
 
 
 def cores() -> int:
