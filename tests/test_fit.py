@@ -293,7 +293,11 @@ def test_an_unknown_device_number_is_refused():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"select": "test"}, "'last' or 'best'"), ({"keep_every": 0}, "at least 1"), ({"validate_every": -1}, "at least 1")],
+    [
+        ({"select": "test"}, "'last' or 'best'"),
+        ({"keep_every": 0}, "keep_every is 0; a whole number from 1"),
+        ({"validate_every": -1}, "validate_every is -1; a whole number from 1"),
+    ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(InputError, match=message):

@@ -26,6 +26,7 @@ from glocal.backends import (
     simulate_seeds,
 )
 from glocal.backends.looped import Looped
+from glocal.bounds import CLIENTS, ROUNDS, WORKERS, count, require_counts
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import DivergedError, InputError, brief
 from glocal.federation import Federation, check
@@ -55,12 +56,12 @@ class Options:
 
     device: str = "auto"
     engine: str = "auto"
-    chunk: int | None = None
-    workers: int | None = None
+    chunk: int | None = count(None, most=CLIENTS)
+    workers: int | None = count(None, most=WORKERS)
     fused: bool = True
     precision: str = "fp32"
-    validate_every: int = 10
-    keep_every: int = 10
+    validate_every: int = count(10, most=ROUNDS)
+    keep_every: int = count(10, most=ROUNDS)
     keep: str = "everything"
     select: str = "last"
     tests: str = "both"
@@ -72,10 +73,7 @@ class Options:
             raise InputError(f"options: keep is '{self.keep}'; it must be 'everything' or 'figures'")
         if self.tests not in ("both", "local"):
             raise InputError(f"options: tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)")
-        if self.validate_every < 1 or self.keep_every < 1:
-            raise InputError(
-                f"options: validate_every is {self.validate_every}, keep_every {self.keep_every}; both must be at least 1"
-            )
+        require_counts("options: ", self)
         self.how()
 
     def how(self) -> Engine:

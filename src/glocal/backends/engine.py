@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from glocal.bounds import CLIENTS, WORKERS, count, require_counts
 from glocal.errors import InputError, nearest
 from glocal.places import cache_folder
 
@@ -26,8 +27,8 @@ class Engine:
     """
 
     name: str = "auto"
-    chunk: int | None = None
-    workers: int | None = None
+    chunk: int | None = count(None, most=CLIENTS)
+    workers: int | None = count(None, most=WORKERS)
     fused: bool = True
     precision: str = "fp32"
 
@@ -36,10 +37,7 @@ class Engine:
             raise InputError(f"engine: '{self.name}' is unknown; {nearest(self.name, ENGINES)}")
         if self.precision not in PRECISIONS:
             raise InputError(f"engine: precision '{self.precision}' is unknown; {nearest(self.precision, PRECISIONS)}")
-        for what in ("chunk", "workers"):
-            number = getattr(self, what)
-            if number is not None and number < 1:
-                raise InputError(f"engine: {what} is {number}; it must be at least 1")
+        require_counts("engine: ", self)
 
     @property
     def crew(self) -> int:
