@@ -92,6 +92,17 @@ def test_it_is_refused_where_every_device_holds_one_example(loss):
         glocal.fit(made, model, federation, PLAN)
 
 
+@pytest.mark.parametrize("classes", [2, 3, 4])
+def test_as_many_classes_as_rows_do_not_hide_it(classes):
+    """One value per class has the shape of one per row where a batch is as large."""
+    model = world.seeded(lambda: nn.Linear(world.FEATURES, classes))
+    labels = [(x, y % 2) for x, y in world.devices((12, 12, 12))]
+    made = glocal.fedavg(supervised(model, by_class), glocal.sgd(0.1))
+    plan = glocal.Plan(rounds=1, cohort=2, batch=classes)
+    with pytest.raises(InputError, match=REFUSED):
+        glocal.fit(made, model, glocal.from_tensors(labels), plan)
+
+
 @pytest.mark.parametrize("engine", ["auto", "looped", "vmapped", "workers", "graphed"])
 def test_no_engine_takes_it_round_by_round(engine):
     made, model = algorithm(nn.CrossEntropyLoss())
