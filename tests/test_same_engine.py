@@ -9,6 +9,7 @@ import glocal
 import world
 from glocal.fitting import Options, Pretraining
 from glocal.kinds import Kind, fit_kinds
+from glocal.measure import accuracy
 from glocal.sampling import Attendance
 from glocal.scenario import Chapter, Scenario, fit_scenario
 
@@ -136,6 +137,24 @@ def test_what_another_algorithm_began_with_is_not_taken(tmp_path, caplog):
     other = world.algorithm("fedavg", model, optimiser=glocal.adam(0.02))
     glocal.fit(other, model, world.federation(), PLAN, options=OFTEN, folder=tmp_path)
     assert "graphed" not in file.read_text()
+
+
+def test_tests_keep_to_the_engine_that_they_began_with(tmp_path, monkeypatch):
+    began, real = [], accuracy.OverDevices
+    (algorithm, model), federation = adam(), world.federation()
+
+    def spy(*rest, engine, choice=None, **more):
+        if engine != "looped":  # which the averaged model is tested on
+            began.append(choice and choice.form)
+        return real(*rest, engine=engine, choice=choice, **more)
+
+    monkeypatch.setattr(accuracy, "OverDevices", spy)
+    for rounds in (1, 2):
+        plan = glocal.Plan(rounds, cohort=3, batch=5)
+        glocal.fit(algorithm, model, federation, plan, folder=tmp_path)
+    first, then = began[:2], began[4:]  # outputs, and what is right; those while it trains first
+    assert first == [None, None]
+    assert then == ["vmapped"] * 4
 
 
 def half_frozen():
