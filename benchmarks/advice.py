@@ -67,7 +67,7 @@ def compared(found: dict[str, list[Result]], seconds: dict[str, float], place: i
         "bytes": cost["ledger"]["total"]["bytes"],
         "bytes, validation apart": _training(advice.spent.ledger),
         "updates": cost["updates"],
-        "seconds": cost["seconds"],
+        "seconds": round(advice.seconds, 2),
     }
     whole = {
         "bytes": sum(result.ledger.total.bytes for result in results.values()),

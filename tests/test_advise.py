@@ -1,6 +1,7 @@
 """The advisor: what it measures, what crosses the wire for it, what it recommends, and how it says so."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -361,6 +362,17 @@ def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
     assert told["command"] == "glocal advise digits mlp --rounds 3 --racers 5 --prefer accuracy"
     assert told["choice"]["name"] in [row["split"] for row in told["race"]]
     assert told["cost"]["ledger"]["total"]["bytes"] > 0
+
+
+def test_two_times_the_same_question_leaves_the_same_bytes(tmp_path, monkeypatch):
+    """However long it took: that is printed, and not written down."""
+    clock, answers = time.perf_counter, []
+    for late in (0, 1000):
+        monkeypatch.setattr(time, "perf_counter", lambda late=late: clock() * (1 + late))
+        out = tmp_path / f"{late}.json"
+        assert command("advise", "digits", "mlp", "--rounds", 3, "--racers", 5, "--out", out) == 0
+        answers.append(out.read_bytes())
+    assert answers[0] == answers[1]
 
 
 def test_what_it_says_to_paste_is_a_setting(capsys):

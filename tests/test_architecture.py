@@ -18,6 +18,7 @@ SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
 BASIS = (
     "errors",
+    "bounds",
     "places",
     "trees",
     "keep",

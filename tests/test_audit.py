@@ -357,7 +357,7 @@ MISTAKES = {
     ),
     "case": (["--attribute", "0", "--case", "LGG"], "did you mean 'LG'?"),
     "seed": (["--attribute", "0", "--seed", "7"], "there is no seed 7"),
-    "encoders": (["--attribute", "0", "--encoders", "0"], "encoders is 0; it must be at least 1"),
+    "encoders": (["--attribute", "0", "--encoders", "0"], "encoders is 0; a whole number from 1"),
     "nothing": ([], "Missing option '--attribute'"),
 }
 

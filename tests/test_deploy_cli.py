@@ -33,7 +33,7 @@ from glocal.deploy.roster import read_roster, write_roster
 from glocal.deploy.supervision import Child, Program, environment, supervise
 from glocal.deploy.words import told_row
 from glocal.errors import InputError
-from glocal.keep import append_rows, read_json, read_rows
+from glocal.keep import alone, append_rows, read_json, read_rows
 from tests import deployed
 from tests.test_cli import complaint, run
 from tests.test_flower import run_here
@@ -102,6 +102,12 @@ def test_a_device_is_revoked_once_and_its_name_and_key_are_not_used_again(capsys
     assert "'device-1' is taken" in complaint(capsys)
 
 
+def test_an_algorithm_that_is_made_for_so_many_devices_has_no_place_for_one_more(capsys):
+    deployed.project(Path("here"), devices=2, algorithm="mtl")
+    assert run("deploy", "add-device", "here") == 2
+    assert "mtl is made for 2 devices, and has no place for one more" in complaint(capsys)
+
+
 def test_a_device_predicts_on_the_command_line(capsys):
     folder = deployed.project(Path("here"), rounds=1)
     run_here(folder)
@@ -135,7 +141,15 @@ def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
     ("arguments", "message"),
     [
         (["deploy", "init", "here"], "here is not empty; choose another folder"),
-        (["deploy", "init", "new", "--devices", "0"], "0 devices and 20 rounds were asked for"),
+        (["deploy", "init", "new", "--devices", "0"], "deploy: devices is 0; a whole number from 1 to 1,000 was expected"),
+        (
+            ["deploy", "init", "new", "--devices", "1000000000000000000"],
+            "devices is 1000000000000000000; a whole number from 1 to 1,000",
+        ),
+        (
+            ["deploy", "init", "new", "--rounds", "1000000000000000000"],
+            "rounds is 1000000000000000000; a whole number from 1 to 1,000,000",
+        ),
         (["deploy", "init", "new", "--port", "99999"], "the port is 99999"),
         (["deploy", "init", "new", "--host", "a b"], "the host is 'a b'"),
         (["deploy", "init", "new", "--host", "münchen.de"], "the host is 'münchen.de'"),
@@ -170,8 +184,12 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
     [
         ("devices = 1", "devicez = 1", "unknown option 'devicez'"),
         ("devices = 1", "devices = 'two'", "devices is 'two'; a whole number was expected"),
-        ("round = 600.0", "round = 0.0", "limits.round is 0.0; it must be above 0"),
-        ("round = 600.0", "round = nan", "limits.round is nan; it must be above 0"),
+        ("round = 600.0", "round = 0.0", "limits.round is 0.0; seconds above 0 and at most 100,000,000 were expected"),
+        ("round = 600.0", "round = 1e18", "limits.round is 1e+18; seconds above 0"),
+        ("devices = 1", "devices = 1000000000000000000", "devices is 1000000000000000000; a whole number from 1 to 1,000,000"),
+        ("settle = 20", "settle = 1000000000", "settle is 1000000000; a whole number from 0 to 1,000"),
+        ("enough = 1", "enough = 0", "limits.enough is 0; a whole number from 1"),
+        ("round = 600.0", "round = nan", "limits.round is nan; seconds above 0"),
         ("port = 9443", "port = 99999", "the port is 99999; a number from 1 to 65535 was expected"),
         ('host = "127.0.0.1"', 'host = "münchen"', "the host is 'münchen'"),
         ('bind = "127.0.0.1"', 'bind = ""', "server.bind is ''"),
@@ -288,7 +306,7 @@ def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
 @pytest.mark.parametrize("command", [["server", "here"], ["device", "here/devices/device-0"]])
 def test_what_is_run_already_is_not_run_a_second_time(command, capsys):
     deployed.project(Path("here"), devices=1, port=processes.free_port())
-    with processes.alone(Path(command[-1]).resolve()):
+    with alone(Path(command[-1]).resolve()):
         assert run("deploy", *command) == 2
     assert "is being run already; stop that one first" in capsys.readouterr().err
 
@@ -495,7 +513,7 @@ def test_a_device_whose_number_is_none_is_refused(capsys):
     deployed.project(Path("here"), devices=1)
     deployed.change("here/devices/device-0/device.toml", "number = 0", "number = -1")
     assert run("deploy", "device", "here/devices/device-0") == 2
-    assert "the device's number is -1" in complaint(capsys)
+    assert "settings: number is -1; a whole number from 0" in complaint(capsys)
 
 
 def test_a_run_that_was_taken_over_stops_by_itself():

@@ -374,8 +374,8 @@ def test_equal_devices_are_not_padded():
     [
         ({"name": "warp"}, "engine: 'warp' is unknown"),
         ({"precision": "fp16"}, "engine: precision 'fp16' is unknown"),
-        ({"workers": 0}, "engine: workers is 0; it must be at least 1"),
-        ({"chunk": 0}, "engine: chunk is 0; it must be at least 1"),
+        ({"workers": 0}, "engine: workers is 0; a whole number from 1 to 1,024"),
+        ({"chunk": 0}, "engine: chunk is 0; a whole number from 1 to"),
     ],
 )
 def test_a_wrong_engine_is_one_line(settings, message):

@@ -114,9 +114,13 @@ def kept(folder: Path):
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
+ADAM = '[optimiser]\nname = "adam"\nrate = 0.003\n[plan]'  # measured, for its steps are not fused
+
+
 @pytest.mark.slow
-def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(tmp_path):
-    (tmp_path / "study.toml").write_text(STUDY)
+@pytest.mark.parametrize("plan", ["[plan]", ADAM], ids=["sgd", "adam"])
+def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(plan, tmp_path):
+    (tmp_path / "study.toml").write_text(STUDY.replace("[plan]", plan))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     started = time.monotonic()
@@ -289,7 +293,11 @@ def test_an_unknown_device_number_is_refused():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"select": "test"}, "'last' or 'best'"), ({"keep_every": 0}, "at least 1"), ({"validate_every": -1}, "at least 1")],
+    [
+        ({"select": "test"}, "'last' or 'best'"),
+        ({"keep_every": 0}, "keep_every is 0; a whole number from 1"),
+        ({"validate_every": -1}, "validate_every is -1; a whole number from 1"),
+    ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(InputError, match=message):

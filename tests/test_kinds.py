@@ -217,7 +217,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(stop_after, options, tmp
     assert same({n: r.state for n, r in whole.items()}, {n: r.state for n, r in resumed.items()})
     assert [result.as_dict() for result in whole.values()] == [result.as_dict() for result in resumed.values()]
     files = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole").rglob("*") if file.is_file()]
-    assert len(files) == 3 + (8 if options.keep == "everything" else 0)
+    assert len(files) == 4 + (8 if options.keep == "everything" else 0)
     assert all((tmp_path / "whole" / file).read_bytes() == (tmp_path / "broken" / file).read_bytes() for file in files)
 
 

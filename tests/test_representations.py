@@ -393,10 +393,14 @@ WRONG_LEARNS = {
 def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, change, words, tmp_path):
     settings = from_dict(tomllib.loads(STUDY.format(source=SOURCES_OF[kind], kind=kind, more="")))
     case = settings.cases["Learnt"]
-    plain, odd = settings.cases["Plain"], replace(case, learns=replace(case.learns, **change))
-    wrong = replace(settings, cases={"Plain": plain, "Learnt": odd})
-    with pytest.raises(InputError, match=words):
+
+    def begin():
+        odd = replace(case, learns=replace(case.learns, **change))
+        wrong = replace(settings, cases={"Plain": settings.cases["Plain"], "Learnt": odd})
         list(run_study(wrong, tmp_path / "run"))
+
+    with pytest.raises(InputError, match=words):
+        begin()
     assert not (tmp_path / "run").exists()
 
 

@@ -179,7 +179,7 @@ def test_an_encoder_of_ones_own_that_does_not_fit_is_refused(seen, change, messa
         ("model.encoder=thawed", "model.encoder is 'thawed'"),
         ("data.pictures=blurred", "data.pictures is 'blurred'"),
         ("model.hidden=[3, 4]", "four from 1 on were expected: word, lstm, common, first"),
-        ("model.hidden=[3, 4, 0, 5]", "four from 1 on were expected"),
+        ("model.hidden=[3, 4, 0, 5]", "model.hidden is 0; a whole number from 1 to"),
         ("model.widths=[3]", "four were expected"),
         ("model.weights=nowhere.pth", "the weights nowhere.pth cannot be had"),
         ("model.dropout=1.5", "dropout is 1.5"),

@@ -2,6 +2,7 @@ from glocal import advice as advice
 from glocal import algorithm as algorithm
 from glocal import algorithms as algorithms
 from glocal import backends as backends
+from glocal import bounds as bounds
 from glocal import checkpoint as checkpoint
 from glocal import cli as cli
 from glocal import data as data

@@ -24,7 +24,9 @@ class Algorithm(NamedTuple):
 
     `settle` is how a newcomer learns its private part while the shared one stays as it is: a `client_update` whose upload is not
     sent; None where nothing is private. `about` tells two runs of one algorithm apart, and `devices` is set where an algorithm is
-    made for that many.
+    made for that many. `is_mean` says that `aggregate` is the mean of the uploads, by the weights
+    it is given or by equal ones, so that a server which sees their sum only will do. Whoever
+    replaces `aggregate` sets it anew.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Algorithm(NamedTuple):
     about: str = ""
     devices: int | None = None
     settle: Callable[[Params, Params, Work], Update] | None = None
+    is_mean: bool = False
 
 
 def average(shared: Params, uploads: Params, weights: Tensor) -> Params:
@@ -46,7 +49,11 @@ def average(shared: Params, uploads: Params, weights: Tensor) -> Params:
 def frozen(algorithm: Algorithm) -> Algorithm:
     """The algorithm while the shared part stays as it is, and nothing is sent."""
     assert algorithm.settle is not None
-    return algorithm._replace(client_update=algorithm.settle, aggregate=lambda shared, uploads, weights: shared)
+    return algorithm._replace(
+        client_update=algorithm.settle,
+        aggregate=lambda shared, uploads, weights: shared,
+        is_mean=False,
+    )
 
 
 def unweighted(algorithm: Algorithm) -> Algorithm:

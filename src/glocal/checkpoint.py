@@ -3,9 +3,10 @@
 All randomness is addressed by (seed, round, device), so the random state is two numbers: the seed and how many rounds are done.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,17 @@ import torch
 
 from glocal.backends import Choice
 from glocal.errors import InputError
-from glocal.keep import Json, append_rows, read_about, read_rows, read_tensors, write_tensors, write_text
+from glocal.keep import (
+    Json,
+    append_rows,
+    read_about,
+    read_json,
+    read_rows,
+    read_tensors,
+    write_json,
+    write_tensors,
+    write_text,
+)
 from glocal.store import PrivateRows, State
 from glocal.trees import Params
 from glocal.wire import Ledger
@@ -89,7 +100,7 @@ class Checkpoint:
         kept = [best and best[:2] for best in progress.best]
         ledgers = [ledger.as_dict() for ledger in progress.ledgers]
         about = {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
-        engines = [choice and choice.as_dict() for choice in progress.choices]
+        engines = [choice and _form_of(choice) for choice in progress.choices]
         return {**about, "engine": engines if len(engines) > 1 else engines[0]}
 
     def done(self) -> int:
@@ -123,7 +134,29 @@ class Checkpoint:
             for place, kept in enumerate(about["best"])
         ]
         ledgers = [Ledger.from_dict(ledger) for ledger in about["ledgers"]]
-        return Progress(about["done"], states, ledgers, best, tuple(map(Choice.from_dict, _listed(about.get("engine")))))
+        choices = tuple(map(_choice, _listed(about.get("engine"))))
+        return Progress(about["done"], states, ledgers, best, choices)
+
+    def engine(self, part: str) -> Choice | None:
+        """What a part of the run, such as its rounds, settled on before its first step."""
+        return _choice(self._engines().get(part))
+
+    def keep_engine(self, part: str, choice: Choice) -> None:
+        """Write down what a part settled on: a measurement after a stop might find another form."""
+        engines = {**self._engines(), part: _form_of(choice)}
+        write_json(self.folder / "engine.json", {"of": self._word(), "engines": engines})
+
+    def _engines(self) -> Json:
+        """What is written down, if it is of this run: a folder may be begun anew."""
+        path = self.folder / "engine.json"
+        kept: Json = read_json(path, dict) if path.exists() else {}
+        engines = kept.get("engines")
+        return engines if kept.get("of") == self._word() and isinstance(engines, dict) else {}
+
+    def _word(self) -> str:
+        """The fingerprint as one word."""
+        told = json.dumps(self.fingerprint, sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def _names(self, place: int) -> Json:
         """The tensors of a place: all seeds have one model, each kind has its own."""
@@ -135,6 +168,16 @@ class Checkpoint:
         path = self.folder / "rows.jsonl"
         rows = [row for row in read_rows(path) if row["round"] < next_round]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _form_of(choice: Choice) -> Json:
+    """A choice without its reason: how long each form took is another every time."""
+    return {name: value for name, value in choice.as_dict().items() if name != "why"}
+
+
+def _choice(kept: object) -> Choice | None:
+    choice = Choice.from_dict(kept)
+    return choice and replace(choice, why="as the run began")
 
 
 def _listed(one_or_more: Any) -> list[Any]:

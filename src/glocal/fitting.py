@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +14,23 @@ from torch import Tensor, nn
 
 from glocal import trees
 from glocal.algorithm import Algorithm, frozen
-from glocal.backends import Engine, OverDevices, Report, Seat, Task, begin, simulate_seeds
+from glocal.backends import (
+    Choice,
+    Engine,
+    OverDevices,
+    Report,
+    Seat,
+    Settled,
+    Task,
+    begin,
+    simulate_seeds,
+)
 from glocal.backends.looped import Looped
+from glocal.bounds import CLIENTS, ROUNDS, WORKERS, count, require_counts
 from glocal.checkpoint import Checkpoint, Progress
 from glocal.errors import DivergedError, InputError, brief
 from glocal.federation import Federation, check
-from glocal.keep import Json, write_json
+from glocal.keep import Json, alone, write_json
 from glocal.measure import Credit, Evaluation, local_test, local_tests, matching, new_test, spread
 from glocal.modules import params_of, predictor
 from glocal.result import Result, save_models
@@ -44,12 +56,12 @@ class Options:
 
     device: str = "auto"
     engine: str = "auto"
-    chunk: int | None = None
-    workers: int | None = None
+    chunk: int | None = count(None, most=CLIENTS)
+    workers: int | None = count(None, most=WORKERS)
     fused: bool = True
     precision: str = "fp32"
-    validate_every: int = 10
-    keep_every: int = 10
+    validate_every: int = count(10, most=ROUNDS)
+    keep_every: int = count(10, most=ROUNDS)
     keep: str = "everything"
     select: str = "last"
     tests: str = "both"
@@ -61,10 +73,7 @@ class Options:
             raise InputError(f"options: keep is '{self.keep}'; it must be 'everything' or 'figures'")
         if self.tests not in ("both", "local"):
             raise InputError(f"options: tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)")
-        if self.validate_every < 1 or self.keep_every < 1:
-            raise InputError(
-                f"options: validate_every is {self.validate_every}, keep_every {self.keep_every}; both must be at least 1"
-            )
+        require_counts("options: ", self)
         self.how()
 
     def how(self) -> Engine:
@@ -164,15 +173,45 @@ def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[R
     for fed in case.federations:
         require_fit(case, fed, options)
     case = placed(case, options)
-    progress = beginning(case, options, folder)
-    for moment in train(case, options, progress, folder):
-        progress = moment.progress
-    return finish(case, options, progress, folder)
+    with alone(folder):
+        progress = beginning(case, options, folder)
+        for moment in train(case, options, progress, folder):
+            progress = moment.progress
+        return finish(case, options, progress, folder)
 
 
-def evaluation_of(case: Case, options: Options) -> Evaluation:
-    """How a case's models are tested."""
-    return Evaluation(case.algorithm, predictor(case.model), engine=options.how(), credit=case.credit)
+def evaluation_of(
+    case: Case,
+    options: Options,
+    checkpoint: Checkpoint | None = None,
+    *,
+    kind: str = "",
+) -> Evaluation:
+    """How a case's models, or those of one kind, are tested; as the run began, if it goes on."""
+    return Evaluation(
+        case.algorithm,
+        predictor(case.model),
+        engine=options.how(),
+        credit=case.credit,
+        settled=lambda part: settled(options, checkpoint, f"{part} {kind}".strip()),
+    )
+
+
+def settled(
+    options: Options,
+    checkpoint: Checkpoint | None,
+    part: str,
+    known: Choice | None = None,
+) -> Settled:
+    """What a part of a run began with, so that it goes on with the same rounding; where to note it.
+
+    A checkpoint knows what it was made with; before the first one, the run's folder does.
+    """
+    if checkpoint is not None and known is None:
+        known = checkpoint.engine(part)
+    if known is not None and not known.asked_for(options.how()):
+        known = None
+    return Settled(known, partial(checkpoint.keep_engine, part) if checkpoint else None)
 
 
 def warm_params(algorithm: Algorithm, state: State) -> Params:
@@ -236,12 +275,17 @@ def outputs_of(model: nn.Module, inputs: torch.Tensor) -> int:
 
 
 def _try_one_step(case: Case, fed: Federation) -> None:
-    """Train on two rows, to no effect: what fails here would fail in the first round."""
+    """Train on two rows and on three, to no effect: what fails here would fail in the first round.
+
+    Both, as a loss that gives one value per class may by chance give as many as there are rows.
+    """
     cpu, largest = torch.device("cpu"), int(fed.train.sizes.argmax())
-    examples = fed.train.examples.take(fed.train.rows[largest][:2]).to(cpu)
-    task = Task(*case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y)).reshape(1, -1))
+    examples = fed.train.examples.take(fed.train.rows[largest][:3]).to(cpu)
+    start, own = case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y))
     try:
-        Looped(case.algorithm.client_update)([task], examples, case.plan.first_round)
+        for rows in (2, 3):  # a device that holds fewer shows some again
+            task = Task(*start, np.resize(own, (1, rows)))
+            Looped(case.algorithm.client_update)([task], examples, case.plan.first_round)
     except InputError:
         raise
     except Exception as error:  # whatever a user's own module may raise
@@ -253,17 +297,27 @@ def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
     states = [begin(case.algorithm, params, len(case.seeds)) for params in case.params]
     started = [_started(case, place, state) for place, state in enumerate(states)]
     fresh = Progress(0, states, started, [None for _ in states])
-    progress = resumed(fresh, options, Checkpoint(folder, fingerprint(case, options)) if folder else None)
-    return _pretrained(case, case.pretraining, options, fresh) if progress is fresh and case.pretraining else progress
+    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
+    progress = resumed(fresh, options, checkpoint)
+    if progress is not fresh or case.pretraining is None:
+        return progress
+    return _pretrained(case, case.pretraining, options, fresh, checkpoint)
 
 
-def _pretrained(case: Case, before: Pretraining, options: Options, progress: Progress) -> Progress:
+def _pretrained(
+    case: Case,
+    before: Pretraining,
+    options: Options,
+    progress: Progress,
+    checkpoint: Checkpoint | None,
+) -> Progress:
     """All devices after they trained their private parts alone; nothing has been sent for it."""
     settling, seats = frozen(before.algorithm), []
     for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
         alone = replace(plan, rounds=before.epochs, cohort=fed.devices, epochs=1, first_round=_BEFORE)
         seats.append(Seat(alone, fed.train if before.labels else fed.unlabelled or fed.train, state))
-    states, over = progress.states, OverDevices(settling.client_update, engine=options.how())
+    states, begun = progress.states, settled(options, checkpoint, "pretraining")
+    over = OverDevices(settling.client_update, engine=options.how(), **begun._asdict())
     try:
         for moment in simulate_seeds(settling, seats, over):
             list(map(_finite, case.seeds, [report for _, report in moment]))
@@ -322,9 +376,14 @@ def _data_fingerprint(feds: Sequence[Federation]) -> str:
 def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
     """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    settled = progress.choices[0] if options.engine == "auto" else None  # a run goes on as it began
-    over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
-    evaluation = evaluation_of(case, options)
+    begun = settled(options, checkpoint, "rounds", progress.choices[0])
+    over = OverDevices(
+        case.algorithm.client_update,
+        engine=options.how(),
+        calls=case.plan.rounds,
+        **begun._asdict(),
+    )
+    evaluation = evaluation_of(case, options, checkpoint)
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
@@ -421,16 +480,17 @@ def finish(
     case: Case, options: Options, progress: Progress, folder: Path | None = None, *, also: Afterwards | None = None
 ) -> list[Result]:
     """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
-    evaluation = evaluation_of(case, options)
+    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
+    evaluation = evaluation_of(case, options, checkpoint)
     results = [outcome_of(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
     evaluation.close()
-    if folder:
+    if folder and checkpoint:
         for result in results if options.keep == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
-        more = _afterwards(also, results, lambda: Checkpoint(folder, fingerprint(case, options)).save(progress))
+        more = _afterwards(also, results, lambda: checkpoint.save(progress))
         write_json(folder / "result.json", [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)])
         if options.keep == "figures":
-            Checkpoint(folder, fingerprint(case, options)).lighten(progress)
+            checkpoint.lighten(progress)
     return results
 
 

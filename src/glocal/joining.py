@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from glocal import trees
 from glocal.algorithm import Algorithm, frozen
 from glocal.backends import Engine, OverDevices, Seat, Task, begin, simulate_seeds
+from glocal.bounds import CLIENTS, EPOCHS, ROUNDS, count, require_counts
 from glocal.errors import DivergedError, InputError, nearest
 from glocal.federation import Examples, Holdings, Rows
 from glocal.fitting import outputs_of
@@ -53,15 +54,13 @@ class Welcome:
     every trained device has to show its local part to the server once.
     """
 
-    epochs: int = 20
-    rounds: int = 0
-    guests: int = 0
+    epochs: int = count(20, least=0, most=EPOCHS)
+    rounds: int = count(0, least=0, most=ROUNDS)
+    guests: int = count(0, least=0, most=CLIENTS)
     start: str = "initial"
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "rounds", "guests"):
-            if getattr(self, name) < 0:
-                raise InputError(f"join: {name} is {getattr(self, name)}; it must be at least 0")
+        require_counts("join: ", self)
         if self.start not in ("initial", "average"):
             raise InputError(f"join: start is '{self.start}'; it must be 'initial' or 'average'")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,10 +12,72 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from glocal.errors import InputError
+from glocal.errors import GlocalWarning, InputError
 from glocal.trees import Params
 
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
 Json = dict[str, Any]
+_LOCK = ".running"
+
+
+@contextmanager
+def alone(folder: Path | None) -> Iterator[None]:
+    """Hold a folder while it is written, and refuse whoever comes second; None is no folder.
+
+    The kernel drops the lock when its process ends, also by kill -9: a lock file that was left
+    behind locks nothing. Folders that were made for this, and in which nothing came to be, go.
+    """
+    if folder is None:
+        yield
+        return
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder / _LOCK)
+    except BlockingIOError as error:
+        raise InputError(f"run: {folder} is being run already; stop that one first") from error
+    except OSError as error:
+        told = f"disk: cannot write {folder} ({_reason(error)})"
+        raise InputError(f"{told}; free some space or choose another folder") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / _LOCK).unlink()  # while it is held: see `_locked`
+        lock.close()
+        for each in new:
+            with suppress(OSError):  # not empty
+                each.rmdir()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """The lock file, open and held.
+
+    It is deleted by whoever holds it. One that was deleted after it was opened here, and before it
+    was locked, keeps nobody else out, so that another is made.
+    """
+    while True:
+        file = path.open("ab")
+        try:
+            if fcntl is None:
+                return file
+            # a forked worker may outlive us, and must not hold the folder
+            os.register_at_fork(after_in_child=file.close)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+            file.close()
+        except BlockingIOError:
+            file.close()
+            raise
+        except OSError as error:
+            told = f"disk: {path.parent} cannot be locked ({_reason(error)})"
+            warnings.warn(f"{told}; run nothing else in it", GlocalWarning, stacklevel=4)
+            return file
 
 
 @contextmanager
@@ -142,9 +205,14 @@ def read_about(path: Path) -> Json:
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[Params, Json]:
-    """Read a safetensors file and what its header says about it."""
+    """Read a safetensors file and what its header says about it.
+
+    Each tensor is copied: in the file it may begin anywhere, and products of a single row round
+    otherwise where a tensor does not begin at a cache line, as torch's own do.
+    """
     with _opened(path, device) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, read_about(path)  # noqa: SIM118 (not a mapping)
+        names = file.keys()
+        return {name: file.get_tensor(name).clone() for name in names}, read_about(path)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 from glocal import trees
 from glocal.algorithm import Algorithm, Update
 from glocal.algorithms import fedavg
-from glocal.backends import Choice, Engine, OverDevices, Report, Task
+from glocal.backends import Engine, OverDevices, Report, Settled, Task
 from glocal.backends.simulate import Part, visited
 from glocal.backends.tasks import rows_of, sent
 from glocal.checkpoint import Checkpoint, Progress
@@ -33,9 +33,10 @@ from glocal.fitting import (
     outcome_of,
     require_fit,
     resumed,
+    settled,
     sharing_stores,
 )
-from glocal.keep import Json, write_json
+from glocal.keep import Json, alone, write_json
 from glocal.measure import Credit, Evaluation, matching
 from glocal.modules import params_of
 from glocal.optimisers import Optimiser
@@ -84,10 +85,11 @@ def fit_kinds(
     cases = company(kinds, plan)
     _require_fit(cases, options)
     cases = _placed(cases, options)
-    progress = begin_kinds(cases, options, path)
-    for moment in train_kinds(cases, options, progress, path):
-        progress = moment.progress
-    return _finished(cases, options, progress, path)
+    with alone(path):
+        progress = begin_kinds(cases, options, path)
+        for moment in train_kinds(cases, options, progress, path):
+            progress = moment.progress
+        return _finished(cases, options, progress, path)
 
 
 def warm_kinds(kinds: Sequence[Kind], optimiser: Optimiser, plan: Plan, *, options: Options | None = None) -> list[Kind]:
@@ -117,7 +119,7 @@ def simulate_kinds(
     cases = company(kinds, plan)
     _require_fit(cases, Options())
     progress = begin_kinds(cases, Options())
-    with _engines(cases, engine, progress.choices) as overs:
+    with _engines(cases, engine, [Settled()] * len(cases)) as overs:
         for moment in _rounds(cases, overs, progress):
             yield dict(zip(cases, moment, strict=True))
 
@@ -237,27 +239,36 @@ def _checkpoint(cases: Cases, options: Options, folder: Path | None) -> Checkpoi
 def train_kinds(cases: Cases, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
     """Rounds of placed cases as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     rounds = next(iter(cases.values())).plan.rounds
-    begun_with = progress.choices if options.engine == "auto" else (None,) * len(cases)  # a run goes on as it began
-    evaluations = [evaluation_of(case, options) for case in cases.values()]
-    with _engines(cases, options.how(), begun_with) as overs, ExitStack() as stack:
+    checkpoint = _checkpoint(cases, options, folder)
+    known = dict(zip(cases, progress.choices, strict=True))
+    begun = [settled(options, checkpoint, f"rounds {name}", known[name]) for name in cases]
+    named = cases.items()
+    evaluations = [evaluation_of(case, options, checkpoint, kind=name) for name, case in named]
+    with _engines(cases, options.how(), begun) as overs, ExitStack() as stack:
         for evaluation in evaluations:
             stack.callback(evaluation.close)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-            settled = tuple(over.choice or known for over, known in zip(overs, before.choices, strict=True))
-            return _advanced(cases, options, evaluations, (before._replace(choices=settled), round_))
+            pairs = zip(overs, before.choices, strict=True)
+            before = before._replace(choices=tuple(over.choice or choice for over, choice in pairs))
+            return _advanced(cases, options, evaluations, (before, round_))
 
-        keeping = Keeping(options, rounds, _checkpoint(cases, options, folder))
+        keeping = Keeping(options, rounds, checkpoint)
         yield from kept(_rounds(cases, overs, progress), advance, progress, keeping)
 
 
 @contextmanager
-def _engines(cases: Cases, engine: Engine | str, choices: Sequence[Choice | None]) -> Iterator[list[OverDevices[Update]]]:
+def _engines(
+    cases: Cases,
+    engine: Engine | str,
+    begun: Sequence[Settled],
+) -> Iterator[list[OverDevices[Update]]]:
     """What trains each kind's devices, let go of at the end."""
     with ExitStack() as stack:
         overs = []
-        for case, choice in zip(cases.values(), choices, strict=True):
-            over = OverDevices(case.algorithm.client_update, engine=engine, calls=case.plan.rounds, choice=choice)
+        for case, how in zip(cases.values(), begun, strict=True):
+            calls, update = case.plan.rounds, case.algorithm.client_update
+            over = OverDevices(update, engine=engine, calls=calls, **how._asdict())
             overs.append(stack.enter_context(closing(over)))
         yield overs
 
@@ -333,15 +344,14 @@ def _task(case: Case, state: State, device: int, round_index: int) -> Task:
 
 def _finished(cases: Cases, options: Options, progress: Progress, folder: Path | None) -> dict[str, Result]:
     """The final tests of every kind; with a folder, figures and personal models are kept there."""
-    results = {}
+    results, checkpoint = {}, _checkpoint(cases, options, folder)
     for place, (name, case) in enumerate(cases.items()):
-        with closing(evaluation_of(case, options)) as evaluation:
+        with closing(evaluation_of(case, options, checkpoint, kind=name)) as evaluation:
             results[name] = outcome_of(case, options, evaluation, progress.of(place))
     if folder:
         for name, result in results.items() if options.keep == "everything" else ():
             save_models(result, folder / "models" / name)
         write_json(folder / "result.json", [{"kind": name, **result.as_dict()} for name, result in results.items()])
-        checkpoint = _checkpoint(cases, options, folder)
         if checkpoint and options.keep == "figures":
             checkpoint.lighten(progress)
     return results

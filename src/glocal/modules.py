@@ -19,6 +19,7 @@ from glocal.split import first_names, unique_tensors
 from glocal.trees import Params
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_MOST_NOISE = 1000
 _NORM_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 Forward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Params]]
@@ -220,9 +221,20 @@ class AddressedDropout(nn.Module):
 
 def dropping(share: float | None) -> nn.Dropout:
     """Dropout of a share of its input while training; of nothing where none is given."""
-    if share is not None and not 0 <= share < 1:
-        raise InputError(f"model: dropout is {share}; a share below 1 was expected")
+    require_share("model: dropout", share)
     return nn.Dropout(share or 0.0)
+
+
+def require_share(name: str, share: float | None) -> None:
+    """Refuse a share to be dropped that is none."""
+    if share is not None and not 0 <= share < 1:
+        raise InputError(f"{name} is {share}; a share from 0 to below 1 was expected")
+
+
+def require_deviation(name: str, deviation: float | None) -> None:
+    """Refuse noise that is none, or that would drown every representation."""
+    if deviation is not None and not 0 <= deviation <= _MOST_NOISE:
+        raise InputError(f"{name} is {deviation}; it must be from 0 to {_MOST_NOISE}")
 
 
 class GaussianNoise(nn.Module):
@@ -230,8 +242,7 @@ class GaussianNoise(nn.Module):
 
     def __init__(self, deviation: float) -> None:
         super().__init__()
-        if deviation < 0:
-            raise InputError(f"noise: the deviation is {deviation}; it must be at least 0")
+        require_deviation("model: the noise's deviation", deviation)
         self.deviation = deviation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -294,6 +305,10 @@ def _refuse_unusable(model: nn.Module) -> None:
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise InputError(f"model: '{name}' has no shape yet (a lazy layer); run one batch through the model first")
     for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and not 0 <= module.p <= 1:
+            raise InputError(f"model: '{name}' drops a share of {module.p}; give one from 0 to 1")
+        if isinstance(module, GaussianNoise):
+            require_deviation(f"model: the deviation of '{name}'", module.deviation)
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise InputError(f"model: '{name}' tracks running statistics over padded rows; use track_running_stats=False")
         if isinstance(module, _BatchNorm) and type(module).forward not in _NORM_FORWARDS:

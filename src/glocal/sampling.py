@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from glocal.bounds import CLIENTS, EPOCHS, EXAMPLES, ROUNDS, SEED, count, require_counts
 from glocal.errors import InputError
 
 Integers = npt.NDArray[np.int64]
@@ -20,13 +21,13 @@ class Plan:
     With `tokens`, a batch of texts has at most `batch` rows and rows times its longest text are at most so many.
     """
 
-    rounds: int
-    cohort: int
-    epochs: int = 1
-    batch: int = 10
-    seed: int = 0
-    first_round: int = 0
-    tokens: int | None = None
+    rounds: int = count(most=ROUNDS)
+    cohort: int = count(most=CLIENTS)
+    epochs: int = count(1, most=EPOCHS)
+    batch: int = count(10, most=EXAMPLES)
+    seed: int = count(0, least=0, most=SEED)
+    first_round: int = count(0, least=0, most=1_000 * ROUNDS)
+    tokens: int | None = count(None, most=1_000 * EXAMPLES)
 
     @property
     def last_round(self) -> int:
@@ -34,13 +35,7 @@ class Plan:
         return self.first_round + self.rounds
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "cohort", "epochs", "batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"plan: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.tokens is not None and self.tokens < 1:
-            raise InputError(f"plan: tokens is {self.tokens}; it must be at least 1")
-        if self.seed < 0 or self.first_round < 0:
-            raise InputError(f"plan: seed is {self.seed} and first_round {self.first_round}; neither may be negative")
+        require_counts("plan: ", self)
 
 
 class Attendance(NamedTuple):

@@ -30,9 +30,10 @@ from glocal.fitting import (
     outcome_of,
     require_fit,
     resumed,
+    settled,
     sharing_stores,
 )
-from glocal.keep import Json, read_rows, write_json
+from glocal.keep import Json, alone, read_rows, write_json
 from glocal.measure import Credit, Evaluation, local_tests, matching
 from glocal.measure.accuracy import Accuracies
 from glocal.measure.forgetting import Course
@@ -182,9 +183,14 @@ class Story:
         """Rounds as they happen, through all chapters with one state."""
         case, options = self.case, self.options
         checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
-        settled = progress.choices[0] if options.engine == "auto" else None  # a run goes on as it began
-        over = OverDevices(case.algorithm.client_update, engine=options.how(), calls=case.plan.rounds, choice=settled)
-        evaluation = evaluation_of(case, options)
+        begun = settled(options, checkpoint, "rounds", progress.choices[0])
+        over = OverDevices(
+            case.algorithm.client_update,
+            engine=options.how(),
+            calls=case.plan.rounds,
+            **begun._asdict(),
+        )
+        evaluation = evaluation_of(case, options, checkpoint)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
             return _advanced(self, evaluation, before._replace(choices=(over.choice,)), round_)
@@ -198,15 +204,16 @@ class Story:
 
     def finish(self, progress: Progress, folder: Path | None) -> list[Result]:
         """The final tests, of the devices that are there at the end; with a folder, figures and models are kept there."""
-        results, options = _tested_at_the_end(self, progress), self.options
+        checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
+        results, options = _tested_at_the_end(self, progress, checkpoint), self.options
         if folder:
             for result in results if options.keep == "everything" else ():
                 save_models(result, folder / "models" / f"seed-{result.plan.seed}")
             rows = read_rows(folder / "rows.jsonl")
             told = [{**result.as_dict(), "groups": _summaries(rows, self.scenario, result.plan.seed)} for result in results]
             write_json(folder / "result.json", told)
-            if options.keep == "figures":
-                Checkpoint(folder, self.fingerprint()).lighten(progress)
+            if checkpoint and options.keep == "figures":
+                checkpoint.lighten(progress)
         return results
 
 
@@ -238,11 +245,12 @@ def fit_scenario(
     story = Story(case, scenario, options or Options())
     story.require()
     story = story.placed()
-    progress, rows = story.beginning(home), read_rows(home / "rows.jsonl") if home else []
-    for moment in story.train(progress, home):
-        progress = moment.progress
-        rows += moment.rows
-    result = story.finish(progress, home)[0]
+    with alone(home):
+        progress, rows = story.beginning(home), read_rows(home / "rows.jsonl") if home else []
+        for moment in story.train(progress, home):
+            progress = moment.progress
+            rows += moment.rows
+        result = story.finish(progress, home)[0]
     return Told(result, {group: course(rows, group, plan.seed) for group in scenario.groups})
 
 
@@ -347,14 +355,18 @@ def _held_by(federation: Federation, devices: set[int]) -> Federation:
     return replace(federation, val=_of_those(federation.val, devices), test=_of_those(federation.test, devices))
 
 
-def _tested_at_the_end(story: Story, progress: Progress) -> list[Result]:
+def _tested_at_the_end(
+    story: Story,
+    progress: Progress,
+    checkpoint: Checkpoint | None,
+) -> list[Result]:
     """Results of the devices that are there at the end: the others are not asked, and are no part of the ensemble."""
     case, scenario = story.case, story.scenario
     chapter = scenario.chapters[scenario.at(case.plan.last_round - 1)]
     here = chapter.here()
     case = replace(case, federations=tuple(_held_by(federation, here) for federation in chapter.federations))
     asked = progress._replace(states=[_with_rows_of(state, here) for state in progress.states])
-    evaluation = evaluation_of(case, story.options)
+    evaluation = evaluation_of(case, story.options, checkpoint)
     results = [outcome_of(case, story.options, evaluation, asked, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     sampled = [participation(scenario, plan).tolist() for plan in case.plans()]

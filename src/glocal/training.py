@@ -108,7 +108,7 @@ class AugmentedLoss:
 
 
 def supervised(model: nn.Module, loss: PerExample) -> Objective:
-    """Mean over the real rows of loss(output, y) (rows,)."""
+    """Mean over the real rows of loss(output, y) (rows,); torch's have to have reduction="none"."""
     trains = trainable(model)
     if not trains:
         raise InputError("model: every parameter is frozen; there is nothing to train")
@@ -138,8 +138,21 @@ def augmented(objective: Objective, augment: Augment) -> Objective:
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of the values (rows,) whose mask is True; 0 when there are none."""
+    _require_one_each(values, mask)
     kept = torch.where(mask, values, torch.zeros_like(values))
     return kept.sum() / mask.sum().clamp(min=1)
+
+
+def _require_one_each(values: object, mask: Tensor) -> None:
+    """Refuse a loss that reduces: padded rows have entered its mean, and no mask takes them out."""
+    if isinstance(values, Tensor) and values.shape == mask.shape:
+        return
+    rows, shape = len(mask), getattr(values, "shape", None)
+    gave = f"a {type(values).__name__}" if shape is None else f"shape {tuple(shape)}"
+    raise InputError(
+        f"loss: it gave {gave} for {rows} examples; one value per example, shape ({rows},), "
+        "was expected: use reduction='none', and a mean or sum over every other axis"
+    )
 
 
 def descend(objective: Objective, params: Params, work: Work, optimiser: Optimiser) -> tuple[Params, Tensor]:

@@ -96,7 +96,7 @@ class Advice:
     seconds: float
 
     def as_dict(self) -> Json:
-        """For JSON."""
+        """For JSON: the same whenever the same is asked, and so without the seconds it took."""
         return {
             "choice": {"name": self.choice.name, "shared": list(self.choice.shared), "local": list(self.choice.local)},
             "by": "race" if self.raced else "variances",
@@ -110,7 +110,6 @@ class Advice:
             "cost": {
                 "rounds": self.spent.rounds,
                 "updates": self.spent.updates,
-                "seconds": round(self.seconds, 2),
                 "ledger": self.spent.ledger.as_dict(),
             },
         }

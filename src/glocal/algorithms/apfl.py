@@ -1,7 +1,6 @@
 """APFL: Deng, Kamani and Mahdavi 2020, "Adaptive Personalized Federated Learning", Algorithm 1 and the step on alpha below it."""
 
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ ALPHA, _OWN = "mixing/alpha", "own/"
 
 def apfl(objective: Objective, optimiser: Optimiser, *, alpha: float = 0.5, pace: float = 0.0) -> Algorithm:
     """A device predicts with alpha * v + (1 - alpha) * w, its own model and FedAvg's; with a pace, alpha descends once a round."""
-    if not 0 <= alpha <= 1 or not 0 <= pace < inf:
+    if not 0 <= alpha <= 1 or not 0 <= pace < float("inf"):
         raise InputError(f"apfl: alpha is {alpha} and pace {pace}; alpha must be from 0 to 1, pace at least 0 and finite")
     owned = frozenset(_OWN + name for name in objective.trains)
 
@@ -33,8 +32,9 @@ def apfl(objective: Objective, optimiser: Optimiser, *, alpha: float = 0.5, pace
         trained, loss = descend(both, {**shared, **own, ALPHA: share}, work, optimiser)
         return Update(trees.pick(trained, shared), {**{name: trained[_OWN + name] for name in shared}, ALPHA: share}, loss)
 
-    about, everything = f"{optimiser.about}, alpha={alpha}, pace={pace}", objective.trains | owned
-    return Algorithm("apfl", init, partial(update, everything), average, mixed, about, settle=partial(update, owned))
+    about = f"{optimiser.about}, alpha={alpha}, pace={pace}"
+    train, settle = partial(update, objective.trains | owned), partial(update, owned)
+    return Algorithm("apfl", init, train, average, mixed, about, settle=settle, is_mean=True)
 
 
 def mixed(shared: Params, private: Params) -> Params:

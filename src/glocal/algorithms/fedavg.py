@@ -13,4 +13,12 @@ def fedavg(objective: Objective, optimiser: Optimiser) -> Algorithm:
         trained, loss = descend(objective, shared, work, optimiser)
         return Update(trained, {}, loss)
 
-    return Algorithm("fedavg", lambda params: (params, {}), client_update, average, lambda shared, private: shared, optimiser.about)
+    return Algorithm(
+        "fedavg",
+        lambda params: (params, {}),
+        client_update,
+        average,
+        lambda shared, private: shared,
+        optimiser.about,
+        is_mean=True,
+    )

@@ -34,4 +34,13 @@ def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Al
         return trees.merge(private, shared)
 
     about = f"{optimiser.about}, local={sorted(split.local)}"
-    return Algorithm("lg_fedavg", init, client_update, average, personal, about, settle=settle if split.local else None)
+    return Algorithm(
+        "lg_fedavg",
+        init,
+        client_update,
+        average,
+        personal,
+        about,
+        settle=settle if split.local else None,
+        is_mean=True,
+    )

@@ -17,5 +17,12 @@ def local_only(objective: Objective, optimiser: Optimiser) -> Algorithm:
         return {}, params
 
     return Algorithm(
-        "local_only", init, client_update, average, lambda shared, private: private, optimiser.about, settle=client_update
+        "local_only",
+        init,
+        client_update,
+        average,  # of nothing
+        lambda shared, private: private,
+        optimiser.about,
+        settle=client_update,
+        is_mean=True,
     )

@@ -1,6 +1,6 @@
 """Ways to run one-device functions over many devices."""
 
-from glocal.backends.engine import ENGINES, PRECISIONS, Choice, Engine
+from glocal.backends.engine import ENGINES, PRECISIONS, Choice, Engine, Settled
 from glocal.backends.over_devices import OverDevices
 from glocal.backends.simulate import Report, Seat, begin, simulate, simulate_seeds
 from glocal.backends.tasks import Outcome, Task
@@ -14,6 +14,7 @@ __all__ = [
     "OverDevices",
     "Report",
     "Seat",
+    "Settled",
     "Task",
     "begin",
     "simulate",

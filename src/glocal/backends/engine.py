@@ -2,13 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from glocal.bounds import CLIENTS, WORKERS, count, require_counts
 from glocal.errors import InputError, nearest
 from glocal.places import cache_folder
 
@@ -25,8 +27,8 @@ class Engine:
     """
 
     name: str = "auto"
-    chunk: int | None = None
-    workers: int | None = None
+    chunk: int | None = count(None, most=CLIENTS)
+    workers: int | None = count(None, most=WORKERS)
     fused: bool = True
     precision: str = "fp32"
 
@@ -35,10 +37,7 @@ class Engine:
             raise InputError(f"engine: '{self.name}' is unknown; {nearest(self.name, ENGINES)}")
         if self.precision not in PRECISIONS:
             raise InputError(f"engine: precision '{self.precision}' is unknown; {nearest(self.precision, PRECISIONS)}")
-        for what in ("chunk", "workers"):
-            number = getattr(self, what)
-            if number is not None and number < 1:
-                raise InputError(f"engine: {what} is {number}; it must be at least 1")
+        require_counts("engine: ", self)
 
     @property
     def crew(self) -> int:
@@ -60,6 +59,10 @@ class Choice:
         """For JSON."""
         return asdict(self)
 
+    def asked_for(self, engine: Engine) -> bool:
+        """Whether a run that began like this goes on so: nobody has asked for another engine."""
+        return engine.name in ("auto", self.form) and (engine.fused or not self.fused)
+
     @classmethod
     def from_dict(cls, data: object) -> "Choice | None":
         """Back from JSON; None if it is something else."""
@@ -67,6 +70,13 @@ class Choice:
         if not isinstance(data, dict) or not {"form"} <= {*data} <= known or data["form"] not in ENGINES:
             return None
         return cls(**data)
+
+
+class Settled(NamedTuple):
+    """What was settled when a run began, if it did before, and who is told what is settled now."""
+
+    choice: Choice | None = None
+    note: Callable[[Choice], None] | None = None
 
 
 def cores() -> int:

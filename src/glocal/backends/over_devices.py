@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, cast
 
 import numpy as np
@@ -25,7 +25,11 @@ _LOG = logging.getLogger("glocal")
 
 
 class OverDevices(Generic[Result]):
-    """A one-device function, ready to run over many. `calls` is about how often; one that `descends` may be given faster steps."""
+    """A one-device function, ready to run over many.
+
+    `calls` is about how often; one that `descends` may be given faster steps. A `choice` that was
+    made before is kept to; a new one is noted before the function runs for the first time.
+    """
 
     def __init__(
         self,
@@ -35,8 +39,10 @@ class OverDevices(Generic[Result]):
         calls: int = 1,
         descends: bool = True,
         choice: Choice | None = None,
+        note: Callable[[Choice], None] | None = None,
     ) -> None:
         self.function, self.calls, self.descends, self.choice = function, calls, descends, choice
+        self.note = note
         self.engine = Engine(engine) if isinstance(engine, str) else engine
         self.form: Form[Result] | None = None
         self.ladder: list[Choice] = []
@@ -74,6 +80,8 @@ class OverDevices(Generic[Result]):
         if self.choice is None:
             bench = Bench(self.function, self.engine, tasks, examples, round_index)
             ladder = chosen(bench, calls=self.calls, descends=self.descends)
+            if self.note is not None:
+                self.note(ladder[0])
         else:
             ladder = [self.choice, *below(self.choice)]
         self._take(ladder[0], ladder[1:])

@@ -62,8 +62,9 @@ def init(folder: Path, wanted: Wanted) -> None:
 def add(folder: Path, name: str | None, *, metrics: bool) -> None:
     """One more device."""
     project = Project.at(folder)
-    if project.study.cases and next(iter(project.study.cases.values())).algorithm == "mtl":
-        raise InputError("deploy: mtl is made for a fixed number of devices, and has no place for one more")
+    algorithm = project.kit.algorithm
+    if algorithm.devices is not None:
+        raise InputError(f"deploy: {algorithm.name} is made for {algorithm.devices} devices, and has no place for one more")
     own = add_device(folder, name, metrics=metrics)
     print(f"written: {own}; hand it to the device, and start it there with `glocal deploy device FOLDER`")
     now = f"glocal deploy join {quote(str(folder))}"

@@ -14,7 +14,7 @@ from glocal.cli.tables import percent, readable
 from glocal.errors import InputError
 from glocal.fitting import classes_of
 from glocal.joining import Welcome, require_room
-from glocal.keep import Json, read_json
+from glocal.keep import Json, alone, read_json
 from glocal.report import write_join_report
 from glocal.studies.joins import Joining, Trial
 from glocal.studies.newcomer import read_newcomer
@@ -73,7 +73,8 @@ def reserved(place: Path, command: str) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{command}: {place} cannot be written to ({error.strerror}); choose another place with --out") from error
     try:
-        yield
+        with alone(place):
+            yield
     finally:
         with suppress(OSError):  # not empty: it came to something
             place.rmdir()

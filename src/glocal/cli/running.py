@@ -11,7 +11,7 @@ from glocal.cli.progress import case_bars, downloads, parts_shown_on, shown_on
 from glocal.cli.tables import print_findings, print_groups, print_newcomers, print_table
 from glocal.data import Report
 from glocal.errors import InputError
-from glocal.keep import write_text
+from glocal.keep import alone, write_text
 from glocal.report import study_markdown, write_report, write_study_report
 from glocal.studies import Settings
 from glocal.studies.findings import read_findings, write_findings
@@ -41,16 +41,22 @@ def show_results(folder: Path) -> None:
 
 def start_parts(study: Study, folder: Path, *, patterns: Sequence[str], changes: Sequence[str], command: str) -> None:
     """Begin with some parts of a paper's study, or with all."""
-    parts = prepare(study, folder, patterns=patterns, changes=changes)
-    try:
-        go_on_with_parts(parts, folder, command)
-    except InputError:
-        leave_unbegun(folder)
-        raise
+    with alone(folder):
+        parts = prepare(study, folder, patterns=patterns, changes=changes)
+        try:
+            _run_parts(parts, folder, command)
+        except InputError:
+            leave_unbegun(folder)
+            raise
 
 
 def go_on_with_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
     """Run or go on with a paper's study, show it, write the report."""
+    with alone(folder):
+        _run_parts(parts, folder, command)
+
+
+def _run_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
     sit_down(folder, parts, command)
     with _watched(folder) as (report, bars):
         show = parts_shown_on(bars)

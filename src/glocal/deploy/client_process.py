@@ -21,10 +21,9 @@ from glocal.deploy.certificates import CA, read_device_key, require_authority
 from glocal.deploy.connection import Connection
 from glocal.deploy.device import STATE, Member
 from glocal.deploy.layout import KEY
-from glocal.deploy.processes import alone
 from glocal.deploy.words import told_entry
 from glocal.errors import InputError
-from glocal.keep import make_private
+from glocal.keep import alone, make_private
 
 Say = Callable[[str], None]
 LOGS, PLACE = "logs", "node"

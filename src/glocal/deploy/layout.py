@@ -4,6 +4,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from glocal.bounds import ROUNDS, count, require_counts
 from glocal.deploy.certificates import CA, make_authority, make_device_key, make_server_certificate
 from glocal.deploy.project import DEPLOYMENT, DEVICE, STUDY, Project
 from glocal.deploy.roster import Entry, changing, read_roster, write_roster
@@ -100,17 +101,14 @@ environment = []            # variables of yours that data() needs, by name; it 
 class Wanted:
     """What a new deployment should be."""
 
-    devices: int = 4
+    devices: int = count(4, most=1000)
     host: str = "127.0.0.1"
     port: int = 9443
-    rounds: int = 20
+    rounds: int = count(20, most=ROUNDS)
     metrics: bool = False
 
     def __post_init__(self) -> None:
-        if self.devices < 1 or self.rounds < 1:
-            raise InputError(
-                f"deploy: {self.devices} devices and {self.rounds} rounds were asked for; at least 1 of each was expected"
-            )
+        require_counts("deploy: ", self)
         ServerSettings(self.host, self.port)  # refuses what is none
 
 

@@ -1,17 +1,13 @@
-"""What a deployment needs of this machine: Flower, a folder to itself, a free port."""
+"""What a deployment needs of this machine: Flower, and a free port."""
 
-import fcntl
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 from glocal.errors import InputError
 
-_LOCK = ".running"
 _LETTING_GO = 2.0  # seconds that a killed program's port may still be held
 _KNOWN = ("1.41.", "1.42.")  # of Flower: others may lack what `inner_server.py` is made of
 
@@ -26,17 +22,6 @@ def require_flower() -> None:
                 return
             raise InputError(f"deploy: Flower {found} is installed, 1.41 or 1.42 is needed; {get}")
     raise InputError(f"deploy: Flower is not installed; {get}")
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold a folder while it is run; who comes second is refused, and would end the first one's programs otherwise."""
-    with (folder / _LOCK).open("a") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it even after kill -9
-        except BlockingIOError as error:
-            raise InputError(f"deploy: {folder} is being run already; stop that one first") from error
-        yield
 
 
 def require_free(bind: str, port: int) -> None:

@@ -32,7 +32,6 @@ from glocal.wire import pack
 from glocal.wire.privacy import Privacy, secret_noise, with_privacy
 
 STUDY, DEPLOYMENT, DEVICE = "study.toml", "deploy.toml", "device.toml"
-_AVERAGING = ("fedavg", "fedprox", "lg_fedavg")  # whose server needs nothing but a mean
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Project:
         )
         algorithm = build_algorithm(self.study, case, parts)
         if self.deployment.privacy is not None:
-            _require_equal_weights(self.study, algorithm)
+            _require_equal_weights(self.study, algorithm, parts.params[0])
             bounds = self.deployment.privacy
             algorithm = with_privacy(algorithm, Privacy(bounds.clip, bounds.noise), draw=secret_noise)
         if self.deployment.secure:
@@ -214,18 +213,24 @@ def _require_company(project: Project) -> None:
 
 
 def _require_maskable(algorithm: Algorithm, params: Params) -> None:
-    _require_averaging(algorithm, "secure")
+    _require_averaging(algorithm, params, "secure")
     counters = [name for name, tensor in algorithm.init(params)[0].items() if not tensor.is_floating_point()]
     if counters:
         raise InputError(f"deploy: secure cannot mask {counters}, which hold whole numbers; keep that layer local")
 
 
-def _require_equal_weights(study: Settings, algorithm: Algorithm) -> None:
+def _require_equal_weights(study: Settings, algorithm: Algorithm, params: Params) -> None:
     if study.plan.weights != "equal":
         raise InputError("deploy: privacy needs every device to count the same; set plan.weights = 'equal' in study.toml")
-    _require_averaging(algorithm, "privacy")
+    _require_averaging(algorithm, params, "privacy")
 
 
-def _require_averaging(algorithm: Algorithm, setting: str) -> None:
-    if algorithm.name not in _AVERAGING:
-        raise InputError(f"deploy: {setting} knows {', '.join(_AVERAGING)}, not {algorithm.name}; choose one, or leave it out")
+def _require_averaging(algorithm: Algorithm, params: Params, setting: str) -> None:
+    if not algorithm.is_mean:
+        raise InputError(
+            f"deploy: {setting} needs a server that takes the mean of what devices send (is_mean), "
+            f"and {algorithm.name} does not say so; choose another algorithm, or leave it out"
+        )
+    if not algorithm.init(params)[0]:
+        nothing = f"{algorithm.name} sends nothing"
+        raise InputError(f"deploy: {setting} guards what is sent, and {nothing}; leave it out")

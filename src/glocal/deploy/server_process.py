@@ -29,12 +29,12 @@ from glocal.deploy.certificates import SERVER, SERVER_KEY, days_left, require_se
 from glocal.deploy.conductor import ROWS, RUNS, RunConductor
 from glocal.deploy.layout import CERTIFICATES, SECRET, SOCKET
 from glocal.deploy.operating import address_of, require_accountant
-from glocal.deploy.processes import alone, require_free
+from glocal.deploy.processes import require_free
 from glocal.deploy.project import Project
 from glocal.deploy.roster import ROSTER, active, read_roster
 from glocal.deploy.words import told_row
 from glocal.errors import InputError
-from glocal.keep import read_rows, write_secret
+from glocal.keep import alone, read_rows, write_secret
 from glocal.studies.run import slug
 
 Say = Callable[[str], None]

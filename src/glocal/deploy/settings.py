@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from glocal.bounds import CLIENTS, EPOCHS, ROUNDS, count, require_counts
 from glocal.errors import InputError
 from glocal.keep import Json
 from glocal.studies.settings import read_table
 
 Table = TypeVar("Table")
+_LONGEST = 10**8  # seconds: three years
 _HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}")  # a name with other letters has a plain form too, as xn--...
 
 
@@ -39,12 +41,15 @@ class LimitSettings:
     everyone: float = 60.0
     gather: float = 300.0
     round: float = 600.0
-    enough: int = 2
+    enough: int = count(2, most=CLIENTS)
 
     def __post_init__(self) -> None:
-        for name in ("everyone", "gather", "round", "enough"):
-            if not getattr(self, name) > 0:  # nor NaN, which would wait for ever
-                raise InputError(f"settings: limits.{name} is {getattr(self, name)}; it must be above 0")
+        require_counts("settings: limits.", self)
+        for name in ("everyone", "gather", "round"):
+            if not 0 < getattr(self, name) <= _LONGEST:  # nor NaN, which would wait for ever
+                raise InputError(
+                    f"settings: limits.{name} is {getattr(self, name)}; seconds above 0 and at most {_LONGEST:,} were expected"
+                )
 
 
 @dataclass(frozen=True)
@@ -74,21 +79,17 @@ class DeploymentSettings:
     """
 
     name: str
-    devices: int
+    devices: int = count(most=CLIENTS)
     data: str = "federation:data"
-    test_every: int | None = None
-    settle: int = 20
+    test_every: int | None = count(None, most=ROUNDS)
+    settle: int = count(20, least=0, most=EPOCHS)
     secure: bool = False
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
     privacy: PrivacySettings | None = None
 
     def __post_init__(self) -> None:
-        if self.devices < 1 or self.settle < 0 or (self.test_every is not None and self.test_every < 1):
-            raise InputError(
-                f"settings: devices is {self.devices}, settle {self.settle}, test_every {self.test_every}; "
-                "at least 1, 0 and 1 were expected"
-            )
+        require_counts("settings: ", self)
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,13 @@ class DeviceSettings:
     `environment` names the variables of the owner's environment that the device's process gets, beside the few that it needs.
     """
 
-    number: int
+    number: int = count(least=0, most=CLIENTS)
     name: str
     metrics: bool = False
     environment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.number < 0:
-            raise InputError(f"settings: the device's number is {self.number}; the one in the server's roster was expected")
+        require_counts("settings: ", self)
 
 
 def read_settings(kind: type[Table], path: Path) -> Table:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glocal.algorithm import Algorithm
-from glocal.backends import Engine, OverDevices, Task
+from glocal.backends import Engine, OverDevices, Settled, Task
 from glocal.federation import Examples, Holdings
 from glocal.modules import Predict
 from glocal.sampling import Integers, in_batches
@@ -58,10 +58,19 @@ class NewTest(NamedTuple):
 class Evaluation:
     """Whatever is needed to predict with an algorithm's personal models, on any engine; `credit` says what a guess is worth."""
 
-    def __init__(self, algorithm: Algorithm, predict: Predict, *, engine: Engine | str = "auto", credit: Credit = matching) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        predict: Predict,
+        *,
+        engine: Engine | str = "auto",
+        credit: Credit = matching,
+        settled: Callable[[str], Settled] = lambda part: Settled(),
+    ) -> None:
         self.algorithm, self.predict, self.credit = algorithm, predict, credit
-        self.outputs = OverDevices(self._outputs, engine=engine, descends=False)
-        self.right = OverDevices(self._right, engine=engine, descends=False)
+        outputs, right = settled("outputs")._asdict(), settled("right")._asdict()
+        self.outputs = OverDevices(self._outputs, engine=engine, descends=False, **outputs)
+        self.right = OverDevices(self._right, engine=engine, descends=False, **right)
 
     def _outputs(self, shared: Params, private: Params, work: Work) -> Tensor:
         """One device's outputs on its rows (steps, batch, classes)."""

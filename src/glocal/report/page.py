@@ -85,22 +85,28 @@ def _told_data(run: Run) -> str:
 
 
 def _told_shares(run: Run) -> str:
-    """What part of its model each LG-FedAvg case shares; cases that share the same are named together."""
+    """What part of its model each case shares, if not all; equal ones are named together."""
     shares: dict[str, list[str]] = {}
     for record in run.records:
-        if record.case.algorithm == "lg_fedavg" and (share := _share(record, run.plan(record).cohort)):
+        if share := _share(record, run.plan(record).cohort):
             shares.setdefault(share, []).append(record.name)
     return " ".join(f"Shared in {', '.join(names)}: {share}." for share, names in shares.items())
 
 
 def _share(record: Record, cohort: int) -> str:
-    """Worked out from what the paper's count grew by: M + cohort shared trees a round, and M whole models in the end."""
+    """A part of a model that is sent; nothing where all or none of it is.
+
+    Worked out from what the paper's count grew by: M + cohort shared trees a round, and M whole
+    models in the end.
+    """
     counts = [row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]]
     if not record.finished or len(counts) < 2:
         return ""
     devices = len(record.results[0]["devices"])
     shared = (counts[-1] - counts[-2]) / (devices + cohort)
     whole = (record.results[0]["ledger"]["paper"]["parameters"] - counts[-1]) / devices or shared
+    if not 0 < shared < whole:
+        return ""
     return f"{shared:,.0f} of {whole:,.0f} parameters ({PERCENT * shared / max(1, whole):.0f} %)"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from glocal.backends import Seat
+from glocal.bounds import EXAMPLES, count
 from glocal.data.rotate import black, require_images, rotated
 from glocal.errors import InputError
 from glocal.federation import Examples, Federation, Holdings, Rows
@@ -25,8 +26,8 @@ class NewcomerSettings:
     """A new device: so many examples drawn from the training and the test data, turned by `rotate` degrees."""
 
     rotate: float = 90.0
-    train: int = 3000
-    test: int = 500
+    train: int = count(3000, most=EXAMPLES)
+    test: int = count(500, most=EXAMPLES)
 
 
 def arrive(case: Case, results: Sequence[Result], options: Options, *, newcomer: NewcomerSettings, welcome: Welcome) -> list[Json]:

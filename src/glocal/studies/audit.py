@@ -16,6 +16,7 @@ from torch import nn
 
 from glocal import trees
 from glocal.algorithm import Algorithm
+from glocal.bounds import CLIENTS, count, require_counts
 from glocal.errors import InputError
 from glocal.federation import Examples, Federation
 from glocal.fitting import Case
@@ -33,11 +34,10 @@ class AuditSettings:
     """Where the representation is, and through how many devices' encoders everybody is run."""
 
     at: str
-    encoders: int = 3
+    encoders: int = count(3, most=CLIENTS)
 
     def __post_init__(self) -> None:
-        if self.encoders < 1:
-            raise InputError(f"audit: encoders is {self.encoders}; it must be at least 1")
+        require_counts("audit: ", self)
 
 
 class Device(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from glocal.bounds import EPOCHS, WIDTH, count, require_counts
 from glocal.errors import InputError, nearest
 from glocal.federation import Examples
 from glocal.fitting import outputs_of
@@ -34,14 +35,13 @@ class LearnsSettings:
     kind: str
     at: str
     weight: float = 1.0
-    hidden: tuple[int, ...] = (32, 32)
+    hidden: tuple[int, ...] = count((32, 32), most=WIDTH)
     rate: float | None = None
-    turns: int = 0
-    pretrain: int = 0
+    turns: int = count(0, least=0, most=EPOCHS)
+    pretrain: int = count(0, least=0, most=EPOCHS)
 
     def __post_init__(self) -> None:
-        if self.pretrain < 0:
-            raise InputError(f"settings: learns.pretrain is {self.pretrain}; it must be at least 0")
+        require_counts("settings: learns.", self)
 
 
 def build_learning(

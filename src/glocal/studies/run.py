@@ -24,7 +24,7 @@ from glocal.fitting import (
     train,
     warm_params,
 )
-from glocal.keep import Json, append_rows, read_json, read_tensors, write_json, write_tensors
+from glocal.keep import Json, alone, append_rows, read_json, read_tensors, write_json, write_tensors
 from glocal.result import Result
 from glocal.sampling import Plan, choose_cohort
 from glocal.scenario import Scenario, Story
@@ -111,13 +111,22 @@ class Steady:
 
 
 def run_study(settings: Settings, folder: Path, *, report: data.Report = unreported) -> Iterator[Step]:
-    """All cases in order; what the folder has finished is not done again. What cannot run is refused before anything is written."""
+    """All cases in order; what the folder has finished is not done again.
+
+    What cannot run is refused before anything is written; so is a folder that is being run already.
+    """
+    with alone(folder):
+        yield from _run_alone(settings, folder, report)
+
+
+def _run_alone(settings: Settings, folder: Path, report: data.Report) -> Iterator[Step]:
     settings = resolved(settings)
     parts = build_parts(settings, report)
     study = Study(settings, parts, settings.run, folder, _scenario(settings, parts))
     cases = {name: initial_case(settings, name, study.parts) for name in settings.cases}
     for place, (name, case) in enumerate(cases.items()):
-        if place == 0 or settings.cases[name].learns is not None:
+        of_ones_own = ":" in settings.cases[name].algorithm  # it may have a loss of its own
+        if place == 0 or of_ones_own or settings.cases[name].learns is not None:
             study.training(case).require()
     study.options.computing_device()
     if study.scenario is not None and any(case.pretraining for case in cases.values()):

@@ -13,7 +13,7 @@ from glocal.fitting import Options, fingerprint
 from glocal.joining import Host
 from glocal.keep import Json
 from glocal.store import State
-from glocal.studies.build import build_parts
+from glocal.studies.build import Parts, build_parts
 from glocal.studies.run import case_folder, initial_case, parts_of, read_results, read_settings
 from glocal.studies.settings import Settings
 
@@ -39,12 +39,12 @@ def open_case(folder: Path, case: str | None = None, *, seed: int | None = None,
     settings, results = read_settings(folder), read_results(folder)
     if settings.groups:
         raise InputError(f"run: {folder} is a scenario, whose devices come and go; give a run without groups")
-    name = _case_to_open(settings, results, case)
-    place = _place(results[name], seed)
+    _require_finished(results, case)
     if settings.run.keep == "figures":
         raise InputError(f"run: {folder} kept its figures only; for this, a study has to run with run.keep = 'everything'")
     parts = build_parts(settings, report)
-    whole = initial_case(settings, name, parts)
+    name = case or _last_in_parts(settings, parts, [*results])
+    whole, place = initial_case(settings, name, parts), _place(results[name], seed)
     checkpoint = Checkpoint(case_folder(folder, name), fingerprint(whole, settings.run))
     progress = checkpoint.read()
     if progress is None:
@@ -64,13 +64,20 @@ def _a_part(folder: Path) -> Path:
     return next((path for path in sorted((folder / "parts").glob("*")) if path.is_dir()), folder / "parts" / "NAME")
 
 
-def _case_to_open(settings: Settings, results: dict[str, list[Json]], wanted: str | None) -> str:
+def _require_finished(results: dict[str, list[Json]], wanted: str | None) -> None:
     if not results:
         raise InputError("run: no case is finished yet; wait for one, or go on with `glocal resume`")
     if wanted is not None and wanted not in results:
         raise InputError(f"run: there is no finished case '{wanted}'; {nearest(wanted, results)}")
-    both = [name for name in results if settings.cases[name].algorithm not in ("fedavg", "fedprox", "local_only", "mtl")]
-    return wanted or (both or [*results])[-1]
+
+
+def _last_in_parts(settings: Settings, parts: Parts, finished: list[str]) -> str:
+    """The last case with a shared part and a local one that can be learnt, or just the last."""
+    for name in reversed(finished):
+        case = initial_case(settings, name, parts)
+        if case.algorithm.settle is not None and case.algorithm.init(case.params[0])[0]:
+            return name
+    return finished[-1]
 
 
 def _place(results: list[Json], seed: int | None) -> int:

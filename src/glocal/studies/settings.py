@@ -7,10 +7,22 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from glocal.bounds import (
+    CLIENTS,
+    EPOCHS,
+    EXAMPLES,
+    ROUNDS,
+    SEED,
+    SEEDS,
+    WIDTH,
+    count,
+    require_counts,
+)
 from glocal.errors import InputError, nearest
 from glocal.fitting import Options
 from glocal.joining import Welcome
 from glocal.keep import Json
+from glocal.modules import require_deviation, require_share
 from glocal.studies.arrival import NewcomerSettings
 from glocal.studies.audit import AuditSettings
 from glocal.studies.learning import LearnsSettings
@@ -35,12 +47,12 @@ class DataSettings:
 
     source: str = "digits"
     partition: str = "shards"
-    devices: int = 20
-    classes_per_device: int = 2
+    devices: int = count(20, most=CLIENTS)
+    classes_per_device: int = count(2, most=EXAMPLES)
     alpha: float = 0.5
     validation: float = 0.1
     augment: str = "none"
-    keep_devices: int | None = None
+    keep_devices: int | None = count(None, most=CLIENTS)
     labelled: float | None = None
     pictures: str | None = None
 
@@ -60,13 +72,17 @@ class ModelSettings:
     """
 
     name: str = "mlp"
-    hidden: tuple[int, ...] = (64, 32, 32, 32)
-    code: int | None = None
+    hidden: tuple[int, ...] = count((64, 32, 32, 32), most=WIDTH)
+    code: int | None = count(None, most=WIDTH)
     blur: float | None = None
     dropout: float | None = None
-    widths: tuple[int, ...] | None = None
+    widths: tuple[int, ...] | None = count(None, most=WIDTH)
     weights: str | None = None
     encoder: str | None = None
+
+    def __post_init__(self) -> None:
+        require_share("settings: model.dropout", self.dropout)
+        require_deviation("settings: model.blur", self.blur)
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class OptimiserSettings:
     weight_decay: float = 0.0
     decay: float = 0.0
     shrink: float | None = None
-    shrink_every: int | None = None
+    shrink_every: int | None = count(None, most=ROUNDS)
 
 
 @dataclass(frozen=True)
@@ -99,15 +115,15 @@ class PlanSettings:
     one that is best on validation data, over all devices' examples together, is its result.
     """
 
-    rounds: int = 50
-    cohort: int = 5
-    epochs: int = 1
-    batch: int = 10
-    seed: int = 0
-    seeds: int = 1
+    rounds: int = count(50, most=ROUNDS)
+    cohort: int = count(5, most=CLIENTS)
+    epochs: int = count(1, most=EPOCHS)
+    batch: int = count(10, most=EXAMPLES)
+    seed: int = count(0, least=0, most=SEED)
+    seeds: int = count(1, most=SEEDS)
     weights: str = "examples"
-    tokens: int | None = None
-    tries: int = 1
+    tokens: int | None = count(None, most=1_000 * EXAMPLES)
+    tries: int = count(1, most=SEEDS)
 
 
 @dataclass(frozen=True)
@@ -122,18 +138,18 @@ class CaseSettings:
     """
 
     algorithm: str
-    rounds: int | None = None
-    cohort: int | None = None
+    rounds: int | None = count(None, most=ROUNDS)
+    cohort: int | None = count(None, most=CLIENTS)
     local: tuple[str, ...] | None = None
     shared: tuple[str, ...] | None = None
     after: str | None = None
-    after_round: int | None = None
+    after_round: int | None = count(None, most=1_000 * ROUNDS)
     after_model: str | None = None
     rate: float | None = None
     local_rate: float | None = None
     welcome: Welcome | None = None
     learns: LearnsSettings | None = None
-    without: tuple[int, ...] | None = None
+    without: tuple[int, ...] | None = count(None, least=0, most=SEED)
     knobs: dict[str, Knob] = field(default_factory=dict)
 
 
@@ -145,13 +161,13 @@ class GroupSettings:
     degrees, and by `drift` more after every ten rounds from `drifts_from` (else their arrival) to `drifts_until` (else the end).
     """
 
-    devices: int
-    arrives: int = 0
-    leaves: int | None = None
+    devices: int = count(most=CLIENTS)
+    arrives: int = count(0, least=0, most=ROUNDS)
+    leaves: int | None = count(None, least=0, most=ROUNDS)
     rotate: float = 0.0
     drift: float = 0.0
-    drifts_from: int | None = None
-    drifts_until: int | None = None
+    drifts_from: int | None = count(None, least=0, most=ROUNDS)
+    drifts_until: int | None = count(None, least=0, most=ROUNDS)
 
 
 @dataclass(frozen=True)
@@ -184,7 +200,7 @@ def from_toml(path: Path, changes: Sequence[str] = ()) -> Settings:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"settings: cannot read {path} ({error.strerror}); give a study's name or a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no text, or a number of thousands of digits
         raise InputError(f"settings: {path} is not TOML ({error})") from error
     return from_dict({"name": path.stem, **table}, changes)
 
@@ -246,7 +262,10 @@ def read_table(kind: type[Table], table: Mapping[str, Any], where: str) -> Table
         if key not in hints or key in ("knobs", *_NAMED):
             known = [name for name in hints if name != "knobs"]
             raise InputError(f"settings: unknown option '{_path(where, key)}'; {nearest(key, known)}")
-    return kind(**{key: _value(hints[key], value, _path(where, key)) for key, value in table.items()})
+    values = {key: _value(hints[key], value, _path(where, key)) for key, value in table.items()}
+    made = kind(**values)
+    require_counts(f"settings: {_path(where, '')}", made)
+    return made
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
@@ -282,7 +301,7 @@ def _with_change(table: Json, change: str) -> Json:
         raise InputError(f"settings: '{change}' is no change; write it as section.option=value, such as plan.rounds=20")
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number of thousands of digits
         value = text.strip()
     return _put(table, keys, value, change)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from glocal.bounds import SEEDS, require_count, require_counts
 from glocal.errors import InputError
 from glocal.keep import Json
 from glocal.studies.settings import PlanSettings
@@ -23,9 +24,8 @@ def tries_of(plan: PlanSettings) -> list[Try]:
     >>> [run.seed for run in tries_of(PlanSettings(seeds=2, tries=2))]
     [0, 1, 1000000, 1000001]
     """
-    if plan.seeds < 1 or plan.tries < 1:
-        name, value = ("seeds", plan.seeds) if plan.seeds < 1 else ("tries", plan.tries)
-        raise InputError(f"settings: plan.{name} is {value}; it must be at least 1")
+    require_counts("settings: plan.", plan)
+    require_count("settings: plan.seeds x plan.tries", plan.seeds * plan.tries, 1, SEEDS)
     deals = range(plan.seed, plan.seed + plan.seeds)
     if plan.tries > 1 and deals[-1] >= _APART:
         raise InputError(f"settings: with plan.tries, seeds must be below {_APART}, not {deals[-1]}; choose a lower plan.seed")

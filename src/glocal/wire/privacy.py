@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glocal import noise
 from glocal.algorithm import Algorithm, Update
+from glocal.errors import InputError
 from glocal.training import Work
 from glocal.trees import Params
 
@@ -46,6 +47,11 @@ def with_privacy(algorithm: Algorithm, privacy: Privacy, *, draw: Draw = noise.n
 
     The simulator draws from addressed randomness, so that runs repeat; a real device must draw what nobody can (`secret_noise`).
     """
+    if not algorithm.is_mean:
+        raise InputError(
+            f"privacy: '{algorithm.name}' does not say that its server takes a mean (is_mean); "
+            "clip and noise are made for that: choose another algorithm, or set it if it does"
+        )
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
         update = algorithm.client_update(shared, private, work)

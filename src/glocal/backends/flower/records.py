@@ -35,12 +35,14 @@ def to_record(tree: Params) -> ConfigRecord:
 
 
 def from_record(record: ConfigRecord) -> Params:
-    """The tree that was sent; its names come in another order."""
+    """The tree that was sent; its names come in another order.
+
+    Its tensors are copied: where one begins in the blob decides how products of a row round.
+    """
     blob = record[_BLOB]
     if not isinstance(blob, bytes):
         raise TypeError(f"its tensors are {type(blob).__name__}")
-    tree: Params = load(blob)
-    return tree
+    return {name: tensor.clone() for name, tensor in load(blob).items()}
 
 
 def asking(shared: ConfigRecord | None, order: Order) -> RecordDict:

@@ -1,0 +1,201 @@
+"""Numbers have bounds: what is outside is refused in one line that names it, and the bounds."""
+
+import math
+from dataclasses import fields, is_dataclass
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+from torch import nn
+
+import glocal
+import world
+from glocal.errors import InputError
+from glocal.joining import Welcome
+from glocal.modules import GaussianNoise
+from glocal.studies.models import coded_mlp
+from glocal.studies.recurrent import mood_lstm
+from glocal.studies.settings import Settings, from_dict
+from glocal.studies.tries import tries_of
+from glocal.studies.vqa_model import ResNet
+from test_cli import complaint, run
+
+NO_SHARES = [3.0, -0.5, 1.0, math.nan, math.inf]
+NO_DEVIATIONS = [-0.1, 1e30, math.nan, math.inf]
+MODELS = ["mlp", "softmax_mlp", "coded_mlp", "lenet5", "coded_cnn", "mood_lstm", "vqa"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("share", [3.0, -0.5, "nan", 1])
+def test_a_share_to_drop_outside_0_to_1_is_refused_for_every_model(share, model, capsys, tmp_path):
+    out = tmp_path / "run"
+    changes = ("--set", f'model.name="{model}"', "--set", f"model.dropout={share}")
+    assert run("run", "digits", *changes, "--out", out) == 2
+    assert "model.dropout is " in (told := complaint(capsys))
+    assert "from 0 to below 1" in told
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("deviation", [-0.1, "1e30", "inf", "nan"])
+def test_noise_outside_its_bounds_is_refused_for_every_model(deviation, capsys, tmp_path):
+    for model in MODELS:
+        changes = ("--set", f'model.name="{model}"', "--set", f"model.blur={deviation}")
+        assert run("run", "digits", *changes, "--out", tmp_path / "run") == 2
+        assert "model.blur is " in (told := complaint(capsys))
+        assert "from 0 to 1000" in told
+
+
+def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
+    for line in ("dropout = 3.0", "dropout = -0.5", "blur = -1.0"):
+        text = f'[model]\nname = "coded_mlp"\n{line}\n[cases.A]\nalgorithm = "fedavg"\n'
+        (tmp_path / "study.toml").write_text(text)
+        assert run("run", tmp_path / "study.toml", "--out", tmp_path / "run") == 2
+        assert f"model.{line.split()[0]} is {line.split()[2]}" in complaint(capsys)
+
+
+MAKES = {
+    "coded_mlp": lambda share: coded_mlp(dropout=share),
+    "coded_mlp without hidden layers": lambda share: coded_mlp(hidden=(), dropout=share),
+    "mood_lstm": lambda share: mood_lstm(5, dropout=share),
+    "resnet": lambda share: ResNet(dropout=share),
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("share", NO_SHARES)
+def test_every_network_refuses_it_in_python_too(make, share):
+    with pytest.raises(InputError, match=r"^model: dropout is .*from 0 to below 1"):
+        MAKES[make](share)
+
+
+@pytest.mark.parametrize("share", [3.0, -0.5, math.nan])
+def test_a_layer_of_ones_own_that_was_set_to_such_a_share_is_refused_by_name(share):
+    model = world.seeded(world.with_dropout)
+    model[2].p = share  # torch's own constructor lets NaN through, and looks at nothing afterwards
+    algorithm = glocal.fedavg(glocal.cross_entropy(world.seeded(world.plain)), glocal.sgd(0.1))
+    with pytest.raises(InputError, match=r"^model: '2' drops a share of .*give one from 0 to 1"):
+        glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 2))
+
+
+@pytest.mark.parametrize("deviation", NO_DEVIATIONS)
+def test_noise_is_refused_in_python_too(deviation):
+    with pytest.raises(InputError, match=r"^model: the noise's deviation is .*from 0 to 1000"):
+        GaussianNoise(deviation)
+    with pytest.raises(InputError, match=r"^model: the noise's deviation is "):
+        coded_mlp(blur=deviation)
+
+
+def test_what_is_within_bounds_is_taken():
+    assert nn.Dropout in {type(layer) for layer in coded_mlp(dropout=0.99).head}
+    assert GaussianNoise(0).deviation == 0
+    assert GaussianNoise(1000).deviation == 1000
+
+
+def tables(kind=Settings, where=""):
+    """Every table of settings, with what stands before its options' names in a file."""
+    yield kind, where
+    hints = get_type_hints(kind)
+    for part in fields(kind):
+        for inner in get_args(hints[part.name]) or (hints[part.name],):
+            if is_dataclass(inner):
+                named = f"{part.name}.only" if part.name in ("cases", "groups") else part.name
+                yield from tables(inner, f"{where}{named}.")
+
+
+def counts():
+    """Every whole number in the settings, and each list of such."""
+    for kind, where in tables():
+        hints = get_type_hints(kind)
+        for part in fields(kind):
+            kinds = {hints[part.name], *get_args(hints[part.name])}
+            lists = {tuple[int, ...]} & kinds
+            if int in kinds or lists:
+                yield f"{where}{part.name}", bool(lists)
+
+
+COUNTS = dict(counts())
+NEEDED = {
+    "newcomer": {"train": 10},
+    "audit": {"at": "layer1"},
+    "groups": {"only": {"devices": 5}},
+    "cases": {"only": {"algorithm": "lg_fedavg"}},
+}
+LEARNS = {"kind": "decoder", "at": "layer1"}
+
+
+def test_the_counts_of_every_table_are_known_here():
+    assert {"plan.epochs", "cases.only.rounds", "groups.only.leaves", "run.workers"} <= {*COUNTS}
+    assert {"cases.only.learns.hidden", "cases.only.welcome.guests", "audit.encoders"} <= {*COUNTS}
+    assert len(COUNTS) > 35
+
+
+@pytest.mark.parametrize("value", [10**18, -(10**18), 10**30])
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_count_in_the_settings_has_bounds(name, value):
+    """Without them it hangs, or fills the memory."""
+    learns = {"learns": LEARNS} if ".learns." in name else {}
+    case = {"algorithm": "lg_fedavg", **learns}
+    written = f"[{value}]" if COUNTS[name] else f"{value}"
+    with pytest.raises(InputError) as refused:
+        from_dict({**NEEDED, "cases": {"only": case}}, [f"{name}={written}"])
+    told = str(refused.value)
+    assert name.split(".")[-1] in told
+    assert "from " in told
+    assert " to " in told
+    assert "\n" not in told
+    assert (str(value) in told) == (abs(value) < 10**20)
+
+
+PLAN = {"rounds": 2, "cohort": 2}
+PLAN_COUNTS = ["rounds", "cohort", "epochs", "batch", "seed", "first_round", "tokens"]
+
+
+@pytest.mark.parametrize("value", [10**18, -1, 1.5, math.nan, pytest.param(10**5000, id="long")])
+@pytest.mark.parametrize("name", PLAN_COUNTS)
+def test_a_plan_in_python_is_held_to_them_too(name, value):
+    with pytest.raises(InputError, match=rf"^plan: {name} is .* from \d.* to \d"):
+        glocal.Plan(**{**PLAN, name: value})
+
+
+def test_a_plan_takes_whole_numbers_of_other_libraries():
+    assert glocal.Plan(np.int64(2), np.int32(1), epochs=1000).last_round == 2
+
+
+@pytest.mark.parametrize("make", [
+    lambda: glocal.Options(validate_every=10**18),
+    lambda: glocal.Options(keep_every=10**18),
+    lambda: glocal.Options(workers=10**18),
+    lambda: glocal.Engine(chunk=10**18),
+    lambda: Welcome(epochs=10**18),
+    lambda: Welcome(rounds=1, guests=10**18),
+])  # fmt: skip
+def test_what_else_counts_in_python_is_held_to_them_too(make):
+    with pytest.raises(InputError, match=r" is 1000000000000000000; .* from \d to \d"):
+        make()
+
+
+def test_seeds_times_tries_are_bounded_too():
+    with pytest.raises(InputError, match=r"plan.seeds x plan.tries is 90000; .* from 1 to 1,000"):
+        tries_of(from_dict({"plan": {"seeds": 900, "tries": 100}}).plan)
+
+
+@pytest.mark.parametrize("change", [
+    "plan.epochs=1000000000000000000",
+    "plan.seeds=1000000000000000000",
+    "plan.rounds=-1",
+    "model.hidden=[1000000000000000000]",
+    "data.devices=1000000000000000000",
+    "cases.FedAvg.rounds=1000000000000000000",
+    pytest.param(f"plan.batch={'9' * 5000}", id="long"),
+])  # fmt: skip
+def test_the_command_line_refuses_them_in_one_line(change, capsys, tmp_path):
+    assert run("run", "digits", "--set", change, "--out", tmp_path / "run") == 2
+    name, _, _ = change.partition("=")
+    assert f"{name} is " in complaint(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_with_a_number_of_thousands_of_digits_is_refused_in_one_line(capsys, tmp_path):
+    (tmp_path / "study.toml").write_text(f"[plan]\nepochs = {'9' * 5000}\n")
+    assert run("run", tmp_path / "study.toml", "--out", tmp_path / "run") == 2
+    assert "is not TOML" in complaint(capsys)
