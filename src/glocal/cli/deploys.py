@@ -216,11 +216,11 @@ def demo(folder: Path, *, rounds: int) -> None:
     stop = threading.Event()
     with _all_ended(stop) as ending:
         _beside(ending, server_program(folder), "server", stop)
-        for entry in read_roster(folder).values():
-            _beside(ending, device_program([folder / DEVICES / entry.name]), entry.name, stop)
         while not _answers(folder):
             if stop.wait(0.2) or time.monotonic() - began > _READY:
                 raise InputError(f"demo: the server did not start within {_READY:.0f} s; see {folder}/logs/server.log")
+        for entry in read_roster(folder).values():
+            _beside(ending, device_program([folder / DEVICES / entry.name]), entry.name, stop)
         follow(project, "demo", said_by("run"))
     show_result(folder / RUNS / "demo")
     print(f"{time.monotonic() - began:.0f} s in all; look into {folder}/devices/device-0/journal.jsonl for what its owner sees")
