@@ -108,6 +108,17 @@ def test_an_algorithm_that_is_made_for_so_many_devices_has_no_place_for_one_more
     assert "mtl is made for 2 devices, and has no place for one more" in complaint(capsys)
 
 
+def test_a_device_shuts_what_others_could_read_before_it_connects(capsys):
+    folder = deployed.project(Path("here"), devices=1, port=processes.free_port())
+    own = folder / "devices/device-0"
+    (own / "device.key").chmod(0o644)
+    own.chmod(0o755)
+    assert run("deploy", "device", own) == 0
+    assert stat.S_IMODE(own.stat().st_mode) == stat.S_IMODE((own / "state").stat().st_mode) == 0o700
+    assert stat.S_IMODE((own / "device.key").stat().st_mode) == 0o600
+    assert "device.key could be read by others; now it cannot" in capsys.readouterr().out
+
+
 def test_a_device_predicts_on_the_command_line(capsys):
     folder = deployed.project(Path("here"), rounds=1)
     run_here(folder)

@@ -169,12 +169,12 @@ def test_secure_aggregation_goes_over_the_protocol_too(tmp_path):
     assert [len(row["devices"]) for row in these.rows()] == [4, 4]
 
 
-def hostile(attack):
+def hostile(attack, when=("1", "train")):
     """A registered client that does as it should, but in its second round what `attack` does."""
 
     def answer(self, received, node):
         asked = received.message.metadata
-        if (asked.group_id, asked.message_type) == ("1", "train"):
+        if (asked.group_id, asked.message_type) == when:
             attack(self, received, node)
         else:
             Connection._answer(self, received, node)
@@ -316,7 +316,8 @@ def test_a_client_cannot_speak_for_another_nor_take_what_is_anothers(tmp_path):
     assert [[*row["dropped"]] for row in these.rows()] == [[], [], []]
 
 
-def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(tmp_path):
+@pytest.mark.parametrize("when", [("1", "train"), ("3", "evaluate")], ids=["in a round", "at the end"])
+def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(when, tmp_path):
     def hoarding(connection, received, node):
         extra = [content("ConfigRecord", bytes([number]) * 1000) for number in range(50)]
         with pytest.MonkeyPatch.context() as patch:
@@ -332,7 +333,7 @@ def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(tmp_p
     held, folder = [], deployed.project(tmp_path / "here", devices=2)
     with federation(folder) as these:
         these.connect("device-0")
-        these.connect("device-1", make=hostile(hoarding))
+        these.connect("device-1", make=hostile(hoarding, when))
         assert these.run() == "completed"
         assert max(held) > 50, "the server held nothing of it"
         assert len(these.link.state.object_store) == 0
@@ -362,6 +363,7 @@ def test_a_revoked_client_is_refused_from_its_next_request_and_the_run_goes_on_w
     def stolen(connection, received, node):
         revoke(folder, "device-2")
         statuses.append(refused(connection.fleet.client.PullMessages, PullMessagesRequest()))
+        statuses.append(len(these.link.connected()))
         Connection._answer(connection, received, node)
 
     statuses = []
@@ -370,7 +372,7 @@ def test_a_revoked_client_is_refused_from_its_next_request_and_the_run_goes_on_w
         these.connect("device-2", make=hostile(stolen))
         assert these.run() == "completed"
         these.until(lambda: any("does not let this device in" in words for words in these.said))
-    assert statuses == [401]
+    assert statuses == [401, 2]
     assert [len(row["devices"]) for row in these.rows()] == [3, 2, 2, 2]
     assert "device-2 may connect no longer" in these.said
     assert all("device-2" not in row["away"] for row in these.rows()[2:]), "it is nobody's to wait for"
@@ -477,6 +479,15 @@ def test_a_run_chooses_its_name_and_nothing_else(tmp_path):
         assert "is no plain name of a run" in these.run("")
     assert not (tmp_path / "ran").exists()
     assert not (evil / "runs").exists()
+
+
+def test_the_server_reads_its_files_anew_for_every_run(tmp_path):
+    folder = deployed.project(tmp_path / "here", devices=1, rounds=1)
+    with federation(folder) as these:
+        these.connect("device-0")
+        assert these.run() == "completed"
+        deployed.change(folder / "federation.py", "nn.Linear(6, 8)", "nn.Linear(6, 8, bias=False)")
+        assert "is not the server's; copy the server's files" in these.run("second")
 
 
 def test_a_run_that_is_stopped_from_outside_ends(tmp_path, monkeypatch):

@@ -126,6 +126,19 @@ def test_flowers_server_is_configured_in_full():
     assert len(taken) == 22, f"flwr {version('flwr')} has other settings; see what the new ones open"
 
 
+def test_flowers_own_locks_are_shut_behind_the_gates_too():
+    """Should a gate fail, Flower still asks for keys and for the secret, and starts nothing by itself."""
+    config = inner_server._config("secret")
+    assert config.enable_supernode_auth
+    assert config.isolation == "process"
+    plugin = config.authn_plugin
+    for given, known in (("secret", True), ("secre", False), (b"secret", True), ("", False)):
+        shown = [(inner_server.ACCESS_TOKEN_KEY, given)] if given else []
+        valid, account = plugin.validate_tokens_in_metadata(shown)
+        assert (valid, account is not None) == (known, known)
+    assert plugin.get_login_details() is plugin.get_auth_tokens("code") is None
+
+
 def test_another_version_of_flower_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr("glocal.deploy.processes.version", lambda _: "1.57.0")
     from glocal.deploy.processes import require_flower

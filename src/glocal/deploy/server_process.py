@@ -129,7 +129,6 @@ async def _serve(project: Project, say: Say, stop: threading.Event) -> None:
     secret = secrets.token_urlsafe(32)  # a new one at every start
     link = SuperLink(secret)
     registry = Registry(project.folder, link, say)
-    registry.nodes()  # before anybody can ask
     gate = FleetGate(link.app, registry.nodes, link.awaits, _largest_reply(project))
     work = partial(_conduct, project.folder, gate)
     threading.Thread(target=run_tasks, args=(link, work, stop), daemon=True).start()
