@@ -99,8 +99,8 @@ class DeviceSettings:
     `environment` names the variables of the owner's environment that the device's process gets, beside the few that it needs.
     """
 
-    number: int = count(least=0, most=CLIENTS)
     name: str
+    number: int = count(least=0, most=CLIENTS)
     metrics: bool = False
     environment: tuple[str, ...] = ()
 
