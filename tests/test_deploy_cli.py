@@ -627,6 +627,30 @@ def test_a_program_that_falls_silent_is_started_again_and_what_it_said_is_passed
     assert "it has been silent for 0 s; starting again" in said[1]
 
 
+def test_what_an_owners_functions_print_goes_to_the_log_and_cannot_pose_as_the_program(importable):
+    text = """
+from glocal.deploy import child
+
+def main(folders, say, stop):
+    print('{"refused": "posed"}')
+    print("no end of line", end="")
+    try:
+        input()
+    except EOFError:
+        say("its own words")
+
+child.run(main)
+"""
+    said = []
+    running = Child.start(program(text), said.append)
+    assert running.process.wait(30) == 0
+    running.listener.join(30)
+    assert said == ["its own words"]
+    assert not running.refusal
+    assert "posed" in Path("logs/it.log").read_text()
+    running.stop()
+
+
 def test_a_program_ends_with_its_supervisor(importable):
     """Whose other end of its input is closed when it is killed."""
     running = Child.start(program("from glocal.deploy import child; child.run(lambda *_: __import__('time').sleep(60))"), print)

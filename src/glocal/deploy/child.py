@@ -7,28 +7,30 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 
 from glocal.deploy.supervision import REFUSED
 from glocal.errors import InputError
 
 Main = Callable[[Sequence[Path], Callable[[str], None], threading.Event], None]
+_SUPERVISOR_TALKS, _SUPERVISOR_LISTENS = 0, 1  # file descriptors
 ALIVE = 5.0  # seconds between signs of life, which every program gives from its main loop
 
 
 def tell(**words: str) -> None:
     """A line to the supervisor, in one piece: several threads speak. No words are a sign of life."""
-    sys.stdout.write(json.dumps(words) + "\n")
-    sys.stdout.flush()
+    os.write(_SUPERVISOR_LISTENS, (json.dumps(words) + "\n").encode())
 
 
 def run(main: Main) -> None:
     """Run a program on the folders of the command line until it is told to stop.
 
     Whatever it writes is for its owner alone to read. It ends with its supervisor, who holds the
-    other end of its input.
+    other end of its input. What an owner's functions print goes to the log, and they cannot ask.
     """
     os.umask(0o077)
+    sys.stdout, sys.stdin = sys.stderr, StringIO()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")  # warnings and errors
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -42,6 +44,6 @@ def run(main: Main) -> None:
 
 
 def _end_with_supervisor() -> None:
-    while os.read(sys.stdin.fileno(), 1):
+    while os.read(_SUPERVISOR_TALKS, 1):
         pass
     os._exit(1)
