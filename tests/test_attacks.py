@@ -16,10 +16,14 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.node_pb2 import Node
 
 from glocal.backends.flower import inner_server
 from glocal.deploy import certificates
 from glocal.deploy.certificates import make_authority, make_server_certificate, read_device_key
+from glocal.deploy.client_process import PLACE
+from glocal.deploy.device import STATE
 from glocal.deploy.operating import linked
 from glocal.deploy.processes import free_port
 from tests import deployed
@@ -358,12 +362,20 @@ def test_a_positive_control_the_same_attacks_succeed_on_a_plain_flower_installat
     assert (loot / "device-0").read_bytes() == own.read_bytes()
 
 
+def beat(these, name):
+    """The status of a sign of life of a client's, signed with its key."""
+    place = these.folder / "devices" / name / STATE / PLACE
+    node = Node(node_id=int(place.read_text()))
+    request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=10).SerializeToString()
+    return post(these.port, "/v1/fleet/send-node-heartbeat", request, signed(these.folder, name))
+
+
 def test_a_revoked_client_is_out_for_good_and_status_says_so(attacked, capsys):
     from tests.test_cli import run
 
     assert run("deploy", "revoke", attacked.folder, "device-1") == 0
-    assert post(attacked.port, "/v1/fleet/pull-messages", b"", signed(attacked.folder, "device-1")) == 401
-    assert post(attacked.port, "/v1/fleet/pull-messages", b"", signed(attacked.folder)) != 401
+    assert beat(attacked, "device-1") == 401
+    assert beat(attacked, "device-0") == 200
     attacked.until_connected("device-0")
     capsys.readouterr()
     assert run("deploy", "status", attacked.folder) == 0

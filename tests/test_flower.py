@@ -192,12 +192,12 @@ def test_a_greeting_that_makes_no_sense_is_refused_and_named(tmp_path):
 def test_an_answer_that_is_lost_on_its_way_leaves_no_trace_on_the_device(tmp_path):
     """Its private state goes back to where it was: the server never counted that round."""
     folder, lost = deployed.project(tmp_path / "here"), during(1, 0)
-    failed = Error(5, "node unavailable")
+    failed = Error(0, "lost on its way")
     grid = deployed.HereGrid(
         folder, client, lambda device, asked, reply: Message(failed, reply_to=asked) if lost(device, asked) else reply
     )
     conductor = run_here(folder, grid)
-    assert "node unavailable" in read_rows(conductor.folder / "rows.jsonl")[1]["dropped"]["device-0"]
+    assert "lost on its way" in read_rows(conductor.folder / "rows.jsonl")[1]["dropped"]["device-0"]
     state = with_attendance(folder, {1: [0]})
     assert distance(conductor.shared, state.shared) <= 1e-6
     assert same_as(folder, state) <= 1e-6

@@ -8,8 +8,8 @@ folder. Each client has its own folder, key, private state and connection; they 
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -54,8 +54,7 @@ def main(folders: Sequence[Path], say: Say, stop: threading.Event) -> None:
     with ExitStack() as held:
         connections = list[Connection]()
         for folder in own:
-            CURRENT.set(folder)
-            held.enter_context(alone(folder))
+            held.enter_context(_at_work_in(folder))
             prefix = f"{folder.name}: " if len(own) > 1 else ""
             named = partial(_said_by, prefix, say)
             connections.append(_connection(prepare(folder, named), named, turn))
@@ -69,6 +68,17 @@ def main(folders: Sequence[Path], say: Say, stop: threading.Event) -> None:
             connection.stop.set()
         for thread in threads:
             thread.join()
+
+
+@contextmanager
+def _at_work_in(folder: Path) -> Iterator[None]:
+    """Hold a client's folder; whatever happens in it then is its own doing."""
+    CURRENT.set(folder)
+    with alone(folder):
+        try:
+            yield
+        finally:
+            CURRENT.set(folder)
 
 
 def _said_by(prefix: str, say: Say, words: str) -> None:

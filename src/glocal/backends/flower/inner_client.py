@@ -57,6 +57,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 __all__ = [  # and what secure_client.py is made of
     "SECAGG_RECORD",
     "Code",
+    "ErrorCode",
     "FitRes",
     "Fleet",
     "Handler",

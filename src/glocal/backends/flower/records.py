@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from safetensors.torch import load, save
 
 from glocal.backends.flower.contract import Answer, Order, Reply
+from glocal.backends.flower.inner_client import ErrorCode
 from glocal.errors import brief
 from glocal.keep import Json
 from glocal.trees import Params
@@ -73,7 +74,11 @@ def refusing(reason: str) -> RecordDict:
 def reply_of(message: Message) -> Reply:
     """A reply as it came; one that cannot be read is a fault, not a failure of the server."""
     if message.has_error():
-        return Reply({}, fault=f"Flower says: {message.error.reason or f'error {message.error.code}'}", lost=True)
+        error = message.error
+        reason = f"Flower says: {error.reason or f'error {error.code}'}"
+        if error.code == ErrorCode.NODE_UNAVAILABLE:
+            reason = "it was started anew, or cut off, before it answered"
+        return Reply({}, fault=reason, lost=True)
     try:
         records = message.content.config_records
         words, shared = records[_WORDS], records.get(_SHARED)
