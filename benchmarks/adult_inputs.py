@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from glocal.data import SOURCES, load
-from glocal.federation import Examples
-from glocal.measure.leakage import Seen, best_auc, fresh
+from glocal.core.data import Examples
+from glocal.datasets import SOURCES, load
+from glocal.evaluate.leakage import Seen, best_auc, fresh
 
 
 def read(train: Examples, test: Examples, what: str, attribute: int) -> float:

@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.machine import command, describe
-from glocal.advice import Advice, Counsel, advise
-from glocal.advice.candidates import candidates
-from glocal.advice.counsel import chosen
 from glocal.algorithms import lg_fedavg
-from glocal.data.fetch import unreported
-from glocal.fitting import Case, fit_case, warm_params
-from glocal.result import Result
-from glocal.sampling import Plan
+from glocal.core.sampling import Plan
+from glocal.datasets.fetch import unreported
+from glocal.federate.fitting import Case, fit_case, warm_params
+from glocal.federate.result import Result
+from glocal.personalize.advisor import Advice, Counsel, advise
+from glocal.personalize.advisor.candidates import candidates
+from glocal.personalize.advisor.search import chosen
 from glocal.studies.build import Parts, build_algorithm, build_optimiser, build_parts
 from glocal.studies.paper import PAPER
 from glocal.studies.settings import CaseSettings, Settings, changed

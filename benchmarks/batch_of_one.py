@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from glocal.backends import OverDevices, Seat, begin, simulate_seeds
-from glocal.data.fetch import unreported
+from glocal.datasets.fetch import unreported
+from glocal.engines import OverDevices
+from glocal.federate.rounds import Seat, begin, simulate_seeds
 from glocal.studies.build import build_algorithm, build_parts
 from glocal.studies.paper import PAPER
 from glocal.studies.run import plans_of

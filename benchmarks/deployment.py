@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.machine import command, describe
+from glocal.core.files import read_rows, write_json
 from glocal.deploy.layout import Wanted, lay_out
 from glocal.deploy.processes import free_port
-from glocal.keep import read_rows, write_json
 from tests.running import kill, pids, running
 from tests.stock import start_request, stock
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from glocal import optimisers, training
-from glocal.federation import Examples
-from glocal.fused.chain import Chain, Linear, chain_of
-from glocal.fused.on_gpu import descend_together
-from glocal.fused.tiles import SMALL_BATCH, Choose, Job, Tile, tile_for
-from glocal.modules import params_of
-from glocal.trees import Params
+from glocal.core import optimizers, training
+from glocal.core.data import Examples
+from glocal.core.modules import params_of
+from glocal.core.trees import Params
+from glocal.engines.fused.chain import Chain, Linear, chain_of
+from glocal.engines.fused.on_gpu import descend_together
+from glocal.engines.fused.tiles import SMALL_BATCH, Choose, Job, Tile, tile_for
 
 RATE, MOMENTUM, REPLAYS, EXAMPLES = 0.05, 0.5, 20, 6000
 KERNELS = ("linear_forward", "linear_loss", "linear_backward", "linear_update")
@@ -107,7 +107,7 @@ def prepared(work: Workload, device: str) -> Round:
 def slow(it: Round, dtype: torch.dtype, devices: int) -> tuple[Params, Tensor]:
     """Eager `descend` under vmap, for the first devices."""
     model = it.work.model.to(it.x.device, dtype)
-    objective, sgd = training.cross_entropy(model), optimisers.sgd(RATE, momentum=MOMENTUM)
+    objective, sgd = training.cross_entropy(model), optimizers.sgd(RATE, momentum=MOMENTUM)
     zero = torch.zeros((), dtype=torch.int64, device=it.x.device)
     x = it.x.to(dtype)
 

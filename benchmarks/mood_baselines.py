@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from glocal.data import deal_texts, load_texts
-from glocal.data.mood import LENGTH, UNKNOWN, Texts
-from glocal.federation import Federation
+from glocal.datasets import deal_texts, load_texts
+from glocal.datasets.federated import Federation
+from glocal.datasets.mood import LENGTH, UNKNOWN, Texts
 from glocal.studies.ordinal import OrdinalSettings, compared
 
 MEASURES = ("accuracy", "error", "accuracy_rest", "error_rest")

@@ -9,13 +9,14 @@ import glocal
 from benchmarks import network
 from benchmarks.job import Answer, Job, answer, given, timed
 from benchmarks.plain import TESTED
-from glocal.algorithm import Algorithm
-from glocal.backends import Engine, OverDevices, Seat, begin, simulate_seeds
-from glocal.federation import Examples, Holdings
-from glocal.measure import Evaluation, local_test
-from glocal.modules import predictor
-from glocal.store import State
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm
+from glocal.core.data import Examples, Holdings
+from glocal.core.modules import predictor
+from glocal.core.store import State
+from glocal.core.trees import Params
+from glocal.engines import Engine, OverDevices
+from glocal.evaluate import Evaluation, local_test
+from glocal.federate.rounds import Seat, begin, simulate_seeds
 
 LONG = 1000  # rounds of a study as people run it: what `auto` does for those is measured
 Loaded = tuple[Algorithm, nn.Module, Params, Holdings]

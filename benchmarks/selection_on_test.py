@@ -12,16 +12,17 @@ from statistics import fmean
 
 import numpy as np
 
-from glocal.backends import OverDevices, Seat, begin, simulate_seeds
-from glocal.data.fetch import unreported
-from glocal.fitting import Case, placed, warm_params
-from glocal.measure import Evaluation, local_tests
-from glocal.modules import predictor
+from glocal.core.modules import predictor
+from glocal.core.trees import Params
+from glocal.datasets.fetch import unreported
+from glocal.engines import OverDevices
+from glocal.evaluate import Evaluation, local_tests
+from glocal.federate.fitting import Case, placed, warm_params
+from glocal.federate.rounds import Seat, begin, simulate_seeds
 from glocal.studies.build import build_algorithm, build_parts
 from glocal.studies.paper import PAPER
 from glocal.studies.run import plans_of, resolved
 from glocal.studies.settings import CaseSettings, Settings, changed
-from glocal.trees import Params
 from glocal.wire import Ledger
 
 

@@ -20,17 +20,18 @@ import torch
 
 import glocal
 from benchmarks.job import own_peak
-from glocal import trees
 from glocal.algorithms import lg_fedavg
-from glocal.backends import Engine, OverDevices, Seat, begin, simulate_seeds
-from glocal.data.pictures import Pictures
-from glocal.federation import Examples, Holdings
-from glocal.modules import params_of
-from glocal.optimisers import sgd
-from glocal.sampling import Plan
-from glocal.split import Split
+from glocal.core import trees
+from glocal.core.data import Examples, Holdings
+from glocal.core.modules import params_of
+from glocal.core.optimizers import sgd
+from glocal.core.sampling import Plan
+from glocal.core.split import Split
+from glocal.core.training import cross_entropy
+from glocal.datasets.pictures import Pictures
+from glocal.engines import Engine, OverDevices
+from glocal.federate.rounds import Seat, begin, simulate_seeds
 from glocal.studies.vqa_model import SHARED, vqa_net
-from glocal.training import cross_entropy
 
 WORDS, LENGTH, ANSWERS, PICTURES, SIZE, COHORT = 64_437, 19, 1000, 500, 128, 5
 

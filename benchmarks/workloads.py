@@ -130,11 +130,11 @@ Data = tuple[np.ndarray, np.ndarray, str]
 
 def _real(workload: Workload) -> Data | None:
     """The training set, where GLOCAL_DATA or the cache has it and it is large enough."""
-    from glocal import data
+    from glocal import datasets
 
-    if workload.source not in data.SOURCES or data.status(workload.source) == "not downloaded":
+    if workload.source not in datasets.SOURCES or datasets.status(workload.source) == "not downloaded":
         return None
-    examples = data.load(workload.source).train
+    examples = datasets.load(workload.source).train
     enough = len(examples.y) >= workload.devices * workload.examples
     return (examples.x.numpy(), examples.y.numpy(), f"{workload.source}, real") if enough else None
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 import glocal
-from glocal.federation import Federation, Holdings
+from glocal.core.data import Holdings
+from glocal.datasets.federated import Federation
 
 FEATURES, CLASSES = 256, 10
 OPTIMISER = glocal.sgd(0.05, momentum=0.5)

@@ -7,9 +7,9 @@ glocal join runs/mnist --data examples.newcomers:upright --name upright
 
 from torch import Tensor
 
-from glocal.data import load
-from glocal.data.rotate import rotated as turned
-from glocal.sampling import stream
+from glocal.core.sampling import stream
+from glocal.datasets import load
+from glocal.datasets.rotate import rotated as turned
 
 Newcomer = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -10,7 +10,7 @@ from efficientnet_lite_pytorch import EfficientNet
 from torch import Tensor, nn
 from torch.nn import functional
 
-from glocal.data.pictures import DEVIATION, MEAN
+from glocal.datasets.pictures import DEVIATION, MEAN
 
 SIDE = 224  # pixels of the pictures that it has learnt from
 

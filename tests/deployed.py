@@ -8,7 +8,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from glocal.backends.flower.inner_server import key_bytes
+from glocal.deploy.flower.inner_server import key_bytes
 from glocal.deploy.layout import Wanted, lay_out
 from glocal.deploy.roster import read_roster
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from glocal.cli.supervised import device_program, server_program
+from glocal.core.errors import InputError
+from glocal.core.files import read_json, read_rows
 from glocal.deploy.operating import connected, follow, linked
 from glocal.deploy.project import Project
 from glocal.deploy.supervision import supervise
-from glocal.errors import InputError
-from glocal.keep import read_json, read_rows
 
 
 class Running:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from glocal.data import Dataset
-from glocal.data.vqa import read_vqa
+from glocal.datasets import Dataset
+from glocal.datasets.vqa import read_vqa
 
 COLOURS = {"red": (220, 40, 30), "green": (30, 200, 60), "blue": (40, 60, 220), "white": (240, 240, 240)}
 

@@ -21,7 +21,7 @@ from flwr.proto.control_pb2 import (
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 
-from glocal.backends.flower.inner_server import key_bytes
+from glocal.deploy.flower.inner_server import key_bytes
 from glocal.deploy.processes import free_port
 from glocal.deploy.roster import read_roster
 from glocal.deploy.supervision import environment

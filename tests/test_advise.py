@@ -12,24 +12,25 @@ from torch import nn
 
 import glocal
 import world
-from glocal import trees
-from glocal.advice import Budget, Counsel, advise, counsel, race
-from glocal.advice.budget import Spent
-from glocal.advice.candidates import candidates
-from glocal.advice.groups import difference, groups
-from glocal.advice.race import Course, Rung, run, start
-from glocal.advice.variances import variances
 from glocal.algorithms import fedavg, lg_fedavg
-from glocal.backends import OverDevices, Seat, begin, simulate_seeds
 from glocal.cli import main
 from glocal.cli.advise import print_advice, recommendation
-from glocal.errors import InputError
-from glocal.measure.theory import Estimate
-from glocal.modules import params_of
-from glocal.sampling import Plan
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
+from glocal.core.sampling import Plan
+from glocal.core.training import cross_entropy
+from glocal.engines import OverDevices
+from glocal.evaluate.theory import Estimate
+from glocal.federate.rounds import Seat, begin, simulate_seeds
+from glocal.personalize.advisor import Budget, Counsel, advise, halving, search
+from glocal.personalize.advisor.budget import Spent
+from glocal.personalize.advisor.candidates import candidates
+from glocal.personalize.advisor.groups import difference, groups
+from glocal.personalize.advisor.halving import Course, Rung, run, start
+from glocal.personalize.advisor.variances import variances
 from glocal.studies import STUDIES, changed
 from glocal.studies.models import lenet5
-from glocal.training import cross_entropy
 from glocal.wire import Ledger
 
 DEVICES, FEATURES, CLASSES = 8, 6, 4
@@ -153,9 +154,9 @@ def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    spy(race, "admit", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
-    spy(counsel, "variances", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
-    spy(counsel, "halved", lambda arguments: arguments[1])
+    spy(halving, "admit", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
+    spy(search, "variances", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
+    spy(search, "halved", lambda arguments: arguments[1])
     asked(federation(own_labels=True))
     shapes = {name: tuple(tensor.shape) for name, tensor in params_of(two_layers()).items()}
     assert {name for name, _ in crossed} == {"admit", "variances", "halved"}
@@ -180,7 +181,7 @@ def test_what_crosses_is_counted():
 def test_the_devices_that_race_hold_data_back_from_everybody():
     fed = federation(own_labels=True)
     racers = np.array([1, 4])
-    train, judges = counsel._set_aside(fed, racers, 0, 0.5)
+    train, judges = search._set_aside(fed, racers, 0, 0.5)
     for device in range(DEVICES):
         kept, judged = {*train.rows[device]}, {*judges[0].rows[device], *judges[1].rows[device]}
         assert kept.isdisjoint(judged)
@@ -249,26 +250,26 @@ def test_a_difference_is_paired_where_both_raced_last():
 def test_of_those_that_are_as_good_the_one_that_shares_most_is_chosen_or_one_that_sends_half_as_much():
     sends = {"first 1 shared": 0.1, "first 2 shared": 0.3, "last 1 shared": 0.9, "all shared": 1.0}
     errs = {"first 1 shared": 3.0, "first 2 shared": 2.0, "last 1 shared": 1.0, "all shared": 4.0}
-    assert counsel.chosen(["first 1 shared", "last 1 shared", "first 2 shared"], sends, errs, "accuracy") == "last 1 shared"
-    assert counsel.chosen(["all shared", "first 1 shared"], sends, errs, "bytes") == "first 1 shared"
-    assert counsel.chosen(["all shared", "first 1 shared", "first 2 shared"], sends, errs, "bytes") == "first 2 shared"
-    assert counsel.chosen(["all shared", "last 1 shared"], sends, errs, "bytes") == "all shared"
+    assert search.chosen(["first 1 shared", "last 1 shared", "first 2 shared"], sends, errs, "accuracy") == "last 1 shared"
+    assert search.chosen(["all shared", "first 1 shared"], sends, errs, "bytes") == "first 1 shared"
+    assert search.chosen(["all shared", "first 1 shared", "first 2 shared"], sends, errs, "bytes") == "first 2 shared"
+    assert search.chosen(["all shared", "last 1 shared"], sends, errs, "bytes") == "all shared"
 
 
 def test_an_unknown_preference_is_refused():
     with pytest.raises(InputError, match="prefer is 'speed'; it must be accuracy or bytes"):
-        counsel.Counsel(prefer="speed")
+        search.Counsel(prefer="speed")
 
 
 def test_a_tolerance_that_is_no_number_is_refused():
     with pytest.raises(InputError, match="tolerance nan"):
-        counsel.Counsel(tolerance=float("nan"))
+        search.Counsel(tolerance=float("nan"))
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(-0.02, "nothing shared"), (-0.002, "first 1 shared"), (0.02, "first 1 shared")])
 def test_to_share_nothing_has_to_be_clearly_ahead(ahead, expected):
     close = rung(np.full(30, ahead), names=("nothing shared", "first 1 shared"), noise=0.02)
-    assert counsel._as_good([close], 0.01) == [expected]
+    assert search._as_good([close], 0.01) == [expected]
 
 
 def test_what_sharing_nothing_is_clearly_ahead_of_is_not_as_good():
@@ -277,7 +278,7 @@ def test_what_sharing_nothing_is_clearly_ahead_of_is_not_as_good():
     gaps[1], gaps[2] = -0.004 + 0.02 * np.resize([1, -1], 30), -0.005
     close = Rung(4, names, np.stack([shares + gaps] * 2), np.full((2, 30), 50))
     assert difference([close], "first 1 shared", "first 2 shared").low < 0
-    assert counsel._as_good([close], 0.01) == ["first 1 shared"]
+    assert search._as_good([close], 0.01) == ["first 1 shared"]
 
 
 def judged(*, ahead):
@@ -310,9 +311,9 @@ def test_a_table_keeps_its_digits_where_lines_are_short(capsys, monkeypatch):
 
 
 def test_what_is_clearly_below_is_not_as_good_and_neither_is_what_is_far_below():
-    assert counsel._as_good([rung(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
-    assert counsel._as_good([rung(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
-    assert counsel._as_good([rung(np.full(30, 0.005), noise=0.05)], 0.01) == ["first 1 shared", "all shared"]
+    assert search._as_good([rung(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
+    assert search._as_good([rung(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
+    assert search._as_good([rung(np.full(30, 0.005), noise=0.05)], 0.01) == ["first 1 shared", "all shared"]
 
 
 @pytest.mark.parametrize("text", ["20", "MB", "-1 MB", "0 s", "2 parsec", "", "9" * 400 + " MB", "9" * 400 + " s"])
@@ -410,7 +411,7 @@ def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, 
 
 def test_a_stop_is_met_politely_and_lets_go_of_the_engine(capsys, monkeypatch):
     closed = []
-    monkeypatch.setattr(counsel, "_varied", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(search, "_varied", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     real = OverDevices.close
     monkeypatch.setattr(OverDevices, "close", lambda self: (closed.append(1), real(self))[1])
     assert command("advise", "digits", "--rounds", 2) == 130

@@ -6,13 +6,13 @@ from torch import nn
 
 import world
 from glocal.algorithms import fedavg, fedprox, mtl
-from glocal.backends import simulate
-from glocal.errors import InputError
-from glocal.federation import from_tensors
-from glocal.modules import params_of
-from glocal.optimisers import sgd
-from glocal.sampling import Plan
-from glocal.training import supervised
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
+from glocal.core.optimizers import sgd
+from glocal.core.sampling import Plan
+from glocal.core.training import supervised
+from glocal.datasets.federated import from_tensors
+from glocal.federate.rounds import simulate
 
 RATE = 0.1
 

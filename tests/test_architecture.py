@@ -16,38 +16,21 @@ import glocal
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(glocal.__file__).parent
 # each may import only from those before it
-BASIS = (
-    "errors",
-    "bounds",
-    "places",
-    "trees",
-    "keep",
-    "split",
-    "noise",
-    "modules",
-    "sampling",
-    "federation",
-    "optimisers",
-    "training",
-    "representations",
-    "fused",
-)
-ENGINE = (
-    "algorithm",
-    "algorithms",
+ORDER = (
+    "core",
     "wire",
-    "store",
-    "backends",
-    "measure",
-    "checkpoint",
-    "result",
-    "fitting",
-    "mixing",
-    "kinds",
-    "joining",
-    "advice",
+    "algorithms",
+    "datasets",
+    "engines",
+    "evaluate",
+    "federate",
+    "personalize",
+    "studies",
+    "report",
+    "deploy",
+    "cli",
+    "__main__",
 )
-ORDER = (*BASIS, *ENGINE, "scenario", "data", "studies", "report", "deploy", "cli", "__main__")
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -85,14 +68,14 @@ HOMES = {
     "matplotlib": "report",
     "typer": "cli",
     "rich": "cli",
-    "sklearn": "data, measure",
-    "fairlearn": "measure",
-    "triton": "fused",
-    "PIL": "data",
-    "flwr": "backends",
-    "cryptography": "backends, deploy",
+    "sklearn": "datasets, evaluate",
+    "fairlearn": "evaluate",
+    "triton": "engines",
+    "PIL": "datasets",
+    "flwr": "deploy",
+    "cryptography": "deploy",
     "uvicorn": "deploy",
-    "dp_accounting": "measure",
+    "dp_accounting": "evaluate",
 }
 
 
@@ -104,7 +87,7 @@ def test_heavy_libraries_stay_where_they_belong(library, home):
 
 def test_only_its_own_folder_imports_flower():
     users = {path for path in FILES if any(name.split(".")[0] in ("flwr", "httpx") for name in imports(path))}
-    assert {path.relative_to(SOURCE).parts[:2] for path in users} == {("backends", "flower")}
+    assert {path.relative_to(SOURCE).parts[:2] for path in users} == {("deploy", "flower")}
 
 
 def test_importing_glocal_has_no_cost_and_no_side_effect():
@@ -159,7 +142,7 @@ def test_what_is_exported_is_there_and_the_stub_agrees():
         glocal.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["algorithms", "backends", "data", "measure", "studies", "wire", "report"])
+@pytest.mark.parametrize("package", ["algorithms", "datasets", "engines", "evaluate", "studies", "wire", "report"])
 def test_every_package_exports_what_it_says(package):
     module = __import__(f"glocal.{package}", fromlist=["__all__"])
     assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from glocal import trees
-from glocal.data import load
-from glocal.data.rotate import rotated
-from glocal.errors import InputError
-from glocal.joining import Welcome
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.datasets import load
+from glocal.datasets.rotate import rotated
+from glocal.personalize.onboarding import Welcome
 from glocal.report import study_markdown, write_study_report
 from glocal.studies import arrival
 from glocal.studies.arrival import NewcomerSettings

@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
 
-from glocal.backends.flower import inner_server
 from glocal.deploy import certificates
 from glocal.deploy.certificates import make_authority, make_server_certificate, read_device_key
 from glocal.deploy.client_process import PLACE
 from glocal.deploy.device import STATE
+from glocal.deploy.flower import inner_server
 from glocal.deploy.operating import linked
 from glocal.deploy.processes import free_port
 from tests import deployed

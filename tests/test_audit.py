@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import world
-from glocal.errors import InputError
-from glocal.measure.fairness import Judged, treated
-from glocal.measure.leakage import Reading, Seen, auc, averaged, beyond_chance, fresh, leaks, readings
+from glocal.core.errors import InputError
+from glocal.evaluate.fairness import Judged, treated
+from glocal.evaluate.leakage import Reading, Seen, auc, averaged, beyond_chance, fresh, leaks, readings
 from glocal.studies import run_study
 from glocal.studies.saved import open_case
 from glocal.studies.saved_audit import Question, SavedAudit

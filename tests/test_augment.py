@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional
 
-from glocal import noise
-from glocal.data import crop_and_flip
-from glocal.errors import InputError
+from glocal.core import random
+from glocal.core.errors import InputError
+from glocal.datasets import crop_and_flip
 
 
 def images(rows: int, *, channels: int = 3, height: int = 6, width: int = 5, devices: int | None = None) -> Tensor:
@@ -23,7 +23,7 @@ def looped(x: Tensor, key: Tensor, padding: int, fill: tuple[float, ...]) -> Ten
     """The same augmentation, one image at a time, by padding, slicing and flipping."""
     _, _, height, width = x.shape
     made = []
-    for image, (first, second, third) in zip(x, noise.uniform(key, (len(x), 3)).tolist(), strict=True):
+    for image, (first, second, third) in zip(x, random.uniform(key, (len(x), 3)).tolist(), strict=True):
         background = torch.tensor(fill).reshape(-1, 1, 1)
         padded = functional.pad(image - background, (padding,) * 4) + background
         top, left = int(first * (2 * padding + 1)), int(second * (2 * padding + 1))

@@ -10,9 +10,9 @@ from torch import nn
 
 import glocal
 import world
-from glocal.errors import InputError
-from glocal.joining import Welcome
-from glocal.modules import GaussianNoise
+from glocal.core.errors import InputError
+from glocal.core.modules import GaussianNoise
+from glocal.personalize.onboarding import Welcome
 from glocal.studies.models import coded_mlp
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import Settings, from_dict

@@ -5,16 +5,17 @@ import torch
 
 import glocal
 import world
-from glocal import algorithms, trees
-from glocal.algorithm import frozen, unweighted
+from glocal import algorithms
+from glocal.algorithms.contract import frozen, unweighted
+from glocal.algorithms.privacy import Privacy, with_privacy
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
 from glocal.deploy.project import Project
-from glocal.errors import InputError
-from glocal.modules import params_of
 from glocal.report import write_report
 from glocal.studies import run_study
 from glocal.studies.saved import open_case
 from glocal.studies.settings import from_dict
-from glocal.wire.privacy import Privacy, with_privacy
 from tests import deployed
 
 PRIVACY = "\n[privacy]\nclip = 0.5\nnoise = 2.0\n"

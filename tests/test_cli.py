@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from glocal import keep
 from glocal.cli import main
 from glocal.cli.progress import downloads
+from glocal.core import files
 
 CHANGES = ["plan.rounds=3", "plan.seeds=1", "run.validate_every=2", "cases.LG-FedAvg.after_round=2", "cases.LG-FedAvg.rounds=2"]
 QUICK = [word for change in CHANGES for word in ("--set", change)]
@@ -177,7 +177,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(keep, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     assert run("resume", "kept", "--set", "plan.rounds=5") == 2
     assert re.search(r"disk: cannot write kept/.*No space left on device", complaint(capsys))
     assert {file: file.read_bytes() for file in before} == before
@@ -239,7 +239,7 @@ def test_a_mistake_is_told_without_an_empty_line(capfd):
 
 
 def test_a_stop_before_anything_is_kept_promises_nothing_to_go_on_with(capsys, monkeypatch):
-    monkeypatch.setattr("glocal.data.load_any", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("glocal.datasets.load_any", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run("run", "digits", "--out", "early") == 130
     errors = capsys.readouterr().err
     assert "stopped; nothing was kept" in errors

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import world
-from glocal import algorithms, trees
-from glocal.backends import Engine, OverDevices, Seat, Task, begin, simulate, simulate_seeds
-from glocal.federation import from_tensors
-from glocal.modules import params_of
-from glocal.sampling import Plan, visiting_order
+from glocal import algorithms
+from glocal.core import trees
+from glocal.core.modules import params_of
+from glocal.core.sampling import Plan, visiting_order
+from glocal.datasets.federated import from_tensors
+from glocal.engines import Engine, OverDevices, Task
+from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
 from glocal.wire import Ledger, pack, unpack
 
 PLAN = Plan(rounds=5, cohort=4, epochs=2, batch=5)

@@ -10,14 +10,15 @@ from torch import nn
 import glocal
 import world
 from glocal import algorithms
-from glocal.backends import Choice, OverDevices, Seat, begin, simulate, simulate_seeds
-from glocal.data import crop_and_flip
-from glocal.federation import Examples
-from glocal.fitting import Options
-from glocal.modules import params_of, training_forward
-from glocal.noise import fold, uniform
-from glocal.sampling import Attendance
-from glocal.scenario import Chapter, Scenario, fit_scenario
+from glocal.core.data import Examples
+from glocal.core.modules import params_of, training_forward
+from glocal.core.random import fold, uniform
+from glocal.core.sampling import Attendance
+from glocal.datasets import crop_and_flip
+from glocal.engines import Choice, OverDevices
+from glocal.federate.fitting import Options
+from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
+from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 

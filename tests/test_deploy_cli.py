@@ -20,20 +20,20 @@ from flwr.common.serde import user_config_to_proto
 from flwr.proto.run_pb2 import Run, RunStatus
 from safetensors.torch import save
 
-from glocal.backends.flower.inner_server import Link, RunState
 from glocal.cli import supervised
+from glocal.core.errors import InputError
+from glocal.core.files import alone, append_rows, read_json, read_rows
 from glocal.deploy import certificates, processes, supervision
 from glocal.deploy.certificates import days_left, make_authority, make_server_certificate
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member
+from glocal.deploy.flower.inner_server import Link, RunState
 from glocal.deploy.layout import add_device
 from glocal.deploy.operating import follow
 from glocal.deploy.project import Project
 from glocal.deploy.roster import read_roster, write_roster
 from glocal.deploy.supervision import Child, Program, environment, supervise
 from glocal.deploy.words import told_row
-from glocal.errors import InputError
-from glocal.keep import alone, append_rows, read_json, read_rows
 from tests import deployed
 from tests.test_cli import complaint, run
 from tests.test_flower import run_here
@@ -47,7 +47,7 @@ def foreign(about):
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("glocal.backends.flower.server._POLL", 0.01)
+    monkeypatch.setattr("glocal.deploy.flower.server._POLL", 0.01)
 
 
 def in_this_process(program, stop, say, **_):

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from glocal.backends import simulate
 from glocal.cli.supervised import device_program
-from glocal.data.fetch import unreported
+from glocal.core.errors import InputError
+from glocal.core.files import read_json
+from glocal.core.trees import same_bits
+from glocal.datasets.fetch import unreported
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.layout import Wanted, add_device, lay_out
 from glocal.deploy.processes import free_port
 from glocal.deploy.project import Project
-from glocal.errors import InputError
-from glocal.keep import read_json
+from glocal.federate.rounds import simulate
 from glocal.studies.build import build_algorithm, build_parts
-from glocal.trees import same_bits
 from glocal.wire import pack
 from tests import deployed
 from tests.running import kill, pids, running
@@ -85,7 +85,7 @@ def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_cross
 
 # what a device's own module does to what is sent, so that its process behaves badly
 SPOILING = """
-import glocal.backends.flower.records as records
+import glocal.deploy.flower.records as records
 import time
 from pathlib import Path
 from glocal.keep import read_rows

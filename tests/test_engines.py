@@ -17,26 +17,29 @@ from torch import nn
 
 import glocal
 import world
-from glocal import algorithms, trees
+from glocal import algorithms
 from glocal.algorithms import fedavg
-from glocal.backends import Choice, Engine, OverDevices, Seat, begin, choosing, simulate, simulate_seeds
-from glocal.backends.choosing import Bench, chosen
-from glocal.backends.crew import Crew
-from glocal.backends.engine import remember, remembered
-from glocal.backends.graphed import _regular, _round_number
-from glocal.backends.looped import Looped
-from glocal.backends.products import Products
-from glocal.backends.tasks import Task, unbound
-from glocal.backends.together import FusedJourneys, Journey, Steps, Together
-from glocal.backends.traced import TracedDescent
-from glocal.backends.vmapped import batched, stacked
-from glocal.errors import GlocalWarning, InputError
-from glocal.federation import Examples, from_tensors
-from glocal.fitting import Options
-from glocal.modules import params_of
-from glocal.optimisers import Apart, Sgd, adam, sgd
-from glocal.sampling import Plan, padded
-from glocal.training import Work, cross_entropy
+from glocal.core import trees
+from glocal.core.data import Examples
+from glocal.core.errors import GlocalWarning, InputError
+from glocal.core.modules import params_of
+from glocal.core.optimizers import Apart, Sgd, adam, sgd
+from glocal.core.sampling import Plan, padded
+from glocal.core.training import Work, cross_entropy
+from glocal.datasets.federated import from_tensors
+from glocal.engines import Choice, Engine, OverDevices, planning
+from glocal.engines.batched import FusedJourneys, Journey, Steps, Together
+from glocal.engines.conv_matmul import Products
+from glocal.engines.engine import remember, remembered
+from glocal.engines.graphed import _regular, _round_number
+from glocal.engines.looped import Looped
+from glocal.engines.planning import Bench, chosen
+from glocal.engines.tasks import Task, unbound
+from glocal.engines.traced import TracedDescent
+from glocal.engines.vmapped import batched, stacked
+from glocal.engines.workers import Crew
+from glocal.federate.fitting import Options
+from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
 
 PLAN = Plan(rounds=2, cohort=4, epochs=2, batch=5)
 every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
@@ -218,7 +221,7 @@ def test_a_step_is_traced_once_and_slopes_go_straight_into_velocities():
     descent = TracedDescent()
     x, y = world.devices()[0]
     order = torch.arange(20).reshape(4, 5)
-    work = Work(glocal.federation.Examples(x, y), order, torch.tensor(0), torch.tensor(0), 4)
+    work = Work(glocal.datasets.federated.Examples(x, y), order, torch.tensor(0), torch.tensor(0), 4)
     assert descent(cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5)) is not None
     (step,) = descent.steps.values()
     assert step.__self__.code.count("Tensor_addmm_(") == 2
@@ -306,9 +309,9 @@ def test_auto_measures_for_a_long_run_says_so_and_remembers(monkeypatch, tmp_pat
 def test_what_takes_long_is_tried_no_more_than_twice_and_told(monkeypatch, caplog, long, calls, lines):
     caplog.set_level("INFO", "glocal")
     form = Mock()
-    monkeypatch.setattr(choosing, "build", lambda *_: form)
-    monkeypatch.setattr(choosing, "_LONG", long)
-    assert "measured, ms a step: vmapped" in choosing._fastest(bench(), [Choice("vmapped"), Choice("looped")]).why
+    monkeypatch.setattr(planning, "build", lambda *_: form)
+    monkeypatch.setattr(planning, "_LONG", long)
+    assert "measured, ms a step: vmapped" in planning._fastest(bench(), [Choice("vmapped"), Choice("looped")]).why
     assert form.call_count == calls
     told = [line for line in caplog.messages if "trying out what is fastest, which takes a while: 2 steps took 0 s" in line]
     assert len(told) == lines
@@ -332,7 +335,8 @@ def test_a_run_goes_on_with_the_engine_it_began_with(tmp_path, monkeypatch):
     glocal.fit(algorithm, model, federation, Plan(2, 4, batch=5), options=Options(keep_every=1), folder=tmp_path)
     began = []
     monkeypatch.setattr(
-        "glocal.fitting.OverDevices", lambda *a, choice=None, **k: began.append(choice) or OverDevices(*a, choice=choice, **k)
+        "glocal.federate.fitting.OverDevices",
+        lambda *a, choice=None, **k: began.append(choice) or OverDevices(*a, choice=choice, **k),
     )
     glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=Options(keep_every=1), folder=tmp_path)
     assert [(choice.form, choice.fused) for choice in began] == [("workers", True)]
@@ -522,8 +526,8 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
     objective, params = cross_entropy(model), {name: tensor[None] for name, tensor in params_of(model).items()}
     x, y = world.devices()[0]
     rest = (Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.zeros(1), torch.tensor(0), 1)
-    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: name)
-    monkeypatch.setattr("glocal.backends.together.descend_together", lambda chain, *a, **k: (params, torch.zeros(1)))
+    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
+    monkeypatch.setattr("glocal.engines.batched.descend_together", lambda chain, *a, **k: (params, torch.zeros(1)))
     fused = FusedJourneys("fp32")
     fused(Journey(objective, sgd(0.1), params, *rest))
     with pytest.raises(NotImplementedError, match="some of the model's weights stay as they are"):
@@ -539,7 +543,7 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
 @pytest.mark.parametrize("name", ["the optimiser is Apart", "the loss is not the cross entropy"])
 def test_fused_steps_do_not_claim_what_they_leave_to_others(monkeypatch, name):
     """A rule of two rates or a loss of one's own is none of theirs: the engine says so, and takes other steps."""
-    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: name)
+    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
     model, rule = world.seeded(world.plain), Sgd(0.1)
     objective = cross_entropy(model)
     if "optimiser" in name:

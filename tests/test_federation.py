@@ -11,8 +11,8 @@ from torch import nn
 
 import glocal
 import world
-from glocal.errors import InputError
-from glocal.federation import check, from_tensors
+from glocal.core.errors import InputError
+from glocal.datasets.federated import check, from_tensors
 
 PLAN = glocal.Plan(rounds=2, cohort=2)
 

@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 
 import glocal
 import world
-from glocal import algorithms, keep, trees
-from glocal.checkpoint import _require_same
-from glocal.errors import InputError
-from glocal.fitting import Case, Options, beginning, fit_case, placed, train, warm_params
-from glocal.keep import read_rows
-from glocal.modules import params_of
+from glocal import algorithms
+from glocal.core import files, trees
+from glocal.core.errors import InputError
+from glocal.core.files import read_rows
+from glocal.core.modules import params_of
+from glocal.federate.checkpoint import _require_same
+from glocal.federate.fitting import Case, Options, beginning, fit_case, placed, train, warm_params
 from glocal.studies import changed, run_study
 from glocal.studies.run import read_settings
 from glocal.studies.settings import from_dict
@@ -329,9 +330,9 @@ def test_a_stop_while_a_row_is_written_loses_no_row(tmp_path, monkeypatch):
         calls.append(path)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        keep.append_rows(path, rows)
+        files.append_rows(path, rows)
 
-    monkeypatch.setattr("glocal.checkpoint.append_rows", interrupted)
+    monkeypatch.setattr("glocal.federate.checkpoint.append_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fitted("lg_fedavg", folder=tmp_path / "stopped")
     monkeypatch.undo()
@@ -460,12 +461,12 @@ def test_a_run_that_keeps_figures_only_goes_on_after_a_stop(tmp_path):
 
 @pytest.mark.parametrize("data", [{2: [2], True: [3], None: []}, {'a "quoted" name': {"é": [1, [2]]}}, [[], [{}]], {}, "text"])
 def test_json_of_a_line_an_entry_says_what_json_says(data):
-    assert json.loads(keep.spelled(data)) == json.loads(json.dumps(data))
+    assert json.loads(files.spelled(data)) == json.loads(json.dumps(data))
 
 
 def test_json_of_a_line_an_entry_refuses_names_that_json_refuses():
     with pytest.raises(TypeError):
-        keep.spelled({(1, 2): [3]})
+        files.spelled({(1, 2): [3]})
 
 
 WARM = """

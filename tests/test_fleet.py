@@ -23,20 +23,20 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore.constant import HEAD_BODY_DIVIDER
 from flwr.supercore.inflatable.inflatable_object import get_object_id
 
-from glocal.backends.flower.client import client_app
-from glocal.backends.flower.gate import FleetGate, OperatorGate
-from glocal.backends.flower.inner_client import Fleet, Handler, RefusedError, UnreachableError
-from glocal.backends.flower.inner_server import SuperLink, link_through, run_tasks
+from glocal.core.files import read_json, read_rows
+from glocal.core.trees import same_bits
 from glocal.deploy.certificates import CA, read_device_key
 from glocal.deploy.client_process import prepare
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.connection import Connection
+from glocal.deploy.flower.client import client_app
+from glocal.deploy.flower.gate import FleetGate, OperatorGate
+from glocal.deploy.flower.inner_client import Fleet, Handler, RefusedError, UnreachableError
+from glocal.deploy.flower.inner_server import SuperLink, link_through, run_tasks
 from glocal.deploy.layout import KEY
 from glocal.deploy.project import Project
 from glocal.deploy.roster import revoke
 from glocal.deploy.server_process import Registry, _conduct
-from glocal.keep import read_json, read_rows
-from glocal.trees import same_bits
 from tests import deployed
 from tests.test_flower import private_of, secured, simulated
 from tests.world import distance
@@ -491,7 +491,7 @@ def test_the_server_reads_its_files_anew_for_every_run(tmp_path):
 
 
 def test_a_run_that_is_stopped_from_outside_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("glocal.backends.flower.inner_server._BEAT", 0.05)
+    monkeypatch.setattr("glocal.deploy.flower.inner_server._BEAT", 0.05)
     folder = deployed.project(tmp_path / "here", devices=2)
     with federation(folder) as these:
         number = these.operator.start({"run": "first"})

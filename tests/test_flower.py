@@ -16,28 +16,29 @@ from flwr.common import Parameters
 from flwr.common.serde import message_to_proto
 
 from glocal import algorithms
-from glocal.backends import OverDevices, Seat, begin, simulate, simulate_seeds
-from glocal.backends.flower import inner_client
-from glocal.backends.flower.contract import Order
-from glocal.backends.flower.records import from_record, reply_of, to_record
-from glocal.backends.flower.server import Rounds, conduct, messages
-from glocal.data.fetch import unreported
+from glocal.core.errors import InputError
+from glocal.core.files import read_json, read_rows, read_tensors, write_tensors
+from glocal.core.modules import predictor
+from glocal.core.sampling import Attendance
+from glocal.core.store import PrivateRows, State
+from glocal.core.trees import same_bits
+from glocal.datasets.fetch import unreported
 from glocal.deploy.apps import client
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member, predicted
+from glocal.deploy.flower import inner_client
+from glocal.deploy.flower.contract import Order
+from glocal.deploy.flower.records import from_record, reply_of, to_record
+from glocal.deploy.flower.server import Rounds, conduct, messages
 from glocal.deploy.layout import add_device
 from glocal.deploy.project import Project
 from glocal.deploy.roster import read_roster
 from glocal.deploy.words import told_entry
-from glocal.errors import InputError
-from glocal.joining import Host, Welcome, join
-from glocal.keep import read_json, read_rows, read_tensors, write_tensors
-from glocal.measure.privacy import epsilon
-from glocal.modules import predictor
-from glocal.sampling import Attendance
-from glocal.store import PrivateRows, State
+from glocal.engines import OverDevices
+from glocal.evaluate.privacy import epsilon
+from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
+from glocal.personalize.onboarding import Host, Welcome, join
 from glocal.studies.build import build_algorithm, build_parts
-from glocal.trees import same_bits
 from glocal.wire import pack
 from tests import deployed
 from tests.world import distance
@@ -45,7 +46,7 @@ from tests.world import distance
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
-    monkeypatch.setattr("glocal.backends.flower.server._POLL", 0.01)
+    monkeypatch.setattr("glocal.deploy.flower.server._POLL", 0.01)
 
 
 def simulated(folder):

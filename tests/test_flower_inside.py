@@ -12,8 +12,8 @@ from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkStat
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 
 import glocal
-from glocal.backends.flower import inner_client, inner_server
-from glocal.errors import InputError
+from glocal.core.errors import InputError
+from glocal.deploy.flower import inner_client, inner_server
 
 DOCUMENTED = {"flwr.app", "flwr.clientapp", "flwr.serverapp"}
 SOURCE = Path(glocal.__file__).parent

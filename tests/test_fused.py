@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from glocal import noise, trees
-from glocal.data import crop_and_flip
-from glocal.federation import Examples
-from glocal.fused import build
-from glocal.fused.build import NoFusedStepError, load_step
-from glocal.fused.on_cpu import FusedOnCpu, merged_pulls
-from glocal.modules import params_of
-from glocal.optimisers import adam, sgd
-from glocal.training import Pull, Work, augmented, cross_entropy, descend, pulled, supervised
+from glocal.core import random, trees
+from glocal.core.data import Examples
+from glocal.core.modules import params_of
+from glocal.core.optimizers import adam, sgd
+from glocal.core.training import Pull, Work, augmented, cross_entropy, descend, pulled, supervised
+from glocal.datasets import crop_and_flip
+from glocal.engines.fused import build
+from glocal.engines.fused.build import NoFusedStepError, load_step
+from glocal.engines.fused.on_cpu import FusedOnCpu, merged_pulls
 
 CLASSES = 5
 MANY = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -170,7 +170,7 @@ def test_a_few_steps_of_lenet_agree_with_the_general_path(fused):
 
 def brightened(x, key):
     """Inner pixels only, each image lighter by a number of its own."""
-    return x[:, :, 1:-1, 1:-1] + noise.uniform(key, (x.shape[0], 1, 1, 1))
+    return x[:, :, 1:-1, 1:-1] + random.uniform(key, (x.shape[0], 1, 1, 1))
 
 
 @pytest.mark.parametrize("augment", [crop_and_flip(2), brightened])

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from glocal import optimisers, training
-from glocal.federation import Examples
-from glocal.fused.chain import chain_of
-from glocal.fused.on_gpu import descend_together, why_not
-from glocal.fused.tiles import Tile, tile_for
-from glocal.modules import params_of
+from glocal.core import optimizers, training
+from glocal.core.data import Examples
+from glocal.core.modules import params_of
+from glocal.engines.fused.chain import chain_of
+from glocal.engines.fused.on_gpu import descend_together, why_not
+from glocal.engines.fused.tiles import Tile, tile_for
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, CLASSES = 40, 4
@@ -35,7 +35,7 @@ def kernels():
         pytest.skip("triton is not installed")
     if WHERE == "cpu" and not INTERPRETER_RUNS:
         pytest.skip("triton's interpreter does not run on this NumPy")
-    from glocal.fused import kernels
+    from glocal.engines.fused import kernels
 
     if WHERE == "cpu" and type(kernels.linear_forward).__name__ != "InterpretedFunction":
         pytest.skip("triton was imported without its interpreter before")
@@ -96,7 +96,7 @@ class Trial:
     def truth(self, *, rate=0.1, momentum=0.0, weight_decay=0.0, pulls=()):
         """`descend` in float64, one device after the other: params (D, ...) and losses (D,)."""
         model = self.model.to(WHERE).double()
-        sgd = optimisers.sgd(rate, momentum=momentum, weight_decay=weight_decay)
+        sgd = optimizers.sgd(rate, momentum=momentum, weight_decay=weight_decay)
         found = [self.truth_of(device, model, sgd, pulls) for device in range(self.order.shape[0])]
         model.float()
         return {name: torch.stack([trained[name] for trained, _ in found]) for name in self.params}, torch.stack(
@@ -259,12 +259,12 @@ def test_a_graph_can_hold_a_round():
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: name)
+    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
 
 
 def reason(model, inputs=(9,), *, optimiser=None, dtype=torch.float32, **changes):
     objective = training.cross_entropy(model)._replace(**changes)
-    return why_not(objective, optimiser or optimisers.sgd(0.1), inputs, dtype)
+    return why_not(objective, optimiser or optimizers.sgd(0.1), inputs, dtype)
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -272,7 +272,7 @@ def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
     model = mlp(9, 5, CLASSES)
     assert reason(model) is None
     assert reason(small_lenet(), (2, 12, 12)) is None
-    assert reason(model, optimiser=optimisers.adam(0.1)) == "the optimiser is Adam, not Sgd"
+    assert reason(model, optimiser=optimizers.adam(0.1)) == "the optimiser is Adam, not Sgd"
     assert reason(model, dtype=torch.float64) == "the weights are torch.float64, not torch.float32"
     assert "layer '1' is Tanh" in reason(nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2)))
     assert reason(model, trains=frozenset({"0.weight"})) == "some of the model's weights stay as they are"
@@ -282,10 +282,10 @@ def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
 
 
 def test_without_triton_it_is_declined(monkeypatch):
-    monkeypatch.setattr("glocal.fused.on_gpu.find_spec", lambda name: None)
+    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: None)
     assert reason(mlp(9, 5, CLASSES)) == "triton is not installed"
 
 
 def test_importing_needs_no_triton():
-    code = "import sys; sys.modules['triton'] = None; import glocal.fused.on_gpu"
+    code = "import sys; sys.modules['triton'] = None; import glocal.engines.fused.on_gpu"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,7 +15,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import Message, Metadata
 from flwr.proto.node_pb2 import Node
 
-from glocal.backends.flower import gate, inner_server
+from glocal.deploy.flower import gate, inner_server
 
 ORDER_P384 = int(
     "ffffffffffffffffffffffffffffffffffffffffffffffffc7634d81f4372ddf581a0db248b0a77aecec196accc52973",

@@ -7,9 +7,10 @@ from torch import nn
 
 import glocal
 import world
-from glocal.data import Dataset
-from glocal.federation import Examples, from_tensors
-from glocal.modules import params_of
+from glocal.core.data import Examples
+from glocal.core.modules import params_of
+from glocal.datasets import Dataset
+from glocal.datasets.federated import from_tensors
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 

@@ -19,12 +19,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"scikit-learn": "sklearn", "pillow": "PIL", "dp-accounting": "dp_accounting"}
 # files that need an extra, or Triton, to be imported; what leads to them is guarded
 OPTIONAL = (
-    "backends/flower/",
+    "deploy/flower/",
     "deploy/",
     "cli/deploys.py",
-    "fused/kernels.py",
-    "fused/conv_kernels.py",
-    "fused/launches.py",
+    "engines/fused/kernels.py",
+    "engines/fused/conv_kernels.py",
+    "engines/fused/launches.py",
 )
 
 

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 import world
-from glocal import Plan, fit, sgd, trees
+from glocal import Plan, fit, sgd
 from glocal.algorithms import lg_fedavg
-from glocal.backends import Seat
-from glocal.errors import DivergedError, InputError
-from glocal.federation import Examples, Holdings
-from glocal.fitting import Options
-from glocal.joining import (
+from glocal.core import trees
+from glocal.core.data import Examples, Holdings
+from glocal.core.errors import DivergedError, InputError
+from glocal.core.sampling import visited_rows
+from glocal.core.training import cross_entropy
+from glocal.federate.fitting import Options
+from glocal.federate.rounds import Seat
+from glocal.personalize.onboarding import (
     Host,
     Welcome,
     alone,
@@ -31,9 +34,7 @@ from glocal.joining import (
     members,
     take_in,
 )
-from glocal.sampling import visited_rows
 from glocal.studies.joins import Joining
-from glocal.training import cross_entropy
 from test_cli import complaint, run
 
 PLAN = Plan(rounds=4, cohort=3, batch=4, seed=5)
@@ -154,7 +155,7 @@ def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
         seen.append(plan.epochs)
         return visited_rows(plan, *rest, **lengths)
 
-    monkeypatch.setattr(sys.modules["glocal.backends.simulate"], "visited_rows", spy)
+    monkeypatch.setattr(sys.modules["glocal.federate.rounds"], "visited_rows", spy)
     host = host._replace(plan=replace(host.plan, epochs=4))
     join(host, examples(120), old=fed.train, welcome=Welcome(epochs=2, rounds=1), engine="looped")
     assert seen == [1, 1, 1, 1, 4], "a settling epoch is one, and a hundred steps are taken at least"
@@ -291,7 +292,7 @@ def saved(tmp_path_factory):
 
 def digits(rows=60, **changes):
     """Digits as the federation has them, as an .npz holds them."""
-    from glocal.data import load
+    from glocal.datasets import load
 
     loaded = load("digits")
     taken = {"x": loaded.test.x[:rows].numpy(), "y": loaded.test.y[:rows].numpy()}

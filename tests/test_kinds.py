@@ -13,13 +13,14 @@ from torch import nn
 
 import glocal
 import world
-from glocal import keep, kinds, trees
-from glocal.algorithm import unweighted
-from glocal.errors import DivergedError, InputError
-from glocal.fitting import Options
-from glocal.keep import read_about, read_rows
-from glocal.kinds import Kind, begin_kinds, company, fit_kinds, simulate_kinds, train_kinds, warm_kinds
-from glocal.sampling import choose_cohort
+from glocal.algorithms.contract import unweighted
+from glocal.core import files, trees
+from glocal.core.errors import DivergedError, InputError
+from glocal.core.files import read_about, read_rows
+from glocal.core.sampling import choose_cohort
+from glocal.federate import kinds
+from glocal.federate.fitting import Options
+from glocal.federate.kinds import Kind, begin_kinds, company, fit_kinds, simulate_kinds, train_kinds, warm_kinds
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PLAN = glocal.Plan(rounds=5, cohort=4, batch=5)
@@ -77,7 +78,7 @@ def test_uploads_of_all_kinds_have_the_same_names_and_shapes(monkeypatch):
         return admit(uploads, shared)
 
     admit = kinds.admit
-    monkeypatch.setattr("glocal.kinds.admit", gate)
+    monkeypatch.setattr("glocal.federate.kinds.admit", gate)
     last()
     assert len(crossed) > PLAN.rounds, "several kinds in a round"
     expected = {"1.weight": (torch.Size([3, 8]), torch.float32), "1.bias": (torch.Size([3]), torch.float32)}
@@ -120,7 +121,7 @@ def test_each_kind_is_really_batched(monkeypatch):
             calls.append((tuple(examples.x.shape[1:]), len(tasks), round_index))
             return super().__call__(tasks, examples, round_index)
 
-    monkeypatch.setattr("glocal.kinds.OverDevices", Spied)
+    monkeypatch.setattr("glocal.federate.kinds.OverDevices", Spied)
     reports = [{name: report for name, (_, report) in moment.items()} for moment in simulate_kinds(three(), PLAN, engine="vmapped")]
     expected = [
         (ENCODERS[name][1], len(report.cohort), report.round_index)
@@ -134,7 +135,7 @@ def test_each_kind_is_really_batched(monkeypatch):
 def test_the_average_is_over_all_kinds_weighted_by_examples(monkeypatch):
     """What passed the gate in one round of everybody, averaged by hand."""
     crossed, admit = [], kinds.admit
-    monkeypatch.setattr("glocal.kinds.admit", lambda uploads, shared: crossed.append(uploads) or admit(uploads, shared))
+    monkeypatch.setattr("glocal.federate.kinds.admit", lambda uploads, shared: crossed.append(uploads) or admit(uploads, shared))
     states = last(plan=glocal.Plan(1, 8, batch=5))
     sizes = np.concatenate([own.federation.train.sizes for own in three()])
     for name in ("1.weight", "1.bias"):
@@ -245,10 +246,10 @@ def test_a_stop_while_rows_are_written_loses_none(tmp_path, monkeypatch):
         calls.append(path)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        keep.append_rows(path, rows)
+        files.append_rows(path, rows)
 
     whole = fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path / "whole")
-    monkeypatch.setattr("glocal.checkpoint.append_rows", interrupted)
+    monkeypatch.setattr("glocal.federate.checkpoint.append_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path / "stopped")
     monkeypatch.undo()

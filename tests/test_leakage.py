@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
-from glocal.errors import InputError
-from glocal.measure.leakage import Seen, auc, leaks, worst
+from glocal.core.errors import InputError
+from glocal.evaluate.leakage import Seen, auc, leaks, worst
 
 
 def people(rows, seed, *, hidden):

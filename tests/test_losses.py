@@ -7,13 +7,13 @@ from torch.nn import functional
 
 import glocal
 import world
-from glocal.errors import InputError
-from glocal.kinds import Kind, fit_kinds
-from glocal.mixing import Mixture, losses_by_alpha
-from glocal.modules import params_of
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
+from glocal.core.training import supervised
+from glocal.federate.kinds import Kind, fit_kinds
+from glocal.personalize.mixing import Mixture, losses_by_alpha
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
-from glocal.training import supervised
 
 REFUSED = r"loss: .*one value per example"
 PLAN = glocal.Plan(rounds=1, cohort=2, batch=4)

@@ -7,13 +7,14 @@ from torch import nn
 
 import world
 from glocal.algorithms import fedavg, local_only
-from glocal.backends import Engine, begin
-from glocal.federation import Examples, Holdings
-from glocal.measure import Evaluation, local_test, new_test, spread
-from glocal.modules import params_of, predictor
-from glocal.optimisers import sgd
-from glocal.store import PrivateRows, State
-from glocal.training import cross_entropy
+from glocal.core.data import Examples, Holdings
+from glocal.core.modules import params_of, predictor
+from glocal.core.optimizers import sgd
+from glocal.core.store import PrivateRows, State
+from glocal.core.training import cross_entropy
+from glocal.engines import Engine
+from glocal.evaluate import Evaluation, local_test, new_test, spread
+from glocal.federate.rounds import begin
 
 MODEL = nn.Linear(1, 3)
 LABELS = torch.tensor([0, 0, 1, 2, 2, 2])

@@ -7,17 +7,17 @@ from torch import nn
 
 import glocal
 import world
-from glocal.algorithm import frozen
 from glocal.algorithms import apfl
 from glocal.algorithms.apfl import ALPHA
-from glocal.backends import begin, simulate
-from glocal.errors import InputError
-from glocal.measure.theory import World, finite_law, normal
-from glocal.mixing import Mixture, alphas_of, losses_by_alpha, tune_alphas, with_alphas
-from glocal.modules import params_of
-from glocal.optimisers import sgd
-from glocal.sampling import Plan
-from glocal.training import cross_entropy, supervised
+from glocal.algorithms.contract import frozen
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
+from glocal.core.optimizers import sgd
+from glocal.core.sampling import Plan
+from glocal.core.training import cross_entropy, supervised
+from glocal.evaluate.theory import World, finite_law, normal
+from glocal.federate.rounds import begin, simulate
+from glocal.personalize.mixing import Mixture, alphas_of, losses_by_alpha, tune_alphas, with_alphas
 
 PLAN = Plan(rounds=6, cohort=4, epochs=2, batch=5)
 

@@ -6,17 +6,18 @@ from torch import nn
 
 import glocal
 import world
-from glocal import trees
 from glocal.algorithms import fedavg, lg_fedavg
-from glocal.backends import Engine, OverDevices, Seat, begin, simulate, simulate_seeds
-from glocal.errors import GlocalWarning, InputError
-from glocal.federation import from_tensors
-from glocal.modules import params_of, predictor, state_dict, trainable, training_forward
-from glocal.noise import fold, uniform
-from glocal.optimisers import sgd
-from glocal.sampling import Plan
-from glocal.split import Split
-from glocal.training import cross_entropy
+from glocal.core import trees
+from glocal.core.errors import GlocalWarning, InputError
+from glocal.core.modules import params_of, predictor, state_dict, trainable, training_forward
+from glocal.core.optimizers import sgd
+from glocal.core.random import fold, uniform
+from glocal.core.sampling import Plan
+from glocal.core.split import Split
+from glocal.core.training import cross_entropy
+from glocal.datasets.federated import from_tensors
+from glocal.engines import Engine, OverDevices
+from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
 
 KEY = torch.tensor(7)
 NORMS = [

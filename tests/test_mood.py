@@ -12,21 +12,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import world
-from glocal import trees
 from glocal.algorithms import fedavg
-from glocal.backends import simulate
-from glocal.data import Texts, deal_texts, load, load_texts
-from glocal.data.mood import LENGTH, UNKNOWN, VOCABULARY, in_words, known_words, read_texts
-from glocal.errors import InputError
-from glocal.federation import from_tensors
-from glocal.keep import write_text
-from glocal.measure.bag_of_words import baselines
-from glocal.measure.ordinal import judged, one_class_devices
-from glocal.modules import params_of
-from glocal.optimisers import Shrink, adam, sgd
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.files import write_text
+from glocal.core.modules import params_of
+from glocal.core.optimizers import Shrink, adam, sgd
+from glocal.core.sampling import Plan, in_token_batches, stream, visiting_order
+from glocal.core.split import Split
+from glocal.core.training import cross_entropy
+from glocal.datasets import Texts, deal_texts, load, load_texts
+from glocal.datasets.federated import from_tensors
+from glocal.datasets.mood import LENGTH, UNKNOWN, VOCABULARY, in_words, known_words, read_texts
+from glocal.evaluate.bag_of_words import baselines
+from glocal.evaluate.ordinal import judged, one_class_devices
+from glocal.federate.rounds import simulate
 from glocal.report import draw_study, study_markdown
-from glocal.sampling import Plan, in_token_batches, stream, visiting_order
-from glocal.split import Split
 from glocal.studies.build import build_parts, build_split, plain_model
 from glocal.studies.findings import read_findings
 from glocal.studies.mood import SHARES
@@ -36,7 +37,6 @@ from glocal.studies.recurrent import BiLstm, mood_lstm
 from glocal.studies.run import read_results, run_study
 from glocal.studies.settings import OptimiserSettings, PlanSettings, from_dict
 from glocal.studies.tries import best_tries, tries_of
-from glocal.training import cross_entropy
 
 SECRET = "xylophonist"  # a word that no file and no output may hold
 

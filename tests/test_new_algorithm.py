@@ -8,12 +8,12 @@ import torch
 
 import world
 from glocal.algorithms import fedavg
-from glocal.backends import simulate
 from glocal.cli import main
-from glocal.modules import params_of
-from glocal.optimisers import sgd
-from glocal.sampling import Plan
-from glocal.training import cross_entropy
+from glocal.core.modules import params_of
+from glocal.core.optimizers import sgd
+from glocal.core.sampling import Plan
+from glocal.core.training import cross_entropy
+from glocal.federate.rounds import simulate
 
 PAGE = (Path(__file__).parents[1] / "docs/new-algorithm.md").read_text()
 FILE = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]

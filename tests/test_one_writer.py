@@ -12,11 +12,11 @@ import pytest
 import glocal
 import world
 from glocal.cli.joins import reserved
-from glocal.errors import InputError
-from glocal.keep import alone, read_rows
-from glocal.kinds import Kind, fit_kinds
-from glocal.sampling import Attendance
-from glocal.scenario import Chapter, Scenario, fit_scenario
+from glocal.core.errors import InputError
+from glocal.core.files import alone, read_rows
+from glocal.core.sampling import Attendance
+from glocal.federate.kinds import Kind, fit_kinds
+from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from glocal.studies import run_study
 from glocal.studies.paper import PAPER
 from glocal.studies.parts import prepare

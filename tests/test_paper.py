@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from glocal import fitting
 from glocal.cli import main
-from glocal.errors import InputError
-from glocal.fitting import Options
-from glocal.modules import params_of
-from glocal.split import Split
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
+from glocal.core.split import Split
+from glocal.core.trees import count
+from glocal.federate import fitting
+from glocal.federate.fitting import Options
 from glocal.studies import lenet5, mlp, paper
 from glocal.studies.findings import Findings, interval, part_folder, read_findings
 from glocal.studies.joined import joined
@@ -20,7 +21,6 @@ from glocal.studies.parts import prepare, read_parts, run_parts
 from glocal.studies.run import resolved
 from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, PlanSettings, Settings, SplitSettings
 from glocal.studies.study import Claim, Figure, Part, Published, Score, Study
-from glocal.trees import count
 
 MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
 FEDAVG_ROUNDS = {"mnist": 800, "cifar10": 1800}

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glocal.data import Dataset, Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
-from glocal.data.partition import apportion
-from glocal.errors import InputError
-from glocal.federation import Examples, Holdings, Rows
-from glocal.sampling import Integers
+from glocal.core.data import Examples, Holdings, Rows
+from glocal.core.errors import InputError
+from glocal.core.sampling import Integers
+from glocal.datasets import Dataset, Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
+from glocal.datasets.partition import apportion
 
 
 def fresh(seed: int = 0) -> np.random.Generator:

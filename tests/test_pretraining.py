@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from glocal import data, trees
-from glocal.data.fetch import unreported
-from glocal.errors import InputError
-from glocal.fitting import beginning
-from glocal.keep import read_tensors
+from glocal import datasets
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.files import read_tensors
+from glocal.datasets.fetch import unreported
+from glocal.federate.fitting import beginning
 from glocal.studies import build
 from glocal.studies.build import build_parts
 from glocal.studies.models import coded_cnn, coded_mlp
@@ -104,7 +105,7 @@ def test_a_study_that_was_stopped_comes_to_the_same_bits(tmp_path):
 
 
 def test_labels_are_known_of_a_share_and_inputs_of_all():
-    fed = data.deal(data.load("digits"), data.iid(5), validation=0.1, seed=0)
+    fed = datasets.deal(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
     some = fed.labelled(0.05, seed=3)
     assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
     assert all(np.isin(few, own).all() for few, own in zip(some.train.rows, fed.train.rows, strict=True))

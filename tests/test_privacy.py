@@ -10,11 +10,11 @@ from torch import nn
 
 import glocal
 import world
-from glocal.algorithm import Update
+from glocal.algorithms.contract import Update
+from glocal.algorithms.privacy import Privacy, with_privacy
+from glocal.core.modules import params_of
+from glocal.core.training import Work
 from glocal.deploy.project import Project
-from glocal.modules import params_of
-from glocal.training import Work
-from glocal.wire.privacy import Privacy, with_privacy
 from tests import deployed
 
 NO_NOISE = 0.0

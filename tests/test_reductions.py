@@ -4,16 +4,16 @@ import torch
 from torch import nn
 
 import world
-from glocal import trees
-from glocal.algorithm import unweighted
 from glocal.algorithms import apfl, fedavg, fedprox, lg_fedavg, local_only, mtl
-from glocal.backends import simulate
-from glocal.federation import from_tensors
-from glocal.modules import params_of
-from glocal.optimisers import adam, sgd
-from glocal.sampling import Plan, visiting_order
-from glocal.split import Split
-from glocal.training import cross_entropy
+from glocal.algorithms.contract import unweighted
+from glocal.core import trees
+from glocal.core.modules import params_of
+from glocal.core.optimizers import adam, sgd
+from glocal.core.sampling import Plan, visiting_order
+from glocal.core.split import Split
+from glocal.core.training import cross_entropy
+from glocal.datasets.federated import from_tensors
+from glocal.federate.rounds import simulate
 
 PLAN = Plan(rounds=5, cohort=4, epochs=2, batch=5)
 SGD = sgd(0.1, momentum=0.5)

@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from glocal.errors import InputError
+from glocal.core.errors import InputError
 from glocal.report import draw_classes, write_report
 from glocal.studies.run import case_folder
 

@@ -13,21 +13,22 @@ from torch.func import grad
 
 import glocal
 import world
-from glocal import noise, trees
-from glocal.backends import OverDevices, Seat, begin, simulate_seeds
-from glocal.data import SOURCES, load
-from glocal.errors import InputError
-from glocal.federation import Examples
-from glocal.keep import read_rows, read_tensors
-from glocal.modules import GaussianNoise, params_of, representing, tapped_forward, training_forward
-from glocal.optimisers import Apart, adam, sgd
+from glocal.core import random, trees
+from glocal.core.data import Examples
+from glocal.core.errors import InputError
+from glocal.core.files import read_rows, read_tensors
+from glocal.core.modules import GaussianNoise, params_of, representing, tapped_forward, training_forward
+from glocal.core.optimizers import Apart, adam, sgd
+from glocal.core.training import Batch, cross_entropy
+from glocal.datasets import SOURCES, load
+from glocal.engines import OverDevices
+from glocal.federate.rounds import Seat, begin, simulate_seeds
+from glocal.personalize.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled, supervised
+from glocal.personalize.representations.adversary import balanced, with_slope
+from glocal.personalize.representations.jigsaw import ordered
 from glocal.report import write_report
-from glocal.representations import adversarial, alone, autoencoder, beside, jigsaw, shuffled, supervised
-from glocal.representations.adversary import balanced, with_slope
-from glocal.representations.jigsaw import ordered
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
-from glocal.training import Batch, cross_entropy
 
 WIDTH, ATTRIBUTES = 5, 2
 PLAN = glocal.Plan(rounds=3, cohort=3, batch=4)
@@ -212,7 +213,7 @@ def test_noise_blurs_while_training_only_and_is_the_same_for_the_same_key():
     one, again, other = (forward(params, batch.x, batch.mask, key)[0] for key in (batch.key, batch.key, batch.key + 1))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    drawn = noise.normal(torch.tensor(3), (100, 100))
+    drawn = random.normal(torch.tensor(3), (100, 100))
     assert abs(drawn.mean()) < 0.03
     assert abs(drawn.std() - 1) < 0.03
     with pytest.raises(InputError, match="deviation is -1"):

@@ -7,11 +7,11 @@ from torch import nn
 
 import glocal
 import world
-from glocal.fitting import Options, Pretraining
-from glocal.kinds import Kind, fit_kinds
-from glocal.measure import accuracy
-from glocal.sampling import Attendance
-from glocal.scenario import Chapter, Scenario, fit_scenario
+from glocal.core.sampling import Attendance
+from glocal.evaluate import accuracy
+from glocal.federate.fitting import Options, Pretraining
+from glocal.federate.kinds import Kind, fit_kinds
+from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 
 PLAN = glocal.Plan(rounds=200, cohort=3, batch=5)  # long enough to be measured for
 OFTEN = Options(validate_every=1000, keep_every=1000)

@@ -5,7 +5,7 @@ from torch import nn
 
 import glocal
 import world
-from glocal.errors import InputError
+from glocal.core.errors import InputError
 
 ACCEPTED = pytest.fail.Exception  # what `raises` says where nothing was raised
 PLAN = glocal.Plan(rounds=2, cohort=4, batch=5)

@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-import glocal.scenario
-from glocal import trees
-from glocal.backends import OverDevices, Seat, begin, simulate_seeds
+import glocal.federate.scenario
 from glocal.cli import main
-from glocal.data.rotate import album, rotated
-from glocal.errors import InputError
-from glocal.federation import Examples, Federation, Holdings
-from glocal.fitting import Case, Options, fit
-from glocal.keep import read_rows
-from glocal.measure.forgetting import Course
-from glocal.modules import params_of
-from glocal.sampling import Attendance, Plan, choose_cohort, choose_present
-from glocal.scenario import Chapter, Scenario, Story, fit_scenario, participation
+from glocal.core import trees
+from glocal.core.data import Examples, Holdings
+from glocal.core.errors import InputError
+from glocal.core.files import read_rows
+from glocal.core.modules import params_of
+from glocal.core.sampling import Attendance, Plan, choose_cohort, choose_present
+from glocal.datasets.federated import Federation
+from glocal.datasets.rotate import album, rotated
+from glocal.engines import OverDevices
+from glocal.evaluate.forgetting import Course
+from glocal.federate.fitting import Case, Options, fit
+from glocal.federate.rounds import Seat, begin, simulate_seeds
+from glocal.federate.scenario import Chapter, Scenario, Story, fit_scenario, participation
 from glocal.studies import STUDIES, changed, from_toml, run_study
 from glocal.studies.groups import angle, build_scenario
 from glocal.studies.run import resolved
@@ -198,7 +200,7 @@ def test_the_same_seed_gives_the_same_bits():
 
 def stopping_after(done, error):
     """What happens after a round, until so many are done."""
-    advanced = glocal.scenario._advanced
+    advanced = glocal.federate.scenario._advanced
 
     def stopping(story, evaluation, before, round_):
         if before.done == done:
@@ -213,7 +215,7 @@ def stopping_after(done, error):
 def test_a_scenario_that_was_stopped_goes_on_to_the_same_bits(done, error, tmp_path, monkeypatch):
     whole = told(scenario(*CHANGING), folder=tmp_path / "whole")
     with monkeypatch.context() as patched:
-        patched.setattr(glocal.scenario, "_advanced", stopping_after(done, error))
+        patched.setattr(glocal.federate.scenario, "_advanced", stopping_after(done, error))
         with pytest.raises(error):
             told(scenario(*CHANGING), folder=tmp_path / "stopped")
     resumed = told(scenario(*CHANGING), folder=tmp_path / "stopped")
@@ -397,7 +399,7 @@ def test_a_study_stopped_in_a_scenario_goes_on_to_the_same_results(monkeypatch):
     assert list(run_study(settings, whole))
     for done, error in ((6, KeyboardInterrupt), (9, MemoryError)):
         with monkeypatch.context() as patched:
-            patched.setattr(glocal.scenario, "_advanced", stopping_after(done, error))
+            patched.setattr(glocal.federate.scenario, "_advanced", stopping_after(done, error))
             with pytest.raises(error):
                 list(run_study(settings, kept))
     assert list(run_study(settings, kept))

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import world
-from glocal import trees
-from glocal.backends import simulate
-from glocal.data import load
-from glocal.data.fetch import unreported
-from glocal.errors import InputError
-from glocal.sampling import Plan
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.sampling import Plan
+from glocal.datasets import load
+from glocal.datasets.fetch import unreported
+from glocal.federate.rounds import simulate
 from glocal.studies import STUDIES, Settings, changed, from_toml, mlp
 from glocal.studies.build import build_algorithm, build_parts, build_split, deal_out
 from glocal.studies.run import plans_of, run_study

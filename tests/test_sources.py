@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from glocal.data import SOURCES, Dataset, RemoteFile, check, fetch_source, formats, load, sources, status
-from glocal.data.adult import read_adult
-from glocal.errors import InputError
+from glocal.core.errors import InputError
+from glocal.datasets import SOURCES, Dataset, RemoteFile, check, fetch_source, formats, load, sources, status
+from glocal.datasets.adult import read_adult
 
 REAL = Path(os.environ.get("GLOCAL_DATA") or "nowhere")
 needs_mnist = pytest.mark.skipif(not (REAL / "mnist").is_dir(), reason="set GLOCAL_DATA to a folder that holds mnist/")
@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the data or the cache of whoever runs it."""
     monkeypatch.delenv("GLOCAL_DATA", raising=False)
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("glocal.data.fetch._PAUSE", 0)
+    monkeypatch.setattr("glocal.datasets.fetch._PAUSE", 0)
 
 
 def as_idx(array: npt.NDArray[np.uint8]) -> bytes:
@@ -95,7 +95,7 @@ def given_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, fil
 
 
 def test_importing_the_data_package_does_not_import_scikit_learn() -> None:
-    code = "import sys, glocal.data; sys.exit('sklearn' in sys.modules)"
+    code = "import sys, glocal.datasets; sys.exit('sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

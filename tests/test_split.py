@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from glocal.errors import InputError
-from glocal.modules import params_of
-from glocal.split import Split, first_layers, last_layers
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
+from glocal.core.split import Split, first_layers, last_layers
 from glocal.studies import lenet5, mlp
 
 

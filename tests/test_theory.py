@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from glocal.cli import main
-from glocal.errors import InputError
-from glocal.measure.theory import (
+from glocal.core.errors import InputError
+from glocal.evaluate.theory import (
     Inputs,
     Law,
     World,
@@ -176,7 +176,7 @@ def test_the_same_seed_gives_the_same_trials_and_more_repeats_go_on_from_them():
 
 def test_devices_drawn_in_blocks_are_devices_all_the_same(monkeypatch):
     world = World(normal(3), devices=7, n=20, rho=0.1, sigma=1.0)
-    monkeypatch.setattr("glocal.measure.theory._AT_ONCE", 3 * 20 * 3)
+    monkeypatch.setattr("glocal.evaluate.theory._AT_ONCE", 3 * 20 * 3)
     found = estimate(trials(world, repeats=2000).shared, confidence=SURE)
     assert found.low <= finite_law(world).global_error() <= found.high
 

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 from torch import nn
 
-from glocal import data
+from glocal import datasets
 from glocal.cli import main
-from glocal.data.features import described, standardised
-from glocal.data.pictures import Pictures, in_place
-from glocal.data.vqa import read_asked, read_vqa
-from glocal.errors import InputError
-from glocal.measure import agreeing
+from glocal.core.errors import InputError
+from glocal.datasets.features import described, standardised
+from glocal.datasets.pictures import Pictures, in_place
+from glocal.datasets.vqa import read_asked, read_vqa
+from glocal.evaluate import agreeing
 from tests import shapes
 
 
@@ -90,7 +90,7 @@ def test_gzipped_files_and_folders_of_pictures_are_read_alike(world, tmp_path):
 
 def test_pictures_are_decoded_once_and_mapped_from_then_on(world, monkeypatch):
     first = read_vqa(*world, size=16)[2].pictures
-    monkeypatch.setattr("glocal.data.pictures._fill", None)
+    monkeypatch.setattr("glocal.datasets.pictures._fill", None)
     assert torch.equal(read_vqa(*world, size=16)[2].pictures.table, first.table)
 
 
@@ -568,7 +568,7 @@ def test_a_table_in_another_order_of_memory_is_seen_alike(on_cpu):
 
 def test_how_far_decoding_has_come_is_told_where_it_takes_long(world, monkeypatch, caplog):
     caplog.set_level("INFO", "glocal")
-    monkeypatch.setattr("glocal.data.pictures._TOLD_EVERY", 10)
+    monkeypatch.setattr("glocal.datasets.pictures._TOLD_EVERY", 10)
     read_vqa(*world, size=12)
     assert caplog.messages == [f"decoding 24 pictures, once: {done} are done" for done in (0, 10, 20)]
 
@@ -583,7 +583,7 @@ def test_questions_of_one_beginning_stay_together_in_training_and_test():
     generator = np.random.default_rng(0)
     kinds = generator.integers(0, 12, 600), generator.integers(0, 14, 200)
     labels = [np.zeros(len(part), dtype=np.int64) for part in kinds]
-    train, test = data.kind_shards(6, *kinds)(*labels, generator)
+    train, test = datasets.kind_shards(6, *kinds)(*labels, generator)
     assert {len(rows) for rows in train} == {100}
     assert sorted(np.concatenate(train)) == [*range(600)]
     assert sorted(np.concatenate(test)) == [*range(200)]
@@ -595,16 +595,16 @@ def test_questions_of_one_beginning_stay_together_in_training_and_test():
 def test_what_is_not_to_be_downloaded_is_said_so(monkeypatch):
     monkeypatch.delenv("GLOCAL_DATA", raising=False)
     with pytest.raises(InputError, match=r"images\.zip is not to be downloaded; put the file into"):
-        data.fetch_source("vqav2")
+        datasets.fetch_source("vqav2")
 
 
 def test_nobody_is_told_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLOCAL_DATA", str(tmp_path))
     (tmp_path / "easy_vqa").mkdir()
-    for remote in data.SOURCES["easy_vqa"].files:
+    for remote in datasets.SOURCES["easy_vqa"].files:
         (tmp_path / "easy_vqa" / remote.name).write_bytes(b"damaged")
     with pytest.raises(InputError, match=r"copy it again from its origin$"):
-        data.load_any("easy_vqa")
+        datasets.load_any("easy_vqa")
     with pytest.raises(SystemExit, match="2"):
         main(["data", "check", "easy_vqa"])
     assert "easy_vqa has damaged files; copy them again from their origin\n" in capsys.readouterr().err
@@ -614,7 +614,7 @@ def test_nobody_is_told_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatc
 @pytest.mark.skipif(not (Path(os.environ.get("GLOCAL_DATA", "")) / "vqav2").is_dir(), reason="GLOCAL_DATA has no vqav2")
 def test_the_real_questions_are_as_hard_as_known():
     """Always "no" .223, the commonest answer by the first two words .361, at best .904: counted by hand once."""
-    dataset = data.load("vqav2")
+    dataset = datasets.load("vqav2")
     questions, people = dataset.questions, dataset.test.group
     assert len(dataset.test.y) == 6585
     assert len(dataset.train.y) + questions.without_answer == 26598

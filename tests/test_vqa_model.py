@@ -8,22 +8,22 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from glocal import trees
 from glocal.algorithms import fedavg, lg_fedavg
-from glocal.backends import simulate
-from glocal.backends.tasks import Task, alone
-from glocal.data.features import described
-from glocal.data.pictures import Pictures
-from glocal.errors import InputError
-from glocal.federation import from_tensors
-from glocal.measure import Evaluation, agreeing, local_test
-from glocal.modules import params_of, predictor
-from glocal.optimisers import sgd
-from glocal.sampling import Plan, visited_rows
-from glocal.split import Split
-from glocal.store import PrivateRows
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of, predictor
+from glocal.core.optimizers import sgd
+from glocal.core.sampling import Plan, visited_rows
+from glocal.core.split import Split
+from glocal.core.store import PrivateRows
+from glocal.core.training import cross_entropy
+from glocal.datasets.features import described
+from glocal.datasets.federated import from_tensors
+from glocal.datasets.pictures import Pictures
+from glocal.engines.tasks import Task, alone
+from glocal.evaluate import Evaluation, agreeing, local_test
+from glocal.federate.rounds import simulate
 from glocal.studies.vqa_model import SHARED, Block, Lstm, ResNet, Sizes, Trunk, load_weights, vqa_net
-from glocal.training import cross_entropy
 from glocal.wire import Ledger
 
 PAPER_WORDS = 64_437

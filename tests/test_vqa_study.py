@@ -13,19 +13,19 @@ import torch
 from PIL import Image
 
 import glocal
-from glocal.advice import Counsel
 from glocal.algorithms import fedavg
 from glocal.cli.advise import show_advice
-from glocal.data import Dataset
-from glocal.data.vqa import read_vqa
-from glocal.errors import InputError
-from glocal.fitting import Options, fit
-from glocal.joining import Host, borrowed_accuracy
-from glocal.kinds import Kind, fit_kinds
+from glocal.core.errors import InputError
+from glocal.core.sampling import Plan
+from glocal.datasets import Dataset
+from glocal.datasets.vqa import read_vqa
+from glocal.federate.fitting import Options, fit
+from glocal.federate.kinds import Kind, fit_kinds
+from glocal.personalize.advisor import Counsel
+from glocal.personalize.onboarding import Host, borrowed_accuracy
 from glocal.report import draw_study, study_markdown, write_study_report
 from glocal.report.comparison import tables_of
 from glocal.report.goals import draw_goal, goal_cells, ways_to_goal
-from glocal.sampling import Plan
 from glocal.studies import run_study
 from glocal.studies.build import build_parts
 from glocal.studies.findings import Findings, read_findings, write_findings

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glocal import trees
-from glocal.modules import params_of
-from glocal.split import Split, last_layers
+from glocal.core import trees
+from glocal.core.modules import params_of
+from glocal.core.split import Split, last_layers
 from glocal.studies import lenet5, mlp
 from glocal.wire import Ledger, Traffic, admit, pack, unpack
 

@@ -6,11 +6,12 @@ from collections import deque
 import torch
 from torch import nn
 
-from glocal import algorithms, trees
-from glocal.federation import from_tensors
-from glocal.optimisers import sgd
-from glocal.split import Split
-from glocal.training import cross_entropy
+from glocal import algorithms
+from glocal.core import trees
+from glocal.core.optimizers import sgd
+from glocal.core.split import Split
+from glocal.core.training import cross_entropy
+from glocal.datasets.federated import from_tensors
 
 FEATURES, CLASSES = 6, 3
 SIZES = (23, 4, 31, 1, 12, 17)

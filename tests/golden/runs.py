@@ -18,8 +18,9 @@ from torch import nn
 
 import glocal
 from glocal import algorithms
-from glocal.federation import Examples, Federation, Holdings
-from glocal.keep import read_rows, spelled
+from glocal.core.data import Examples, Holdings
+from glocal.core.files import read_rows, spelled
+from glocal.datasets.federated import Federation
 
 FILE = Path(__file__).with_name("numbers.json")
 CLIENTS, SEEDS, ROUNDS = 5, (0, 1), 5

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from glocal import trees
-from glocal.algorithm import Algorithm, Update, average
-from glocal.errors import InputError
-from glocal.optimisers import Optimiser
-from glocal.training import Batch, Objective, Work, batches, descend
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.optimizers import Optimiser
+from glocal.core.training import Batch, Objective, Work, batches, descend
+from glocal.core.trees import Params
 
 ALPHA, _OWN = "mixing/alpha", "own/"
 

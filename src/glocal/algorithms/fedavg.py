@@ -1,9 +1,9 @@
 """FedAvg: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data", Algorithm 1."""
 
-from glocal.algorithm import Algorithm, Update, average
-from glocal.optimisers import Optimiser
-from glocal.training import Objective, Work, descend
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.core.optimizers import Optimiser
+from glocal.core.training import Objective, Work, descend
+from glocal.core.trees import Params
 
 
 def fedavg(objective: Objective, optimiser: Optimiser) -> Algorithm:

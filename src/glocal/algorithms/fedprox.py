@@ -1,11 +1,11 @@
 """FedProx: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equation 2."""
 
-from glocal.algorithm import Algorithm, Update
+from glocal.algorithms.contract import Algorithm, Update
 from glocal.algorithms.fedavg import fedavg
-from glocal.errors import InputError
-from glocal.optimisers import Optimiser
-from glocal.training import Objective, Work, descend, pulled
-from glocal.trees import Params
+from glocal.core.errors import InputError
+from glocal.core.optimizers import Optimiser
+from glocal.core.training import Objective, Work, descend, pulled
+from glocal.core.trees import Params
 
 
 def fedprox(objective: Objective, optimiser: Optimiser, *, mu: float = 0.1) -> Algorithm:

@@ -1,12 +1,12 @@
 """LG-FedAvg: Liang et al. 2020, "Think Locally, Act Globally: Federated Learning with Local and Global Representations"."""
 
-from glocal import trees
-from glocal.algorithm import Algorithm, Update, average
-from glocal.errors import InputError
-from glocal.optimisers import Optimiser
-from glocal.split import Split
-from glocal.training import Objective, Work, descend
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.optimizers import Optimiser
+from glocal.core.split import Split
+from glocal.core.training import Objective, Work, descend
+from glocal.core.trees import Params
 
 
 def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Algorithm:

@@ -1,9 +1,9 @@
 """Local only: every device trains its own model and sends nothing; one end of the scale in Liang et al. 2020, section 5.2."""
 
-from glocal.algorithm import Algorithm, Update, average
-from glocal.optimisers import Optimiser
-from glocal.training import Objective, Work, descend
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.core.optimizers import Optimiser
+from glocal.core.training import Objective, Work, descend
+from glocal.core.trees import Params
 
 
 def local_only(objective: Objective, optimiser: Optimiser) -> Algorithm:

@@ -6,12 +6,12 @@ devices of ||w_m - mean||^2, and its gradient with respect to w_m is 2 * tie * (
 
 from torch import Tensor
 
-from glocal import trees
-from glocal.algorithm import Algorithm, Update
-from glocal.errors import InputError
-from glocal.optimisers import Optimiser
-from glocal.training import Objective, Work, descend, pulled
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm, Update
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.optimizers import Optimiser
+from glocal.core.training import Objective, Work, descend, pulled
+from glocal.core.trees import Params
 
 
 def mtl(objective: Objective, optimiser: Optimiser, *, devices: int, tie: float = 0.1, ridge: float = 0.0) -> Algorithm:

@@ -7,21 +7,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from glocal.advice import Advice, Counsel, advise
-from glocal.advice.candidates import NOTHING
-from glocal.advice.counsel import Row
 from glocal.cli.progress import downloads
 from glocal.cli.tables import readable
-from glocal.errors import InputError
-from glocal.keep import require_place, write_json
-from glocal.measure.theory import Estimate
-from glocal.modules import params_of
-from glocal.sampling import Plan
+from glocal.core.errors import InputError
+from glocal.core.files import require_place, write_json
+from glocal.core.modules import params_of
+from glocal.core.sampling import Plan
+from glocal.core.trees import count
+from glocal.evaluate.theory import Estimate
+from glocal.personalize.advisor import Advice, Counsel, advise
+from glocal.personalize.advisor.candidates import NOTHING
+from glocal.personalize.advisor.search import Row
 from glocal.studies import STUDIES, Settings, changed, from_toml
 from glocal.studies.build import build_algorithm, build_parts
 from glocal.studies.paper import PAPER
 from glocal.studies.settings import CaseSettings, DataSettings
-from glocal.trees import count
 
 _HALF = 0.5
 _WIDEST = 120  # letters

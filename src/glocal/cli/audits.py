@@ -10,8 +10,8 @@ from rich.table import Table
 
 from glocal.cli.joins import reserved
 from glocal.cli.progress import downloads
-from glocal.errors import InputError
-from glocal.keep import Json, read_json
+from glocal.core.errors import InputError
+from glocal.core.files import Json, read_json
 from glocal.report import write_audit_report
 from glocal.report.audit_words import KNOWLEDGE, audit_headline, differences, with_interval
 from glocal.studies.run import read_results, slug

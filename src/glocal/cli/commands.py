@@ -12,7 +12,7 @@ from rich.table import Table
 
 from glocal.cli.deploy_commands import deploy_app
 from glocal.cli.usage import require_command
-from glocal.errors import InputError, nearest
+from glocal.core.errors import InputError, nearest
 
 app = typer.Typer(
     name="glocal",
@@ -204,7 +204,7 @@ def join(
 ) -> None:
     """Take a new device into a saved federation, by every way there is; the federation's own files stay as they are."""
     from glocal.cli.joins import Whom, join_device
-    from glocal.joining import Welcome
+    from glocal.personalize.onboarding import Welcome
 
     whom = Whom(folder, case, seed, name, out)
     join_device(whom, source, labels=labels, welcome=Welcome(epochs, rounds, guests or 0, start), guests=guests)
@@ -255,7 +255,7 @@ def theory(
 ) -> None:
     """How much of a model to keep local, by the paper's linear theory: closed forms, and trials beside them."""
     from glocal.cli.theory import inputs_of, show_theory
-    from glocal.measure.theory import World
+    from glocal.evaluate.theory import World
 
     show_theory(World(inputs_of(inputs, d), devices, n, rho, sigma), repeats=repeats, seed=seed, out=out)
 
@@ -274,8 +274,8 @@ def advise(
     out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.")] = None,
 ) -> None:
     """How much of a network to share: devices' variances, and a short race of splits on data held back."""
-    from glocal.advice import Budget, Counsel
     from glocal.cli.advise import settings_for, show_advice
+    from glocal.personalize.advisor import Budget, Counsel
 
     named = [f"plan.seed={seed}"] if seed is not None else []
     settings = settings_for(data, model, [*(changes or []), *named, *_on(device=device)])
@@ -294,8 +294,8 @@ def split(
     shared: Shared = None,
 ) -> None:
     """Show which part of a model stays on the device and which is sent."""
-    from glocal.modules import params_of
-    from glocal.split import Split
+    from glocal.core.modules import params_of
+    from glocal.core.split import Split
     from glocal.studies.build import plain_model
 
     built = plain_model(model)
@@ -312,7 +312,7 @@ def data(context: typer.Context) -> None:
 @data_app.command("list")
 def data_list() -> None:
     """List the data sets, and where they are."""
-    from glocal.data import SOURCES, status
+    from glocal.datasets import SOURCES, status
 
     table = Table("name", "what", "where", box=None, pad_edge=False)
     for name, source in SOURCES.items():
@@ -324,7 +324,7 @@ def data_list() -> None:
 def data_fetch(name: SourceName) -> None:
     """Download a data set into the cache; an interrupted download is continued."""
     from glocal.cli.progress import downloads
-    from glocal.data import fetch_source
+    from glocal.datasets import fetch_source
 
     with downloads() as report:
         folder = fetch_source(name, report=report)
@@ -334,7 +334,7 @@ def data_fetch(name: SourceName) -> None:
 @data_app.command("check")
 def data_check(name: SourceName) -> None:
     """Hold a data set's files against their checksums."""
-    from glocal.data import SOURCES, check
+    from glocal.datasets import SOURCES, check
 
     files = check(name)
     for file, good in files:
@@ -356,8 +356,8 @@ def data_draw(
     """Draw who has which classes; --set data.devices=20 and so on say how the data are dealt out."""
     from glocal.cli.progress import downloads
     from glocal.cli.tables import print_classes
-    from glocal.data import Texts, class_counts, load_any
-    from glocal.data.mood import CLASSES
+    from glocal.datasets import Texts, class_counts, load_any
+    from glocal.datasets.mood import CLASSES
     from glocal.studies import Settings, changed
     from glocal.studies.build import deal_out
     from glocal.studies.settings import DataSettings
@@ -383,8 +383,8 @@ def data_samples(
 ) -> None:
     """Draw one image of each class, upright above and turned below."""
     from glocal.cli.progress import downloads
-    from glocal.data import load
-    from glocal.data.rotate import rotated
+    from glocal.datasets import load
+    from glocal.datasets.rotate import rotated
     from glocal.report import draw_samples
 
     if out.suffix != ".png":

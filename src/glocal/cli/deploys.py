@@ -13,29 +13,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from glocal.backends.flower.inner_server import RunState
 from glocal.cli.supervised import device_program, said_by, say, server_program, until_stopped
 from glocal.cli.tables import percent, readable
+from glocal.core.errors import InputError, brief
+from glocal.core.files import read_json, read_rows, whole_or_not_at_all
 from glocal.deploy.certificates import make_server_certificate
 from glocal.deploy.conductor import LIVE, RESULT, ROWS, RUNS, rounds_done
 from glocal.deploy.device import STATE, Member, predicted
+from glocal.deploy.flower.inner_server import RunState
 from glocal.deploy.layout import CERTIFICATES, DEVICES, Wanted, add_device, lay_out
-from glocal.deploy.operating import (
-    address_of,
-    again,
-    connected,
-    follow,
-    linked,
-    require_new_run,
-    require_unfinished,
-)
+from glocal.deploy.operating import address_of, again, connected, follow, linked, require_new_run, require_unfinished
 from glocal.deploy.processes import free_port
 from glocal.deploy.project import Project
 from glocal.deploy.roster import ROSTER, read_roster, revoke
 from glocal.deploy.supervision import Program, supervise
 from glocal.deploy.words import told_live, told_row
-from glocal.errors import InputError, brief
-from glocal.keep import read_json, read_rows, whole_or_not_at_all
 from glocal.report import write_deploy_report
 from glocal.studies.newcomer import read_inputs
 

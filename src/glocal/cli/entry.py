@@ -11,7 +11,7 @@ import typer
 
 from glocal.cli.commands import app
 from glocal.cli.usage import UsageError
-from glocal.errors import GlocalWarning, InputError
+from glocal.core.errors import GlocalWarning, InputError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from glocal.cli.progress import downloads
 from glocal.cli.tables import percent, readable
-from glocal.errors import InputError
-from glocal.fitting import classes_of
-from glocal.joining import Welcome, require_room
-from glocal.keep import Json, alone, read_json
+from glocal.core.errors import InputError
+from glocal.core.files import Json, alone, read_json
+from glocal.federate.fitting import classes_of
+from glocal.personalize.onboarding import Welcome, require_room
 from glocal.report import write_join_report
 from glocal.studies.joins import Joining, Trial
 from glocal.studies.newcomer import read_newcomer

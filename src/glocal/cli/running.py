@@ -9,9 +9,9 @@ from rich.progress import Progress
 
 from glocal.cli.progress import case_bars, downloads, parts_shown_on, shown_on
 from glocal.cli.tables import print_findings, print_groups, print_newcomers, print_table
-from glocal.data import Report
-from glocal.errors import InputError
-from glocal.keep import alone, write_text
+from glocal.core.errors import InputError
+from glocal.core.files import alone, write_text
+from glocal.datasets import Report
 from glocal.report import study_markdown, write_report, write_study_report
 from glocal.studies import Settings
 from glocal.studies.findings import read_findings, write_findings

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from glocal.keep import Json
+from glocal.core.files import Json
 from glocal.studies.findings import Findings
 from glocal.studies.study import Published, Score, Study
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from glocal.errors import InputError, nearest
-from glocal.keep import require_place
-from glocal.measure.theory import (
+from glocal.core.errors import InputError, nearest
+from glocal.core.files import require_place
+from glocal.evaluate.theory import (
     Floats,
     Inputs,
     Law,

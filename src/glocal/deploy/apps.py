@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from glocal.backends.flower.client import client_app
-from glocal.backends.flower.contract import Conductor, Device
-from glocal.backends.flower.server import server_app
 from glocal.deploy.conductor import RunConductor
 from glocal.deploy.device import Member
+from glocal.deploy.flower.client import client_app
+from glocal.deploy.flower.contract import Conductor, Device
+from glocal.deploy.flower.server import server_app
 from glocal.deploy.project import Project
 
 

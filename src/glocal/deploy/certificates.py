@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from glocal.errors import InputError, brief
-from glocal.keep import write_secret, write_text
+from glocal.core.errors import InputError, brief
+from glocal.core.files import write_secret, write_text
 
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
 ALWAYS = ("localhost", "127.0.0.1")  # hosts for which a server's certificate is good in any case

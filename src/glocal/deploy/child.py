@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 
+from glocal.core.errors import InputError
 from glocal.deploy.supervision import REFUSED
-from glocal.errors import InputError
 
 Main = Callable[[Sequence[Path], Callable[[str], None], threading.Event], None]
 _SUPERVISOR_TALKS, _SUPERVISOR_LISTENS = 0, 1  # file descriptors

@@ -14,16 +14,16 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 
-from glocal.backends.flower.client import client_app
-from glocal.backends.flower.inner_client import Fleet, Handler
+from glocal.core.errors import InputError
+from glocal.core.files import alone, make_private
 from glocal.deploy import child
 from glocal.deploy.certificates import CA, read_device_key, require_authority
 from glocal.deploy.connection import Connection
 from glocal.deploy.device import STATE, Member
+from glocal.deploy.flower.client import client_app
+from glocal.deploy.flower.inner_client import Fleet, Handler
 from glocal.deploy.layout import KEY
 from glocal.deploy.words import told_entry
-from glocal.errors import InputError
-from glocal.keep import alone, make_private
 
 Say = Callable[[str], None]
 LOGS, PLACE = "logs", "node"

@@ -9,16 +9,26 @@ from pathlib import Path
 
 import torch
 
-from glocal import trees
-from glocal.backends.flower.contract import Order, Reply
+from glocal.core import trees
+from glocal.core.errors import InputError, brief
+from glocal.core.files import (
+    Json,
+    append_rows,
+    read_about,
+    read_json,
+    read_rows,
+    read_tensors,
+    write_json,
+    write_tensors,
+    write_text,
+)
+from glocal.core.sampling import Attendance, choose_present
+from glocal.core.trees import Params
+from glocal.deploy.flower.contract import Order, Reply
 from glocal.deploy.project import Kit, Project
 from glocal.deploy.roster import Entry, active, read_roster
-from glocal.errors import InputError, brief
-from glocal.keep import Json, append_rows, read_about, read_json, read_rows, read_tensors, write_json, write_tensors, write_text
-from glocal.measure import spread
-from glocal.measure.privacy import epsilon
-from glocal.sampling import Attendance, choose_present
-from glocal.trees import Params
+from glocal.evaluate import spread
+from glocal.evaluate.privacy import epsilon
 from glocal.wire import Ledger, Upload, UploadError
 
 RUNS, CHECKPOINT, ROWS, LIVE, RESULT, OWNER = "runs", "checkpoint.safetensors", "rows.jsonl", "live.json", "result.json", "owner"

@@ -9,16 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from glocal.backends.flower.inner_client import (
-    BEAT,
-    Fleet,
-    Handler,
-    Message,
-    Received,
-    RefusedError,
-    UnreachableError,
-)
-from glocal.errors import brief
+from glocal.core.errors import brief
+from glocal.deploy.flower.inner_client import BEAT, Fleet, Handler, Message, Received, RefusedError, UnreachableError
 
 Say = Callable[[str], None]
 _BUSY, _IDLE = 0.1, 3.0  # seconds between questions: soon after a message, and much later

@@ -10,25 +10,25 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from glocal import trees
-from glocal.backends import Task
-from glocal.backends.flower.contract import Answer, DataError, Order
-from glocal.backends.looped import Looped
-from glocal.backends.simulate import visited
+from glocal.core import trees
+from glocal.core.errors import InputError, brief
+from glocal.core.files import Json, append_rows
+from glocal.core.modules import predictor
+from glocal.core.sampling import noise_key
+from glocal.core.store import PrivateRows, State
+from glocal.core.trees import Params
+from glocal.datasets.federated import Federation, check
+from glocal.deploy.flower.contract import Answer, DataError, Order
 from glocal.deploy.private import NEVER, Kept, PrivateFile
 from glocal.deploy.project import Kit, Project
 from glocal.deploy.settings import DeviceSettings
-from glocal.errors import InputError, brief
-from glocal.federation import Federation, check
-from glocal.fitting import classes_of
-from glocal.joining import Host, Welcome, join
-from glocal.keep import Json, append_rows
-from glocal.measure import Evaluation, local_test
-from glocal.modules import predictor
-from glocal.sampling import noise_key
-from glocal.store import PrivateRows, State
+from glocal.engines import Task
+from glocal.engines.looped import Looped
+from glocal.evaluate import Evaluation, local_test
+from glocal.federate.fitting import classes_of
+from glocal.federate.rounds import visited
+from glocal.personalize.onboarding import Host, Welcome, join
 from glocal.studies.run import slug
-from glocal.trees import Params
 from glocal.wire import Upload, UploadError
 
 STATE, JOURNAL = "state", "journal.jsonl"

@@ -4,13 +4,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from glocal.bounds import ROUNDS, count, require_counts
+from glocal.core.bounds import ROUNDS, count, require_counts
+from glocal.core.errors import InputError
+from glocal.core.files import write_text
 from glocal.deploy.certificates import CA, make_authority, make_device_key, make_server_certificate
 from glocal.deploy.project import DEPLOYMENT, DEVICE, STUDY, Project
 from glocal.deploy.roster import Entry, changing, read_roster, write_roster
 from glocal.deploy.settings import ServerSettings
-from glocal.errors import InputError
-from glocal.keep import write_text
 from glocal.studies.run import slug
 
 CERTIFICATES, DEVICES, KEY = "certificates", "devices", "device.key"

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from glocal.backends.flower import inner_server
-from glocal.backends.flower.inner_server import Link, key_bytes
+from glocal.core.errors import InputError
+from glocal.core.files import Json, read_json, read_rows
 from glocal.deploy.conductor import CHECKPOINT, ELSEWHERE, LIVE, ROWS, RUNS, read_standing, rounds_done
+from glocal.deploy.flower import inner_server
+from glocal.deploy.flower.inner_server import Link, key_bytes
 from glocal.deploy.layout import SECRET, SOCKET
 from glocal.deploy.project import Project
 from glocal.deploy.roster import active, read_roster
 from glocal.deploy.words import told_live, told_row
-from glocal.errors import InputError
-from glocal.keep import Json, read_json, read_rows
-from glocal.measure.privacy import epsilon
+from glocal.evaluate.privacy import epsilon
 from glocal.studies.run import slug
 
 Say = Callable[[str], None]

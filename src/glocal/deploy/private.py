@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from glocal.backends.flower.contract import Order
+from glocal.core.errors import InputError
+from glocal.core.files import Json, read_tensors, write_tensors
+from glocal.core.trees import Params
+from glocal.deploy.flower.contract import Order
 from glocal.deploy.project import Kit
-from glocal.errors import InputError
-from glocal.keep import Json, read_tensors, write_tensors
-from glocal.trees import Params
 
 NEVER = -1
 

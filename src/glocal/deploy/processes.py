@@ -6,7 +6,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from glocal.errors import InputError
+from glocal.core.errors import InputError
 
 _LETTING_GO = 2.0  # seconds that a killed program's port may still be held
 _KNOWN = ("1.41.", "1.42.")  # of Flower: others may lack what `inner_server.py` is made of

@@ -15,21 +15,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from glocal.algorithm import Algorithm
+from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.privacy import Privacy, secret_noise, with_privacy
+from glocal.core.data import Examples, Holdings, carve, gathered
+from glocal.core.errors import InputError
+from glocal.core.files import Json
+from glocal.core.modules import params_of
+from glocal.core.sampling import Plan
+from glocal.core.training import cross_entropy
+from glocal.core.trees import Params
+from glocal.datasets.federated import Federation
 from glocal.deploy.settings import DeploymentSettings, DeviceSettings, read_settings
-from glocal.errors import InputError
-from glocal.federation import Examples, Federation, Holdings, carve, gathered
-from glocal.keep import Json
-from glocal.modules import params_of
-from glocal.sampling import Plan
 from glocal.studies.build import OWN_TEST_SHARE, Parts, build_algorithm, build_model
 from glocal.studies.own import called, named_function
 from glocal.studies.run import plans_of
 from glocal.studies.settings import Settings, from_toml
-from glocal.training import cross_entropy
-from glocal.trees import Params
 from glocal.wire import pack
-from glocal.wire.privacy import Privacy, secret_noise, with_privacy
 
 STUDY, DEPLOYMENT, DEVICE = "study.toml", "deploy.toml", "device.toml"
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from glocal.errors import InputError, brief, nearest
-from glocal.keep import write_json
+from glocal.core.errors import InputError, brief, nearest
+from glocal.core.files import write_json
 
 ROSTER = "roster.json"
 

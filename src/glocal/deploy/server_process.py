@@ -20,21 +20,21 @@ from typing import Any
 
 import uvicorn
 
-from glocal import trees
-from glocal.backends.flower.gate import FleetGate, OperatorGate
-from glocal.backends.flower.inner_server import Grid, SuperLink, key_bytes, run_tasks
-from glocal.backends.flower.server import conduct
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.files import alone, read_rows, write_secret
 from glocal.deploy import child
 from glocal.deploy.certificates import SERVER, SERVER_KEY, days_left, require_server_certificate
 from glocal.deploy.conductor import ROWS, RUNS, RunConductor
+from glocal.deploy.flower.gate import FleetGate, OperatorGate
+from glocal.deploy.flower.inner_server import Grid, SuperLink, key_bytes, run_tasks
+from glocal.deploy.flower.server import conduct
 from glocal.deploy.layout import CERTIFICATES, SECRET, SOCKET
 from glocal.deploy.operating import address_of, require_accountant
 from glocal.deploy.processes import require_free
 from glocal.deploy.project import Project
 from glocal.deploy.roster import ROSTER, active, read_roster
 from glocal.deploy.words import told_row
-from glocal.errors import InputError
-from glocal.keep import alone, read_rows, write_secret
 from glocal.studies.run import slug
 
 Say = Callable[[str], None]

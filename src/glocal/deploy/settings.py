@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from glocal.bounds import CLIENTS, EPOCHS, ROUNDS, count, require_counts
-from glocal.errors import InputError
-from glocal.keep import Json
+from glocal.core.bounds import CLIENTS, EPOCHS, ROUNDS, count, require_counts
+from glocal.core.errors import InputError
+from glocal.core.files import Json
 from glocal.studies.settings import read_table
 
 Table = TypeVar("Table")

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from glocal.errors import InputError
+from glocal.core.errors import InputError
 
 Say = Callable[[str], None]
 REFUSED = 2  # the exit code of a child whose input is at fault

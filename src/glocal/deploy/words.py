@@ -1,6 +1,6 @@
 """What operators and owners read: a round, a run and a line of a device's journal, in words."""
 
-from glocal.keep import Json
+from glocal.core.files import Json
 
 
 def told_row(row: Json) -> str:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from glocal.measure.forgetting import Course, Forgetting
+from glocal.evaluate.forgetting import Course, Forgetting
+from glocal.federate.scenario import course
 from glocal.report.drawing import INK, Drawing, panel
 from glocal.report.looks import Look, legend, line_sample, look_of
 from glocal.report.numerals import PERCENT, percent
 from glocal.report.reading import Record, Run
 from glocal.report.tables import boxed_table
-from glocal.scenario import course
 from glocal.studies.groups import drifts_from
 from glocal.studies.settings import GroupSettings
 

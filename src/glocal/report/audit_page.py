@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.keep import Json, read_json
+from glocal.core.files import Json, read_json
 from glocal.report.audit_words import (
     DEVICES_NOTE,
     GUESSING,

@@ -1,6 +1,6 @@
 """An audit in plain words: what attackers read, and what the differences between groups mean."""
 
-from glocal.keep import Json
+from glocal.core.files import Json
 from glocal.report.numerals import PERCENT, several
 
 GUESSING = 50.0  # percent: the AUC of somebody who knows nothing

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from glocal.keep import Json
+from glocal.core.files import Json
 from glocal.report.numerals import percent
 from glocal.report.reading import Record, Run
 from glocal.report.tables import boxed_table, grouped_head

@@ -8,11 +8,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from glocal.errors import InputError
+from glocal.core.errors import InputError
+from glocal.core.sampling import Integers
 from glocal.report.drawing import Drawing, ink_and_paper, picture_kind, save_picture, sheet
 from glocal.report.looks import COLOURS
 from glocal.report.numerals import several
-from glocal.sampling import Integers
 
 
 def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from glocal import trees
-from glocal.keep import Json
-from glocal.modules import params_of
+from glocal.core import trees
+from glocal.core.files import Json
+from glocal.core.modules import params_of
 from glocal.studies.build import build_split, plain_model
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED

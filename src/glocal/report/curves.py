@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
-from glocal.keep import Json
+from glocal.core.files import Json
 from glocal.report.drawing import Drawing, panel, trace
 from glocal.report.looks import MARKERS, legend, line_sample
 from glocal.report.numerals import PERCENT, several, size, unit_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.ticker import MaxNLocator
 
-from glocal.keep import Json, read_json, read_rows
+from glocal.core.files import Json, read_json, read_rows
 from glocal.report.drawing import INK, PAPER, Drawing, ink_and_paper, panel, shown
 from glocal.report.looks import legend, line_sample, look_of
 from glocal.report.numerals import PERCENT, several, size

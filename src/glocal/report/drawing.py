@@ -14,8 +14,8 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.errors import InputError
-from glocal.keep import whole_or_not_at_all
+from glocal.core.errors import InputError
+from glocal.core.files import whole_or_not_at_all
 from glocal.report.looks import Look
 
 # stand-ins that the page's own colours take the place of, so that a figure follows its theme

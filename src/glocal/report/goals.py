@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from glocal.keep import Json
+from glocal.core.files import Json
 from glocal.report.comparison import row_names
 from glocal.report.drawing import Drawing, sheet, trace
 from glocal.report.looks import COLOURS, Look, legend, line_sample, look_of

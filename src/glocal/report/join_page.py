@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from glocal.keep import Json, read_json, whole_or_not_at_all
+from glocal.core.files import Json, read_json, whole_or_not_at_all
 from glocal.report.drawing import INK, PAPER, Drawing, ink_and_paper, panel, shown
 from glocal.report.looks import Look, legend, line_sample, look_of
 from glocal.report.numerals import PERCENT, several, size

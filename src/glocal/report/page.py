@@ -7,8 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from glocal.data import SOURCES
-from glocal.keep import write_text
+from glocal.core.files import write_text
+from glocal.datasets import SOURCES
 from glocal.report.arrivals import GROUPS_NOTE, draw_groups, groups_table
 from glocal.report.audits import AUDITS_NOTE, audits_table
 from glocal.report.classes import draw_dealt

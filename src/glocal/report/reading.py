@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from glocal.keep import Json, read_json, read_rows
+from glocal.core.files import Json, read_json, read_rows
+from glocal.core.sampling import Integers, Plan
 from glocal.report.looks import Look, look_of
-from glocal.sampling import Integers, Plan
 from glocal.studies.run import case_folder, plans_of, read_results, read_settings
 from glocal.studies.settings import CaseSettings, Settings
 

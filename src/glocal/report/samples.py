@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from glocal.keep import whole_or_not_at_all
+from glocal.core.files import whole_or_not_at_all
 from glocal.report.drawing import ink_and_paper, sheet
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure as Sheet
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from glocal.keep import whole_or_not_at_all
+from glocal.core.files import whole_or_not_at_all
 from glocal.report.comparison import Shared, printed, seeds_of, swept
 from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
 from glocal.report.goals import draw_goal

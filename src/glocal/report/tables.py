@@ -6,7 +6,7 @@ from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
-from glocal.keep import Json
+from glocal.core.files import Json
 from glocal.report.looks import line_sample
 from glocal.report.numerals import PERCENT, mean_count, mean_power_of_ten, mean_size, percent
 from glocal.report.reading import Record, Run

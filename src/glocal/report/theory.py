@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.measure.theory import Trials, World, finite_law, trials, uniform
+from glocal.evaluate.theory import Trials, World, finite_law, trials, uniform
 from glocal.report.drawing import ink_and_paper, panel, picture_kind, save_picture, sheet
 from glocal.report.looks import COLOURS, Look
 from glocal.report.numerals import PERCENT

@@ -4,17 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
-from glocal.report.comparison import (
-    Row,
-    Shared,
-    SideBySide,
-    changes_of,
-    left_out,
-    missing_cases,
-    published_lead,
-    score,
-    seeds_of,
-)
+from glocal.report.comparison import Row, Shared, SideBySide, changes_of, left_out, missing_cases, published_lead, score, seeds_of
 from glocal.report.numerals import PERCENT, duration, mean_power_of_ten, several, signed, size
 from glocal.studies.findings import Findings, Verdict
 from glocal.studies.study import MEASURES

@@ -7,18 +7,19 @@ from math import isfinite
 import numpy as np
 import torch
 
-from glocal.backends import Seat
-from glocal.bounds import EXAMPLES, count
-from glocal.data.rotate import black, require_images, rotated
-from glocal.errors import InputError
-from glocal.federation import Examples, Federation, Holdings, Rows
-from glocal.fitting import Case, Options, evaluation_of
-from glocal.joining import Joined, Welcome, take_in
-from glocal.keep import Json
-from glocal.measure import Evaluation, ensemble_accuracy, local_test, new_test, spread
-from glocal.result import Result
-from glocal.sampling import stream
-from glocal.store import State
+from glocal.core.bounds import EXAMPLES, count
+from glocal.core.data import Examples, Holdings, Rows
+from glocal.core.errors import InputError
+from glocal.core.files import Json
+from glocal.core.sampling import stream
+from glocal.core.store import State
+from glocal.datasets.federated import Federation
+from glocal.datasets.rotate import black, require_images, rotated
+from glocal.evaluate import Evaluation, ensemble_accuracy, local_test, new_test, spread
+from glocal.federate.fitting import Case, Options, evaluation_of
+from glocal.federate.result import Result
+from glocal.federate.rounds import Seat
+from glocal.personalize.onboarding import Joined, Welcome, take_in
 
 
 @dataclass(frozen=True)

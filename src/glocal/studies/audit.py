@@ -14,19 +14,20 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from glocal import trees
-from glocal.algorithm import Algorithm
-from glocal.bounds import CLIENTS, count, require_counts
-from glocal.errors import InputError
-from glocal.federation import Examples, Federation
-from glocal.fitting import Case
-from glocal.keep import Json
-from glocal.measure.leakage import Floats, Guess, Labels, Seen, auc, best_auc, fresh
-from glocal.modules import predictor, representing
-from glocal.representations.auxiliary import own
-from glocal.result import Result
-from glocal.store import State
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm
+from glocal.core import trees
+from glocal.core.bounds import CLIENTS, count, require_counts
+from glocal.core.data import Examples
+from glocal.core.errors import InputError
+from glocal.core.files import Json
+from glocal.core.modules import predictor, representing
+from glocal.core.store import State
+from glocal.core.trees import Params
+from glocal.datasets.federated import Federation
+from glocal.evaluate.leakage import Floats, Guess, Labels, Seen, auc, best_auc, fresh
+from glocal.federate.fitting import Case
+from glocal.federate.result import Result
+from glocal.personalize.representations.auxiliary import own
 
 
 @dataclass(frozen=True)

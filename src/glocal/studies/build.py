@@ -10,21 +10,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from glocal import algorithms, data
-from glocal.algorithm import Algorithm, unweighted
-from glocal.data import Dataset, Partition, Texts
-from glocal.data.mood import CLASSES as MOODS
-from glocal.data.vqa import Questions
-from glocal.errors import InputError, nearest
-from glocal.federation import Federation, Holdings, gathered, held_out
-from glocal.fitting import Pretraining
-from glocal.keep import Json
-from glocal.measure import Credit, agreeing, matching
-from glocal.modules import params_of
-from glocal.optimisers import Adam, Apart, Optimiser, Sgd, Shrink, adam, sgd
-from glocal.representations import Auxiliary, alone
-from glocal.sampling import Integers, stream
-from glocal.split import Split
+from glocal import algorithms, datasets
+from glocal.algorithms.contract import Algorithm, unweighted
+from glocal.core.data import Holdings, gathered
+from glocal.core.errors import InputError, nearest
+from glocal.core.files import Json
+from glocal.core.modules import params_of
+from glocal.core.optimizers import Adam, Apart, Optimiser, Sgd, Shrink, adam, sgd
+from glocal.core.sampling import Integers, stream
+from glocal.core.split import Split
+from glocal.core.training import Objective, augmented, cross_entropy
+from glocal.core.trees import Params
+from glocal.datasets import Dataset, Partition, Texts
+from glocal.datasets.federated import Federation, held_out
+from glocal.datasets.mood import CLASSES as MOODS
+from glocal.datasets.vqa import Questions
+from glocal.evaluate import Credit, agreeing, matching
+from glocal.federate.fitting import Pretraining
+from glocal.personalize.representations import Auxiliary, alone
 from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
 from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.own import called, named_function
@@ -32,8 +35,6 @@ from glocal.studies.questions import answering, controlled, refuse_for_others, r
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
 from glocal.studies.tries import tries_of
-from glocal.training import Objective, augmented, cross_entropy
-from glocal.trees import Params
 from glocal.wire import pack
 
 Made = TypeVar("Made")
@@ -69,7 +70,7 @@ class Parts:
         )
 
 
-def build_parts(settings: Settings, report: data.Report) -> Parts:
+def build_parts(settings: Settings, report: datasets.Report) -> Parts:
     """Load the data, deal it out, and build the model, once per seed."""
     runs = tries_of(settings.plan)
     seeds = tuple(run.seed for run in runs)
@@ -104,10 +105,10 @@ def _classes(loaded: Loaded, federation: Federation) -> int:
     return loaded.classes if isinstance(loaded, Dataset) else int(federation.train.examples.y.max()) + 1
 
 
-def build_data(settings: DataSettings, report: data.Report) -> Loaded:
+def build_data(settings: DataSettings, report: datasets.Report) -> Loaded:
     """A known data set, or what the user's function returns: a Dataset, a Federation, or one (x, y) pair per device."""
     if ":" not in settings.source or settings.source.endswith(".csv"):
-        return data.load_any(settings.source, report=report)
+        return datasets.load_any(settings.source, report=report)
     made = called(named_function(settings.source, "data.source"), settings.source)
     if isinstance(made, Dataset | Federation):
         return made
@@ -124,7 +125,7 @@ def deal_all(loaded: Loaded, settings: DataSettings, seeds: Sequence[int]) -> tu
         return tuple(deal_out(loaded, settings, seed) for seed in seeds)
     if settings.partition != "natural":
         raise InputError(f"data: texts are dealt out person by person; let data.partition be 'natural', not '{settings.partition}'")
-    dealt = data.deal_texts(loaded, seeds=seeds, people=settings.keep_devices, validation=settings.validation)
+    dealt = datasets.deal_texts(loaded, seeds=seeds, people=settings.keep_devices, validation=settings.validation)
     return tuple(_labelled(federation, settings, seed) for federation, seed in zip(dealt, seeds, strict=True))
 
 
@@ -143,7 +144,7 @@ def _dealt(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed
     if isinstance(loaded, Federation):
         return loaded
     if isinstance(loaded, Dataset):
-        return data.deal(loaded, build_partition(settings, loaded.questions), validation=settings.validation, seed=seed)
+        return datasets.deal(loaded, build_partition(settings, loaded.questions), validation=settings.validation, seed=seed)
     return held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed)
 
 
@@ -158,11 +159,11 @@ def _first_devices(federation: Federation, count: int | None) -> Federation:
 def build_partition(settings: DataSettings, questions: Questions | None = None) -> Partition:
     """Who gets what, by name."""
     known: dict[str, Callable[[], Partition]] = {
-        "iid": lambda: data.iid(settings.devices),
-        "shards": lambda: data.shards(settings.devices, settings.classes_per_device),
-        "random_shards": lambda: data.random_shards(settings.devices, settings.classes_per_device),
-        "dirichlet": lambda: data.dirichlet(settings.devices, settings.alpha),
-        "kinds": lambda: data.kind_shards(settings.devices, *_kinds_of(questions)),
+        "iid": lambda: datasets.iid(settings.devices),
+        "shards": lambda: datasets.shards(settings.devices, settings.classes_per_device),
+        "random_shards": lambda: datasets.random_shards(settings.devices, settings.classes_per_device),
+        "dirichlet": lambda: datasets.dirichlet(settings.devices, settings.alpha),
+        "kinds": lambda: datasets.kind_shards(settings.devices, *_kinds_of(questions)),
     }
     if settings.partition == "natural":
         raise InputError(
@@ -265,7 +266,7 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts, *, bef
 def build_auxiliary(settings: Settings, learns: LearnsSettings, parts: Parts, seed: int) -> tuple[Objective, Auxiliary]:
     """What a case's local models learn from besides labels, and the auxiliary model of a seed."""
     if learns.kind == "adversary" and settings.data.augment != "none":
-        raise InputError("settings: an adversary learns from the data as they are; leave data.augment out")
+        raise InputError("settings: an adversary learns from the data as they are; leave datasets.augment out")
     train = parts.federations[0].train
     return build_learning(learns, parts.objective, parts.model, train.examples.take(train.pooled()[:2]), seed=seed)
 
@@ -329,7 +330,7 @@ def _augmented(objective: Objective, settings: DataSettings, federation: Federat
                 f"data: crop_and_flip needs images (channels, height, width); the inputs are {tuple(images.shape[1:])}"
             )
         # after normalisation a black pixel is each channel's smallest value
-        return augmented(objective, data.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist())))
+        return augmented(objective, datasets.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist())))
 
     known: dict[str, Callable[[], Objective]] = {"none": lambda: objective, "crop_and_flip": cropped}
     return _known(settings.augment, known, "data.augment")()

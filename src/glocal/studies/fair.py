@@ -6,7 +6,7 @@ Race and sex are no inputs: they are what attackers look for.
 
 from dataclasses import replace
 
-from glocal.fitting import Options
+from glocal.federate.fitting import Options
 from glocal.studies.audit import AuditSettings
 from glocal.studies.learning import LearnsSettings
 from glocal.studies.published import published

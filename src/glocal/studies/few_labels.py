@@ -6,7 +6,7 @@ own digits, or to tell how their quarters were shuffled, and then takes part in 
 
 from dataclasses import replace
 
-from glocal.fitting import Options
+from glocal.federate.fitting import Options
 from glocal.studies.learning import LearnsSettings
 from glocal.studies.settings import (
     CaseSettings,

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from glocal.errors import InputError, brief, nearest
-from glocal.keep import Json, read_json, read_rows, write_json
+from glocal.core.errors import InputError, brief, nearest
+from glocal.core.files import Json, read_json, read_rows, write_json
 from glocal.studies.goals import course
 from glocal.studies.paper import PAPER
 from glocal.studies.run import holds_run, read_results, read_settings, slug

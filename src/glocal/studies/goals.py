@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from glocal.keep import Json, read_rows
+from glocal.core.files import Json, read_rows
 from glocal.studies.run import case_folder, read_settings
 
 _TENTHS = 1000  # of a percent

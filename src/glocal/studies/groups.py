@@ -6,11 +6,12 @@ from math import isfinite
 
 import numpy as np
 
-from glocal.data.rotate import Album, album
-from glocal.errors import InputError
-from glocal.federation import Examples, Federation, Holdings, Rows
-from glocal.sampling import Attendance
-from glocal.scenario import Chapter, Scenario
+from glocal.core.data import Examples, Holdings, Rows
+from glocal.core.errors import InputError
+from glocal.core.sampling import Attendance
+from glocal.datasets.federated import Federation
+from glocal.datasets.rotate import Album, album
+from glocal.federate.scenario import Chapter, Scenario
 from glocal.studies.settings import GroupSettings
 
 DRIFT_EVERY = 10  # rounds from one turn to the next

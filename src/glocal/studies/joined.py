@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from statistics import fmean
 
-from glocal.errors import InputError
-from glocal.keep import Json
+from glocal.core.errors import InputError
+from glocal.core.files import Json
 from glocal.studies.findings import Findings, seeds_of
 
 _NO_MATTER = {"plan": ("seed", "seeds"), "run": ("engine", "chunk")}  # what may differ between runs of one part

@@ -6,14 +6,24 @@ from pathlib import Path
 
 import torch
 
-from glocal.errors import InputError
-from glocal.federation import Examples, Holdings
-from glocal.joining import Joined, Welcome, alone, borrowed_accuracy, borrowed_classes, few, join, joined_accuracy, members
-from glocal.keep import Json, write_json, write_tensors, write_text
-from glocal.sampling import stream
+from glocal.core.data import Examples, Holdings
+from glocal.core.errors import InputError
+from glocal.core.files import Json, write_json, write_tensors, write_text
+from glocal.core.sampling import stream
+from glocal.core.trees import nbytes
+from glocal.personalize.onboarding import (
+    Joined,
+    Welcome,
+    alone,
+    borrowed_accuracy,
+    borrowed_classes,
+    few,
+    join,
+    joined_accuracy,
+    members,
+)
 from glocal.studies.newcomer import Newcomer
 from glocal.studies.saved import Saved
-from glocal.trees import nbytes
 
 WAYS = ("everyone", "confident", "nearest")
 LABELS = (0, 1, 5, 10, 50, None)

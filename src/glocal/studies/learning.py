@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from glocal.bounds import EPOCHS, WIDTH, count, require_counts
-from glocal.errors import InputError, nearest
-from glocal.federation import Examples
-from glocal.fitting import outputs_of
-from glocal.modules import params_of, representing
-from glocal.optimisers import Adam, Apart, Optimiser, Sgd
-from glocal.representations import Auxiliary, adversarial, autoencoder, beside, jigsaw, supervised
-from glocal.sampling import stream
+from glocal.core.bounds import EPOCHS, WIDTH, count, require_counts
+from glocal.core.data import Examples
+from glocal.core.errors import InputError, nearest
+from glocal.core.modules import params_of, representing
+from glocal.core.optimizers import Adam, Apart, Optimiser, Sgd
+from glocal.core.sampling import stream
+from glocal.core.training import Objective
+from glocal.federate.fitting import outputs_of
+from glocal.personalize.representations import Auxiliary, adversarial, autoencoder, beside, jigsaw, supervised
 from glocal.studies.models import mlp
-from glocal.training import Objective
 
 _ORDERS = 24  # of two by two tiles
 KINDS = ("adversary", "classifier", "decoder", "puzzle")

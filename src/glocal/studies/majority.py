@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from glocal.algorithm import Algorithm, Update
-from glocal.errors import InputError
-from glocal.modules import params_of
-from glocal.optimisers import Optimiser
-from glocal.split import last_layers
-from glocal.training import ModelLoss, Objective, Work
-from glocal.trees import Params
+from glocal.algorithms.contract import Algorithm, Update
+from glocal.core.errors import InputError
+from glocal.core.modules import params_of
+from glocal.core.optimizers import Optimiser
+from glocal.core.split import last_layers
+from glocal.core.training import ModelLoss, Objective, Work
+from glocal.core.trees import Params
 
 
 def majority(objective: Objective, optimiser: Optimiser) -> Algorithm:

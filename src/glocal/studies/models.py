@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from glocal.errors import InputError
-from glocal.modules import GaussianNoise, dropping
+from glocal.core.errors import InputError
+from glocal.core.modules import GaussianNoise, dropping
 
 
 def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:

@@ -6,16 +6,9 @@ What the text leaves open is said where it stands: how wide word vectors are, wh
 
 from dataclasses import replace
 
-from glocal.fitting import Options
+from glocal.federate.fitting import Options
 from glocal.studies.ordinal import OrdinalSettings
-from glocal.studies.settings import (
-    CaseSettings,
-    DataSettings,
-    ModelSettings,
-    OptimiserSettings,
-    PlanSettings,
-    Settings,
-)
+from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, OptimiserSettings, PlanSettings, Settings
 from glocal.studies.study import Claim, Figure, Part, Study
 
 PEOPLE = 14

@@ -10,8 +10,8 @@ import torch
 from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
-from glocal.errors import InputError, brief
-from glocal.federation import Examples, Rows, carve
+from glocal.core.data import Examples, Rows, carve
+from glocal.core.errors import InputError, brief
 from glocal.studies.own import called, named_function
 
 TEST_SHARE = 0.3  # of data that come without a test part

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from glocal.errors import InputError
-from glocal.federation import Federation
-from glocal.fitting import Case, Options, evaluation_of
-from glocal.keep import Json
-from glocal.measure import guesses
-from glocal.measure.bag_of_words import baselines
-from glocal.measure.ordinal import judged, one_class_devices
-from glocal.result import Result
+from glocal.core.errors import InputError
+from glocal.core.files import Json
+from glocal.datasets.federated import Federation
+from glocal.evaluate import guesses
+from glocal.evaluate.bag_of_words import baselines
+from glocal.evaluate.ordinal import judged, one_class_devices
+from glocal.federate.fitting import Case, Options, evaluation_of
+from glocal.federate.result import Result
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from glocal.errors import InputError, brief
+from glocal.core.errors import InputError, brief
 
 
 def named_function(address: str, where: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ what the authors' released code does where it differs from the text, but for its
 from dataclasses import replace
 from itertools import pairwise
 
-from glocal.fitting import Options
+from glocal.federate.fitting import Options
 from glocal.studies.fair import FAIR
 from glocal.studies.few_labels import FEW_LABELS
 from glocal.studies.mood import MOOD

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from glocal import __version__, data
-from glocal.data.fetch import unreported
-from glocal.errors import DivergedError, GlocalWarning, InputError
-from glocal.keep import Json, append_rows, read_json, read_rows, write_json
+from glocal import __version__, datasets
+from glocal.core.errors import DivergedError, GlocalWarning, InputError
+from glocal.core.files import Json, append_rows, read_json, read_rows, write_json
+from glocal.datasets.fetch import unreported
 from glocal.studies.findings import part_folder
 from glocal.studies.run import Step, case_folder, resolved, run_study
 from glocal.studies.settings import Settings, changed, from_dict
@@ -78,7 +78,7 @@ def leave_unbegun(folder: Path) -> None:
             folder.rmdir()
 
 
-def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: data.Report = unreported) -> Iterator[PartStep]:
+def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: datasets.Report = unreported) -> Iterator[PartStep]:
     """Every part in order; what is finished is not done again. The seconds of every sitting are kept."""
     for place, (name, settings) in enumerate(parts.items(), start=1):
         started, begun = time.perf_counter(), False
@@ -93,7 +93,7 @@ def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: data.Repor
                 append_rows(folder / "timing.jsonl", [{"part": name, "seconds": time.perf_counter() - started}])
 
 
-def _steps(part: str, settings: Settings, folder: Path, report: data.Report) -> Iterator[Step]:
+def _steps(part: str, settings: Settings, folder: Path, report: datasets.Report) -> Iterator[Step]:
     """A part's steps; a seed of a case that diverges is noted, and left out there and in all that starts from it."""
     place = part_folder(folder, part)
     while True:

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from glocal.data import Dataset
-from glocal.data.features import described
-from glocal.data.fetch import Report, unreported
-from glocal.data.pictures import Pictures
-from glocal.data.vqa import Questions
-from glocal.errors import InputError, nearest
-from glocal.federation import Examples
-from glocal.sampling import stream
+from glocal.core.data import Examples
+from glocal.core.errors import InputError, nearest
+from glocal.core.sampling import stream
+from glocal.datasets import Dataset
+from glocal.datasets.features import described
+from glocal.datasets.fetch import Report, unreported
+from glocal.datasets.pictures import Pictures
+from glocal.datasets.vqa import Questions
 from glocal.studies.own import called, named_function
 from glocal.studies.settings import ModelSettings, Settings
 from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, Trunk, VqaNet, load_weights, vqa_net
@@ -101,10 +101,10 @@ def require_questions(dataset: Dataset) -> None:
     if questions is None:
         return
     if not isinstance(questions, Questions):
-        raise InputError(f"data: the questions are a {type(questions).__name__}; glocal.data.vqa.Questions was expected")
+        raise InputError(f"data: the questions are a {type(questions).__name__}; glocal.datasets.vqa.Questions was expected")
     if not isinstance(questions.pictures, Pictures):
         given = type(questions.pictures).__name__
-        raise InputError(f"data: the questions' pictures are a {given}; glocal.data.pictures.Pictures was expected")
+        raise InputError(f"data: the questions' pictures are a {given}; glocal.datasets.pictures.Pictures was expected")
     _require_kinds(questions.kinds)
     ranges = {"picture": range(-1, len(questions.pictures)), "word": range(len(questions.words))}  # -1: no picture
     for part, examples in (("training", dataset.train), ("test", dataset.test)):

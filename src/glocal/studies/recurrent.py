@@ -9,9 +9,9 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from glocal.data.mood import VOCABULARY
-from glocal.errors import InputError
-from glocal.modules import dropping
+from glocal.core.errors import InputError
+from glocal.core.modules import dropping
+from glocal.datasets.mood import VOCABULARY
 from glocal.studies.lstm import read
 
 HIDDEN = (512, 512)

@@ -6,8 +6,8 @@ how long: here FedAvg and FedProx get as many rounds as bring them to about the 
 
 from dataclasses import replace
 
-from glocal.fitting import Options
-from glocal.joining import Welcome
+from glocal.federate.fitting import Options
+from glocal.personalize.onboarding import Welcome
 from glocal.studies.arrival import NewcomerSettings
 from glocal.studies.published import published
 from glocal.studies.settings import (

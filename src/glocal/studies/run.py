@@ -6,12 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from glocal import data
-from glocal.checkpoint import Checkpoint, Progress
-from glocal.data.fetch import unreported
-from glocal.errors import DivergedError, InputError, nearest
-from glocal.federation import Federation
-from glocal.fitting import (
+from glocal import datasets
+from glocal.core.errors import DivergedError, InputError, nearest
+from glocal.core.files import Json, alone, append_rows, read_json, read_tensors, write_json, write_tensors
+from glocal.core.sampling import Plan, choose_cohort
+from glocal.core.store import State
+from glocal.core.trees import Params
+from glocal.datasets.federated import Federation
+from glocal.datasets.fetch import unreported
+from glocal.federate.checkpoint import Checkpoint, Progress
+from glocal.federate.fitting import (
     Afterwards,
     Case,
     Moment,
@@ -24,11 +28,8 @@ from glocal.fitting import (
     train,
     warm_params,
 )
-from glocal.keep import Json, alone, append_rows, read_json, read_tensors, write_json, write_tensors
-from glocal.result import Result
-from glocal.sampling import Plan, choose_cohort
-from glocal.scenario import Scenario, Story
-from glocal.store import State
+from glocal.federate.result import Result
+from glocal.federate.scenario import Scenario, Story
 from glocal.studies.arrival import arrive, require_newcomer
 from glocal.studies.audit import audited, require_audit
 from glocal.studies.build import Parts, build_algorithm, build_auxiliary, build_critic, build_parts, build_pretraining
@@ -36,7 +37,6 @@ from glocal.studies.groups import build_scenario
 from glocal.studies.ordinal import compared, measured, require_ordinal
 from glocal.studies.settings import CaseSettings, Settings, from_dict
 from glocal.studies.tries import best_tries, tries_of
-from glocal.trees import Params
 from glocal.wire import Ledger
 
 
@@ -110,7 +110,7 @@ class Steady:
         return finish(self.case, self.options, progress, folder, also=self.also)
 
 
-def run_study(settings: Settings, folder: Path, *, report: data.Report = unreported) -> Iterator[Step]:
+def run_study(settings: Settings, folder: Path, *, report: datasets.Report = unreported) -> Iterator[Step]:
     """All cases in order; what the folder has finished is not done again.
 
     What cannot run is refused before anything is written; so is a folder that is being run already.
@@ -119,7 +119,7 @@ def run_study(settings: Settings, folder: Path, *, report: data.Report = unrepor
         yield from _run_alone(settings, folder, report)
 
 
-def _run_alone(settings: Settings, folder: Path, report: data.Report) -> Iterator[Step]:
+def _run_alone(settings: Settings, folder: Path, report: datasets.Report) -> Iterator[Step]:
     settings = resolved(settings)
     parts = build_parts(settings, report)
     study = Study(settings, parts, settings.run, folder, _scenario(settings, parts))
@@ -229,7 +229,7 @@ def _require_continuable(study: Study, name: str, case: Case) -> None:
 def _who_has_what(federation: Federation) -> Json:
     """How many examples of each class every device of the first seed holds."""
     classes = int(federation.train.examples.y.max()) + 1
-    counts = {part: data.class_counts(getattr(federation, part), classes).tolist() for part in ("train", "test")}
+    counts = {part: datasets.class_counts(getattr(federation, part), classes).tolist() for part in ("train", "test")}
     return {"classes": classes, **counts}
 
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from glocal import data
-from glocal.checkpoint import Checkpoint, Progress
-from glocal.data.fetch import unreported
-from glocal.errors import InputError, nearest
-from glocal.federation import Federation
-from glocal.fitting import Options, fingerprint
-from glocal.joining import Host
-from glocal.keep import Json
-from glocal.store import State
+from glocal import datasets
+from glocal.core.errors import InputError, nearest
+from glocal.core.files import Json
+from glocal.core.store import State
+from glocal.datasets.federated import Federation
+from glocal.datasets.fetch import unreported
+from glocal.federate.checkpoint import Checkpoint, Progress
+from glocal.federate.fitting import Options, fingerprint
+from glocal.personalize.onboarding import Host
 from glocal.studies.build import Parts, build_parts
 from glocal.studies.run import case_folder, initial_case, parts_of, read_results, read_settings
 from glocal.studies.settings import Settings
@@ -32,7 +32,7 @@ class Saved(NamedTuple):
         return self.settings.run
 
 
-def open_case(folder: Path, case: str | None = None, *, seed: int | None = None, report: data.Report = unreported) -> Saved:
+def open_case(folder: Path, case: str | None = None, *, seed: int | None = None, report: datasets.Report = unreported) -> Saved:
     """One seed of a finished case: the one named, or the last that keeps something on its devices and shares something."""
     if (folder / "study.json").exists():
         raise InputError(f"run: {folder} is a study in parts; give the folder of one, such as {_a_part(folder)}")

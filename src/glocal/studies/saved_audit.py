@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from glocal.data import SOURCES
-from glocal.errors import InputError
-from glocal.federation import Holdings
-from glocal.fitting import classes_of
-from glocal.keep import Json, write_json
-from glocal.measure.fairness import Judged, Treatment, require_fairlearn, treated
-from glocal.measure.leakage import Reading, averaged, beyond_chance, readings
+from glocal.core.data import Holdings
+from glocal.core.errors import InputError
+from glocal.core.files import Json, write_json
+from glocal.datasets import SOURCES
+from glocal.evaluate.fairness import Judged, Treatment, require_fairlearn, treated
+from glocal.evaluate.leakage import Reading, averaged, beyond_chance, readings
+from glocal.federate.fitting import classes_of
 from glocal.studies.audit import AuditSettings, Device, Encoder, column, devices_of, groups, outputs, together, trained_attackers
 from glocal.studies.saved import Saved
 from glocal.studies.stages import usual_stage

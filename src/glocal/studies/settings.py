@@ -7,22 +7,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from glocal.bounds import (
-    CLIENTS,
-    EPOCHS,
-    EXAMPLES,
-    ROUNDS,
-    SEED,
-    SEEDS,
-    WIDTH,
-    count,
-    require_counts,
-)
-from glocal.errors import InputError, nearest
-from glocal.fitting import Options
-from glocal.joining import Welcome
-from glocal.keep import Json
-from glocal.modules import require_deviation, require_share
+from glocal.core.bounds import CLIENTS, EPOCHS, EXAMPLES, ROUNDS, SEED, SEEDS, WIDTH, count, require_counts
+from glocal.core.errors import InputError, nearest
+from glocal.core.files import Json
+from glocal.core.modules import require_deviation, require_share
+from glocal.federate.fitting import Options
+from glocal.personalize.onboarding import Welcome
 from glocal.studies.arrival import NewcomerSettings
 from glocal.studies.audit import AuditSettings
 from glocal.studies.learning import LearnsSettings

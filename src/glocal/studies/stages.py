@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from glocal.errors import InputError
-from glocal.split import first_names
+from glocal.core.errors import InputError
+from glocal.core.split import first_names
 from glocal.studies.build import build_split
 from glocal.studies.saved import Saved
 

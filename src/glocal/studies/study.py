@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from glocal.errors import InputError, nearest
+from glocal.core.errors import InputError, nearest
 from glocal.studies.settings import Settings
 
 MEASURES = {"local": "Local Test", "new": "New Test"}

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from glocal.bounds import SEEDS, require_count, require_counts
-from glocal.errors import InputError
-from glocal.keep import Json
+from glocal.core.bounds import SEEDS, require_count, require_counts
+from glocal.core.errors import InputError
+from glocal.core.files import Json
 from glocal.studies.settings import PlanSettings
 
 _APART = 1_000_000  # between the seeds of one deal's tries

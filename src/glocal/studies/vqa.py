@@ -8,7 +8,7 @@ stands; `longer` takes four times its rounds, `longest` six times, of Adam, with
 from dataclasses import replace
 from typing import NamedTuple
 
-from glocal.fitting import Options
+from glocal.federate.fitting import Options
 from glocal.studies.settings import (
     CaseSettings,
     DataSettings,

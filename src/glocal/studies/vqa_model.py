@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from glocal.data.pictures import Pictures
-from glocal.errors import InputError, brief, nearest
-from glocal.modules import dropping
+from glocal.core.errors import InputError, brief, nearest
+from glocal.core.modules import dropping
+from glocal.datasets.pictures import Pictures
 from glocal.studies.lstm import read
 
 WIDTHS = (64, 128, 256, 512)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from glocal import trees
-from glocal.trees import Params
+from glocal.core import trees
+from glocal.core.trees import Params
 
 
 class Traffic(NamedTuple):

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from glocal import trees
-from glocal.trees import Params
-from glocal.wire.crossing import admit
+from glocal.core import trees
+from glocal.core.trees import Params
+from glocal.wire.schema import admit
 
 
 class UploadError(ValueError):

@@ -1,0 +1,579 @@
+"""Flower's undocumented names on the server side: only this file knows them.
+
+Written for flwr 1.41 and 1.42; `tests/test_flower_inside.py` names what an upgrade took away. Flower's
+SuperLink keeps everything in memory here: who may connect is in our own registry, rounds are in our own
+checkpoints, and no client's upload ends in a database file.
+"""
+
+import hashlib
+import hmac
+import http.client
+import logging
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Error, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.cli.build import build_fab_from_files
+from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.constant import (
+    ACCESS_TOKEN_KEY,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SUPERLINK_NODE_ID,
+    TIMESTAMP_HEADER,
+    ErrorCode,
+    Status,
+    SubStatus,
+)
+from flwr.common.serde import (
+    fab_to_proto,
+    message_from_proto,
+    message_to_proto,
+    run_from_proto,
+    user_config_to_proto,
+)
+from flwr.compat.common import recorddict_compat as legacy
+from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StartRunRequest
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    GetNodesRequest,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushAppMessagesRequest,
+    PushTaskOutputRequest,
+)
+from flwr.server.compat.legacy_context import LegacyContext
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
+from flwr.serverapp import Grid
+from flwr.supercore.auth.typing import AccountInfo
+from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    FLWR_IN_MEMORY_DB_NAME,
+    NodeStatus,
+    TaskType,
+)
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.logger import FLOWER_LOGGER
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.auth_plugin import ControlAuthnPlugin
+from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
+from flwr.superlink.config_loader import SuperLinkLifespanConfig
+from flwr.superlink.main import create_app
+from flwr.superlink.servicer.runtime import runtime_handlers as runtime
+
+from glocal.core.errors import InputError, brief
+
+__all__ = [  # and what secure_server.py is made of
+    "CONTROL_ROUTES",
+    "FLEET_ROUTES",
+    "KEY_HEADER",
+    "MAIN_CONFIGS_RECORD",
+    "MAIN_PARAMS_RECORD",
+    "PUSH_MESSAGES",
+    "PUSH_OBJECT",
+    "SIGNATURE_HEADER",
+    "TIME_HEADER",
+    "FitIns",
+    "FitRes",
+    "Grid",
+    "Key",
+    "LegacyContext",
+    "Link",
+    "MemoryGrid",
+    "RunState",
+    "SecAggPlusWorkflow",
+    "SuperLink",
+    "key_bytes",
+    "legacy",
+    "linked",
+    "ndarrays_to_parameters",
+    "parameters_to_ndarrays",
+    "read_pushed",
+    "run_tasks",
+    "signed_by",
+]
+
+# What a client may ask of the public port, and an operator of the private socket; all else is no route.
+FLEET = "/v1/fleet/"
+PUSH_MESSAGES, PUSH_OBJECT = f"{FLEET}push-messages", f"{FLEET}push-object"
+FLEET_ROUTES = frozenset(
+    {PUSH_MESSAGES, PUSH_OBJECT}
+    | {
+        f"{FLEET}{name}"
+        for name in (
+            "activate-node",
+            "deactivate-node",
+            "send-node-heartbeat",
+            "pull-messages",
+            "pull-object",
+            "confirm-message-received",
+            "get-run",  # these two are asked for by Flower's own SuperNode
+            "get-fab",
+        )
+    }
+)
+CONTROL_ROUTES = frozenset(f"/v1/control/{name}" for name in ("start-run", "stop-run", "list-runs", "list-nodes"))
+KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER = (
+    name.lower().encode() for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
+)
+_BEAT = 10.0  # seconds between the signs of life of a run
+_BUNDLE = """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "glocal-app"
+version = "1.0.0"
+description = "Loads glocal from where it is installed"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "glocal"
+
+[tool.flwr.app.components]
+serverapp = "glocal.deploy.apps:server"
+clientapp = "glocal.deploy.apps:client"
+
+[tool.flwr.app.config]
+folder = ""
+run = ""
+visit = false
+"""
+
+
+def key_bytes(key: str) -> bytes:
+    """A client's public key, one line as ssh writes it, in the form in which Flower sends it."""
+    try:
+        public = serialization.load_ssh_public_key(key.encode())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise InputError(f"deploy: '{key[:40]}' in the roster is no device's key ({brief(error)}); restore it") from error
+    if not isinstance(public, ec.EllipticCurvePublicKey):
+        raise InputError(f"deploy: '{key[:40]}' in the roster is of another kind than devices' keys; restore it")
+    return public_key_to_bytes(public)
+
+
+def signed_by(key: bytes, words: bytes, signature: bytes) -> bool:
+    """Whether the owner of this registered key signed these words, as Flower's clients sign."""
+    public = serialization.load_pem_public_key(key)
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    try:
+        public.verify(signature, words, ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature:
+        return False
+    return True
+
+
+class Pushed(NamedTuple):
+    """What a client says in the body of PUSH_MESSAGES: who sends, and which message it answers."""
+
+    senders: frozenset[int]
+    answers: tuple[str, ...]
+
+
+def read_pushed(body: bytes) -> Pushed:
+    """The senders and the messages answered; a body that cannot be read raises an exception."""
+    request = PushMessagesRequest.FromString(body)
+    named = [message.metadata for message in request.messages_list]
+    senders = {request.node.node_id, *(metadata.src_node_id for metadata in named)}
+    return Pushed(frozenset(senders), tuple(metadata.reply_to_message_id for metadata in named))
+
+
+class _OneSecret(ControlAuthnPlugin):
+    """The operator is who knows one secret. Flower asks for an account: the one of no accounts."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+    def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, AccountInfo | None]:
+        given = next((value for name, value in metadata if name == ACCESS_TOKEN_KEY), "")
+        given = given if isinstance(given, bytes) else given.encode()
+        known = hmac.compare_digest(given, self._secret)
+        account = AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name=NOOP_ACCOUNT_NAME)
+        return known, account if known else None
+
+    # Flower lets anybody call these three: they give nothing.
+    def get_login_details(self) -> None:
+        return None
+
+    def get_auth_tokens(self, device_code: str) -> None:
+        return None
+
+    def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
+        return None, None
+
+
+class SuperLink:
+    """Flower's server, in memory: its web application `app`, and the few things we ask of it."""
+
+    def __init__(self, secret: str) -> None:
+        FLOWER_LOGGER.setLevel(logging.WARNING)  # else a line for every message
+        # every message is given its own run by MemoryGrid; Message() insists on one for all
+        TaskIdentity.task_id, TaskIdentity.run_id = 0, 0
+        TaskIdentity.node_id = SUPERLINK_NODE_ID
+        self.app = create_app(_config(secret), SuperLinkLifespan)
+        self.state = self.app.state.linkstate_factory.state()
+
+    def register(self, key: bytes, name: str) -> int:
+        """Let a client's key in; the number of its node."""
+        owner = (NOOP_FLWR_AID, NOOP_ACCOUNT_NAME)
+        return int(self.state.create_node(*owner, key, heartbeat_interval=0, name=name))
+
+    def unregister(self, node: int) -> None:
+        """Let a node in no longer."""
+        with suppress(TypeError):  # raised for a node that never connected, after the fact
+            self.state.delete_node(NOOP_FLWR_AID, node)
+
+    def connected(self) -> set[int]:
+        """The nodes that are there."""
+        return {node.node_id for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
+
+    def awaits(self, node: int, message: str) -> bool:
+        """Whether that message was sent to that node and is still to be answered."""
+        asked = self.state.message_ins_store.get(message)
+        return asked is not None and asked.metadata.dst_node_id == node
+
+
+def _config(secret: str) -> SuperLinkLifespanConfig:
+    """No listener of Flower's own, no subprocess, no database, no log of events."""
+    return SuperLinkLifespanConfig(
+        control_address="127.0.0.1:0",
+        health_server_address=None,
+        host="127.0.0.1",
+        port=0,
+        insecure=False,
+        certificates=None,
+        superexec_auth_secret=None,
+        authn_plugin=_OneSecret(secret),
+        event_log_plugin=None,
+        fleet_event_log_plugin=None,
+        enable_event_log=False,
+        artifact_provider=None,
+        enable_supernode_auth=True,
+        fleet_api_type="grpc-rere",
+        fleet_api_address=None,
+        simulation=False,
+        ssl_ca_certfile=None,
+        ssl_certfile=None,
+        ssl_keyfile=None,
+        database=FLWR_IN_MEMORY_DB_NAME,
+        isolation="process",
+        runtime_dependency_install=False,
+    )
+
+
+class MemoryGrid(Grid):
+    """The server's end of a run's messages, by calls of Flower's handlers in this process.
+
+    One exchange at a time: whatever an earlier one left behind (late replies, objects that nobody
+    asked for) is deleted before the next, so that no client can fill the memory. A reply is known
+    by the metadata that were checked when it was accepted, not by those inside its content.
+    """
+
+    def __init__(self, state: Any, task: Any) -> None:
+        self._state, self._task = state, task
+        self._asked: dict[str, Message] = {}
+        self.ended = ""  # why the run was ended from outside, if it was
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Who is connected."""
+        self._require_running()
+        return list(runtime.get_nodes(GetNodesRequest(), self._state, self._task).nodes)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The same, their numbers alone."""
+        return [node.node_id for node in self.get_nodes()]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Send; the number of every message, "" for one that could not be sent."""
+        self._require_running()
+        self.forget()
+        asked = list(messages)
+        if not asked:
+            return []
+        request, objects = PushAppMessagesRequest(), dict[str, Any]()
+        with no_object_id_recompute():
+            for message in asked:
+                own = {"_run_id": self._task.run_id, "_src_node_id": SUPERLINK_NODE_ID}
+                message.metadata.__dict__.update(own)
+                message.metadata.__dict__["_message_id"] = message.object_id
+                request.messages_list.append(message_to_proto(remove_content_from_message(message)))
+                request.message_object_trees.append(get_object_tree(message))
+                objects.update(get_all_nested_objects(message))
+            sent = runtime.push_messages(request, self._state, self._task)
+            for name in sent.objects_to_push:
+                content = objects[name].deflate()
+                self._state.store_object(self._task.run_id, sent.session_id, name, content)
+        numbers = [str(number) for number in sent.message_ids]
+        self._asked = {
+            number: remove_content_from_message(message) for number, message in zip(numbers, asked, strict=True) if number
+        }
+        return numbers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies that are here, each once."""
+        self._require_running()
+        waiting = list(message_ids)
+        whole = [number for number in waiting if not self._is_arriving(number)]
+        request = PullAppMessagesRequest(message_ids=whole)
+        found = runtime.pull_messages(request, self._state, self._task)
+        pairs = zip(found.messages_list, found.message_object_trees, strict=True)
+        replies = [self._reply(proto, tree) for proto, tree in pairs]
+        return [*replies, *self._lost(waiting)]
+
+    def _is_arriving(self, number: str) -> bool:
+        """Whether a reply was accepted, parts of it are on their way, and its sender is there."""
+        reply = self._state.message_ins_id_to_message_res_id.get(number)
+        if reply is None:
+            return False
+        tree = self._state.object_store.get_object_tree(reply)
+        names = [node.object_id for node in iterate_object_tree(tree)]
+        parts = [self._state.get_object(self._task.run_id, name) for name in names]
+        node = self._state.message_ins_store[number].metadata.dst_node_id
+        there = self._state.get_node_info(node_ids=[node], statuses=[NodeStatus.ONLINE])
+        return b"" in parts and bool(there)
+
+    def _reply(self, proto: Any, tree: Any) -> Message:
+        """A reply, or an error in its place."""
+        names = [node.object_id for node in iterate_object_tree(tree)]
+        parts = {name: self._state.get_object(self._task.run_id, name) for name in names}
+        own, number = proto.metadata.message_id, proto.metadata.reply_to_message_id
+        confirmed = ConfirmMessageReceivedRequest(message_object_id=own)
+        runtime.confirm_message_received(confirmed, self._state, self._task)
+        try:
+            if not all(parts.values()):
+                raise ValueError("a part of it has not arrived")
+            reply = inflate_object_from_contents(own, parts)
+            if not isinstance(reply, Message):
+                raise TypeError(f"a {type(reply).__name__} was sent as a message")
+        except Exception as error:  # whatever a broken or hostile client may send
+            fault = Error(ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({brief(error)})")
+            return Message(fault, reply_to=self._asked[number])
+        reply.__dict__["_metadata"] = message_from_proto(proto).metadata
+        return reply
+
+    def _lost(self, waiting: Iterable[str]) -> list[Message]:
+        """For every message that a client can have no answer to any more: an error in its place.
+
+        A client that comes in has nothing in hand: what it was given before was lost, when it was
+        killed or its line was cut. Without this, it would be waited for until the round's limit.
+        """
+        lost = []
+        for number in waiting:
+            asked = self._state.message_ins_store.get(number)
+            if asked is None or not asked.metadata.delivered_at:
+                continue
+            node = self._state.nodes[asked.metadata.dst_node_id]
+            given, came = asked.metadata.delivered_at, node.last_activated_at
+            if datetime.fromisoformat(came) > datetime.fromisoformat(given):
+                self._state.delete_messages({number})
+                fault = Error(ErrorCode.NODE_UNAVAILABLE, "it was started anew, or cut off")
+                lost.append(Message(fault, reply_to=self._asked[number]))
+        return lost
+
+    def forget(self) -> None:
+        """Delete what is left of earlier exchanges, replies that come too late included."""
+        self._state.delete_messages({*self._asked})
+        self._asked = {}
+        self._state.delete_sessions_in_run(self._task.run_id)
+        with suppress(KeyError):  # there is nothing
+            self._state.object_store.delete_objects_in_run(self._task.run_id)
+
+    def _require_running(self) -> None:
+        if self.ended:
+            raise InputError(f"run: {self.ended}")
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Not here: who waits also watches, see `WatchedGrid`."""
+        raise NotImplementedError
+
+    def set_run(self, run: object) -> None:
+        """A grid is made for one run."""
+
+    @property
+    def run(self):  # type: ignore[no-untyped-def]
+        """Flower's run."""
+        return run_from_proto(self._state.get_run_info(run_ids=[self._task.run_id])[0])
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """A message."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+
+Work = Callable[[Grid, Mapping[str, object]], None]
+
+
+def run_tasks(link: SuperLink, work: Work, stop: threading.Event, *, every: float = 0.1) -> None:
+    """Until told to stop: do our own work for every run that an operator starts, in its own thread.
+
+    The app that the run came with is not looked at: it can only choose among settings.
+    """
+    wanted = AcquireTaskRequest(supported_task_types=[*TaskType])
+    while not stop.wait(every):
+        given = runtime.acquire_task(wanted, link.state)
+        if given.token:
+            arguments = (link.state, given.task, work)
+            threading.Thread(target=_run_task, args=arguments, daemon=True).start()
+
+
+def _run_task(state: Any, task: Any, work: Work) -> None:
+    grid, over = MemoryGrid(state, task), threading.Event()
+    threading.Thread(target=_keep_alive, args=(state, task, grid, over), daemon=True).start()
+    outcome, details = SubStatus.FAILED, ""
+    try:
+        if task.type != TaskType.SERVER_APP:
+            raise InputError(f"run: this server trains, and runs no {task.type}")
+        given = runtime.pull_task_input(PullTaskInputRequest(), state, task)
+        work(grid, run_from_proto(given.run).override_config)
+        outcome = SubStatus.COMPLETED
+    except Exception as error:
+        logging.getLogger("glocal").error("a run has ended", exc_info=error)
+        details = str(error) if isinstance(error, InputError) else brief(error)
+    finally:
+        over.set()
+        grid.forget()
+        finished = PushTaskOutputRequest(sub_status=outcome, details=details)
+        runtime.push_task_output(finished, state, task)
+
+
+def _keep_alive(state: Any, task: Any, grid: MemoryGrid, over: threading.Event) -> None:
+    """Flower takes a run for dead that gives no sign of life; and tells so that it was stopped."""
+    while not over.wait(_BEAT):
+        if not state.acknowledge_task_heartbeat(task.task_id):
+            grid.ended = "it was stopped"
+
+
+class RunState(NamedTuple):
+    """How a run stands, as Flower sees it: whether it has ended, and why."""
+
+    finished: bool
+    details: str
+
+    @classmethod
+    def of(cls, run: Any) -> "RunState":
+        """From Flower's own record."""
+        status = run.status
+        return cls(status.status == Status.FINISHED, status.details or status.sub_status)
+
+
+@dataclass(frozen=True)
+class Link:
+    """An operator's connection to a running server."""
+
+    client: ControlHttpClient
+
+    def nodes(self) -> dict[int, tuple[str, bytes]]:
+        """Every registered node: its status and public key."""
+        listed = self.client.ListNodes(ListNodesRequest()).nodes_info
+        return {node.node_id: (node.status, node.public_key) for node in listed}
+
+    def start(self, config: Mapping[str, str | bool]) -> int:
+        """Start a run; the server knows what to do, and takes from here its settings alone."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a library that Flower uses
+            bundle, _ = build_fab_from_files({"pyproject.toml": _BUNDLE.encode()})
+        fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
+        settings = user_config_to_proto(dict(config))
+        request = StartRunRequest(fab=fab, override_config=settings)
+        return int(self.client.StartRun(request).run_id)
+
+    def run(self, number: int) -> RunState | None:
+        """How a run stands; None for one that this server does not know: it was started anew."""
+        try:
+            known = self.client.ListRuns(ListRunsRequest(run_id=number)).run_dict
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == 404:
+                return None
+            raise
+        return RunState.of(known[number])
+
+    def last_starts(self) -> dict[str, RunState]:
+        """How the last start of every run stands, by our own names for runs."""
+        runs = self.client.ListRuns(ListRunsRequest(limit=1000)).run_dict.values()
+        starts = sorted(runs, key=lambda run: run.pending_at)
+        return {run.override_config["run"].string: RunState.of(run) for run in starts}
+
+
+@dataclass(frozen=True)
+class _Bearer:
+    """Shows the operator's secret with every request."""
+
+    secret: str
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        context.request.headers["authorization"] = f"Bearer {self.secret}"
+        return call_next(context)
+
+
+@dataclass(frozen=True)
+class _SocketFile(httpx.BaseTransport):
+    """Requests through a socket file; httpx's own leaves it open where nobody answers."""
+
+    path: Path
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        line = http.client.HTTPConnection("superlink")
+        with socket.socket(socket.AF_UNIX) as line.sock, closing(line):
+            line.sock.settimeout(30)
+            line.sock.connect(str(self.path))
+            headers = dict(request.headers)
+            line.request(request.method, request.url.path, request.content, headers)
+            answer = line.getresponse()
+            return httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read())
+
+
+def link_through(web: httpx.Client, secret: str) -> Link:
+    """A connection for who has the operator's secret."""
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
+    client = ControlHttpClient("http://superlink", interceptors=[version, _Bearer(secret)])
+    client.close()  # its own line leads nowhere
+    client._client = web
+    return Link(client)
+
+
+@contextmanager
+def linked(door: Path, secret: str) -> Iterator[Link]:
+    """A connection to the server behind a private socket; one that cannot be had is one line."""
+    try:
+        with httpx.Client(transport=_SocketFile(door)) as web:
+            yield link_through(web, secret)
+    except httpx.HTTPStatusError as error:
+        raise InputError(f"deploy: the server behind {door} refuses ({brief(error)}); see its logs/server.log") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise InputError(
+            f"deploy: the server of {door.parent} does not answer ({brief(error)}); start it with `glocal deploy server`"
+        ) from error

@@ -1,0 +1,116 @@
+"""Our trees and words as Flower's records, and back.
+
+A tree crosses as one blob: Flower sends every array by several requests of its own, so that sixty
+tensors would take many seconds. The blob names its tensors, and is read as data.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from safetensors.torch import load, save
+
+from glocal.core.errors import brief
+from glocal.core.files import Json
+from glocal.core.trees import Params
+from glocal.deploy.flower.contract import Answer, Order, Reply
+from glocal.deploy.flower.inner_client import ErrorCode
+
+_SHARED, _WORDS, _BLOB = "shared", "words", "blob"
+_WORDY = ("note", "fingerprint")  # figures that are words; all others are numbers
+_SHARES = ("test", "validation")  # accuracies
+_LONGEST = 500  # characters of a device's words that are kept
+_MOST = 2**53  # examples that a device may say it has
+
+
+def to_record(tree: Params) -> ConfigRecord:
+    """Named tensors as one blob; the names are the model's own.
+
+    >>> import torch
+    >>> from_record(to_record({"w": torch.ones(2)}))
+    {'w': tensor([1., 1.])}
+    """
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tree.items()}
+    return ConfigRecord({_BLOB: save(contiguous)})
+
+
+def from_record(record: ConfigRecord) -> Params:
+    """The tree that was sent; its names come in another order.
+
+    Its tensors are copied: where one begins in the blob decides how products of a row round.
+    """
+    blob = record[_BLOB]
+    if not isinstance(blob, bytes):
+        raise TypeError(f"its tensors are {type(blob).__name__}")
+    return {name: tensor.clone() for name, tensor in load(blob).items()}
+
+
+def asking(shared: ConfigRecord | None, order: Order) -> RecordDict:
+    """What goes to a device."""
+    words = {_WORDS: ConfigRecord({"order": order.packed()})}
+    return RecordDict({**words, **({_SHARED: shared} if shared is not None else {})})
+
+
+def asked(content: RecordDict) -> tuple[Params, Order]:
+    """What a device was sent."""
+    shared = content.config_records.get(_SHARED)
+    order = Order.unpacked(str(content.config_records[_WORDS]["order"]))
+    return from_record(shared) if shared is not None else {}, order
+
+
+def answering(answer: Answer) -> RecordDict:
+    """What leaves a device: an upload, its weight, and figures."""
+    words = ConfigRecord({"examples": answer.examples, "figures": json.dumps(answer.figures)})
+    uploaded = {_SHARED: to_record(answer.upload.tensors)} if answer.upload is not None else {}
+    return RecordDict({_WORDS: words, **uploaded})
+
+
+def refusing(reason: str) -> RecordDict:
+    """What a device says that cannot do what it was asked."""
+    return RecordDict({_WORDS: ConfigRecord({"fault": reason})})
+
+
+def reply_of(message: Message) -> Reply:
+    """A reply as it came; one that cannot be read is a fault, not a failure of the server."""
+    if message.has_error():
+        error = message.error
+        reason = f"Flower says: {error.reason or f'error {error.code}'}"
+        if error.code == ErrorCode.NODE_UNAVAILABLE:
+            reason = "it was started anew, or cut off, before it answered"
+        return Reply({}, fault=reason, lost=True)
+    try:
+        records = message.content.config_records
+        words, shared = records[_WORDS], records.get(_SHARED)
+        if "fault" in words:
+            return Reply({}, fault=str(words["fault"])[:_LONGEST])
+        examples = int(str(words["examples"]))
+        if not 0 <= examples <= _MOST:
+            raise ValueError(f"it counts {examples} examples")
+        return Reply(from_record(shared) if shared is not None else {}, examples, read_figures(str(words["figures"])))
+    except Exception as error:  # whatever a broken or hostile device may send
+        return Reply({}, fault=f"its reply cannot be read ({brief(error)})")
+
+
+def read_figures(text: str) -> Json:
+    """The figures that a device sent: finite numbers, and words where words belong.
+
+    >>> read_figures('{"loss": "low"}')
+    Traceback (most recent call last):
+    ...
+    ValueError: its figure 'loss' is 'low'; a finite number was expected
+    """
+    figures = json.loads(text)
+    if not isinstance(figures, Mapping):
+        raise TypeError("its figures are no table")
+    return {name: _figure(name, value) for name, value in figures.items()}
+
+
+def _figure(name: str, value: object) -> object:
+    if name in _WORDY:
+        return str(value)[:_LONGEST]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > _MOST:
+        raise ValueError(f"its figure '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected")
+    if name in _SHARES and not 0 <= value <= 1:
+        raise ValueError(f"its figure '{name}' is {value}; a share from 0 to 1 was expected")
+    return value

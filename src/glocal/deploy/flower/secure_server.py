@@ -1,0 +1,110 @@
+"""SecAgg+ on the server: it learns the average of a cohort, and no upload (Bell et al. 2020).
+
+It rests on Flower's legacy workflow and its positional Fit messages, which the rest of this package
+does without; `secure_client.py` has the clients' part.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.serverapp import Grid
+
+from glocal.core.errors import brief
+from glocal.core.files import Json
+from glocal.core.trees import Params
+from glocal.deploy.flower.contract import Order, Reply
+from glocal.deploy.flower.inner_server import (
+    MAIN_CONFIGS_RECORD,
+    MAIN_PARAMS_RECORD,
+    FitIns,
+    FitRes,
+    Key,
+    LegacyContext,
+    SecAggPlusWorkflow,
+    legacy,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from glocal.deploy.flower.records import read_figures
+from glocal.deploy.flower.secure_client import RANGE
+
+_THRESHOLD = 0.5  # of a cohort: fewer cannot unmask anybody, and as many must stay until the end
+
+
+class _Node:
+    """A device as the legacy workflow knows it."""
+
+    def __init__(self, node_id: int) -> None:
+        self.node_id = node_id
+
+
+class _Round:
+    """A legacy strategy of one round: whom to ask, and what came of it."""
+
+    def __init__(self, orders: Mapping[int, Order]) -> None:
+        self.orders = orders
+        self.arrays: list[Any] | None = None
+        self.replies: dict[int, Reply] = {}
+
+    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> list[tuple[_Node, FitIns]]:
+        return [(_Node(node), FitIns(parameters, {"order": order.packed()})) for node, order in self.orders.items()]
+
+    def aggregate_fit(self, server_round: int, results: list[tuple[_Node, FitRes]], failures: Any) -> tuple[None, dict[str, Any]]:
+        for node, result in results:
+            self.arrays = parameters_to_ndarrays(result.parameters)
+            self.replies[node.node_id] = Reply({}, result.num_examples, _figures(result))
+        return None, {}
+
+
+def _figures(result: FitRes) -> Json:
+    """What it let leave; its upload is in the mean already, so that figures that cannot be read do not undo the round."""
+    try:
+        return read_figures(str(result.metrics.get("figures", "{}")))
+    except (TypeError, ValueError) as error:
+        return {"note": f"its figures cannot be read ({brief(error)})"}
+
+
+class _Crowd:
+    """A legacy client manager that knows how many there are."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def num_available(self) -> int:
+        return self.number
+
+
+class _Workflow(SecAggPlusWorkflow):
+    """Flower's, which fails when a device is lost before it has handed out its shares: it asks the others for them all the same."""
+
+    def share_keys_stage(self, grid: Grid, context: LegacyContext, state: Any) -> bool:
+        """Who is lost until now has masked nothing, and nothing of it is to be unmasked."""
+        enough = super().share_keys_stage(grid, context, state)
+        state.sampled_node_ids = state.active_node_ids
+        state.nid_to_neighbours = {node: near & state.active_node_ids for node, near in state.nid_to_neighbours.items()}
+        return enough
+
+
+def secure_mean(
+    grid: Grid, shared: Params, orders: Mapping[int, Order], *, wait: float, heaviest: float
+) -> tuple[Params | None, dict[int, Reply]]:
+    """One round: the weighted mean of the uploads (None if too few stayed), and the replies without any upload.
+
+    `heaviest` is the largest weight: the nearer the others are to it, the finer is the mean.
+    """
+    round_ = _Round(orders)
+    state = RecordDict()
+    arrays = ndarrays_to_parameters([tensor.numpy() for tensor in shared.values()])
+    state.array_records[MAIN_PARAMS_RECORD] = legacy.parameters_to_arrayrecord(arrays, keep_input=True)
+    number = next(iter(orders.values())).round_index
+    state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: number})
+    context = LegacyContext(Context(0, 0, {}, state, {}), None, round_, _Crowd(len(orders)))  # type: ignore[arg-type]
+    workflow = _Workflow(1.0, _THRESHOLD, max_weight=heaviest, clipping_range=RANGE, timeout=wait)
+    workflow(grid, context)
+    if round_.arrays is None:
+        return None, {}
+    mean = {name: torch.from_numpy(np.array(array)).to(shared[name]) for name, array in zip(shared, round_.arrays, strict=True)}
+    return mean, round_.replies

@@ -1,0 +1,1 @@
+"""Rounds of federated learning, and what drives them: evaluation, selection, checkpoints, results."""
