@@ -88,7 +88,7 @@ SPOILING = """
 import glocal.deploy.flower.records as records
 import time
 from pathlib import Path
-from glocal.keep import read_rows
+from glocal.core.files import read_rows
 
 to_record = records.to_record
 

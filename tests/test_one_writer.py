@@ -144,7 +144,7 @@ def test_a_study_in_parts_is_held_as_a_whole(tmp_path, capsys):
 FORKS = """
 import os, sys, time
 from pathlib import Path
-from glocal.keep import alone
+from glocal.core.files import alone
 with alone(Path("held")):
     child = os.fork()
     if not child:
@@ -181,7 +181,7 @@ UNLOCKED = """
 import sys
 from pathlib import Path
 sys.modules["fcntl"] = None
-from glocal.keep import alone
+from glocal.core.files import alone
 with alone(Path("new")):
     Path("new/file").touch()
 """
