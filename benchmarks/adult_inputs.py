@@ -11,14 +11,14 @@ import numpy as np
 
 from glocal.core.data import Examples
 from glocal.datasets import SOURCES, load
-from glocal.evaluate.leakage import Seen, best_auc, fresh
+from glocal.evaluate.leakage import AttackData, best_auc, train_attackers
 
 
 def read(train: Examples, test: Examples, what: str, attribute: int) -> float:
     """The AUC in percent of the best attacker that has learnt from the training half, on the test half."""
     told = [(part.x if what == "inputs" else part.y[:, None]).double().numpy() for part in (train, test)]
-    seen = [Seen(h, part.group[:, attribute].numpy()) for h, part in zip(told, (train, test), strict=True)]
-    return round(100 * best_auc(fresh(seen[0]), seen[1]), 1)
+    seen = [AttackData(h, part.group[:, attribute].numpy()) for h, part in zip(told, (train, test), strict=True)]
+    return round(100 * best_auc(train_attackers(seen[0]), seen[1]), 1)
 
 
 def main() -> None:

@@ -16,33 +16,33 @@ from pathlib import Path
 from benchmarks.machine import command, describe
 from glocal.algorithms import lg_fedavg
 from glocal.core.sampling import Plan
-from glocal.datasets.fetch import unreported
-from glocal.federate.fitting import Case, fit_case, warm_params
+from glocal.datasets.fetch import no_progress
+from glocal.federate.fitting import Case, fit_case, warm_start_params
 from glocal.federate.result import Result
-from glocal.personalize.advisor import Advice, Counsel, advise
-from glocal.personalize.advisor.candidates import candidates
-from glocal.personalize.advisor.search import chosen
-from glocal.studies.build import Parts, build_algorithm, build_optimiser, build_parts
+from glocal.personalize.advisor import Advice, AdvisorConfig, advise
+from glocal.personalize.advisor.candidates import make_candidates
+from glocal.personalize.advisor.search import choose_candidate
+from glocal.studies.build import Components, build_algorithm, build_components, build_optimizer
 from glocal.studies.paper import PAPER
-from glocal.studies.settings import CaseSettings, Settings, changed
+from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
 from glocal.wire import Ledger
 
 
-def swept(settings: Settings, parts: Parts, rounds: tuple[int, int]) -> tuple[dict[str, list[Result]], dict[str, float]]:
+def swept(settings: Settings, parts: Components, rounds: tuple[int, int]) -> tuple[dict[str, list[Result]], dict[str, float]]:
     """Every split after one FedAvg, with seconds by case; "FedAvg" is the start."""
     fedavg, splits = rounds
-    first = build_algorithm(settings, CaseSettings("fedavg"), parts)
-    plan = Plan(fedavg, settings.plan.cohort, settings.plan.epochs, settings.plan.batch)
+    first = build_algorithm(settings, ExperimentSettings("fedavg"), parts)
+    plan = Plan(fedavg, settings.plan.clients_per_round, settings.plan.local_epochs, settings.plan.batch_size)
     none = tuple(Ledger() for _ in parts.seeds)
     start = Case(first, parts.model, plan, parts.seeds, parts.params, parts.federations, none)
     found, seconds = {}, {}
     began = time.perf_counter()
     found["FedAvg"], seconds["FedAvg"] = fit_case(start, settings.run), time.perf_counter() - began
-    warm = tuple(warm_params(result.algorithm, result.state) for result in found["FedAvg"])
+    warm = tuple(warm_start_params(result.algorithm, result.state) for result in found["FedAvg"])
     after = replace(start, params=warm, plan=replace(plan, rounds=splits, first_round=fedavg))
-    for each in candidates(parts.model):
+    for each in make_candidates(parts.model):
         began = time.perf_counter()
-        algorithm = lg_fedavg(parts.objective, build_optimiser(settings.optimiser), split=each.split)
+        algorithm = lg_fedavg(parts.objective, build_optimizer(settings.optimizer), split=each.split)
         found[each.name] = fit_case(replace(after, algorithm=algorithm), settings.run)
         seconds[each.name] = time.perf_counter() - began
         print(f"  {each.name}: {[round(100 * (result.local_test or 0), 2) for result in found[each.name]]}", flush=True)
@@ -51,11 +51,11 @@ def swept(settings: Settings, parts: Parts, rounds: tuple[int, int]) -> tuple[di
 
 def advised(settings: Settings, seed: int, rounds: int) -> Advice:
     """What the advisor says, on the same devices."""
-    alone = changed(settings, ["plan.seeds=1", f"plan.seed={seed}"])
-    parts = build_parts(alone, unreported)
-    algorithm = build_algorithm(alone, CaseSettings("fedavg"), parts)
-    plan = Plan(rounds, alone.plan.cohort, alone.plan.epochs, alone.plan.batch, seed)
-    return advise(algorithm, parts.model, parts.federations[0], plan, how=Counsel(), options=alone.run)
+    alone = with_overrides(settings, ["plan.seeds=1", f"plan.seed={seed}"])
+    parts = build_components(alone, no_progress)
+    algorithm = build_algorithm(alone, ExperimentSettings("fedavg"), parts)
+    plan = Plan(rounds, alone.plan.clients_per_round, alone.plan.local_epochs, alone.plan.batch_size, seed)
+    return advise(algorithm, parts.model, parts.federations[0], plan, config=AdvisorConfig(), options=alone.run)
 
 
 def compared(found: dict[str, list[Result]], seconds: dict[str, float], place: int, advice: Advice) -> dict[str, object]:
@@ -65,20 +65,20 @@ def compared(found: dict[str, list[Result]], seconds: dict[str, float], place: i
     cost = advice.as_dict()["cost"]
     ours = {
         "bytes": cost["ledger"]["total"]["bytes"],
-        "bytes, validation apart": _training(advice.spent.ledger),
+        "bytes, validation apart": _training(advice.cost.ledger),
         "updates": cost["updates"],
         "seconds": round(advice.seconds, 2),
     }
     whole = {
         "bytes": sum(result.ledger.total.bytes for result in results.values()),
         "bytes, validation apart": sum(_training(result.ledger) for result in results.values()),
-        "updates": sum(result.plan.rounds * result.plan.cohort for result in results.values()),
+        "updates": sum(result.plan.rounds * result.plan.clients_per_round for result in results.values()),
         "seconds": round(sum(seconds.values()) / len(found["FedAvg"]), 2),
     }
     best = max(local, key=lambda name: local[name])
     rows = advice.rows
-    sends, predicted = ({row.candidate.name: getattr(row, what) for row in rows} for what in ("sends", "predicted"))
-    cheaper = chosen(advice.alike, sends, predicted, "bytes") if advice.raced else advice.choice.name
+    sent_fraction, predicted_error = ({row.candidate.name: getattr(row, what) for row in rows} for what in ("sent_fraction", "predicted_error"))
+    cheaper = choose_candidate(advice.equally_good, sent_fraction, predicted_error, "bytes") if advice.ran_halving else advice.choice.name
     return {
         "seed": results["FedAvg"].plan.seed,
         "local test": local,
@@ -112,9 +112,9 @@ def main() -> None:
     told = {"command": command("benchmarks.advice", sys.argv[1:]), "machine": describe(given.device), "classes per device": {}}
     for classes in given.classes:
         settings = PAPER["paper-cifar10"].parts[f"paper-{classes}"].settings
-        settings = changed(settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set])
+        settings = with_overrides(settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set])
         print(f"{classes} classes per device", flush=True)
-        parts = build_parts(settings, unreported)
+        parts = build_components(settings, no_progress)
         asked = [advised(settings, seed, given.advisor_rounds) for seed in parts.seeds]
         found, seconds = swept(settings, parts, tuple(given.rounds))
         rows = [compared(found, seconds, place, advice) for place, advice in enumerate(asked)]

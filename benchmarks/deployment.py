@@ -17,7 +17,7 @@ from statistics import median
 
 from benchmarks.machine import command, describe
 from glocal.core.files import read_rows, write_json
-from glocal.deploy.layout import Wanted, lay_out
+from glocal.deploy.layout import DeploymentSpec, create_deployment
 from glocal.deploy.processes import free_port
 from tests.running import kill, pids, running
 from tests.stock import start_request, stock
@@ -43,10 +43,10 @@ def main() -> None:
     print(told)
 
 
-def project(place: str, name: str, devices: int, rounds: int) -> Path:
+def project(place: str, name: str, clients: int, rounds: int) -> Path:
     """The folder of a new deployment of digits."""
-    wanted = Wanted(devices=devices, port=free_port(), rounds=rounds)
-    return lay_out(Path(place) / name, wanted).folder
+    wanted = DeploymentSpec(clients=clients, port=free_port(), rounds=rounds)
+    return create_deployment(Path(place) / name, wanted).folder
 
 
 def apart(folder: Path) -> dict[str, object]:
@@ -104,7 +104,7 @@ def plain(folder: Path) -> dict[str, object]:
         for name in names(folder):
             these.node(name)
         these.until_online(len(names(folder)))
-        settings = {"folder": str(folder), "run": "first", "visit": False}
+        settings = {"folder": str(folder), "run": "first", "skip_training": False}
         these.run(start_request({"pyproject.toml": app}, settings))
     return seconds(folder)
 

@@ -34,7 +34,7 @@ STYLE = {
     "ytick.color": INK,
 }
 AXES = {
-    "cohort": "devices per round",
+    "clients_per_round": "devices per round",
     "devices": "devices that share 60,000 examples",
     "width": "parameters",
     "seeds": "seeds side by side",

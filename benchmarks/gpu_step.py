@@ -22,9 +22,9 @@ from glocal.core import optimizers, training
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
 from glocal.core.trees import Params
-from glocal.engines.fused.chain import Chain, Linear, chain_of
-from glocal.engines.fused.on_gpu import descend_together
-from glocal.engines.fused.tiles import SMALL_BATCH, Choose, Job, Tile, tile_for
+from glocal.engines.fused.chain import LayerChain, LinearSpec, parse_chain
+from glocal.engines.fused.on_gpu import local_train_batched
+from glocal.engines.fused.tiles import SMALL_BATCH, KernelLaunch, Tile, TileChooser, default_tile
 
 RATE, MOMENTUM, REPLAYS, EXAMPLES = 0.05, 0.5, 20, 6000
 KERNELS = ("linear_forward", "linear_loss", "linear_backward", "linear_update")
@@ -53,9 +53,9 @@ class Workload:
     batch: int
 
     @cached_property
-    def chain(self) -> Chain:
+    def chain(self) -> LayerChain:
         """Found once: it copies the model, which must not happen inside a graph."""
-        return chain_of(self.model, self.inputs)
+        return parse_chain(self.model, self.inputs)
 
 
 def workloads() -> dict[str, Workload]:
@@ -87,9 +87,9 @@ class Round:
     y: Tensor
     order: Tensor
 
-    def fused(self, choose: Choose, precision: str) -> tuple[Params, Tensor]:
-        numbers = {"rate": RATE, "momentum": MOMENTUM, "precision": precision, "choose": choose}
-        return descend_together(self.work.chain, self.params, self.x, self.y, self.order, **numbers)
+    def fused(self, choose_tile: TileChooser, precision: str) -> tuple[Params, Tensor]:
+        numbers = {"lr": RATE, "momentum": MOMENTUM, "precision": precision, "choose_tile": choose_tile}
+        return local_train_batched(self.work.chain, self.params, self.x, self.y, self.order, **numbers)
 
     def shortened(self, steps: int) -> "Round":
         return replace(self, order=self.order[:, :steps].contiguous())
@@ -100,12 +100,12 @@ def prepared(work: Workload, device: str) -> Round:
     params = {name: tensor.expand(work.devices, *tensor.shape).contiguous() for name, tensor in shared.items()}
     x = torch.randn(EXAMPLES, *work.inputs, device=device)
     y = torch.randint(0, 10, (EXAMPLES,), device=device)
-    order = torch.randint(0, EXAMPLES, (work.devices, work.steps, work.batch), device=device)
+    order = torch.randint(0, EXAMPLES, (work.devices, work.steps, work.batch_size), device=device)
     return Round(work, params, x, y, order)
 
 
 def slow(it: Round, dtype: torch.dtype, devices: int) -> tuple[Params, Tensor]:
-    """Eager `descend` under vmap, for the first devices."""
+    """Eager `local_train` under vmap, for the first devices."""
     model = it.work.model.to(it.x.device, dtype)
     objective, sgd = training.cross_entropy(model), optimizers.sgd(RATE, momentum=MOMENTUM)
     zero = torch.zeros((), dtype=torch.int64, device=it.x.device)
@@ -113,7 +113,7 @@ def slow(it: Round, dtype: torch.dtype, devices: int) -> tuple[Params, Tensor]:
 
     def one(params: Params, order: Tensor) -> tuple[Params, Tensor]:
         work = training.Work(Examples(x, it.y), order, zero, zero, full_steps=order.shape[0])
-        return training.descend(objective, params, work, sgd)
+        return training.local_train(objective, params, work, sgd)
 
     return torch.vmap(one)({name: tensor[:devices].to(dtype) for name, tensor in it.params.items()}, it.order[:devices])
 
@@ -123,28 +123,28 @@ def gap(one: tuple[Params, Tensor], other: tuple[Params, Tensor], devices: int) 
     return max(worst, (one[1][:devices] - other[1][:devices]).abs().max().item())
 
 
-def check(name: str, it: Round, choose: Choose, precision: str) -> None:
+def check(name: str, it: Round, choose_tile: TileChooser, precision: str) -> None:
     """Compare one and three steps with float64, for three devices, beside what eager float32 gives."""
     for steps in (1, 3):
         short = it.shortened(steps)
         truth = slow(short, torch.float64, 3)
-        eager, fused = slow(short, torch.float32, 3), short.fused(choose, precision)
-        again = short.fused(choose, precision)
+        eager, fused = slow(short, torch.float32, 3), short.fused(choose_tile, precision)
+        again = short.fused(choose_tile, precision)
         same = all(torch.equal(fused[0][n], again[0][n]) for n in fused[0])
         away = f"fused is {gap(fused, truth, 3):.1e} from float64, eager {gap(eager, truth, 3):.1e}"
         print(f"{name}: after {steps} steps {away}; same bits twice: {same}", flush=True)
     it.work.model.float()
 
 
-def time_graph(it: Round, choose: Choose, precision: str) -> float:
+def time_graph(it: Round, choose_tile: TileChooser, precision: str) -> float:
     """Median milliseconds of a replayed round."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        it.shortened(2).fused(choose, precision)
+        it.shortened(2).fused(choose_tile, precision)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        it.fused(choose, precision)
+        it.fused(choose_tile, precision)
     times = []
     for _ in range(3 + REPLAYS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -156,52 +156,52 @@ def time_graph(it: Round, choose: Choose, precision: str) -> float:
     return statistics.median(times[3:])
 
 
-def launches(chain: Chain, devices: int, batch: int) -> Iterator[tuple[str, Job, float, float]]:
+def launches(chain: LayerChain, devices: int, batch: int) -> Iterator[tuple[str, KernelLaunch, float, float]]:
     """The launches of one step's linear layers in order: kernel, job, and its floor in megabytes of weights and GFLOP."""
-    linear = [layer for layer in chain.layers if isinstance(layer, Linear)]
+    linear = [layer for layer in chain.layers if isinstance(layer, LinearSpec)]
     for layer in linear:
         size = devices * layer.inputs * layer.outputs
         kernel, kind = ("linear_loss", "loss") if layer is linear[-1] else ("linear_forward", "forward")
-        yield kernel, Job(kind, devices, batch, layer.outputs, layer.inputs), 4e-6 * size, 2e-9 * size * batch
+        yield kernel, KernelLaunch(kind, devices, batch, layer.outputs, layer.inputs), 4e-6 * size, 2e-9 * size * batch
     for layer in reversed(linear):
         yield from backward_of(layer, devices, batch, first=layer is chain.layers[0])
 
 
-def backward_of(layer: Linear, devices: int, batch: int, *, first: bool) -> Iterator[tuple[str, Job, float, float]]:
+def backward_of(layer: LinearSpec, devices: int, batch: int, *, first: bool) -> Iterator[tuple[str, KernelLaunch, float, float]]:
     size = devices * layer.inputs * layer.outputs
     flops = 2e-9 * size * batch
     if batch <= SMALL_BATCH:
-        job = Job("backward", devices, batch, layer.outputs, layer.inputs)
+        job = KernelLaunch("backward", devices, batch, layer.outputs, layer.inputs)
         yield "linear_backward", job, 16e-6 * size, flops * (1 if first else 2)
         return
     if not first:
-        yield "linear_forward", Job("forward", devices, batch, layer.inputs, layer.outputs), 4e-6 * size, flops
-    yield "linear_update", Job("update", devices, batch, layer.outputs, layer.inputs), 16e-6 * size, flops
+        yield "linear_forward", KernelLaunch("forward", devices, batch, layer.inputs, layer.outputs), 4e-6 * size, flops
+    yield "linear_update", KernelLaunch("update", devices, batch, layer.outputs, layer.inputs), 16e-6 * size, flops
 
 
-def profiled(it: Round, choose: Choose, precision: str, steps: int = 5) -> tuple[list[Any], int]:
+def profiled(it: Round, choose_tile: TileChooser, precision: str, steps: int = 5) -> tuple[list[Any], int]:
     """All kernels of a few steps, in order, and how many steps they are."""
     short = it.shortened(min(steps, it.work.steps))
-    short.fused(choose, precision)
+    short.fused(choose_tile, precision)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        short.fused(choose, precision)
+        short.fused(choose_tile, precision)
         torch.cuda.synchronize()
     return sorted(seen.events(), key=lambda event: event.time_range.start), short.order.shape[1]
 
 
-def time_launches(it: Round, choose: Choose, precision: str) -> list[float]:
+def time_launches(it: Round, choose_tile: TileChooser, precision: str) -> list[float]:
     """Mean microseconds of each launch of a step's linear layers, the first step left out."""
-    events, count = profiled(it, choose, precision)
+    events, count = profiled(it, choose_tile, precision)
     found = [event.time_range.elapsed_us() for event in events if event.name in KERNELS]
     each = len(found) // count
     assert each * count == len(found), f"{len(found)} launches in {count} steps"
     return [statistics.mean(found[step * each + place] for step in range(1, count)) for place in range(each)]
 
 
-def show_kernels(it: Round, choose: Choose, precision: str) -> None:
+def show_kernels(it: Round, choose_tile: TileChooser, precision: str) -> None:
     """Where the time goes, kernel by kernel, over a few steps."""
-    events, count = profiled(it, choose, precision)
+    events, count = profiled(it, choose_tile, precision)
     spent: dict[str, list[float]] = {}
     for event in events:
         spent.setdefault(event.name[:70], []).append(event.time_range.elapsed_us())
@@ -209,11 +209,11 @@ def show_kernels(it: Round, choose: Choose, precision: str) -> None:
         print(f"  {sum(micros) / count:8.1f} us a step in {len(micros) / count:5.1f} launches  {name}")
 
 
-def show_launches(it: Round, choose: Choose, precision: str) -> None:
+def show_launches(it: Round, choose_tile: TileChooser, precision: str) -> None:
     work = it.work
-    times = time_launches(it, choose, precision)
-    for (kernel, job, megabytes, gflop), micros in zip(launches(work.chain, work.devices, work.batch), times, strict=True):
-        tile, sizes = choose(job), f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}"
+    times = time_launches(it, choose_tile, precision)
+    for (kernel, job, megabytes, gflop), micros in zip(launches(work.chain, work.devices, work.batch_size), times, strict=True):
+        tile, sizes = choose_tile(job), f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}"
         rates = f"{megabytes / micros:6.2f} TB/s {gflop / micros * 1e3:6.1f} TFLOP/s"
         print(f"  {micros:8.1f} us  {rates}  {kernel:16} {sizes:38} {short_form(tile)}")
     print(
@@ -226,24 +226,24 @@ def short_form(tile: Tile | None) -> str:
     return "" if tile is None else ",".join(str(value) for value in (tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages))
 
 
-def candidates(job: Job, usual: Tile) -> list[Tile]:
+def candidates(job: KernelLaunch, usual: Tile) -> list[Tile]:
     rows = usual.rows if job.kind == "forward" else None
     return [Tile(rows or values[0], *values[1:]) for values in CANDIDATES.get(job.kind, [])]
 
 
-def sweep(name: str, it: Round, choose: Choose, precision: str, until: float) -> None:
+def sweep(name: str, it: Round, choose_tile: TileChooser, precision: str, until: float) -> None:
     """Try every candidate on all launches of its kind at once; keep the best tile of each job."""
-    jobs = [job for _, job, _, _ in launches(it.work.chain, it.work.devices, it.work.batch)]
-    best = {job: (micros, choose(job)) for job, micros in zip(jobs, time_launches(it, choose, precision), strict=True)}
+    jobs = [job for _, job, _, _ in launches(it.work.chain, it.work.devices, it.work.batch_size)]
+    best = {job: (micros, choose_tile(job)) for job, micros in zip(jobs, time_launches(it, choose_tile, precision), strict=True)}
     for kind in dict.fromkeys(job.kind for job in best):
-        longest = max(len(candidates(job, choose(job))) for job in best if job.kind == kind)
+        longest = max(len(candidates(job, choose_tile(job))) for job in best if job.kind == kind)
         for number in range(longest):
             if time.monotonic() > until:
                 print("  out of time")
                 break
-            tried = {job: candidates(job, choose(job))[number] for job in best if job.kind == kind}
+            tried = {job: candidates(job, choose_tile(job))[number] for job in best if job.kind == kind}
             try:
-                times = time_launches(it, lambda job, tried=tried: tried.get(job) or choose(job), precision)
+                times = time_launches(it, lambda job, tried=tried: tried.get(job) or choose_tile(job), precision)
             except Exception as error:  # a tile that does not fit the chip: whatever Triton raises then
                 print(f"  {kind} {short_form(next(iter(tried.values())))}: {type(error).__name__}: {str(error)[:80]}", flush=True)
                 continue
@@ -260,13 +260,13 @@ def sweep(name: str, it: Round, choose: Choose, precision: str, until: float) ->
     print(f"{name}: {time_graph(it, lambda job: best[job][1], precision):.2f} ms a round with them", flush=True)
 
 
-def chosen(settings: list[str]) -> Choose:
+def chosen(settings: list[str]) -> TileChooser:
     """The heuristic, with tiles by kind from the command line in its place."""
     tiles = {}
     for setting in settings:
         kind, _, values = setting.partition("=")
         tiles[kind] = Tile(*(int(value) for value in values.split(",")))
-    return lambda job: tiles.get(job.kind) or tile_for(job)
+    return lambda job: tiles.get(job.kind) or default_tile(job)
 
 
 def main() -> None:
@@ -278,21 +278,21 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--seconds", type=float, default=230.0, help="no new candidate is tried after this long")
     given = parser.parse_args()
-    start, choose = time.monotonic(), chosen(given.set)
+    start, choose_tile = time.monotonic(), chosen(given.set)
     known = workloads()
     for name in given.only.split(","):
         it = prepared(known[name], "cuda")
         begin = time.monotonic()
-        it.shortened(2).fused(choose, given.precision)
+        it.shortened(2).fused(choose_tile, given.precision)
         torch.cuda.synchronize()
         print(f"{name}: compiled in {time.monotonic() - begin:.1f} s", flush=True)
         if not given.no_check:
-            check(name, it, choose, given.precision)
-        print(f"{name}: {time_graph(it, choose, given.precision):.2f} ms a round ({given.precision})", flush=True)
-        show_kernels(it, choose, given.precision)
-        show_launches(it, choose, given.precision)
+            check(name, it, choose_tile, given.precision)
+        print(f"{name}: {time_graph(it, choose_tile, given.precision):.2f} ms a round ({given.precision})", flush=True)
+        show_kernels(it, choose_tile, given.precision)
+        show_launches(it, choose_tile, given.precision)
         if given.sweep:
-            sweep(name, it, choose, given.precision, start + given.seconds)
+            sweep(name, it, choose_tile, given.precision, start + given.seconds)
     print(f"{time.monotonic() - start:.0f} s in all")
 
 

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from statistics import fmean
 
-from glocal.datasets import deal_texts, load_texts
-from glocal.datasets.federated import Federation
-from glocal.datasets.mood import LENGTH, UNKNOWN, Texts
-from glocal.studies.ordinal import OrdinalSettings, compared
+from glocal.datasets import load_texts, partition_texts
+from glocal.datasets.federated import FederatedData
+from glocal.datasets.mood import MAX_WORDS, UNKNOWN_WORD, Texts
+from glocal.studies.ordinal import OrdinalSettings, baseline_metrics
 
 MEASURES = ("accuracy", "error", "accuracy_rest", "error_rest")
 
@@ -23,13 +23,13 @@ def lost(texts: Texts, people: int | None) -> float:
         written[person] += 1
     kept = {*sorted(written, key=lambda person: (-written[person], person))[:people]}
     lengths = [len(words) for words, person in zip(texts.words, texts.person, strict=True) if person in kept]
-    return round(100 * sum(max(0, length - LENGTH) for length in lengths) / sum(lengths), 1)
+    return round(100 * sum(max(0, length - MAX_WORDS) for length in lengths) / sum(lengths), 1)
 
 
-def unknown(federation: Federation) -> float:
+def unknown(federation: FederatedData) -> float:
     """The share of words of test texts that no training text has."""
-    words = federation.test.examples.x[federation.test.pooled()]
-    return float((words == UNKNOWN).sum() / (words > 0).sum())
+    words = federation.test.examples.x[federation.test.all_rows()]
+    return float((words == UNKNOWN_WORD).sum() / (words > 0).sum())
 
 
 def main() -> None:
@@ -40,8 +40,8 @@ def main() -> None:
     given = parser.parse_args()
     texts, told = load_texts("mood_essays"), {}
     for part, people in (("14-people", 14), ("all-people", None)):
-        dealt = deal_texts(texts, seeds=range(given.seeds), people=people)
-        rows = [compared(federation, OrdinalSettings(bag_of_words=True)) for federation in dealt]
+        dealt = partition_texts(texts, seeds=range(given.seeds), people=people)
+        rows = [baseline_metrics(federation, OrdinalSettings(bag_of_words=True)) for federation in dealt]
         told[part] = {
             "words lost, %": lost(texts, people),
             "unknown words in tests, %": round(100 * fmean(map(unknown, dealt)), 1),

@@ -57,14 +57,14 @@ def train(model: nn.Module, workload: Workload, x: Tensor, y: Tensor) -> Iterato
     generator = torch.Generator().manual_seed(0)
     shared = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     while True:
-        cohort = torch.randperm(workload.devices, generator=generator)[: workload.cohort].tolist()
+        clients_per_round = torch.randperm(workload.devices, generator=generator)[: workload.clients_per_round].tolist()
         total = {name: torch.zeros_like(tensor) for name, tensor in shared.items()}
-        for device in cohort:
+        for device in clients_per_round:
             model.load_state_dict(shared)
             descend(model, workload, x[device], y[device])
             for name, tensor in model.state_dict().items():
                 total[name].add_(tensor, alpha=len(y[device]))
-        examples = sum(len(y[device]) for device in cohort)
+        examples = sum(len(y[device]) for device in clients_per_round)
         shared = {name: tensor / examples for name, tensor in total.items()}
         model.load_state_dict(shared)
         yield
@@ -72,12 +72,12 @@ def train(model: nn.Module, workload: Workload, x: Tensor, y: Tensor) -> Iterato
 
 def descend(model: nn.Module, workload: Workload, x: Tensor, y: Tensor) -> None:
     """One device's epochs of stochastic gradient descent, in place."""
-    optimiser = torch.optim.SGD(model.parameters(), lr=workload.rate, momentum=workload.momentum)
-    for _ in range(workload.epochs):
-        for rows in torch.randperm(len(y)).to(y.device).split(workload.batch):
-            optimiser.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr, momentum=workload.momentum)
+    for _ in range(workload.local_epochs):
+        for rows in torch.randperm(len(y)).to(y.device).split(workload.batch_size):
+            optimizer.zero_grad()
             functional.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimiser.step()
+            optimizer.step()
 
 
 if __name__ == "__main__":

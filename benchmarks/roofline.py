@@ -33,14 +33,14 @@ _LARGE = {"cpu": 2**28, "cuda": 2**31}
 def operations(workload: Workload) -> int:
     """Floating-point operations of one round."""
     products = list(_products(workload))
-    return workload.cohort * workload.epochs * workload.examples * (6 * sum(products) - 2 * products[0])
+    return workload.clients_per_round * workload.local_epochs * workload.examples * (6 * sum(products) - 2 * products[0])
 
 
 def least_bytes(workload: Workload) -> int:
     """Bytes that one round must move."""
     passes = 5 if workload.momentum else 3
     weights = workload.steps * passes * 4 * parameters(workload)
-    return workload.cohort * (weights + workload.epochs * workload.examples * 4 * prod(workload.shape))
+    return workload.clients_per_round * (weights + workload.local_epochs * workload.examples * 4 * prod(workload.shape))
 
 
 def _products(workload: Workload) -> Iterator[int]:

@@ -39,7 +39,7 @@ class Point:
 def points(rounds: int) -> Iterator[Point]:
     """Every place on every axis; the MNIST workload where nothing else is said."""
     for cohort in COHORTS:
-        yield Point("cohort", cohort, replace(MLP, cohort=cohort), rounds)
+        yield Point("clients_per_round", cohort, replace(MLP, clients_per_round=cohort), rounds)
     for devices in DEVICES:
         # the same 60,000 examples in ever smaller hands
         yield Point("devices", devices, replace(MLP, devices=devices, examples=60_000 // devices), DEVICE_ROUNDS)
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--axes", nargs="+", choices=("cohort", "devices", "width", "seeds"), default=["cohort", "devices", "width", "seeds"]
+        "--axes", nargs="+", choices=("clients_per_round", "devices", "width", "seeds"), default=["clients_per_round", "devices", "width", "seeds"]
     )
     parser.add_argument("--out", type=Path, default=Path("scaling.json"))
     asked = parser.parse_args()

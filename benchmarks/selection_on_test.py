@@ -14,15 +14,15 @@ import numpy as np
 
 from glocal.core.modules import predictor
 from glocal.core.trees import Params
-from glocal.datasets.fetch import unreported
-from glocal.engines import OverDevices
-from glocal.evaluate import Evaluation, local_tests
-from glocal.federate.fitting import Case, placed, warm_params
-from glocal.federate.rounds import Seat, begin, simulate_seeds
-from glocal.studies.build import build_algorithm, build_parts
+from glocal.datasets.fetch import no_progress
+from glocal.engines import Executor
+from glocal.evaluate import Evaluator, local_tests
+from glocal.federate.fitting import Case, move_to_device, warm_start_params
+from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from glocal.studies.build import build_algorithm, build_components
 from glocal.studies.paper import PAPER
-from glocal.studies.run import plans_of, resolved
-from glocal.studies.settings import CaseSettings, Settings, changed
+from glocal.studies.run import plans_of, resolve
+from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
 from glocal.wire import Ledger
 
 
@@ -30,22 +30,22 @@ def measured(
     settings: Settings, name: str, starts: tuple[Params, ...] | None = None
 ) -> tuple[dict[str, float], tuple[Params, ...]]:
     """Local Test in percent of a case's last round, of its best common round and of every device's own best round on test data."""
-    parts = build_parts(settings, unreported)
-    algorithm, plan = build_algorithm(settings, settings.cases[name], parts), plans_of(settings)[name]
+    parts = build_components(settings, no_progress)
+    algorithm, plan = build_algorithm(settings, settings.experiments[name], parts), plans_of(settings)[name]
     ledgers = tuple(Ledger() for _ in parts.seeds)
-    case = placed(Case(algorithm, parts.model, plan, parts.seeds, starts or parts.params, parts.federations, ledgers), settings.run)
-    over = OverDevices(algorithm.client_update, engine=settings.run.how(), calls=plan.rounds)
-    evaluation = Evaluation(algorithm, predictor(parts.model), engine=settings.run.how())
-    states = [begin(algorithm, params, len(parts.seeds)) for params in case.params]
+    case = move_to_device(Case(algorithm, parts.model, plan, parts.seeds, starts or parts.params, parts.federations, ledgers), settings.run)
+    executor = Executor(algorithm.client_update, engine=settings.run.engine_config(), num_calls=plan.rounds)
+    evaluation = Evaluator(algorithm, predictor(parts.model), engine=settings.run.engine_config())
+    states = [initial_state(algorithm, params, len(parts.seeds)) for params in case.params]
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, states, strict=True)]
     tests, seen = [fed.test for fed in case.federations], []
-    for moment in simulate_seeds(algorithm, seats, over):
+    for moment in simulate_seeds(algorithm, seats, executor):
         states = [state for state, _ in moment]
         if algorithm.name != "fedavg":
             seen.append(local_tests(evaluation, states, tests))
-    over.close()
+    executor.close()
     evaluation.close()
-    models = tuple(warm_params(algorithm, state) for state in states) if states[0].shared else ()
+    models = tuple(warm_start_params(algorithm, state) for state in states) if states[0].shared else ()
     return _summed_up(np.array(seen)) if seen else {}, models
 
 
@@ -69,13 +69,13 @@ def main() -> None:
     found = {}
     for classes in given.classes:
         part = PAPER["paper-cifar10"].parts[f"released-{classes}"]
-        settings = changed(part.settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set])
-        settings = resolved(changed(settings, ["cases.FedAvg.rounds=1800"]))
+        settings = with_overrides(part.settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set])
+        settings = resolve(with_overrides(settings, ["cases.FedAvg.rounds=1800"]))
         rows = {}
-        for name in given.cases:
+        for name in given.experiments:
             starts = None
-            if settings.cases[name].after:
-                first = Settings(**{**vars(settings), "cases": {"FedAvg": CaseSettings("fedavg", rounds=1000)}})
+            if settings.experiments[name].start_from:
+                first = Settings(**{**vars(settings), "experiments": {"FedAvg": ExperimentSettings("fedavg", rounds=1000)}})
                 starts = measured(first, "FedAvg")[1]
             rows[name], _ = measured(settings, name, starts)
             published = part.published[name].scores[0].mean

@@ -22,15 +22,15 @@ import glocal
 from benchmarks.job import own_peak
 from glocal.algorithms import lg_fedavg
 from glocal.core import trees
-from glocal.core.data import Examples, Holdings
+from glocal.core.data import ClientData, Examples
 from glocal.core.modules import params_of
 from glocal.core.optimizers import sgd
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
-from glocal.datasets.pictures import Pictures
-from glocal.engines import Engine, OverDevices
-from glocal.federate.rounds import Seat, begin, simulate_seeds
+from glocal.datasets.pictures import ImageTable
+from glocal.engines import EngineConfig, Executor
+from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.vqa_model import SHARED, vqa_net
 
 WORDS, LENGTH, ANSWERS, PICTURES, SIZE, COHORT = 64_437, 19, 1000, 500, 128, 5
@@ -82,15 +82,15 @@ def measured(given: argparse.Namespace, devices: int) -> dict[str, Any]:
     where = torch.device(given.device)
     model = vqa_net(random_pictures(), words=WORDS, answers=ANSWERS)
     split = Split.of(model, shared=SHARED)
-    algorithm = lg_fedavg(cross_entropy(model), sgd(0.01, momentum=0.9, decay=0.0005), split=split)
+    algorithm = lg_fedavg(cross_entropy(model), sgd(0.01, momentum=0.9, lr_decay=0.0005), split=split)
     params = trees.to(params_of(model), where)
     train = random_questions(devices, given.examples, where)
     before = own_peak()
-    engine = Engine(given.engine, given.chunk, precision=given.precision)
-    over = OverDevices(algorithm.client_update, engine=engine, calls=1000)
+    engine = EngineConfig(given.engine, given.chunk_size, precision=given.precision)
+    executor = Executor(algorithm.client_update, engine=engine, num_calls=1000)
     warm = 2 if where.type == "cuda" else 0  # the second is under way when the first can be looked at
-    plan = Plan(given.rounds + warm, COHORT, batch=given.batch)
-    rounds = simulate_seeds(algorithm, [Seat(plan, train, begin(algorithm, params))], over)
+    plan = Plan(given.rounds + warm, COHORT, batch_size=given.batch_size)
+    rounds = simulate_seeds(algorithm, [Seat(plan, train, initial_state(algorithm, params))], executor)
     if warm:
         next(rounds)
         torch.cuda.synchronize()
@@ -102,12 +102,12 @@ def measured(given: argparse.Namespace, devices: int) -> dict[str, Any]:
     seconds, busy = ((now - then) / given.rounds for now, then in ((time.perf_counter(), started), (time.process_time(), worked)))
     return {
         "devices": devices,
-        "cohort": COHORT,
+        "clients_per_round": COHORT,
         "examples": given.examples,
-        "batch": given.batch,
-        "parameters": trees.count(params),
-        "shared": trees.count(split.take_shared(params)),
-        "engine": over.told(),
+        "batch": given.batch_size,
+        "parameters": trees.numel(params),
+        "shared": trees.numel(split.take_shared(params)),
+        "engine": executor.describe(),
         "precision": given.precision,
         "seconds_per_round": round(seconds, 3),
         "processor_seconds_per_round": round(busy, 3),
@@ -118,17 +118,17 @@ def measured(given: argparse.Namespace, devices: int) -> dict[str, Any]:
     }
 
 
-def random_pictures() -> Pictures:
-    return Pictures(np.random.default_rng(0).integers(0, 256, (PICTURES, 3, SIZE, SIZE), dtype=np.uint8))
+def random_pictures() -> ImageTable:
+    return ImageTable(np.random.default_rng(0).integers(0, 256, (PICTURES, 3, SIZE, SIZE), dtype=np.uint8))
 
 
-def random_questions(devices: int, examples: int, where: torch.device) -> Holdings:
+def random_questions(devices: int, examples: int, where: torch.device) -> ClientData:
     """One store that all devices visit from their own start on: what a device holds costs no memory of its own here."""
     noise = np.random.default_rng(1)
     rows = np.concatenate([noise.integers(0, PICTURES, (5000, 1)), noise.integers(2, WORDS, (5000, LENGTH))], axis=1)
     store = Examples(torch.from_numpy(rows), torch.from_numpy(noise.integers(0, ANSWERS, 5000))).to(where)
     owned = tuple((np.arange(examples, dtype=np.int64) + 97 * device) % 5000 for device in range(devices))
-    return Holdings(store, owned)
+    return ClientData(store, owned)
 
 
 def about(device: str) -> dict[str, Any]:

@@ -28,16 +28,16 @@ class Workload:
     shared: tuple[str, ...]
     devices: int
     examples: int
-    cohort: int
-    batch: int
-    rate: float
+    clients_per_round: int
+    batch_size: int
+    lr: float
     momentum: float
     epochs: int = 1
 
     @property
     def steps(self) -> int:
         """Steps of one device in one round."""
-        return self.epochs * -(-self.examples // self.batch)
+        return self.epochs * -(-self.examples // self.batch_size)
 
 
 def dense(*widths: int) -> tuple[Layer, ...]:
@@ -59,9 +59,9 @@ MLP = Workload(
     shared=("layer3", "layer4", "layer5"),
     devices=100,
     examples=600,
-    cohort=10,
-    batch=10,
-    rate=0.05,
+    clients_per_round=10,
+    batch_size=10,
+    lr=0.05,
     momentum=0.5,
 )
 LENET = Workload(
@@ -73,9 +73,9 @@ LENET = Workload(
     shared=("layer1", "layer2"),
     devices=100,
     examples=500,
-    cohort=10,
-    batch=50,
-    rate=0.05,
+    clients_per_round=10,
+    batch_size=50,
+    lr=0.05,
     momentum=0.5,
 )
 # as in pfl-research's own benchmark on CIFAR-10, but without dropout: every tool can then do exactly the same work
@@ -88,9 +88,9 @@ WIDE_CNN = Workload(
     shared=("layer1", "layer2"),
     devices=1000,
     examples=50,
-    cohort=50,
-    batch=10,
-    rate=0.1,
+    clients_per_round=50,
+    batch_size=10,
+    lr=0.1,
     momentum=0.0,
 )
 WORKLOADS = {workload.name: workload for workload in (MLP, LENET, WIDE_CNN)}

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 import glocal
-from glocal.core.data import Holdings
-from glocal.datasets.federated import Federation
+from glocal.core.data import ClientData
+from glocal.datasets.federated import FederatedData
 
 FEATURES, CLASSES = 256, 10
 OPTIMISER = glocal.sgd(0.05, momentum=0.5)
@@ -40,24 +40,24 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def few_images(given: argparse.Namespace, seed: int) -> Federation:
+def few_images(given: argparse.Namespace, seed: int) -> FederatedData:
     """So many images for each device of all kinds, dealt out at random; a fifth of them is for validation."""
     loaded = glocal.load(given.source)
     devices = 3 * given.devices
-    chosen = glocal.stream(seed, "images").permutation(len(loaded.train.y))[: devices * given.images]
-    return glocal.deal(loaded._replace(train=loaded.train.take(chosen)), glocal.iid(devices), validation=0.2, seed=seed)
+    chosen = glocal.make_rng(seed, "images").permutation(len(loaded.train.y))[: devices * given.images]
+    return glocal.partition(loaded._replace(train=loaded.train.take(chosen)), glocal.iid(devices), validation=0.2, seed=seed)
 
 
-def share(everybody: Federation, place: int, see: Callable[[Tensor], Tensor]) -> Federation:
+def share(everybody: FederatedData, place: int, see: Callable[[Tensor], Tensor]) -> FederatedData:
     """One kind's third of the devices, and how they see the images."""
 
-    def part(holdings: Holdings) -> Holdings:
-        third = holdings.devices // 3
-        return Holdings(seen[id(holdings.examples)], holdings.rows[place * third : (place + 1) * third])
+    def part(holdings: ClientData) -> ClientData:
+        third = holdings.num_clients // 3
+        return ClientData(seen[id(holdings.examples)], holdings.rows[place * third : (place + 1) * third])
 
     parts = (everybody.train, everybody.val, everybody.test)
     seen = {id(each.examples): each.examples._replace(x=see(each.examples.x)) for each in parts}
-    return Federation(*map(part, parts))
+    return FederatedData(*map(part, parts))
 
 
 def mlp(pixels: int) -> nn.Module:
@@ -111,10 +111,10 @@ def kinds(given: argparse.Namespace, algorithm: Callable[[nn.Module], glocal.Alg
 def trained(given: argparse.Namespace, seed: int) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
     """All kinds together, and every device alone for as many rounds."""
     options = glocal.Options(engine=given.engine)
-    plan = glocal.Plan(rounds=given.rounds, cohort=3 * given.devices, seed=seed)
+    plan = glocal.Plan(rounds=given.rounds, clients_per_round=3 * given.devices, seed=seed)
     ready = kinds(given, together, seed)
     if given.warm:
-        ready = glocal.warm_kinds(ready, OPTIMISER, replace(plan, rounds=given.warm, cohort=given.devices), options=options)
+        ready = glocal.warm_kinds(ready, OPTIMISER, replace(plan, rounds=given.warm, clients_per_round=given.devices), options=options)
     shared = glocal.fit_kinds(ready, replace(plan, first_round=given.warm), options=options)
     own = glocal.fit_kinds(kinds(given, alone, seed), replace(plan, rounds=given.warm + given.rounds), options=options)
     return shared, own

@@ -13,17 +13,17 @@ from glocal import Result
 
 def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, Any]:
     """One kind's figures, from its results together and alone, seed by seed."""
-    gains = [float(shared.local.mean - own.local.mean) for shared, own in pairs]
+    gains = [float(shared.local_spread.mean - own.local_spread.mean) for shared, own in pairs]
     as_good = sum(int((shared.accuracies >= own.accuracies).sum()) for shared, own in pairs)
     sent = [shared.ledger.total.bytes for shared, _ in pairs]
     return {
         "kind": kind,
-        "together": [round(shared.local.mean, 4) for shared, _ in pairs],
-        "alone": [round(own.local.mean, 4) for _, own in pairs],
+        "together": [round(shared.local_spread.mean, 4) for shared, _ in pairs],
+        "alone": [round(own.local_spread.mean, 4) for _, own in pairs],
         "gain": round(float(np.mean(gains)), 4),
         "gain_standard_error": round(float(np.std(gains, ddof=1) / len(gains) ** 0.5), 4) if len(gains) > 1 else None,
         "at_least_as_good": as_good,
-        "devices": sum(len(shared.sampled) for shared, _ in pairs),
+        "devices": sum(len(shared.times_sampled) for shared, _ in pairs),
         "bytes": round(float(np.mean(sent))),
     }
 

@@ -62,7 +62,7 @@ def kinds(algorithm: Callable[[nn.Module], glocal.Algorithm], *, hospitals: int,
     torch.manual_seed(seed)
     start = nn.Linear(30, FEATURES).weight.detach()
     x, y = load_breast_cancer(return_X_y=True)
-    patients = np.array_split(glocal.stream(seed, "patients").permutation(len(y)), len(COLUMNS) * hospitals)
+    patients = np.array_split(glocal.make_rng(seed, "patients").permutation(len(y)), len(COLUMNS) * hospitals)
     made = []
     for place, (name, columns) in enumerate(COLUMNS.items()):
         own = patients[place * hospitals : (place + 1) * hospitals]
@@ -75,10 +75,10 @@ def kinds(algorithm: Callable[[nn.Module], glocal.Algorithm], *, hospitals: int,
 def trained(given: argparse.Namespace, seed: int) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
     """All kinds together, and every hospital alone for as many rounds."""
     options = glocal.Options(engine=given.engine)
-    plan = glocal.Plan(rounds=given.rounds, cohort=len(COLUMNS) * given.hospitals, seed=seed)
+    plan = glocal.Plan(rounds=given.rounds, clients_per_round=len(COLUMNS) * given.hospitals, seed=seed)
     ready, own = (kinds(way, hospitals=given.hospitals, seed=seed) for way in (together, alone))
     if given.warm:
-        ready = glocal.warm_kinds(ready, OPTIMISER, replace(plan, rounds=given.warm, cohort=given.hospitals), options=options)
+        ready = glocal.warm_kinds(ready, OPTIMISER, replace(plan, rounds=given.warm, clients_per_round=given.hospitals), options=options)
     shared = glocal.fit_kinds(ready, replace(plan, first_round=given.warm), options=options)
     return shared, glocal.fit_kinds(own, replace(plan, rounds=given.warm + given.rounds), options=options)
 

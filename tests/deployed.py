@@ -8,9 +8,9 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from glocal.deploy.flower.inner_server import key_bytes
-from glocal.deploy.layout import Wanted, lay_out
-from glocal.deploy.roster import read_roster
+from glocal.deploy.flower.inner_server import public_key_bytes
+from glocal.deploy.layout import DeploymentSpec, create_deployment
+from glocal.deploy.roster import read_registry
 
 MODULE = """
 import torch
@@ -40,7 +40,7 @@ name = "federation:model"
 rate = 0.1
 [plan]
 rounds = {rounds}
-cohort = {cohort}
+clients_per_round = {cohort}
 batch = 5
 seed = 3
 {weights}
@@ -52,13 +52,13 @@ LOCAL = 'local = ["0", "1"]'
 
 
 def project(
-    folder, *, algorithm="lg_fedavg", devices=4, rounds=3, cohort=None, port=9443, width=8, out=7, weights="", metrics=True
+    folder, *, algorithm="lg_fedavg", clients=4, rounds=3, clients_per_round=None, port=9443, width=8, out=7, weights="", share_metrics=True
 ):
     """A small deployment: real certificates and keys, a small model with a buffer on the private side."""
-    lay_out(folder, Wanted(devices=devices, port=port, rounds=rounds, metrics=metrics))
-    (folder / "federation.py").write_text(MODULE.format(sizes=(23, 14, 31, 11, 19), devices=devices, width=width, out=out))
-    knobs = LOCAL if algorithm == "lg_fedavg" else ""
-    words = {"rounds": rounds, "cohort": cohort or devices, "algorithm": algorithm, "knobs": knobs, "weights": weights}
+    create_deployment(folder, DeploymentSpec(clients=clients, port=port, rounds=rounds, share_metrics=share_metrics))
+    (folder / "federation.py").write_text(MODULE.format(sizes=(23, 14, 31, 11, 19), clients=clients, width=width, out=out))
+    hyperparameters = LOCAL if algorithm == "lg_fedavg" else ""
+    words = {"rounds": rounds, "clients_per_round": clients_per_round or clients, "algorithm": algorithm, "hyperparameters": hyperparameters, "weights": weights}
     (folder / "study.toml").write_text(STUDY.format(**words))
     copy_to_devices(folder)
     return folder
@@ -66,10 +66,10 @@ def project(
 
 def copy_to_devices(folder):
     """What is on the server, on every device too."""
-    from glocal.deploy.layout import refresh_device
+    from glocal.deploy.layout import copy_server_files
 
-    for own in (folder / "devices").iterdir():
-        refresh_device(folder, own)
+    for own in (folder / "clients").iterdir():
+        copy_server_files(folder, own)
 
 
 def change(path, old, new):
@@ -87,17 +87,17 @@ class HereGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
     def get_node_ids(self):
-        numbers = read_roster(self.folder) if self.online is None else self.online
+        numbers = read_registry(self.folder) if self.online is None else self.online
         return [1000 + number for number in numbers]
 
     def get_nodes(self):
-        roster = read_roster(self.folder)
-        keys = {node: key_bytes(roster[node - 1000].key) for node in self.get_node_ids()}
+        roster = read_registry(self.folder)
+        keys = {node: public_key_bytes(roster[node - 1000].key) for node in self.get_node_ids()}
         return [NodeInfo(node_id=node, public_key=key) for node, key in keys.items()]
 
     def context(self, device):
-        name = read_roster(self.folder)[device].name
-        config = {"folder": str(self.folder / "devices" / name)}
+        name = read_registry(self.folder)[device].name
+        config = {"folder": str(self.folder / "clients" / name)}
         return self.contexts.setdefault(device, Context(1, 1000 + device, config, RecordDict(), {}))
 
     def push_messages(self, messages):

@@ -7,10 +7,10 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from glocal.cli.supervised import device_program, server_program
+from glocal.cli.supervised import client_program, server_program
 from glocal.core.errors import InputError
 from glocal.core.files import read_json, read_rows
-from glocal.deploy.operating import connected, follow, linked
+from glocal.deploy.operating import connect_server, connected_clients, follow
 from glocal.deploy.project import Project
 from glocal.deploy.supervision import supervise
 
@@ -34,7 +34,7 @@ class Running:
 
     def device(self, *names, who=None):
         folders = [self.folder / "devices" / name for name in names]
-        self.begin(who or names[0], device_program(folders))
+        self.begin(who or names[0], client_program(folders))
 
     def end(self, who):
         self.stops[who].set()
@@ -63,8 +63,8 @@ class Running:
 
     def connected_or_none(self):
         try:
-            with linked(self.folder) as link:
-                return connected(self.folder, link)
+            with connect_server(self.folder) as link:
+                return connected_clients(self.folder, link)
         except InputError:
             return None
 

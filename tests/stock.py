@@ -21,10 +21,10 @@ from flwr.proto.control_pb2 import (
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 
-from glocal.deploy.flower.inner_server import key_bytes
+from glocal.deploy.flower.inner_server import public_key_bytes
 from glocal.deploy.processes import free_port
-from glocal.deploy.roster import read_roster
-from glocal.deploy.supervision import environment
+from glocal.deploy.roster import read_registry
+from glocal.deploy.supervision import child_environment
 
 
 def start_request(files, settings):
@@ -52,8 +52,8 @@ class Stock:
         address = f"127.0.0.1:{self.port}"
         self.control = ControlHttpClient.from_server_address(address, False, self.authority.read_bytes(), [])
         self.until(self.answers)
-        for entry in read_roster(self.folder).values():
-            key = key_bytes(entry.key)
+        for entry in read_registry(self.folder).values():
+            key = public_key_bytes(entry.key)
             self.control.RegisterNode(RegisterNodeRequest(public_key=key, name=entry.name))
 
     def start(self, name, *options):
@@ -64,7 +64,7 @@ class Stock:
         path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
         process = subprocess.Popen(
             [str(program), *map(str, options)],
-            env={**environment(home), "PATH": path},
+            env={**child_environment(home), "PATH": path},
             stdin=subprocess.DEVNULL,
             stdout=words,
             stderr=words,

@@ -11,30 +11,38 @@ import torch
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.datasets import load
-from glocal.datasets.rotate import rotated
-from glocal.personalize.onboarding import Welcome
+from glocal.datasets.rotate import rotate_images
+from glocal.personalize.onboarding import JoinPlan
 from glocal.report import study_markdown, write_study_report
 from glocal.studies import arrival
-from glocal.studies.arrival import NewcomerSettings
+from glocal.studies.arrival import NewClientSettings
 from glocal.studies.findings import Findings, part_folder, read_findings
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import prepare, run_parts
+from glocal.studies.parts import run_parts, write_study
 from glocal.studies.run import run_study
-from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, PlanSettings, Settings, SplitSettings, from_dict
+from glocal.studies.settings import (
+    DataSettings,
+    ExperimentSettings,
+    ModelSettings,
+    PlanSettings,
+    Settings,
+    SplitSettings,
+    from_dict,
+)
 from glocal.studies.study import Study
 from test_cli import complaint, run
 
 SMALL = Settings(
     name="small",
-    data=DataSettings(devices=6, classes_per_device=4),
+    data=DataSettings(devices=6, classes_per_client=4),
     model=ModelSettings(hidden=(16, 16)),
     split=SplitSettings(local=("layer1",)),
-    plan=PlanSettings(rounds=4, cohort=2, batch=8, seeds=2),
-    newcomer=NewcomerSettings(rotate=90, train=60, test=40),
-    cases={
-        "FedAvg": CaseSettings("fedavg", welcome=Welcome(epochs=0, rounds=2)),
-        "LG": CaseSettings("lg_fedavg", after="FedAvg", welcome=Welcome(epochs=2, rounds=2, guests=2)),
-        "Quiet": CaseSettings("lg_fedavg", after="FedAvg", welcome=Welcome(epochs=2)),
+    plan=PlanSettings(rounds=4, clients_per_round=2, batch_size=8, seeds=2),
+    new_client=NewClientSettings(rotate=90, train=60, test=40),
+    experiments={
+        "FedAvg": ExperimentSettings("fedavg", join_plan=JoinPlan(epochs=0, rounds=2)),
+        "LG": ExperimentSettings("lg_fedavg", start_from="FedAvg", join_plan=JoinPlan(epochs=2, rounds=2, existing_clients=2)),
+        "Quiet": ExperimentSettings("lg_fedavg", start_from="FedAvg", join_plan=JoinPlan(epochs=2)),
     },
 )
 
@@ -42,7 +50,7 @@ SMALL = Settings(
 def done(settings, folder):
     for _ in run_study(settings, folder):
         pass
-    return {name: json.loads((folder / "cases" / name.lower() / "result.json").read_text()) for name in settings.cases}
+    return {name: json.loads((folder / "experiments" / name.lower() / "result.json").read_text()) for name in settings.experiments}
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +91,17 @@ def test_seeds_side_by_side_change_no_newcomer(results, tmp_path):
 
 def test_a_quarter_turn_only_moves_pixels():
     x = load("digits").train.x[:50]
-    turned = rotated(x, 90)
-    assert torch.equal(rotated(turned, 270), x)
+    turned = rotate_images(x, 90)
+    assert torch.equal(rotate_images(turned, 270), x)
     assert torch.equal(turned[:, :, 0, 0], x[:, :, 0, -1])
-    assert trees.same_bits({"x": rotated(x, 360)}, {"x": x})
+    assert trees.same_bits({"x": rotate_images(x, 360)}, {"x": x})
 
 
 WRONG = {
-    "no newcomer": (replace(SMALL, newcomer=None), r"cases.FedAvg has a welcome, but there is no \[newcomer\]"),
-    "too many": (replace(SMALL, newcomer=NewcomerSettings(train=10**6)), "newcomer.train is 1000000; it must be from 1 to 1347"),
-    "no angle": (replace(SMALL, newcomer=NewcomerSettings(float("nan"), 9, 9)), "newcomer.rotate is nan"),
-    "none to test": (replace(SMALL, newcomer=NewcomerSettings(train=9, test=0)), "newcomer.test is 0; it must be from 1 to 450"),
+    "no newcomer": (replace(SMALL, new_client=None), r"cases.FedAvg has a welcome, but there is no \[newcomer\]"),
+    "too many": (replace(SMALL, new_client=NewClientSettings(train=10**6)), "newcomer.train is 1000000; it must be from 1 to 1347"),
+    "no angle": (replace(SMALL, new_client=NewClientSettings(float("nan"), 9, 9)), "newcomer.rotate is nan"),
+    "none to test": (replace(SMALL, new_client=NewClientSettings(train=9, test=0)), "newcomer.test is 0; it must be from 1 to 450"),
 }
 
 
@@ -122,9 +130,9 @@ def test_a_misspelt_welcome_is_named(change, words, tmp_path, capsys, monkeypatc
 def test_a_run_cannot_go_on_with_another_welcome(tmp_path):
     folder = tmp_path / "run"
     done(SMALL, folder)
-    cases = {**SMALL.cases, "LG": replace(SMALL.cases["LG"], welcome=Welcome(epochs=9))}
+    experiments = {**SMALL.experiments, "LG": replace(SMALL.experiments["LG"], join_plan=JoinPlan(epochs=9))}
     with pytest.raises(InputError, match="another welcome"):
-        done(replace(SMALL, cases=cases), folder)
+        done(replace(SMALL, experiments=experiments), folder)
 
 
 # the study
@@ -137,10 +145,10 @@ def test_table_3_is_published_whole():
     assert parts["iid"].published["FedAvg, C = 0.0"].scores == ((32.0, 6.2), (91.8, 3.0))
     assert parts["2-classes"].published["LG-FedAvg, C = 0.1"].scores == ((98.2, 0.7), (93.9, 1.4))
     for part in parts.values():
-        assert rows <= {*part.settings.cases}
-        assert part.settings.newcomer == NewcomerSettings(90, 3000, 500)
-        guests = {name: case.welcome.guests for name, case in part.settings.cases.items() if case.welcome}
-        assert all(count == (10 if name.endswith("0.1") else 0) for name, count in guests.items())
+        assert rows <= {*part.settings.experiments}
+        assert part.settings.new_client == NewClientSettings(90, 3000, 500)
+        existing_clients = {name: case.join_plan.existing_clients for name, case in part.settings.experiments.items() if case.join_plan}
+        assert all(count == (10 if name.endswith("0.1") else 0) for name, count in existing_clients.items())
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +157,8 @@ def found(tmp_path_factory) -> tuple[Findings, Path]:
     study = PAPER["paper-rotated"]
     folder = tmp_path_factory.mktemp("rotated")
     changes = ["data.source=digits", "data.devices=12", "model.hidden=[16,16,16,16]", "newcomer.train=60", "newcomer.test=40"]
-    parts = prepare(study, folder, changes=[*changes, "plan.cohort=3", "plan.seeds=2"])
-    small = {name: replace(settings, cases=_short(settings.cases)) for name, settings in parts.items()}
+    parts = write_study(study, folder, changes=[*changes, "plan.clients_per_round=3", "plan.seeds=2"])
+    small = {name: replace(settings, experiments=_short(settings.experiments)) for name, settings in parts.items()}
     for _ in run_parts(small, folder):
         pass
     return read_findings(folder), folder
@@ -159,10 +167,10 @@ def found(tmp_path_factory) -> tuple[Findings, Path]:
 def _short(cases):
     short = {}
     for name, case in cases.items():
-        welcome = case.welcome and replace(
-            case.welcome, rounds=1, epochs=min(case.welcome.epochs, 1), guests=min(case.welcome.guests, 2)
+        join_plan = case.join_plan and replace(
+            case.join_plan, rounds=1, epochs=min(case.join_plan.epochs, 1), existing_clients=min(case.join_plan.existing_clients, 2)
         )
-        short[name] = replace(case, rounds=2, after_round=2 if case.after else None, welcome=welcome)
+        short[name] = replace(case, rounds=2, start_round=2 if case.start_from else None, join_plan=join_plan)
     return short
 
 
@@ -219,16 +227,16 @@ def pictures(images):
 def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_path):
     seen, dealt = {}, arrival._dealt
 
-    def spy(case, newcomer, part):
-        rows, store = dealt(case, newcomer, part)
+    def spy(case, new_client, part):
+        rows, store = dealt(case, new_client, part)
         fed = case.federations[0]
-        seen[part] = pictures(rotated(store.x[rows[0]], 270))
-        seen["tests"] = pictures(fed.test.examples.take(fed.test.pooled()).x)
+        seen[part] = pictures(rotate_images(store.x[rows[0]], 270))
+        seen["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
         return rows, store
 
     monkeypatch.setattr(arrival, "_dealt", spy)
     data = DataSettings(source="test_arrival:own_source", validation=0.1)
-    done(replace(SMALL, data=data, plan=replace(SMALL.plan, seeds=1), cases={"FedAvg": SMALL.cases["FedAvg"]}), tmp_path)
+    done(replace(SMALL, data=data, plan=replace(SMALL.plan, seeds=1), experiments={"FedAvg": SMALL.experiments["FedAvg"]}), tmp_path)
     assert not seen["train"] & seen["tests"]
     assert seen["test"] <= seen["tests"]
 
@@ -237,9 +245,9 @@ def test_a_stop_during_the_arrival_keeps_the_rounds_before(monkeypatch, tmp_path
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    figures = replace(SMALL, run=replace(SMALL.run, keep="figures", keep_every=100))
+    figures = replace(SMALL, run=replace(SMALL.run, save="figures", checkpoint_every=100))
     with monkeypatch.context() as patch:
-        patch.setattr("glocal.studies.run.arrive", stopped)
+        patch.setattr("glocal.studies.run.join_new_clients", stopped)
         with pytest.raises(KeyboardInterrupt):
             done(figures, tmp_path)
     assert (tmp_path / "cases" / "fedavg" / "checkpoint.safetensors").exists()

@@ -20,11 +20,11 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
 
 from glocal.deploy import certificates
-from glocal.deploy.certificates import make_authority, make_server_certificate, read_device_key
-from glocal.deploy.client_process import PLACE
+from glocal.deploy.certificates import make_authority, make_server_certificate, read_client_key
+from glocal.deploy.client_process import NODE_FILE
 from glocal.deploy.device import STATE
 from glocal.deploy.flower import inner_server
-from glocal.deploy.operating import linked
+from glocal.deploy.operating import connect_server
 from glocal.deploy.processes import free_port
 from tests import deployed
 from tests.running import pids, running
@@ -93,7 +93,7 @@ def train(message, context):
 def evil(loot, folder, **settings):
     """A request that starts the evil app."""
     files = {name: text.replace("LOOT", str(loot)) for name, text in EVIL.items()}
-    chosen = {"folder": str(folder), "run": "first", "visit": False, "loot": str(loot)}
+    chosen = {"folder": str(folder), "run": "first", "skip_training": False, "loot": str(loot)}
     return start_request(files, {**chosen, **settings})
 
 
@@ -209,7 +209,7 @@ def test_a_body_of_300_mb_from_strangers_and_clients_is_not_read(attacked):
 
 def signed(folder, name="device-0", stamp=None):
     """The headers with which a registered client signs a request."""
-    key = read_device_key(folder / f"devices/{name}/device.key")
+    key = read_client_key(folder / f"devices/{name}/device.key")
     stamp = stamp or datetime.now(UTC).isoformat().encode()
     public = inner_server.public_key_to_bytes(key.public_key())
     signature = key.sign(stamp, ec.ECDSA(hashes.SHA256()))
@@ -303,7 +303,7 @@ def test_a_client_tells_nothing_to_a_server_with_a_wrong_certificate(kind, tmp_p
     port = free_port()
     folder = deployed.project(tmp_path / "link", devices=1, rounds=1, port=port)
     if kind is for_another_host:
-        monkeypatch.setattr(certificates, "ALWAYS", ())
+        monkeypatch.setattr(certificates, "LOCAL_HOSTS", ())
     kind(folder / "certificates", monkeypatch)
     make_server_certificate(folder / "certificates", ["elsewhere.org" if kind is for_another_host else "127.0.0.1"])
     impostor = Impostor(port, folder / "certificates")
@@ -329,7 +329,7 @@ def test_a_positive_control_an_impostor_with_the_right_certificate_is_told_somet
 @pytest.mark.parametrize("run", ["second", "first", "../../loot"])
 def test_a_malicious_app_that_is_started_with_the_operators_secret_runs_nowhere(run, attacked, loot):
     """A run of a new name trains with our code, one of an old name goes on, another is refused."""
-    with linked(attacked.folder) as link:
+    with connect_server(attacked.folder) as link:
         number = link.client.StartRun(evil(loot, attacked.folder, run=run)).run_id
         attacked.until(lambda: link.run(number).finished)
     assert [*loot.iterdir()] == []
@@ -362,9 +362,9 @@ def test_a_positive_control_the_same_attacks_succeed_on_a_plain_flower_installat
     assert (loot / "device-0").read_bytes() == own.read_bytes()
 
 
-def beat(these, name):
+def send_heartbeat(these, name):
     """The status of a sign of life of a client's, signed with its key."""
-    place = these.folder / "devices" / name / STATE / PLACE
+    place = these.folder / "devices" / name / STATE / NODE_FILE
     node = Node(node_id=int(place.read_text()))
     request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=10).SerializeToString()
     return post(these.port, "/v1/fleet/send-node-heartbeat", request, signed(these.folder, name))
@@ -374,8 +374,8 @@ def test_a_revoked_client_is_out_for_good_and_status_says_so(attacked, capsys):
     from tests.test_cli import run
 
     assert run("deploy", "revoke", attacked.folder, "device-1") == 0
-    assert beat(attacked, "device-1") == 401
-    assert beat(attacked, "device-0") == 200
+    assert send_heartbeat(attacked, "device-1") == 401
+    assert send_heartbeat(attacked, "device-0") == 200
     attacked.until_connected("device-0")
     capsys.readouterr()
     assert run("deploy", "status", attacked.folder) == 0

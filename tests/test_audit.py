@@ -17,37 +17,46 @@ from torch import nn
 
 import world
 from glocal.core.errors import InputError
-from glocal.evaluate.fairness import Judged, treated
-from glocal.evaluate.leakage import Reading, Seen, auc, averaged, beyond_chance, fresh, leaks, readings
+from glocal.evaluate.fairness import GroupPredictions, fairness_metrics
+from glocal.evaluate.leakage import (
+    AttackData,
+    AttackResult,
+    auc,
+    average_leakage,
+    beyond_chance,
+    estimate_leakage,
+    run_attacks,
+    train_attackers,
+)
 from glocal.studies import run_study
-from glocal.studies.saved import open_case
-from glocal.studies.saved_audit import Question, SavedAudit
+from glocal.studies.saved import open_experiment
+from glocal.studies.saved_audit import AuditQuery, SavedAudit
 from glocal.studies.settings import SplitSettings, from_dict
-from glocal.studies.stages import stages, usual_stage
+from glocal.studies.stages import default_representation, outer_modules
 from test_cli import complaint, run
 
 # groups
 
 
 def judged(y, guess, group):
-    return Judged(*(np.array(column, dtype=np.int64) for column in (y, guess, group)))
+    return GroupPredictions(*(np.array(column, dtype=np.int64) for column in (y, guess, group)))
 
 
 def test_group_metrics_are_those_computed_by_hand():
     """Group 0: one of two positives found, one of two negatives taken. Group 1: both of two found, none of one taken."""
-    found = treated(judged([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1]))
+    found = fairness_metrics(judged([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1]))
     one, other = found.groups
     assert one == (0, 4, 0.5, 0.5, 0.5, 0.5)
     assert other == (1, 3, 1.0, pytest.approx(2 / 3), 1.0, 0.0)
     assert found.demographic_parity_difference == pytest.approx(2 / 3 - 1 / 2)
-    assert found.equalised_odds_difference == 0.5
+    assert found.equalized_odds_difference == 0.5
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 1)] * 3), min_size=1, max_size=30))
 @settings(max_examples=15)
 def test_every_rate_is_a_share_of_counted_people(people):
     y, guess, group = (np.array(column) for column in zip(*people, strict=True))
-    found = treated(Judged(y, guess, group))
+    found = fairness_metrics(GroupPredictions(y, guess, group))
 
     def share(rows):
         return pytest.approx(guess[rows].mean()) if rows.any() else None
@@ -59,29 +68,29 @@ def test_every_rate_is_a_share_of_counted_people(people):
         assert rates[3:] == (share(own), share(own & (y == 1)), share(own & (y == 0)))
     assert [rates.group for rates in found.groups] == sorted({*group.tolist()})
     rates = [rate for of in found.groups for rate in of]
-    assert (found.equalised_odds_difference is None) == (len(found.groups) < 2 or None in rates)
+    assert (found.equalized_odds_difference is None) == (len(found.groups) < 2 or None in rates)
     assert (found.demographic_parity_difference is None) == (len(found.groups) < 2)
 
 
 @pytest.mark.parametrize("always", [0, 1])
 def test_predictions_that_ignore_everything_treat_groups_alike(always):
     y, group = np.random.default_rng(0).integers(2, size=(2, 60))
-    found = treated(Judged(y, np.full(60, always), group))
-    assert (found.demographic_parity_difference, found.equalised_odds_difference) == (0, 0)
+    found = fairness_metrics(GroupPredictions(y, np.full(60, always), group))
+    assert (found.demographic_parity_difference, found.equalized_odds_difference) == (0, 0)
 
 
 def test_what_is_not_defined_is_left_open():
-    alone = treated(judged([0, 1], [0, 1], [1, 1]))
+    alone = fairness_metrics(judged([0, 1], [0, 1], [1, 1]))
     assert [rates.group for rates in alone.groups] == [1]
-    assert (alone.demographic_parity_difference, alone.equalised_odds_difference) == (None, None)
-    one_class = treated(judged([0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]))
+    assert (alone.demographic_parity_difference, alone.equalized_odds_difference) == (None, None)
+    one_class = fairness_metrics(judged([0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]))
     assert one_class.groups[1].false_positive_rate is None, "nobody there is of class 0, which is not a rate of 0"
     assert one_class.demographic_parity_difference == 0
-    assert one_class.equalised_odds_difference is None
-    three = treated(judged([0, 1, 2, 2], [0, 1, 2, 0], [0, 0, 1, 1]), classes=3)
+    assert one_class.equalized_odds_difference is None
+    three = fairness_metrics(judged([0, 1, 2, 2], [0, 1, 2, 0], [0, 0, 1, 1]), classes=3)
     assert [rates.accuracy for rates in three.groups] == [1.0, 0.5]
     assert (three.groups[0].selection_rate, three.demographic_parity_difference) == (None, None)
-    assert treated(judged([], [], [])).groups == []
+    assert fairness_metrics(judged([], [], [])).groups == []
 
 
 # attackers
@@ -91,32 +100,32 @@ def test_what_is_not_defined_is_left_open():
 @pytest.mark.parametrize("rows", [3, 10, 11, 40])
 def test_attackers_learn_from_a_handful_too(rows, rare):
     attribute = (np.arange(rows) < rare).astype(np.int64)
-    assert len(fresh(Seen(np.random.default_rng(0).normal(size=(rows, 2)), attribute))) == 3
+    assert len(train_attackers(AttackData(np.random.default_rng(0).normal(size=(rows, 2)), attribute))) == 3
 
 
 def test_the_interval_of_a_mean_is_narrower_than_those_of_its_parts():
     generator = np.random.default_rng(0)
-    parts = [Reading(0.7, generator.normal(0.7, 0.05, size=200), 0.1) for _ in range(9)]
-    one, all_ = averaged("it", parts[:1]), averaged("it", parts)
+    parts = [AttackResult(0.7, generator.normal(0.7, 0.05, size=200), 0.1) for _ in range(9)]
+    one, all_ = average_leakage("it", parts[:1]), average_leakage("it", parts)
     assert all_.auc == pytest.approx(0.7)
     assert 2 < (one.high - one.low) / (all_.high - all_.low) < 4.5, "a third, for nine devices"
-    people = Seen(generator.normal(size=(60, 2)), generator.integers(2, size=60))
-    [alone] = [each for each in leaks(people, people) if each.attacker == "MLP"]
-    assert averaged("MLP", [readings(fresh(people), people)["MLP"]]) == alone
+    people = AttackData(generator.normal(size=(60, 2)), generator.integers(2, size=60))
+    [alone] = [each for each in estimate_leakage(people, people) if each.attacker == "MLP"]
+    assert average_leakage("MLP", [run_attacks(train_attackers(people), people)["MLP"]]) == alone
 
 
 def test_a_guesser_is_beyond_chance_once_in_twenty_audits_and_a_reader_always():
     """Nine attackers in an audit, each judged on three devices of forty people."""
     generator, labels = np.random.default_rng(0), np.arange(40) % 2
-    [even] = readings({"it": lambda h: h[:, 0]}, Seen(generator.normal(size=(40, 1)), labels)).values()
+    [even] = run_attacks({"it": lambda h: h[:, 0]}, AttackData(generator.normal(size=(40, 1)), labels)).values()
 
     def found(strength=0.0):
         scores = generator.normal(size=(3, 40)) + strength * labels
         return [even._replace(auc=auc(score, labels)) for score in scores]
 
-    alarms = sum(any(beyond_chance(found(), tries=9) for _ in range(9)) for _ in range(200))
+    alarms = sum(any(beyond_chance(found(), comparisons=9) for _ in range(9)) for _ in range(200))
     assert 2 <= alarms <= 18
-    assert beyond_chance(found(strength=1.5), tries=9)
+    assert beyond_chance(found(strength=1.5), comparisons=9)
 
 
 # runs
@@ -184,7 +193,7 @@ blur = 0.05
 local = ["encoder"]
 [plan]
 rounds = 2
-cohort = 3
+clients_per_round = 3
 batch = 25
 [run]
 engine = "looped"
@@ -194,12 +203,12 @@ CASES = {
     "Local": {"algorithm": "local_only"},
     "MTL": {"algorithm": "mtl"},
     "LG": {"algorithm": "lg_fedavg"},
-    "LG + Adv": {"algorithm": "lg_fedavg", "learns": {"kind": "adversary", "at": "encoder", "weight": 2, "hidden": [8]}},
+    "LG + Adv": {"algorithm": "lg_fedavg", "pretext": {"kind": "adversary", "layer": "encoder", "weight": 2, "hidden": [8]}},
 }
 
 
-def made(folder, *changes, cases=("LG",), **more):
-    table = {**tomllib.loads(STUDY), "cases": {name: CASES[name] for name in cases}, **more}
+def made(folder, *changes, experiments=("LG",), **more):
+    table = {**tomllib.loads(STUDY), "cases": {name: CASES[name] for name in experiments}, **more}
     for _ in run_study(from_dict(table, changes), folder):
         pass
     return folder
@@ -208,7 +217,7 @@ def made(folder, *changes, cases=("LG",), **more):
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A run of every algorithm."""
-    return made(tmp_path_factory.mktemp("kept") / "run", cases=CASES)
+    return made(tmp_path_factory.mktemp("kept") / "run", experiments=CASES)
 
 
 @pytest.fixture
@@ -232,15 +241,15 @@ def aucs(found, knowledge):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_algorithm_can_be_audited(kept, case):
-    audit = SavedAudit(open_case(kept, case), Question("0", encoders=1))
+    audit = SavedAudit(open_experiment(kept, case), AuditQuery("0", encoders=1))
     found = audit.figures()
-    assert (audit.name, audit.settings.at, audit.chosen) == ("attribute 0", "encoder", "the last module that stays on the devices")
+    assert (audit.name, audit.settings.layer, audit.chosen) == ("attribute 0", "encoder", "the last module that stays on the devices")
     assert [(row["knowledge"], row["over"]) for row in found["leaks"][::3]] == [("own", 3), ("pooled", 1), ("strong", 1)]
     assert len(found["leaks"]) == 9
     assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in found["leaks"])
     [result] = json.loads((kept / "cases" / audit.saved.case.lower().replace(" + ", "-") / "result.json").read_text())
-    assert [row["accuracy"] for row in found["devices"]] == [pytest.approx(of["local_test"]) for of in result["devices"]]
-    assert sum(row["people"] for row in found["groups"]) == sum(sum(row["people"]) for row in found["devices"]) == 72
+    assert [row["accuracy"] for row in found["clients"]] == [pytest.approx(of["local_test"]) for of in result["clients"]]
+    assert sum(row["people"] for row in found["groups"]) == sum(sum(row["people"]) for row in found["clients"]) == 72
     assert 0 <= found["demographic_parity_difference"] <= 1
     if case != "LG + Adv":
         assert max(aucs(found, "pooled").values()) > 0.7, "a few steps do not hide what stands in the input"
@@ -249,35 +258,35 @@ def test_every_algorithm_can_be_audited(kept, case):
 @pytest.mark.parametrize(("model", "reads"), [("open_model", True), ("closed_model", False)])
 def test_an_open_code_is_read_and_a_constant_one_says_nothing(tmp_path, model, reads):
     made(tmp_path, "plan.rounds=1", f"model.name=test_audit:{model}", "split.local=[]")
-    found = SavedAudit(open_case(tmp_path), Question("attribute 0", encoders=1)).figures()
+    found = SavedAudit(open_experiment(tmp_path), AuditQuery("attribute 0", encoders=1)).figures()
     if reads:
         assert all(row["beyond_chance"] for row in found["leaks"] if row["attacker"] == "logistic regression")
         assert max(aucs(found, "pooled").values()) > 0.95
     else:
         assert {(row["auc"], row["beyond_chance"]) for row in found["leaks"]} == {(0.5, False)}
-        assert (found["demographic_parity_difference"], found["equalised_odds_difference"]) == (0, 0)
-        assert {row["leak"] for row in found["devices"]} == {0.5}
+        assert (found["demographic_parity_difference"], found["equalized_odds_difference"]) == (0, 0)
+        assert {row["leak"] for row in found["clients"]} == {0.5}
 
 
 def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
-    made(tmp_path, audit={"at": "encoder", "encoders": 2})
+    made(tmp_path, audit={"layer": "encoder", "encoders": 2})
     [result] = json.loads((tmp_path / "cases" / "lg" / "result.json").read_text())
-    audit = SavedAudit(open_case(tmp_path), Question("1", encoders=2))
+    audit = SavedAudit(open_experiment(tmp_path), AuditQuery("1", encoders=2))
     found, study = audit.figures(), result["audit"]["attributes"][1]
     assert audit.chosen == "as the study's [audit] says"
     assert max(aucs(found, "pooled").values()) == study["pooled"]
-    assert np.mean([row["leak"] for row in found["devices"]]) == pytest.approx(study["own"])
+    assert np.mean([row["leak"] for row in found["clients"]]) == pytest.approx(study["own"])
 
 
 def test_a_device_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
     made(tmp_path, "data.source=test_audit:uneven")
     assert run("audit", tmp_path, "--attribute", "0", "--encoders", "1") == 0
     found = found_in(tmp_path / "audits" / "attribute-0-lg")
-    alone, one_class, plain, tiny = found["devices"]
+    alone, one_class, plain, tiny = found["clients"]
     assert alone["people"][0] == 0
-    assert (alone["demographic_parity_difference"], alone["equalised_odds_difference"], alone["leak"]) == (None, None, None)
+    assert (alone["demographic_parity_difference"], alone["equalized_odds_difference"], alone["leak"]) == (None, None, None)
     assert one_class["demographic_parity_difference"] is not None
-    assert one_class["equalised_odds_difference"] is None
+    assert one_class["equalized_odds_difference"] is None
     assert None not in plain.values()
     assert (tiny["people"], tiny["accuracy"], tiny["leak"]) == ([0, 0], None, None)
     assert found["leaks"][0]["over"] == 2, "the mean is over those that can be asked"
@@ -318,7 +327,7 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
         f"AUC of {100 * best['auc']:.1f} [{100 * best['low']:.1f}, {100 * best['high']:.1f}]",
         "can be told better than by guessing",
         f"Demographic parity difference: {100 * found['demographic_parity_difference']:.1f} points.",
-        f"Equalised odds difference: {100 * found['equalised_odds_difference']:.1f} points.",
+        f"Equalised odds difference: {100 * found['equalized_odds_difference']:.1f} points.",
         "with attribute 0 = 1",
         "The mean over 2 encoders",
         "prefers-color-scheme: dark",
@@ -424,30 +433,30 @@ def test_stages_are_the_outermost_modules_as_they_are_called():
                 x = block(x)
             return self.last(x)
 
-    assert stages(Late(), torch.zeros(1, 4)) == ["blocks.0", "blocks.1", "last"]
-    assert stages(nn.Sequential(Late()), torch.zeros(1, 4)) == ["0.blocks.0", "0.blocks.1", "0.last"]
-    assert stages(nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)) == ["0"]
+    assert outer_modules(Late(), torch.zeros(1, 4)) == ["blocks.0", "blocks.1", "last"]
+    assert outer_modules(nn.Sequential(Late()), torch.zeros(1, 4)) == ["0.blocks.0", "0.blocks.1", "0.last"]
+    assert outer_modules(nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)) == ["0"]
 
 
 USUAL = {
     "end of the local part": (SplitSettings(local=("encoder",)), "encoder"),
     "the other side named": (SplitSettings(shared=("head",)), "encoder"),
-    "local at the other end": (SplitSettings(local=("head",)), "blur"),
-    "half a module": (SplitSettings(local=("encoder.layer1",)), "blur"),
-    "all local": (SplitSettings(local=("encoder", "head")), "blur"),
-    "no split": (SplitSettings(), "blur"),
+    "local at the other end": (SplitSettings(local=("head",)), "noise_std"),
+    "half a module": (SplitSettings(local=("encoder.layer1",)), "noise_std"),
+    "all local": (SplitSettings(local=("encoder", "head")), "noise_std"),
+    "no split": (SplitSettings(), "noise_std"),
 }
 
 
-@pytest.mark.parametrize(("split", "at"), USUAL.values(), ids=USUAL)
-def test_the_representation_is_where_the_local_part_ends_or_before_the_output(kept, split, at):
-    saved = open_case(kept, "FedAvg")
+@pytest.mark.parametrize(("split", "layer"), USUAL.values(), ids=USUAL)
+def test_the_representation_is_where_the_local_part_ends_or_before_the_output(kept, split, layer):
+    saved = open_experiment(kept, "FedAvg")
     saved = saved._replace(settings=replace(saved.settings, split=split))
-    assert usual_stage(saved)[0] == at
+    assert default_representation(saved)[0] == layer
 
 
 def test_a_network_of_layers_is_looked_at_before_its_last(kept):
-    saved = open_case(kept, "FedAvg")
+    saved = open_experiment(kept, "FedAvg")
     names = {None: "relu2", "layer1": "layer1", "layer2": "relu2"}
     model = nn.Sequential()
     for place, width in enumerate((5, 4), start=1):
@@ -455,13 +464,13 @@ def test_a_network_of_layers_is_looked_at_before_its_last(kept):
         model.add_module(f"relu{place}", nn.ReLU())
     model.add_module("layer3", nn.Linear(4, 2))
     model.add_module("softmax", nn.Softmax(1))
-    saved = saved._replace(host=saved.host._replace(model=model))
-    for local, at in names.items():
+    saved = saved._replace(trained_federation=saved.trained_federation._replace(model=model))
+    for local, layer in names.items():
         split = SplitSettings(local=None if local is None else (local,))
-        assert usual_stage(saved._replace(settings=replace(saved.settings, split=split)))[0] == at
-    single = saved._replace(host=saved.host._replace(model=nn.Sequential(nn.Linear(5, 2))))
+        assert default_representation(saved._replace(settings=replace(saved.settings, split=split)))[0] == layer
+    single = saved._replace(trained_federation=saved.trained_federation._replace(model=nn.Sequential(nn.Linear(5, 2))))
     with pytest.raises(InputError, match="no module before its output"):
-        usual_stage(single._replace(settings=replace(saved.settings, split=SplitSettings())))
+        default_representation(single._replace(settings=replace(saved.settings, split=SplitSettings())))
 
 
 def test_a_module_that_puts_out_no_rows_is_refused(kept):
@@ -473,17 +482,17 @@ def test_a_module_that_puts_out_no_rows_is_refused(kept):
         def forward(self, x):
             return self.head(self.memory(x)[0])
 
-    saved, model = open_case(kept, "FedAvg"), world.seeded(Recurrent)
-    host = saved.host._replace(model=model, state=saved.host.state._replace(shared={**model.state_dict()}))
-    for at in ("memory", "idle"):
-        with pytest.raises(InputError, match=f"the module '{at}' does not put out one tensor"):
-            SavedAudit(saved._replace(host=host), Question("0", at=at))
+    saved, model = open_experiment(kept, "FedAvg"), world.seeded(Recurrent)
+    trained_federation = saved.trained_federation._replace(model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()}))
+    for layer in ("memory", "idle"):
+        with pytest.raises(InputError, match=f"the module '{layer}' does not put out one tensor"):
+            SavedAudit(saved._replace(trained_federation=trained_federation), AuditQuery("0", layer=layer))
 
 
 @pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
 def test_adult_is_audited_by_the_names_of_its_columns(tmp_path, capsys):
-    few = ("data.partition=iid", "data.devices=40", "data.keep_devices=3", "plan.rounds=4")
-    made(tmp_path, "data.source=adult", *few, cases=("FedAvg",))
+    few = ("data.partition=iid", "data.devices=40", "data.keep_clients=3", "plan.rounds=4")
+    made(tmp_path, "data.source=adult", *few, experiments=("FedAvg",))
     assert run("audit", tmp_path, "--attribute", "age") == 2
     assert "there is no attribute 'age'; there are race, sex" in complaint(capsys)
     assert run("audit", tmp_path, "--attribute", "sex", "--encoders", "1") == 0

@@ -35,8 +35,8 @@ def looped(x: Tensor, key: Tensor, padding: int, fill: tuple[float, ...]) -> Ten
 @given(rows=st.integers(1, 9), padding=st.integers(0, 7), key=st.integers(0, 2**62), channels=st.integers(1, 3))
 def test_batched_augmentation_is_padding_slicing_and_flipping(rows: int, padding: int, key: int, channels: int) -> None:
     x, fill = images(rows, channels=channels), (-1.0, -2.0, -3.0)[:channels]
-    augmented = crop_and_flip(padding, fill)(x, torch.tensor(key))
-    torch.testing.assert_close(augmented, looped(x, torch.tensor(key), padding, fill), rtol=0, atol=0)
+    with_augmentation = crop_and_flip(padding, fill)(x, torch.tensor(key))
+    torch.testing.assert_close(with_augmentation, looped(x, torch.tensor(key), padding, fill), rtol=0, atol=0)
 
 
 def test_many_devices_at_once_get_what_each_gets_alone() -> None:
@@ -55,8 +55,8 @@ def test_a_row_does_not_depend_on_how_many_follow(rows: int, more: int, key: int
 
 def test_without_padding_every_image_is_itself_or_its_mirror_image() -> None:
     x = images(400)
-    augmented = crop_and_flip(0)(x, torch.tensor(5))
-    kept, mirrored = ((augmented == other).flatten(1).all(1) for other in (x, x.flip(-1)))
+    with_augmentation = crop_and_flip(0)(x, torch.tensor(5))
+    kept, mirrored = ((with_augmentation == other).flatten(1).all(1) for other in (x, x.flip(-1)))
     assert bool((kept ^ mirrored).all())
     # 400 fair coins: 200 with standard deviation 10
     assert 150 < int(mirrored.sum()) < 250

@@ -18,9 +18,9 @@ TINY = Workload(
     shared=("layer2",),
     devices=4,
     examples=7,
-    cohort=2,
+    clients_per_round=2,
     batch=3,
-    rate=0.1,
+    lr=0.1,
     momentum=0.5,
 )
 RATES = {"matrix_gflops": {}, "workloads": {"A": roofline.floor(TINY, 1e9, 1e9)}}
@@ -57,8 +57,8 @@ def test_without_momentum_no_velocity_is_moved():
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_traffic():
-    assert roofline.floor(MLP, rate=1e9, bandwidth=1e15)["bound"] == "arithmetic"
-    assert roofline.floor(MLP, rate=1e15, bandwidth=1e9)["floor_ms"] == pytest.approx(roofline.least_bytes(MLP) / 1e6)
+    assert roofline.floor(MLP, lr=1e9, bandwidth=1e15)["bound"] == "arithmetic"
+    assert roofline.floor(MLP, lr=1e15, bandwidth=1e9)["floor_ms"] == pytest.approx(roofline.least_bytes(MLP) / 1e6)
 
 
 def test_a_job_survives_its_file(tiny, tmp_path):
@@ -72,7 +72,7 @@ def test_data_are_dealt_once_and_said_to_be_random_where_there_are_none(tmp_path
 
 
 def test_one_round_of_the_plain_loop_is_one_round_of_glocal(tmp_path):
-    everyone = replace(TINY, cohort=4, batch=7)
+    everyone = replace(TINY, clients_per_round=4, batch=7)
     write_arrays(everyone, tmp_path)
     asked = job.Job(everyone, str(tmp_path), rounds=3, options={"engine": "looped", "algorithm": "fedavg", "measure": "training"})
     assert plain.training(asked)["loss"] == pytest.approx(ours.training(asked)["loss"], rel=1e-5)
@@ -132,7 +132,7 @@ def test_a_command_is_kept_without_the_folders_of_the_machine():
 def files(tmp_path):
     failed = {"workload": "A", "tool": "FedJAX", "setting": "jit", "measure": "training", "note": "does not run: why"}
     report = {"rows": [row("plain loop", 1.0), row("glocal fedavg", 0.1), failed], "roofline": RATES, "data": {"A": "random"}}
-    curve = [{"axis": "cohort", "value": n, "seconds": n / 10, "peak_memory_mb": 100 + n, "parameters": 10} for n in (5, 10, 20)]
+    curve = [{"axis": "clients_per_round", "value": n, "seconds": n / 10, "peak_memory_mb": 100 + n, "parameters": 10} for n in (5, 10, 20)]
     benchmark, growth = tmp_path / "benchmark.json", tmp_path / "scaling.json"
     run.write(report, benchmark)
     growth.write_text(json.dumps({"rows": curve}))

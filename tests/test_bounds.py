@@ -12,11 +12,11 @@ import glocal
 import world
 from glocal.core.errors import InputError
 from glocal.core.modules import GaussianNoise
-from glocal.personalize.onboarding import Welcome
-from glocal.studies.models import coded_mlp
+from glocal.personalize.onboarding import JoinPlan
+from glocal.studies.models import bottleneck_mlp
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.settings import Settings, from_dict
-from glocal.studies.tries import tries_of
+from glocal.studies.tries import restarts_of
 from glocal.studies.vqa_model import ResNet
 from test_cli import complaint, run
 
@@ -37,9 +37,9 @@ def test_a_share_to_drop_outside_0_to_1_is_refused_for_every_model(share, model,
 
 
 @pytest.mark.parametrize("deviation", [-0.1, "1e30", "inf", "nan"])
-def test_noise_outside_its_bounds_is_refused_for_every_model(deviation, capsys, tmp_path):
+def test_noise_outside_its_bounds_is_refused_for_every_model(std, capsys, tmp_path):
     for model in MODELS:
-        changes = ("--set", f'model.name="{model}"', "--set", f"model.blur={deviation}")
+        changes = ("--set", f'model.name="{model}"', "--set", f"model.blur={std}")
         assert run("run", "digits", *changes, "--out", tmp_path / "run") == 2
         assert "model.blur is " in (told := complaint(capsys))
         assert "from 0 to 1000" in told
@@ -54,8 +54,8 @@ def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
 
 
 MAKES = {
-    "coded_mlp": lambda share: coded_mlp(dropout=share),
-    "coded_mlp without hidden layers": lambda share: coded_mlp(hidden=(), dropout=share),
+    "coded_mlp": lambda share: bottleneck_mlp(dropout=share),
+    "coded_mlp without hidden layers": lambda share: bottleneck_mlp(hidden=(), dropout=share),
     "mood_lstm": lambda share: mood_lstm(5, dropout=share),
     "resnet": lambda share: ResNet(dropout=share),
 }
@@ -78,17 +78,17 @@ def test_a_layer_of_ones_own_that_was_set_to_such_a_share_is_refused_by_name(sha
 
 
 @pytest.mark.parametrize("deviation", NO_DEVIATIONS)
-def test_noise_is_refused_in_python_too(deviation):
+def test_noise_is_refused_in_python_too(std):
     with pytest.raises(InputError, match=r"^model: the noise's deviation is .*from 0 to 1000"):
-        GaussianNoise(deviation)
+        GaussianNoise(std)
     with pytest.raises(InputError, match=r"^model: the noise's deviation is "):
-        coded_mlp(blur=deviation)
+        bottleneck_mlp(noise_std=std)
 
 
 def test_what_is_within_bounds_is_taken():
-    assert nn.Dropout in {type(layer) for layer in coded_mlp(dropout=0.99).head}
-    assert GaussianNoise(0).deviation == 0
-    assert GaussianNoise(1000).deviation == 1000
+    assert nn.Dropout in {type(layer) for layer in bottleneck_mlp(dropout=0.99).head}
+    assert GaussianNoise(0).std == 0
+    assert GaussianNoise(1000).std == 1000
 
 
 def tables(kind=Settings, where=""):
@@ -115,12 +115,12 @@ def counts():
 
 COUNTS = dict(counts())
 NEEDED = {
-    "newcomer": {"train": 10},
-    "audit": {"at": "layer1"},
+    "new_client": {"train": 10},
+    "audit": {"layer": "layer1"},
     "groups": {"only": {"devices": 5}},
     "cases": {"only": {"algorithm": "lg_fedavg"}},
 }
-LEARNS = {"kind": "decoder", "at": "layer1"}
+LEARNS = {"kind": "decoder", "layer": "layer1"}
 
 
 def test_the_counts_of_every_table_are_known_here():
@@ -133,8 +133,8 @@ def test_the_counts_of_every_table_are_known_here():
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_count_in_the_settings_has_bounds(name, value):
     """Without them it hangs, or fills the memory."""
-    learns = {"learns": LEARNS} if ".learns." in name else {}
-    case = {"algorithm": "lg_fedavg", **learns}
+    pretext = {"pretext": LEARNS} if ".learns." in name else {}
+    case = {"algorithm": "lg_fedavg", **pretext}
     written = f"[{value}]" if COUNTS[name] else f"{value}"
     with pytest.raises(InputError) as refused:
         from_dict({**NEEDED, "cases": {"only": case}}, [f"{name}={written}"])
@@ -146,8 +146,8 @@ def test_every_count_in_the_settings_has_bounds(name, value):
     assert (str(value) in told) == (abs(value) < 10**20)
 
 
-PLAN = {"rounds": 2, "cohort": 2}
-PLAN_COUNTS = ["rounds", "cohort", "epochs", "batch", "seed", "first_round", "tokens"]
+PLAN = {"rounds": 2, "clients_per_round": 2}
+PLAN_COUNTS = ["rounds", "clients_per_round", "epochs", "batch", "seed", "first_round", "max_tokens"]
 
 
 @pytest.mark.parametrize("value", [10**18, -1, 1.5, math.nan, pytest.param(10**5000, id="long")])
@@ -158,16 +158,16 @@ def test_a_plan_in_python_is_held_to_them_too(name, value):
 
 
 def test_a_plan_takes_whole_numbers_of_other_libraries():
-    assert glocal.Plan(np.int64(2), np.int32(1), epochs=1000).last_round == 2
+    assert glocal.Plan(np.int64(2), np.int32(1), local_epochs=1000).total_rounds == 2
 
 
 @pytest.mark.parametrize("make", [
     lambda: glocal.Options(validate_every=10**18),
-    lambda: glocal.Options(keep_every=10**18),
+    lambda: glocal.Options(checkpoint_every=10**18),
     lambda: glocal.Options(workers=10**18),
-    lambda: glocal.Engine(chunk=10**18),
-    lambda: Welcome(epochs=10**18),
-    lambda: Welcome(rounds=1, guests=10**18),
+    lambda: glocal.EngineConfig(chunk_size=10**18),
+    lambda: JoinPlan(epochs=10**18),
+    lambda: JoinPlan(rounds=1, existing_clients=10**18),
 ])  # fmt: skip
 def test_what_else_counts_in_python_is_held_to_them_too(make):
     with pytest.raises(InputError, match=r" is 1000000000000000000; .* from \d to \d"):
@@ -176,7 +176,7 @@ def test_what_else_counts_in_python_is_held_to_them_too(make):
 
 def test_seeds_times_tries_are_bounded_too():
     with pytest.raises(InputError, match=r"plan.seeds x plan.tries is 90000; .* from 1 to 1,000"):
-        tries_of(from_dict({"plan": {"seeds": 900, "tries": 100}}).plan)
+        restarts_of(from_dict({"plan": {"seeds": 900, "restarts": 100}}).plan)
 
 
 @pytest.mark.parametrize("change", [

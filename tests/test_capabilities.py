@@ -6,15 +6,15 @@ import torch
 import glocal
 import world
 from glocal import algorithms
-from glocal.algorithms.contract import frozen, unweighted
-from glocal.algorithms.privacy import Privacy, with_privacy
+from glocal.algorithms.contract import freeze_shared, unweighted
+from glocal.algorithms.privacy import DifferentialPrivacy, with_differential_privacy
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
 from glocal.deploy.project import Project
 from glocal.report import write_report
 from glocal.studies import run_study
-from glocal.studies.saved import open_case
+from glocal.studies.saved import open_experiment
 from glocal.studies.settings import from_dict
 from tests import deployed
 
@@ -63,20 +63,20 @@ def test_an_algorithm_of_ones_own_takes_no_mean_unless_it_says_so():
 
 def test_wrappers_keep_it_right():
     fedavg, mtl, lg = made("fedavg"), made("mtl"), made("lg_fedavg")
-    assert with_privacy(fedavg, Privacy(1.0, 1.0)).is_mean
+    assert with_differential_privacy(fedavg, DifferentialPrivacy(1.0, 1.0)).is_mean
     assert unweighted(fedavg).is_mean
     assert takes_the_mean(unweighted(fedavg), torch.ones(3, dtype=torch.int64))
     assert not unweighted(mtl).is_mean
-    assert not frozen(lg).is_mean
+    assert not freeze_shared(lg).is_mean
 
 
 def test_noise_is_refused_where_the_server_takes_no_mean():
     """There an upload is no new value of the shared part: its distance from that means nothing."""
     with pytest.raises(InputError, match=r"^privacy: .*'mtl'.*is_mean"):
-        with_privacy(made("mtl"), Privacy(1.0, 1.0))
+        with_differential_privacy(made("mtl"), DifferentialPrivacy(1.0, 1.0))
 
 
-def kit(folder, changes, *, settings):
+def setup(folder, changes, *, settings):
     """What server and devices would have in common, with an algorithm of one's own."""
     deployed.project(folder, algorithm="own:own", weights='weights = "equal"')
     (folder / "own.py").write_text(OWN.format(changes=changes))
@@ -85,29 +85,29 @@ def kit(folder, changes, *, settings):
         file.write(settings)
     if "privacy" not in settings:
         deployed.change(folder / "deploy.toml", "settle = 20", "settle = 20\nsecure = true")
-    return Project.at(folder).kit
+    return Project.from_folder(folder).setup
 
 
-GUARDS = {"secure": "", "privacy": PRIVACY}
+GUARDS = {"secure_aggregation": "", "privacy": PRIVACY}
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_median_under_the_name_of_a_mean_is_not_deployed_as_one(guard, tmp_path):
     changes = "aggregate=median, is_mean=False"
     with pytest.raises(InputError, match=f"^deploy: {guard} .*mean"):
-        kit(tmp_path / "here", changes, settings=GUARDS[guard])
+        setup(tmp_path / "here", changes, settings=GUARDS[guard])
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_mean_under_a_name_of_its_own_is_deployed(guard, tmp_path):
-    assert kit(tmp_path / "here", "name='mine'", settings=GUARDS[guard]).algorithm.is_mean
+    assert setup(tmp_path / "here", "name='mine'", settings=GUARDS[guard]).algorithm.is_mean
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_what_sends_nothing_has_nothing_to_guard(guard, tmp_path):
     changes = "init=lambda params: ({}, params)"
     with pytest.raises(InputError, match=f"^deploy: {guard} .*sends nothing"):
-        kit(tmp_path / "here", changes, settings=GUARDS[guard])
+        setup(tmp_path / "here", changes, settings=GUARDS[guard])
 
 
 RENAMED = """
@@ -130,7 +130,7 @@ def run_of_ones_own(tmp_path, monkeypatch):
     cases = {"Mine": {"algorithm": "renamed:parts"}, "Yours": {"algorithm": "renamed:everything"}}
     table = {
         "data": {"devices": 6},
-        "plan": {"rounds": 3, "cohort": 3},
+        "plan": {"rounds": 3, "clients_per_round": 3},
         "split": {"local": ["layer1"]},
         "cases": cases,
     }
@@ -139,8 +139,8 @@ def run_of_ones_own(tmp_path, monkeypatch):
 
 
 def test_a_newcomer_meets_the_last_case_that_has_local_and_shared_parts(run_of_ones_own):
-    assert open_case(run_of_ones_own).case == "Mine"
-    assert open_case(run_of_ones_own, "Yours").case == "Yours"
+    assert open_experiment(run_of_ones_own).case == "Mine"
+    assert open_experiment(run_of_ones_own, "Yours").case == "Yours"
 
 
 def test_the_report_says_what_is_shared_in_a_case_that_shares_a_part(run_of_ones_own):

@@ -12,7 +12,7 @@ import torch
 from rich.progress import Progress
 
 from glocal.cli import main
-from glocal.cli.progress import downloads
+from glocal.cli.progress import download_bars
 from glocal.core import files
 
 CHANGES = ["plan.rounds=3", "plan.seeds=1", "run.validate_every=2", "cases.LG-FedAvg.after_round=2", "cases.LG-FedAvg.rounds=2"]
@@ -251,10 +251,10 @@ def test_bars_of_progress_come_back_for_more_and_leave_no_line_where_nothing_was
     started = []
     real = Progress.start
     monkeypatch.setattr(Progress, "start", lambda bars: (started.append(1), real(bars)))
-    with downloads() as report:
+    with download_bars() as report:
         report("at once", 8, 8)
     assert (started, capsys.readouterr().err) == ([], "")
-    with downloads() as report:
+    with download_bars() as report:
         for done in (1, 2, 1, 2):
             report("pictures seen", done, 2)
     assert len(started) == 2

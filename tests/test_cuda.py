@@ -12,17 +12,17 @@ import world
 from glocal import algorithms
 from glocal.core.data import Examples
 from glocal.core.modules import params_of, training_forward
-from glocal.core.random import fold, uniform
-from glocal.core.sampling import Attendance
+from glocal.core.random import fold_in, uniform
+from glocal.core.sampling import Availability
 from glocal.datasets import crop_and_flip
-from glocal.engines import Choice, OverDevices
+from glocal.engines import ExecutionPlan, Executor
 from glocal.federate.fitting import Options
-from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
+from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
-PLAN = glocal.Plan(rounds=3, cohort=4, epochs=2, batch=5)
+PLAN = glocal.Plan(rounds=3, clients_per_round=4, local_epochs=2, batch_size=5)
 every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
 every_model = pytest.mark.parametrize("kind", world.MODELS)
 
@@ -47,7 +47,7 @@ def there(model):
 
 def fitted(name, kind, device, *, folder=None, plan=PLAN, **options):
     model = world.seeded(world.MODELS[kind])
-    chosen = Options(device=device, keep_every=2, validate_every=2, **options)
+    chosen = Options(device=device, checkpoint_every=2, validate_every=2, **options)
     return glocal.fit(world.algorithm(name, model), model, world.federation(), plan, options=chosen, folder=folder)
 
 
@@ -76,13 +76,13 @@ def test_every_engine_equals_one_by_one(name, kind):
 
 def choices(kind):
     """Forms of a graph that `auto` may settle on: as traced, compiled, with convolutions as products, fused."""
-    yield Choice("graphed")
-    yield Choice("graphed", compiled=True)
+    yield ExecutionPlan("graphed")
+    yield ExecutionPlan("graphed", compiled=True)
     if kind == "images":
-        yield Choice("graphed", products=True)
-        yield Choice("graphed", compiled=True, products=True)
+        yield ExecutionPlan("graphed", conv_as_matmul=True)
+        yield ExecutionPlan("graphed", compiled=True, conv_as_matmul=True)
     if kind == "plain":
-        yield Choice("graphed", fused=True)
+        yield ExecutionPlan("graphed", fused=True)
 
 
 @pytest.mark.parametrize("kind", ["plain", "images", "batch norm", "dropout"])
@@ -92,12 +92,12 @@ def test_every_form_of_a_graph_equals_one_by_one(kind):
     train, params = there(model)
     one_by_one = world.last(simulate(algorithm, params, train, PLAN, engine="looped"))[0]
     for choice in choices(kind):
-        over = OverDevices(algorithm.client_update, choice=choice)
-        moments = simulate_seeds(algorithm, [Seat(PLAN, train, begin(algorithm, params))], over)
+        executor = Executor(algorithm.client_update, execution_plan=choice)
+        moments = simulate_seeds(algorithm, [Seat(PLAN, train, initial_state(algorithm, params))], executor)
         state = world.last(moments)[0][0]
-        assert over.choice == choice, over.told()
+        assert executor.execution_plan == choice, executor.describe()
         assert world.gap(one_by_one, state) < 1e-5, choice
-        over.close()
+        executor.close()
 
 
 def test_augmented_images_take_the_same_fused_steps():
@@ -105,13 +105,13 @@ def test_augmented_images_take_the_same_fused_steps():
     devices = [(torch.randn(rows, 2, 6, 6), torch.randint(0, 3, (rows,))) for rows in (12, 7, 12, 9)]
     federation = glocal.from_tensors(devices, test=0.2, validation=0.0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3))
-    algorithm = glocal.fedavg(glocal.augmented(glocal.cross_entropy(model), crop_and_flip(2)), glocal.sgd(0.1, momentum=0.5))
+    algorithm = glocal.fedavg(glocal.with_augmentation(glocal.cross_entropy(model), crop_and_flip(2)), glocal.sgd(0.1, momentum=0.5))
     train = replace(federation.train, examples=federation.train.examples.to(torch.device("cuda")))
     params = {name: tensor.cuda() for name, tensor in params_of(model).items()}
     one_by_one = world.last(simulate(algorithm, params, train, PLAN, engine="looped"))[0]
-    over = OverDevices(algorithm.client_update)
-    state = world.last(simulate_seeds(algorithm, [Seat(PLAN, train, begin(algorithm, params))], over))[0][0]
-    assert over.choice.fused, over.told()
+    executor = Executor(algorithm.client_update)
+    state = world.last(simulate_seeds(algorithm, [Seat(PLAN, train, initial_state(algorithm, params))], executor))[0][0]
+    assert executor.execution_plan.fused, executor.describe()
     assert world.gap(one_by_one, state) < 1e-5
 
 
@@ -119,16 +119,16 @@ def test_a_shape_that_comes_back_is_captured():
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model)
     train, params = there(model)
-    over = OverDevices(algorithm.client_update)
-    list(simulate_seeds(algorithm, [Seat(glocal.Plan(8, 6, batch=5), train, begin(algorithm, params))], over))
-    captured = [graph for graph in over.form.graphs.values() if graph is not None and graph.graph is not None]
+    executor = Executor(algorithm.client_update)
+    list(simulate_seeds(algorithm, [Seat(glocal.Plan(8, 6, batch_size=5), train, initial_state(algorithm, params))], executor))
+    captured = [graph for graph in executor.engine.graphs.values() if graph is not None and graph.graph is not None]
     assert captured
-    assert len(over.form.graphs) <= 4
+    assert len(executor.engine.graphs) <= 4
 
 
 def test_a_model_that_cannot_be_captured_falls_back_in_sight():
     model = world.seeded(world.Branching)
-    federation, plan = world.federation(), glocal.Plan(2, 3, batch=5)
+    federation, plan = world.federation(), glocal.Plan(2, 3, batch_size=5)
     results = []
     for engine in ("auto", "looped"):
         with warnings.catch_warnings(record=True) as seen:
@@ -145,11 +145,11 @@ def test_rows_without_room_wait_on_the_host():
     algorithm = world.algorithm("lg_fedavg", model)
     train, params = there(model)
     states = []
-    for room in (None, 2):
-        start = begin(algorithm, params)
-        start = start._replace(private=replace(start.private, room=room))
-        over = OverDevices(algorithm.client_update)
-        states.append(world.last(simulate_seeds(algorithm, [Seat(glocal.Plan(6, 2, batch=5), train, start)], over))[0][0])
+    for max_gpu_rows in (None, 2):
+        start = initial_state(algorithm, params)
+        start = start._replace(private=replace(start.private, max_gpu_rows=max_gpu_rows))
+        executor = Executor(algorithm.client_update)
+        states.append(world.last(simulate_seeds(algorithm, [Seat(glocal.Plan(6, 2, batch_size=5), train, start)], executor))[0][0])
     rows = list(states[1].private.trained.values())
     assert [all(tensor.is_cuda for tensor in row.values()) for row in rows] == [False] * (len(rows) - 2) + [True] * 2
     assert world.same_bits(*states)
@@ -165,14 +165,14 @@ def test_less_precision_is_near_and_not_the_same():
 @every_algorithm
 def test_the_same_seed_gives_the_same_bits_also_after_a_stop(name, tmp_path):
     whole = fitted(name, "batch norm", "cuda", folder=tmp_path / "whole")
-    fitted(name, "batch norm", "cuda", folder=tmp_path / "parts", plan=glocal.Plan(2, 4, epochs=2, batch=5))
+    fitted(name, "batch norm", "cuda", folder=tmp_path / "parts", plan=glocal.Plan(2, 4, local_epochs=2, batch_size=5))
     resumed = fitted(name, "batch norm", "cuda", folder=tmp_path / "parts")
     assert world.same_bits(whole.state, resumed.state)
     assert world.same_bits(whole.state, fitted(name, "batch norm", "cuda").state)
 
 
 def test_addressed_numbers_are_the_same_everywhere():
-    keys = [fold(torch.tensor(5, device=device), 9) for device in ("cpu", "cuda")]
+    keys = [fold_in(torch.tensor(5, device=device), 9) for device in ("cpu", "cuda")]
     assert torch.equal(uniform(keys[0], (1000,)), uniform(keys[1], (1000,)).cpu())
     x = torch.randn(8, 3, 9, 9)
     augment = crop_and_flip(2, (1.0, 2.0, 3.0))
@@ -198,8 +198,8 @@ def test_the_callers_random_state_is_left_alone():
 @pytest.mark.parametrize("engine", ["auto", "vmapped", "graphed"])
 def test_devices_that_come_and_go_train_the_same(engine):
     """Cohorts of changing size, and a round that nobody finishes."""
-    model, attend, fed = world.seeded(world.plain), Attendance.of, world.federation()
-    attendances = [attend(range(3)), attend([], always=[5]), attend([1, 2], leaving=[1, 2]), attend(range(world.DEVICES))]
+    model, attend, fed = world.seeded(world.plain), Availability.of, world.federation()
+    attendances = [attend(range(3)), attend([], always=[5]), attend([1, 2], dropouts=[1, 2]), attend(range(world.DEVICES))]
     chapters = tuple(Chapter(2 * place, each, (fed,)) for place, each in enumerate(attendances))
     scenario, plan = Scenario(chapters, {"all": tuple(range(world.DEVICES))}), replace(PLAN, rounds=8)
     here, gpu = (
@@ -213,13 +213,13 @@ def test_devices_that_come_and_go_train_the_same(engine):
 @pytest.mark.parametrize("engine", ["auto", "vmapped", "graphed"])
 @pytest.mark.parametrize("name", ["lg_fedavg", "local_only", "fedavg"])
 def test_a_newcomer_learns_the_same(name, engine):
-    gpu, welcome = torch.device("cuda"), glocal.Welcome(epochs=3, rounds=2, guests=2)
+    gpu, join_plan = torch.device("cuda"), glocal.JoinPlan(epochs=3, rounds=2, existing_clients=2)
     generator = torch.Generator().manual_seed(1)
     train = Examples(torch.randn(20, world.FEATURES, generator=generator), torch.arange(20) % world.CLASSES)
-    host, old = glocal.Host.of(fitted(name, "plain", "cpu", engine="looped")), world.federation().train
-    there = replace(old, examples=old.examples.to(gpu))
-    one = glocal.join(host, train, old=old, welcome=welcome, engine="looped")
-    other = glocal.join(host._replace(state=host.state.on(gpu, None)), train.to(gpu), old=there, welcome=welcome, engine=engine)
-    params = {name: tensor.cpu() for name, tensor in other.params(host.algorithm).items()}
-    assert world.distance(one.params(host.algorithm), params) < 1e-4
+    trained_federation, existing_data = glocal.TrainedFederation.of(fitted(name, "plain", "cpu", engine="looped")), world.federation().train
+    there = replace(existing_data, examples=existing_data.examples.to(gpu))
+    one = glocal.join(trained_federation, train, existing_data=existing_data, join_plan=join_plan, engine="looped")
+    other = glocal.join(trained_federation._replace(state=trained_federation.state.to(gpu, None)), train.to(gpu), existing_data=there, join_plan=join_plan, engine=engine)
+    params = {name: tensor.cpu() for name, tensor in other.params(trained_federation.algorithm).items()}
+    assert world.distance(one.params(trained_federation.algorithm), params) < 1e-4
     assert one.ledger == other.ledger

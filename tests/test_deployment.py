@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from glocal.cli.supervised import device_program
+from glocal.cli.supervised import client_program
 from glocal.core.errors import InputError
 from glocal.core.files import read_json
 from glocal.core.trees import same_bits
-from glocal.datasets.fetch import unreported
-from glocal.deploy.conductor import RunConductor
-from glocal.deploy.layout import Wanted, add_device, lay_out
+from glocal.datasets.fetch import no_progress
+from glocal.deploy.conductor import RunServer
+from glocal.deploy.layout import DeploymentSpec, add_client, create_deployment
 from glocal.deploy.processes import free_port
 from glocal.deploy.project import Project
 from glocal.federate.rounds import simulate
-from glocal.studies.build import build_algorithm, build_parts
+from glocal.studies.build import build_algorithm, build_components
 from glocal.wire import pack
 from tests import deployed
 from tests.running import kill, pids, running
@@ -36,10 +36,10 @@ pytestmark = pytest.mark.slow
 
 def rounds_of(folder):
     """Every round's state in the simulator."""
-    project = Project.at(folder)
+    project = Project.from_folder(folder)
     project.make_importable()
-    parts = build_parts(project.study, unreported)
-    algorithm = build_algorithm(project.study, next(iter(project.study.cases.values())), parts)
+    parts = build_components(project.study, no_progress)
+    algorithm = build_algorithm(project.study, next(iter(project.study.experiments.values())), parts)
     train = parts.federations[0].train
     rounds = simulate(algorithm, parts.params[0], train, project.plan, engine="looped")
     return [state for state, _ in rounds]
@@ -59,7 +59,7 @@ def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_cross
     port = free_port()
     folder = deployed.project(tmp_path / "link", devices=3, rounds=3, port=port, out=12000)
     tap = Wiretap(port, folder / "certificates")
-    for own in (folder / "devices").iterdir():
+    for own in (folder / "clients").iterdir():
         deployed.change(own / "deploy.toml", f"port = {port}", f"port = {tap.port}")
     states = rounds_of(folder)
     with running(folder) as these:
@@ -69,7 +69,7 @@ def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_cross
         live = these.follow("first")
     tap.close()
     assert live["state"] == "done"
-    conductor = RunConductor(Project.at(folder), "first")
+    conductor = RunServer(Project.from_folder(folder), "first")
     assert same_bits(conductor.shared, states[-1].shared)
     for device in range(3):
         assert same_bits(private_of(folder, device).after, states[-1].private.of(device))
@@ -78,7 +78,7 @@ def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_cross
     for state in states:
         for device in range(3):
             assert not any(window in wire for window in windows(state.private.of(device)))
-    ledger = conductor.standing.ledger.total.bytes
+    ledger = conductor.state.ledger.total.bytes
     print(f"wire {len(wire):,} ledger {ledger:,} ratio {len(wire) / ledger:.3f}")
     assert ledger <= len(wire) <= 1.2 * ledger
 
@@ -142,20 +142,20 @@ def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path):
         these.follow("first")
         rows = these.rows("first")
         kept = [private_of(folder, device).after for device in range(4)]
-        add_device(folder, "late", metrics=True)
+        add_client(folder, "late", share_metrics=True)
         these.device("late")
         these.until(lambda: "late" in (these.connected_or_none() or ()))
-        these.follow("first", visit=True)
-    absent = {row["round"]: [number for number in range(4) if f"device-{number}" not in row["devices"]] for row in rows}
+        these.follow("first", adapt=True)
+    absent = {row["round"]: [number for number in range(4) if f"device-{number}" not in row["clients"]] for row in rows}
     assert absent == {0: [], 1: [1, 3], 2: [3], 3: []}
     assert "it was started anew" in rows[1]["dropped"]["device-1"]
     assert "'6.bias' holds NaN" in rows[1]["dropped"]["device-3"]
     assert "'6.bias' is (1,)" in rows[2]["dropped"]["device-3"]
     state = with_attendance(folder, absent)
-    assert distance(RunConductor(Project.at(folder), "first").shared, state.shared) <= 1e-6
+    assert distance(RunServer(Project.from_folder(folder), "first").shared, state.shared) <= 1e-6
     assert max(distance(kept[device], state.private.of(device)) for device in range(4)) <= 1e-6
-    result = read_json(folder / "runs/first/result.json", dict)["devices"]
-    late = [row for row in result if row["newcomer"]]
+    result = read_json(folder / "runs/first/result.json", dict)["clients"]
+    late = [row for row in result if row["new_client"]]
     assert [row["name"] for row in late] == ["late"]
     assert late[0]["test"] is not None
 
@@ -175,8 +175,8 @@ def test_secure_aggregation_works_on_real_devices(tmp_path):
         these.server()
         these.device(*names, who="gateway")
         these.follow("first")
-    assert distance(RunConductor(Project.at(folder), "first").shared, states[-1].shared) <= 1e-3
-    assert [row["devices"] for row in these.rows("first")] == [names, names]
+    assert distance(RunServer(Project.from_folder(folder), "first").shared, states[-1].shared) <= 1e-3
+    assert [row["clients"] for row in these.rows("first")] == [names, names]
 
 
 def test_a_device_comes_back_by_itself_when_a_line_that_was_cut_is_mended(tmp_path):
@@ -211,10 +211,10 @@ def test_a_device_and_a_server_that_are_killed_come_back_and_whoever_is_left_goe
         assert pids(folder / "devices/device-0") != [killed]
         these.until_connected("device-0", "device-1")
         print(f"a killed device is back after {time.monotonic() - began:.1f} s")
-        before = pids(folder / "devices")
+        before = pids(folder / "clients")
         kill(folder, "server_process")
         these.until_connected("device-0", "device-1")
-        assert pids(folder / "devices") == before, "the devices were not started anew"
+        assert pids(folder / "clients") == before, "the devices were not started anew"
         assert these.follow("first")["state"] == "done"
 
 
@@ -246,7 +246,7 @@ def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         assert not children
         assert not listening(pid)
-        [server] = [number for number in pids(folder) if number not in pids(folder / "devices")]
+        [server] = [number for number in pids(folder) if number not in pids(folder / "clients")]
         assert listening(server) == [port]
         environment = Path(f"/proc/{pid}/environ").read_bytes()
         assert b"AWS_SECRET" not in environment
@@ -265,21 +265,21 @@ def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to
 
 
 def test_twenty_devices_of_a_gateway_share_one_process_and_nothing_else(tmp_path):
-    folder = lay_out(tmp_path / "link", Wanted(devices=20, port=free_port(), rounds=3)).folder
+    folder = create_deployment(tmp_path / "link", DeploymentSpec(clients=20, port=free_port(), rounds=3)).folder
     names = [f"device-{number}" for number in range(20)]
     with running(folder) as these:
         these.server()
         these.device(*names, who="gateway")
         these.until_connected(*names)
         assert these.follow("first")["state"] == "done"
-        [pid] = pids(folder / "devices")
+        [pid] = pids(folder / "clients")
         memory = int(re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1])
         seconds = [row["seconds"] for row in these.rows("first")]
         print(f"memory {memory / 1000:.0f} MB, rounds {seconds}")
         assert memory < 400_000
-    states = {(folder / "devices" / name / "state/first.safetensors").read_bytes() for name in names}
+    states = {(folder / "clients" / name / "state/first.safetensors").read_bytes() for name in names}
     assert len(states) == 20
-    assert [len(row["devices"]) for row in these.rows("first")] == [20, 20, 20]
+    assert [len(row["clients"]) for row in these.rows("first")] == [20, 20, 20]
 
 
 def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_that_came_to_it(tmp_path, monkeypatch):
@@ -290,17 +290,17 @@ def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_tha
     folder = deployed.project(tmp_path / "link", devices=3, rounds=2, port=free_port())
     names = [f"device-{number}" for number in range(3)]
     for name in names:
-        own = folder / "devices" / name
+        own = folder / "clients" / name
         (own / "helper.py").write_text(f"OWNER = {name!r}\n")
         with (own / "federation.py").open("a") as module:
             module.write(LATE_IMPORT)
     with running(folder) as these:
         these.server()
-        program = device_program([folder / "devices" / name for name in names])
+        program = client_program([folder / "clients" / name for name in names])
         these.begin("gateway", replace(program, module="tests.audited_client"))
         these.follow("first")
     events = [json.loads(line) for line in audit.read_text().splitlines()]
-    devices, opened = str(folder / "devices"), {name: set() for name in names}
+    devices, opened = str(folder / "clients"), {name: set() for name in names}
     for current, event, what in events:
         if what.startswith(devices):
             assert current, (event, what)
@@ -309,7 +309,7 @@ def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_tha
         assert not what.startswith(str(folder)) or what.startswith(devices), "the server's own folder"
     for name in names:
         assert {"device.key", "federation.py", "helper.py", "journal.jsonl"} <= opened[name]
-        assert (folder / "devices" / name / "owner").read_text() == name, "it got another's module"
+        assert (folder / "clients" / name / "owner").read_text() == name, "it got another's module"
     started = {event for _, event, _ in events} - {"open", "import", "os.listdir", "os.scandir", "os.mkdir"}
     assert started <= {"os.remove", "os.rename", "os.chmod"}, "no program was started, no port bound"
 
@@ -338,9 +338,9 @@ def test_glocals_apps_run_on_a_plain_flower_installation_too_to_the_same_bits(tm
         these.node("device-0")
         these.node("device-1")
         these.until_online(2)
-        settings = {"folder": str(folder), "run": "first", "visit": False}
+        settings = {"folder": str(folder), "run": "first", "adapt": False}
         ended = these.run(start_request(app, settings))
         assert ended.sub_status == "completed", (ended, these.words())
-    assert same_bits(RunConductor(Project.at(folder), "first").shared, states[-1].shared)
+    assert same_bits(RunServer(Project.from_folder(folder), "first").shared, states[-1].shared)
     for device in range(2):
         assert same_bits(private_of(folder, device).after, states[-1].private.of(device))

@@ -12,7 +12,7 @@ import pytest
 from docs.refresh import refreshed
 from glocal.cli import main
 from glocal.studies import STUDIES, from_toml
-from glocal.studies.run import resolved, slug
+from glocal.studies.run import resolve, slug
 from glocal.studies.settings import from_dict
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
 def test_the_settings_of_a_page_are_settings(page):
     settings = [block for block in blocks(page, "toml") if not block.startswith("# pyproject.toml")]
     for block in settings:
-        assert from_dict(tomllib.loads(block)).cases
+        assert from_dict(tomllib.loads(block)).experiments
 
 
 def test_the_readme_trains_in_ten_lines():
@@ -154,7 +154,7 @@ def test_the_readme_quotes_mnist_as_it_was_measured():
 def test_results_name_the_command_that_made_them(name, study):
     made = committed(name)
     assert made["command"].startswith("glocal ")
-    assert from_dict(made["settings"]) == resolved(STUDIES[study])
+    assert from_dict(made["settings"]) == resolve(STUDIES[study])
 
 
 @pytest.mark.parametrize("name", ["kinds-mnist.json", "kinds-tabular.json"])

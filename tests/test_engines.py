@@ -23,25 +23,25 @@ from glocal.core import trees
 from glocal.core.data import Examples
 from glocal.core.errors import GlocalWarning, InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Apart, Sgd, adam, sgd
-from glocal.core.sampling import Plan, padded
+from glocal.core.optimizers import SGD, PartitionedOptimizer, adam, sgd
+from glocal.core.sampling import Plan, pad_and_stack
 from glocal.core.training import Work, cross_entropy
 from glocal.datasets.federated import from_tensors
-from glocal.engines import Choice, Engine, OverDevices, planning
-from glocal.engines.batched import FusedJourneys, Journey, Steps, Together
-from glocal.engines.conv_matmul import Products
-from glocal.engines.engine import remember, remembered
-from glocal.engines.graphed import _regular, _round_number
-from glocal.engines.looped import Looped
-from glocal.engines.planning import Bench, chosen
-from glocal.engines.tasks import Task, unbound
-from glocal.engines.traced import TracedDescent
-from glocal.engines.vmapped import batched, stacked
-from glocal.engines.workers import Crew
+from glocal.engines import EngineConfig, ExecutionPlan, Executor, planning
+from glocal.engines.batched import BatchedTraining, FusedGpuTraining, TracedBatchedTraining, TrainingRequest
+from glocal.engines.conv_matmul import ConvAsMatmul
+from glocal.engines.engine import cache_plan, load_cached_plan
+from glocal.engines.graphed import _pad_tasks, _round_up
+from glocal.engines.looped import LoopedEngine
+from glocal.engines.planning import ProbeSetup, plan_execution
+from glocal.engines.tasks import ClientTask, unbind_rows
+from glocal.engines.traced import TracedTraining
+from glocal.engines.vmapped import stack_rows, vmap_clients
+from glocal.engines.workers import ProcessPool
 from glocal.federate.fitting import Options
-from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
+from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 
-PLAN = Plan(rounds=2, cohort=4, epochs=2, batch=5)
+PLAN = Plan(rounds=2, clients_per_round=4, local_epochs=2, batch_size=5)
 every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no compiler here")
 
@@ -56,9 +56,9 @@ MODELS = {**world.MODELS, "images": images}
 every_model = pytest.mark.parametrize("kind", MODELS)
 
 
-def run(name, kind, engine, *, plan=PLAN, optimiser=None):
+def run(name, kind, engine, *, plan=PLAN, optimizer=None):
     model = world.seeded(MODELS[kind])
-    algorithm = world.algorithm(name, model, optimiser=optimiser)
+    algorithm = world.algorithm(name, model, optimizer=optimizer)
     return world.last(simulate(algorithm, params_of(model), world.federation().train, plan, engine=engine))[0]
 
 
@@ -67,45 +67,45 @@ def run(name, kind, engine, *, plan=PLAN, optimiser=None):
 @pytest.mark.parametrize("fused", [True, False])
 def test_workers_give_what_the_loop_gives(name, kind, fused):
     looped = run(name, kind, "looped")
-    assert world.gap(run(name, kind, Engine("workers", workers=2, fused=fused)), looped) < 1e-5
+    assert world.gap(run(name, kind, EngineConfig("workers", workers=2, fused=fused)), looped) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["lg_fedavg", "mtl"])
 @every_model
-@pytest.mark.parametrize("products", [True, False])
-def test_traced_steps_of_many_devices_give_what_the_loop_gives(name, kind, products):
+@pytest.mark.parametrize("conv_as_matmul", [True, False])
+def test_traced_steps_of_many_devices_give_what_the_loop_gives(name, kind, conv_as_matmul):
     """What a GPU captures and compiles, on a CPU: the same steps beneath vmap."""
     model = world.seeded(MODELS[kind])
     algorithm = world.algorithm(name, model)
-    state, train = begin(algorithm, params_of(model)), world.federation().train
+    state, train = initial_state(algorithm, params_of(model)), world.federation().train
     tasks = [
-        Task(state.shared, state.private.initial, rows.reshape(1, -1)[:, :5].repeat(3, 0), key)
+        ClientTask(state.shared, state.private.initial, rows.reshape(1, -1)[:, :5].repeat(3, 0), key)
         for key, rows in enumerate(train.rows)
     ]
     tasks[1] = tasks[1]._replace(order=np.full_like(tasks[1].order, -1))
     tasks[1].order[:2, :2] = train.rows[1][:2]
-    orders = padded([task.order for task in tasks])
-    descent = Together(Steps(products=products))
-    work = Work(train.examples, torch.from_numpy(orders), torch.tensor([task.key for task in tasks]), torch.tensor(3), 2, descent)
-    rows = stacked([task.shared for task in tasks]), stacked([task.private for task in tasks])
-    together = batched(algorithm.client_update, *rows, work)
-    alone = Looped(algorithm.client_update)(tasks, train.examples, 3).stacked()
+    orders = pad_and_stack([task.order for task in tasks])
+    trainer = BatchedTraining(TracedBatchedTraining(conv_as_matmul=conv_as_matmul))
+    work = Work(train.examples, torch.from_numpy(orders), torch.tensor([task.key for task in tasks]), torch.tensor(3), 2, trainer)
+    rows = stack_rows([task.shared for task in tasks]), stack_rows([task.private for task in tasks])
+    together = vmap_clients(algorithm.client_update, *rows, work)
+    alone = LoopedEngine(algorithm.client_update)(tasks, train.examples, 3).stacked()
     for part in ("upload", "private"):
         assert world.distance(getattr(together, part), getattr(alone, part)) < 1e-5
     assert torch.allclose(together.loss, alone.loss, atol=1e-5)
 
 
-@pytest.mark.parametrize("optimiser", [adam(0.01), sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.1, decay=0.5)])
+@pytest.mark.parametrize("optimizer", [adam(0.01), sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.1, lr_decay=0.5)])
 @pytest.mark.parametrize("fused", [True, False])
-def test_workers_know_every_optimiser(optimiser, fused):
-    looped = run("lg_fedavg", "plain", "looped", optimiser=optimiser)
-    assert world.gap(run("lg_fedavg", "plain", Engine("workers", fused=fused), optimiser=optimiser), looped) < 1e-5
+def test_workers_know_every_optimiser(optimizer, fused):
+    looped = run("lg_fedavg", "plain", "looped", optimizer=optimizer)
+    assert world.gap(run("lg_fedavg", "plain", EngineConfig("workers", fused=fused), optimizer=optimizer), looped) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["plain", "dropout"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_number_of_workers_changes_no_bit(kind, fused):
-    states = [run("lg_fedavg", kind, Engine("workers", workers=number, fused=fused)) for number in (1, 2, 3)]
+    states = [run("lg_fedavg", kind, EngineConfig("workers", workers=number, fused=fused)) for number in (1, 2, 3)]
     assert world.same_bits(states[0], states[1])
     assert world.same_bits(states[0], states[2])
 
@@ -114,11 +114,11 @@ def test_workers_run_seeds_side_by_side():
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model)
     train = world.federation().train
-    for engine in (Engine("workers", fused=False), Engine("workers")):
-        over = OverDevices(algorithm.client_update, engine=engine)
-        seats = [Seat(Plan(2, 3, batch=5, seed=seed), train, begin(algorithm, params_of(model))) for seed in (0, 1)]
-        together = [state for state, _ in world.last(simulate_seeds(algorithm, seats, over))]
-        over.close()
+    for engine in (EngineConfig("workers", fused=False), EngineConfig("workers")):
+        executor = Executor(algorithm.client_update, engine=engine)
+        seats = [Seat(Plan(2, 3, batch_size=5, seed=seed), train, initial_state(algorithm, params_of(model))) for seed in (0, 1)]
+        together = [state for state, _ in world.last(simulate_seeds(algorithm, seats, executor))]
+        executor.close()
         for seat, state in zip(seats, together, strict=True):
             alone = world.last(simulate(algorithm, params_of(model), train, seat.plan, engine=engine))[0]
             assert world.same_bits(state, alone)
@@ -133,7 +133,7 @@ def test_an_algorithm_that_draws_numbers_of_torchs_own_gets_the_same_ones_everyw
         return update._replace(upload={name: tensor + torch.randn_like(tensor) for name, tensor in update.upload.items()})
 
     algorithm, train = plain._replace(client_update=noisy), world.federation().train
-    engines = ("looped", Engine("workers", workers=1), Engine("workers", workers=2), Engine("workers", fused=False))
+    engines = ("looped", EngineConfig("workers", workers=1), EngineConfig("workers", workers=2), EngineConfig("workers", fused=False))
     states = [world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0] for engine in engines]
     assert all(world.gap(states[0], state) < 1e-5 for state in states)
 
@@ -143,8 +143,8 @@ def crew(function, tasks_of=4, **options):
     train = world.federation().train
     model = world.seeded(world.plain)
     shared = params_of(model)
-    tasks = [Task(shared, {}, train.rows[device].reshape(1, -1)) for device in range(tasks_of)]
-    return Crew(function, workers=2, descent=None, **options), tasks, train.examples
+    tasks = [ClientTask(shared, {}, train.rows[device].reshape(1, -1)) for device in range(tasks_of)]
+    return ProcessPool(function, workers=2, trainer=None, **options), tasks, train.examples
 
 
 def test_a_mistake_in_a_worker_is_raised_by_the_parent():
@@ -157,7 +157,7 @@ def test_a_mistake_in_a_worker_is_raised_by_the_parent():
     tasks.sort(key=lambda task: task.order.size)
     with pytest.raises(ValueError, match="too many rows for me"):
         workers(tasks, examples, 0)
-    assert workers.hired is None
+    assert workers.processes is None
 
 
 def test_a_killed_worker_is_one_line():
@@ -175,7 +175,7 @@ def test_a_killed_worker_is_one_line():
 def test_workers_are_gone_when_they_are_dismissed():
     workers, tasks, examples = crew(lambda shared, private, work: shared)
     workers(tasks, examples, 0)
-    pids = list(workers.hired.pids)
+    pids = list(workers.processes.pids)
     assert len(pids) == 2
     workers.close()
     for pid in pids:
@@ -189,7 +189,7 @@ def test_workers_do_not_outlive_their_parent(tmp_path):
     if pid == 0:
         workers, tasks, examples = crew(lambda shared, private, work: shared)
         workers(tasks, examples, 0)
-        (tmp_path / "pids").write_text(" ".join(map(str, workers.hired.pids)))
+        (tmp_path / "pids").write_text(" ".join(map(str, workers.processes.pids)))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     waited = time.monotonic() + 10
@@ -218,12 +218,12 @@ def test_a_result_that_does_not_fit_comes_another_way():
 
 def test_a_step_is_traced_once_and_slopes_go_straight_into_velocities():
     model = world.seeded(world.plain)
-    descent = TracedDescent()
+    trainer = TracedTraining()
     x, y = world.devices()[0]
     order = torch.arange(20).reshape(4, 5)
     work = Work(glocal.datasets.federated.Examples(x, y), order, torch.tensor(0), torch.tensor(0), 4)
-    assert descent(cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5)) is not None
-    (step,) = descent.steps.values()
+    assert trainer(cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5)) is not None
+    (step,) = trainer.steps.values()
     assert step.__self__.code.count("Tensor_addmm_(") == 2
     assert "torch.sub(" not in step.__self__.code
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_traced_is_run_as_it_is():
     train = world.federation().train
     states = [
         world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0]
-        for engine in ("looped", Engine("workers", fused=False))
+        for engine in ("looped", EngineConfig("workers", fused=False))
     ]
     assert world.gap(*states) < 1e-6
 
@@ -252,7 +252,7 @@ def test_without_a_compiler_general_steps_run_in_sight(monkeypatch, tmp_path, ca
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     with caplog.at_level(logging.INFO, "glocal"):
-        state = run("lg_fedavg", "plain", Engine("workers"))
+        state = run("lg_fedavg", "plain", EngineConfig("workers"))
     assert "no fused steps" in caplog.text
     assert "compiler" in caplog.text
     assert world.gap(state, run("lg_fedavg", "plain", "looped")) < 1e-5
@@ -260,10 +260,10 @@ def test_without_a_compiler_general_steps_run_in_sight(monkeypatch, tmp_path, ca
 
 def test_the_line_says_which_layer_the_fused_steps_do_not_know(caplog):
     with caplog.at_level(logging.INFO, "glocal"):
-        run("lg_fedavg", "batch norm", Engine("workers"))
+        run("lg_fedavg", "batch norm", EngineConfig("workers"))
     (line,) = [record.message for record in caplog.records]
     assert line == "engine: 2 processes, one device at a time each (no fused steps: layer '1' is BatchNorm1d on (8,))".replace(
-        "2", str(Engine().crew), 1
+        "2", str(EngineConfig().crew), 1
     )
 
 
@@ -271,38 +271,38 @@ def bench(kind="batch norm", engine="auto", steps=4):
     model = world.seeded(MODELS[kind])
     algorithm = world.algorithm("fedavg", model)
     train = world.federation().train
-    state = begin(algorithm, params_of(model))
-    tasks = [Task(state.shared, {}, np.resize(train.rows[device], (steps, 5))) for device in (0, 2)]
-    return Bench(algorithm.client_update, Engine(engine), tasks, train.examples, 0)
+    state = initial_state(algorithm, params_of(model))
+    tasks = [ClientTask(state.shared, {}, np.resize(train.rows[device], (steps, 5))) for device in (0, 2)]
+    return ProbeSetup(algorithm.client_update, EngineConfig(engine), tasks, train.examples, 0)
 
 
 @needs_compiler
 def test_auto_takes_fused_steps_where_it_can():
-    assert chosen(bench("plain"), calls=1, descends=True)[0] == Choice("workers", fused=True, why="they know all its layers")
+    assert plan_execution(bench("plain"), num_calls=1, trains=True)[0] == ExecutionPlan("workers", fused=True, reason="they know all its layers")
 
 
 @every_algorithm
 def test_chunks_of_one_give_what_the_loop_gives(name):
-    assert world.gap(run(name, "plain", Engine("vmapped", chunk=1)), run(name, "plain", "looped")) < 1e-5
+    assert world.gap(run(name, "plain", EngineConfig("vmapped", chunk_size=1)), run(name, "plain", "looped")) < 1e-5
 
 
 def test_no_more_is_tried_out_than_a_chunk():
-    alone = bench()._replace(engine=Engine(chunk=1))
-    assert (len(alone.short()), len(bench().short())) == (1, 2)
-    assert alone.key() != bench().key()
+    alone = bench()._replace(config=EngineConfig(chunk_size=1))
+    assert (len(alone.probe_tasks()), len(bench().probe_tasks())) == (1, 2)
+    assert alone.cache_key() != bench().cache_key()
 
 
 def test_auto_does_not_measure_for_a_short_run():
-    assert chosen(bench(), calls=2, descends=True)[0] == Choice("vmapped", why="too short a run to measure")
+    assert plan_execution(bench(), num_calls=2, trains=True)[0] == ExecutionPlan("vmapped", reason="too short a run to measure")
 
 
 def test_auto_measures_for_a_long_run_says_so_and_remembers(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
-    first = chosen(bench(), calls=1000, descends=True)[0]
-    assert "measured, ms a step: workers" in first.why
-    assert remembered(bench().key()) == first
-    remember(bench().key(), Choice("looped", why="because"))
-    assert chosen(bench(), calls=1000, descends=True)[0] == Choice("looped", why="because")
+    first = plan_execution(bench(), num_calls=1000, trains=True)[0]
+    assert "measured, ms a step: workers" in first.reason
+    assert load_cached_plan(bench().cache_key()) == first
+    cache_plan(bench().cache_key(), ExecutionPlan("looped", reason="because"))
+    assert plan_execution(bench(), num_calls=1000, trains=True)[0] == ExecutionPlan("looped", reason="because")
 
 
 @pytest.mark.parametrize(("long", "calls", "lines"), [(-1, 4, 1), (1000, 8, 0)])
@@ -310,8 +310,8 @@ def test_what_takes_long_is_tried_no_more_than_twice_and_told(monkeypatch, caplo
     caplog.set_level("INFO", "glocal")
     form = Mock()
     monkeypatch.setattr(planning, "build", lambda *_: form)
-    monkeypatch.setattr(planning, "_LONG", long)
-    assert "measured, ms a step: vmapped" in planning._fastest(bench(), [Choice("vmapped"), Choice("looped")]).why
+    monkeypatch.setattr(planning, "_LONG_SECONDS", long)
+    assert "measured, ms a step: vmapped" in planning._fastest(bench(), [ExecutionPlan("vmapped"), ExecutionPlan("looped")]).reason
     assert form.call_count == calls
     told = [line for line in caplog.messages if "trying out what is fastest, which takes a while: 2 steps took 0 s" in line]
     assert len(told) == lines
@@ -320,11 +320,11 @@ def test_what_takes_long_is_tried_no_more_than_twice_and_told(monkeypatch, caplo
 def test_a_damaged_book_of_choices_is_no_reason_to_stop(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     (tmp_path / "engines.json").write_text("[1, 2")
-    assert remembered("key") is None
-    remember("key", Choice("looped"))
+    assert load_cached_plan("key") is None
+    cache_plan("key", ExecutionPlan("looped"))
     for text in ('{"key": {"form": "warp"}}', '{"key": [1]}', "[]", '{"key": {"fused": true}}'):
         (tmp_path / "engines.json").write_text(text)
-        assert remembered("key") is None
+        assert load_cached_plan("key") is None
 
 
 @needs_compiler
@@ -332,14 +332,14 @@ def test_a_run_goes_on_with_the_engine_it_began_with(tmp_path, monkeypatch):
     """Else a stop and a change of mind between would change the rounding."""
     model, federation = world.seeded(world.plain), world.federation()
     algorithm = world.algorithm("lg_fedavg", model)
-    glocal.fit(algorithm, model, federation, Plan(2, 4, batch=5), options=Options(keep_every=1), folder=tmp_path)
+    glocal.fit(algorithm, model, federation, Plan(2, 4, batch_size=5), options=Options(checkpoint_every=1), folder=tmp_path)
     began = []
     monkeypatch.setattr(
-        "glocal.federate.fitting.OverDevices",
-        lambda *a, choice=None, **k: began.append(choice) or OverDevices(*a, choice=choice, **k),
+        "glocal.federate.fitting.Executor",
+        lambda *a, execution_plan=None, **k: began.append(execution_plan) or Executor(*a, execution_plan=execution_plan, **k),
     )
-    glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=Options(keep_every=1), folder=tmp_path)
-    assert [(choice.form, choice.fused) for choice in began] == [("workers", True)]
+    glocal.fit(algorithm, model, federation, Plan(4, 4, batch_size=5), options=Options(checkpoint_every=1), folder=tmp_path)
+    assert [(choice.engine, choice.fused) for choice in began] == [("workers", True)]
 
 
 @pytest.mark.parametrize("stride", [1, 2, (2, 1)])
@@ -348,7 +348,7 @@ def test_a_run_goes_on_with_the_engine_it_began_with(tmp_path, monkeypatch):
 def test_a_convolution_as_a_product_is_the_convolution(stride, padding, dilation):
     x, weight, bias = torch.randn(3, 2, 9, 8), torch.randn(4, 2, 3, 2), torch.randn(4)
     expected = torch.conv2d(x, weight, bias, stride, padding, dilation)
-    with Products():
+    with ConvAsMatmul():
         assert torch.allclose(torch.conv2d(x, weight, bias, stride, padding, dilation), expected, atol=1e-5)
         grouped = torch.conv2d(x, torch.ones(2, 1, 3, 3), groups=2, padding="same")
     assert grouped.shape == x.shape
@@ -357,18 +357,18 @@ def test_a_convolution_as_a_product_is_the_convolution(stride, padding, dilation
 def test_unequal_devices_come_in_few_shapes():
     """So that a graph of a round can be used again."""
     orders = [np.zeros((steps, 5), dtype=np.int64) for steps in (9, 12, 11)]
-    _, regular = _regular([Task({}, {}, order) for order in orders])
+    _, regular = _pad_tasks([ClientTask({}, {}, order) for order in orders])
     assert regular.shape == (3, 12, 5)
     assert (regular[0, 9:] == -1).all()
-    many, regular = _regular([Task({}, {}, order) for order in orders * 3])
+    many, regular = _pad_tasks([ClientTask({}, {}, order) for order in orders * 3])
     assert (len(many), len(regular)) == (10, 10)
-    assert all(number <= _round_number(number) <= 1.25 * number for number in range(1, 2000))
-    assert len({_round_number(number) for number in range(1, 2000)}) < 45
+    assert all(number <= _round_up(number) <= 1.25 * number for number in range(1, 2000))
+    assert len({_round_up(number) for number in range(1, 2000)}) < 45
 
 
 def test_equal_devices_are_not_padded():
-    tasks = [Task({}, {}, np.zeros((60, 10), dtype=np.int64))] * 9
-    same, orders = _regular(tasks)
+    tasks = [ClientTask({}, {}, np.zeros((60, 10), dtype=np.int64))] * 9
+    same, orders = _pad_tasks(tasks)
     assert same is tasks
     assert orders.shape == (9, 60, 10)
 
@@ -379,16 +379,16 @@ def test_equal_devices_are_not_padded():
         ({"name": "warp"}, "engine: 'warp' is unknown"),
         ({"precision": "fp16"}, "engine: precision 'fp16' is unknown"),
         ({"workers": 0}, "engine: workers is 0; a whole number from 1 to 1,024"),
-        ({"chunk": 0}, "engine: chunk is 0; a whole number from 1 to"),
+        ({"chunk_size": 0}, "engine: chunk is 0; a whole number from 1 to"),
     ],
 )
 def test_a_wrong_engine_is_one_line(settings, message):
     with pytest.raises(InputError, match=message):
-        Engine(**settings)
+        EngineConfig(**settings)
 
 
 def test_halves_are_near_and_not_the_same():
-    half, full = (run("fedavg", "plain", Engine("vmapped", precision=name)) for name in ("bf16", "fp32"))
+    half, full = (run("fedavg", "plain", EngineConfig("vmapped", precision=name)) for name in ("bf16", "fp32"))
     assert 1e-5 < world.gap(half, full) < 0.1
     assert all(tensor.dtype == torch.float32 for tensor in half.shared.values())
 
@@ -398,8 +398,8 @@ def test_very_unequal_devices_do_not_wait_for_each_other():
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model, total=4)
     states = [
-        world.last(simulate(algorithm, params_of(model), federation.train, Plan(1, 4, batch=5), engine=engine))[0]
-        for engine in ("looped", "vmapped", Engine("workers"), Engine("workers", fused=False))
+        world.last(simulate(algorithm, params_of(model), federation.train, Plan(1, 4, batch_size=5), engine=engine))[0]
+        for engine in ("looped", "vmapped", EngineConfig("workers"), EngineConfig("workers", fused=False))
     ]
     assert all(world.gap(states[0], state, 4) < 1e-4 for state in states)
 
@@ -409,7 +409,7 @@ def test_only_devices_that_took_part_take_memory():
     federation = from_tensors(world.devices(sizes), test=0.0, validation=0.0)
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model, total=300)
-    state = world.last(simulate(algorithm, params_of(model), federation.train, Plan(3, 2, batch=5)))[0]
+    state = world.last(simulate(algorithm, params_of(model), federation.train, Plan(3, 2, batch_size=5)))[0]
     stored = list(state.private.trained.values())
     assert len(stored) <= 6
     storages = {
@@ -431,12 +431,12 @@ class LowRank(nn.Module):
         return nn.functional.linear(x, self.full + self.left @ self.right)
 
 
-@pytest.mark.parametrize("optimiser", [sgd(0.1), sgd(0.1, momentum=0.9)])
-def test_a_weight_is_not_changed_while_a_view_of_it_is_still_to_be_read(optimiser):
+@pytest.mark.parametrize("optimizer", [sgd(0.1), sgd(0.1, momentum=0.9)])
+def test_a_weight_is_not_changed_while_a_view_of_it_is_still_to_be_read(optimizer):
     model = world.seeded(LowRank)
-    algorithm = fedavg(cross_entropy(model), optimiser)
+    algorithm = fedavg(cross_entropy(model), optimizer)
     train = world.federation().train
-    engines = ("looped", Engine("workers", workers=1))
+    engines = ("looped", EngineConfig("workers", workers=1))
     states = [world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0] for engine in engines]
     assert world.gap(*states) < 1e-5
 
@@ -446,8 +446,8 @@ def test_who_traces_a_step_draws_no_numbers_for_it():
     model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     states = [
-        world.last(simulate(algorithm, params_of(model), federation.train, Plan(2, 6, batch=10), engine=engine))[0]
-        for engine in ("looped", *(Engine("workers", workers=number) for number in (1, 2, 3)))
+        world.last(simulate(algorithm, params_of(model), federation.train, Plan(2, 6, batch_size=10), engine=engine))[0]
+        for engine in ("looped", *(EngineConfig("workers", workers=number) for number in (1, 2, 3)))
     ]
     assert world.same_bits(states[1], states[2])
     assert world.same_bits(states[1], states[3])
@@ -475,33 +475,33 @@ def test_a_shared_tree_may_be_an_upload_as_it_came():
     last = algorithm._replace(aggregate=lambda shared, uploads, weights: {name: tensor[-1] for name, tensor in uploads.items()})
     train, params = world.federation().train, params_of(model)
     found = [
-        world.last(simulate(last, params, train, glocal.Plan(4, 3, batch=5), engine=engine))[0]
-        for engine in (Engine("workers", workers=2, fused=False), "looped")
+        world.last(simulate(last, params, train, glocal.Plan(4, 3, batch_size=5), engine=engine))[0]
+        for engine in (EngineConfig("workers", workers=2, fused=False), "looped")
     ]
     assert world.gap(*found) < 1e-5
 
 
 def test_losses_last_longer_than_a_round():
     model = world.seeded(world.plain)
-    train, params, plan = world.federation().train, params_of(model), glocal.Plan(4, 3, batch=5)
+    train, params, plan = world.federation().train, params_of(model), glocal.Plan(4, 3, batch_size=5)
     told = [
         torch.stack([report.losses for _, report in simulate(world.algorithm("fedavg", model), params, train, plan, engine=engine)])
-        for engine in (Engine("workers", workers=2, fused=False), "looped")
+        for engine in (EngineConfig("workers", workers=2, fused=False), "looped")
     ]
     torch.testing.assert_close(*told)
 
 
 def test_a_run_goes_on_where_there_is_no_compiler(tmp_path, monkeypatch):
     model, federation = world.seeded(world.plain), world.federation()
-    algorithm, options = world.algorithm("lg_fedavg", model), Options(keep_every=1)
-    whole = glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=options)
-    glocal.fit(algorithm, model, federation, Plan(2, 4, batch=5), options=options, folder=tmp_path / "run")
+    algorithm, options = world.algorithm("lg_fedavg", model), Options(checkpoint_every=1)
+    whole = glocal.fit(algorithm, model, federation, Plan(4, 4, batch_size=5), options=options)
+    glocal.fit(algorithm, model, federation, Plan(2, 4, batch_size=5), options=options, folder=tmp_path / "run")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "cache"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GlocalWarning)
-        resumed = glocal.fit(algorithm, model, federation, Plan(4, 4, batch=5), options=options, folder=tmp_path / "run")
+        resumed = glocal.fit(algorithm, model, federation, Plan(4, 4, batch_size=5), options=options, folder=tmp_path / "run")
     assert world.gap(whole.state, resumed.state) < 1e-5
 
 
@@ -510,14 +510,14 @@ def test_a_frozen_private_tensor_can_be_kept(tmp_path):
     model[0].bias.requires_grad_(False)
     algorithm = world.algorithm("lg_fedavg", model)
     for engine in ("looped", "workers"):
-        options = Options(engine=engine, keep_every=1)
-        glocal.fit(algorithm, model, world.federation(), Plan(2, 4, batch=5), options=options, folder=tmp_path / engine)
+        options = Options(engine=engine, checkpoint_every=1)
+        glocal.fit(algorithm, model, world.federation(), Plan(2, 4, batch_size=5), options=options, folder=tmp_path / engine)
 
 
 def test_a_partial_function_may_be_an_update(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     plain = bench()
-    assert chosen(plain._replace(function=partial(plain.function)), calls=1000, descends=True)
+    assert plan_execution(plain._replace(function=partial(plain.function)), num_calls=1000, trains=True)
 
 
 def test_fused_steps_look_at_every_journey(monkeypatch):
@@ -527,46 +527,46 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
     x, y = world.devices()[0]
     rest = (Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.zeros(1), torch.tensor(0), 1)
     monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
-    monkeypatch.setattr("glocal.engines.batched.descend_together", lambda chain, *a, **k: (params, torch.zeros(1)))
-    fused = FusedJourneys("fp32")
-    fused(Journey(objective, sgd(0.1), params, *rest))
+    monkeypatch.setattr("glocal.engines.batched.local_train_batched", lambda chain, *a, **k: (params, torch.zeros(1)))
+    fused = FusedGpuTraining("fp32")
+    fused(TrainingRequest(objective, sgd(0.1), params, *rest))
     with pytest.raises(NotImplementedError, match="some of the model's weights stay as they are"):
-        fused(Journey(objective._replace(trains=frozenset({"2.weight"})), sgd(0.1), params, *rest))
+        fused(TrainingRequest(objective._replace(trainable=frozenset({"2.weight"})), sgd(0.1), params, *rest))
 
-    class Clipped(Sgd):
+    class Clipped(SGD):
         pass
 
     with pytest.raises(NotImplementedError, match="Clipped"):
-        fused(Journey(objective, Clipped(0.1), params, *rest))
+        fused(TrainingRequest(objective, Clipped(0.1), params, *rest))
 
 
 @pytest.mark.parametrize("name", ["the optimiser is Apart", "the loss is not the cross entropy"])
 def test_fused_steps_do_not_claim_what_they_leave_to_others(monkeypatch, name):
     """A rule of two rates or a loss of one's own is none of theirs: the engine says so, and takes other steps."""
     monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
-    model, rule = world.seeded(world.plain), Sgd(0.1)
+    model, rule = world.seeded(world.plain), SGD(0.1)
     objective = cross_entropy(model)
-    if "optimiser" in name:
-        rule = Apart(Sgd(0.1), Sgd(0.01), "2.")
+    if "optimizer" in name:
+        rule = PartitionedOptimizer(SGD(0.1), SGD(0.01), "2.")
     else:
         inner = objective.loss
         objective = objective._replace(loss=lambda params, batch: inner(params, batch))
     algorithm, (x, y) = fedavg(objective, rule), world.devices()[0]
-    state = begin(algorithm, params_of(model))
+    state = initial_state(algorithm, params_of(model))
 
-    def trained(descent):
-        work = Work(Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.tensor([0]), torch.tensor(0), 1, descent)
-        return batched(algorithm.client_update, stacked([state.shared]), stacked([state.private.initial]), work)
+    def trained(trainer):
+        work = Work(Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.tensor([0]), torch.tensor(0), 1, trainer)
+        return vmap_clients(algorithm.client_update, stack_rows([state.shared]), stack_rows([state.private.initial]), work)
 
-    assert trained(Together(Steps())).loss.isfinite().all()
+    assert trained(BatchedTraining(TracedBatchedTraining())).loss.isfinite().all()
     with pytest.raises(NotImplementedError, match=name):
-        trained(Together(FusedJourneys("fp32"), refuses=True))
+        trained(BatchedTraining(FusedGpuTraining("fp32"), skip_check=True))
 
 
 def test_large_rows_of_a_stack_have_memory_of_their_own_and_small_ones_are_views():
     small, large = torch.rand(3, 8), torch.rand(3, 2**18)
     for stack, views in ((small, True), (large, False)):
-        rows = unbound(stack)
+        rows = unbind_rows(stack)
         assert torch.equal(torch.stack(list(rows)), stack)
         assert all((row.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()) == views for row in rows)
-    assert list(unbound(torch.zeros(0, 2**18))) == []
+    assert list(unbind_rows(torch.zeros(0, 2**18))) == []

@@ -12,9 +12,9 @@ from torch import nn
 import glocal
 import world
 from glocal.core.errors import InputError
-from glocal.datasets.federated import check, from_tensors
+from glocal.datasets.federated import from_tensors, validate_data
 
-PLAN = glocal.Plan(rounds=2, cohort=2)
+PLAN = glocal.Plan(rounds=2, clients_per_round=2)
 
 
 def fitted(devices, model=None, **options):
@@ -149,7 +149,7 @@ def test_checking_names_the_part_that_is_wrong():
     federation = world.federation()
     federation.test.examples.y[federation.test.rows[0][0]] = 7
     with pytest.raises(InputError, match="device 0 has the test label 7"):
-        check(federation, world.CLASSES)
+        validate_data(federation, world.CLASSES)
 
 
 def test_text_models_with_whole_number_inputs_train():
@@ -171,7 +171,7 @@ def test_lists_are_welcome():
 def test_a_batch_larger_than_the_data_costs_nothing():
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
-    plans = [glocal.Plan(2, 3, batch=batch) for batch in (31, 10**6)]
+    plans = [glocal.Plan(2, 3, batch_size=batch_size) for batch_size in (31, 10**6)]
     results = [glocal.fit(algorithm, model, world.federation(), plan) for plan in plans]
     assert torch.equal(results[0].state.shared["0.weight"], results[1].state.shared["0.weight"])
 
@@ -193,17 +193,17 @@ def test_arrays_of_the_wrong_form_are_refused(change, message):
 def test_tests_unlike_the_training_data_are_refused():
     federation = from_tensors(devices(20, 20), test=[(x[:, :5], y) for x, y in devices(5, 5)])
     with pytest.raises(InputError, match=r"test inputs are \(5,\) torch.float32, training inputs \(6,\)"):
-        check(federation, 3)
+        validate_data(federation, 3)
 
 
 def test_rows_in_two_places_or_outside_are_refused():
     federation = world.federation()
     twice = replace(federation, test=federation.train)
     with pytest.raises(InputError, match="is on two devices, or in two of train, validation and test"):
-        check(twice, 3)
+        validate_data(twice, 3)
     outside = replace(federation, test=replace(federation.test, rows=(np.array([10**6]), *federation.test.rows[1:])))
     with pytest.raises(InputError, match="row 1000000 is outside"):
-        check(outside, 3)
+        validate_data(outside, 3)
 
 
 class Broken(nn.Module):

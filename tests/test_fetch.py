@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glocal.core.errors import InputError
-from glocal.datasets.fetch import RemoteFile, fetch, verified
+from glocal.datasets.fetch import RemoteFile, fetch, has_checksum
 
 BODY = np.random.default_rng(0).bytes(300_000)
 HALF = len(BODY) // 2
@@ -140,7 +140,7 @@ def running() -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr("glocal.datasets.fetch._PAUSE", 0)
+    monkeypatch.setattr("glocal.datasets.fetch._BACKOFF", 0)
     return running
 
 
@@ -209,7 +209,7 @@ def test_a_stalled_download_times_out_and_is_resumed(server: Server, tmp_path: P
 def test_wherever_a_download_breaks_off_the_file_ends_up_whole(running: Server, held: int, cuts: list[int]) -> None:
     running.script(*(cut_after(count) for count in cuts), well)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("glocal.datasets.fetch._PAUSE", 0)
+        patch.setattr("glocal.datasets.fetch._BACKOFF", 0)
         (Path(folder) / "file.part").write_bytes(BODY[:held])
         fetch(remote_on(running), Path(folder), attempts=4)
         assert left_in(Path(folder)) == {"file": BODY}
@@ -339,6 +339,6 @@ def test_a_file_is_verified_by_its_checksum(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")
     # FIPS 180-2, appendix B.1
     published = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert verified(tmp_path / "abc", published)
-    assert not verified(tmp_path / "abc", published.replace("b", "c"))
-    assert not verified(tmp_path / "not there", published)
+    assert has_checksum(tmp_path / "abc", published)
+    assert not has_checksum(tmp_path / "abc", published.replace("b", "c"))
+    assert not has_checksum(tmp_path / "not there", published)

@@ -23,15 +23,15 @@ from glocal.core import files, trees
 from glocal.core.errors import InputError
 from glocal.core.files import read_rows
 from glocal.core.modules import params_of
-from glocal.federate.checkpoint import _require_same
-from glocal.federate.fitting import Case, Options, beginning, fit_case, placed, train, warm_params
-from glocal.studies import changed, run_study
+from glocal.federate.checkpoint import _require_same_fingerprint
+from glocal.federate.fitting import Case, Options, fit_case, move_to_device, start_or_resume, train, warm_start_params
+from glocal.studies import run_study, with_overrides
 from glocal.studies.run import read_settings
 from glocal.studies.settings import from_dict
 from glocal.wire import Ledger
 
-PLAN = glocal.Plan(rounds=7, cohort=3, batch=5)
-OFTEN = Options(validate_every=2, keep_every=3)
+PLAN = glocal.Plan(rounds=7, clients_per_round=3, batch_size=5)
+OFTEN = Options(validate_every=2, checkpoint_every=3)
 
 
 def fitted(name, *, folder=None, plan=PLAN, options=OFTEN, make=world.with_batch_norm, start_from=None):
@@ -51,8 +51,8 @@ def case(name, seeds=(0,)):
 @pytest.mark.parametrize("stop_after", [1, 3, 4])
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, stop_after, tmp_path):
     whole = fit_case(case(name), OFTEN, tmp_path / "whole")[0]
-    broken = placed(case(name), OFTEN)
-    rounds = train(broken, OFTEN, beginning(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
+    broken = move_to_device(case(name), OFTEN)
+    rounds = train(broken, OFTEN, start_or_resume(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
     for _ in range(stop_after):
         next(rounds)
     rounds.close()
@@ -67,8 +67,8 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, stop_after, tmp_pa
 def test_a_crash_without_warning_goes_on_from_the_last_checkpoint(name, tmp_path):
     """Rows after the checkpoint, and half a row, are what a kill leaves behind."""
     whole = fit_case(case(name, (0, 1)), OFTEN, tmp_path / "whole")
-    broken = placed(case(name, (0, 1)), OFTEN)
-    rounds = train(broken, OFTEN, beginning(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
+    broken = move_to_device(case(name, (0, 1)), OFTEN)
+    rounds = train(broken, OFTEN, start_or_resume(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
     for _ in range(5):
         next(rounds)
     crashed = tmp_path / "crashed"  # as the disk was after five rounds: the checkpoint is of round three
@@ -87,12 +87,12 @@ STUDY = """
 devices = 6
 [plan]
 rounds = 12
-cohort = 3
+clients_per_round = 3
 seeds = 2
 [split]
 local = ["layer1"]
 [run]
-keep_every = 2
+checkpoint_every = 2
 validate_every = 4
 [cases.first]
 algorithm = "fedavg"
@@ -165,7 +165,7 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp
 
 
 def test_a_longer_plan_continues_a_finished_run(tmp_path):
-    fitted("lg_fedavg", folder=tmp_path / "short", plan=glocal.Plan(4, 3, batch=5), options=Options(validate_every=1))
+    fitted("lg_fedavg", folder=tmp_path / "short", plan=glocal.Plan(4, 3, batch_size=5), options=Options(validate_every=1))
     longer = fitted("lg_fedavg", folder=tmp_path / "short", options=Options(validate_every=1))
     whole = fitted("lg_fedavg", folder=tmp_path / "whole", options=Options(validate_every=1))
     assert world.same_bits(longer.state, whole.state)
@@ -177,8 +177,8 @@ def test_a_longer_plan_continues_a_finished_run(tmp_path):
     [
         ({"make": world.plain}, r"another algorithm"),
         ({"name": "fedavg"}, r"another algorithm \(lg_fedavg: .* than the one given \(fedavg: "),
-        ({"plan": glocal.Plan(7, 2, batch=5)}, "another plan"),
-        ({"plan": glocal.Plan(7, 3, batch=5, seed=4)}, "another seeds"),
+        ({"plan": glocal.Plan(7, 2, batch_size=5)}, "another plan"),
+        ({"plan": glocal.Plan(7, 3, batch_size=5, seed=4)}, "another seeds"),
     ],
 )
 def test_a_run_is_not_continued_with_something_else(other, message, tmp_path):
@@ -225,9 +225,9 @@ def test_a_warm_start_continues_from_the_averaged_model_and_counts_its_traffic()
         Case(
             fresh.algorithm,
             model,
-            glocal.Plan(7, 3, batch=5, first_round=7),
+            glocal.Plan(7, 3, batch_size=5, first_round=7),
             (0,),
-            (warm_params(first.algorithm, first.state),),
+            (warm_start_params(first.algorithm, first.state),),
             fresh.federations,
             (first.ledger,),
         ),
@@ -267,12 +267,12 @@ def test_choosing_without_validation_data_is_refused():
 def test_devices_never_sampled_are_reported():
     result = fitted("lg_fedavg", plan=glocal.Plan(1, 2))
     assert result.as_dict()["never_sampled"] == 4
-    assert sum(result.sampled) == 2
+    assert sum(result.times_sampled) == 2
 
 
 def test_evaluation_and_the_ensemble_are_in_the_ledger():
     result = fitted("lg_fedavg")
-    shared, local = trees.count(result.state.shared), trees.count(result.state.private.initial)
+    shared, local = trees.numel(result.state.shared), trees.numel(result.state.private.initial)
     tested = [sum(size > 0 for size in result.sizes[part]) for part in ("val", "test")]
     validations = 3  # after rounds 2, 4 and 6
     assert result.ledger.evaluation.parameters == shared * (validations * tested[0] + tested[1])
@@ -296,7 +296,7 @@ def test_an_unknown_device_number_is_refused():
     ("options", "message"),
     [
         ({"select": "test"}, "'last' or 'best'"),
-        ({"keep_every": 0}, "keep_every is 0; a whole number from 1"),
+        ({"checkpoint_every": 0}, "keep_every is 0; a whole number from 1"),
         ({"validate_every": -1}, "validate_every is -1; a whole number from 1"),
     ],
 )
@@ -313,9 +313,9 @@ def test_engines_that_do_not_exist_are_refused(options):
 
 @pytest.mark.parametrize("name", ["fedavg", "lg_fedavg"])
 def test_the_best_round_survives_a_stop(name, tmp_path):
-    chosen = Options(validate_every=1, keep_every=1, select="best")
+    chosen = Options(validate_every=1, checkpoint_every=1, select="best")
     whole = fitted(name, folder=tmp_path / "whole", options=chosen)
-    fitted(name, folder=tmp_path / "parts", plan=glocal.Plan(3, 3, batch=5), options=chosen)
+    fitted(name, folder=tmp_path / "parts", plan=glocal.Plan(3, 3, batch_size=5), options=chosen)
     resumed = fitted(name, folder=tmp_path / "parts", options=chosen)
     assert resumed.selected_round == whole.selected_round
     assert world.same_bits(resumed.state, whole.state)
@@ -347,8 +347,8 @@ def test_uneven_parts_are_tested_the_same_on_every_engine():
     algorithm = world.algorithm("lg_fedavg", model, total=4)
     figures = []
     for options in ({}, {"engine": "looped"}, {"chunk": 1}, {"chunk": 3}):
-        result = glocal.fit(algorithm, model, federation, glocal.Plan(1, 4, batch=50), options=Options(validate_every=1, **options))
-        figures.append((result.accuracies.tolist()[:3], result.new))
+        result = glocal.fit(algorithm, model, federation, glocal.Plan(1, 4, batch_size=50), options=Options(validate_every=1, **options))
+        figures.append((result.accuracies.tolist()[:3], result.new_spread))
     assert figures.count(figures[0]) == 4
 
 
@@ -361,8 +361,8 @@ def other_data():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"optimiser": glocal.adam(0.01)}, "another algorithm"),
-        ({"optimiser": glocal.sgd(0.2, momentum=0.5)}, "another algorithm"),
+        ({"optimizer": glocal.adam(0.01)}, "another algorithm"),
+        ({"optimizer": glocal.sgd(0.2, momentum=0.5)}, "another algorithm"),
         ({"federation": other_data}, "another data"),
         ({"options": Options(select="best")}, "another choice"),
     ],
@@ -370,8 +370,8 @@ def other_data():
 def test_a_folder_is_not_continued_with_another_optimiser_data_or_choice(other, message, tmp_path):
     model = world.seeded(world.plain)
 
-    def again(optimiser=None, federation=world.federation, options=None):
-        algorithm = world.algorithm("lg_fedavg", model, optimiser=optimiser)
+    def again(optimizer=None, federation=world.federation, options=None):
+        algorithm = world.algorithm("lg_fedavg", model, optimizer=optimizer)
         return glocal.fit(algorithm, model, federation(), PLAN, options=options, folder=tmp_path)
 
     again()
@@ -381,7 +381,7 @@ def test_a_folder_is_not_continued_with_another_optimiser_data_or_choice(other, 
 
 def test_a_warm_start_from_mtl_is_its_mean_and_from_local_only_is_refused():
     mtl = fitted("mtl")
-    assert trees.same_bits(trees.pick(warm_params(mtl.algorithm, mtl.state), mtl.state.shared), mtl.state.shared)
+    assert trees.same_bits(trees.pick(warm_start_params(mtl.algorithm, mtl.state), mtl.state.shared), mtl.state.shared)
     with pytest.raises(InputError, match="local_only shares nothing"):
         fitted("lg_fedavg", start_from=fitted("local_only"))
 
@@ -405,7 +405,7 @@ def test_a_split_of_another_model_is_refused():
 
 
 def test_a_longer_run_costs_what_a_straight_one_does(tmp_path):
-    fitted("lg_fedavg", folder=tmp_path, plan=glocal.Plan(5, 3, batch=5))
+    fitted("lg_fedavg", folder=tmp_path, plan=glocal.Plan(5, 3, batch_size=5))
     assert fitted("lg_fedavg", folder=tmp_path).ledger == fitted("lg_fedavg").ledger
 
 
@@ -423,7 +423,7 @@ def test_a_study_that_is_refused_leaves_its_folder_as_it_was(tmp_path):
     ]
     for change in changes:
         with pytest.raises(InputError):
-            list(run_study(changed(study, [change]), tmp_path))
+            list(run_study(with_overrides(study, [change]), tmp_path))
         assert kept(tmp_path) == before, change
     list(run_study(study, tmp_path))
     assert kept(tmp_path) == before
@@ -433,13 +433,13 @@ def test_a_study_goes_on_for_longer_and_its_later_cases_stay_where_they_started(
     plain = STUDY.replace("rounds = 12", "rounds = 4").replace("after_round = 8\n", "rounds = 4\n")
     list(run_study(from_dict(tomllib.loads(plain)), tmp_path))
     second = (tmp_path / "cases/second/rows.jsonl").read_bytes()
-    list(run_study(changed(read_settings(tmp_path), ["plan.rounds=6"]), tmp_path))
+    list(run_study(with_overrides(read_settings(tmp_path), ["plan.rounds=6"]), tmp_path))
     assert len(read_rows(tmp_path / "cases/first/rows.jsonl")) == 2 * 6
     assert (tmp_path / "cases/second/rows.jsonl").read_bytes() == second
 
 
 def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path):
-    figures = Options(validate_every=2, keep_every=3, keep="figures")
+    figures = Options(validate_every=2, checkpoint_every=3, save="figures")
     whole, light = (fitted("lg_fedavg", folder=tmp_path / o.keep, options=o) for o in (OFTEN, figures))
     assert light.as_dict() == whole.as_dict()
     assert (tmp_path / "figures/result.json").read_bytes() == (tmp_path / "everything/result.json").read_bytes()
@@ -447,13 +447,13 @@ def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path
     sizes = [(tmp_path / name / "checkpoint.safetensors").stat().st_size for name in ("figures", "everything")]
     assert sizes[0] < sizes[1] / 2
     with pytest.raises(InputError, match="kept its figures only, so it cannot go on"):
-        fitted("lg_fedavg", folder=tmp_path / "figures", options=figures, plan=glocal.Plan(9, 3, batch=5))
+        fitted("lg_fedavg", folder=tmp_path / "figures", options=figures, plan=glocal.Plan(9, 3, batch_size=5))
 
 
 def test_a_run_that_keeps_figures_only_goes_on_after_a_stop(tmp_path):
-    figures = Options(validate_every=2, keep_every=3, keep="figures")
-    now = placed(case("lg_fedavg"), figures)
-    for moment in train(now, figures, beginning(now, figures, tmp_path), tmp_path):
+    figures = Options(validate_every=2, checkpoint_every=3, save="figures")
+    now = move_to_device(case("lg_fedavg"), figures)
+    for moment in train(now, figures, start_or_resume(now, figures, tmp_path), tmp_path):
         if moment.progress.done == 4:
             break
     assert fitted("lg_fedavg", folder=tmp_path, options=figures).as_dict() == fitted("lg_fedavg", options=figures).as_dict()
@@ -461,12 +461,12 @@ def test_a_run_that_keeps_figures_only_goes_on_after_a_stop(tmp_path):
 
 @pytest.mark.parametrize("data", [{2: [2], True: [3], None: []}, {'a "quoted" name': {"é": [1, [2]]}}, [[], [{}]], {}, "text"])
 def test_json_of_a_line_an_entry_says_what_json_says(data):
-    assert json.loads(files.spelled(data)) == json.loads(json.dumps(data))
+    assert json.loads(files.format_json(data)) == json.loads(json.dumps(data))
 
 
 def test_json_of_a_line_an_entry_refuses_names_that_json_refuses():
     with pytest.raises(TypeError):
-        files.spelled({(1, 2): [3]})
+        files.format_json({(1, 2): [3]})
 
 
 WARM = """
@@ -480,7 +480,7 @@ hidden = [8]
 local = ["layer1"]
 [plan]
 rounds = 6
-cohort = 3
+clients_per_round = 3
 [run]
 validate_every = 1
 select = "best"
@@ -536,11 +536,11 @@ def test_a_case_that_has_begun_keeps_the_model_it_started_from(given, then, tmp_
 
 def test_a_case_that_has_begun_keeps_the_case_it_started_from(tmp_path):
     warm = from_dict(tomllib.loads(WARM))
-    first, late = warm.cases["first"], warm.cases["late"]
-    both = {"first": first, "other": replace(first, algorithm="fedprox", knobs={"mu": 1.0})}
-    settings = replace(warm, cases={**both, "late": late})
+    first, late = warm.experiments["first"], warm.experiments["late"]
+    both = {"first": first, "other": replace(first, algorithm="fedprox", hyperparameters={"mu": 1.0})}
+    settings = replace(warm, experiments={**both, "late": late})
     list(run_study(settings, tmp_path))
-    moved = replace(settings, cases={**both, "late": replace(late, after="other", rounds=2)})
+    moved = replace(settings, experiments={**both, "late": replace(late, after="other", rounds=2)})
     with pytest.raises(InputError, match=r"late was made with another after \(first\) than the one given \(other\)"):
         list(run_study(moved, tmp_path))
 
@@ -554,7 +554,7 @@ def test_a_run_that_is_done_is_not_taken_for_one_with_other_tests(tmp_path):
 
 def test_what_a_run_was_made_with_may_not_be_left_out(tmp_path):
     with pytest.raises(InputError, match=r"was made with another audit \(all\) than the one given \(None\)"):
-        _require_same({"plan": 1, "audit": "all"}, {"plan": 1}, tmp_path)
+        _require_same_fingerprint({"plan": 1, "audit": "all"}, {"plan": 1}, tmp_path)
 
 
 def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it_says_so_or_not(tmp_path):
@@ -568,7 +568,7 @@ def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it
 def test_a_case_can_be_added_after_one_that_is_done(tmp_path):
     whole = from_dict(tomllib.loads(WARM))
     list(run_study(whole, tmp_path / "whole"))
-    first = replace(whole, cases={name: case for name, case in whole.cases.items() if name != "late"})
+    first = replace(whole, experiments={name: case for name, case in whole.experiments.items() if name != "late"})
     list(run_study(first, tmp_path / "added"))
     list(run_study(whole, tmp_path / "added"))
     kept = [(tmp_path / folder / "cases/late/result.json").read_text() for folder in ("whole", "added")]
@@ -577,7 +577,7 @@ def test_a_case_can_be_added_after_one_that_is_done(tmp_path):
 
 def test_a_case_cannot_be_added_where_figures_alone_were_kept(tmp_path):
     whole = from_dict(tomllib.loads(WARM), ["run.keep=figures"])
-    first = replace(whole, cases={name: case for name, case in whole.cases.items() if name != "late"})
+    first = replace(whole, experiments={name: case for name, case in whole.experiments.items() if name != "late"})
     list(run_study(first, tmp_path))
     before = (tmp_path / "settings.json").read_text()
     with pytest.raises(InputError, match="figures"):

@@ -25,18 +25,18 @@ from flwr.supercore.inflatable.inflatable_object import get_object_id
 
 from glocal.core.files import read_json, read_rows
 from glocal.core.trees import same_bits
-from glocal.deploy.certificates import CA, read_device_key
-from glocal.deploy.client_process import prepare
-from glocal.deploy.conductor import RunConductor
+from glocal.deploy.certificates import CA, read_client_key
+from glocal.deploy.client_process import prepare_client
+from glocal.deploy.conductor import RunServer
 from glocal.deploy.connection import Connection
 from glocal.deploy.flower.client import client_app
 from glocal.deploy.flower.gate import FleetGate, OperatorGate
-from glocal.deploy.flower.inner_client import Fleet, Handler, RefusedError, UnreachableError
-from glocal.deploy.flower.inner_server import SuperLink, link_through, run_tasks
+from glocal.deploy.flower.inner_client import ClientAppRunner, FleetConnection, ServerRejectedError, ServerUnreachableError
+from glocal.deploy.flower.inner_server import SuperLink, control_connection, run_tasks
 from glocal.deploy.layout import KEY
 from glocal.deploy.project import Project
 from glocal.deploy.roster import revoke
-from glocal.deploy.server_process import Registry, _conduct
+from glocal.deploy.server_process import RegisteredNodes, _run_to_end
 from tests import deployed
 from tests.test_flower import private_of, secured, simulated
 from tests.world import distance
@@ -74,41 +74,41 @@ class Calls(httpx.BaseTransport):
         return httpx.Response(answered[0]["status"], headers=answered[0]["headers"], content=body)
 
 
-class Federation:
+class FederatedData:
     """A server in this process, and clients that reach it by calls instead of a network."""
 
     def __init__(self, folder):
         self.folder, self.said, self.stop = Path(folder), [], threading.Event()
-        self.connections, self.threads, self.turn = {}, [], threading.Lock()
+        self.connections, self.threads, self.lock = {}, [], threading.Lock()
         self.serve()
 
     def serve(self):
         """Start the server, or start it anew."""
         self.link = SuperLink("secret")
-        self.registry = Registry(self.folder, self.link, self.said.append)
-        self.registry.nodes()
-        self.gate = FleetGate(self.link.app, self.registry.nodes, self.link.awaits, 2**20)
+        self.registered = RegisteredNodes(self.folder, self.link, self.said.append)
+        self.registered.nodes()
+        self.gate = FleetGate(self.link.app, self.registered.nodes, self.link.awaits_reply, 2**20)
         operator = OperatorGate(self.link.app, "secret")
-        self.operator = link_through(httpx.Client(transport=Calls(lambda: operator)), "secret")
-        work = lambda grid, config: _conduct(self.folder, self.gate, grid, config)  # noqa: E731
+        self.operator = control_connection(httpx.Client(transport=Calls(lambda: operator)), "secret")
+        work = lambda grid, config: _run_to_end(self.folder, self.gate, grid, config)  # noqa: E731
         serving = threading.Thread(target=run_tasks, args=(self.link, work, self.stop), kwargs={"every": 0.01}, daemon=True)
         serving.start()
 
     def fleet(self, name):
-        own = self.folder / "devices" / name
-        fleet = Fleet.to("127.0.0.1:1", (own / CA).read_bytes(), read_device_key(own / KEY))
+        own = self.folder / "clients" / name
+        fleet = FleetConnection.to("127.0.0.1:1", (own / CA).read_bytes(), read_client_key(own / KEY))
         fleet.client._client = httpx.Client(transport=Calls(lambda: self.gate))
         return fleet
 
     def connect(self, *names, make=Connection):
         for name in names:
-            own = self.folder / "devices" / name
-            member = prepare(own, self.said.append)
+            own = self.folder / "clients" / name
+            member = prepare_client(own, self.said.append)
             app = client_app(lambda _, member=member: member)
-            handler = Handler(app, {"folder": str(own)}, member.project.importable)
-            connection = make(self.fleet(name), handler, own / "state/node", self.said.append, self.turn)
+            handler = ClientAppRunner(app, {"folder": str(own)}, member.project.importable)
+            connection = make(self.fleet(name), handler, own / "state/node", self.said.append, self.lock)
             self.connections[name] = connection
-            self.threads.append(threading.Thread(target=connection.keep, daemon=True))
+            self.threads.append(threading.Thread(target=connection.run, daemon=True))
             self.threads[-1].start()
         return self.connections[names[-1]]
 
@@ -130,7 +130,7 @@ class Federation:
 
 @contextmanager
 def federation(folder):
-    these = Federation(folder)
+    these = FederatedData(folder)
     try:
         yield these
     finally:
@@ -146,16 +146,16 @@ EVERYBODY = [f"device-{number}" for number in range(4)]
 
 @pytest.mark.parametrize("algorithm", ["lg_fedavg", "mtl"])
 def test_over_the_protocol_come_the_simulators_bits(algorithm, tmp_path):
-    folder = deployed.project(tmp_path / "here", algorithm=algorithm, cohort=3)
+    folder = deployed.project(tmp_path / "here", algorithm=algorithm, clients_per_round=3)
     state, sent = simulated(folder)
     with federation(folder) as these:
         these.connect(*EVERYBODY)
         assert these.run() == "completed"
-    conductor = RunConductor(Project.at(folder), "first")
+    conductor = RunServer(Project.from_folder(folder), "first")
     assert same_bits(conductor.shared, state.shared)
     for device in range(4):
         assert same_bits(private_of(folder, device).after, state.private.of(device))
-    ledger = conductor.standing.ledger
+    ledger = conductor.state.ledger
     assert ledger.download.bytes + ledger.upload.bytes == sent
 
 
@@ -165,8 +165,8 @@ def test_secure_aggregation_goes_over_the_protocol_too(tmp_path):
     with federation(folder) as these:
         these.connect(*EVERYBODY)
         assert these.run() == "completed"
-    assert distance(RunConductor(Project.at(folder), "first").shared, state.shared) <= 1e-3
-    assert [len(row["devices"]) for row in these.rows()] == [4, 4]
+    assert distance(RunServer(Project.from_folder(folder), "first").shared, state.shared) <= 1e-3
+    assert [len(row["clients"]) for row in these.rows()] == [4, 4]
 
 
 def hostile(attack, when=("1", "train")):
@@ -238,7 +238,7 @@ def with_a_deep_tree(connection, received, node):
 
 
 @pytest.mark.parametrize(
-    ("attack", "words"),
+    ("attack", "config"),
     [
         (unreadable, "its reply cannot be read (DecodeError"),
         (of_another_class, "a ConfigRecord was sent as a message"),
@@ -261,7 +261,7 @@ def test_a_reply_counts_for_who_sent_it_whatever_its_content_says(tmp_path):
     """Inside, it says that it is another's, to another message; what was checked at the gate holds."""
 
     def forged(connection, received, node):
-        reply, _ = connection.handler.answer(received, node, connection.turn)
+        reply, _ = connection.handler.handle(received, node, connection.lock)
         reply.metadata.__dict__.update(_src_node_id=4711, _reply_to_message_id="f" * 64)
         records = [*reply.content.values()]
         own = [record.deflate() for record in records]
@@ -272,7 +272,7 @@ def test_a_reply_counts_for_who_sent_it_whatever_its_content_says(tmp_path):
         these.connect("device-0")
         these.connect("device-1", make=hostile(forged))
         assert these.run() == "completed"
-    assert [row["devices"] for row in these.rows()] == [["device-0", "device-1"]] * 3
+    assert [row["clients"] for row in these.rows()] == [["device-0", "device-1"]] * 3
 
 
 def refused(work, *rest, **more):
@@ -343,7 +343,7 @@ def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(when,
 def test_a_reply_that_comes_too_late_is_refused_and_its_client_goes_on(tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here", devices=2, rounds=3)
     short = property(lambda self: 2.0 if self.round_index == 1 else 60.0)
-    monkeypatch.setattr(RunConductor, "round_wait", short)
+    monkeypatch.setattr(RunServer, "round_timeout", short)
 
     def late(connection, received, node):
         these.until(lambda: len(these.rows()) == 2)
@@ -363,7 +363,7 @@ def test_a_revoked_client_is_refused_from_its_next_request_and_the_run_goes_on_w
     def stolen(connection, received, node):
         revoke(folder, "device-2")
         statuses.append(refused(connection.fleet.client.PullMessages, PullMessagesRequest()))
-        statuses.append(len(these.link.connected()))
+        statuses.append(len(these.link.connected_nodes()))
         Connection._answer(connection, received, node)
 
     statuses = []
@@ -373,14 +373,14 @@ def test_a_revoked_client_is_refused_from_its_next_request_and_the_run_goes_on_w
         assert these.run() == "completed"
         these.until(lambda: any("does not let this device in" in words for words in these.said))
     assert statuses == [401, 2]
-    assert [len(row["devices"]) for row in these.rows()] == [3, 2, 2, 2]
+    assert [len(row["clients"]) for row in these.rows()] == [3, 2, 2, 2]
     assert "device-2 may connect no longer" in these.said
-    assert all("device-2" not in row["away"] for row in these.rows()[2:]), "it is nobody's to wait for"
+    assert all("device-2" not in row["offline"] for row in these.rows()[2:]), "it is nobody's to wait for"
 
 
 def test_clients_go_on_by_themselves_with_a_server_that_was_started_anew(tmp_path, monkeypatch):
     """It knows them by their keys, gives them new numbers, and the run goes on from its checkpoint."""
-    monkeypatch.setattr("glocal.deploy.connection._AGAIN", 0.05)
+    monkeypatch.setattr("glocal.deploy.connection._RETRY", 0.05)
     folder = deployed.project(tmp_path / "here", devices=2, rounds=2)
     whole = deployed.project(tmp_path / "whole", devices=2, rounds=3)
     with federation(folder) as these:
@@ -393,26 +393,26 @@ def test_clients_go_on_by_themselves_with_a_server_that_was_started_anew(tmp_pat
         after = {name: these.connections[name].fleet.node.node_id for name in these.connections}
     assert not {*before.values()} & {*after.values()}
     state, _ = simulated(whole)
-    assert same_bits(RunConductor(Project.at(folder), "first").shared, state.shared)
+    assert same_bits(RunServer(Project.from_folder(folder), "first").shared, state.shared)
 
 
 def test_a_client_that_was_killed_takes_its_old_place_at_once(tmp_path):
     folder = deployed.project(tmp_path / "here", devices=1)
     with federation(folder) as these:
         killed = these.fleet("device-0")
-        number = killed.enter(0)
-        with pytest.raises(RefusedError, match=r"^4"):
-            these.fleet("device-0").enter(0)
-        assert these.fleet("device-0").enter(number) == number
-        with pytest.raises(RefusedError):
-            these.fleet("device-0").enter(4711)
+        number = killed.connect(0)
+        with pytest.raises(ServerRejectedError, match=r"^4"):
+            these.fleet("device-0").connect(0)
+        assert these.fleet("device-0").connect(number) == number
+        with pytest.raises(ServerRejectedError):
+            these.fleet("device-0").connect(4711)
 
 
 def test_a_client_that_is_killed_at_work_is_not_waited_for(tmp_path):
     """It comes back at once, but nothing is known there of what it was asked."""
 
     def killed(connection, received, node):
-        connection.fleet.enter(node)
+        connection.fleet.connect(node)
 
     folder = deployed.project(tmp_path / "here", devices=2)
     with federation(folder) as these:
@@ -426,7 +426,7 @@ def test_a_client_that_is_killed_at_work_is_not_waited_for(tmp_path):
 
 
 def test_an_answer_is_sent_again_when_the_line_was_down(tmp_path, monkeypatch):
-    monkeypatch.setattr("glocal.deploy.connection._AGAIN", 0.01)
+    monkeypatch.setattr("glocal.deploy.connection._RETRY", 0.01)
     folder = deployed.project(tmp_path / "here", devices=2)
 
     def cut(connection, received, node):
@@ -491,7 +491,7 @@ def test_the_server_reads_its_files_anew_for_every_run(tmp_path):
 
 
 def test_a_run_that_is_stopped_from_outside_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("glocal.deploy.flower.inner_server._BEAT", 0.05)
+    monkeypatch.setattr("glocal.deploy.flower.inner_server._HEARTBEAT", 0.05)
     folder = deployed.project(tmp_path / "here", devices=2)
     with federation(folder) as these:
         number = these.operator.start({"run": "first"})
@@ -499,26 +499,26 @@ def test_a_run_that_is_stopped_from_outside_ends(tmp_path, monkeypatch):
         these.until(live.exists)
         these.operator.client.StopRun(StopRunRequest(run_id=number))
         these.until(lambda: read_json(live, dict)["state"] == "failed")
-    assert read_json(live, dict)["why"] == "run: it was stopped"
+    assert read_json(live, dict)["reason"] == "run: it was stopped"
 
 
 def test_a_damaged_roster_lets_nobody_new_in_and_keeps_who_was_in(tmp_path):
     folder = deployed.project(tmp_path / "here", devices=1)
     with federation(folder) as these:
         (folder / "roster.json").write_text("[]garbage")
-        assert len(these.registry.nodes()) == 1
+        assert len(these.registered.nodes()) == 1
         assert "those may connect who could before" in these.said[-1]
 
 
 def test_a_server_that_cannot_be_reached_is_said_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("glocal.deploy.connection._AGAIN", 0.01)
-    monkeypatch.setattr("glocal.deploy.connection._SOON", 0.02)
+    monkeypatch.setattr("glocal.deploy.connection._RETRY", 0.01)
+    monkeypatch.setattr("glocal.deploy.connection._MAX_RETRY", 0.02)
     folder = deployed.project(tmp_path / "here", devices=1)
     with federation(folder) as these:
         fleet = these.fleet("device-0")
         fleet.client._client = httpx.Client(transport=httpx.MockTransport(unreachable))
-        connection = Connection(fleet, None, folder / "node", these.said.append, these.turn)
-        thread = threading.Thread(target=connection.keep, daemon=True)
+        connection = Connection(fleet, None, folder / "node", these.said.append, these.lock)
+        thread = threading.Thread(target=connection.run, daemon=True)
         thread.start()
         these.until(lambda: len(unreached) > 5)
         connection.stop.set()
@@ -534,19 +534,19 @@ class Refusing:
     def __init__(self, error):
         self.error, self.node = error, Node()
 
-    def enter(self, last):
+    def connect(self, last):
         raise self.error
 
-    def leave(self):
+    def disconnect(self):
         pass
 
 
 @pytest.mark.parametrize(
     ("error", "waits"),
     [
-        (RefusedError(401, ""), [2, 4, 8, 16, 32, 60, 60]),
-        (RefusedError(503, ""), [2, 4, 8, 10, 10, 10, 10]),
-        (UnreachableError("cut"), [2, 4, 8, 10, 10, 10, 10]),
+        (ServerRejectedError(401, ""), [2, 4, 8, 16, 32, 60, 60]),
+        (ServerRejectedError(503, ""), [2, 4, 8, 10, 10, 10, 10]),
+        (ServerUnreachableError("cut"), [2, 4, 8, 10, 10, 10, 10]),
     ],
     ids=["unknown", "refused", "unreachable"],
 )
@@ -555,7 +555,7 @@ def test_a_server_that_does_not_know_a_client_is_asked_again_slowly(error, waits
     monkeypatch.setattr("random.uniform", lambda low, high: 1.0)
     connection = Connection(Refusing(error), None, tmp_path / "node", lambda words: None, None)
     waited = []
-    monkeypatch.setattr(connection, "_keep_beating", lambda: None)
+    monkeypatch.setattr(connection, "_heartbeat_loop", lambda: None)
 
     def wait(seconds):
         waited.append(seconds)
@@ -563,7 +563,7 @@ def test_a_server_that_does_not_know_a_client_is_asked_again_slowly(error, waits
             connection.stop.set()
 
     monkeypatch.setattr(connection.stop, "wait", wait)
-    connection.keep()
+    connection.run()
     assert waited == waits
 
 

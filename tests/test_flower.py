@@ -19,26 +19,26 @@ from glocal import algorithms
 from glocal.core.errors import InputError
 from glocal.core.files import read_json, read_rows, read_tensors, write_tensors
 from glocal.core.modules import predictor
-from glocal.core.sampling import Attendance
-from glocal.core.store import PrivateRows, State
+from glocal.core.sampling import Availability
+from glocal.core.store import PrivateStates, State
 from glocal.core.trees import same_bits
-from glocal.datasets.fetch import unreported
+from glocal.datasets.fetch import no_progress
 from glocal.deploy.apps import client
-from glocal.deploy.conductor import RunConductor
-from glocal.deploy.device import Member, predicted
+from glocal.deploy.conductor import RunServer
+from glocal.deploy.device import RunClient, predict_classes
 from glocal.deploy.flower import inner_client
-from glocal.deploy.flower.contract import Order
-from glocal.deploy.flower.records import from_record, reply_of, to_record
-from glocal.deploy.flower.server import Rounds, conduct, messages
-from glocal.deploy.layout import add_device
+from glocal.deploy.flower.contract import Instructions
+from glocal.deploy.flower.records import from_record, read_reply, to_record
+from glocal.deploy.flower.server import RunLoop, messages, run_to_end
+from glocal.deploy.layout import add_client
 from glocal.deploy.project import Project
-from glocal.deploy.roster import read_roster
-from glocal.deploy.words import told_entry
-from glocal.engines import OverDevices
+from glocal.deploy.roster import read_registry
+from glocal.deploy.words import format_journal_entry
+from glocal.engines import Executor
 from glocal.evaluate.privacy import epsilon
-from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
-from glocal.personalize.onboarding import Host, Welcome, join
-from glocal.studies.build import build_algorithm, build_parts
+from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
+from glocal.personalize.onboarding import JoinPlan, TrainedFederation, join
+from glocal.studies.build import build_algorithm, build_components
 from glocal.wire import pack
 from tests import deployed
 from tests.world import distance
@@ -51,51 +51,51 @@ def quick_polls(monkeypatch):
 
 def simulated(folder):
     """The last state of the same study in the simulator, and what was sent."""
-    project = Project.at(folder)
+    project = Project.from_folder(folder)
     project.make_importable()
-    parts = build_parts(project.study, unreported)
-    algorithm = build_algorithm(project.study, next(iter(project.study.cases.values())), parts)
+    parts = build_components(project.study, no_progress)
+    algorithm = build_algorithm(project.study, next(iter(project.study.experiments.values())), parts)
     rounds = list(simulate(algorithm, parts.params[0], parts.federations[0].train, project.plan, engine="looped"))
     return rounds[-1][0], sum(report.traffic.total.bytes for _, report in rounds)
 
 
 def run_here(folder, grid=None, run="first", **more):
     grid = grid or deployed.HereGrid(folder, client)
-    conductor = RunConductor(Project.at(folder), run, **more)
-    conduct(grid, conductor)
+    conductor = RunServer(Project.from_folder(folder), run, **more)
+    run_to_end(grid, conductor)
     return conductor
 
 
 def private_of(folder, number, run="first"):
-    member = Member.at(folder / "devices" / read_roster(folder)[number].name)
+    member = RunClient.from_folder(folder / "clients" / read_registry(folder)[number].name)
     return member.private(run).load()
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_flower_gives_the_simulators_numbers(name, tmp_path):
-    folder = deployed.project(tmp_path / "here", algorithm=name, cohort=3)
+    folder = deployed.project(tmp_path / "here", algorithm=name, clients_per_round=3)
     state, sent = simulated(folder)
     conductor = run_here(folder)
     assert distance(conductor.shared, state.shared) <= 1e-6
     for device in range(4):
         kept = private_of(folder, device)
         assert distance(kept.after, state.private.of(device)) <= 1e-6
-    assert conductor.standing.ledger.download.bytes + conductor.standing.ledger.upload.bytes == sent
+    assert conductor.state.ledger.download.bytes + conductor.state.ledger.upload.bytes == sent
 
 
 def with_attendance(folder, absent):
     """The simulator's state where, by round, some devices were not there or gone before they answered."""
-    project = Project.at(folder)
+    project = Project.from_folder(folder)
     project.make_importable()
-    parts = build_parts(project.study, unreported)
-    algorithm = build_algorithm(project.study, next(iter(project.study.cases.values())), parts)
-    train, state = parts.federations[0].train, begin(algorithm, parts.params[0])
+    parts = build_components(project.study, no_progress)
+    algorithm = build_algorithm(project.study, next(iter(project.study.experiments.values())), parts)
+    train, state = parts.federations[0].train, initial_state(algorithm, parts.params[0])
     for round_index in range(project.plan.rounds):
-        everyone = range(train.devices)
-        attendance = Attendance.of(everyone, leaving=absent.get(round_index, []))
+        everyone = range(train.num_clients)
+        attendance = Availability.of(everyone, dropouts=absent.get(round_index, []))
         plan = replace(project.plan, rounds=1, first_round=round_index)
         seat = Seat(plan, train, state, attendance)
-        state, _ = next(simulate_seeds(algorithm, [seat], OverDevices(algorithm.client_update, engine="looped")))[0]
+        state, _ = next(simulate_seeds(algorithm, [seat], Executor(algorithm.client_update, engine="looped")))[0]
     return state
 
 
@@ -142,16 +142,16 @@ def test_a_bad_answer_is_dropped_and_named_and_the_round_goes_on_without_it(kind
 
 def worded(reply, **words):
     """A reply whose words a broken device has changed."""
-    reply.content.config_records["words"].update(words)
+    reply.content.config_records["config"].update(words)
     return reply
 
 
 WORDS = {
-    "a figure that is no number": ({"figures": '{"loss": "low"}'}, "figure 'loss' is 'low'; a finite number was expected"),
-    "a figure that is NaN": ({"figures": '{"loss": NaN}'}, "figure 'loss' is 'nan'; a finite number was expected"),
-    "figures that are no table": ({"figures": "[]"}, "its figures are no table"),
-    "examples beyond counting": ({"examples": str(10**30)}, f"it counts {10**30} examples"),
-    "fewer examples than none": ({"examples": -5}, "it counts -5 examples"),
+    "a figure that is no number": ({"metrics": '{"loss": "low"}'}, "figure 'loss' is 'low'; a finite number was expected"),
+    "a figure that is NaN": ({"metrics": '{"loss": NaN}'}, "figure 'loss' is 'nan'; a finite number was expected"),
+    "figures that are no table": ({"metrics": "[]"}, "its figures are no table"),
+    "examples beyond counting": ({"num_examples": str(10**30)}, f"it counts {10**30} examples"),
+    "fewer examples than none": ({"num_examples": -5}, "it counts -5 examples"),
 }
 
 
@@ -177,14 +177,14 @@ def test_a_device_that_is_lost_while_it_is_greeted_is_greeted_again(tmp_path):
     conductor = run_here(folder, deployed.HereGrid(folder, client, tamper))
     assert lost
     assert not conductor.refused
-    assert [len(row["devices"]) for row in read_rows(conductor.folder / "rows.jsonl")] == [4, 4]
+    assert [len(row["clients"]) for row in read_rows(conductor.folder / "rows.jsonl")] == [4, 4]
 
 
 def test_a_greeting_that_makes_no_sense_is_refused_and_named(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
 
     def tamper(device, asked, reply):
-        return worded(reply, figures='{"weight": "heavy"}') if device == 1 and asked.metadata.message_type == "query" else reply
+        return worded(reply, metrics='{"weight": "heavy"}') if device == 1 and asked.metadata.message_type == "query" else reply
 
     conductor = run_here(folder, deployed.HereGrid(folder, client, tamper))
     assert "'weight' is 'heavy'" in read_json(conductor.folder / "live.json", dict)["refused"]["device-1"]
@@ -220,15 +220,15 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(moment, tmp_path, monk
         return reply
 
     grid.tamper = tamper
-    conductor = RunConductor(Project.at(folder), "first")
+    conductor = RunServer(Project.from_folder(folder), "first")
     if moment == "after the answers":
-        collect, calls = conductor.collect, []
+        aggregate_train, calls = conductor.aggregate_train, []
         monkeypatch.setattr(
-            conductor, "collect", lambda replies: collect(replies) if not calls.append(0) and len(calls) < 2 else 1 / 0
+            conductor, "aggregate_train", lambda replies: aggregate_train(replies) if not calls.append(0) and len(calls) < 2 else 1 / 0
         )
     with pytest.raises((Killed, ZeroDivisionError)):
-        conduct(grid, conductor)
-    assert RunConductor(Project.at(folder), "first").standing.done == 1
+        run_to_end(grid, conductor)
+    assert RunServer(Project.from_folder(folder), "first").state.rounds_done == 1
     grid.tamper = lambda device, message, reply: reply
     resumed, uninterrupted = run_here(folder, grid), run_here(whole)
     assert same_bits(resumed.shared, uninterrupted.shared)
@@ -245,25 +245,25 @@ def test_a_round_without_a_valid_answer_fails_the_run(tmp_path):
         run_here(folder, grid)
     live = read_json(folder / "runs/first/live.json", dict)
     assert live["state"] == "failed"
-    assert "no valid answer" in live["why"]
+    assert "no valid answer" in live["reason"]
 
 
 def test_a_device_that_was_away_is_told_what_it_missed(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=5)
     grid = deployed.HereGrid(folder, client)
-    orders = RunConductor.orders
+    configure_train = RunServer.configure_train
 
     def leaving(self):
         grid.online = [0, 1, 2] if self.round_index in (1, 2) else None
-        return orders(self)
+        return configure_train(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunConductor, "orders", leaving)
+        patch.setattr(RunServer, "configure_train", leaving)
         conductor = run_here(folder, grid)
     rows = read_rows(conductor.folder / "rows.jsonl")
-    assert [row["away"] for row in rows] == [[], [], ["device-3"], ["device-3"], []]
+    assert [row["offline"] for row in rows] == [[], [], ["device-3"], ["device-3"], []]
     journal = read_rows(folder / "devices/device-3/journal.jsonl")
-    told = [row["missed"] for row in journal if "missed" in row]
+    told = [row["missed_rounds"] for row in journal if "missed_rounds" in row]
     assert told[0].startswith("2 rounds, 3 to 4; the mean loss went from")
     state = with_attendance(folder, {2: [3], 3: [3]})
     assert same_as(folder, state) <= 1e-6
@@ -289,12 +289,12 @@ def test_a_run_does_not_go_on_with_fewer_than_enough_because_the_others_are_refu
 
 def test_a_long_round_leaves_the_whole_wait_for_devices(tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here")
-    conductor, grid = RunConductor(Project.at(folder), "first"), deployed.HereGrid(folder, client)
-    Rounds(conductor, grid)._gather()
-    now = time.monotonic() + 10 * conductor.project.deployment.limits.gather
+    conductor, grid = RunServer(Project.from_folder(folder), "first"), deployed.HereGrid(folder, client)
+    RunLoop(conductor, grid)._wait_for_clients()
+    now = time.monotonic() + 10 * conductor.project.deployment.limits.connect_timeout
     monkeypatch.setattr("time.monotonic", lambda: now)
-    conductor.strangers({})
-    assert conductor.lacks()
+    conductor.configure_handshake({})
+    assert conductor.needs_more_clients()
 
 
 def test_private_state_of_another_model_is_refused_by_name(tmp_path):
@@ -308,13 +308,13 @@ def test_private_state_of_another_model_is_refused_by_name(tmp_path):
     told = conductor.live["refused"]["device-1"]
     assert "private state: state/first.safetensors" in told
     assert "belongs to another model (shared '4.weight' [7, 9, 'torch.float32']) than this one (shared '4.weight' [7, 8, " in told
-    assert conductor.standing.times == {0: 3, 2: 3, 3: 3}
+    assert conductor.state.rounds_included == {0: 3, 2: 3, 3: 3}
 
 
 def test_private_state_whose_tensors_are_not_what_it_says_is_refused(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
     run_here(folder)
-    file = Member.at(folder / "devices/device-1").private("first")
+    file = RunClient.from_folder(folder / "devices/device-1").private("first")
     tensors, about = read_tensors(file.path)
     write_tensors(file.path, {name: tensor for name, tensor in tensors.items() if name != "after/0.weight"}, about)
     with pytest.raises(InputError, match=r"is damaged \('after/0.weight' is missing\)"):
@@ -322,21 +322,21 @@ def test_private_state_whose_tensors_are_not_what_it_says_is_refused(tmp_path):
     write_tensors(file.path, {**tensors, "before/0.bias": torch.zeros(3)}, about)
     with pytest.raises(InputError, match=r"is damaged \('before/0.bias' is \[3\] torch.float32\)"):
         file.load()
-    write_tensors(file.path, tensors, {key: value for key, value in about.items() if key != "after_round"})
+    write_tensors(file.path, tensors, {key: value for key, value in about.items() if key != "start_round"})
     with pytest.raises(InputError, match="was not written by glocal"):
         file.load()
 
 
 def test_private_state_is_for_its_owner_alone_to_read(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=1, rounds=1)
+    folder = deployed.project(tmp_path / "here", clients=1, rounds=1)
     run_here(folder)
     assert (folder / "devices/device-0/state").stat().st_mode & 0o077 == 0
 
 
 def test_a_run_whose_name_leads_out_of_the_folder_is_refused_by_the_device(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=1)
+    folder = deployed.project(tmp_path / "here", clients=1)
     with pytest.raises(InputError, match="no plain name of a run"):
-        Member.at(folder / "devices/device-0").private("../../elsewhere")
+        RunClient.from_folder(folder / "devices/device-0").private("../../elsewhere")
 
 
 def test_private_state_that_was_lost_is_said(tmp_path):
@@ -363,34 +363,34 @@ def test_a_late_joiner_learns_its_private_part_as_join_does_and_takes_part(tmp_p
     grid = deployed.HereGrid(folder, client)
     first = run_here(folder, grid)
     shared = first.shared
-    add_device(folder, "late", metrics=True)
+    add_client(folder, "late", share_metrics=True)
     grid = deployed.HereGrid(folder, client)
-    visited = run_here(folder, grid, visiting=True)
-    assert same_bits(visited.shared, shared)
-    member = Member.at(folder / "devices/late")
-    host = Host(
-        member.kit.algorithm,
-        member.kit.model,
+    client_batches = run_here(folder, grid, skip_training=True)
+    assert same_bits(client_batches.shared, shared)
+    member = RunClient.from_folder(folder / "devices/late")
+    trained_federation = TrainedFederation(
+        member.setup.algorithm,
+        member.setup.model,
         member.project.plan,
-        State(shared, PrivateRows(member.kit.algorithm.init(member.kit.params)[1], {})),
+        State(shared, PrivateStates(member.setup.algorithm.init(member.setup.params)[1], {})),
         4,
     )
-    joined = join(host, member.data().train.of(0), welcome=Welcome(epochs=20), engine="looped")
+    joined = join(trained_federation, member.data().train.of(0), join_plan=JoinPlan(epochs=20), engine="looped")
     assert distance(private_of(folder, 4).after, joined.state.private.of(4)) <= 1e-6
-    table = read_json(visited.folder / "result.json", dict)["devices"]
-    assert [row["name"] for row in table if row["newcomer"]] == ["late"]
+    table = read_json(client_batches.folder / "result.json", dict)["clients"]
+    assert [row["name"] for row in table if row["new_client"]] == ["late"]
     assert all(0 <= row["test"] <= 1 for row in table)
     deployed.change(folder / "study.toml", "rounds = 2", "rounds = 3")
     deployed.copy_to_devices(folder)
-    assert run_here(folder, grid).standing.counted[4] == 2
+    assert run_here(folder, grid).state.last_included[4] == 2
 
 
 def test_a_device_that_is_added_before_the_first_round_keeps_what_it_has_learnt_in_it(tmp_path):
     """While the first devices are waited for: it is no founder, and does not settle in once it has trained."""
-    folder = deployed.project(tmp_path / "here", devices=3, rounds=2, cohort=4)
-    conductor = RunConductor(Project.at(folder), "first")
-    add_device(folder, "early")
-    conduct(deployed.HereGrid(folder, client), conductor)
+    folder = deployed.project(tmp_path / "here", clients=3, rounds=2, clients_per_round=4)
+    conductor = RunServer(Project.from_folder(folder), "first")
+    add_client(folder, "early")
+    run_to_end(deployed.HereGrid(folder, client), conductor)
     assert [[*row["notes"]] for row in read_rows(conductor.folder / "rows.jsonl")] == [[], []]
     deployed.change(folder / "federation.py", "range(3)", "range(4)")
     state, _ = simulated(folder)
@@ -398,45 +398,45 @@ def test_a_device_that_is_added_before_the_first_round_keeps_what_it_has_learnt_
 
 
 def test_figures_leave_a_device_only_with_its_owners_consent(tmp_path):
-    folder = deployed.project(tmp_path / "here", rounds=1, metrics=False)
+    folder = deployed.project(tmp_path / "here", rounds=1, share_metrics=False)
     conductor = run_here(folder)
     assert read_rows(conductor.folder / "rows.jsonl")[0]["losses"] == {}
     result = read_json(conductor.folder / "result.json", dict)
     assert result["local_test"] is None
-    assert all(row["test"] is None for row in result["devices"])
+    assert all(row["test"] is None for row in result["clients"])
 
 
 def test_an_accuracy_that_is_none_does_not_enter_the_mean(tmp_path):
     def boast(device, message, reply):
         if message.metadata.message_type == "evaluate" and device == 1:
-            reply.content.config_records["words"]["figures"] = '{"test": 5, "test_size": 3}'
+            reply.content.config_records["config"]["metrics"] = '{"test": 5, "test_size": 3}'
         return reply
 
-    folder = deployed.project(tmp_path / "here", devices=2, rounds=1)
+    folder = deployed.project(tmp_path / "here", clients=2, rounds=1)
     result = read_json(run_here(folder, deployed.HereGrid(folder, client, boast)).folder / "result.json", dict)
-    assert result["devices"][1]["test"] is None
-    assert result["local_test"]["mean"] == pytest.approx(result["devices"][0]["test"])
+    assert result["clients"][1]["test"] is None
+    assert result["local_test"]["mean"] == pytest.approx(result["clients"][0]["test"])
 
 
 def test_a_device_predicts_with_its_own_model(tmp_path):
     folder = deployed.project(tmp_path / "here")
     conductor = run_here(folder)
-    member = Member.at(folder / "devices/device-1")
+    member = RunClient.from_folder(folder / "devices/device-1")
     x = member.data().test.of(0).x
-    params = member.kit.algorithm.personal(conductor.shared, private_of(folder, 1).after)
-    expected = predictor(member.kit.model)(params, x, torch.ones(len(x), dtype=torch.bool)).argmax(-1)
-    assert predicted(member, "first", x) == expected.tolist()
+    params = member.setup.algorithm.personal(conductor.shared, private_of(folder, 1).after)
+    expected = predictor(member.setup.model)(params, x, torch.ones(len(x), dtype=torch.bool)).argmax(-1)
+    assert predict_classes(member, "first", x) == expected.tolist()
     with pytest.raises(InputError, match="has taken part in no round of 'second' yet"):
-        predicted(member, "second", x)
+        predict_classes(member, "second", x)
 
 
 def test_a_device_finds_its_files_in_its_own_folder_wherever_it_is_started(tmp_path, monkeypatch):
-    own = deployed.project(tmp_path / "here", devices=1) / "devices/device-0"
+    own = deployed.project(tmp_path / "here", clients=1) / "devices/device-0"
     with (own / "federation.py").open("a") as module:
         module.write("\nimport numpy as np\n\ndef data(device):\n    mine = np.load('mine.npz')\n    return mine['x'], mine['y']\n")
     np.savez(own / "mine.npz", x=np.ones((20, 6), dtype=np.float32), y=np.arange(20) % 3)
     monkeypatch.chdir(tmp_path)
-    assert len(Member.at(Path("here/devices/device-0")).data().train.examples.y) == 20
+    assert len(RunClient.from_folder(Path("here/devices/device-0")).data().train.examples.y) == 20
     assert Path.cwd() == tmp_path
 
 
@@ -446,7 +446,7 @@ def test_what_leaves_a_device_is_its_upload_and_figures_and_the_journal_says_so(
     left = []
     grid.tamper = lambda device, message, reply: left.append((device, reply)) or reply
     run_here(folder, grid)
-    local = Member.at(folder / "devices/device-0").kit.algorithm.init(Member.at(folder / "devices/device-0").kit.params)[1]
+    local = RunClient.from_folder(folder / "devices/device-0").setup.algorithm.init(RunClient.from_folder(folder / "devices/device-0").setup.params)[1]
     for _, reply in left:
         assert not reply.content.array_records
         records = reply.content.config_records.values()
@@ -455,11 +455,11 @@ def test_what_leaves_a_device_is_its_upload_and_figures_and_the_journal_says_so(
         assert not any(grid.contexts[device].state for device in range(4))
     sent = [row for row in read_rows(folder / "devices/device-0/journal.jsonl") if "bytes" in row]
     assert [row["tensors"] for row in sent] == [["4.weight", "4.bias", "6.weight", "6.bias"]] * 2
-    assert [row["examples"] for row in sent] == [16, 16]
+    assert [row["num_examples"] for row in sent] == [16, 16]
 
 
 def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about_its_state(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=3, rounds=2)
+    folder = deployed.project(tmp_path / "here", clients=3, rounds=2)
     deployed.change(folder / "devices/device-1/federation.py", "def data(device):", "def data(device):\n    {}['Jane Doe, 41']")
     grid = deployed.HereGrid(folder, client)
 
@@ -471,15 +471,15 @@ def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about
     grid.tamper = lose
     run_here(folder, grid)
     refused, odd = (read_rows(folder / f"devices/device-{number}/journal.jsonl")[-1] for number in (1, 2))
-    assert told_entry(refused).startswith(
+    assert format_journal_entry(refused).startswith(
         "first, after 0 rounds: could not do what it was asked: federation:data: the function fail"
     )
-    assert "Jane Doe, 41" in told_entry(refused)
-    assert "; the server is told: its private state is gone, it begins anew (round 2 had counted)" in told_entry(odd)
+    assert "Jane Doe, 41" in format_journal_entry(refused)
+    assert "; the server is told: its private state is gone, it begins anew (round 2 had counted)" in format_journal_entry(odd)
 
 
 @pytest.mark.parametrize(
-    ("fails", "words"),
+    ("fails", "config"),
     [
         ("raise ValueError(row)", "Jane Doe, 41"),
         ("raise SystemExit(row)", "Jane Doe, 41"),
@@ -516,7 +516,7 @@ def test_no_example_leaves_a_device_in_the_words_of_an_error(fails, words, maske
 
 @pytest.mark.parametrize("fails", ["raise ValueError('Jane Doe, 41')", "raise SystemExit('Jane Doe, 41')"], ids=["raised", "left"])
 def test_no_example_leaves_a_device_whose_module_reads_them_while_it_is_imported(fails, tmp_path, caplog):
-    folder = deployed.project(tmp_path / "here", devices=3, rounds=1)
+    folder = deployed.project(tmp_path / "here", clients=3, rounds=1)
     with (folder / "devices/device-1/federation.py").open("a") as module:
         module.write(f"\n{fails}\n")
     conductor = run_here(folder)
@@ -525,7 +525,7 @@ def test_no_example_leaves_a_device_whose_module_reads_them_while_it_is_imported
 
 
 def test_where_a_device_keeps_its_files_does_not_leave_it(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=4, rounds=1)
+    folder = deployed.project(tmp_path / "here", clients=4, rounds=1)
     state = folder / "devices/device-1/state/first.safetensors"
     state.parent.mkdir()
     state.write_bytes(b"damaged")
@@ -538,8 +538,8 @@ def test_where_a_device_keeps_its_files_does_not_leave_it(tmp_path):
 
 def test_of_an_error_that_nobody_foresaw_the_server_learns_the_kind(tmp_path, monkeypatch, caplog):
     folder = deployed.project(tmp_path / "here", rounds=1)
-    monkeypatch.setattr(Member, "greet", lambda self, order: {}["Jane Doe, 41"])
-    asked = messages({1000: Order("first", 0)}, "query", None)[0]
+    monkeypatch.setattr(RunClient, "handshake", lambda self, order: {}["Jane Doe, 41"])
+    asked = messages({1000: Instructions("first", 0)}, "query", None)[0]
     with pytest.raises(RuntimeError, match=r"^it failed \(KeyError\); the device's own log says why$"):
         client(asked, deployed.HereGrid(folder, client).context(0))
     assert "Jane Doe, 41" in caplog.text
@@ -558,7 +558,7 @@ def secured(folder):
 )
 def test_secure_aggregation_is_plain_averaging_also_when_a_device_drops_out(lost, tmp_path):
     """SecAgg+ with four devices, or five; one or two are gone in round 1, before they have sent their masked uploads."""
-    folder = secured(deployed.project(tmp_path / "here", rounds=2, devices=4 if len(lost) < 2 else 5))
+    folder = secured(deployed.project(tmp_path / "here", rounds=2, clients=4 if len(lost) < 2 else 5))
 
     def tamper(device, message, reply):
         stage = message.content.config_records.get("secaggplus_configs", {}).get("stage")
@@ -575,13 +575,13 @@ def test_secure_aggregation_is_plain_averaging_also_when_a_device_drops_out(lost
 
 
 def test_a_device_is_not_hidden_among_itself_alone(tmp_path):
-    folder = secured(deployed.project(tmp_path / "here", devices=1))
+    folder = secured(deployed.project(tmp_path / "here", clients=1))
     with pytest.raises(InputError, match="secure hides a device among others, but a cohort is of 1"):
-        Project.at(folder).kit  # noqa: B018
+        Project.from_folder(folder).setup  # noqa: B018
 
 
 def test_no_upload_is_seen_in_secure_aggregation(tmp_path, monkeypatch):
-    folder, seen, uploads, train = secured(deployed.project(tmp_path / "here", rounds=1)), [], [], Member.train
+    folder, seen, uploads, train = secured(deployed.project(tmp_path / "here", rounds=1)), [], [], RunClient.train
 
     def training(self, shared, order):
         uploads.append(train(self, shared, order))
@@ -591,7 +591,7 @@ def test_no_upload_is_seen_in_secure_aggregation(tmp_path, monkeypatch):
         seen.append(message_to_proto(reply).SerializeToString())
         return reply
 
-    monkeypatch.setattr(Member, "train", training)
+    monkeypatch.setattr(RunClient, "train", training)
     run_here(folder, deployed.HereGrid(folder, client, tamper))
     assert len(uploads) == 4
     assert max(map(len, seen)) > 300, "a masked upload is among them"
@@ -607,8 +607,8 @@ def test_a_device_that_masks_refuses_to_send_in_the_clear(tmp_path):
     grid = deployed.HereGrid(folder, client)
     conductor = run_here(folder, grid)
     assert "is not the server's" in conductor.live["refused"]["device-0"]
-    asked = messages({1000: Order("first", 0)}, "train", to_record(conductor.shared))[0]
-    assert "sends its uploads masked only" in reply_of(client(asked, grid.context(0))).fault
+    asked = messages({1000: Instructions("first", 0)}, "train", to_record(conductor.shared))[0]
+    assert "sends its uploads masked only" in read_reply(client(asked, grid.context(0))).fault
 
 
 def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
@@ -625,8 +625,8 @@ def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
     assert kept["epsilon"] == pytest.approx(epsilon(2.0, 2, 1e-5))
     records = [reply.content.config_records for reply in left]
     uploads = [from_record(found["shared"]) for found in records if "shared" in found]
-    kit = Project.at(folder).kit
-    began = kit.algorithm.init(kit.params)[0]
+    setup = Project.from_folder(folder).setup
+    began = setup.algorithm.init(setup.params)[0]
     moved = torch.cat([(upload[name] - tensor).flatten() for upload in uploads[:4] for name, tensor in began.items()])
     # 348 numbers of nobody's choosing: their deviation is itself known to 0.04
     assert moved.std() == pytest.approx(1.0, rel=0.2)
@@ -652,7 +652,7 @@ def test_privacy_needs_equal_weights(tmp_path):
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
     with pytest.raises(InputError, match=r"set plan\.weights = 'equal'"):
-        Project.at(folder).kit  # noqa: B018
+        Project.from_folder(folder).setup  # noqa: B018
 
 
 class Touches:
@@ -667,7 +667,7 @@ class Touches:
 
 def planted(trace, shared):
     """A round's message that brings code along, where tensors are expected and beside them."""
-    message = messages({1000: Order("first", 0)}, "train", to_record(shared))[0]
+    message = messages({1000: Instructions("first", 0)}, "train", to_record(shared))[0]
     source = f"__import__('os').mkdir({str(trace)!r})"
     message.content["glocal.deploy.apps"] = ConfigRecord({"source": source})
     message.content["federation"] = ConfigRecord({"data": source.encode()})
@@ -676,17 +676,17 @@ def planted(trace, shared):
 
 @pytest.mark.parametrize("where", ["beside", "in the blob", "in the order"])
 def test_nothing_that_a_message_brings_along_is_run(where, tmp_path):
-    folder, trace = deployed.project(tmp_path / "here", devices=1, rounds=1), tmp_path / "trace"
+    folder, trace = deployed.project(tmp_path / "here", clients=1, rounds=1), tmp_path / "trace"
     grid = deployed.HereGrid(folder, client)
-    message = planted(trace, RunConductor(Project.at(folder), "first").shared)
+    message = planted(trace, RunServer(Project.from_folder(folder), "first").shared)
     records = message.content.config_records
     if where == "in the blob":
         records["shared"]["blob"] = pickle.dumps(Touches(trace))
     if where == "in the order":
-        records["words"]["order"] = f"__import__('os').mkdir({str(trace)!r})"
+        records["config"]["instructions"] = f"__import__('os').mkdir({str(trace)!r})"
     expected = nullcontext() if where == "beside" else pytest.raises(RuntimeError, match="it failed")
     with expected:
-        reply = reply_of(client(message, grid.context(0)))
+        reply = read_reply(client(message, grid.context(0)))
         assert not reply.fault
     assert not trace.exists()
 

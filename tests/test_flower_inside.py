@@ -136,7 +136,7 @@ def test_flowers_own_locks_are_shut_behind_the_gates_too():
         shown = [(inner_server.ACCESS_TOKEN_KEY, given)] if given else []
         valid, account = plugin.validate_tokens_in_metadata(shown)
         assert (valid, account is not None) == (known, known)
-    assert plugin.get_login_details() is plugin.get_auth_tokens("code") is None
+    assert plugin.get_login_details() is plugin.get_auth_tokens("bottleneck") is None
 
 
 def test_another_version_of_flower_is_refused_in_one_line(monkeypatch):

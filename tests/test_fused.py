@@ -13,11 +13,11 @@ from glocal.core import random, trees
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
 from glocal.core.optimizers import adam, sgd
-from glocal.core.training import Pull, Work, augmented, cross_entropy, descend, pulled, supervised
+from glocal.core.training import Proximal, Work, cross_entropy, local_train, supervised, with_augmentation, with_proximal
 from glocal.datasets import crop_and_flip
 from glocal.engines.fused import build
 from glocal.engines.fused.build import NoFusedStepError, load_step
-from glocal.engines.fused.on_cpu import FusedOnCpu, merged_pulls
+from glocal.engines.fused.on_cpu import FusedCpuTraining, merge_pulls
 
 CLASSES = 5
 MANY = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -29,7 +29,7 @@ def fused(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOCAL_CACHE", str(tmp_path_factory.getbasetemp().parent / "cache"))
         try:
-            return FusedOnCpu()
+            return FusedCpuTraining()
         except NoFusedStepError as why:
             pytest.skip(str(why))
 
@@ -55,19 +55,19 @@ def doubled(tree):
     return {name: tensor.double() for name, tensor in tree.items()}
 
 
-def in_double(objective, params, work, optimiser):
+def in_double(objective, params, work, optimizer):
     """The general path in float64: the fairest judge of two ways to compute in float32."""
     examples = work.examples._replace(x=work.examples.x.double())
-    pulls = tuple(Pull(doubled(towards), strength) for towards, strength in objective.pulls)
-    return descend(objective._replace(pulls=pulls), doubled(params), work._replace(examples=examples), optimiser)
+    proximal = tuple(Proximal(doubled(anchor), strength) for anchor, strength in objective.proximal)
+    return local_train(objective._replace(proximal=proximal), doubled(params), work._replace(examples=examples), optimizer)
 
 
-def assert_agrees(fused, objective, params, work, optimiser):
+def assert_agrees(fused, objective, params, work, optimizer):
     before = {name: tensor.clone() for name, tensor in params.items()}
-    taken = fused(objective, params, work, optimiser)
+    taken = fused(objective, params, work, optimizer)
     assert taken is not None, fused.reason
     trained, loss = taken
-    expected, expected_loss = in_double(objective, params, work, optimiser)
+    expected, expected_loss = in_double(objective, params, work, optimizer)
     assert list(trained) == list(params)
     assert trees.same_bits(params, before)
     for name, tensor in trained.items():
@@ -87,7 +87,7 @@ rules = st.builds(
     st.sampled_from([0.05, 0.2]),
     momentum=st.sampled_from([0.0, 0.5, 0.9]),
     weight_decay=st.sampled_from([0.0, 0.01]),
-    decay=st.sampled_from([0.0, 0.5]),
+    lr_decay=st.sampled_from([0.0, 0.5]),
 )
 
 
@@ -179,7 +179,7 @@ def test_augmented_examples_agree_with_the_general_path(fused, augment):
     side = augment(torch.zeros(1, 2, 6, 6), torch.tensor(0)).shape[-1]
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * (side - 2) ** 2, CLASSES))
     work = work_of((2, 6, 6), random_order(3, 5, seed=1, padding=0.3))._replace(key=torch.tensor(11))
-    assert_agrees(fused, augmented(cross_entropy(model), augment), params_of(model), work, sgd(0.1, momentum=0.5))
+    assert_agrees(fused, with_augmentation(cross_entropy(model), augment), params_of(model), work, sgd(0.1, momentum=0.5))
 
 
 def test_equal_values_in_a_window_share_nothing_as_in_torch(fused):
@@ -199,10 +199,10 @@ def test_pulls_are_part_of_slopes_and_loss(fused, strengths, momentum):
     for model, shape in ((mlp(9, 12, 7, CLASSES), (9,)), (conv_net((2, 8, 8), [PLAIN], [6]), (2, 8, 8))):
         objective, params = cross_entropy(model), params_of(model)
         for strength in strengths:
-            objective = pulled(
+            objective = with_proximal(
                 objective, {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()}, strength
             )
-        objective = objective._replace(pulls=(*objective.pulls, Pull({"0.weight": params["0.weight"] + 0.3}, 0.5)))
+        objective = objective._replace(proximal=(*objective.proximal, Proximal({"0.weight": params["0.weight"] + 0.3}, 0.5)))
         assert_agrees(fused, objective, params, work_of(shape, random_order(2, 7, seed=0)), sgd(0.1, momentum=momentum))
 
 
@@ -211,9 +211,9 @@ PLAIN = {"outputs": 4, "kernel": (3, 3), "stride": (1, 1), "padding": (0, 0), "a
 
 def test_many_pulls_are_one_pull_and_a_floor():
     w, *anchors = torch.randn(4, 6, dtype=torch.float64)
-    pulls = [Pull({"w": anchor}, strength) for anchor, strength in zip(anchors, (0.5, 1.0, 0.25), strict=True)]
-    strengths, middle, floor = merged_pulls(pulls)
-    apart = sum(strength / 2 * (w - towards["w"]).square().sum() for towards, strength in pulls)
+    proximal = [Proximal({"w": anchor}, strength) for anchor, strength in zip(anchors, (0.5, 1.0, 0.25), strict=True)]
+    strengths, middle, floor = merge_pulls(proximal)
+    apart = sum(strength / 2 * (w - anchor["w"]).square().sum() for anchor, strength in proximal)
     torch.testing.assert_close(strengths["w"] / 2 * (w - middle["w"]).square().sum() + floor, apart, rtol=1e-6, atol=1e-6)
 
 
@@ -258,7 +258,7 @@ def test_descend_takes_the_fused_steps_if_the_work_brings_them(fused):
     model = mlp(4, 6, CLASSES)
     work = work_of((4,), random_order(3, 5, seed=0))
     objective, params, rule = cross_entropy(model), params_of(model), sgd(0.1)
-    trained, loss = descend(objective, params, work._replace(descent=fused), rule)
+    trained, loss = local_train(objective, params, work._replace(trainer=fused), rule)
     expected, expected_loss = fused(objective, params, work, rule)
     assert trees.same_bits(trained, expected)
     assert loss == expected_loss
@@ -282,14 +282,14 @@ X, Y = work_of((4,), [[0]]).examples[:2]
 DECLINED = {
     "the optimiser is Adam, not Sgd": declined_case(rule=adam(0.1)),
     "the loss is AugmentedLoss, not a model's own": declined_case(
-        augmented(augmented(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x)
+        with_augmentation(with_augmentation(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x)
     ),
     "the loss is not the cross entropy": declined_case(supervised(LINEAR, lambda output, y: output.square().sum(1))),
     "layer '1' is BatchNorm1d on (6,)": declined_case(model=NORMED),
     "some of its weights are frozen": declined_case(model=FROZEN),
     "it ends in a softmax": declined_case(model=nn.Sequential(*mlp(4, 6, CLASSES), nn.Softmax(dim=1))),
     "layer '1' is Softmax on (6,)": declined_case(model=nn.Sequential(nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, CLASSES))),
-    "not every weight of the model is trained": declined_case(cross_entropy(LINEAR)._replace(trains=frozenset({"0.weight"}))),
+    "not every weight of the model is trained": declined_case(cross_entropy(LINEAR)._replace(trainable=frozenset({"0.weight"}))),
     "'0.weight' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(tree=doubled),
     "'x' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(x=X.double()),
     "'y' is torch.int32 on cpu, not torch.int64 on cpu": declined_case(y=Y.int()),
@@ -298,7 +298,7 @@ DECLINED = {
     "a row of the order is outside the examples": declined_case(order=torch.tensor([[0, 30]])),
     "a label is no class of the model": declined_case(y=Y - 100),
     "'0.weight' asks for a gradient": declined_case(tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}),
-    "a pull pushes": declined_case(pulled(cross_entropy(LINEAR), params_of(LINEAR), -1.0)),
+    "a pull pushes": declined_case(with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)),
 }
 
 
@@ -324,12 +324,12 @@ def test_the_step_is_compiled_once(fused, monkeypatch, tmp_path):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "SOURCE", tmp_path / "step.cpp")
     (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 0; }\n')
-    made = build.compiled(compiler)
+    made = build.compile_library(compiler)
     stamp = made.stat().st_mtime_ns
-    assert build.compiled(compiler) == made
+    assert build.compile_library(compiler) == made
     assert made.stat().st_mtime_ns == stamp
     (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 1; }\n')
-    assert build.compiled(compiler) != made
+    assert build.compile_library(compiler) != made
     assert {path.suffix for path in made.parent.iterdir()} == {".so"}
 
 

@@ -1,4 +1,4 @@
-"""The fused kernels take the same steps as `descend`, judged in float64: on a GPU, else in Triton's interpreter, else skipped."""
+"""The fused kernels take the same steps as `local_train`, judged in float64: on a GPU, else in Triton's interpreter, else skipped."""
 
 import os
 import subprocess
@@ -14,9 +14,9 @@ from torch import nn
 from glocal.core import optimizers, training
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
-from glocal.engines.fused.chain import chain_of
-from glocal.engines.fused.on_gpu import descend_together, why_not
-from glocal.engines.fused.tiles import Tile, tile_for
+from glocal.engines.fused.chain import parse_chain
+from glocal.engines.fused.on_gpu import local_train_batched, unsupported_reason
+from glocal.engines.fused.tiles import Tile, default_tile
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, CLASSES = 40, 4
@@ -73,7 +73,7 @@ class Trial:
 
     def __init__(self, model, inputs, *, devices=3, steps=3, batch=5, ragged=True):
         torch.manual_seed(0)
-        self.model, self.inputs, self.chain = model, inputs, chain_of(model, inputs)
+        self.model, self.inputs, self.chain = model, inputs, parse_chain(model, inputs)
         self.x = torch.randn(ROWS, *inputs, device=WHERE)
         self.y = torch.randint(0, CLASSES, (ROWS,), device=WHERE)
         self.order = torch.randint(0, ROWS, (devices, steps, batch), device=WHERE)
@@ -90,27 +90,27 @@ class Trial:
             for n, t in params.items()
         }
 
-    def fused(self, *, rate=0.1, **settings):
-        return descend_together(self.chain, self.params, self.x, self.y, self.order, rate=rate, **settings)
+    def fused(self, *, lr=0.1, **settings):
+        return local_train_batched(self.chain, self.params, self.x, self.y, self.order, lr=lr, **settings)
 
-    def truth(self, *, rate=0.1, momentum=0.0, weight_decay=0.0, pulls=()):
-        """`descend` in float64, one device after the other: params (D, ...) and losses (D,)."""
+    def truth(self, *, lr=0.1, momentum=0.0, weight_decay=0.0, proximal=()):
+        """`local_train` in float64, one device after the other: params (D, ...) and losses (D,)."""
         model = self.model.to(WHERE).double()
-        sgd = optimizers.sgd(rate, momentum=momentum, weight_decay=weight_decay)
-        found = [self.truth_of(device, model, sgd, pulls) for device in range(self.order.shape[0])]
+        sgd = optimizers.sgd(lr, momentum=momentum, weight_decay=weight_decay)
+        found = [self.truth_of(device, model, sgd, proximal) for device in range(self.order.shape[0])]
         model.float()
         return {name: torch.stack([trained[name] for trained, _ in found]) for name in self.params}, torch.stack(
             [loss for _, loss in found]
         )
 
-    def truth_of(self, device, model, sgd, pulls):
+    def truth_of(self, device, model, sgd, proximal):
         ends = tuple(
-            training.Pull({name: end[device].double() for name, end in ends.items()}, strength) for ends, strength in pulls
+            training.Proximal({name: end[device].double() for name, end in ends.items()}, strength) for ends, strength in proximal
         )
         zero = torch.tensor(0, device=WHERE)
         work = training.Work(Examples(self.x.double(), self.y), self.order[device], zero, zero)
         params = {name: tensor[device].double() for name, tensor in self.params.items()}
-        return training.descend(training.cross_entropy(model)._replace(pulls=ends), params, work, sgd)
+        return training.local_train(training.cross_entropy(model)._replace(proximal=ends), params, work, sgd)
 
 
 def assert_same(one, other, tolerance=1e-5):
@@ -164,8 +164,8 @@ def test_convolutions_take_the_same_steps(kind, batch):
 def test_pulls_act_on_weights_and_count_in_the_loss(kind, batch, strengths):
     make, inputs = IMAGES.get(kind, (lambda: mlp(9, 5, CLASSES), (9,)))
     trial = Trial(make(), inputs, batch=batch, devices=2, steps=2)
-    pulls = [(trial.near(params_of(trial.model), 0.2), strength) for strength in strengths]
-    assert_same(trial.fused(momentum=0.5, pulls=pulls), trial.truth(momentum=0.5, pulls=pulls))
+    proximal = [(trial.near(params_of(trial.model), 0.2), strength) for strength in strengths]
+    assert_same(trial.fused(momentum=0.5, proximal=proximal), trial.truth(momentum=0.5, proximal=proximal))
 
 
 @needs_kernels
@@ -173,8 +173,8 @@ def test_pulls_act_on_weights_and_count_in_the_loss(kind, batch, strengths):
 def test_a_pull_may_leave_names_out(batch):
     trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, devices=2)
     ends = trial.near(params_of(trial.model), 0.2)
-    pulls = [({name: ends[name] for name in ("0.weight", "2.bias")}, 0.5), (ends, 0.25)]
-    assert_same(trial.fused(pulls=pulls), trial.truth(pulls=pulls))
+    proximal = [({name: ends[name] for name in ("0.weight", "2.bias")}, 0.5), (ends, 0.25)]
+    assert_same(trial.fused(proximal=proximal), trial.truth(proximal=proximal))
 
 
 @needs_kernels
@@ -194,9 +194,9 @@ def test_a_padded_step_keeps_weights_and_momentum(batch):
     without = trial.fused(momentum=0.9)
     padding = torch.full_like(trial.order[:, :1], -1)
     trial.order = torch.cat([trial.order[:, :2], padding, trial.order[:, 2:], padding], dim=1)
-    padded = trial.fused(momentum=0.9)
-    assert all(torch.equal(padded[0][name], tensor) for name, tensor in without[0].items())
-    assert_same(padded, without, 1e-6)  # the mean loss is summed over more numbers, in another order
+    pad_and_stack = trial.fused(momentum=0.9)
+    assert all(torch.equal(pad_and_stack[0][name], tensor) for name, tensor in without[0].items())
+    assert_same(pad_and_stack, without, 1e-6)  # the mean loss is summed over more numbers, in another order
 
 
 @needs_kernels
@@ -205,9 +205,9 @@ def test_devices_may_share_where_they_start_and_what_pulls_them():
     shared = {name: tensor[:1].expand(2, *tensor.shape[1:]) for name, tensor in trial.params.items()}
     copies = {name: tensor.contiguous() for name, tensor in shared.items()}
     trial.params = shared
-    one = trial.fused(momentum=0.5, pulls=[(shared, 0.5)])
+    one = trial.fused(momentum=0.5, proximal=[(shared, 0.5)])
     trial.params = copies
-    assert_same_bits(one, trial.fused(momentum=0.5, pulls=[(copies, 0.5)]))
+    assert_same_bits(one, trial.fused(momentum=0.5, proximal=[(copies, 0.5)]))
 
 
 @needs_kernels
@@ -230,19 +230,19 @@ def test_a_device_trains_the_same_whoever_is_beside_it():
 @needs_kernels
 def test_every_device_may_have_its_own_rate():
     trial = Trial(mlp(9, 5, CLASSES), (9,), devices=2)
-    trained, _ = trial.fused(rate=torch.tensor([0.1, 0.3], device=WHERE))
-    for device, rate in enumerate((0.1, 0.3)):
-        assert (trained["0.weight"][device] - trial.truth(rate=rate)[0]["0.weight"][device]).abs().max() < 1e-5
+    trained, _ = trial.fused(lr=torch.tensor([0.1, 0.3], device=WHERE))
+    for device, lr in enumerate((0.1, 0.3)):
+        assert (trained["0.weight"][device] - trial.truth(lr=lr)[0]["0.weight"][device]).abs().max() < 1e-5
 
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 18])
 def test_tiles_are_only_a_matter_of_speed(batch):
-    def choose(job):
-        return Tile(16, 32, 16) if job.kind != "loss" else tile_for(job)
+    def choose_tile(job):
+        return Tile(16, 32, 16) if job.kind != "loss" else default_tile(job)
 
     trial = Trial(odd_pool(), (1, 7, 7), batch=batch, devices=2, steps=2)
-    assert_same(trial.fused(momentum=0.5, choose=choose), trial.fused(momentum=0.5), 1e-6)
+    assert_same(trial.fused(momentum=0.5, choose_tile=choose_tile), trial.fused(momentum=0.5), 1e-6)
 
 
 @needs_kernels
@@ -262,9 +262,9 @@ def with_triton(monkeypatch):
     monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
 
 
-def reason(model, inputs=(9,), *, optimiser=None, dtype=torch.float32, **changes):
+def reason(model, inputs=(9,), *, optimizer=None, dtype=torch.float32, **changes):
     objective = training.cross_entropy(model)._replace(**changes)
-    return why_not(objective, optimiser or optimizers.sgd(0.1), inputs, dtype)
+    return unsupported_reason(objective, optimizer or optimizers.sgd(0.1), inputs, dtype)
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -272,13 +272,13 @@ def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
     model = mlp(9, 5, CLASSES)
     assert reason(model) is None
     assert reason(small_lenet(), (2, 12, 12)) is None
-    assert reason(model, optimiser=optimizers.adam(0.1)) == "the optimiser is Adam, not Sgd"
+    assert reason(model, optimizer=optimizers.adam(0.1)) == "the optimiser is Adam, not Sgd"
     assert reason(model, dtype=torch.float64) == "the weights are torch.float64, not torch.float32"
     assert "layer '1' is Tanh" in reason(nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2)))
-    assert reason(model, trains=frozenset({"0.weight"})) == "some of the model's weights stay as they are"
-    assert reason(model, pulls=(training.Pull({}, -1.0),)) == "a pull has a negative strength"
-    augmented = training.augmented(training.cross_entropy(model), lambda x, key: x)
-    assert reason(model, loss=augmented.loss) == "the loss is not the cross entropy of a model"
+    assert reason(model, trainable=frozenset({"0.weight"})) == "some of the model's weights stay as they are"
+    assert reason(model, proximal=(training.Proximal({}, -1.0),)) == "a pull has a negative strength"
+    with_augmentation = training.with_augmentation(training.cross_entropy(model), lambda x, key: x)
+    assert reason(model, loss=with_augmentation.loss) == "the loss is not the cross entropy of a model"
 
 
 def test_without_triton_it_is_declined(monkeypatch):

@@ -64,9 +64,9 @@ class Door:
         self.first, self.second = Key(), Key()
         self.nodes = {self.first.public: 7, self.second.public: 8}
         self.behind, self.read = Application(), 0
-        awaits = lambda node, message: ASKED.get(message) == node  # noqa: E731
+        awaits_reply = lambda node, message: ASKED.get(message) == node  # noqa: E731
         opened = datetime.now(UTC) - timedelta(seconds=600)
-        self.gate = gate.FleetGate(self.behind, lambda: self.nodes, awaits, 1000, opened)
+        self.gate = gate.FleetGate(self.behind, lambda: self.nodes, awaits_reply, 1000, opened)
 
     def ask(self, path, headers, body=b"", method="POST"):
         """The status of the answer."""
@@ -179,7 +179,7 @@ def test_a_recorded_request_is_refused_with_a_second_valid_signature_too(door):
     r, s = decode_dss_signature(__import__("base64").b64decode(signature))
     twin = encode_dss_signature(r, ORDER_P384 - s)
     stamp = dict(recorded)[inner_server.TIME_HEADER]
-    assert inner_server.signed_by(door.first.public, stamp, twin)
+    assert inner_server.is_signed_by(door.first.public, stamp, twin)
     again = spoilt(recorded, inner_server.SIGNATURE_HEADER, b64encode(twin))
     assert door.ask(PULL, again) == 401
 

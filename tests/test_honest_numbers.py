@@ -84,7 +84,7 @@ PARTITIONS = {
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_another_seed_deals_examples_otherwise(partition):
     deal = PARTITIONS[partition]()
-    federations = [glocal.deal(dataset(), deal, seed=seed) for seed in (0, 0, 1)]
+    federations = [glocal.partition(dataset(), partition, seed=seed) for seed in (0, 0, 1)]
     first, again, other = map(parts, federations)
     assert first == again
     assert all(first[part] != other[part] for part in first)
@@ -93,7 +93,7 @@ def test_another_seed_deals_examples_otherwise(partition):
 def test_another_seed_holds_out_others_where_who_has_what_is_given():
     everyone = np.arange(400) % DEVICES
     by_person = glocal.natural(everyone, everyone[:200])
-    first, other = (parts(glocal.deal(dataset(), by_person, seed=seed)) for seed in (0, 1))
+    first, other = (parts(glocal.partition(dataset(), by_person, seed=seed)) for seed in (0, 1))
     assert first["test"] == other["test"]
     assert all(a != b for a, b in zip(first["validation"], other["validation"], strict=True))
 
@@ -131,7 +131,7 @@ def test_no_two_devices_and_no_two_rounds_drop_the_same_units(make, engine):
 
     same = [(torch.ones(1, 64), torch.zeros(1, dtype=torch.int64))] * DEVICES
     train = from_tensors(same, test=same, validation=0.0).train
-    plan = glocal.Plan(rounds=4, cohort=DEVICES)
+    plan = glocal.Plan(rounds=4, clients_per_round=DEVICES)
     spied = algorithm._replace(aggregate=spy)
     list(glocal.simulate(spied, params_of(model), train, plan, engine=engine))
     assert len(sent) == 4 * DEVICES
@@ -140,11 +140,11 @@ def test_no_two_devices_and_no_two_rounds_drop_the_same_units(make, engine):
 
 def test_every_seed_of_a_study_has_a_deal_of_its_own(tmp_path):
     table = {
-        "data": {"partition": "dirichlet", "devices": DEVICES},
-        "plan": {"rounds": 1, "cohort": 2, "seeds": 2},
+        "data": {"partition": "dirichlet", "clients": DEVICES},
+        "plan": {"rounds": 1, "clients_per_round": 2, "seeds": 2},
         "cases": {"FedAvg": {"algorithm": "fedavg"}},
     }
     *_, last = run_study(from_dict(table), tmp_path / "run")
-    sizes = [[device["train"] for device in result["devices"]] for result in last.results]
+    sizes = [[device["train"] for device in result["clients"]] for result in last.results]
     assert len(sizes) == 2
     assert sizes[0] != sizes[1]

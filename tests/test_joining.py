@@ -15,29 +15,29 @@ import world
 from glocal import Plan, fit, sgd
 from glocal.algorithms import lg_fedavg
 from glocal.core import trees
-from glocal.core.data import Examples, Holdings
+from glocal.core.data import ClientData, Examples
 from glocal.core.errors import DivergedError, InputError
-from glocal.core.sampling import visited_rows
+from glocal.core.sampling import client_batches
 from glocal.core.training import cross_entropy
 from glocal.federate.fitting import Options
 from glocal.federate.rounds import Seat
 from glocal.personalize.onboarding import (
-    Host,
-    Welcome,
-    alone,
-    beside,
-    borrowed_accuracy,
-    borrowed_classes,
-    few,
+    JoinPlan,
+    TrainedFederation,
+    append_client,
     join,
-    joined_accuracy,
-    members,
-    take_in,
+    join_many,
+    new_client_accuracy,
+    new_client_ensemble_accuracy,
+    new_client_ensemble_classes,
+    sample_labeled,
+    select_ensemble,
+    train_alone,
 )
-from glocal.studies.joins import Joining
+from glocal.studies.joins import JoinTrialSettings
 from test_cli import complaint, run
 
-PLAN = Plan(rounds=4, cohort=3, batch=4, seed=5)
+PLAN = Plan(rounds=4, clients_per_round=3, batch_size=4, seed=5)
 NEW = world.DEVICES
 
 
@@ -46,10 +46,10 @@ def examples(rows=20, seed=9, classes=world.CLASSES):
     return Examples(torch.randn(rows, world.FEATURES, generator=generator), torch.arange(rows) % classes)
 
 
-def trained(name="lg_fedavg", make=world.plain, **knobs):
+def trained(name="lg_fedavg", make=world.plain, **hyperparameters):
     """A federation after a few rounds, with its data."""
     model, fed = world.seeded(make), world.federation()
-    return Host.of(fit(world.algorithm(name, model, **knobs), model, fed, PLAN, options=Options(engine="looped"))), fed
+    return TrainedFederation.of(fit(world.algorithm(name, model, **hyperparameters), model, fed, PLAN, options=Options(engine="looped"))), fed
 
 
 def row(state, device):
@@ -58,106 +58,106 @@ def row(state, device):
 
 @pytest.mark.parametrize("make", world.MODELS.values(), ids=world.MODELS)
 def test_learning_the_local_part_changes_nothing_but_the_newcomer(make):
-    host, _ = trained(make=make)
-    shared, before = dict(host.state.shared), [row(host.state, device) for device in range(NEW)]
-    joined = join(host, examples(), welcome=Welcome(epochs=3), engine="looped")
+    trained_federation, _ = trained(make=make)
+    shared, before = dict(trained_federation.state.shared), [row(trained_federation.state, device) for device in range(NEW)]
+    joined = join(trained_federation, examples(), join_plan=JoinPlan(epochs=3), engine="looped")
     assert trees.same_bits(joined.state.shared, shared)
     assert all(trees.same_bits(joined.state.private.of(device), before[device]) for device in range(NEW))
-    assert NEW not in host.state.private.trained
+    assert NEW not in trained_federation.state.private.trained
     learnt = joined.state.private.of(NEW)
-    assert world.distance(learnt, host.state.private.initial) > 0
-    assert world.distance(joined.params(host.algorithm), trees.merge(learnt, shared)) == 0
+    assert world.distance(learnt, trained_federation.state.private.initial) > 0
+    assert world.distance(joined.params(trained_federation.algorithm), trees.merge(learnt, shared)) == 0
 
 
 def test_the_shared_part_is_frozen_while_the_newcomer_settles():
     """What it has learnt is what gradient descent gives where only the local part may move."""
     model = world.seeded(world.plain)
-    host, _ = trained()
-    only_local = cross_entropy(model)._replace(trains=world.first_half(model).local)
+    trained_federation, _ = trained()
+    only_local = cross_entropy(model)._replace(trainable=world.first_half(model).local)
     by_hand = lg_fedavg(only_local, sgd(0.1, momentum=0.5), split=world.first_half(model)).client_update
     joined, expected = (
         join(
-            host._replace(algorithm=host.algorithm._replace(settle=settle)), examples(), welcome=Welcome(epochs=2), engine="looped"
+            trained_federation._replace(algorithm=trained_federation.algorithm._replace(adapt=adapt)), examples(), join_plan=JoinPlan(epochs=2), engine="looped"
         )
-        for settle in (host.algorithm.settle, by_hand)
+        for adapt in (trained_federation.algorithm.adapt, by_hand)
     )
     assert trees.same_bits(joined.state.private.of(NEW), expected.state.private.of(NEW))
-    both = host._replace(algorithm=host.algorithm._replace(settle=host.algorithm.client_update))
-    unfrozen = join(both, examples(), welcome=Welcome(epochs=2), engine="looped")
+    both = trained_federation._replace(algorithm=trained_federation.algorithm._replace(adapt=trained_federation.algorithm.client_update))
+    unfrozen = join(both, examples(), join_plan=JoinPlan(epochs=2), engine="looped")
     assert not trees.same_bits(joined.state.private.of(NEW), unfrozen.state.private.of(NEW))
 
 
 @pytest.mark.parametrize("name", ["lg_fedavg", "local_only"])
 def test_a_newcomer_learns_the_same_on_every_engine(name):
-    host, _ = trained(name)
-    one, other = (join(host, examples(), welcome=Welcome(epochs=5), engine=engine) for engine in ("looped", "vmapped"))
-    assert world.distance(one.params(host.algorithm), other.params(host.algorithm)) < 1e-5
+    trained_federation, _ = trained(name)
+    one, other = (join(trained_federation, examples(), join_plan=JoinPlan(epochs=5), engine=engine) for engine in ("looped", "vmapped"))
+    assert world.distance(one.params(trained_federation.algorithm), other.params(trained_federation.algorithm)) < 1e-5
 
 
 def test_joining_twice_gives_the_same_bits_and_the_number_is_then_taken():
-    host, _ = trained()
-    first, second = (join(host, examples(), engine="looped") for _ in range(2))
-    assert trees.same_bits(first.params(host.algorithm), second.params(host.algorithm))
-    seat = Seat(host.plan, beside(examples(), None, host.devices), first.state)
+    trained_federation, _ = trained()
+    first, second = (join(trained_federation, examples(), engine="looped") for _ in range(2))
+    assert trees.same_bits(first.params(trained_federation.algorithm), second.params(trained_federation.algorithm))
+    seat = Seat(trained_federation.plan, append_client(examples(), None, trained_federation.devices), first.state)
     with pytest.raises(InputError, match=f"device {NEW} is in this federation already"):
-        take_in(host.algorithm, [seat], Welcome())
+        join_many(trained_federation.algorithm, [seat], JoinPlan())
 
 
 def test_without_guests_the_rounds_are_the_newcomers_own():
     """It always takes part, and the average over one device is that device."""
-    host, fed = trained()
-    joined = join(host, examples(), old=fed.train, welcome=Welcome(epochs=0, rounds=2), engine="looped")
-    assert sorted({*joined.state.private.trained} - {*host.state.private.trained}) == [NEW]
-    assert all(joined.state.private.trained[device] is row for device, row in host.state.private.trained.items())
-    assert world.distance(joined.state.shared, host.state.shared) > 0
-    assert joined.ledger.upload.bytes == 2 * trees.nbytes(host.state.shared)
+    trained_federation, fed = trained()
+    joined = join(trained_federation, examples(), existing_data=fed.train, join_plan=JoinPlan(epochs=0, rounds=2), engine="looped")
+    assert sorted({*joined.state.private.trained} - {*trained_federation.state.private.trained}) == [NEW]
+    assert all(joined.state.private.trained[device] is row for device, row in trained_federation.state.private.trained.items())
+    assert world.distance(joined.state.shared, trained_federation.state.shared) > 0
+    assert joined.ledger.upload.bytes == 2 * trees.nbytes(trained_federation.state.shared)
 
 
 def test_guests_take_part_and_everything_they_receive_and_send_is_counted():
-    host, fed = trained()
-    welcome = Welcome(epochs=1, rounds=3, guests=2)
-    joined = join(host, examples(), old=fed.train, welcome=welcome, engine="looped")
-    shared, local = trees.nbytes(host.state.shared), trees.nbytes(host.state.private.initial)
+    trained_federation, fed = trained()
+    join_plan = JoinPlan(epochs=1, rounds=3, existing_clients=2)
+    joined = join(trained_federation, examples(), existing_data=fed.train, join_plan=join_plan, engine="looped")
+    shared, local = trees.nbytes(trained_federation.state.shared), trees.nbytes(trained_federation.state.private.initial)
     assert joined.ledger.upload.bytes == 3 * 3 * shared
     assert joined.ledger.download.bytes == shared + local + 3 * 3 * shared
-    moved = [device for device in range(NEW) if joined.state.private.of(device) is not host.state.private.of(device)]
+    moved = [device for device in range(NEW) if joined.state.private.of(device) is not trained_federation.state.private.of(device)]
     assert moved, "guests train"
     with pytest.raises(InputError, match="2 guests were asked for, but not their data"):
-        join(host, examples(), welcome=welcome)
+        join(trained_federation, examples(), join_plan=join_plan)
 
 
 def test_starting_from_the_average_shows_every_local_part_once():
-    host, _ = trained()
-    joined = join(host, examples(), welcome=Welcome(epochs=0, rounds=1, start="average"), engine="looped")
-    count = len(host.state.private.trained)
-    assert joined.ledger.ensemble.bytes == count * trees.nbytes(host.state.private.initial)
+    trained_federation, _ = trained()
+    joined = join(trained_federation, examples(), join_plan=JoinPlan(epochs=0, rounds=1, start="average"), engine="looped")
+    count = len(trained_federation.state.private.trained)
+    assert joined.ledger.ensemble.bytes == count * trees.nbytes(trained_federation.state.private.initial)
 
 
 def test_an_algorithm_without_private_parts_has_nothing_to_settle():
-    host, fed = trained("fedavg")
+    trained_federation, fed = trained("fedavg")
     with pytest.raises(InputError, match="fedavg keeps nothing local, so that nothing would be learnt"):
-        join(host, examples(), welcome=Welcome(epochs=7))
-    joined = join(host, examples(), old=fed.train, welcome=Welcome(epochs=0, rounds=1), engine="looped")
+        join(trained_federation, examples(), join_plan=JoinPlan(epochs=7))
+    joined = join(trained_federation, examples(), existing_data=fed.train, join_plan=JoinPlan(epochs=0, rounds=1), engine="looped")
     assert NEW in joined.state.private.trained
 
 
 def test_multi_task_learning_has_no_place_for_one_more():
-    host, _ = trained("mtl")
+    trained_federation, _ = trained("mtl")
     with pytest.raises(InputError, match=f"mtl is made for {NEW} devices"):
-        join(host, examples())
+        join(trained_federation, examples())
 
 
 def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
-    host, fed = trained()
+    trained_federation, fed = trained()
     seen = []
 
     def spy(plan, *rest, **lengths):
-        seen.append(plan.epochs)
-        return visited_rows(plan, *rest, **lengths)
+        seen.append(plan.local_epochs)
+        return client_batches(plan, *rest, **lengths)
 
-    monkeypatch.setattr(sys.modules["glocal.federate.rounds"], "visited_rows", spy)
-    host = host._replace(plan=replace(host.plan, epochs=4))
-    join(host, examples(120), old=fed.train, welcome=Welcome(epochs=2, rounds=1), engine="looped")
+    monkeypatch.setattr(sys.modules["glocal.federate.rounds"], "client_batches", spy)
+    trained_federation = trained_federation._replace(plan=replace(trained_federation.plan, epochs=4))
+    join(trained_federation, examples(120), existing_data=fed.train, join_plan=JoinPlan(epochs=2, rounds=1), engine="looped")
     assert seen == [1, 1, 1, 1, 4], "a settling epoch is one, and a hundred steps are taken at least"
 
 
@@ -169,101 +169,101 @@ WRONG_EXAMPLES = {
 
 @pytest.mark.parametrize(("wrong", "words"), WRONG_EXAMPLES.values(), ids=WRONG_EXAMPLES)
 def test_examples_that_do_not_fit_are_refused(wrong, words):
-    host, _ = trained()
+    trained_federation, _ = trained()
     with pytest.raises(InputError, match=words):
-        join(host, wrong)
+        join(trained_federation, wrong)
 
 
 def test_more_guests_than_devices_are_refused():
-    host, fed = trained()
+    trained_federation, fed = trained()
     with pytest.raises(InputError, match="9 guests were asked for, but there are 6 devices"):
-        join(host, examples(), old=fed.train, welcome=Welcome(rounds=1, guests=9))
+        join(trained_federation, examples(), existing_data=fed.train, join_plan=JoinPlan(rounds=1, existing_clients=9))
 
 
 def test_training_that_diverges_is_told():
-    host, _ = trained()
+    trained_federation, _ = trained()
     far = examples()._replace(x=1e30 * examples().x)
     with pytest.raises(DivergedError, match="a loss is not finite"):
-        join(host, far, welcome=Welcome(epochs=20), engine="looped")
+        join(trained_federation, far, join_plan=JoinPlan(epochs=20), engine="looped")
 
 
 def test_the_ensemble_of_everyone_is_the_new_test():
     model, fed = world.seeded(world.plain), world.federation()
     result = fit(world.algorithm("lg_fedavg", model), model, fed, PLAN, options=Options(engine="looped"))
-    host = Host.of(result)
-    test = fed.test.examples.take(fed.test.pooled())
-    assert members(host, test.x) == sorted(host.state.private.trained)
-    assert borrowed_accuracy(host, members(host, test.x), test) == result.new.logits
-    guesses = torch.tensor(borrowed_classes(host, members(host, test.x), test.x))
-    assert float((guesses == test.y).double().mean()) == result.new.logits
+    trained_federation = TrainedFederation.of(result)
+    test = fed.test.examples.take(fed.test.all_rows())
+    assert select_ensemble(trained_federation, test.x) == sorted(trained_federation.state.private.trained)
+    assert new_client_ensemble_accuracy(trained_federation, select_ensemble(trained_federation, test.x), test) == result.new_spread.logits
+    guesses = torch.tensor(new_client_ensemble_classes(trained_federation, select_ensemble(trained_federation, test.x), test.x))
+    assert float((guesses == test.y).double().mean()) == result.new_spread.logits
 
 
 def test_the_most_confident_have_the_lowest_entropy_and_the_nearest_agree_most():
-    host, _ = trained()
-    sure = {name: 50 * tensor for name, tensor in host.state.private.of(0).items()}
-    host = host._replace(state=host.state._replace(private=host.state.private.put([0], [sure])))
+    trained_federation, _ = trained()
+    sure = {name: 50 * tensor for name, tensor in trained_federation.state.private.of(0).items()}
+    trained_federation = trained_federation._replace(state=trained_federation.state._replace(private=trained_federation.state.private.put([0], [sure])))
     sample = examples().x
-    assert members(host, sample, by="confident", count=1) == [0]
-    assert 0 not in members(host, sample, by="nearest", count=1)
-    assert len(members(host, sample, by="nearest", count=3)) == 3
+    assert select_ensemble(trained_federation, sample, by="confident", count=1) == [0]
+    assert 0 not in select_ensemble(trained_federation, sample, by="nearest", count=1)
+    assert len(select_ensemble(trained_federation, sample, by="nearest", count=3)) == 3
     with pytest.raises(InputError, match="by is 'loud'"):
-        members(host, sample, by="loud")
+        select_ensemble(trained_federation, sample, by="loud")
     with pytest.raises(InputError, match="needs a sample"):
-        members(host, sample[:0], by="confident", count=1)
+        select_ensemble(trained_federation, sample[:0], by="confident", count=1)
 
 
 def test_a_device_with_one_class_learns_it():
-    host, _ = trained()
+    trained_federation, _ = trained()
     one = examples(classes=1)
-    joined = join(host, one, welcome=Welcome(epochs=30), engine="looped")
-    assert joined_accuracy(host, joined, one) == 1.0
+    joined = join(trained_federation, one, join_plan=JoinPlan(epochs=30), engine="looped")
+    assert new_client_accuracy(trained_federation, joined, one) == 1.0
 
 
 def test_a_device_without_labels_can_learn_nothing():
-    host, _ = trained()
+    trained_federation, _ = trained()
     with pytest.raises(InputError, match="no labelled example"):
-        join(host, few(examples(), 0, seed=0))
+        join(trained_federation, sample_labeled(examples(), 0, seed=0))
     with pytest.raises(InputError, match="no labelled example to test on"):
-        borrowed_accuracy(host, [0], examples(0))
+        new_client_ensemble_accuracy(trained_federation, [0], examples(0))
 
 
 def test_more_labels_are_a_superset_of_fewer():
     whole = examples()
-    sets = [{tuple(x.tolist()) for x in few(whole, labels, seed=3).x} for labels in (1, 5, 20)]
+    sets = [{tuple(x.tolist()) for x in sample_labeled(whole, labels, seed=3).x} for labels in (1, 5, 20)]
     assert sets[0] < sets[1] < sets[2]
-    assert few(whole, None, seed=3) is whole
+    assert sample_labeled(whole, None, seed=3) is whole
     with pytest.raises(InputError, match="21 labelled examples were asked for, but the device has 20"):
-        few(whole, 21, seed=3)
+        sample_labeled(whole, 21, seed=3)
 
 
 def test_alone_is_training_on_its_own_data_from_fresh_weights():
-    host, _ = trained()
-    lonely = alone(host, examples(), epochs=2, engine="looped")
-    changed = host._replace(state=host.state._replace(shared={n: t + 1 for n, t in host.state.shared.items()}))
-    other = alone(changed, examples(), epochs=2, engine="looped")
-    assert trees.same_bits(lonely.params(host.algorithm), other.params(host.algorithm)), "the federation plays no part in it"
+    trained_federation, _ = trained()
+    lonely = train_alone(trained_federation, examples(), epochs=2, engine="looped")
+    changed = trained_federation._replace(state=trained_federation.state._replace(shared={n: t + 1 for n, t in trained_federation.state.shared.items()}))
+    other = train_alone(changed, examples(), epochs=2, engine="looped")
+    assert trees.same_bits(lonely.params(trained_federation.algorithm), other.params(trained_federation.algorithm)), "the federation plays no part in it"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [({"epochs": -1}, "epochs is -1"), ({"guests": -2}, "guests is -2"), ({"start": "middle"}, "'middle'")]
+    ("wrong", "words"), [({"epochs": -1}, "epochs is -1"), ({"existing_clients": -2}, "guests is -2"), ({"start": "middle"}, "'middle'")]
 )
 def test_a_welcome_that_makes_no_sense_is_refused(wrong, words):
     with pytest.raises(InputError, match=words):
-        Welcome(**wrong)
+        JoinPlan(**wrong)
 
 
 def test_a_joining_needs_members_and_a_sample():
     with pytest.raises(InputError, match="members is 0"):
-        Joining(members=0)
+        JoinTrialSettings(ensemble_size=0)
 
 
 def test_old_data_and_the_newcomers_go_into_one_store():
     _, fed = trained()
-    crowd = beside(examples(), fed.train, NEW)
+    crowd = append_client(examples(), fed.train, NEW)
     assert crowd.devices == NEW + 1
     assert torch.equal(crowd.of(NEW).x, examples().x)
     assert all(torch.equal(crowd.of(device).y, fed.train.of(device).y) for device in range(NEW))
-    assert isinstance(crowd, Holdings)
+    assert isinstance(crowd, ClientData)
 
 
 # the command
@@ -394,7 +394,7 @@ def test_a_device_with_one_class_and_one_example_joins(saved, tmp_path):
     np.savez(tmp_path / "new.npz", x=one["x"][mine], y=one["y"][mine])
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "threes", "--labels", "1,all", "--rounds", "0") == 0
     found = json.loads((saved / "joined" / "threes" / "join.json").read_text())
-    assert found["newcomer"]["classes"] == [3]
+    assert found["new_client"]["classes"] == [3]
     assert found["rows"][-2]["accuracy"] == 1.0
 
 
@@ -426,7 +426,7 @@ MISTAKES = {
     "labels": (["--data", "new.npz", "--labels", "many"], "labels is 'many'"),
     "case": (["--data", "new.npz", "--case", "LGG"], "did you mean 'LG'?"),
     "seed": (["--data", "new.npz", "--seed", "7"], "there is no seed 7; this run has 0, 1"),
-    "guests": (["--data", "new.npz", "--guests", "7"], "7 guests were asked for, but there are 6 devices"),
+    "existing_clients": (["--data", "new.npz", "--guests", "7"], "7 guests were asked for, but there are 6 devices"),
     "start": (["--data", "new.npz", "--start", "top"], "'initial' or 'average'"),
 }
 

@@ -16,15 +16,15 @@ import world
 from glocal.algorithms.contract import unweighted
 from glocal.core import files, trees
 from glocal.core.errors import DivergedError, InputError
-from glocal.core.files import read_about, read_rows
-from glocal.core.sampling import choose_cohort
+from glocal.core.files import read_metadata, read_rows
+from glocal.core.sampling import sample_clients
 from glocal.federate import kinds
 from glocal.federate.fitting import Options
 from glocal.federate.kinds import Kind, begin_kinds, company, fit_kinds, simulate_kinds, train_kinds, warm_kinds
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PLAN = glocal.Plan(rounds=5, cohort=4, batch=5)
-OFTEN = Options(engine="vmapped", validate_every=2, keep_every=3)
+PLAN = glocal.Plan(rounds=5, clients_per_round=4, batch_size=5)
+OFTEN = Options(engine="vmapped", validate_every=2, checkpoint_every=3)
 SIZES = {"vector": (23, 4, 31), "image": (12, 17), "short": (9, 6, 28)}
 
 
@@ -98,7 +98,7 @@ def test_an_upload_with_a_local_tensor_is_refused():
 
 
 def test_one_kind_alone_is_fit_to_the_bit(tmp_path):
-    own, plan = kind("image"), glocal.Plan(5, 2, batch=5)
+    own, plan = kind("image"), glocal.Plan(5, 2, batch_size=5)
     together = fit_kinds([own], plan, options=OFTEN, folder=tmp_path / "kinds")["image"]
     alone = glocal.fit(own.algorithm, own.model, own.federation, plan, options=OFTEN, folder=tmp_path / "fit")
     assert world.same_bits(together.state, alone.state, 2)
@@ -116,18 +116,18 @@ def test_each_kind_is_really_batched(monkeypatch):
     """One call per kind and round, with all of its cohort."""
     calls = []
 
-    class Spied(kinds.OverDevices):
+    class Spied(kinds.Executor):
         def __call__(self, tasks, examples, round_index=0):
             calls.append((tuple(examples.x.shape[1:]), len(tasks), round_index))
             return super().__call__(tasks, examples, round_index)
 
-    monkeypatch.setattr("glocal.federate.kinds.OverDevices", Spied)
+    monkeypatch.setattr("glocal.federate.kinds.Executor", Spied)
     reports = [{name: report for name, (_, report) in moment.items()} for moment in simulate_kinds(three(), PLAN, engine="vmapped")]
     expected = [
-        (ENCODERS[name][1], len(report.cohort), report.round_index)
+        (ENCODERS[name][1], len(report.clients_per_round), report.round_index)
         for moment in reports
         for name, report in moment.items()
-        if len(report.cohort)
+        if len(report.clients_per_round)
     ]
     assert calls == expected
 
@@ -136,7 +136,7 @@ def test_the_average_is_over_all_kinds_weighted_by_examples(monkeypatch):
     """What passed the gate in one round of everybody, averaged by hand."""
     crossed, admit = [], kinds.admit
     monkeypatch.setattr("glocal.federate.kinds.admit", lambda uploads, shared: crossed.append(uploads) or admit(uploads, shared))
-    states = last(plan=glocal.Plan(1, 8, batch=5))
+    states = last(plan=glocal.Plan(1, 8, batch_size=5))
     sizes = np.concatenate([own.federation.train.sizes for own in three()])
     for name in ("1.weight", "1.bias"):
         uploads = torch.cat([upload[name] for upload in crossed])
@@ -151,8 +151,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others():
 
 def test_a_kind_added_at_the_end_leaves_the_orders_of_the_others_as_they_were():
     """In a first round that everyone takes part in, private parts come out the same with and without it."""
-    few = last(plan=glocal.Plan(1, 5, batch=5), of=lambda: three()[:2], engine="looped")
-    more = last(plan=glocal.Plan(1, 8, batch=5), engine="looped")
+    few = last(plan=glocal.Plan(1, 5, batch_size=5), of=lambda: three()[:2], engine="looped")
+    more = last(plan=glocal.Plan(1, 8, batch_size=5), engine="looped")
     for name in few:
         for device in range(len(SIZES[name])):
             assert trees.same_bits(few[name].private.of(device), more[name].private.of(device))
@@ -165,16 +165,16 @@ def test_devices_outside_the_cohort_keep_their_bits():
         for name, (state, report) in moment.items():
             now = [state.private.of(device) for device in range(len(SIZES[name]))]
             moved = [device for device, tree in enumerate(now) if not trees.same_bits(tree, rows[name][device])]
-            assert moved == report.cohort.tolist()
+            assert moved == report.clients_per_round.tolist()
             rows[name] = now
 
 
 def test_one_cohort_is_drawn_over_all_kinds():
     firsts = dict(zip(SIZES, (0, 3, 5), strict=True))
     for moment in simulate_kinds(three(), PLAN, engine="vmapped"):
-        numbers = [firsts[name] + int(device) for name, (_, report) in moment.items() for device in report.cohort]
+        numbers = [firsts[name] + int(device) for name, (_, report) in moment.items() for device in report.clients_per_round]
         (round_index,) = {report.round_index for _, report in moment.values()}
-        assert numbers == choose_cohort(PLAN, 8, round_index).tolist()
+        assert numbers == sample_clients(PLAN, 8, round_index).tolist()
         shared = [state.shared for state, _ in moment.values()]
         assert all(trees.same_bits(tree, shared[0]) for tree in shared)
 
@@ -183,14 +183,14 @@ def test_the_ledgers_hold_the_shared_tree_for_each_of_the_cohort():
     results = fit_kinds(three(), PLAN, options=OFTEN)
     shared = trees.nbytes(results["image"].state.shared)
     for way in ("upload", "download"):
-        assert sum(getattr(result.ledger, way).bytes for result in results.values()) == PLAN.rounds * PLAN.cohort * shared
+        assert sum(getattr(result.ledger, way).bytes for result in results.values()) == PLAN.rounds * PLAN.clients_per_round * shared
     for result in results.values():
-        assert result.ledger.upload.bytes == sum(result.sampled) * shared
-    assert sum(sum(result.sampled) for result in results.values()) == PLAN.rounds * PLAN.cohort
+        assert result.ledger.upload.bytes == sum(result.times_sampled) * shared
+    assert sum(sum(result.times_sampled) for result in results.values()) == PLAN.rounds * PLAN.clients_per_round
 
 
 def test_a_round_without_a_kind_costs_it_nothing_and_its_row_has_no_loss(tmp_path):
-    fit_kinds(three(), replace(PLAN, cohort=1), options=OFTEN, folder=tmp_path)
+    fit_kinds(three(), replace(PLAN, clients_per_round=1), options=OFTEN, folder=tmp_path)
     rows = read_rows(tmp_path / "rows.jsonl")
     assert len(rows) == 3 * PLAN.rounds
     assert sum(row["loss"] is not None for row in rows) == PLAN.rounds
@@ -198,14 +198,14 @@ def test_a_round_without_a_kind_costs_it_nothing_and_its_row_has_no_loss(tmp_pat
 
 def test_a_model_of_each_kind_predicts_what_was_tested():
     for own, result in zip(three(), fit_kinds(three(), PLAN, options=OFTEN).values(), strict=True):
-        for device in range(own.federation.devices):
+        for device in range(own.federation.num_clients):
             x, y, _ = own.federation.test.of(device)
             if len(y):
                 accuracy = (result.model(device)(x).argmax(1) == y).double().mean().item()
                 assert result.accuracies[device] == pytest.approx(accuracy)
 
 
-@pytest.mark.parametrize("options", [OFTEN, replace(OFTEN, select="best"), replace(OFTEN, keep="figures")])
+@pytest.mark.parametrize("options", [OFTEN, replace(OFTEN, select="best"), replace(OFTEN, save="figures")])
 @pytest.mark.parametrize("stop_after", [1, 4])
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(stop_after, options, tmp_path):
     whole = fit_kinds(three(), PLAN, options=options, folder=tmp_path / "whole")
@@ -218,7 +218,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(stop_after, options, tmp
     assert same({n: r.state for n, r in whole.items()}, {n: r.state for n, r in resumed.items()})
     assert [result.as_dict() for result in whole.values()] == [result.as_dict() for result in resumed.values()]
     files = [file.relative_to(tmp_path / "whole") for file in (tmp_path / "whole").rglob("*") if file.is_file()]
-    assert len(files) == 4 + (8 if options.keep == "everything" else 0)
+    assert len(files) == 4 + (8 if options.save == "everything" else 0)
     assert all((tmp_path / "whole" / file).read_bytes() == (tmp_path / "broken" / file).read_bytes() for file in files)
 
 
@@ -253,7 +253,7 @@ def test_a_stop_while_rows_are_written_loses_none(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path / "stopped")
     monkeypatch.undo()
-    assert read_about(tmp_path / "stopped/checkpoint.safetensors")["done"] == 2
+    assert read_metadata(tmp_path / "stopped/checkpoint.safetensors")["done"] == 2
     resumed = fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path / "stopped")
     assert same({n: r.state for n, r in whole.items()}, {n: r.state for n, r in resumed.items()})
     assert (tmp_path / "whole/rows.jsonl").read_bytes() == (tmp_path / "stopped/rows.jsonl").read_bytes()
@@ -265,14 +265,14 @@ def test_a_longer_plan_continues_a_finished_run_on_the_engines_it_began_with(tmp
     longer, whole = fit_kinds(three(), PLAN, options=plain, folder=tmp_path), fit_kinds(three(), PLAN, options=plain)
     assert same({n: r.state for n, r in longer.items()}, {n: r.state for n, r in whole.items()})
     assert [result.ledger for result in longer.values()] == [result.ledger for result in whole.values()]
-    assert len(read_about(tmp_path / "checkpoint.safetensors")["engine"]) == 3
+    assert len(read_metadata(tmp_path / "checkpoint.safetensors")["engine"]) == 3
 
 
 @pytest.mark.parametrize(
     ("others", "plan", "message"),
     [
         (lambda: three()[:2], PLAN, r"another kinds \(\['vector', 'image', 'short'\]\) than the one given"),
-        (three, replace(PLAN, cohort=3), "another plan"),
+        (three, replace(PLAN, clients_per_round=3), "another plan"),
         (three, replace(PLAN, seed=3), "another seeds"),
         (lambda: [*three()[:2], kind("short", federation=glocal.from_tensors([(torch.randn(9, 3), torch.arange(9) % 3)] * 3))],
          PLAN, "another data"),
@@ -342,7 +342,7 @@ def test_the_kind_whose_training_diverges_is_named():
     own = kind("short")
     wild = glocal.lg_fedavg(glocal.cross_entropy(own.model), glocal.sgd(1e30), split=glocal.Split.of(own.model, local="0"))
     with pytest.raises(DivergedError, match="kind 'short': training diverged in round"):
-        fit_kinds([kind("image"), replace(own, algorithm=wild)], glocal.Plan(9, 5, batch=2), options=OFTEN)
+        fit_kinds([kind("image"), replace(own, algorithm=wild)], glocal.Plan(9, 5, batch_size=2), options=OFTEN)
 
 
 def test_given_params_are_what_a_kind_starts_from():
@@ -354,19 +354,19 @@ def test_given_params_are_what_a_kind_starts_from():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("engine", ["auto", "vmapped"])
 def test_kinds_on_a_gpu_agree_with_one_device_at_a_time_on_a_cpu(engine, tmp_path):
-    plan, options = replace(PLAN, cohort=2), Options(device="cuda", engine=engine, validate_every=2, keep_every=3)
+    plan, options = replace(PLAN, clients_per_round=2), Options(device="cuda", engine=engine, validate_every=2, checkpoint_every=3)
     there = fit_kinds(three(), plan, options=options, folder=tmp_path)
     again = fit_kinds(three(), plan, options=options)
     here = fit_kinds(three(), plan, options=replace(options, device="cpu", engine="looped"))
     assert same({n: r.state for n, r in there.items()}, {n: r.state for n, r in again.items()})
     for name, result in there.items():
-        state = result.state.on(torch.device("cpu"), None)
+        state = result.state.to(torch.device("cpu"), None)
         assert world.gap(state, here[name].state, len(SIZES[name])) < 1e-4
         assert result.ledger == here[name].ledger
 
 
 def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_what_it_cost():
-    plan = replace(PLAN, cohort=2, rounds=2)
+    plan = replace(PLAN, clients_per_round=2, rounds=2)
     warm = warm_kinds(three(), glocal.sgd(0.1), plan, options=Options(engine="looped"))
     trees_of = [kind.algorithm.init(kind.start()) for kind in warm]
     assert all(trees.same_bits(shared, trees_of[0][0]) for shared, _ in trees_of)
@@ -397,7 +397,7 @@ def test_round_by_round_the_data_are_checked_too():
 
 
 def test_the_first_kind_of_a_warm_start_is_plain_fedavg():
-    plan, options = replace(PLAN, cohort=2, rounds=2), Options(engine="looped")
+    plan, options = replace(PLAN, clients_per_round=2, rounds=2), Options(engine="looped")
     kind = three()[0]
     plain = glocal.fit(
         glocal.fedavg(glocal.cross_entropy(kind.model), glocal.sgd(0.1)), kind.model, kind.federation, plan, options=options

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from glocal.core.errors import InputError
-from glocal.evaluate.leakage import Seen, auc, leaks, worst
+from glocal.evaluate.leakage import AttackData, auc, estimate_leakage, strongest_attack
 
 
 def people(rows, seed, *, hidden):
@@ -19,11 +19,11 @@ def people(rows, seed, *, hidden):
         h[:, 0] += 2 * attribute
     if hidden == "by size":
         h[:, 0] *= 1 + 4 * attribute
-    return Seen(h, attribute)
+    return AttackData(h, attribute)
 
 
 def found(hidden):
-    return {leak.attacker: leak for leak in leaks(people(1500, 0, hidden=hidden), people(1500, 1, hidden=hidden))}
+    return {leak.attacker: leak for leak in estimate_leakage(people(1500, 0, hidden=hidden), people(1500, 1, hidden=hidden))}
 
 
 def test_what_stands_open_is_read_by_everybody():
@@ -34,7 +34,7 @@ def test_what_no_straight_line_divides_is_read_by_the_others():
     by_name = found("by size")
     assert by_name["logistic regression"].auc < 0.6
     assert min(by_name["gradient boosting"].auc, by_name["MLP"].auc) > 0.75
-    assert worst([*by_name.values()]).attacker != "logistic regression"
+    assert strongest_attack([*by_name.values()]).attacker != "logistic regression"
 
 
 def test_where_there_is_nothing_the_interval_holds_one_half():
@@ -44,21 +44,21 @@ def test_where_there_is_nothing_the_interval_holds_one_half():
 
 
 def test_the_same_seed_finds_the_same():
-    assert leaks(people(300, 0, hidden="openly"), people(300, 1, hidden="openly")) == leaks(
+    assert estimate_leakage(people(300, 0, hidden="openly"), people(300, 1, hidden="openly")) == estimate_leakage(
         people(300, 0, hidden="openly"), people(300, 1, hidden="openly")
     )
 
 
 def test_an_attribute_with_one_value_cannot_be_attacked():
-    one = Seen(np.zeros((5, 2)), np.zeros(5, dtype=np.int64))
-    assert leaks(one, people(20, 0, hidden="openly")._replace(h=np.zeros((20, 2)))) == []
-    assert worst([]) is None
+    one = AttackData(np.zeros((5, 2)), np.zeros(5, dtype=np.int64))
+    assert estimate_leakage(one, people(20, 0, hidden="openly")._replace(h=np.zeros((20, 2)))) == []
+    assert strongest_attack([]) is None
 
 
 @pytest.mark.parametrize("wrong", [np.array([0, 1, 2, 0, 1]), np.array([0, 1])])
 def test_attributes_must_be_zero_or_one_for_everybody(wrong):
     with pytest.raises(InputError, match="0 or 1, for every representation"):
-        leaks(Seen(np.zeros((5, 2)), wrong), people(20, 0, hidden="openly"))
+        estimate_leakage(AttackData(np.zeros((5, 2)), wrong), people(20, 0, hidden="openly"))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=4, max_size=40))

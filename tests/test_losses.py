@@ -11,12 +11,12 @@ from glocal.core.errors import InputError
 from glocal.core.modules import params_of
 from glocal.core.training import supervised
 from glocal.federate.kinds import Kind, fit_kinds
-from glocal.personalize.mixing import Mixture, losses_by_alpha
+from glocal.personalize.mixing import TrainedAPFL, losses_by_alpha
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 
 REFUSED = r"loss: .*one value per example"
-PLAN = glocal.Plan(rounds=1, cohort=2, batch=4)
+PLAN = glocal.Plan(rounds=1, clients_per_round=2, batch_size=4)
 
 
 def reduced(output, y):
@@ -75,7 +75,7 @@ def algorithm(loss):
 def test_a_loss_that_reduces_is_refused_before_anything_is_written(loss, batch, tmp_path):
     given, told = REDUCING[loss]
     made, model = algorithm(given)
-    plan = glocal.Plan(rounds=1, cohort=2, batch=batch)
+    plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=batch)
     message = rf"^loss: it gave {told} for 2 .*one value per example.*use reduction='none'"
     with pytest.raises(InputError, match=message) as refused:
         glocal.fit(made, model, world.federation(), plan, folder=tmp_path / "run")
@@ -98,7 +98,7 @@ def test_as_many_classes_as_rows_do_not_hide_it(classes):
     model = world.seeded(lambda: nn.Linear(world.FEATURES, classes))
     labels = [(x, y % 2) for x, y in world.devices((12, 12, 12))]
     made = glocal.fedavg(supervised(model, by_class), glocal.sgd(0.1))
-    plan = glocal.Plan(rounds=1, cohort=2, batch=classes)
+    plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=classes)
     with pytest.raises(InputError, match=REFUSED):
         glocal.fit(made, model, glocal.from_tensors(labels), plan)
 
@@ -106,7 +106,7 @@ def test_as_many_classes_as_rows_do_not_hide_it(classes):
 @pytest.mark.parametrize("engine", ["auto", "looped", "vmapped", "workers", "graphed"])
 def test_no_engine_takes_it_round_by_round(engine):
     made, model = algorithm(nn.CrossEntropyLoss())
-    train, plan = world.federation().train, glocal.Plan(200, 3, batch=5)
+    train, plan = world.federation().train, glocal.Plan(200, 3, batch_size=5)
     rounds = glocal.simulate(made, params_of(model), train, plan, engine=engine)
     with pytest.raises(InputError, match=REFUSED):
         next(rounds)
@@ -122,7 +122,7 @@ def test_it_is_refused_where_alphas_are_tuned():
     model = world.seeded(world.plain)
     result = glocal.fit(world.algorithm("apfl", model), model, world.federation(), PLAN)
     with pytest.raises(InputError, match=REFUSED):
-        losses_by_alpha(Mixture.of(result), world.federation().val, per_example=reduced)
+        losses_by_alpha(TrainedAPFL.of(result), world.federation().val, per_example=reduced)
 
 
 def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, monkeypatch):
@@ -130,7 +130,7 @@ def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     cases = {"first": {"algorithm": "fedavg"}, "own": {"algorithm": "reducing:made"}}
-    plan = {"rounds": 1, "cohort": 2}
+    plan = {"rounds": 1, "clients_per_round": 2}
     settings = from_dict({"data": {"devices": 6}, "plan": plan, "cases": cases})
     with pytest.raises(InputError, match=REFUSED):
         next(run_study(settings, tmp_path / "run"))
@@ -140,7 +140,7 @@ def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, mo
 def test_torchs_loss_without_reduction_is_taken_and_trains_as_our_own():
     given, model = algorithm(nn.CrossEntropyLoss(reduction="none"))
     own = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
-    plan = glocal.Plan(3, 4, batch=5)
+    plan = glocal.Plan(3, 4, batch_size=5)
     results = [glocal.fit(made, model, world.federation(), plan) for made in (given, own)]
     assert world.distance(*(result.state.shared for result in results)) < 1e-6
 

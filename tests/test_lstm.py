@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from glocal.studies.lstm import read
+from glocal.studies.lstm import lstm_scan
 
 
 def plainly(asked, of_state, real):
@@ -49,9 +49,9 @@ def loss_of(way, *, cells=True):
 @settings(max_examples=40)
 def test_states_cells_and_slopes_are_those_of_autograd(seed, lead, words, share, cells):
     given_ = drawn(seed, lead, words=words, share=share)
-    for ours, plain in zip(read(*given_), plainly(*given_), strict=True):
+    for ours, plain in zip(lstm_scan(*given_), plainly(*given_), strict=True):
         torch.testing.assert_close(ours, plain)
-    slopes = (grad(loss_of(way, cells=cells), (0, 1))(*given_) for way in (read, plainly))
+    slopes = (grad(loss_of(way, cells=cells), (0, 1))(*given_) for way in (lstm_scan, plainly))
     for ours, plain in zip(*slopes, strict=True):
         torch.testing.assert_close(ours, plain)
 
@@ -60,7 +60,7 @@ def test_devices_and_examples_can_be_batched_whatever_is_common_to_them():
     asked, _, real = drawn(0, (2, 3))
     _, of_state, _ = drawn(1, (2,))
     slopes = []
-    for way in (read, plainly):
+    for way in (lstm_scan, plainly):
         of_examples = vmap(grad(loss_of(way), (0, 1)), in_dims=(0, None, 0))
         slopes.append(vmap(of_examples, in_dims=(0, 0, None))(asked, of_state, real[0]))
     for ours, plain in zip(*slopes, strict=True):
@@ -71,7 +71,7 @@ def test_it_is_torchs_own_layer():
     torchs = nn.LSTM(5, 4, batch_first=True).double()
     x = torch.randn(3, 6, 5, dtype=torch.float64)
     asked = x @ torchs.weight_ih_l0.T + torchs.bias_ih_l0 + torchs.bias_hh_l0
-    states, cell = read(asked, torchs.weight_hh_l0, torch.ones(3, 6, dtype=torch.bool))
+    states, cell = lstm_scan(asked, torchs.weight_hh_l0, torch.ones(3, 6, dtype=torch.bool))
     expected, (_, expected_cell) = torchs(x)
     torch.testing.assert_close(states, expected)
     torch.testing.assert_close(cell, expected_cell[0])
@@ -82,8 +82,8 @@ def test_in_bfloat16_states_are_kept_in_full(way):
     asked, of_state, real = drawn(0, (2,))
     asked, of_state = asked.float(), of_state.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        states, _ = way(read)(asked.bfloat16(), of_state, real)
-        slopes = grad(lambda x: way(read)(x.bfloat16(), of_state, real)[0].sum())(asked)
+        states, _ = way(lstm_scan)(asked.bfloat16(), of_state, real)
+        slopes = grad(lambda x: way(lstm_scan)(x.bfloat16(), of_state, real)[0].sum())(asked)
     assert states.dtype == torch.float32
     assert slopes.dtype == torch.float32
-    torch.testing.assert_close(states, read(asked, of_state, real)[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(states, lstm_scan(asked, of_state, real)[0], rtol=0.05, atol=0.05)

@@ -9,23 +9,23 @@ import glocal
 import world
 from glocal.algorithms import apfl
 from glocal.algorithms.apfl import ALPHA
-from glocal.algorithms.contract import frozen
+from glocal.algorithms.contract import freeze_shared
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
 from glocal.core.optimizers import sgd
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy, supervised
-from glocal.evaluate.theory import World, finite_law, normal
-from glocal.federate.rounds import begin, simulate
-from glocal.personalize.mixing import Mixture, alphas_of, losses_by_alpha, tune_alphas, with_alphas
+from glocal.evaluate.theory import LinearProblem, finite_sample_closed_form, normal_inputs
+from glocal.federate.rounds import initial_state, simulate
+from glocal.personalize.mixing import TrainedAPFL, alphas_of, losses_by_alpha, tune_alphas, with_alphas
 
-PLAN = Plan(rounds=6, cohort=4, epochs=2, batch=5)
+PLAN = Plan(rounds=6, clients_per_round=4, local_epochs=2, batch_size=5)
 
 
-def trained(fed=None, *, plan=PLAN, **knobs):
+def trained(fed=None, *, plan=PLAN, **hyperparameters):
     model = world.seeded(world.plain)
     fed = fed or world.federation(sizes=(40,) * world.DEVICES, validation=0.3)
-    return glocal.fit(apfl(cross_entropy(model), sgd(0.1), **knobs), model, fed, plan), fed
+    return glocal.fit(apfl(cross_entropy(model), sgd(0.1), **hyperparameters), model, fed, plan), fed
 
 
 def half_square(output, target):
@@ -52,7 +52,7 @@ def test_alpha_steps_down_its_slope_once_a_round():
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     train = glocal.from_tensors([(torch.ones(1, 1), torch.tensor([3.0]))], test=0.0, validation=0.0).train
-    algorithm = apfl(supervised(model, half_square), sgd(0.1), alpha=0.5, pace=2.0)
+    algorithm = apfl(supervised(model, half_square), sgd(0.1), alpha=0.5, alpha_lr=2.0)
     states = [state for state, _ in simulate(algorithm, params_of(model), train, Plan(2, 1))]
     first, second = (state.private.of(0)[ALPHA].item() for state in states)
     assert first == 0.5  # both models start alike
@@ -61,7 +61,7 @@ def test_alpha_steps_down_its_slope_once_a_round():
 
 
 def test_alpha_stays_between_0_and_1_and_goes_its_own_way_on_every_device():
-    result, _ = trained(pace=2.0)
+    result, _ = trained(alpha_lr=2.0)
     alphas = alphas_of(result)
     assert all(0 <= alpha <= 1 for alpha in alphas)
     assert len({*alphas}) > 2
@@ -74,7 +74,7 @@ def test_without_a_pace_alpha_stays():
 
 def test_neither_alpha_nor_the_own_model_is_uploaded():
     model, arrived = world.seeded(world.plain), []
-    algorithm = apfl(cross_entropy(model), sgd(0.1), pace=1.0)
+    algorithm = apfl(cross_entropy(model), sgd(0.1), alpha_lr=1.0)
 
     def spy(shared, uploads, weights):
         arrived.append(uploads)
@@ -83,7 +83,7 @@ def test_neither_alpha_nor_the_own_model_is_uploaded():
     rounds = simulate(algorithm._replace(aggregate=spy), params_of(model), world.federation().train, PLAN)
     for (state, report), uploads in zip(rounds, arrived, strict=False):
         assert uploads.keys() == params_of(model).keys()
-        for row, device in enumerate(report.cohort.tolist()):
+        for row, device in enumerate(report.clients_per_round.tolist()):
             own = state.private.of(device)
             assert not any(torch.equal(uploads[name][row], own[name]) for name in uploads)
     assert len(arrived) == PLAN.rounds
@@ -93,7 +93,7 @@ def test_a_warm_start_gives_the_shared_model_to_both_sides():
     model, fed = world.seeded(world.plain), world.federation(sizes=(40,) * world.DEVICES)
     first = glocal.fit(glocal.fedavg(cross_entropy(model), sgd(0.1)), model, fed, PLAN)
     algorithm = apfl(cross_entropy(model), sgd(0.1))
-    state = begin(algorithm, first.state.shared)
+    state = initial_state(algorithm, first.state.shared)
     assert world.distance(algorithm.personal(state.shared, state.private.initial), first.state.shared) < 1e-6
     assert glocal.fit(algorithm, model, fed, PLAN, start_from=first).plan.first_round == PLAN.rounds
 
@@ -101,23 +101,23 @@ def test_a_warm_start_gives_the_shared_model_to_both_sides():
 def test_settling_moves_the_own_model_only():
     model, fed = world.seeded(world.plain), world.federation()
     algorithm = apfl(cross_entropy(model), sgd(0.1))
-    settling = frozen(algorithm)
+    settling = freeze_shared(algorithm)
     state, _ = world.last(simulate(settling, params_of(model), fed.train, PLAN))
     assert world.distance(state.shared, params_of(model)) == 0
     assert world.distance({n: t for n, t in state.private.of(0).items() if n != ALPHA}, params_of(model)) > 0
 
 
-@pytest.mark.parametrize("knobs", [{"alpha": -0.1}, {"alpha": 1.5}, {"pace": -1.0}, {"pace": float("nan")}])
-def test_a_knob_out_of_its_range_is_refused(knobs):
+@pytest.mark.parametrize("knobs", [{"alpha": -0.1}, {"alpha": 1.5}, {"alpha_lr": -1.0}, {"alpha_lr": float("nan")}])
+def test_a_knob_out_of_its_range_is_refused(hyperparameters):
     with pytest.raises(InputError, match="alpha must be from 0 to 1, pace at least 0"):
-        apfl(cross_entropy(world.plain()), sgd(0.1), **knobs)
+        apfl(cross_entropy(world.plain()), sgd(0.1), **hyperparameters)
 
 
 def test_every_device_takes_the_alpha_that_is_best_on_its_own_validation_data():
     result, fed = trained(alpha=0.5)
     grid = (0.0, 0.25, 0.5, 0.75, 1.0)
     tuned = tune_alphas(result, fed, grid=grid)
-    losses = losses_by_alpha(Mixture.of(result), fed.val, grid=grid)
+    losses = losses_by_alpha(TrainedAPFL.of(result), fed.val, grid=grid)
     assert alphas_of(tuned) == [grid[place] for place in losses.argmin(0)]
     assert np.nanmean(losses.min(0)) <= np.nanmean(losses[2])
     sent = tuned.ledger.evaluation.bytes - result.ledger.evaluation.bytes
@@ -174,11 +174,11 @@ def test_in_the_linear_world_the_fitted_alpha_is_near_the_theorys(rho, sigma):
     fed = glocal.from_tensors(learn, test=judge, validation=0.0)
     model = nn.Linear(d, 1, bias=False)
     algorithm = apfl(supervised(model, half_square), sgd(0.5), alpha=1.0)
-    plan = Plan(1, devices, epochs=200, batch=n)
+    plan = Plan(1, devices, local_epochs=200, batch_size=n)
     state, _ = world.last(simulate(algorithm, params_of(model), fed.train, plan))
     grid = tuple(np.linspace(0, 1, 41))
-    losses = losses_by_alpha(Mixture(algorithm, model, state), fed.test, grid=grid, per_example=half_square)
+    losses = losses_by_alpha(TrainedAPFL(algorithm, model, state), fed.test, grid=grid, per_example=half_square)
     best = grid[int(losses.mean(1).argmin())]
-    theory = finite_law(World(normal(d), devices, n, rho, sigma)).best_alpha()
+    theory = finite_sample_closed_form(LinearProblem(normal_inputs(d), devices, n, rho, sigma)).best_alpha()
     assert best == pytest.approx(theory, abs=0.08)
     assert 0.1 < theory < 0.9

@@ -9,15 +9,15 @@ import world
 from glocal.algorithms import fedavg, lg_fedavg
 from glocal.core import trees
 from glocal.core.errors import GlocalWarning, InputError
-from glocal.core.modules import params_of, predictor, state_dict, trainable, training_forward
+from glocal.core.modules import params_of, predictor, state_dict, trainable_names, training_forward
 from glocal.core.optimizers import sgd
-from glocal.core.random import fold, uniform
+from glocal.core.random import fold_in, uniform
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
 from glocal.datasets.federated import from_tensors
-from glocal.engines import Engine, OverDevices
-from glocal.federate.rounds import Seat, begin, simulate, simulate_seeds
+from glocal.engines import EngineConfig, Executor
+from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 
 KEY = torch.tensor(7)
 NORMS = [
@@ -75,7 +75,7 @@ def test_running_statistics_never_leak_from_one_device_to_the_next():
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
     algorithm = lg_fedavg(cross_entropy(model), sgd(1e-3), split=Split.of(model, local="0"))
     train = from_tensors(devices, test=0.0, validation=0.0).train
-    state, _ = world.last(simulate(algorithm, params_of(model), train, Plan(rounds=20, cohort=3)))
+    state, _ = world.last(simulate(algorithm, params_of(model), train, Plan(rounds=20, clients_per_round=3)))
     means = [state.private.of(device)["0.running_mean"].mean().item() for device in range(3)]
     assert means == pytest.approx([0, 100, -100], abs=3)
     assert not any("running" in name for name in state.shared)
@@ -85,7 +85,7 @@ def test_shared_batch_norm_statistics_are_averaged():
     devices = shifted(0, 100)
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
     train = from_tensors(devices, test=0.0, validation=0.0).train
-    state, _ = world.last(simulate(fedavg(cross_entropy(model), sgd(1e-3)), params_of(model), train, Plan(rounds=20, cohort=2)))
+    state, _ = world.last(simulate(fedavg(cross_entropy(model), sgd(1e-3)), params_of(model), train, Plan(rounds=20, clients_per_round=2)))
     assert state.shared["0.running_mean"].mean().item() == pytest.approx(50, abs=3)
     assert state.shared["0.num_batches_tracked"].item() == 80
 
@@ -110,13 +110,13 @@ def test_two_dropout_layers_and_two_steps_differ():
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
     mask, x = torch.ones(50, dtype=torch.bool), torch.ones(50, 50)
     both, _ = training_forward(model)({}, x, mask, KEY)
-    other, _ = training_forward(model)({}, x, mask, fold(KEY, 1))
+    other, _ = training_forward(model)({}, x, mask, fold_in(KEY, 1))
     assert (both != 0).double().mean().item() == pytest.approx(0.25, abs=0.05)  # one pattern twice would leave a half
     assert not torch.equal(both, other)
 
 
 def test_addressed_numbers_are_uniform_and_uncorrelated():
-    draws = torch.stack([uniform(fold(torch.tensor(seed), 3), (1000,)) for seed in range(50)])
+    draws = torch.stack([uniform(fold_in(torch.tensor(seed), 3), (1000,)) for seed in range(50)])
     assert draws.mean().item() == pytest.approx(0.5, abs=0.01)
     assert draws.var().item() == pytest.approx(1 / 12, abs=0.005)
     assert torch.corrcoef(draws).fill_diagonal_(0).abs().max().item() < 0.2
@@ -127,7 +127,7 @@ def test_addressed_numbers_are_uniform_and_uncorrelated():
 def test_frozen_parameters_stay_as_they_are():
     model = world.seeded(world.plain)
     model[0].weight.requires_grad_(False)
-    assert "0.weight" not in trainable(model)
+    assert "0.weight" not in trainable_names(model)
     algorithm = fedavg(cross_entropy(model), sgd(0.1, weight_decay=0.1))
     state, _ = world.last(simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3)))
     assert torch.allclose(state.shared["0.weight"], model[0].weight, atol=1e-6)
@@ -171,10 +171,10 @@ def test_a_module_that_cannot_be_batched_runs_one_by_one_with_one_visible_line()
     model = world.seeded(DataDependent)
     plain = world.seeded(world.plain)
     algorithm = fedavg(cross_entropy(model), sgd(0.1, momentum=0.5))
-    over = OverDevices(algorithm.client_update)
-    seat = Seat(Plan(3, 4), world.federation().train, begin(algorithm, params_of(model)))
+    executor = Executor(algorithm.client_update)
+    seat = Seat(Plan(3, 4), world.federation().train, initial_state(algorithm, params_of(model)))
     with pytest.warns(GlocalWarning, match="data-dependent control flow.*now one device after the other") as seen:
-        state = world.last(simulate_seeds(algorithm, [seat], over))[0][0]
+        state = world.last(simulate_seeds(algorithm, [seat], executor))[0][0]
     assert len(seen) == 1
     same = world.last(simulate(fedavg(cross_entropy(plain), sgd(0.1, momentum=0.5)), params_of(plain), seat.train, seat.plan))[0]
     assert world.distance({f"body.{name}": tensor for name, tensor in same.shared.items()}, state.shared) < 1e-6
@@ -272,7 +272,7 @@ def test_evaluation_never_writes_into_the_federations_state():
 def test_randomness_of_torchs_own_does_not_depend_on_who_else_is_in_the_batch():
     model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
-    engines = [Engine("vmapped", chunk=chunk) for chunk in (None, 1, 3)]
+    engines = [EngineConfig("vmapped", chunk=chunk) for chunk in (None, 1, 3)]
     runs = [simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=engine) for engine in engines]
     with pytest.warns(GlocalWarning, match="random operation"):
         states = [world.last(rounds)[0] for rounds in runs]

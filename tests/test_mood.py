@@ -17,26 +17,26 @@ from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.files import write_text
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Shrink, adam, sgd
-from glocal.core.sampling import Plan, in_token_batches, stream, visiting_order
+from glocal.core.optimizers import StepLR, adam, sgd
+from glocal.core.sampling import Plan, batch_order, make_rng, to_token_batches
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
-from glocal.datasets import Texts, deal_texts, load, load_texts
+from glocal.datasets import Texts, load, load_texts, partition_texts
 from glocal.datasets.federated import from_tensors
-from glocal.datasets.mood import LENGTH, UNKNOWN, VOCABULARY, in_words, known_words, read_texts
+from glocal.datasets.mood import MAX_WORDS, UNKNOWN_WORD, VOCABULARY_SIZE, build_vocabulary, read_texts, tokenize
 from glocal.evaluate.bag_of_words import baselines
-from glocal.evaluate.ordinal import judged, one_class_devices
+from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
 from glocal.federate.rounds import simulate
 from glocal.report import draw_study, study_markdown
-from glocal.studies.build import build_parts, build_split, plain_model
+from glocal.studies.build import build_components, build_split, default_model
 from glocal.studies.findings import read_findings
 from glocal.studies.mood import SHARES
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import prepare, run_parts
+from glocal.studies.parts import run_parts, write_study
 from glocal.studies.recurrent import BiLstm, mood_lstm
 from glocal.studies.run import read_results, run_study
-from glocal.studies.settings import OptimiserSettings, PlanSettings, from_dict
-from glocal.studies.tries import best_tries, tries_of
+from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
+from glocal.studies.tries import best_restarts, restarts_of
 
 SECRET = "xylophonist"  # a word that no file and no output may hold
 
@@ -161,65 +161,65 @@ def test_columns_that_cannot_be_read_are_refused(tmp_path):
 def test_an_empty_text_is_one_unknown_word_and_so_is_a_word_never_trained_on(tmp_path):
     texts = read_texts([diary(tmp_path / "maps.csv")])
     emptied = texts._replace(words=((), *texts.words[1:]))
-    store = deal_texts(emptied, seeds=[0])[0].train.examples.x
-    assert store[0].tolist() == [UNKNOWN] + [0] * (LENGTH - 1)
+    store = partition_texts(emptied, seeds=[0])[0].train.examples.x
+    assert store[0].tolist() == [UNKNOWN_WORD] + [0] * (MAX_WORDS - 1)
     unseen = texts._replace(words=(("zebra", "day"), *texts.words[1:]))
-    known = known_words(unseen, np.arange(1, len(unseen.words)))
+    known = build_vocabulary(unseen, np.arange(1, len(unseen.words)))
     assert "zebra" not in known
-    assert min(known.values()) == UNKNOWN + 1
+    assert min(known.values()) == UNKNOWN_WORD + 1
 
 
 def test_the_vocabulary_has_a_fixed_size_and_comes_from_training_texts_only():
     words = tuple((f"w{place}", "common") for place in range(3000))
     texts = Texts(words, tuple("ab"[place % 2] for place in range(3000)), np.arange(3000) % 5)
-    (federation,) = deal_texts(texts, seeds=[0])
+    (federation,) = partition_texts(texts, seeds=[0])
     x = federation.train.examples.x.numpy()
-    assert x.max() == VOCABULARY - 1
-    known = known_words(texts, federation.train.pooled())
-    assert len(known) == VOCABULARY - 2
-    assert {f"w{row}" for row in federation.test.pooled()}.isdisjoint(known)
-    assert (x[federation.test.pooled(), 0] == UNKNOWN).all()
+    assert x.max() == VOCABULARY_SIZE - 1
+    known = build_vocabulary(texts, federation.train.all_rows())
+    assert len(known) == VOCABULARY_SIZE - 2
+    assert {f"w{row}" for row in federation.test.all_rows()}.isdisjoint(known)
+    assert (x[federation.test.all_rows(), 0] == UNKNOWN_WORD).all()
 
 
 def test_people_come_by_number_of_texts_and_one_with_three_still_trains(tmp_path):
     texts = read_texts([diary(tmp_path / "maps.csv", (3, 30, 12))])
-    (federation,) = deal_texts(texts, seeds=[4])
+    (federation,) = partition_texts(texts, seeds=[4])
     assert [part.sizes.tolist() for part in (federation.train, federation.val, federation.test)] == [
         [24, 10, 3],
         [3, 1, 0],
         [3, 1, 0],
     ]
-    assert deal_texts(texts, seeds=[4], people=1)[0].devices == 1
-    with pytest.raises(InputError, match=r"data.keep_devices is 4; it must be from 1 to 3"):
-        deal_texts(texts, seeds=[4], people=4)
+    assert partition_texts(texts, seeds=[4], people=1)[0].devices == 1
+    with pytest.raises(InputError, match=r"data.keep_clients is 4; it must be from 1 to 3"):
+        partition_texts(texts, seeds=[4], people=4)
 
 
 def test_seeds_share_a_store_and_have_splits_of_their_own(tmp_path):
     texts = read_texts([diary(tmp_path / "maps.csv")])
-    first, second = deal_texts(texts, seeds=[0, 1])
+    first, second = partition_texts(texts, seeds=[0, 1])
     assert first.train.examples.x is second.test.examples.x
-    assert not {*first.train.pooled().tolist()} & {*second.train.pooled().tolist()}
-    assert (first.test.pooled() % len(texts.y)).tolist() != (second.test.pooled() % len(texts.y)).tolist()
-    (alone,) = deal_texts(texts, seeds=[1])
+    assert not {*first.train.all_rows().tolist()} & {*second.train.all_rows().tolist()}
+    assert (first.test.all_rows() % len(texts.y)).tolist() != (second.test.all_rows() % len(texts.y)).tolist()
+    (alone,) = partition_texts(texts, seeds=[1])
     assert torch.equal(alone.test.of(0).x, second.test.of(0).x)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 120), st.integers(0, 99))
-def test_token_batches_hold_every_example_once_and_keep_to_the_limit(lengths, batch, tokens, seed):
+def test_token_batches_hold_every_example_once_and_keep_to_the_limit(lengths, batch, max_tokens, seed):
     lengths = np.array(lengths)
-    order = in_token_batches(lengths, stream(seed, "order"), batch=batch, tokens=tokens)
+    order = to_token_batches(lengths, make_rng(seed, "order"), batch_size=batch, max_tokens=max_tokens)
     assert sorted(order[order >= 0].tolist()) == list(range(len(lengths)))
     for rows in (row[row >= 0] for row in order):
         assert 1 <= len(rows) <= batch
-        assert len(rows) == 1 or len(rows) * lengths[rows].max() <= tokens
-    assert order.shape == in_token_batches(lengths, stream(seed + 1, "order"), batch=batch, tokens=tokens).shape
+        assert len(rows) == 1 or len(rows) * lengths[rows].max() <= max_tokens
+    assert order.shape == to_token_batches(lengths, make_rng(seed + 1, "order"), batch_size=batch, max_tokens=max_tokens).shape
 
 
 def test_without_tokens_the_order_is_what_it_was():
-    plan = Plan(1, 1, epochs=2, batch=4)
-    plain = visiting_order(plan, 11, 3, 5)
-    assert np.array_equal(visiting_order(plan, 11, 3, 5, lengths=np.ones(11, dtype=np.int64)), plain)
-    generator = stream(0, "order", 3, 5)
+    plan = Plan(1, 1, local_epochs=2, batch_size=4)
+    plain = batch_order(plan, 11, 3, 5)
+    assert np.array_equal(batch_order(plan, 11, 3, 5, lengths=np.ones(11, dtype=np.int64)), plain)
+    generator = make_rng(0, "order", 3, 5)
     assert plain[plain >= 0].tolist() == [*generator.permutation(11), *generator.permutation(11)]
 
 
@@ -227,29 +227,29 @@ def test_tokens_need_texts():
     train = from_tensors([(np.ones((4, 3)), np.arange(4) % 2)]).train
     model = nn.Linear(3, 2)
     with pytest.raises(InputError, match="tokens counts words, and the inputs are"):
-        next(iter(simulate(fedavg(cross_entropy(model), sgd(0.1)), params_of(model), train, Plan(1, 1, tokens=20))))
+        next(iter(simulate(fedavg(cross_entropy(model), sgd(0.1)), params_of(model), train, Plan(1, 1, max_tokens=20))))
     with pytest.raises(InputError, match="tokens is 0; a whole number from 1 to"):
-        Plan(1, 1, tokens=0)
+        Plan(1, 1, max_tokens=0)
 
 
 @pytest.mark.parametrize(
-    "rule", [sgd(0.1, momentum=0.5, shrink=Shrink(by=0.5, every=3)), adam(0.1, shrink=Shrink(by=0.5, every=3))]
+    "rule", [sgd(0.1, momentum=0.5, lr_schedule=StepLR(gamma=0.5, step_size=3)), adam(0.1, lr_schedule=StepLR(gamma=0.5, step_size=3))]
 )
 def test_a_rate_that_shrinks_is_a_lower_rate(rule):
     params, slopes = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.3, 0.7])}
-    lower = replace(rule, rate=0.025, shrink=None)
-    for t, other in ((0, replace(rule, shrink=None)), (2, replace(rule, shrink=None)), (7, lower)):
+    lower = replace(rule, lr=0.025, lr_schedule=None)
+    for t, other in ((0, replace(rule, lr_schedule=None)), (2, replace(rule, lr_schedule=None)), (7, lower)):
         expected, _ = other.step(params, slopes, other.init(params), torch.tensor(t))
         found, _ = rule.step(params, slopes, rule.init(params), torch.tensor(t))
         assert torch.allclose(found["w"], expected["w"], atol=1e-7)
-    assert "times 0.5 every 3 rounds" in rule.about
+    assert "times 0.5 every 3 rounds" in rule.description
 
 
 def test_a_shrink_needs_both_of_its_numbers():
-    from glocal.studies.build import build_optimiser
+    from glocal.studies.build import build_optimizer
 
     with pytest.raises(InputError, match="shrink and shrink_every belong together"):
-        build_optimiser(OptimiserSettings(shrink=0.5))
+        build_optimizer(OptimizerSettings(lr_gamma=0.5))
 
 
 def test_the_lstm_is_that_of_torch():
@@ -294,20 +294,20 @@ def test_batched_devices_train_as_one_by_one(dropout):
     train = from_tensors(people, test=0.0, validation=0.0).train
     from glocal.algorithms import lg_fedavg
 
-    algorithm = lg_fedavg(cross_entropy(model), adam(0.01, shrink=Shrink(by=0.5, every=1)), split=Split.of(model, local="head"))
-    plan = Plan(3, 2, batch=3, tokens=16)
+    algorithm = lg_fedavg(cross_entropy(model), adam(0.01, lr_schedule=StepLR(gamma=0.5, step_size=1)), split=Split.of(model, local="head"))
+    plan = Plan(3, 2, batch_size=3, max_tokens=16)
     runs = [world.last(simulate(algorithm, params_of(model), train, plan, engine=engine))[0] for engine in ("looped", "vmapped")]
     assert world.gap(*runs, total=2) < 1e-5
 
 
 def test_the_alpha_splits_are_the_shares_they_say():
     settings = PAPER["paper-mood"].parts["14-people"].settings
-    model = plain_model("mood_lstm")
+    model = default_model("mood_lstm")
     params = params_of(model)
-    assert trees.count(params) == 1_436_101
+    assert trees.numel(params) == 1_436_101
     for name, share in SHARES.items():
-        shared = trees.count(build_split(settings, settings.cases[name], model).take_shared(params))
-        assert 1 - shared / trees.count(params) == pytest.approx(share, abs=5e-4)
+        shared = trees.numel(build_split(settings, settings.experiments[name], model).take_shared(params))
+        assert 1 - shared / trees.numel(params) == pytest.approx(share, abs=5e-4)
         if "α" in name:
             assert share == pytest.approx(float(name.rpartition(" ")[2]), abs=0.035)
 
@@ -316,54 +316,54 @@ def test_every_method_of_the_study_has_the_same_number_of_rounds():
     from glocal.studies.run import plans_of
 
     for part in PAPER["paper-mood"].parts.values():
-        assert {plan.last_round for plan in plans_of(part.settings).values()} == {part.settings.plan.rounds}
+        assert {plan.total_rounds for plan in plans_of(part.settings).values()} == {part.settings.plan.rounds}
 
 
 def test_one_class_people_are_found_by_their_texts():
     federation = from_tensors([(np.zeros((40, 2)), np.repeat([0, 1], [38, 2])), (np.zeros((40, 2)), np.arange(40) % 2)])
-    assert one_class_devices(federation, 0.95) == {0}
-    assert one_class_devices(federation, 0.96) == frozenset()
+    assert one_class_clients(federation, 0.95) == {0}
+    assert one_class_clients(federation, 0.96) == frozenset()
 
 
 def test_error_counts_how_many_classes_a_guess_is_off():
     federation = from_tensors([(np.zeros((2, 1)), np.array([0, 4])), (np.zeros((1, 1)), np.array([2]))], test=0.0, validation=0.0)
     guesses = [np.array([0, 1]), np.array([2])]
-    assert judged(guesses, federation.train) == (2 / 3, 1.0, 2 / 3, 1.0)
-    assert judged(guesses, federation.train, {0}) == (2 / 3, 1.0, 1.0, 0.0)
-    assert judged(guesses, federation.train, {0, 1})[2:] == (None, None)
+    assert ordinal_metrics(guesses, federation.train) == (2 / 3, 1.0, 2 / 3, 1.0)
+    assert ordinal_metrics(guesses, federation.train, {0}) == (2 / 3, 1.0, 1.0, 0.0)
+    assert ordinal_metrics(guesses, federation.train, {0, 1})[2:] == (None, None)
 
 
 def test_bags_of_words_tell_what_the_words_say_and_cope_with_one_class_people(tmp_path):
     texts = read_texts([diary(tmp_path / "maps.csv", (60, 40, 3))])
     y = np.where(np.array(texts.person) == "p1", 4, texts.y)  # always the best mood
-    (federation,) = deal_texts(texts._replace(y=y), seeds=[0])
-    found = {name: judged(guess.test, federation.test) for name, guess in baselines(federation).items()}
+    (federation,) = partition_texts(texts._replace(y=y), seeds=[0])
+    found = {name: ordinal_metrics(guess.test, federation.test) for name, guess in baselines(federation).items()}
     assert found["Bag of words, per person"].accuracy == 1.0
     assert found["Bag of words, pooled, knows the person"].accuracy > found["Majority"].accuracy
     assert found["Majority per person"].accuracy < 1.0
 
 
 def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts():
-    runs = tries_of(PlanSettings(seed=3, seeds=2, tries=3))
+    runs = restarts_of(PlanSettings(seed=3, seeds=2, restarts=3))
     assert [run.deal for run in runs] == [3, 4, 3, 4, 3, 4]
     assert len({run.seed for run in runs}) == 6
     results = [
         {"seed": run.seed, "validation": {"pooled": pooled}}
         for run, pooled in zip(runs, (0.1, None, 0.3, 0.2, 0.3, 0.1), strict=True)
     ]
-    chosen = best_tries(results, PlanSettings(seed=3, seeds=2, tries=3))
+    chosen = best_restarts(results, PlanSettings(seed=3, seeds=2, restarts=3))
     assert [(result["seed"], result["try"], result["place"]) for result in chosen] == [(3, 1, 2), (4, 1, 3)]
-    assert best_tries(results, PlanSettings()) == results
+    assert best_restarts(results, PlanSettings()) == results
     with pytest.raises(InputError, match=r"plan.tries is 0; a whole number from 1 to"):
-        tries_of(PlanSettings(tries=0))
+        restarts_of(PlanSettings(restarts=0))
 
 
 def quick(path, **plan):
     table = {
         "data": {"source": str(path), "partition": "natural"},
         "model": {"name": "test_mood:tiny"},
-        "optimiser": {"name": "adam", "rate": 0.01, "shrink": 0.5, "shrink_every": 1},
-        "plan": {"rounds": 2, "cohort": 4, "batch": 8, "tokens": 60, "seeds": 2, **plan},
+        "optimizer": {"name": "adam", "lr": 0.01, "lr_gamma": 0.5, "lr_step_size": 1},
+        "plan": {"rounds": 2, "clients_per_round": 4, "batch": 8, "max_tokens": 60, "seeds": 2, **plan},
         "run": {"select": "best", "validate_every": 1, "engine": "vmapped"},
         "ordinal": {"bag_of_words": True},
         "cases": {"FedAvg": {"algorithm": "fedavg"}, "LG": {"algorithm": "lg_fedavg", "local": ["head"]}},
@@ -376,13 +376,13 @@ def tiny():
 
 
 def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
-    settings = quick(diary(tmp_path / "maps.csv"), tries=2)
+    settings = quick(diary(tmp_path / "maps.csv"), restarts=2)
     list(run_study(settings, tmp_path / "run"))
     results = read_results(tmp_path / "run")
     assert [result["seed"] for result in results["LG"]] == [0, 1]
     assert len(json.loads((tmp_path / "run/cases/lg/result.json").read_text())) == 4
     assert {*results["LG"][0]["ordinal"]} >= {"accuracy", "error", "accuracy_rest", "error_rest"}
-    assert [device["test"] for device in results["LG"][0]["devices"]][-1] == 0
+    assert [device["test"] for device in results["LG"][0]["clients"]][-1] == 0
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 8
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
@@ -392,7 +392,7 @@ def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
 
 
 def test_a_deal_has_one_federation_for_all_its_tries_and_one_store_for_all_deals(tmp_path):
-    parts = build_parts(quick(diary(tmp_path / "maps.csv"), tries=2), lambda *_: None)
+    parts = build_components(quick(diary(tmp_path / "maps.csv"), restarts=2), lambda *_: None)
     assert len(parts.seeds) == 4
     assert parts.federations[0] is parts.federations[2]
     assert parts.federations[0].train.examples is parts.federations[1].train.examples
@@ -402,7 +402,7 @@ def test_a_deal_has_one_federation_for_all_its_tries_and_one_store_for_all_deals
 def test_texts_are_dealt_person_by_person_only(tmp_path):
     settings = quick(diary(tmp_path / "maps.csv"))
     with pytest.raises(InputError, match=r"let data.partition be 'natural', not 'iid'"):
-        build_parts(replace(settings, data=replace(settings.data, partition="iid")), lambda *_: None)
+        build_components(replace(settings, data=replace(settings.data, partition="iid")), lambda *_: None)
     with pytest.raises(InputError, match="holds texts, which are numbered only once they are dealt out"):
         load(settings.data.source)
     with pytest.raises(InputError, match="digits holds no texts"):
@@ -412,13 +412,13 @@ def test_texts_are_dealt_person_by_person_only(tmp_path):
 @pytest.mark.slow
 def test_the_mood_study_is_run_reported_and_drawn(tmp_path, capfd):
     study, source = PAPER["paper-mood"], diary(tmp_path / "maps.csv")
-    changes = ["plan.seeds=2", "plan.tries=1", "plan.rounds=30", "plan.cohort=4", "data.keep_devices=4", 'run.engine="vmapped"']
+    changes = ["plan.seeds=2", "plan.tries=1", "plan.rounds=30", "plan.clients_per_round=4", "data.keep_clients=4", 'run.engine="vmapped"']
     changes += [f'data.source="{source}"', 'model.name="test_mood:tiny"', "run.validate_every=10"]
-    parts = prepare(study, tmp_path / "run", patterns=["14-people"], changes=changes)
+    parts = write_study(study, tmp_path / "run", patterns=["14-people"], changes=changes)
     cases = {
-        name: case for name, case in parts["14-people"].cases.items() if name in ("FedAvg", "Local only", "head local, α = .2")
+        name: case for name, case in parts["14-people"].experiments.items() if name in ("FedAvg", "Local only", "head local, α = .2")
     }
-    for _ in run_parts({"14-people": replace(parts["14-people"], cases=cases)}, tmp_path / "run"):
+    for _ in run_parts({"14-people": replace(parts["14-people"], experiments=cases)}, tmp_path / "run"):
         pass
     findings = read_findings(tmp_path / "run")
     text = study_markdown(findings)
@@ -434,13 +434,13 @@ def test_the_essays_are_what_their_authors_say():
     texts = load_texts("mood_essays")
     assert repr(texts) == "Texts(4501 texts of 182 people)"
     assert np.bincount(texts.y).tolist() == [599, 624, 1483, 896, 899]
-    (federation,) = deal_texts(texts, seeds=[0], people=14)
+    (federation,) = partition_texts(texts, seeds=[0], people=14)
     parts = (federation.train, federation.val, federation.test)
     assert sum(part.sizes for part in parts).tolist() == [215, 210, 206, 177, 97, 88, 82, 77, 76, 63, 47, 42, 42, 41]
-    assert len(one_class_devices(federation, 0.95)) == 2
-    read = math.fsum(min(len(words), LENGTH) for words in texts.words) / math.fsum(map(len, texts.words))
+    assert len(one_class_clients(federation, 0.95)) == 2
+    read = math.fsum(min(len(words), MAX_WORDS) for words in texts.words) / math.fsum(map(len, texts.words))
     assert read == pytest.approx(0.927, abs=2e-3)
 
 
 def test_words_and_marks_are_kept_apart():
-    assert in_words("Don’t: é2 <PER>") == ("don", "’", "t", ":", "é2", "<", "per", ">")
+    assert tokenize("Don’t: é2 <PER>") == ("don", "’", "t", ":", "é2", "<", "per", ">")

@@ -51,7 +51,7 @@ def trained(make, kind, **settings):
     """The model that is shared after five rounds, without what else the server remembers."""
     model = world.seeded(world.MODELS[kind])
     algorithm = make(cross_entropy(model), sgd(0.1, momentum=0.5), **settings)
-    plan = Plan(rounds=5, cohort=4, epochs=2, batch=5)
+    plan = Plan(rounds=5, clients_per_round=4, local_epochs=2, batch_size=5)
     rounds = simulate(algorithm, params_of(model), world.federation().train, plan)
     shared = world.last(rounds)[0].shared
     return {name: shared[name] for name in params_of(model)}

@@ -11,28 +11,28 @@ import pytest
 
 import glocal
 import world
-from glocal.cli.joins import reserved
+from glocal.cli.joins import reserve_folder
 from glocal.core.errors import InputError
-from glocal.core.files import alone, read_rows
-from glocal.core.sampling import Attendance
+from glocal.core.files import lock_folder, read_rows
+from glocal.core.sampling import Availability
 from glocal.federate.kinds import Kind, fit_kinds
 from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from glocal.studies import run_study
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import prepare
+from glocal.studies.parts import write_study
 from glocal.studies.settings import from_dict
 from test_cli import complaint, run
 
-PLAN = glocal.Plan(rounds=2, cohort=3, batch=5)
+PLAN = glocal.Plan(rounds=2, clients_per_round=3, batch_size=5)
 HELD = "is being run already; stop that one first"
 STUDY = """
 [data]
 devices = 6
 [plan]
 rounds = 20000
-cohort = 3
+clients_per_round = 3
 [run]
-keep_every = 5
+checkpoint_every = 5
 validate_every = 20000
 [cases.Only]
 algorithm = "fedavg"
@@ -93,7 +93,7 @@ def held(tmp_path):
     """A folder that a study is being run in."""
     table = {
         "data": {"devices": 6},
-        "plan": {"rounds": 50, "cohort": 3},
+        "plan": {"rounds": 50, "clients_per_round": 3},
         "cases": {"Only": {"algorithm": "fedavg"}},
     }
     steps = run_study(from_dict(table), tmp_path / "held")
@@ -116,7 +116,7 @@ def fitted_kinds(folder):
 
 def fitted_scenario(folder):
     model, everyone = world.seeded(world.plain), tuple(range(world.DEVICES))
-    only = Chapter(0, Attendance.of(everyone), (world.federation(),))
+    only = Chapter(0, Availability.of(everyone), (world.federation(),))
     story = Scenario((only,), {"all": everyone})
     return fit_scenario(world.algorithm("lg_fedavg", model), model, story, PLAN, folder=folder)
 
@@ -132,9 +132,9 @@ def test_training_in_python_is_refused_there_and_goes_on_elsewhere(fit, held, tm
 
 def test_a_study_in_parts_is_held_as_a_whole(tmp_path, capsys):
     short = ["plan.rounds=1", "data.devices=10"]
-    prepare(PAPER["paper-mnist"], tmp_path / "study", patterns=["paper-2"], changes=short)
+    write_study(PAPER["paper-mnist"], tmp_path / "study", patterns=["paper-2"], changes=short)
     before = bytes_of(tmp_path / "study")
-    with alone(tmp_path / "study"):
+    with lock_folder(tmp_path / "study"):
         assert run("resume", tmp_path / "study") == 2
         assert HELD in complaint(capsys)
         assert {**bytes_of(tmp_path / "study"), **before} == bytes_of(tmp_path / "study")
@@ -159,11 +159,11 @@ def test_a_worker_that_outlives_a_killed_process_holds_nothing(tmp_path):
     parent = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
     try:
-        with pytest.raises(InputError, match=HELD), alone(tmp_path / "held"):
+        with pytest.raises(InputError, match=HELD), lock_folder(tmp_path / "held"):
             pass
         parent.kill()
         parent.wait()
-        with alone(tmp_path / "held"):
+        with lock_folder(tmp_path / "held"):
             os.kill(worker, 0)  # it is still there
     finally:
         parent.kill()
@@ -173,7 +173,7 @@ def test_a_worker_that_outlives_a_killed_process_holds_nothing(tmp_path):
 
 @pytest.mark.parametrize("work", ["join", "audit"])
 def test_what_is_kept_beside_a_run_is_written_by_one_process_too(work, tmp_path):
-    with alone(tmp_path), pytest.raises(InputError, match=HELD), reserved(tmp_path, work):
+    with lock_folder(tmp_path), pytest.raises(InputError, match=HELD), reserve_folder(tmp_path, work):
         pass
 
 
@@ -193,7 +193,7 @@ def test_where_there_is_no_fcntl_nothing_is_locked(tmp_path):
 
 
 def test_what_holds_a_folder_leaves_nothing_in_it(tmp_path):
-    with alone(tmp_path / "new/folder"):
+    with lock_folder(tmp_path / "new/folder"):
         assert (tmp_path / "new/folder").is_dir()
     assert not (tmp_path / "new").exists()
     fitted(tmp_path / "kept")
@@ -202,5 +202,5 @@ def test_what_holds_a_folder_leaves_nothing_in_it(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(InputError, match=r"^disk: .*file"), alone(tmp_path / "file/run"):
+    with pytest.raises(InputError, match=r"^disk: .*file"), lock_folder(tmp_path / "file/run"):
         pass

@@ -10,17 +10,17 @@ from glocal.cli import main
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
 from glocal.core.split import Split
-from glocal.core.trees import count
+from glocal.core.trees import numel
 from glocal.federate import fitting
 from glocal.federate.fitting import Options
 from glocal.studies import lenet5, mlp, paper
-from glocal.studies.findings import Findings, interval, part_folder, read_findings
-from glocal.studies.joined import joined
+from glocal.studies.findings import Findings, confidence_interval, part_folder, read_findings
+from glocal.studies.joined import merge_findings
 from glocal.studies.paper import CLASSES, FINE_TUNED, PAPER, published
-from glocal.studies.parts import prepare, read_parts, run_parts
-from glocal.studies.run import resolved
-from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, PlanSettings, Settings, SplitSettings
-from glocal.studies.study import Claim, Figure, Part, Published, Score, Study
+from glocal.studies.parts import read_parts, run_parts, write_study
+from glocal.studies.run import resolve
+from glocal.studies.settings import DataSettings, ExperimentSettings, ModelSettings, PlanSettings, Settings, SplitSettings
+from glocal.studies.study import Claim, Measurement, PublishedRow, Score, Study, StudyPart
 
 MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
 FEDAVG_ROUNDS = {"mnist": 800, "cifar10": 1800}
@@ -32,13 +32,13 @@ def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes
     """(M + m) trees a round with M = 100, m = 10; LG-FedAvg sends every whole model once in the end."""
     model, shared = MODELS[data]
     params = params_of(model)
-    whole, part = count(params), count(Split.of(model, shared=shared).take_shared(params))
+    whole, part = numel(params), numel(Split.of(model, shared=shared).take_shared(params))
     for case, row in published(data, classes).items():
         fedavg, _, lg = case.removeprefix("LG ").partition("+")
         sent = 110 * whole * FEDAVG_ROUNDS[data] if case == "FedAvg" else 0
         if lg:
             sent = 110 * (whole * int(fedavg) + part * int(lg)) + 100 * whole
-        assert row.parameters_printed(sent) == row.printed, case
+        assert row.parameters_printed(sent) == row.parameters_text, case
 
 
 def test_the_published_tables_are_whole():
@@ -58,13 +58,13 @@ def test_the_published_tables_are_whole():
 def test_a_study_runs_every_row_of_the_paper_from_one_fedavg_per_seed(name):
     study = PAPER[name]
     for part in study.parts.values():
-        cases = resolved(part.settings).cases
-        rows = {*cases, *part.choices}
+        experiments = resolve(part.settings).experiments
+        rows = {*experiments, *part.candidates}
         assert {*part.published} <= rows or part.protocol == "tuned"
-        assert {*part.splits.values()} <= {*cases}
+        assert {*part.splits.values()} <= {*experiments}
         assert part.settings.plan.seeds == 10
-        starts = {case.after for row, case in cases.items() if row.startswith("LG")} - {None}
-        assert len(starts) == {"tuned": len(paper.RATES)}.get(part.protocol, int("FedAvg" in cases))
+        starts = {case.start_from for row, case in experiments.items() if row.startswith("LG")} - {None}
+        assert len(starts) == {"tuned": len(paper.LEARNING_RATES)}.get(part.protocol, int("FedAvg" in experiments))
 
 
 @pytest.mark.parametrize("study", PAPER.values(), ids=PAPER)
@@ -72,7 +72,7 @@ def test_claims_are_about_what_a_study_measures(study):
     for claim in study.claims:
         for part, case, measure in (*claim.more, *claim.less):
             of = study.parts[part]
-            assert case in {*of.settings.cases, *of.choices, *of.baselines}
+            assert case in {*of.settings.experiments, *of.candidates, *of.baselines}
             assert measure in {*study.measures, "fresh"}
 
 
@@ -84,17 +84,17 @@ def test_the_protocols_differ_in_what_they_say_and_in_nothing_else(data):
     expected = {"data.validation", "plan.weights", "run.select"}
     assert changed - expected == ({"model.name", "cases.FedAvg"} if data == "mnist" else {"optimiser.rate"})
     assert (theirs["plan"]["weights"], theirs["run"]["select"], theirs["data"]["validation"]) == ("equal", "last", 0.0)
-    assert theirs["cases"]["FedAvg"].get("rate", theirs["optimiser"]["rate"]) == 0.1
+    assert theirs["cases"]["FedAvg"].get("lr", theirs["optimizer"]["lr"]) == 0.1
 
 
 @pytest.mark.parametrize("data", MODELS)
 def test_the_splits_are_swept_from_nothing_to_everything_in_both_directions(data):
     part, (model, tables) = PAPER[f"paper-{data}"].parts["paper-2"], MODELS[data]
-    whole, shared = {"local_only": 0, "fedavg": count(params_of(model))}, {}
+    whole, shared = {"local_only": 0, "fedavg": numel(params_of(model))}, {}
     for words, name in part.splits.items():
-        case = part.settings.cases[name]
+        case = part.settings.experiments[name]
         split = None if case.algorithm in whole else Split.of(model, shared=case.shared or tables)
-        shared[words] = whole[case.algorithm] if split is None else count(split.take_shared(params_of(model)))
+        shared[words] = whole[case.algorithm] if split is None else numel(split.take_shared(params_of(model)))
     ends = [[shared["none"], *(shared[f"{end} {n} shared"] for n in range(1, 5)), shared["all"]] for end in ("first", "last")]
     assert all(sizes == sorted(set(sizes)) for sizes in ends)
     assert ends[0][1] + ends[1][4] == shared["all"]
@@ -104,30 +104,30 @@ DEALT = Settings(
     data=DataSettings(source="digits", devices=6, validation=0.2),
     model=ModelSettings(hidden=(16,)),
     split=SplitSettings(local=("layer1",)),
-    plan=PlanSettings(cohort=3, seeds=2),
-    run=Options(select="best", validate_every=1, keep="figures"),
-    cases={
-        "FedAvg": CaseSettings("fedavg", rounds=4),
-        "Local only": CaseSettings("local_only", rounds=2, cohort=6),
-        "LG 2+2": CaseSettings("lg_fedavg", rounds=2, after="FedAvg", after_round=2),
-        "LG 4+2": CaseSettings("lg_fedavg", rounds=2, after="FedAvg", after_round=4),
-        FINE_TUNED: CaseSettings("local_only", rounds=2, after="FedAvg", after_round=4),
+    plan=PlanSettings(clients_per_round=3, seeds=2),
+    run=Options(select="best", validate_every=1, save="figures"),
+    experiments={
+        "FedAvg": ExperimentSettings("fedavg", rounds=4),
+        "Local only": ExperimentSettings("local_only", rounds=2, clients_per_round=6),
+        "LG 2+2": ExperimentSettings("lg_fedavg", rounds=2, start_from="FedAvg", start_round=2),
+        "LG 4+2": ExperimentSettings("lg_fedavg", rounds=2, start_from="FedAvg", start_round=4),
+        FINE_TUNED: ExperimentSettings("local_only", rounds=2, start_from="FedAvg", start_round=4),
     },
 )
-ROW = Published((Score(60.0, 1.0), Score(50.0, 1.0)), 1.0e5, "1.0e5")
-RATES = {f"FedAvg, rate {rate}": CaseSettings("fedavg", rounds=2, rate=rate) for rate in (0.01, 0.1)}
+ROW = PublishedRow((Score(60.0, 1.0), Score(50.0, 1.0)), 1.0e5, "1.0e5")
+RATES = {f"FedAvg, rate {lr}": ExperimentSettings("fedavg", rounds=2, lr=lr) for lr in (0.01, 0.1)}
 SMALL = Study(
     name="small",
     title="digits, small",
     source="nobody 2026, table 0",
-    says="LG is above FedAvg.",
+    statement="LG is above FedAvg.",
     parts={
-        "paper-2": Part("2 classes per device", "paper", DEALT, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}),
-        "tuned-2": Part(
-            "2 classes per device", "tuned", replace(DEALT, cases=RATES), {"FedAvg": ROW}, choices={"FedAvg": tuple(RATES)}
+        "paper-2": StudyPart("2 classes per device", "paper", DEALT, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}),
+        "tuned-2": StudyPart(
+            "2 classes per device", "tuned", replace(DEALT, experiments=RATES), {"FedAvg": ROW}, candidates={"FedAvg": tuple(RATES)}
         ),
     },
-    claims=(Claim("LG is above FedAvg", (Figure("paper-2", "LG 2+2", "local"),), (Figure("paper-2", "FedAvg", "local"),)),),
+    claims=(Claim("LG is above FedAvg", (Measurement("paper-2", "LG 2+2", "local"),), (Measurement("paper-2", "FedAvg", "local"),)),),
 )
 
 
@@ -190,7 +190,7 @@ def test_two_runs_of_a_study_find_the_same():
 def test_a_study_that_is_stopped_goes_on_to_the_same_figures():
     changes = ["run.device=cpu", "plan.seeds=1"]
     for folder in ("straight", "stopped"):
-        prepare(SMALL, Path(folder), changes=changes)
+        write_study(SMALL, Path(folder), changes=changes)
     list(run_parts(read_parts(Path("straight")), Path("straight")))
     running = run_parts(read_parts(Path("stopped")), Path("stopped"))
     for _ in range(8):
@@ -233,7 +233,7 @@ def told(case="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
 
 
 def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once():
-    part = joined([told(seeds=(0, 1)), told("LG 2+2", seeds=(0,)), told(seeds=(1, 2))]).parts["paper-2"]
+    part = merge_findings([told(seeds=(0, 1)), told("LG 2+2", seeds=(0,)), told(seeds=(1, 2))]).parts["paper-2"]
     assert [*part["cases"]] == ["FedAvg", "LG 2+2"]
     assert part["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
     assert [row["seed"] for row in part["cases"]["FedAvg"]["course"]] == [0, 1, 2]
@@ -244,14 +244,14 @@ def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once()
 def test_figures_without_their_seeds_are_those_from_0_on():
     old = told(seeds=(0, 1))
     del old.parts["paper-2"]["cases"]["FedAvg"]["seeds"]
-    assert joined([old, told(seeds=(2,))]).parts["paper-2"]["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
+    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
         (told(seeds=(0, 1), local=0.6), "part 'paper-2', FedAvg: two runs of seed 0 have other figures; leave one of the two out"),
-        (told(seeds=(1,), after_round=7), "part 'paper-2' was run with two settings of cases.FedAvg; report them one by one"),
+        (told(seeds=(1,), start_round=7), "part 'paper-2' was run with two settings of cases.FedAvg; report them one by one"),
         (
             told(seeds=(1,), settings={"plan": {"rounds": 5}, "cases": {}}),
             "part 'paper-2' was run with two settings of plan.rounds",
@@ -261,7 +261,7 @@ def test_figures_without_their_seeds_are_those_from_0_on():
 )
 def test_runs_that_contradict_each_other_are_not_mixed(other, message):
     with pytest.raises(InputError, match=message):
-        joined([told(), other])
+        merge_findings([told(), other])
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_runs_that_contradict_each_other_are_not_mixed(other, message):
         (["run", "small", "--seeds", "0"], "plan.seeds is 0"),
         (["run", "small", "--set", "run.keep=nothing"], "keep is 'nothing'"),
         (["run", "small", "--set", "plan.weights=none"], "plan.weights is 'none'"),
-        (["run", "small", "--set", "data.keep_devices=7"], "data.keep_devices is 7; it must be from 1 to 6"),
+        (["run", "small", "--set", "data.keep_clients=7"], "data.keep_clients is 7; it must be from 1 to 6"),
         (["run", "small", "--part", "paper-2", "--set", 'cases.FedAvg.shared=["layer1"]'], "fedavg has no split"),
     ],
 )
@@ -303,11 +303,11 @@ def made(fedavg, lg):
 def test_claims_are_tested_seed_by_seed():
     """Seeds differ by far more than the methods do, and always the same way."""
     [verdict] = made([0.50, 0.70, 0.90], [0.52, 0.73, 0.92]).verdicts()
-    assert verdict.word == "holds"
+    assert verdict.status == "holds"
     assert verdict.lead.mean == pytest.approx(100 * 0.07 / 3)
-    assert made([0.50, 0.70, 0.90], [0.52, 0.68, 0.91]).verdicts()[0].word == "open"
-    assert made([0.50, 0.70, 0.90], [0.48, 0.67, 0.88]).verdicts()[0].word == "fails"
-    assert made([0.50], [0.60]).verdicts()[0].word == "open"
+    assert made([0.50, 0.70, 0.90], [0.52, 0.68, 0.91]).verdicts()[0].status == "open"
+    assert made([0.50, 0.70, 0.90], [0.48, 0.67, 0.88]).verdicts()[0].status == "fails"
+    assert made([0.50], [0.60]).verdicts()[0].status == "open"
     assert findings(FedAvg=([0.5], 0.5)).verdicts() == []
 
 
@@ -319,12 +319,12 @@ def test_a_seed_without_a_figure_is_left_out_of_the_pairs():
 def test_like_allows_for_a_margin():
     like = replace(SMALL, claims=(replace(SMALL.claims[0], margin=1.0),))
     found = replace(made([0.500, 0.700, 0.900], [0.495, 0.694, 0.896]), study=like)
-    assert found.verdicts()[0].word == "holds"
+    assert found.verdicts()[0].status == "holds"
 
 
 def test_the_interval_is_students():
     """t(0.975, 4) = 2.776; a sample with mean 3 and variance 2.5."""
-    mean, low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    mean, low, high = confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (mean, low, high) == pytest.approx((3.0, 3 - 2.776 * 0.5**0.5, 3 + 2.776 * 0.5**0.5), abs=1e-3)
 
 
@@ -332,7 +332,7 @@ def test_a_rate_is_chosen_on_validation_data_alone():
     rates = {"FedAvg, rate 0.01": ([0.9], 0.6), "FedAvg, rate 0.1": ([0.5], 0.7)}
     found = Findings(SMALL, {}, {"tuned-2": findings(**rates).parts["paper-2"]})
     assert found.name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.1"
-    assert found.values(Figure("tuned-2", "FedAvg", "local")) == [50.0]
+    assert found.values(Measurement("tuned-2", "FedAvg", "local")) == [50.0]
 
 
 # validation, and what attackers read of validation data in two seeds
@@ -341,17 +341,17 @@ LEAKS = {"FedAvg, rate 0.01": (0.6, [0.5, 0.625]), "FedAvg, rate 0.1": (0.7, [0.
 
 def tuned(leaks, limit):
     """Findings of the tuned part with so many choices, of which some were audited."""
-    part = replace(SMALL.parts["tuned-2"], choices={"FedAvg": tuple(leaks)}, limits={} if limit is None else {"FedAvg": limit})
+    part = replace(SMALL.parts["tuned-2"], candidates={"FedAvg": tuple(leaks)}, leak_limits={} if limit is None else {"FedAvg": limit})
     cases = {name: {"validation": [of], **({"validation_leak": leak} if leak else {})} for name, (of, leak) in leaks.items()}
     return Findings(replace(SMALL, parts={"tuned-2": part}), {}, {"tuned-2": {"cases": cases}})
 
 
 @pytest.mark.parametrize(
-    ("limit", "rate"),
+    ("limit", "lr"),
     [(None, "0.1"), (0.7, "0.1"), (0.625, "0.1"), (0.62, "0.01"), (0.5625, "0.01"), (0.5, "0.01")],
 )
-def test_the_best_within_the_limit_stands_for_a_row_or_else_the_one_that_gives_least_away(limit, rate):
-    assert tuned(LEAKS, limit).name_of("tuned-2", "FedAvg") == f"FedAvg, rate {rate}"
+def test_the_best_within_the_limit_stands_for_a_row_or_else_the_one_that_gives_least_away(limit, lr):
+    assert tuned(LEAKS, limit).name_of("tuned-2", "FedAvg") == f"FedAvg, rate {lr}"
 
 
 def test_of_several_within_the_limit_validation_decides():
@@ -415,11 +415,11 @@ def test_an_audit_without_an_adversary_has_none():
 def test_runs_on_different_machines_are_not_mixed():
     one, other = (Findings(SMALL, {"machine": {"device": name}}, {name: {}}) for name in ("paper-2", "tuned-2"))
     with pytest.raises(InputError, match="different machines"):
-        joined([one, other])
+        merge_findings([one, other])
 
 
 def test_a_case_that_diverged_in_some_seeds_does_not_stand_for_a_row_where_another_did_not():
-    rates = SMALL.parts["tuned-2"].choices["FedAvg"]
+    rates = SMALL.parts["tuned-2"].candidates["FedAvg"]
     cases = {rates[0]: {"validation": [0.5, 0.5]}, rates[1]: {"validation": [0.9], "seeds": [1]}}
     assert Findings(SMALL, {}, {"tuned-2": {"cases": cases}}).name_of("tuned-2", "FedAvg") == rates[0]
 
@@ -464,7 +464,7 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
     assert ".without" not in told
 
 
-@pytest.mark.parametrize("change", ["data.keep_devices=7", "split.local=nonsense", "plan.cohort=77"])
+@pytest.mark.parametrize("change", ["data.keep_clients=7", "split.local=nonsense", "plan.clients_per_round=77"])
 def test_a_study_that_is_refused_leaves_nothing_behind(change, capsys):
     assert run("run", "small", "--set", change, "--device", "cpu", "--out", "x") == 2
     assert not Path("x").exists()

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glocal.core.data import Examples, Holdings, Rows
+from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError
-from glocal.core.sampling import Integers
-from glocal.datasets import Dataset, Partition, class_counts, deal, dirichlet, iid, natural, random_shards, shards
+from glocal.core.sampling import IntArray
+from glocal.datasets import Dataset, Partitioner, class_counts, dirichlet, iid, natural, partition, random_shards, shards
 from glocal.datasets.partition import apportion
 
 
@@ -20,7 +20,7 @@ def fresh(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def balanced(per_class: int, classes: int = 10) -> Integers:
+def balanced(per_class: int, classes: int = 10) -> IntArray:
     return np.arange(per_class * classes, dtype=np.int64) % classes
 
 
@@ -31,7 +31,7 @@ def assert_cover(shares: list[Rows], total: int, devices: int) -> None:
     np.testing.assert_array_equal(np.sort(np.concatenate(shares)), np.arange(total))
 
 
-def counts_of(labels: Integers, shares: list[Rows], classes: int = 10) -> Integers:
+def counts_of(labels: IntArray, shares: list[Rows], classes: int = 10) -> IntArray:
     return np.stack([np.bincount(labels[rows], minlength=classes) for rows in shares])
 
 
@@ -40,7 +40,7 @@ few_labels = st.lists(st.integers(0, 6), max_size=40).map(lambda values: np.arra
 
 
 @given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), seed=st.integers(0, 99))
-def test_equal_shares_lose_nothing_and_differ_by_one_at_most(train: Integers, test: Integers, devices: int, seed: int) -> None:
+def test_equal_shares_lose_nothing_and_differ_by_one_at_most(train: IntArray, test: IntArray, devices: int, seed: int) -> None:
     train_rows, test_rows = iid(devices)(train, test, fresh(seed))
     for rows, labels in ((train_rows, train), (test_rows, test)):
         assert_cover(rows, len(labels), devices)
@@ -50,7 +50,7 @@ def test_equal_shares_lose_nothing_and_differ_by_one_at_most(train: Integers, te
 
 @given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), alpha=st.floats(1e-6, 1e6), seed=st.integers(0, 99))
 def test_dirichlet_shares_lose_nothing_and_feed_every_device(
-    train: Integers, test: Integers, devices: int, alpha: float, seed: int
+    train: IntArray, test: IntArray, devices: int, alpha: float, seed: int
 ) -> None:
     train_rows, test_rows = dirichlet(devices, alpha)(train, test, fresh(seed))
     assert_cover(train_rows, len(train), devices)
@@ -105,7 +105,7 @@ def test_random_shards_leave_some_devices_with_one_class() -> None:
 
 
 @given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), each=st.integers(1, 9), seed=st.integers(0, 99))
-def test_shards_of_any_labels_lose_nothing_or_say_why(train: Integers, test: Integers, devices: int, each: int, seed: int) -> None:
+def test_shards_of_any_labels_lose_nothing_or_say_why(train: IntArray, test: IntArray, devices: int, each: int, seed: int) -> None:
     refusal = ""
     try:
         train_rows, test_rows = shards(devices, each)(train, test, fresh(seed))
@@ -153,11 +153,11 @@ def test_what_does_not_divide_evenly_goes_to_either_device() -> None:
     assert 120 < len(rows[0]) < 180
 
 
-@pytest.mark.parametrize("partition", [iid(2), shards(2, 1), dirichlet(2, 1e6)])
-def test_which_examples_of_a_class_a_device_gets_is_left_to_chance(partition: Partition) -> None:
+@pytest.mark.parametrize("partitioner", [iid(2), shards(2, 1), dirichlet(2, 1e6)])
+def test_which_examples_of_a_class_a_device_gets_is_left_to_chance(partitioner: Partitioner) -> None:
     train = np.zeros(100, dtype=np.int64)
-    (once, _), _ = partition(train, train, fresh(0))
-    (again, _), _ = partition(train, train, fresh(1))
+    (once, _), _ = partitioner(train, train, fresh(0))
+    (again, _), _ = partitioner(train, train, fresh(1))
     assert 49 <= len(once) <= 51
     # hypergeometric: 25 of 50 in common with standard deviation 2.5
     assert len(np.intersect1d(once, again)) < 40
@@ -230,10 +230,10 @@ def test_ids_that_do_not_match_the_examples_are_refused() -> None:
         natural([3, 1, 3], [1])(np.zeros(2, np.int64), np.zeros(1, np.int64), fresh())
 
 
-@pytest.mark.parametrize("partition", [iid(11), shards(11, 1), dirichlet(11, 1.0)])
-def test_more_devices_than_examples_are_refused(partition: Partition) -> None:
+@pytest.mark.parametrize("partitioner", [iid(11), shards(11, 1), dirichlet(11, 1.0)])
+def test_more_devices_than_examples_are_refused(partitioner: Partitioner) -> None:
     with pytest.raises(InputError, match="11 devices but 10 training examples; use at most 10 devices"):
-        partition(balanced(1), balanced(1), fresh())
+        partitioner(balanced(1), balanced(1), fresh())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_more_devices_than_examples_are_refused(partition: Partition) -> None:
         lambda: dirichlet(1, 1e308),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make: Callable[[], Partition]) -> None:
+def test_settings_that_make_no_sense_are_refused(make: Callable[[], Partitioner]) -> None:
     with pytest.raises(InputError, match=r"^partition: (devices|classes_per_device|alpha) is .*; it must be "):
         make()
 
@@ -261,20 +261,20 @@ def small_dataset() -> Dataset:
     return Dataset(examples(40), examples(8), 10)
 
 
-@pytest.mark.parametrize("partition", [iid(20), shards(20, 2), random_shards(20, 2), dirichlet(20, 0.3)])
-def test_a_dealt_federation_uses_the_stores_as_they_are_and_repeats_with_its_seed(partition: Partition) -> None:
+@pytest.mark.parametrize("partitioner", [iid(20), shards(20, 2), random_shards(20, 2), dirichlet(20, 0.3)])
+def test_a_dealt_federation_uses_the_stores_as_they_are_and_repeats_with_its_seed(partitioner: Partitioner) -> None:
     dataset = small_dataset()
-    federation, again, other = (deal(dataset, partition, validation=0.25, seed=seed) for seed in (5, 5, 6))
+    federation, again, other = (partition(dataset, partitioner, validation=0.25, seed=seed) for seed in (5, 5, 6))
     assert federation.train.examples is federation.val.examples is dataset.train
     assert federation.test.examples is dataset.test
     assert_cover(list(federation.train.rows + federation.val.rows), 400, 40)
     assert_cover(list(federation.test.rows), 80, 20)
-    np.testing.assert_array_equal(federation.train.pooled(), again.train.pooled())
-    assert federation.train.pooled().tolist() != other.train.pooled().tolist()
+    np.testing.assert_array_equal(federation.train.all_rows(), again.train.all_rows())
+    assert federation.train.all_rows().tolist() != other.train.all_rows().tolist()
 
 
 def test_a_quarter_of_every_device_is_set_aside_for_validation() -> None:
-    federation = deal(small_dataset(), iid(20), validation=0.25)
+    federation = partition(small_dataset(), iid(20), validation=0.25)
     assert federation.train.sizes.tolist() == [15] * 20
     assert federation.val.sizes.tolist() == [5] * 20
 
@@ -282,4 +282,4 @@ def test_a_quarter_of_every_device_is_set_aside_for_validation() -> None:
 def test_class_counts_are_counted_per_device() -> None:
     examples = Examples(torch.zeros(5, 1), torch.tensor([0, 2, 2, 1, 0]))
     rows: tuple[npt.NDArray[np.int64], ...] = (np.array([0, 1, 2]), np.array([], dtype=np.int64), np.array([3, 4]))
-    assert class_counts(Holdings(examples, rows), 4).tolist() == [[1, 0, 2, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
+    assert class_counts(ClientData(examples, rows), 4).tolist() == [[1, 0, 2, 0], [0, 0, 0, 0], [1, 1, 0, 0]]

@@ -11,11 +11,11 @@ from glocal import datasets
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.files import read_tensors
-from glocal.datasets.fetch import unreported
-from glocal.federate.fitting import beginning
+from glocal.datasets.fetch import no_progress
+from glocal.federate.fitting import start_or_resume
 from glocal.studies import build
-from glocal.studies.build import build_parts
-from glocal.studies.models import coded_cnn, coded_mlp
+from glocal.studies.build import build_components
+from glocal.studies.models import bottleneck_cnn, bottleneck_mlp
 from glocal.studies.run import initial_case, run_study
 from glocal.studies.settings import from_dict
 
@@ -36,7 +36,7 @@ name = "adam"
 rate = 0.005
 [plan]
 rounds = 4
-cohort = 3
+clients_per_round = 3
 seeds = 2
 batch = 40
 [run]
@@ -49,8 +49,8 @@ learns = {{kind = "{kind}", at = "encoder", weight = 0, hidden = [8], pretrain =
 """
 
 
-def settings_of(*, kind="decoder", epochs=2, labelled=0.1, algorithm="lg_fedavg", **plan):
-    settings = from_dict(tomllib.loads(STUDY.format(kind=kind, epochs=epochs, labelled=labelled, algorithm=algorithm)))
+def settings_of(*, kind="decoder", epochs=2, labeled_fraction=0.1, algorithm="lg_fedavg", **plan):
+    settings = from_dict(tomllib.loads(STUDY.format(kind=kind, epochs=epochs, labeled_fraction=labeled_fraction, algorithm=algorithm)))
     return replace(settings, plan=replace(settings.plan, **plan))
 
 
@@ -62,11 +62,11 @@ def studied(folder, settings):
 
 def begun(settings):
     """The case before its first round, and where it starts."""
-    case = initial_case(settings, "First", build_parts(settings, unreported))
-    return case, beginning(case, settings.run, None)
+    case = initial_case(settings, "First", build_components(settings, no_progress))
+    return case, start_or_resume(case, settings.run, None)
 
 
-@pytest.mark.parametrize("kind", ["decoder", "puzzle", "classifier"])
+@pytest.mark.parametrize("kind", ["decoder", "jigsaw", "classifier"])
 def test_everybodys_private_part_moves_the_shared_one_does_not_and_nothing_is_sent(kind):
     case, progress = begun(settings_of(kind=kind))
     _, fresh = begun(settings_of(kind=kind, epochs=0))
@@ -81,7 +81,7 @@ def test_everybodys_private_part_moves_the_shared_one_does_not_and_nothing_is_se
 
 
 def test_an_adversary_comes_along_from_the_start():
-    settings = settings_of(kind="adversary", labelled=1.0)
+    settings = settings_of(kind="adversary", labeled_fraction=1.0)
     settings = replace(settings, data=replace(settings.data, source="test_representations:census"))
     case, progress = begun(settings)
     assert case.pretraining.labels
@@ -105,14 +105,14 @@ def test_a_study_that_was_stopped_comes_to_the_same_bits(tmp_path):
 
 
 def test_labels_are_known_of_a_share_and_inputs_of_all():
-    fed = datasets.deal(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
-    some = fed.labelled(0.05, seed=3)
+    fed = datasets.partition(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
+    some = fed.subsample_labels(0.05, seed=3)
     assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
     assert all(np.isin(few, own).all() for few, own in zip(some.train.rows, fed.train.rows, strict=True))
-    assert some.unlabelled is fed.train
+    assert some.unlabeled is fed.train
     assert some.val is fed.val
-    assert fed.labelled(1e-9, seed=0).train.sizes.tolist() == [1] * 5
-    again, other = fed.labelled(0.05, seed=3), fed.labelled(0.05, seed=4)
+    assert fed.subsample_labels(1e-9, seed=0).train.sizes.tolist() == [1] * 5
+    again, other = fed.subsample_labels(0.05, seed=3), fed.subsample_labels(0.05, seed=4)
     assert all(map(np.array_equal, some.train.rows, again.train.rows))
     assert not all(map(np.array_equal, some.train.rows, other.train.rows))
 
@@ -125,11 +125,11 @@ def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
 
     def without_the_rest(loaded, wanted, seed):
         dealt = kept(loaded, wanted, seed)
-        return replace(dealt, unlabelled=dealt.train)
+        return replace(dealt, unlabeled=dealt.train)
 
-    kept = build.deal_out
+    kept = build.partition_data
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "deal_out", without_the_rest)
+        patch.setattr(build, "partition_data", without_the_rest)
         alone = studied(tmp_path / "alone", settings)
     assert trees.same_bits(few, alone) != differs
 
@@ -151,12 +151,12 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(change, words
 
 def test_the_networks_are_as_wide_as_they_are_asked_to_be():
     images = torch.zeros(2, 3, 32, 32)
-    model = coded_cnn((3, 32, 32), 7, code=5)
+    model = bottleneck_cnn((3, 32, 32), 7, bottleneck=5)
     assert (model.encoder(images).shape, model(images).shape) == ((2, 5), (2, 7))
     with pytest.raises(InputError, match="at least 16 x 16"):
-        coded_cnn((1, 8, 8))
-    dropping = coded_mlp(dropout=0.5)
-    assert [type(layer).__name__ for layer in dropping.head] == ["Linear", "ReLU", "Dropout", "Linear"]
-    assert sum("Dropout" in type(layer).__name__ for layer in dropping.encoder) == 2
+        bottleneck_cnn((1, 8, 8))
+    make_dropout = bottleneck_mlp(dropout=0.5)
+    assert [type(layer).__name__ for layer in make_dropout.head] == ["Linear", "ReLU", "Dropout", "Linear"]
+    assert sum("Dropout" in type(layer).__name__ for layer in make_dropout.encoder) == 2
     with pytest.raises(InputError, match=r"dropout is 1\.5"):
-        coded_mlp(dropout=1.5)
+        bottleneck_mlp(dropout=1.5)

@@ -11,14 +11,14 @@ from torch import nn
 import glocal
 import world
 from glocal.algorithms.contract import Update
-from glocal.algorithms.privacy import Privacy, with_privacy
+from glocal.algorithms.privacy import DifferentialPrivacy, with_differential_privacy
 from glocal.core.modules import params_of
 from glocal.core.training import Work
 from glocal.deploy.project import Project
 from tests import deployed
 
 NO_NOISE = 0.0
-PLAN = glocal.Plan(rounds=2, cohort=3, batch=5)
+PLAN = glocal.Plan(rounds=2, clients_per_round=3, batch_size=5)
 RATE = 1.0  # a move that is longer than what it is clipped to below
 
 
@@ -35,7 +35,7 @@ def moves(privacy, *, make=world.plain, still=False):
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(RATE))
     if still:
         algorithm = algorithm._replace(client_update=stays)
-    algorithm = with_privacy(algorithm, privacy) if privacy else algorithm
+    algorithm = with_differential_privacy(algorithm, privacy) if privacy else algorithm
 
     def spy(shared, uploads, weights):
         sent.append({name: uploads[name] - tensor for name, tensor in shared.items()})
@@ -57,22 +57,22 @@ def lengths(tree):
 
 
 def test_no_move_is_longer_than_the_clip_and_its_direction_stays():
-    clip = 0.01
-    for plain, clipped in zip(moves(None), moves(Privacy(clip, NO_NOISE)), strict=True):
-        assert bool((lengths(plain) > 5 * clip).all()), "the test needs moves that are too long"
-        assert torch.allclose(lengths(clipped), torch.full((PLAN.cohort,), clip), rtol=1e-3)
+    clip_norm = 0.01
+    for plain, clipped in zip(moves(None), moves(DifferentialPrivacy(clip_norm, NO_NOISE)), strict=True):
+        assert bool((lengths(plain) > 5 * clip_norm).all()), "the test needs moves that are too long"
+        assert torch.allclose(lengths(clipped), torch.full((PLAN.clients_per_round,), clip_norm), rtol=1e-3)
         for name, tensor in plain.items():
-            scale = (clip / lengths(plain)).reshape(-1, *[1] * (tensor.dim() - 1))
+            scale = (clip_norm / lengths(plain)).reshape(-1, *[1] * (tensor.dim() - 1))
             assert torch.allclose(clipped[name], tensor * scale, atol=1e-6)
 
 
 def test_a_move_that_is_shorter_than_the_clip_is_sent_as_it_is():
-    for plain, bounded in zip(moves(None), moves(Privacy(1e6, NO_NOISE)), strict=True):
+    for plain, bounded in zip(moves(None), moves(DifferentialPrivacy(1e6, NO_NOISE)), strict=True):
         assert world.distance(plain, bounded) < 1e-6
 
 
 def test_a_device_that_does_not_move_sends_what_it_was_sent():
-    for still in moves(Privacy(1.0, NO_NOISE), still=True):
+    for still in moves(DifferentialPrivacy(1.0, NO_NOISE), still=True):
         assert float(lengths(still).max()) == 0
 
 
@@ -82,7 +82,7 @@ def alike(left, right):
 
 
 def test_every_tensor_device_and_round_has_noise_of_its_own():
-    first, second = moves(Privacy(1.0, 1.0), make=square, still=True)
+    first, second = moves(DifferentialPrivacy(1.0, 1.0), make=square, still=True)
     assert first["2.weight"].shape == first["4.weight"].shape
     drawn = first["2.weight"][0]
     for other in (first["4.weight"][0], first["2.weight"][1], second["2.weight"][0]):
@@ -90,7 +90,7 @@ def test_every_tensor_device_and_round_has_noise_of_its_own():
 
 
 def test_the_noise_is_as_strong_as_it_is_said_to_be():
-    noises = moves(Privacy(0.5, 3.0), make=square, still=True)
+    noises = moves(DifferentialPrivacy(0.5, 3.0), make=square, still=True)
     drawn = torch.cat([tensor.flatten() for tensor in noises[0].values()])
     assert float(drawn.std()) == pytest.approx(1.5, rel=0.05)
 
@@ -107,8 +107,8 @@ def test_nobody_can_draw_a_deployed_devices_noise_again(deployment, monkeypatch)
     """Neither by the seeds, rounds and numbers that the server knows, nor by the clock."""
     monkeypatch.setattr(time, "time", lambda: 1.7e9)
     monkeypatch.setattr(time, "time_ns", lambda: 17 * 10**17)
-    kit = Project.at(deployment).kit
-    shared, private = kit.algorithm.init(kit.params)
+    setup = Project.from_folder(deployment).setup
+    shared, private = setup.algorithm.init(setup.params)
     examples = glocal.from_tensors(world.devices((9,)), validation=0.0).train.examples
     order, key = torch.arange(5)[None], torch.tensor(7)
 
@@ -117,7 +117,7 @@ def test_nobody_can_draw_a_deployed_devices_noise_again(deployment, monkeypatch)
         np.random.seed(0)
         torch.manual_seed(0)
         work = Work(examples, order, key, torch.tensor(0))
-        return kit.algorithm.client_update(shared, private, work).upload
+        return setup.algorithm.client_update(shared, private, work).upload
 
     with torch.random.fork_rng():
         one, again = upload(), upload()

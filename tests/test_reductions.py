@@ -9,13 +9,13 @@ from glocal.algorithms.contract import unweighted
 from glocal.core import trees
 from glocal.core.modules import params_of
 from glocal.core.optimizers import adam, sgd
-from glocal.core.sampling import Plan, visiting_order
+from glocal.core.sampling import Plan, batch_order
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
 from glocal.datasets.federated import from_tensors
 from glocal.federate.rounds import simulate
 
-PLAN = Plan(rounds=5, cohort=4, epochs=2, batch=5)
+PLAN = Plan(rounds=5, clients_per_round=4, local_epochs=2, batch_size=5)
 SGD = sgd(0.1, momentum=0.5)
 
 
@@ -64,7 +64,7 @@ def test_fedprox_with_a_pull_is_not_fedavg():
 
 def test_mtl_without_a_tie_is_local_only():
     model = world.seeded(world.with_batch_norm)
-    assert same(personal(lambda o, s: mtl(o, s, devices=6, tie=0.0), model), personal(local_only, model))
+    assert same(personal(lambda o, s: mtl(o, s, devices=6, lam=0.0), model), personal(local_only, model))
 
 
 def test_apfl_with_alpha_0_is_fedavg():
@@ -81,8 +81,8 @@ def test_apfl_with_alpha_1_is_local_only():
 
 def test_apfl_shares_what_fedavg_shares_whatever_alpha_is():
     model = world.seeded(world.with_batch_norm)
-    for alpha, pace in ((0.0, 0.0), (0.3, 0.0), (0.5, 1.0)):
-        ours = run(lambda o, s, alpha=alpha, pace=pace: apfl(o, s, alpha=alpha, pace=pace), model)
+    for alpha, alpha_lr in ((0.0, 0.0), (0.3, 0.0), (0.5, 1.0)):
+        ours = run(lambda o, s, alpha=alpha, alpha_lr=alpha_lr: apfl(o, s, alpha=alpha, alpha_lr=alpha_lr), model)
         assert world.distance(ours.shared, run(fedavg, model).shared) < 1e-5
 
 
@@ -98,37 +98,37 @@ def test_adam_is_torch_adam_by_hand():
         assert world.distance(trained_by_us(world.plain, adam(0.01, weight_decay=weight_decay)), by_hand) < 1e-5
 
 
-ALONE = Plan(rounds=1, cohort=1, epochs=3, batch=4)
+ALONE = Plan(rounds=1, clients_per_round=1, local_epochs=3, batch_size=4)
 
 
-def trained_by_us(make, optimiser):
+def trained_by_us(make, optimizer):
     model = world.seeded(make)
     federation = from_tensors(world.devices((23,)), test=0.0, validation=0.0)
-    return world.last(simulate(fedavg(cross_entropy(model), optimiser), params_of(model), federation.train, ALONE))[0].shared
+    return world.last(simulate(fedavg(cross_entropy(model), optimizer), params_of(model), federation.train, ALONE))[0].shared
 
 
 def trained_by_hand(make, make_optimiser):
     model = world.seeded(make)
-    (x, y), optimiser = world.devices((23,))[0], make_optimiser(model.parameters())
-    for rows in visiting_order(ALONE, 23, 0, 0):
+    (x, y), optimizer = world.devices((23,))[0], make_optimiser(model.parameters())
+    for rows in batch_order(ALONE, 23, 0, 0):
         rows = torch.from_numpy(rows[rows >= 0])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-        optimiser.step()
+        optimizer.step()
     return params_of(model)
 
 
 def test_the_rate_decays_from_round_to_round():
     model = world.seeded(world.plain)
     federation = from_tensors(world.devices((8,)), test=0.0, validation=0.0)
-    plan = Plan(rounds=1, cohort=1, batch=8, first_round=3)
+    plan = Plan(rounds=1, clients_per_round=1, batch_size=8, first_round=3)
     start = params_of(model)
 
-    def moved(optimiser):
-        shared = world.last(simulate(fedavg(cross_entropy(model), optimiser), start, federation.train, plan))[0].shared
+    def moved(optimizer):
+        shared = world.last(simulate(fedavg(cross_entropy(model), optimizer), start, federation.train, plan))[0].shared
         return trees.subtract(shared, start)
 
-    whole, decayed = moved(sgd(0.1)), moved(sgd(0.1, decay=1.0))
+    whole, decayed = moved(sgd(0.1)), moved(sgd(0.1, lr_decay=1.0))
     assert world.distance({name: 4 * tensor for name, tensor in decayed.items()}, whole) < 1e-6  # 1 / (1 + 1.0 * 3)
 
 
@@ -142,4 +142,4 @@ def test_unweighted_is_the_plain_mean_and_no_other_where_devices_are_equal():
     uploads = {"w": torch.tensor([[1.0], [2.0], [6.0]])}
     shared, weights = {"w": torch.zeros(1)}, torch.tensor([1, 1, 98])
     assert unweighted(weighted).aggregate(shared, uploads, weights)["w"].item() == 3.0
-    assert unweighted(weighted).about != weighted.about
+    assert unweighted(weighted).description != weighted.description

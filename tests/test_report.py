@@ -16,7 +16,7 @@ import pytest
 
 from glocal.core.errors import InputError
 from glocal.report import draw_classes, write_report
-from glocal.studies.run import case_folder
+from glocal.studies.run import experiment_folder
 
 DEVICES, CLASSES, SHARED, LOCAL = 6, 4, 30, 70
 
@@ -29,13 +29,13 @@ def ledger(rounds: int) -> dict[str, dict[str, int]]:
 
 def result(seed: int, quality: float, rounds: int) -> dict[str, Any]:
     devices = [
-        {"device": device, "train": 30 + device, "val": 3, "test": 9, "sampled": device, "local_test": quality - device / 50}
+        {"client": device, "train": 30 + device, "val": 3, "test": 9, "times_sampled": device, "local_test": quality - device / 50}
         for device in range(DEVICES)
     ]
     spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality}
     ways = {"logits": quality - 0.2, "votes": quality - 0.3, "weights": quality - 0.4}
     figures = {"local_test": spread, "new_test": ways, "validation": spread, "never_sampled": 1, "ledger": ledger(rounds)}
-    return {"seed": seed, "algorithm": "any", "rounds": rounds, "selected_round": rounds, **figures, "devices": devices}
+    return {"seed": seed, "algorithm": "any", "rounds": rounds, "selected_round": rounds, **figures, "clients": devices}
 
 
 def rows(seeds: int, rounds: int, quality: float) -> list[dict[str, Any]]:
@@ -61,12 +61,12 @@ def write(path: Path, data: object) -> None:
 def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path:
     """A finished run of these cases, LG-FedAvg all of them, each a little better than the one before."""
     cases = {name: {"algorithm": "lg_fedavg"} for name in names}
-    plan = {"rounds": rounds, "cohort": 2, "seeds": seeds}
-    write(folder / "settings.json", {"name": "toy", "data": {"devices": DEVICES}, "plan": plan, "cases": cases})
+    plan = {"rounds": rounds, "clients_per_round": 2, "seeds": seeds}
+    write(folder / "settings.json", {"name": "toy", "data": {"clients": DEVICES}, "plan": plan, "cases": cases})
     counts = (np.arange(DEVICES * CLASSES).reshape(DEVICES, CLASSES) % 3).tolist()
     write(folder / "federation.json", {"classes": CLASSES, "train": counts, "test": counts})
     for place, name in enumerate(names):
-        home, quality = case_folder(folder, name), 0.7 + 0.05 * place
+        home, quality = experiment_folder(folder, name), 0.7 + 0.05 * place
         write(home / "result.json", [result(seed, quality + seed / 100, rounds) for seed in range(seeds)])
         lines = [json.dumps(row) + "\n" for row in rows(seeds, rounds, quality)]
         (home / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -78,7 +78,7 @@ def page_of(folder: Path) -> str:
 
 
 def change_results(folder: Path, name: str, **changes: object) -> None:
-    path = case_folder(folder, name) / "result.json"
+    path = experiment_folder(folder, name) / "result.json"
     write(path, [{**seed, **changes} for seed in json.loads(path.read_text(encoding="utf-8"))])
 
 
@@ -184,7 +184,7 @@ def test_one_round_is_enough(tmp_path: Path) -> None:
 
 def test_without_test_data_the_table_has_dashes(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg")
-    device = {"device": 0, "train": 30, "val": 0, "test": 0, "sampled": 1, "local_test": None}
+    device = {"client": 0, "train": 30, "val": 0, "test": 0, "times_sampled": 1, "local_test": None}
     nothing = {"mean": None, "worst_tenth": None, "pooled": None}
     change_results(folder, "FedAvg", local_test=nothing, new_test=None, devices=[device])
     page = page_of(folder)
@@ -203,9 +203,9 @@ def test_without_counts_of_classes_that_figure_is_left_out(tmp_path: Path) -> No
 
 def test_an_unfinished_run_says_what_is_open(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "done", "going on", "waiting")
-    (case_folder(folder, "going on") / "result.json").unlink()
-    shutil.rmtree(case_folder(folder, "waiting"))
-    with (case_folder(folder, "going on") / "rows.jsonl").open("a", encoding="utf-8") as file:
+    (experiment_folder(folder, "going on") / "result.json").unlink()
+    shutil.rmtree(experiment_folder(folder, "waiting"))
+    with (experiment_folder(folder, "going on") / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"seed": 0, "rou')
     page = page_of(folder)
     assert "This run is not finished" in page
@@ -228,7 +228,7 @@ def test_a_run_that_has_only_begun_can_be_reported(tmp_path: Path) -> None:
 
 def test_a_case_that_sends_nothing_is_a_level_line(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg", "alone")
-    path = case_folder(folder, "alone") / "rows.jsonl"
+    path = experiment_folder(folder, "alone") / "rows.jsonl"
     silent = [json.dumps({**row, "bytes": 0, "paper_parameters": 0}) + "\n" for row in rows(2, 6, 0.9)]
     path.write_text("".join(silent), encoding="utf-8")
     assert "sends nothing while it trains is a level line" in page_of(folder)

@@ -7,14 +7,14 @@ from torch import nn
 
 import glocal
 import world
-from glocal.core.sampling import Attendance
+from glocal.core.sampling import Availability
 from glocal.evaluate import accuracy
 from glocal.federate.fitting import Options, Pretraining
 from glocal.federate.kinds import Kind, fit_kinds
 from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 
-PLAN = glocal.Plan(rounds=200, cohort=3, batch=5)  # long enough to be measured for
-OFTEN = Options(validate_every=1000, keep_every=1000)
+PLAN = glocal.Plan(rounds=200, clients_per_round=3, batch_size=5)  # long enough to be measured for
+OFTEN = Options(validate_every=1000, checkpoint_every=1000)
 TELLS = {
     "one device after the other": "looped",
     "all devices in one batched step": "vmapped",
@@ -28,7 +28,7 @@ class StopError(Exception):
 def adam(name="lg_fedavg", *, stop=None):
     """An algorithm with Adam, whose steps are not fused; it stops in that many rounds."""
     model, calls = world.seeded(world.plain), []
-    made = world.algorithm(name, model, optimiser=glocal.adam(0.01))
+    made = world.algorithm(name, model, optimizer=glocal.adam(0.01))
 
     def aggregate(shared, uploads, weights):
         calls.append(1)
@@ -54,7 +54,7 @@ def kinds(folder, stop=None):
 def scenario(folder, stop=None):
     algorithm, model = adam(stop=stop)
     everyone = tuple(range(world.DEVICES))
-    only = Chapter(0, Attendance.of(everyone), (world.federation(),))
+    only = Chapter(0, Availability.of(everyone), (world.federation(),))
     story = Scenario((only,), {"all": everyone})
     return fit_scenario(algorithm, model, story, PLAN, options=OFTEN, folder=folder)
 
@@ -64,7 +64,7 @@ def pretrained(folder, stop=None):
     algorithm, model = adam(stop=stop)
     federation, before = world.federation((450,) * 4), Pretraining(adam()[0], epochs=1)
     how = {"options": OFTEN, "folder": folder, "pretraining": before}
-    return glocal.fit(algorithm, model, federation, glocal.Plan(rounds=5, cohort=2, batch=1), **how)
+    return glocal.fit(algorithm, model, federation, glocal.Plan(rounds=5, clients_per_round=2, batch_size=1), **how)
 
 
 def engines(caplog):
@@ -103,7 +103,7 @@ def test_a_stop_before_the_first_checkpoint_changes_no_engine(
     assert began
     assert not (tmp_path / "run/checkpoint.safetensors").exists()
     for other in ("looped", "vmapped"):
-        remember(tmp_path, monkeypatch, {"form": other})
+        remember(tmp_path, monkeypatch, {"engine": other})
         with pytest.raises(StopError):
             train(tmp_path / "run", stop=stop)
         assert engines(caplog) == began
@@ -115,12 +115,12 @@ def test_a_stop_before_the_first_checkpoint_changes_no_engine(
 def test_an_engine_that_is_asked_for_is_taken_all_the_same(tmp_path, caplog):
     caplog.set_level("INFO", "glocal")
     (algorithm, model), federation = adam(), world.federation()
-    short, longer = (glocal.Plan(rounds=rounds, cohort=3, batch=5) for rounds in (3, 4))
+    short, longer = (glocal.Plan(rounds=rounds, clients_per_round=3, batch_size=5) for rounds in (3, 4))
     for engine in ("vmapped", "looped", "auto"):
-        folder, options = tmp_path / engine, Options(engine=engine, keep_every=1)
+        folder, options = tmp_path / engine, Options(engine=engine, checkpoint_every=1)
         glocal.fit(algorithm, model, federation, short, options=options, folder=folder)
         caplog.clear()
-        options = Options(engine="looped", keep_every=1)
+        options = Options(engine="looped", checkpoint_every=1)
         glocal.fit(algorithm, model, federation, longer, options=options, folder=folder)
         assert engines(caplog) == ["looped"]
 
@@ -132,25 +132,25 @@ def test_what_another_algorithm_began_with_is_not_taken(tmp_path, caplog):
         plain(tmp_path, stop=2)
     file = tmp_path / "engine.json"
     kept = json.loads(file.read_text())
-    file.write_text(json.dumps({**kept, "engines": {"rounds": {"form": "graphed"}}}))
+    file.write_text(json.dumps({**kept, "engines": {"rounds": {"engine": "graphed"}}}))
     model = world.seeded(world.plain)
-    other = world.algorithm("fedavg", model, optimiser=glocal.adam(0.02))
+    other = world.algorithm("fedavg", model, optimizer=glocal.adam(0.02))
     glocal.fit(other, model, world.federation(), PLAN, options=OFTEN, folder=tmp_path)
     assert "graphed" not in file.read_text()
 
 
 def test_tests_keep_to_the_engine_that_they_began_with(tmp_path, monkeypatch):
-    began, real = [], accuracy.OverDevices
+    began, real = [], accuracy.Executor
     (algorithm, model), federation = adam(), world.federation()
 
     def spy(*rest, engine, choice=None, **more):
         if engine != "looped":  # which the averaged model is tested on
-            began.append(choice and choice.form)
+            began.append(choice and choice.engine)
         return real(*rest, engine=engine, choice=choice, **more)
 
-    monkeypatch.setattr(accuracy, "OverDevices", spy)
+    monkeypatch.setattr(accuracy, "Executor", spy)
     for rounds in (1, 2):
-        plan = glocal.Plan(rounds, cohort=3, batch=5)
+        plan = glocal.Plan(rounds, clients_per_round=3, batch_size=5)
         glocal.fit(algorithm, model, federation, plan, folder=tmp_path)
     first, then = began[:2], began[4:]  # outputs, and what is right; those while it trains first
     assert first == [None, None]
@@ -168,11 +168,11 @@ def half_frozen():
 def test_frozen_layers_and_batches_of_one_go_on_to_the_same_bits(name, engine, tmp_path):
     """Products of one row round otherwise where a weight does not begin at a cache line."""
     model, _ = world.seeded(half_frozen)
-    algorithm = world.algorithm(name, model, optimiser=glocal.adam(0.01))
-    options = Options(engine=engine, keep_every=1, validate_every=1000)
+    algorithm = world.algorithm(name, model, optimizer=glocal.adam(0.01))
+    options = Options(engine=engine, checkpoint_every=1, validate_every=1000)
 
     def train(rounds, folder):
-        plan = glocal.Plan(rounds, cohort=3, batch=1)
+        plan = glocal.Plan(rounds, clients_per_round=3, batch_size=1)
         how = {"options": options, "folder": folder}
         return glocal.fit(algorithm, model, world.federation(), plan, **how)
 
@@ -186,10 +186,10 @@ def test_how_long_each_form_took_to_try_is_no_part_of_a_run(tmp_path, monkeypatc
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "measured"))
     plain(tmp_path / "first")
     kept = []
-    for why in ("measured, ms a step: 1", "measured, ms a step: 2"):
-        remember(tmp_path, monkeypatch, {"form": "looped", "why": why})
-        plain(tmp_path / why)
-        files = sorted((tmp_path / why).glob("*.*"))
+    for reason in ("measured, ms a step: 1", "measured, ms a step: 2"):
+        remember(tmp_path, monkeypatch, {"engine": "looped", "reason": reason})
+        plain(tmp_path / reason)
+        files = sorted((tmp_path / reason).glob("*.*"))
         kept.append({file.name: file.read_bytes() for file in files})
     assert "checkpoint.safetensors" in kept[0]
     assert kept[0] == kept[1]

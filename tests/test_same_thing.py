@@ -8,7 +8,7 @@ import world
 from glocal.core.errors import InputError
 
 ACCEPTED = pytest.fail.Exception  # what `raises` says where nothing was raised
-PLAN = glocal.Plan(rounds=2, cohort=4, batch=5)
+PLAN = glocal.Plan(rounds=2, clients_per_round=4, batch_size=5)
 
 
 def median(shared, uploads, weights):
@@ -21,7 +21,7 @@ def test_a_run_of_the_mean_is_not_continued_as_a_run_of_the_median(tmp_path):
     mean = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
     of_medians = mean._replace(aggregate=median, is_mean=False)
     glocal.fit(mean, model, federation, PLAN, folder=tmp_path)
-    longer = glocal.Plan(rounds=4, cohort=4, batch=5)
+    longer = glocal.Plan(rounds=4, clients_per_round=4, batch_size=5)
     with pytest.raises(InputError, match="another"):
         glocal.fit(of_medians, model, federation, longer, folder=tmp_path)
 

@@ -13,28 +13,28 @@ import torch
 import glocal.federate.scenario
 from glocal.cli import main
 from glocal.core import trees
-from glocal.core.data import Examples, Holdings
+from glocal.core.data import ClientData, Examples
 from glocal.core.errors import InputError
 from glocal.core.files import read_rows
 from glocal.core.modules import params_of
-from glocal.core.sampling import Attendance, Plan, choose_cohort, choose_present
-from glocal.datasets.federated import Federation
-from glocal.datasets.rotate import album, rotated
-from glocal.engines import OverDevices
-from glocal.evaluate.forgetting import Course
+from glocal.core.sampling import Availability, Plan, sample_available, sample_clients
+from glocal.datasets.federated import FederatedData
+from glocal.datasets.rotate import add_rotated_copies, rotate_images
+from glocal.engines import Executor
+from glocal.evaluate.forgetting import AccuracyHistory
 from glocal.federate.fitting import Case, Options, fit
-from glocal.federate.rounds import Seat, begin, simulate_seeds
+from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.federate.scenario import Chapter, Scenario, Story, fit_scenario, participation
-from glocal.studies import STUDIES, changed, from_toml, run_study
-from glocal.studies.groups import angle, build_scenario
-from glocal.studies.run import resolved
+from glocal.studies import STUDIES, from_toml, run_study, with_overrides
+from glocal.studies.groups import build_scenario, rotation_angle
+from glocal.studies.run import resolve
 from glocal.studies.settings import GroupSettings, from_dict
 from glocal.wire import Ledger
 from world import DEVICES, algorithm, federation, plain, same_bits, seeded
 
-ALL = Attendance.of(range(DEVICES))
-PLAN = Plan(rounds=6, cohort=3, batch=4)
-QUICK = Options(device="cpu", engine="looped", validate_every=2, keep_every=4)
+ALL = Availability.of(range(DEVICES))
+PLAN = Plan(rounds=6, clients_per_round=3, batch_size=4)
+QUICK = Options(device="cpu", engine="looped", validate_every=2, checkpoint_every=4)
 MODEL = seeded(plain)
 ROOT = Path(__file__).parents[1]
 
@@ -51,13 +51,13 @@ def told(story, name="lg_fedavg", plan=PLAN, **where):
 
 
 def seats(attendance, plan=PLAN, train=None, name="lg_fedavg"):
-    return [Seat(plan, train or federation().train, begin(algorithm(name, MODEL), params_of(MODEL)), attendance)]
+    return [Seat(plan, train or federation().train, initial_state(algorithm(name, MODEL), params_of(MODEL)), attendance)]
 
 
 def rounds(attendance, **what):
     made = algorithm("lg_fedavg", MODEL)
     return [
-        moment[0] for moment in simulate_seeds(made, seats(attendance, **what), OverDevices(made.client_update, engine="looped"))
+        moment[0] for moment in simulate_seeds(made, seats(attendance, **what), Executor(made.client_update, engine="looped"))
     ]
 
 
@@ -65,38 +65,38 @@ def rounds(attendance, **what):
 
 
 def test_an_attendance_is_sorted_and_samples_nobody_who_comes_anyway():
-    attendance = Attendance.of([5, 0, 3], always=[3, 1], leaving=[5])
+    attendance = Availability.of([5, 0, 3], always=[3, 1], dropouts=[5])
     assert [row.tolist() for row in attendance] == [[0, 5], [1, 3], [5]]
 
 
-@pytest.mark.parametrize("part", ["present", "always", "leaving"])
+@pytest.mark.parametrize("part", ["present", "always", "dropouts"])
 def test_a_device_named_twice_is_refused(part):
     with pytest.raises(InputError, match=f"attendance: {part} names a device twice"):
-        Attendance.of(**{"present": [0, 1], part: [2, 2]})
+        Availability.of(**{"present": [0, 1], part: [2, 2]})
 
 
 def test_with_all_present_a_cohort_is_the_plain_one():
     for index in range(20):
-        assert choose_present(PLAN, ALL, index).tolist() == choose_cohort(PLAN, DEVICES, index).tolist()
+        assert sample_available(PLAN, ALL, index).tolist() == sample_clients(PLAN, DEVICES, index).tolist()
 
 
 def test_where_fewer_are_present_than_a_cohort_all_of_them_take_part():
-    assert choose_present(PLAN, Attendance.of([4, 1]), 0).tolist() == [1, 4]
-    assert choose_present(PLAN, Attendance.of([]), 0).tolist() == []
+    assert sample_available(PLAN, Availability.of([4, 1]), 0).tolist() == [1, 4]
+    assert sample_available(PLAN, Availability.of([]), 0).tolist() == []
 
 
 def test_who_always_takes_part_does_so_besides_a_cohort():
     for index in range(10):
-        cohort = choose_present(PLAN, Attendance.of(range(DEVICES), always=[2]), index).tolist()
+        cohort = sample_available(PLAN, Availability.of(range(DEVICES), always=[2]), index).tolist()
         assert len(cohort) == len(set(cohort)) == 4
         assert 2 in cohort
 
 
 def test_a_device_that_does_not_exist_is_refused():
     with pytest.raises(InputError, match=r"there is no device 9; devices are 0..5"):
-        rounds(Attendance.of([], always=[9]))
+        rounds(Availability.of([], always=[9]))
     with pytest.raises(InputError, match=r"there is no device 9; devices are 0..5"):
-        told(scenario((0, Attendance.of([0, 9]))))
+        told(scenario((0, Availability.of([0, 9]))))
 
 
 def without_rows_of(fed, device):
@@ -108,53 +108,53 @@ def without_rows_of(fed, device):
 def test_a_device_without_rows_may_be_absent_and_not_present():
     fed = without_rows_of(federation(), 2)
     with pytest.raises(InputError, match="device 2 is present and has no training examples"):
-        rounds(Attendance.of([2]), train=fed.train)
+        rounds(Availability.of([2]), train=fed.train)
     with pytest.raises(InputError, match="device 2 is present from round 0 on and has no training examples"):
         told(scenario((0, ALL), fed=fed))
-    assert told(scenario((0, Attendance.of([0, 1, 4, 5])), fed=fed)).result.sampled[2] == 0
+    assert told(scenario((0, Availability.of([0, 1, 4, 5])), fed=fed)).result.times_sampled[2] == 0
 
 
 # what absence and leaving do
 
 
 def test_devices_that_are_absent_never_train():
-    story = scenario((0, Attendance.of([0, 1, 2])), (3, Attendance.of([0, 4, 5])))
+    story = scenario((0, Availability.of([0, 1, 2])), (3, Availability.of([0, 4, 5])))
     result = told(story).result
     assert set(result.state.private.trained) <= {0, 1, 2, 4, 5}
-    assert result.sampled == participation(story, PLAN).tolist()
-    assert result.sampled[3] == 0
-    assert sum(result.sampled) == 3 * PLAN.rounds
+    assert result.times_sampled == participation(story, PLAN).tolist()
+    assert result.times_sampled[3] == 0
+    assert sum(result.times_sampled) == 3 * PLAN.rounds
     assert result.state.private.of(3) is result.state.private.initial
 
 
 def test_a_device_that_leaves_in_a_round_changes_nothing_and_only_its_download_is_counted():
-    everyone = replace(PLAN, rounds=1, cohort=DEVICES)
-    [(stayed, left_out)] = rounds(Attendance.of([0, 1, 2]), plan=everyone)
-    [(left, report)] = rounds(Attendance.of(range(DEVICES), leaving=[3, 4, 5]), plan=everyone)
+    everyone = replace(PLAN, rounds=1, clients_per_round=DEVICES)
+    [(stayed, left_out)] = rounds(Availability.of([0, 1, 2]), plan=everyone)
+    [(left, report)] = rounds(Availability.of(range(DEVICES), dropouts=[3, 4, 5]), plan=everyone)
     assert same_bits(stayed, left)
-    assert report.cohort.tolist() == [0, 1, 2]
+    assert report.clients_per_round.tolist() == [0, 1, 2]
     assert report.traffic.upload == left_out.traffic.upload
     assert report.traffic.download.bytes == 2 * left_out.traffic.download.bytes
 
 
 def test_a_round_that_everybody_leaves_changes_nothing():
-    before = begin(algorithm("lg_fedavg", MODEL), params_of(MODEL))
-    [(after, report)] = rounds(Attendance.of(range(DEVICES), leaving=range(DEVICES)), plan=replace(PLAN, rounds=1))
+    before = initial_state(algorithm("lg_fedavg", MODEL), params_of(MODEL))
+    [(after, report)] = rounds(Availability.of(range(DEVICES), dropouts=range(DEVICES)), plan=replace(PLAN, rounds=1))
     assert same_bits(before, after)
     assert not after.private.trained
     assert report.traffic.upload.bytes == 0
-    assert report.traffic.download.bytes == PLAN.cohort * trees.nbytes(before.shared)
+    assert report.traffic.download.bytes == PLAN.clients_per_round * trees.nbytes(before.shared)
 
 
 def test_training_goes_on_after_all_have_left_and_others_have_come():
-    story = scenario((0, Attendance.of([0, 1])), (2, Attendance.of([0, 1], leaving=[0, 1])), (3, Attendance.of([])), (4, ALL))
+    story = scenario((0, Availability.of([0, 1])), (2, Availability.of([0, 1], dropouts=[0, 1])), (3, Availability.of([])), (4, ALL))
     result, courses = told(story)
-    assert result.sampled[0] >= 2
+    assert result.times_sampled[0] >= 2
     assert courses["all"].present == [2, 2, 0, 0, DEVICES, DEVICES]
 
 
 def test_a_group_that_arrives_late_has_the_initial_row_until_then(tmp_path):
-    story = scenario((0, Attendance.of([0, 1, 2])), (4, Attendance.of([3, 4, 5])), old=(0, 1, 2), new=(3, 4, 5))
+    story = scenario((0, Availability.of([0, 1, 2])), (4, Availability.of([3, 4, 5])), old=(0, 1, 2), new=(3, 4, 5))
     before = told(story, plan=replace(PLAN, rounds=4)).result.state
     assert {*before.private.trained} == {0, 1, 2}
     after, courses = told(story)
@@ -167,7 +167,7 @@ def test_a_group_that_arrives_late_has_the_initial_row_until_then(tmp_path):
 
 
 def test_whoever_left_is_tested_with_its_own_part_and_todays_shared_one():
-    story = scenario((0, Attendance.of([0, 2])), (3, Attendance.of([4, 5])), old=(0, 2))
+    story = scenario((0, Availability.of([0, 2])), (3, Availability.of([4, 5])), old=(0, 2))
     result, courses = told(story)
     test, right = federation().test, []
     for device in (0, 2):
@@ -184,11 +184,11 @@ def test_chapters_in_which_nothing_changes_are_one_plain_fit():
     plain_fit = fit(algorithm("lg_fedavg", MODEL), MODEL, federation(), PLAN, options=QUICK)
     through = told(scenario((0, ALL), (1, ALL), (4, ALL))).result
     assert same_bits(plain_fit.state, through.state)
-    assert (plain_fit.local, plain_fit.new, plain_fit.sampled) == (through.local, through.new, through.sampled)
+    assert (plain_fit.local_spread, plain_fit.new_spread, plain_fit.times_sampled) == (through.local_spread, through.new_spread, through.times_sampled)
     assert (plain_fit.ledger.download, plain_fit.ledger.upload) == (through.ledger.download, through.ledger.upload)
 
 
-CHANGING = ((0, Attendance.of([0, 1, 2, 3])), (2, Attendance.of([0, 1, 2, 3], leaving=[3])), (3, Attendance.of([0, 2, 4, 5])))
+CHANGING = ((0, Availability.of([0, 1, 2, 3])), (2, Availability.of([0, 1, 2, 3], dropouts=[3])), (3, Availability.of([0, 2, 4, 5])))
 
 
 def test_the_same_seed_gives_the_same_bits():
@@ -232,12 +232,12 @@ def test_a_scenario_goes_on_for_longer_to_the_same_bits(tmp_path):
 
 
 def test_whoever_arrives_after_a_warm_start_is_sent_the_local_part_it_gives():
-    made, old, plan = algorithm("lg_fedavg", MODEL), Attendance.of([0, 1, 2]), replace(PLAN, first_round=2, rounds=4)
+    made, old, plan = algorithm("lg_fedavg", MODEL), Availability.of([0, 1, 2]), replace(PLAN, first_round=2, rounds=4)
 
     def downloaded(story):
         federations = story.chapters[0].federations
-        telling = Story(Case(made, MODEL, plan, (0,), (params_of(MODEL),), federations, (Ledger(),)), story, QUICK).placed()
-        *_, last = telling.train(telling.beginning(None), None)
+        telling = Story(Case(made, MODEL, plan, (0,), (params_of(MODEL),), federations, (Ledger(),)), story, QUICK).move_to_device()
+        *_, last = telling.train(telling.start_or_resume(None), None)
         return last.progress.ledgers[0].download.bytes
 
     local = trees.nbytes(made.init(params_of(MODEL))[1])
@@ -270,9 +270,9 @@ def test_a_scenario_that_cannot_be_is_refused(make, message):
 
 
 def test_forgetting_is_the_best_earlier_accuracy_less_the_last():
-    assert Course([], [], []).summary() is None
-    assert Course([1], [0.5], [1]).summary().forgetting == 0
-    assert Course([1, 2, 3], [0.5, 0.7, 0.9], [1, 1, 1]).summary().forgetting == pytest.approx(-0.2)
+    assert AccuracyHistory([], [], []).summary() is None
+    assert AccuracyHistory([1], [0.5], [1]).summary().forgetting == 0
+    assert AccuracyHistory([1, 2, 3], [0.5, 0.7, 0.9], [1, 1, 1]).summary().forgetting == pytest.approx(-0.2)
 
 
 # turning and drifting
@@ -280,20 +280,20 @@ def test_forgetting_is_the_best_earlier_accuracy_less_the_last():
 
 def test_quarter_turns_move_pixels_and_other_angles_nearly_do():
     images = torch.rand(5, 2, 6, 6)
-    assert torch.equal(rotated(images, 90), images.rot90(1, (-2, -1)))
-    assert torch.equal(rotated(images, 360), images)
-    assert torch.equal(rotated(images[:, 0], 180), images[:, 0].flip(1, 2))
-    assert torch.allclose(rotated(images, 90.001), rotated(images, 90), atol=1e-3)
-    assert torch.allclose(rotated(torch.ones(1, 1, 8, 8), 45, 1.0), torch.ones(1, 1, 8, 8))
+    assert torch.equal(rotate_images(images, 90), images.rot90(1, (-2, -1)))
+    assert torch.equal(rotate_images(images, 360), images)
+    assert torch.equal(rotate_images(images[:, 0], 180), images[:, 0].flip(1, 2))
+    assert torch.allclose(rotate_images(images, 90.001), rotate_images(images, 90), atol=1e-3)
+    assert torch.allclose(rotate_images(torch.ones(1, 1, 8, 8), 45, 1.0), torch.ones(1, 1, 8, 8))
     oblong = torch.zeros(1, 1, 5, 9)
     oblong[..., 2, 6] = 1.0  # two to the right of the middle, so two above it after a quarter turn
-    assert rotated(oblong, 90)[0, 0, 0, 4] == pytest.approx(1.0, abs=1e-5)
+    assert rotate_images(oblong, 90)[0, 0, 0, 4] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_an_album_holds_the_originals_and_the_turned_copies():
     examples = Examples(torch.rand(4, 1, 3, 3), torch.arange(4))
-    made = album(examples, {90.0: np.array([1, 3])})
-    assert made.places[90.0].tolist() == [-1, 4, -1, 5]
+    made = add_rotated_copies(examples, {90.0: np.array([1, 3])})
+    assert made.copy_rows[90.0].tolist() == [-1, 4, -1, 5]
     assert torch.equal(made.examples.x[:4], examples.x)
     assert torch.equal(made.examples.x[5], examples.x[3].rot90(1, (-2, -1)))
     assert made.examples.y.tolist() == [0, 1, 2, 3, 1, 3]
@@ -305,14 +305,14 @@ def pictures(devices=4, each=10):
     count = devices * each
     store = Examples(torch.rand(count, 1, 4, 4, generator=generator), torch.arange(count) % 2)
     rows = np.arange(count).reshape(devices, each)
-    return Federation(*(Holdings(store, tuple(rows[:, part])) for part in (slice(6), slice(6, 8), slice(8, 10))))
+    return FederatedData(*(ClientData(store, tuple(rows[:, part])) for part in (slice(6), slice(6, 8), slice(8, 10))))
 
 
 def test_a_drift_gives_a_device_other_rows_from_its_round_on_only():
-    groups = {"still": GroupSettings(2), "drift": GroupSettings(2, drift=30.0, drifts_from=5, drifts_until=30)}
+    groups = {"still": GroupSettings(2), "drift": GroupSettings(2, drift=30.0, drift_start=5, drift_end=30)}
     story = build_scenario(groups, [pictures()], 40)
     assert [chapter.first_round for chapter in story.chapters] == [0, 15, 25]
-    assert [angle(groups["drift"], index) for index in (0, 14, 15, 24, 25, 39)] == [0.0, 0.0, 30.0, 30.0, 60.0, 60.0]
+    assert [rotation_angle(groups["drift"], index) for index in (0, 14, 15, 24, 25, 39)] == [0.0, 0.0, 30.0, 30.0, 60.0, 60.0]
     first, second, third = (chapter.federations[0] for chapter in story.chapters)
     for part in ("train", "val", "test"):
         own = [getattr(each, part) for each in (first, second, third)]
@@ -320,16 +320,16 @@ def test_a_drift_gives_a_device_other_rows_from_its_round_on_only():
         assert not np.array_equal(own[0].rows[2], own[1].rows[2])
         assert torch.equal(own[1].of(2).y, own[0].of(2).y)
         before, after = own[0].of(3).x, own[2].of(3).x
-        assert torch.allclose(after, rotated(before, 60, story.chapters[0].federations[0].train.examples.x[:40].min()))
+        assert torch.allclose(after, rotate_images(before, 60, story.chapters[0].federations[0].train.examples.x[:40].min()))
 
 
 def test_a_group_that_leaves_is_asked_once_more_and_turns_no_further():
-    groups = {"stay": GroupSettings(2), "go": GroupSettings(2, leaves=12, drift=10.0)}
+    groups = {"stay": GroupSettings(2), "go": GroupSettings(2, leave_round=12, drift=10.0)}
     story = build_scenario(groups, [pictures()], 40)
     assert [chapter.first_round for chapter in story.chapters] == [0, 10, 12, 13]
-    assert story.chapters[2].attendance.leaving.tolist() == [2, 3]
-    assert story.chapters[3].attendance.present.tolist() == [0, 1]
-    assert angle(groups["go"], 39) == 10.0
+    assert story.chapters[2].attendance.dropouts.tolist() == [2, 3]
+    assert story.chapters[3].attendance.available.tolist() == [0, 1]
+    assert rotation_angle(groups["go"], 39) == 10.0
     assert story.chapters[3].federations is story.chapters[1].federations
 
 
@@ -388,7 +388,7 @@ def test_a_scenario_runs_from_toml_to_its_report(capsys):
         assert mark in page
     results = json.loads(Path("kept/results.json").read_text())
     assert [sorted(seed["groups"]) for seed in results["LG"]] == [["drift", "new", "old"]] * 2
-    assert all(device["local_test"] is None for device in results["FedAvg"][0]["devices"][:3])
+    assert all(device["local_test"] is None for device in results["FedAvg"][0]["clients"][:3])
     assert run("report", "kept") == 0
     assert "forgetting" in capsys.readouterr().out
 
@@ -466,7 +466,7 @@ def test_the_numbers_of_the_page_name_the_command_that_made_them():
     made = committed()
     assert re.fullmatch(r"glocal run arrivals --seeds \d+", made["command"])
     changes = [f"plan.seeds={made['command'].split()[-1]}"]
-    assert from_dict(made["settings"]) == resolved(changed(STUDIES["arrivals"], changes))
+    assert from_dict(made["settings"]) == resolve(with_overrides(STUDIES["arrivals"], changes))
 
 
 WARM = """
@@ -479,7 +479,7 @@ hidden = [16, 16]
 local = ["layer1"]
 [plan]
 rounds = 16
-cohort = 3
+clients_per_round = 3
 batch = 5
 [run]
 validate_every = 4
@@ -528,8 +528,8 @@ def test_a_group_that_left_before_a_warm_start_has_no_part_in_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"present": [0, -1]}, "names device -1"), ({"present": [0], "leaving": [7]}, "device 7 leaves, and was not there")],
+    [({"present": [0, -1]}, "names device -1"), ({"present": [0], "dropouts": [7]}, "device 7 leaves, and was not there")],
 )
 def test_an_attendance_that_cannot_be_is_refused(wrong, words):
     with pytest.raises(InputError, match=words):
-        Attendance.of(**wrong)
+        Availability.of(**wrong)

@@ -9,14 +9,14 @@ from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.sampling import Plan
 from glocal.datasets import load
-from glocal.datasets.fetch import unreported
+from glocal.datasets.fetch import no_progress
 from glocal.federate.rounds import simulate
-from glocal.studies import STUDIES, Settings, changed, from_toml, mlp
-from glocal.studies.build import build_algorithm, build_parts, build_split, deal_out
+from glocal.studies import STUDIES, Settings, from_toml, mlp, with_overrides
+from glocal.studies.build import build_algorithm, build_components, build_split, partition_data
 from glocal.studies.run import plans_of, run_study
 from glocal.studies.settings import DataSettings, from_dict
 
-CASE = {"cases": {"a": {"algorithm": "fedavg"}}}
+CASE = {"experiments": {"a": {"algorithm": "fedavg"}}}
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
@@ -34,10 +34,10 @@ def test_toml_and_changes_are_read(tmp_path):
     assert settings.data.devices == 4
     assert settings.split.local == ("layer1",)
     assert settings.plan.rounds == 9
-    assert settings.optimiser.rate == 1.0
+    assert settings.optimizer.lr == 1.0
     assert settings.model.hidden == (3, 4)
-    assert settings.cases["one"].knobs == {"mu": 0.5}
-    assert settings.cases["one"].rounds == 3
+    assert settings.experiments["one"].hyperparameters == {"mu": 0.5}
+    assert settings.experiments["one"].rounds == 3
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["optimiser.name=sdg"], "did you mean 'sgd'"),
         (["optimiser.rate=-1"], "rate is -1.0; it must be above 0"),
         (["optimiser.momentum=1"], "momentum is 1.0"),
-        (["plan.cohort=0"], "cohort is 0; a whole number from 1 to"),
-        (["plan.cohort=99"], "the cohort is 99, but there are 20 devices"),
+        (["plan.clients_per_round=0"], "cohort is 0; a whole number from 1 to"),
+        (["plan.clients_per_round=99"], "the cohort is 99, but there are 20 devices"),
         (["plan.seeds=0"], "plan.seeds is 0"),
         (["plan.seed=-1"], "seed is -1"),
         (["run.select=test"], "'last' or 'best'"),
@@ -133,10 +133,10 @@ def test_a_study_that_cannot_run_is_refused_before_it_starts(changes, message, t
 def test_the_local_part_may_have_a_rate_of_its_own():
     def after_a_round(*changes):
         settings = from_dict({"split": {"local": ["layer1"]}, **CASE}, ["cases.a.algorithm=lg_fedavg", *changes])
-        parts = build_parts(settings, unreported)
-        algorithm = build_algorithm(settings, settings.cases["a"], parts)
+        parts = build_components(settings, no_progress)
+        algorithm = build_algorithm(settings, settings.experiments["a"], parts)
         started = trees.pick(parts.params[0], algorithm.init(parts.params[0])[0])
-        state = world.last(simulate(algorithm, parts.params[0], parts.federations[0].train, Plan(1, 20, batch=10)))[0]
+        state = world.last(simulate(algorithm, parts.params[0], parts.federations[0].train, Plan(1, 20, batch_size=10)))[0]
         assert world.distance(state.shared, started) > 1e-3
         return state
 
@@ -160,27 +160,27 @@ def test_a_file_that_is_no_toml_is_refused(content, tmp_path):
 
 
 @given(st.integers(1, 10**6), st.floats(1e-6, 10), st.lists(st.integers(1, 999), min_size=1, max_size=4))
-def test_changes_go_in_as_they_are(rounds, rate, hidden):
-    settings = changed(STUDIES["digits"], [f"plan.rounds={rounds}", f"optimiser.rate={rate!r}", f"model.hidden={hidden}"])
-    assert (settings.plan.rounds, settings.optimiser.rate, settings.model.hidden) == (rounds, rate, tuple(hidden))
+def test_changes_go_in_as_they_are(rounds, lr, hidden):
+    settings = with_overrides(STUDIES["digits"], [f"plan.rounds={rounds}", f"optimiser.rate={lr!r}", f"model.hidden={hidden}"])
+    assert (settings.plan.rounds, settings.optimizer.lr, settings.model.hidden) == (rounds, lr, tuple(hidden))
 
 
 def test_a_case_may_have_a_cohort_and_a_split_of_its_own():
     settings = from_dict(
         {
             "split": {"local": ["layer1"]},
-            "cases": {"all": {"algorithm": "local_only", "cohort": 20}, "mine": {"algorithm": "lg_fedavg", "shared": "layer1"}},
+            "experiments": {"all": {"algorithm": "local_only", "clients_per_round": 20}, "mine": {"algorithm": "lg_fedavg", "shared": "layer1"}},
         }
     )
-    assert [plan.cohort for plan in plans_of(settings).values()] == [20, 5]
+    assert [plan.clients_per_round for plan in plans_of(settings).values()] == [20, 5]
     model = mlp(64, (8,), 10)
-    assert build_split(settings, settings.cases["all"], model).local == {"layer1.weight", "layer1.bias"}
-    assert build_split(settings, settings.cases["mine"], model).shared == {"layer1.weight", "layer1.bias"}
+    assert build_split(settings, settings.experiments["all"], model).local == {"layer1.weight", "layer1.bias"}
+    assert build_split(settings, settings.experiments["mine"], model).shared == {"layer1.weight", "layer1.bias"}
 
 
 def test_only_the_first_devices_take_part_if_so_asked():
     dataset = load("digits")
-    everyone, few = (deal_out(dataset, DataSettings(devices=10, keep_devices=keep), 0) for keep in (None, 3))
+    everyone, few = (partition_data(dataset, DataSettings(devices=10, keep_clients=keep), 0) for keep in (None, 3))
     assert few.devices == 3
     for part in ("train", "val", "test"):
         for mine, theirs in zip(getattr(few, part).rows, getattr(everyone, part).rows[:3], strict=True):

@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from glocal.core.errors import InputError
-from glocal.datasets import SOURCES, Dataset, RemoteFile, check, fetch_source, formats, load, sources, status
+from glocal.datasets import SOURCES, Dataset, RemoteFile, fetch_source, formats, load, source_status, sources, verify_source
 from glocal.datasets.adult import read_adult
 
 REAL = Path(os.environ.get("GLOCAL_DATA") or "nowhere")
@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the data or the cache of whoever runs it."""
     monkeypatch.delenv("GLOCAL_DATA", raising=False)
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("glocal.datasets.fetch._PAUSE", 0)
+    monkeypatch.setattr("glocal.datasets.fetch._BACKOFF", 0)
 
 
 def as_idx(array: npt.NDArray[np.uint8]) -> bytes:
@@ -107,7 +107,7 @@ def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
-    for function in (load, status, check, fetch_source):
+    for function in (load, source_status, verify_source, fetch_source):
         with pytest.raises(
             InputError,
             match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, easy_vqa, mnist",
@@ -129,18 +129,18 @@ def test_digits_are_split_three_to_one_within_every_class() -> None:
 
 def test_digits_are_the_same_every_time() -> None:
     assert torch.equal(load("digits").train.x, load("digits").train.x)
-    assert (status("digits"), check("digits")) == ("bundled", [])
+    assert (source_status("digits"), verify_source("digits")) == ("bundled", [])
 
 
 def test_a_source_is_downloaded_once_and_then_read_from_the_cache(
     small_mnist: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (status("mnist"), check("mnist")) == ("not downloaded", [])
+    assert (source_status("mnist"), verify_source("mnist")) == ("not downloaded", [])
     reported: set[str] = set()
     downloaded = load("mnist", report=lambda name, done, total: reported.add(name))
     assert reported == set(small_mnist)
-    assert status("mnist") == "in the cache"
-    assert check("mnist") == [(name, True) for name in small_mnist]
+    assert source_status("mnist") == "in the cache"
+    assert verify_source("mnist") == [(name, True) for name in small_mnist]
     for name in small_mnist:
         (tmp_path / "site" / name).unlink()
     assert torch.equal(load("mnist").train.x, downloaded.train.x)
@@ -159,24 +159,24 @@ def test_mnist_is_scaled_by_its_mean_and_deviation(small_mnist: dict[str, bytes]
 def test_a_wrong_file_in_the_cache_is_downloaded_again(small_mnist: dict[str, bytes], tmp_path: Path) -> None:
     folder = fetch_source("mnist")
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(b"rot")
-    assert check("mnist")[-1] == ("t10k-labels-idx1-ubyte.gz", False)
+    assert verify_source("mnist")[-1] == ("t10k-labels-idx1-ubyte.gz", False)
     assert load("mnist").test.y.tolist() == [7, 2, 1]
-    assert all(right for _, right in check("mnist"))
+    assert all(right for _, right in verify_source("mnist"))
 
 
 def test_what_cannot_be_downloaded_is_one_line(small_mnist: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "site" / "t10k-images-idx3-ubyte.gz").unlink()
     with pytest.raises(InputError, match=r"could not download t10k-images-idx3-ubyte\.gz .* 404 .* set GLOCAL_DATA"):
         load("mnist")
-    assert status("mnist") == "not downloaded"
-    assert check("mnist") == [("train-images-idx3-ubyte.gz", True), ("train-labels-idx1-ubyte.gz", True)]
+    assert source_status("mnist") == "not downloaded"
+    assert verify_source("mnist") == [("train-images-idx3-ubyte.gz", True), ("train-labels-idx1-ubyte.gz", True)]
 
 
 def test_the_folder_given_is_read_before_the_cache(
     small_mnist: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = given_data(tmp_path, monkeypatch, "mnist", small_mnist)
-    assert status("mnist") == "in GLOCAL_DATA"
+    assert source_status("mnist") == "in GLOCAL_DATA"
     assert load("mnist").train.y.tolist() == [5, 0, 4, 1, 9, 2]
     assert fetch_source("mnist") == folder
     assert not (tmp_path / "cache").exists()
@@ -187,14 +187,14 @@ def test_a_folder_given_that_lacks_a_file_is_passed_over(
 ) -> None:
     folder = given_data(tmp_path, monkeypatch, "mnist", small_mnist)
     (folder / "t10k-labels-idx1-ubyte.gz").unlink()
-    assert status("mnist") == "not downloaded"
+    assert source_status("mnist") == "not downloaded"
     assert fetch_source("mnist") == tmp_path / "cache" / "mnist"
-    assert status("mnist") == "in the cache"
+    assert source_status("mnist") == "in the cache"
 
 
 def test_a_folder_given_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOCAL_DATA", str(tmp_path / "gone"))
-    for function in (load, status, check):
+    for function in (load, source_status, verify_source):
         with pytest.raises(InputError, match=r"GLOCAL_DATA is .*gone, which is not a folder"):
             function("mnist")
 
@@ -225,7 +225,7 @@ def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObjec
         assert str(caught.value).startswith(f"data: {folder / 'train-images-idx3-ubyte.gz'} has {len(damaged)} bytes and checksum ")
         assert f"expected {len(content)} bytes" in str(caught.value)
         assert "\n" not in str(caught.value)
-        assert check("mnist") == [("train-images-idx3-ubyte.gz", False)]
+        assert verify_source("mnist") == [("train-images-idx3-ubyte.gz", False)]
 
 
 @settings(max_examples=60)
@@ -236,7 +236,7 @@ def test_bytes_that_are_no_array_are_refused_without_a_traceback(content: bytes,
         path.write_bytes(gzip.compress(content) if packed else content)
         refusal = ""
         try:
-            formats.idx(path)
+            formats.read_idx(path)
         except InputError as error:
             refusal = str(error)
         assert refusal.startswith(f"data: {path} could not be decoded (") or (packed and not refusal)
@@ -248,7 +248,7 @@ def test_an_array_whose_compression_is_damaged_is_refused(tmp_path: Path, damage
     noise = np.random.default_rng(0).integers(0, 256, (3, 8, 8), dtype=np.uint8)
     (tmp_path / "images.gz").write_bytes(damage(gzip.compress(as_idx(noise // 16))))
     with pytest.raises(InputError, match=r"images\.gz could not be decoded \((EOFError|error): "):
-        formats.idx(tmp_path / "images.gz")
+        formats.read_idx(tmp_path / "images.gz")
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def test_an_array_whose_compression_is_damaged_is_refused(tmp_path: Path, damage
 def test_what_is_no_cifar_archive_is_refused_without_a_traceback(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "archive").write_bytes(content)
     with pytest.raises(InputError, match="archive could not be decoded"):
-        formats.cifar_binary(tmp_path / "archive")
+        formats.read_cifar_binary(tmp_path / "archive")
     with pytest.raises(InputError, match="archive could not be decoded"):
-        formats.cifar_repacked({f"{name}.xz": tmp_path / "archive" for name in formats.CIFAR_BATCHES})
+        formats.read_cifar_repacked({f"{name}.xz": tmp_path / "archive" for name in formats.CIFAR_BATCHES})
 
 
 @pytest.mark.parametrize("raw", [b"", bytes(10), bytes(30730 + 1)])
@@ -269,7 +269,7 @@ def test_a_repacked_batch_of_the_wrong_length_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(formats, "CIFAR_IMAGES", 10)
     (tmp_path / "batch.xz").write_bytes(lzma.compress(raw))
     with pytest.raises(InputError, match=r"batch\.xz could not be decoded"):
-        formats.cifar_repacked({f"{name}.xz": tmp_path / "batch.xz" for name in formats.CIFAR_BATCHES})
+        formats.read_cifar_repacked({f"{name}.xz": tmp_path / "batch.xz" for name in formats.CIFAR_BATCHES})
 
 
 def archive_of(members: dict[str, bytes]) -> bytes:
@@ -283,7 +283,7 @@ def archive_of(members: dict[str, bytes]) -> bytes:
 
 
 def repacked(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8]) -> bytes:
-    """The encoding undone by `cifar_repacked`: planes G, R-G, B-G, each less its neighbour above and to the left (mod 256)."""
+    """The encoding undone by `read_cifar_repacked`: planes G, R-G, B-G, each less its neighbour above and to the left (mod 256)."""
     planes = np.stack([x[:, 1], x[:, 0] - x[:, 1], x[:, 2] - x[:, 1]])
     planes = np.diff(planes, axis=2, prepend=np.uint8(0))
     return lzma.compress(y.tobytes() + np.diff(planes, axis=3, prepend=np.uint8(0)).tobytes(), preset=0)
@@ -313,8 +313,8 @@ def test_both_packings_of_cifar_give_the_same_arrays_and_nothing_is_extracted(
     for name, images, labels in zip(formats.CIFAR_BATCHES, np.split(x, 6), np.split(y, 6), strict=True):
         (tmp_path / f"{name}.xz").write_bytes(repacked(images, labels))
     before = sorted(tmp_path.parent.rglob("*"))
-    from_archive = formats.cifar_binary(tmp_path / "official")
-    from_repacked = formats.cifar_repacked({f"{name}.xz": tmp_path / f"{name}.xz" for name in formats.CIFAR_BATCHES})
+    from_archive = formats.read_cifar_binary(tmp_path / "official")
+    from_repacked = formats.read_cifar_repacked({f"{name}.xz": tmp_path / f"{name}.xz" for name in formats.CIFAR_BATCHES})
     for read in (from_archive, from_repacked):
         np.testing.assert_array_equal(read[0], x)
         np.testing.assert_array_equal(read[1], y)
@@ -327,7 +327,7 @@ def decoded(
 ) -> list[Path]:
     """Small CIFAR-10 in GLOCAL_DATA; returns the list of archives decoded so far."""
     calls: list[Path] = []
-    decode = formats.cifar_binary
+    decode = formats.read_cifar_binary
 
     def counted(path: Path) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         calls.append(path)
@@ -335,7 +335,7 @@ def decoded(
 
     archive = {"cifar-10-binary.tar.gz": official(*small_cifar10)}
     given_data(tmp_path, monkeypatch, "cifar10", archive)
-    monkeypatch.setattr(formats, "cifar_binary", counted)
+    monkeypatch.setattr(formats, "read_cifar_binary", counted)
     monkeypatch.setitem(SOURCES, "cifar10", replace(SOURCES["cifar10"], files=published(archive, "http://127.0.0.1")))
     return calls
 

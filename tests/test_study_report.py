@@ -13,19 +13,19 @@ import pytest
 
 from glocal.cli.tables import print_findings, show_study
 from glocal.report import draw_study, study_markdown, write_study_report
-from glocal.report.comparison import changes_of, row_names, rows_of, swept, table_1, tables_of
+from glocal.report.comparison import changes_of, row_names, rows_of, sweep_points, table_1, tables_of
 from glocal.report.study_figures import study_drawings
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED, PAPER
 from glocal.studies.published import published
-from glocal.studies.settings import CaseSettings, Settings
-from glocal.studies.study import Part, Published, Score, Study
+from glocal.studies.settings import ExperimentSettings, Settings
+from glocal.studies.study import PublishedRow, Score, Study, StudyPart
 from test_report import Outline
 
 MODELS = {"paper-mnist": 633_226, "paper-cifar10": 64_102}
 SHARED = {"paper-mnist": 99_978, "paper-cifar10": 2_872}
 ABOUT = {"command": "glocal run paper", "version": "0.1.0", "machine": {"device": "a GPU", "torch": "2.11", "python": "3.12"}}
-EXTRA = Published((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0, "0")
+EXTRA = PublishedRow((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0, "0")
 
 
 def counted(study: str, case: str) -> int:
@@ -37,7 +37,7 @@ def counted(study: str, case: str) -> int:
     return 0 if case.startswith("Local only") else whole * 110 * last
 
 
-def fake_case(study: str, case: str, row: Published, seeds: int) -> dict[str, Any]:
+def fake_case(study: str, case: str, row: PublishedRow, seeds: int) -> dict[str, Any]:
     noise = np.random.default_rng(crc32(case.encode())).normal(size=seeds)
     noise -= noise.mean()  # so that the mean is the printed one
     local, new = ((mean + 0.1 * noise) / 100 for mean, _ in row.scores)
@@ -48,7 +48,7 @@ def fake_case(study: str, case: str, row: Published, seeds: int) -> dict[str, An
 
 def fake_part(study: str, name: str, seeds: int) -> dict[str, Any]:
     part = PAPER[study].parts[name]
-    rows = {case: part.published.get(re.sub(", (rate|tie) .*", "", case), EXTRA) for case in part.settings.cases}
+    rows = {case: part.published.get(re.sub(", (rate|tie) .*", "", case), EXTRA) for case in part.settings.experiments}
     cases = {case: fake_case(study, case, row, seeds) for case, row in rows.items()}
     return {"seconds": 61.5, "settings": part.settings.as_dict(), "cases": cases}
 
@@ -88,7 +88,7 @@ def test_every_published_number_is_in_its_row_of_the_text(study: str) -> None:
             (first, first_std), (second, second_std) = row.scores
             assert f"{first:.2f} ± {first_std:.2f}" == cells[0]
             assert f"{second:.2f} ± {second_std:.2f}" in cells[1:]
-            assert row.printed in cells
+            assert row.parameters_text in cells
 
 
 @pytest.mark.parametrize("study", MODELS)
@@ -207,16 +207,16 @@ def test_other_settings_than_the_studys_are_told() -> None:
     found = fake(parts=("paper-2", "paper-3"))
     found = replace(found, parts=json.loads(json.dumps(found.parts)))  # as it is kept
     assert changes_of(found, "paper-2") == []
-    assert len(swept(found, "paper-2")) == 10
-    found.parts["paper-3"]["settings"]["plan"]["cohort"] = 5
-    assert "Not run with the study’s own settings: `paper-3` with plan.cohort = 5." in study_markdown(found)
+    assert len(sweep_points(found, "paper-2")) == 10
+    found.parts["paper-3"]["settings"]["plan"]["clients_per_round"] = 5
+    assert "Not run with the study’s own settings: `paper-3` with plan.clients_per_round = 5." in study_markdown(found)
     del found.parts["paper-2"]["settings"]["cases"]["LG 800+100"]["after"]
     assert changes_of(found, "paper-2") == ["cases.LG 800+100 without after = FedAvg"]
 
 
 def test_the_sweep_goes_from_nothing_to_everything_and_counts_the_models_parameters() -> None:
     for study, own in (("paper-mnist", "last 3 shared"), ("paper-cifar10", "first 2 shared")):
-        splits = {split.shares: split for split in swept(fake(study), "paper-2")}
+        splits = {split.shares: split for split in sweep_points(fake(study), "paper-2")}
         assert len(splits) == 10
         assert splits["none"].parameters == 0
         assert splits["all"].parameters == splits[own].whole == MODELS[study]
@@ -227,7 +227,7 @@ def test_the_sweep_goes_from_nothing_to_everything_and_counts_the_models_paramet
 def test_the_sweep_of_another_model_is_left_out() -> None:
     found = fake(parts=("paper-2",))
     found.parts["paper-2"]["settings"]["model"]["hidden"] = [8, 8, 8, 8]
-    assert swept(found, "paper-2") == []
+    assert sweep_points(found, "paper-2") == []
     assert "splits" not in study_drawings(found)
 
 
@@ -256,26 +256,26 @@ def test_figures_of_nothing_are_none_and_png_files_are_the_same_each_time(tmp_pa
 
 CODES = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
 NAMES = tuple(f"LG + Adv, code {width}, strength {strength:g}" for width, of in CODES.items() for strength in of)
-FAIR_SETTINGS = Settings(name="fair", cases={name: CaseSettings("fedavg", rounds=2) for name in ("FedAvg", *NAMES)})
+FAIR_SETTINGS = Settings(name="fair", experiments={name: ExperimentSettings("fedavg", rounds=2) for name in ("FedAvg", *NAMES)})
 FAIR = Study(
     name="fair",
     title="Adult",
     source="Liang et al. 2020, Table 4",
-    says="An adversary hides protected attributes.",
+    statement="An adversary hides protected attributes.",
     parts={
-        name: Part(
+        name: StudyPart(
             f"{name} data",
             "paper",
             FAIR_SETTINGS,
             published("table4", classes),
-            choices={"FedAvg": ("FedAvg",), "LG + Adv": NAMES},
-            limits={"LG + Adv": 0.6},
+            candidates={"FedAvg": ("FedAvg",), "LG + Adv": NAMES},
+            leak_limits={"LG + Adv": 0.6},
         )
         for name, classes in {"iid": 10, "non-iid": 2}.items()
     },
     measures={"local": "Accuracy", "auc": "Income AUC", "adversary": "Adversary AUC", "fresh": "Fresh AUC"},
-    lower=frozenset({"adversary", "fresh"}),
-    columns="Figures.",
+    lower_is_better=frozenset({"adversary", "fresh"}),
+    caption="Figures.",
 )
 
 
@@ -313,7 +313,7 @@ def test_a_table_has_any_number_of_measures_and_a_published_column_only_where_so
     assert table["Method"] == [
         *(f"{words}, {head}" for words in ("Accuracy", "Income AUC", "Adversary AUC") for head in ("published", "`paper`")),
         "Fresh AUC, `paper`",
-        "Sent",
+        "SentTotals",
     ]
     scores = ["83.70 ± 3.10", "84.00 ± 1.41 (+0.30)", "89.40 ± 1.90", "88.00 ± 1.41 (−1.40)", "65.50 ± 1.60", "–", "80.00 ± 1.41"]
     assert table["FedAvg"] == [*scores, "400.0 MB"]
@@ -342,7 +342,7 @@ def test_far_below_is_no_shortfall_where_less_is_better(fair: Findings) -> None:
 
 
 def test_another_audit_than_the_studys_is_told(fair: Findings) -> None:
-    fair.parts["iid"]["settings"]["audit"] = {"at": "layer1", "encoders": 1}
+    fair.parts["iid"]["settings"]["audit"] = {"layer": "layer1", "encoders": 1}
     assert changes_of(fair, "iid") == ["audit.at = layer1", "audit.encoders = 1"]
     assert changes_of(fair, "non-iid") == []
 
@@ -364,7 +364,7 @@ def test_a_study_without_starts_has_neither_their_figures_nor_a_paper_to_stand_b
 def test_the_row_is_the_best_within_the_limit(fair: Findings) -> None:
     """Within 60 %: only the strongest; without a limit the weakest are the best on validation data."""
     assert [row.choice for row in rows_of(fair, "iid")] == ["", "code 4, strength 10"]
-    free = {name: replace(part, limits={}) for name, part in FAIR.parts.items()}
+    free = {name: replace(part, leak_limits={}) for name, part in FAIR.parts.items()}
     found = replace(fair, study=replace(FAIR, parts=free))
     assert [row.choice for row in rows_of(found, "iid")] == ["", "code 4, strength 0.1"]
 
@@ -465,5 +465,5 @@ def test_the_pages_numbers_are_those_of_the_comparison(page: str) -> None:
 
 def test_the_page_tells_source_claim_machine_and_time(page: str) -> None:
     study = PAPER["paper-cifar10"]
-    for words in (study.title, study.source, study.says, "on a GPU (PyTorch 2.11", "add up to 17 min 26 s", "glocal run paper"):
+    for words in (study.title, study.source, study.statement, "on a GPU (PyTorch 2.11", "add up to 17 min 26 s", "glocal run paper"):
         assert escape(words) in page

@@ -13,24 +13,24 @@ from matplotlib.figure import Figure
 from glocal.cli import main
 from glocal.core.errors import InputError
 from glocal.evaluate.theory import (
-    Inputs,
-    Law,
-    World,
-    averaged,
-    correlated,
-    enough_examples,
-    estimate,
-    finite_law,
-    law,
-    normal,
-    pooled,
-    printed_law,
-    trials,
-    uniform,
-    unit,
+    ClosedForm,
+    InputDistribution,
+    LinearProblem,
+    break_even_examples,
+    closed_form,
+    confidence_interval,
+    correlated_inputs,
+    equal_weights,
+    finite_sample_closed_form,
+    gram_weights,
+    normal_inputs,
+    published_closed_form,
+    run_trials,
+    uniform_inputs,
+    unit_inputs,
 )
 from glocal.report import draw_mixture, draw_theory
-from glocal.report.theory import Tried
+from glocal.report.theory import TheoryResult
 
 PAGE = (Path(__file__).parents[1] / "docs/theory.md").read_text()
 CLOSE = 0.03
@@ -39,21 +39,21 @@ SURE = 0.99999  # some six hundred intervals are looked at
 
 def paper(rho, sigma):
     """The paper's own experiment."""
-    return World(uniform(20), devices=100, n=2000, rho=rho, sigma=sigma)
+    return LinearProblem(uniform_inputs(20), devices=100, n=2000, rho=rho, sigma=sigma)
 
 
 def skewed(d):
     """Inputs of which some directions are far longer than others."""
     generator = np.random.default_rng(d)
     axes, _ = np.linalg.qr(generator.standard_normal((d, d)))
-    return correlated(axes @ np.diag(np.geomspace(0.2, 3, d)) @ axes.T)
+    return correlated_inputs(axes @ np.diag(np.geomspace(0.2, 3, d)) @ axes.T)
 
 
 SHAPES = [(2, 3, 240), (3, 3, 320), (4, 2, 400), (6, 2, 560), (8, 2, 720)]
 VARIANCES = [(0.5, 1.0), (0.1, 1.5), (0.2, 2.25), (0.05, 0.5)]
 GRID = [
-    World(inputs(d), devices, n, rho, sigma)
-    for (d, devices, n), (rho, sigma), inputs in product(SHAPES, VARIANCES, (uniform, skewed))
+    LinearProblem(inputs(d), devices, n, rho, sigma)
+    for (d, devices, n), (rho, sigma), inputs in product(SHAPES, VARIANCES, (uniform_inputs, skewed))
 ]
 
 
@@ -92,22 +92,22 @@ def test_the_grid_has_forty_settings():
 @pytest.mark.parametrize("place", range(len(GRID)))
 def test_every_closed_form_is_within_three_percent_of_trials(place):
     """With 20,000 / d repeats the standard error of Var[f_v], the widest, is one percent."""
-    world = GRID[place]
-    this, large = finite_law(world), forms(law(world))
-    found = measured(trials(world, repeats=20_000 // world.inputs.d, seed=place), this.best_alpha())
+    problem = GRID[place]
+    this, large = finite_sample_closed_form(problem), forms(closed_form(problem))
+    found = measured(run_trials(problem, repeats=20_000 // problem.inputs.d, seed=place), this.best_alpha())
     for name, exact in forms(this).items():
-        tried = estimate(found[name], confidence=SURE)
+        tried = confidence_interval(found[name], confidence=SURE)
         assert tried.low <= exact <= tried.high, name
         assert exact == pytest.approx(tried.mean, rel=CLOSE), name
         # off by (d + 1) / N, more than a percent here: the trials' own error comes on top of the three percent
-        assert large[name] == pytest.approx(np.clip(large[name], *estimate(found[name])[1:]), rel=CLOSE), name
+        assert large[name] == pytest.approx(np.clip(large[name], *confidence_interval(found[name])[1:]), rel=CLOSE), name
 
 
 @pytest.mark.parametrize(("rho", "sigma"), [(0.5, 1.5), (0.1, 1.5), (0.06, 2.25), (0.02, 2.25)])
 def test_closed_forms_hold_in_the_papers_own_experiment(rho, sigma):
-    world = paper(rho, sigma)
-    best, tried = finite_law(world).best_alpha(), trials(world, repeats=16, seed=1)
-    for of in (law(world), finite_law(world)):
+    problem = paper(rho, sigma)
+    best, tried = finite_sample_closed_form(problem).best_alpha(), run_trials(problem, repeats=16, seed=1)
+    for of in (closed_form(problem), finite_sample_closed_form(problem)):
         assert of.local_error() == pytest.approx(tried.local.mean(), rel=CLOSE)
         assert of.global_error() == pytest.approx(tried.shared.mean(), rel=CLOSE)
         assert of.best_error() == pytest.approx(tried.mixture_errors(best).mean(), rel=CLOSE)
@@ -115,29 +115,29 @@ def test_closed_forms_hold_in_the_papers_own_experiment(rho, sigma):
 
 @pytest.mark.parametrize("place", [0, 13, 27, 39])
 def test_trials_find_the_best_mixture_where_the_closed_form_has_it(place):
-    world = GRID[place]
-    found = estimate(trials(world, repeats=300, seed=place).best_alphas(), confidence=SURE)
-    assert found.low <= finite_law(world).best_alpha() <= found.high
+    problem = GRID[place]
+    found = confidence_interval(run_trials(problem, repeats=300, seed=place).best_alphas(), confidence=SURE)
+    assert found.low <= finite_sample_closed_form(problem).best_alpha() <= found.high
 
 
 @pytest.mark.parametrize("n", [12, 16, 24, 40])
 def test_with_few_examples_the_form_for_any_n_still_holds(n):
-    world = World(normal(5), devices=4, n=n, rho=0.3, sigma=1.0)
-    tried = trials(world, repeats=6000, seed=n)
-    this = finite_law(world)
+    problem = LinearProblem(normal_inputs(5), devices=4, n=n, rho=0.3, sigma=1.0)
+    tried = run_trials(problem, repeats=6000, seed=n)
+    this = finite_sample_closed_form(problem)
     for name, exact in forms(this).items():
-        found = estimate(measured(tried, this.best_alpha())[name], confidence=SURE)
+        found = confidence_interval(measured(tried, this.best_alpha())[name], confidence=SURE)
         assert found.low <= exact <= found.high, name
-    assert law(world).local_error() < estimate(tried.local, confidence=SURE).low
+    assert closed_form(problem).local_error() < confidence_interval(tried.local, confidence=SURE).low
 
 
-def plain_errors(covariance, world, generator):
+def plain_errors(covariance, problem, generator):
     """One trial as one writes it down: correlated inputs, least squares device by device and over all, a thousand tests each."""
     d = len(covariance)
     v = generator.random(d)
-    teachers = [v + world.rho * generator.standard_normal(d) for _ in range(world.devices)]
-    examples = [generator.multivariate_normal(np.zeros(d), covariance, world.n) for _ in teachers]
-    labels = [x @ u + world.sigma * generator.standard_normal(world.n) for x, u in zip(examples, teachers, strict=True)]
+    teachers = [v + problem.rho * generator.standard_normal(d) for _ in range(problem.devices)]
+    examples = [generator.multivariate_normal(np.zeros(d), covariance, problem.n) for _ in teachers]
+    labels = [x @ u + problem.sigma * generator.standard_normal(problem.n) for x, u in zip(examples, teachers, strict=True)]
     students = [np.linalg.lstsq(x, y, rcond=None)[0] for x, y in zip(examples, labels, strict=True)]
     together = np.linalg.lstsq(np.concatenate(examples), np.concatenate(labels), rcond=None)[0]
     tests = [generator.multivariate_normal(np.zeros(d), covariance, 1000) for _ in teachers]
@@ -145,46 +145,46 @@ def plain_errors(covariance, world, generator):
     def error(models):
         return np.mean([np.mean((x @ (w - u)) ** 2) for x, w, u in zip(tests, models, teachers, strict=True)])
 
-    return [error(students), error([together] * world.devices), error([0.5 * student + 0.5 * together for student in students])]
+    return [error(students), error([together] * problem.devices), error([0.5 * student + 0.5 * together for student in students])]
 
 
 def test_a_plain_loop_with_correlated_inputs_finds_the_same():
     covariance = np.array([[1.0, 0.6, 0.0], [0.6, 0.8, -0.3], [0.0, -0.3, 2.0]])
-    world = World(correlated(covariance), devices=8, n=250, rho=0.2, sigma=1.5)
+    problem = LinearProblem(correlated_inputs(covariance), devices=8, n=250, rho=0.2, sigma=1.5)
     generator = np.random.default_rng(0)
-    found = np.array([plain_errors(covariance, world, generator) for _ in range(400)]).T
-    exact = (finite_law(world).local_error(), finite_law(world).global_error(), finite_law(world).mixture_error(0.5))
+    found = np.array([plain_errors(covariance, problem, generator) for _ in range(400)]).T
+    exact = (finite_sample_closed_form(problem).local_error(), finite_sample_closed_form(problem).global_error(), finite_sample_closed_form(problem).mixture_error(0.5))
     for values, closed in zip(found, exact, strict=True):
-        low, high = estimate(values, confidence=SURE)[1:]
+        low, high = confidence_interval(values, confidence=SURE)[1:]
         assert low <= closed <= high
 
 
 def test_least_squares_over_all_examples_is_the_mean_of_local_models_where_examples_are_many():
-    world = World(uniform(5), devices=10, n=1000, rho=0.1, sigma=1.5)
-    at_once, mean = (trials(world, repeats=400, weigh=weigh) for weigh in (pooled, averaged))
+    problem = LinearProblem(uniform_inputs(5), devices=10, n=1000, rho=0.1, sigma=1.5)
+    at_once, mean = (run_trials(problem, repeats=400, weighting=weighting) for weighting in (gram_weights, equal_weights))
     assert np.allclose(at_once.local, mean.local)
     assert at_once.shared.mean() == pytest.approx(mean.shared.mean(), rel=0.005)
     assert at_once.mixture_errors(0.5).mean() == pytest.approx(mean.mixture_errors(0.5).mean(), rel=0.005)
 
 
 def test_the_same_seed_gives_the_same_trials_and_more_repeats_go_on_from_them():
-    world = World(uniform(3), devices=4, n=20, rho=0.1, sigma=1.0)
-    few, many = trials(world, repeats=3, seed=5), trials(world, repeats=6, seed=5)
+    problem = LinearProblem(uniform_inputs(3), devices=4, n=20, rho=0.1, sigma=1.0)
+    few, many = run_trials(problem, repeats=3, seed=5), run_trials(problem, repeats=6, seed=5)
     assert all(np.array_equal(one, other[:3]) for one, other in zip(few, many, strict=True))
-    assert not np.allclose(few.local, trials(world, repeats=3, seed=6).local)
+    assert not np.allclose(few.local, run_trials(problem, repeats=3, seed=6).local)
 
 
 def test_devices_drawn_in_blocks_are_devices_all_the_same(monkeypatch):
-    world = World(normal(3), devices=7, n=20, rho=0.1, sigma=1.0)
-    monkeypatch.setattr("glocal.evaluate.theory._AT_ONCE", 3 * 20 * 3)
-    found = estimate(trials(world, repeats=2000).shared, confidence=SURE)
-    assert found.low <= finite_law(world).global_error() <= found.high
+    problem = LinearProblem(normal_inputs(3), devices=7, n=20, rho=0.1, sigma=1.0)
+    monkeypatch.setattr("glocal.evaluate.theory._CHUNK_SIZE", 3 * 20 * 3)
+    found = confidence_interval(run_trials(problem, repeats=2000).shared, confidence=SURE)
+    assert found.low <= finite_sample_closed_form(problem).global_error() <= found.high
 
 
 AMOUNTS = st.floats(1e-6, 1e6)
-LAWS = st.builds(Law, AMOUNTS, AMOUNTS, st.integers(2, 10**6))
+LAWS = st.builds(ClosedForm, AMOUNTS, AMOUNTS, st.integers(2, 10**6))
 WORLDS = st.builds(
-    lambda variances, devices, more, rho, sigma: World(Inputs(tuple(variances)), devices, len(variances) + 2 + more, rho, sigma),
+    lambda variances, devices, more, rho, sigma: LinearProblem(InputDistribution(tuple(variances)), devices, len(variances) + 2 + more, rho, sigma),
     st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30),
     st.integers(2, 10**6),
     st.integers(0, 10**6),
@@ -194,9 +194,9 @@ WORLDS = st.builds(
 
 
 @given(WORLDS)
-def test_where_devices_differ_and_labels_are_noisy_the_best_mixture_beats_both(world):
+def test_where_devices_differ_and_labels_are_noisy_the_best_mixture_beats_both(problem):
     """The paper's Corollary 1; where one extreme is nearly best, rounding leaves only 'not worse' of it."""
-    for of in (law(world), finite_law(world), printed_law(world)):
+    for of in (closed_form(problem), finite_sample_closed_form(problem), published_closed_form(problem)):
         over_local, over_shared = of.gains()
         assert over_local > 0
         assert over_shared > 0
@@ -209,30 +209,30 @@ def test_where_devices_differ_and_labels_are_noisy_the_best_mixture_beats_both(w
 
 @given(LAWS)
 def test_gains_are_what_is_left_of_the_errors(of):
-    scale = of.data + of.spread
+    scale = of.within_variance + of.between_variance
     assert of.local_error() - of.gains()[0] == pytest.approx(of.best_error(), abs=1e-12 * scale)
     assert of.global_error() - of.gains()[1] == pytest.approx(of.best_error(), abs=1e-12 * scale)
 
 
 @given(LAWS)
 def test_the_slope_is_zero_at_the_best_alpha_and_only_there(of):
-    best, scale = of.best_alpha(), of.data + of.spread
-    assert 0 < best < 1 or max(of.data, of.spread) > 1e11 * min(of.data, of.spread)
-    assert of.slope(best) == pytest.approx(0, abs=1e-12 * scale)
-    assert of.slope(best - 0.1) < 0 < of.slope(best + 0.1)
+    best, scale = of.best_alpha(), of.within_variance + of.between_variance
+    assert 0 < best < 1 or max(of.within_variance, of.between_variance) > 1e11 * min(of.within_variance, of.between_variance)
+    assert of.derivative(best) == pytest.approx(0, abs=1e-12 * scale)
+    assert of.derivative(best - 0.1) < 0 < of.derivative(best + 0.1)
 
 
 @given(LAWS, st.floats(0, 1))
 def test_the_slope_is_that_of_the_error(of, alpha):
     step = 1e-3
     rise = (of.mixture_error(alpha + step) - of.mixture_error(alpha - step)) / (2 * step)  # exact for a parabola
-    assert of.slope(alpha) == pytest.approx(rise, abs=1e-9 * (of.data + of.spread))
+    assert of.derivative(alpha) == pytest.approx(rise, abs=1e-9 * (of.within_variance + of.between_variance))
 
 
 @given(LAWS, st.floats(0, 1))
 def test_no_mixture_is_better_than_the_best(of, alpha):
-    assert of.mixture_error(alpha) >= of.best_error() - 1e-12 * (of.data + of.spread)
-    assert of.mixture_error(of.best_alpha()) == pytest.approx(of.best_error(), abs=1e-12 * (of.data + of.spread))
+    assert of.mixture_error(alpha) >= of.best_error() - 1e-12 * (of.within_variance + of.between_variance)
+    assert of.mixture_error(of.best_alpha()) == pytest.approx(of.best_error(), abs=1e-12 * (of.within_variance + of.between_variance))
 
 
 @given(LAWS, st.floats(0, 1))
@@ -245,69 +245,69 @@ def test_an_error_is_bias_and_variance(of, alpha):
 
 @given(WORLDS)
 @settings(max_examples=50)
-def test_with_enough_examples_local_beats_shared(world):
-    this, enough = finite_law(world), enough_examples(world)
-    if abs(world.n - enough) > 1e-6 * enough:
-        assert (world.n > enough) == (this.local_error() < this.global_error()) == (this.best_alpha() > 0.5)
+def test_with_enough_examples_local_beats_shared(problem):
+    this, enough = finite_sample_closed_form(problem), break_even_examples(problem)
+    if abs(problem.n - enough) > 1e-6 * enough:
+        assert (problem.n > enough) == (this.local_error() < this.global_error()) == (this.best_alpha() > 0.5)
 
 
 def test_the_papers_formulas_are_those_for_inputs_of_trace_one():
-    world = World(unit(20), devices=100, n=2000, rho=0.1, sigma=1.5)
-    assert world.inputs.trace == pytest.approx(1)
-    assert law(world) == pytest.approx(printed_law(world))
-    assert law(world).best_alpha() == pytest.approx(0.1**2 / (0.1**2 + 20 / 2000 * 1.5**2))
-    assert law(world).global_error() == pytest.approx(99 / 100 * 0.1**2 + 20 / (100 * 2000) * 1.5**2)
+    problem = LinearProblem(unit_inputs(20), devices=100, n=2000, rho=0.1, sigma=1.5)
+    assert problem.inputs.trace == pytest.approx(1)
+    assert closed_form(problem) == pytest.approx(published_closed_form(problem))
+    assert closed_form(problem).best_alpha() == pytest.approx(0.1**2 / (0.1**2 + 20 / 2000 * 1.5**2))
+    assert closed_form(problem).global_error() == pytest.approx(99 / 100 * 0.1**2 + 20 / (100 * 2000) * 1.5**2)
 
 
 def test_traces_are_those_of_the_inputs():
-    assert uniform(21).trace == pytest.approx(7)
-    assert normal(20).trace == pytest.approx(20)
-    drawn = uniform(2).draw(np.random.default_rng(0), (100_000, 2)) * np.sqrt(uniform(2).variances)
+    assert uniform_inputs(21).trace == pytest.approx(7)
+    assert normal_inputs(20).trace == pytest.approx(20)
+    drawn = uniform_inputs(2).sample(np.random.default_rng(0), (100_000, 2)) * np.sqrt(uniform_inputs(2).variances)
     assert -1 <= drawn.min() < -0.99 < 0.99 < drawn.max() <= 1
     assert (drawn**2).sum(1).mean() == pytest.approx(2 / 3, rel=0.01)
 
 
 def test_the_papers_experiment_in_numbers():
     """Worked out by hand: d = 20, N = 2000, M = 100, x ~ U[-1, 1]^20, noise 2.25, rho = .06."""
-    of = law(paper(0.06, 2.25))
+    of = closed_form(paper(0.06, 2.25))
     assert of.best_alpha() == pytest.approx(0.322, abs=5e-4)
     assert [of.mixture_error(alpha) for alpha in (0.0, 0.4, 1.0)] == pytest.approx([0.0243, 0.0171, 0.0506], abs=5e-5)
 
 
 def test_the_shared_model_is_better_at_little_variance_only_under_the_noise_of_the_released_code():
     """Figure 2(b) is said to show it for sigma = 1.5, rho = .06."""
-    text, released = (finite_law(paper(0.06, sigma)) for sigma in (1.5, 1.5**2))
+    text, released = (finite_sample_closed_form(paper(0.06, sigma)) for sigma in (1.5, 1.5**2))
     assert text.local_error() < text.global_error()
     assert released.local_error() > released.global_error()
-    tried = trials(paper(0.06, 1.5), repeats=20)
-    assert estimate(tried.shared - tried.local).low > 0
+    tried = run_trials(paper(0.06, 1.5), repeats=20)
+    assert confidence_interval(tried.shared - tried.local).low > 0
 
 
 def test_the_papers_formula_misses_its_own_experiment():
-    world = paper(0.1, 1.5)
-    found = estimate(trials(world, repeats=4).shared)
-    assert printed_law(world).global_error() < 0.2 * found.low
-    assert law(world).global_error() == pytest.approx(found.mean, rel=0.1)
+    problem = paper(0.1, 1.5)
+    found = confidence_interval(run_trials(problem, repeats=4).shared)
+    assert published_closed_form(problem).global_error() < 0.2 * found.low
+    assert closed_form(problem).global_error() == pytest.approx(found.mean, rel=0.1)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: uniform(0), "d is 0"),
-        (lambda: normal(-2), "d is -2"),
-        (lambda: Inputs(()), "at least one number"),
-        (lambda: Inputs((1.0, 0.0)), "a variance of the inputs is 0"),
-        (lambda: correlated([[1.0, 2.0], [2.0, 1.0]]), "a variance of the inputs is -1"),
-        (lambda: Inputs((1.0, float("nan"))), "a variance of the inputs is nan"),
-        (lambda: Inputs((1.0, 1e300)), r"a variance of the inputs is 1e\+300"),
-        (lambda: correlated([[1.0, 0.5], [0.5]]), "the covariance is no table of numbers"),
-        (lambda: correlated([[1.0, 0.5]]), r"shape \(1, 2\)"),
-        (lambda: correlated([[1.0, 0.5], [0.0, 1.0]]), "symmetric"),
-        (lambda: World(uniform(3), 1, 10, 0.1, 1.0), "devices is 1; at least 2"),
-        (lambda: World(uniform(3), 2, 4, 0.1, 1.0), r"n is 4; from d \+ 2 = 5"),
-        (lambda: trials(paper(0.1, 1.5), repeats=1), "repeats is 1"),
-        (lambda: trials(paper(0.1, 1.5), seed=-1), "seed is -1"),
-        (lambda: trials(World(uniform(100), 1000, 10_000, 0.1, 1.0)), "a trial would draw"),
+        (lambda: uniform_inputs(0), "d is 0"),
+        (lambda: normal_inputs(-2), "d is -2"),
+        (lambda: InputDistribution(()), "at least one number"),
+        (lambda: InputDistribution((1.0, 0.0)), "a variance of the inputs is 0"),
+        (lambda: correlated_inputs([[1.0, 2.0], [2.0, 1.0]]), "a variance of the inputs is -1"),
+        (lambda: InputDistribution((1.0, float("nan"))), "a variance of the inputs is nan"),
+        (lambda: InputDistribution((1.0, 1e300)), r"a variance of the inputs is 1e\+300"),
+        (lambda: correlated_inputs([[1.0, 0.5], [0.5]]), "the covariance is no table of numbers"),
+        (lambda: correlated_inputs([[1.0, 0.5]]), r"shape \(1, 2\)"),
+        (lambda: correlated_inputs([[1.0, 0.5], [0.0, 1.0]]), "symmetric"),
+        (lambda: LinearProblem(uniform_inputs(3), 1, 10, 0.1, 1.0), "devices is 1; at least 2"),
+        (lambda: LinearProblem(uniform_inputs(3), 2, 4, 0.1, 1.0), r"n is 4; from d \+ 2 = 5"),
+        (lambda: run_trials(paper(0.1, 1.5), repeats=1), "repeats is 1"),
+        (lambda: run_trials(paper(0.1, 1.5), seed=-1), "seed is -1"),
+        (lambda: run_trials(LinearProblem(uniform_inputs(100), 1000, 10_000, 0.1, 1.0)), "a trial would draw"),
     ],
 )
 def test_a_world_that_cannot_be_is_refused(make, words):
@@ -395,7 +395,7 @@ def test_the_command_draws_its_curve(kind, repeats, tmp_path, capsys):
 def test_the_papers_figures_have_six_panels_with_both_readings_of_the_noise(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, half, **about: (drawn.append(figure), half.touch()))
-    monkeypatch.setattr("glocal.report.theory.trials", lambda world, **about: trials(World(*small(world)), repeats=3))
+    monkeypatch.setattr("glocal.report.theory.run_trials", lambda problem, **about: run_trials(LinearProblem(*small(problem)), repeats=3))
     draw_theory(tmp_path / "theory.png")
     panels = drawn[0].axes
     assert [axes.get_title(loc="left") for axes in panels] == [
@@ -408,13 +408,13 @@ def test_the_papers_figures_have_six_panels_with_both_readings_of_the_noise(tmp_
         assert sum("FillBetween" in type(part).__name__ for part in axes.collections) == 2
 
 
-def small(world):
-    return uniform(3), 4, 20, world.rho, world.sigma
+def small(problem):
+    return uniform_inputs(3), 4, 20, problem.rho, problem.sigma
 
 
 def test_the_same_trials_give_the_same_picture(tmp_path):
-    world = World(uniform(3), devices=4, n=20, rho=0.1, sigma=1.0)
-    one, other = (draw_mixture(Tried(world, trials(world, repeats=3)), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    problem = LinearProblem(uniform_inputs(3), devices=4, n=20, rho=0.1, sigma=1.0)
+    one, other = (draw_mixture(TheoryResult(problem, run_trials(problem, repeats=3)), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
     assert one == other
 
 

@@ -17,10 +17,10 @@ from torch import nn
 from glocal import datasets
 from glocal.cli import main
 from glocal.core.errors import InputError
-from glocal.datasets.features import described, standardised
-from glocal.datasets.pictures import Pictures, in_place
-from glocal.datasets.vqa import read_asked, read_vqa
-from glocal.evaluate import agreeing
+from glocal.datasets.features import extract_features, standardize
+from glocal.datasets.pictures import ImageTable, find_images
+from glocal.datasets.vqa import read_questions, read_vqa
+from glocal.evaluate import vqa_accuracy
 from tests import shapes
 
 
@@ -54,7 +54,7 @@ def test_words_and_answers_come_from_training_questions_alone(world):
     assert test.x[0, 1:].tolist()[:3] == [questions.words.index("is"), questions.words.index("it"), 1]
     assert longest == 4  # a longer question is cut
     assert test.group.tolist() == [[-1] * 10]  # nobody can get it right, and it still counts
-    assert not agreeing(torch.arange(len(questions.answers)), test.y, test.group.expand(len(questions.answers), 10)).any()
+    assert not vqa_accuracy(torch.arange(len(questions.answers)), test.y, test.group.expand(len(questions.answers), 10)).any()
 
 
 def test_a_rare_answer_gives_way_to_what_some_people_said_or_is_left_out_of_training(world):
@@ -66,7 +66,7 @@ def test_a_rare_answer_gives_way_to_what_some_people_said_or_is_left_out_of_trai
     table["annotations"][-1]["answers"][0]["answer"] = "red"
     paths[1].write_text(json.dumps(table))
     train, _, questions = read_vqa(*world, answers=3, size=16)
-    assert questions.without_answer == 1
+    assert questions.dropped_without_answer == 1
     assert questions.answers[train.y[-1]] == "red"
     assert len(train.y) == 31
 
@@ -74,7 +74,7 @@ def test_a_rare_answer_gives_way_to_what_some_people_said_or_is_left_out_of_trai
 @pytest.mark.parametrize(("votes", "worth"), [(0, 0.0), (1, 1 / 3), (2, 2 / 3), (3, 1.0), (10, 1.0)])
 def test_an_answer_counts_as_much_as_people_agree(votes, worth):
     people = torch.tensor([[5] * votes + [6] * (10 - votes)])
-    assert agreeing(torch.tensor([5]), torch.tensor([6]), people).item() == pytest.approx(worth)
+    assert vqa_accuracy(torch.tensor([5]), torch.tensor([6]), people).item() == pytest.approx(worth)
 
 
 def test_gzipped_files_and_folders_of_pictures_are_read_alike(world, tmp_path):
@@ -90,7 +90,7 @@ def test_gzipped_files_and_folders_of_pictures_are_read_alike(world, tmp_path):
 
 def test_pictures_are_decoded_once_and_mapped_from_then_on(world, monkeypatch):
     first = read_vqa(*world, size=16)[2].pictures
-    monkeypatch.setattr("glocal.datasets.pictures._fill", None)
+    monkeypatch.setattr("glocal.datasets.pictures._decode_into", None)
     assert torch.equal(read_vqa(*world, size=16)[2].pictures.table, first.table)
 
 
@@ -151,9 +151,9 @@ def test_questions_without_a_picture_are_left_out_counted_and_told(world, tmp_pa
             kept.writestr(name, archive.read(name))
     train, test, questions = read_vqa(*world[:2], fewer, size=16)
     assert caplog.messages == [
-        f"questions left out: {questions.without_picture} whose picture is not there, 0 for training with none of the answers"
+        f"questions left out: {questions.dropped_without_image} whose picture is not there, 0 for training with none of the answers"
     ]
-    assert questions.without_picture == 600 - len(train.y) - len(test.y) > 0
+    assert questions.dropped_without_image == 600 - len(train.y) - len(test.y) > 0
     assert int(train.x[:, 0].max()) == len(questions.pictures) - 1 == 11
 
 
@@ -248,14 +248,14 @@ def test_only_pictures_count_as_pictures(tmp_path):
             f"{10**18}.jpg",
         ):
             archive.writestr(name, b"")
-    assert in_place(tmp_path / "images.zip") == {1: "all/train_1.jpg"}
+    assert find_images(tmp_path / "images.zip") == {1: "all/train_1.jpg"}
 
 
 def test_two_pictures_of_one_id_are_refused(tmp_path):
     for name in ("COCO_train2014_000000000009.jpg", "9.png"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(InputError, match=r"two pictures of id 9, .*; take one of them away"):
-        in_place(tmp_path)
+        find_images(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -264,7 +264,7 @@ def test_one_name_twice_in_a_zip_is_refused(tmp_path):
         for _ in range(2):
             archive.writestr("5.png", b"")
     with pytest.raises(InputError, match=r"two pictures of id 5, 5.png and 5.png"):
-        in_place(tmp_path / "images.zip")
+        find_images(tmp_path / "images.zip")
 
 
 def later_version(path):
@@ -280,7 +280,7 @@ def later_version(path):
 def test_a_zip_of_something_else_is_refused(tmp_path, content):
     (tmp_path / "images.zip").write_bytes(content(tmp_path / "images.zip"))
     with pytest.raises(InputError, match="no folder or zip of pictures"):
-        in_place(tmp_path / "images.zip")
+        find_images(tmp_path / "images.zip")
 
 
 @pytest.mark.parametrize(
@@ -315,21 +315,21 @@ def test_files_that_are_something_else_are_refused_with_the_reason(world, change
     for path, table in zip(paths, tables, strict=True):
         path.write_text(json.dumps(table))
     with pytest.raises(InputError, match=message):
-        read_asked(*paths)
+        read_questions(*paths)
 
 
 def test_a_file_that_is_not_there_or_still_packed_is_named(world):
     questions, annotations = world[0][0]
     with pytest.raises(InputError, match=r"absent.json cannot be read \(No such file or directory\)"):
-        read_asked(questions.with_name("absent.json"), annotations)
+        read_questions(questions.with_name("absent.json"), annotations)
     with pytest.raises(InputError, match=r"images.zip is a zip; unpack it, and give the JSON in it"):
-        read_asked(world[2], annotations)
+        read_questions(world[2], annotations)
 
 
 def test_files_that_name_no_version_are_read(world):
     table = json.loads(world[0][0][0].read_text())
     world[0][0][0].write_text(json.dumps({**table, "info": "ours"}))
-    assert len(read_asked(*world[0][0])) == 480
+    assert len(read_questions(*world[0][0])) == 480
 
 
 @pytest.mark.parametrize(
@@ -389,12 +389,12 @@ def test_words_may_be_of_any_script_and_an_endless_question_is_cut(world):
 def test_bytes_that_are_no_json_are_refused(world, content):
     world[0][0][0].write_bytes(content)
     with pytest.raises(InputError, match=r"no JSON of VQA|no list of questions"):
-        read_asked(*world[0][0])
+        read_questions(*world[0][0])
 
 
 def test_a_table_of_pictures_is_not_copied_and_a_number_below_zero_is_no_picture():
     table = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
-    pictures = Pictures(table)
+    pictures = ImageTable(table)
     seen = pictures(torch.tensor([1, -1]))
     assert not seen[1].any()
     assert seen[0, 0, 0, 0] == pytest.approx((48 / 255 - 0.485) / 0.229, abs=1e-6)
@@ -402,8 +402,8 @@ def test_a_table_of_pictures_is_not_copied_and_a_number_below_zero_is_no_picture
 
 
 def test_features_of_a_single_picture_are_numbers():
-    assert standardised(np.ones((1, 3), np.float32)).table.tolist() == [[0, 0, 0]]
-    two = standardised(np.array([[1], [3]], np.float32)).table.flatten().tolist()
+    assert standardize(np.ones((1, 3), np.float32)).table.tolist() == [[0, 0, 0]]
+    two = standardize(np.array([[1], [3]], np.float32)).table.flatten().tolist()
     assert two == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
@@ -421,7 +421,7 @@ class Scaled(nn.Module):
 
 
 def some_pictures(seed=0):
-    return Pictures(np.random.default_rng(seed).integers(0, 256, (40, 3, 4, 4), dtype=np.uint8))
+    return ImageTable(np.random.default_rng(seed).integers(0, 256, (40, 3, 4, 4), dtype=np.uint8))
 
 
 @pytest.fixture
@@ -430,7 +430,7 @@ def on_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "own"))
 
     def seen(network, pictures=None, report=lambda *_: None):
-        table = described(pictures or some_pictures(), network, torch.device("cpu"), report=report).table
+        table = extract_features(pictures or some_pictures(), network, torch.device("cpu"), report=report).table
         return table, network.shown
 
     return seen
@@ -541,7 +541,7 @@ def test_an_encoder_may_keep_more_than_tensors_and_return_nothing_when_it_is_set
 def test_a_feature_that_is_the_same_everywhere_is_zero_and_a_tiny_one_is_not():
     same = np.full((1000, 1), 1000.1, np.float32)
     tiny = np.random.default_rng(0).normal(size=(1000, 1)).astype(np.float32) * 1e-9
-    table = standardised(np.concatenate([same, tiny], 1)).table
+    table = standardize(np.concatenate([same, tiny], 1)).table
     assert not table[:, 0].any()
     assert table[:, 1].std() == pytest.approx(1, abs=1e-4)
 
@@ -557,18 +557,18 @@ def test_a_feature_that_is_the_same_everywhere_is_zero_and_a_tiny_one_is_not():
 )
 def test_a_table_of_something_else_is_refused(table, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        Pictures(table)
+        ImageTable(table)
 
 
 def test_a_table_in_another_order_of_memory_is_seen_alike(on_cpu):
     table = some_pictures().table.numpy()
     turned = np.ascontiguousarray(table.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
-    assert torch.equal(on_cpu(Scaled())[0], on_cpu(Scaled(), Pictures(turned))[0])
+    assert torch.equal(on_cpu(Scaled())[0], on_cpu(Scaled(), ImageTable(turned))[0])
 
 
 def test_how_far_decoding_has_come_is_told_where_it_takes_long(world, monkeypatch, caplog):
     caplog.set_level("INFO", "glocal")
-    monkeypatch.setattr("glocal.datasets.pictures._TOLD_EVERY", 10)
+    monkeypatch.setattr("glocal.datasets.pictures._LOG_EVERY", 10)
     read_vqa(*world, size=12)
     assert caplog.messages == [f"decoding 24 pictures, once: {done} are done" for done in (0, 10, 20)]
 
@@ -583,7 +583,7 @@ def test_questions_of_one_beginning_stay_together_in_training_and_test():
     generator = np.random.default_rng(0)
     kinds = generator.integers(0, 12, 600), generator.integers(0, 14, 200)
     labels = [np.zeros(len(part), dtype=np.int64) for part in kinds]
-    train, test = datasets.kind_shards(6, *kinds)(*labels, generator)
+    train, test = datasets.question_type_shards(6, *kinds)(*labels, generator)
     assert {len(rows) for rows in train} == {100}
     assert sorted(np.concatenate(train)) == [*range(600)]
     assert sorted(np.concatenate(test)) == [*range(200)]
@@ -617,13 +617,13 @@ def test_the_real_questions_are_as_hard_as_known():
     dataset = datasets.load("vqav2")
     questions, people = dataset.questions, dataset.test.group
     assert len(dataset.test.y) == 6585
-    assert len(dataset.train.y) + questions.without_answer == 26598
+    assert len(dataset.train.y) + questions.dropped_without_answer == 26598
     no = torch.full((len(people),), questions.answers.index("no"))
-    assert agreeing(no, dataset.test.y, people).mean().item() == pytest.approx(0.223, abs=5e-4)
-    commonest = np.full(max(part.max() for part in questions.kinds) + 1, int(dataset.train.y.mode().values))
-    for kind in np.unique(questions.kinds[0]):
-        commonest[kind] = np.bincount(dataset.train.y.numpy()[questions.kinds[0] == kind]).argmax()
-    guesses = torch.from_numpy(commonest[questions.kinds[1]])
-    assert agreeing(guesses, dataset.test.y, people).mean().item() == pytest.approx(0.361, abs=5e-4)
-    best = torch.stack([agreeing(people[:, place], dataset.test.y, people) * (people[:, place] >= 0) for place in range(10)])
+    assert vqa_accuracy(no, dataset.test.y, people).mean().item() == pytest.approx(0.223, abs=5e-4)
+    commonest = np.full(max(part.max() for part in questions.question_types) + 1, int(dataset.train.y.mode().values))
+    for kind in np.unique(questions.question_types[0]):
+        commonest[kind] = np.bincount(dataset.train.y.numpy()[questions.question_types[0] == kind]).argmax()
+    guesses = torch.from_numpy(commonest[questions.question_types[1]])
+    assert vqa_accuracy(guesses, dataset.test.y, people).mean().item() == pytest.approx(0.361, abs=5e-4)
+    best = torch.stack([vqa_accuracy(people[:, place], dataset.test.y, people) * (people[:, place] >= 0) for place in range(10)])
     assert best.amax(0).mean().item() == pytest.approx(0.904, abs=5e-4)

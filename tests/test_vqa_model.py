@@ -13,15 +13,15 @@ from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of, predictor
 from glocal.core.optimizers import sgd
-from glocal.core.sampling import Plan, visited_rows
+from glocal.core.sampling import Plan, client_batches
 from glocal.core.split import Split
-from glocal.core.store import PrivateRows
+from glocal.core.store import PrivateStates
 from glocal.core.training import cross_entropy
-from glocal.datasets.features import described
+from glocal.datasets.features import extract_features
 from glocal.datasets.federated import from_tensors
-from glocal.datasets.pictures import Pictures
-from glocal.engines.tasks import Task, alone
-from glocal.evaluate import Evaluation, agreeing, local_test
+from glocal.datasets.pictures import ImageTable
+from glocal.engines.tasks import ClientTask, run_one
+from glocal.evaluate import Evaluator, local_test, vqa_accuracy
 from glocal.federate.rounds import simulate
 from glocal.studies.vqa_model import SHARED, Block, Lstm, ResNet, Sizes, Trunk, load_weights, vqa_net
 from glocal.wire import Ledger
@@ -31,7 +31,7 @@ TINY = {"sizes": Sizes(6, 5, 8, 7), "words": 9, "answers": 4}
 
 
 def random_pictures(number=6, size=32):
-    return Pictures(np.random.default_rng(0).integers(0, 255, (number, 3, size, size), dtype=np.uint8))
+    return ImageTable(np.random.default_rng(0).integers(0, 255, (number, 3, size, size), dtype=np.uint8))
 
 
 def tiny(seed=0, **changes):
@@ -43,22 +43,22 @@ def tiny(seed=0, **changes):
 def full():
     """On no device: only shapes are asked for."""
     with torch.device("meta"):
-        model = vqa_net(Pictures(np.zeros((1, 3, 128, 128), np.uint8)), words=PAPER_WORDS)
+        model = vqa_net(ImageTable(np.zeros((1, 3, 128, 128), np.uint8)), words=PAPER_WORDS)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}, Split.of(model, shared=SHARED)
 
 
 def test_the_network_has_as_many_parameters_as_the_paper_says(full):
     """5149200 / 54042572 = 9.53 %, appendix C.3; layer by layer as the counts resolve."""
     params, split = full
-    assert trees.count(params) == 54_042_572
+    assert trees.numel(params) == 54_042_572
     shared = split.take_shared(params)
     layers = {}
     for name, tensor in shared.items():
         layers[name.rpartition(".")[0]] = layers.get(name.rpartition(".")[0], 0) + tensor.numel()
     assert layers == {"image.fc": 1_025_024, "question.fc": 2_098_176, "answer.fc1": 1_025_000, "answer.fc2": 1_001_000}
-    assert trees.count(shared) == 5_149_200
+    assert trees.numel(shared) == 5_149_200
     resnet = {name: tensor for name, tensor in params.items() if name.startswith("image.resnet.")}
-    assert trees.count(resnet) == 11_689_512 + 9_620  # torchvision's ResNet-18, and its batch norms' buffers
+    assert trees.numel(resnet) == 11_689_512 + 9_620  # torchvision's ResNet-18, and its batch norms' buffers
 
 
 def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
@@ -69,7 +69,7 @@ def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
     def after(ledger, tree, rounds):
         uploads = {name: tensor.expand(5, *tensor.shape) for name, tensor in tree.items()}
         for _ in range(rounds):
-            ledger = ledger.after_round(tree, uploads, cohort=5, devices=50)
+            ledger = ledger.add_round(tree, uploads, num_sampled=5, num_clients=50)
         return ledger
 
     alone = after(Ledger(), params, 47)
@@ -108,14 +108,14 @@ def rows_and_answers(devices=4, count=12):
 
 
 def after_rounds(algorithm, model, fed, engine="looped", rounds=2):
-    return list(simulate(algorithm, params_of(model), fed.train, Plan(rounds, 2, batch=5), engine=engine))[-1]
+    return list(simulate(algorithm, params_of(model), fed.train, Plan(rounds, 2, batch_size=5), engine=engine))[-1]
 
 
 @pytest.mark.parametrize("encoder", ["trained", "frozen"])
 def test_all_devices_in_one_batch_train_as_one_after_the_other(encoder):
     model, fed = tiny(dropout=0.2), rows_and_answers()
     if encoder == "frozen":
-        features = described(model.image.pictures, Trunk(model.image.resnet), torch.device("cpu"))
+        features = extract_features(model.image.pictures, Trunk(model.image.resnet), torch.device("cpu"))
         model = vqa_net(features, **TINY)
     algorithm = lg_fedavg(cross_entropy(model), sgd(0.05, momentum=0.9), split=Split.of(model, shared=SHARED))
     (one, _), (other, _) = (after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped"))
@@ -125,7 +125,7 @@ def test_all_devices_in_one_batch_train_as_one_after_the_other(encoder):
         for name, tensor in row.items():
             assert torch.allclose(tensor, other.private.trained[device][name], atol=2e-4), name
     scores = [
-        local_test(Evaluation(algorithm, predictor(model), engine=engine, credit=agreeing), one, fed.test)
+        local_test(Evaluator(algorithm, predictor(model), engine=engine, metric=vqa_accuracy), one, fed.test)
         for engine in ("looped", "vmapped")
     ]
     assert np.allclose(*scores)
@@ -144,7 +144,7 @@ def test_statistics_of_batch_norm_go_where_the_split_says():
     encoders = Split.of(model, shared=SHARED)
     kept, report = after_rounds(lg_fedavg(objective, rule, split=encoders), model, fed)
     assert not norms(kept.shared)
-    trained = [kept.private.trained[device] for device in report.cohort]
+    trained = [kept.private.trained[device] for device in report.clients_per_round]
     assert not torch.equal(trained[0]["image.resnet.bn1.running_mean"], trained[1]["image.resnet.bn1.running_mean"])
     norms_alone = Split.of(model, local=["*.bn[12]*", "image.resnet.bn1", "image.resnet.layer*.downsample.1"])
     bn_only, _ = after_rounds(lg_fedavg(objective, rule, split=norms_alone), model, fed)
@@ -158,11 +158,11 @@ def test_statistics_are_averaged_by_examples_and_do_not_leak_from_device_to_devi
     algorithm = fedavg(cross_entropy(model), sgd(0.0001))
     state, report = after_rounds(algorithm, model, fed, rounds=1)
     name, means = "image.resnet.bn1.running_mean", []
-    for device in report.cohort.tolist():
-        order = visited_rows(Plan(1, 2, batch=5), fed.train.rows[device], 0, device)
-        task = Task(*algorithm.init(params_of(model)), order)
-        means.append(alone(algorithm.client_update, task, fed.train.examples, 0).upload[name])
-    sizes = torch.from_numpy(fed.train.sizes[report.cohort]).float()
+    for device in report.clients_per_round.tolist():
+        order = client_batches(Plan(1, 2, batch_size=5), fed.train.rows[device], 0, device)
+        task = ClientTask(*algorithm.init(params_of(model)), order)
+        means.append(run_one(algorithm.client_update, task, fed.train.examples, 0).upload[name])
+    sizes = torch.from_numpy(fed.train.sizes[report.clients_per_round]).float()
     expected = (torch.stack(means) * (sizes / sizes.sum())[:, None]).sum(0)
     assert torch.allclose(state.shared[name], expected, atol=1e-6)
 
@@ -170,7 +170,7 @@ def test_statistics_are_averaged_by_examples_and_do_not_leak_from_device_to_devi
 def test_encoders_beyond_what_there_is_room_for_wait_elsewhere_and_those_never_asked_cost_nothing():
     model = tiny()
     local = Split.of(model, shared=SHARED).take_local(params_of(model))
-    rows = PrivateRows(local, {}, room=2)
+    rows = PrivateStates(local, {}, max_gpu_rows=2)
     for device in range(6):
         rows = rows.put([device], [trees.add(local, {name: torch.ones_like(tensor) for name, tensor in local.items()})])
     assert len(rows.trained) == 6

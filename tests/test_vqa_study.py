@@ -21,27 +21,27 @@ from glocal.datasets import Dataset
 from glocal.datasets.vqa import read_vqa
 from glocal.federate.fitting import Options, fit
 from glocal.federate.kinds import Kind, fit_kinds
-from glocal.personalize.advisor import Counsel
-from glocal.personalize.onboarding import Host, borrowed_accuracy
+from glocal.personalize.advisor import AdvisorConfig
+from glocal.personalize.onboarding import TrainedFederation, new_client_ensemble_accuracy
 from glocal.report import draw_study, study_markdown, write_study_report
 from glocal.report.comparison import tables_of
 from glocal.report.goals import draw_goal, goal_cells, ways_to_goal
 from glocal.studies import run_study
-from glocal.studies.build import build_parts
+from glocal.studies.build import build_components
 from glocal.studies.findings import Findings, read_findings, write_findings
-from glocal.studies.goals import goal_of, reached
+from glocal.studies.goals import goal_accuracy, goal_cost
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import prepare, run_parts
-from glocal.studies.saved import open_case
+from glocal.studies.parts import run_parts, write_study
+from glocal.studies.saved import open_experiment
 from glocal.studies.settings import (
-    CaseSettings,
     DataSettings,
+    ExperimentSettings,
     ModelSettings,
-    OptimiserSettings,
+    OptimizerSettings,
     PlanSettings,
     Settings,
     SplitSettings,
-    changed,
+    with_overrides,
 )
 from glocal.studies.vqa_model import ResNet
 from tests import shapes
@@ -52,7 +52,7 @@ SMALL = (
     "model.hidden=[8, 8, 24, 16]",
     "model.widths=[8, 8, 8, 8]",
     "model.dropout=0.0",
-    "plan.cohort=3",
+    "plan.clients_per_round=3",
     "plan.batch=20",
     "plan.seeds=1",
     "run.device=cpu",
@@ -74,9 +74,9 @@ def own_folders(tmp_path, monkeypatch):
 
 def small(part, *changes):
     settings = PAPER["paper-vqa"].parts[part].settings
-    return changed(
+    return with_overrides(
         settings,
-        [change for change in SMALL if not change.startswith("cases.Maj") or "Majority answer" in settings.cases] + [*changes],
+        [change for change in SMALL if not change.startswith("cases.Maj") or "Majority answer" in settings.experiments] + [*changes],
     )
 
 
@@ -90,7 +90,7 @@ QUICK = ("optimiser.name=adam", "optimiser.rate=0.01", "optimiser.decay=0.0", "r
 @pytest.mark.slow
 def test_fedavg_and_lg_learn_what_a_question_alone_cannot_tell(tmp_path):
     """With the ResNet frozen as it was drawn: colours are seen through it."""
-    rounds = ("cases.FedAvg.rounds=16", "cases.LG.rounds=4", "cases.LG.after_round=12", "cases.Local only.cohort=3")
+    rounds = ("cases.FedAvg.rounds=16", "cases.LG.rounds=4", "cases.LG.after_round=12", "cases.Local only.clients_per_round=3")
     changes = (*QUICK, *rounds, "model.encoder=frozen", "model.widths=[16, 16, 16, 16]")
     seen = scores(small("paper", *changes), tmp_path / "seen")
     blind = scores(small("paper", *changes, "data.pictures=none"), tmp_path / "blind")
@@ -104,7 +104,7 @@ def test_fedavg_and_lg_learn_what_a_question_alone_cannot_tell(tmp_path):
 
 @pytest.mark.parametrize("pictures", ["own", "shuffled", "none"])
 def test_controls_change_pictures_and_nothing_else(pictures):
-    own, other = (build_parts(small("paper", f"data.pictures={which}"), print) for which in ("own", pictures))
+    own, other = (build_components(small("paper", f"data.pictures={which}"), print) for which in ("own", pictures))
     one, two = (parts.federations[0].train.examples for parts in (own, other))
     assert one.x[:, 1:].equal(two.x[:, 1:])
     assert one.y.equal(two.y)
@@ -113,7 +113,7 @@ def test_controls_change_pictures_and_nothing_else(pictures):
 
 
 def test_a_frozen_encoder_sees_every_picture_once_and_is_no_part_of_the_model():
-    parts = build_parts(small("longer", "model.encoder=frozen"), print)
+    parts = build_components(small("longer", "model.encoder=frozen"), print)
     assert parts.model.image.pictures.shape == (8,)
     assert not any("conv" in name for name in parts.params[0])
     assert "image.resnet.fc.weight" in parts.params[0]
@@ -147,7 +147,7 @@ def seen(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     settings = small("longer", "model.encoder=own_encoders:Means")
     settings = replace(settings, model=replace(settings.model, widths=None))
-    return lambda *changes: build_parts(changed(settings, changes), print)
+    return lambda *changes: build_components(with_overrides(settings, changes), print)
 
 
 def test_a_frozen_network_of_ones_own_is_the_encoder(seen):
@@ -198,7 +198,7 @@ def test_an_encoder_of_ones_own_that_does_not_fit_is_refused(seen, change, messa
 )
 def test_settings_that_do_not_fit_are_refused(change, message):
     with pytest.raises(InputError, match=message):
-        build_parts(small("paper", change), print)
+        build_components(small("paper", change), print)
 
 
 def without_people(own):
@@ -231,10 +231,10 @@ def beyond(column, number):
             r"of 120 test questions people's answers are \(120, 0\)",
         ),
         (lambda own: own._replace(questions="none"), "the questions are a str"),
-        (lambda own: own._replace(questions=replace(own.questions, kinds=None)), "the questions' kinds are None"),
-        (lambda own: own._replace(questions=replace(own.questions, kinds=([0, 1], [1]))), "two NumPy arrays"),
+        (lambda own: own._replace(questions=replace(own.questions, question_types=None)), "the questions' kinds are None"),
+        (lambda own: own._replace(questions=replace(own.questions, question_types=([0, 1], [1]))), "two NumPy arrays"),
         (
-            lambda own: own._replace(questions=replace(own.questions, kinds=tuple(-each for each in own.questions.kinds))),
+            lambda own: own._replace(questions=replace(own.questions, question_types=tuple(-each for each in own.questions.question_types))),
             "two NumPy arrays of whole numbers from 0 on were expected",
         ),
         (
@@ -247,21 +247,21 @@ def test_questions_of_ones_own_that_refer_to_nothing_are_refused(monkeypatch, ch
     own = shapes.dataset()
     monkeypatch.setattr(shapes, "dataset", lambda: change(own))
     with pytest.raises(InputError, match=message):
-        build_parts(small("paper"), print)
+        build_components(small("paper"), print)
 
 
 @pytest.mark.parametrize(
     "change", ["data.pictures=none", "model.encoder=frozen", "model.weights=official", "model.widths=[4,4,4,4]"]
 )
 def test_what_only_questions_read_is_refused_with_other_data(change):
-    settings = Settings(data=DataSettings(source="digits", partition="iid"), cases={"FedAvg": CaseSettings("fedavg")})
+    settings = Settings(data=DataSettings(source="digits", partition="iid"), experiments={"FedAvg": ExperimentSettings("fedavg")})
     with pytest.raises(InputError, match=f"{change.partition('=')[0]} is .*digits has no questions about pictures; leave it out"):
-        build_parts(changed(settings, [change]), print)
+        build_components(with_overrides(settings, [change]), print)
 
 
 def test_the_network_for_questions_refuses_other_data():
     with pytest.raises(InputError, match="vqa answers questions about pictures"):
-        build_parts(small("paper", "data.source=digits", "data.partition=iid"), print)
+        build_components(small("paper", "data.source=digits", "data.partition=iid"), print)
 
 
 def nobody_agrees(train, test, pictures):
@@ -274,28 +274,28 @@ def nobody_agrees(train, test, pictures):
 def test_a_question_that_nobody_can_answer_counts_as_wrong_wherever_models_are_tested(tmp_path, monkeypatch):
     train, test, questions = nobody_agrees(*shapes.write_world(tmp_path))
     monkeypatch.setattr(shapes, "dataset", lambda: Dataset(train, test, len(questions.answers), questions))
-    cases = ("cases.FedAvg.rounds=2", "cases.LG.rounds=1", "cases.LG.after_round=1", "cases.Local only.cohort=3")
+    cases = ("cases.FedAvg.rounds=2", "cases.LG.rounds=1", "cases.LG.after_round=1", "cases.Local only.clients_per_round=3")
     settings = small("paper", *cases, "run.keep=everything")
-    settings = replace(settings, cases={name: settings.cases[name] for name in ("FedAvg", "LG")})
+    settings = replace(settings, experiments={name: settings.experiments[name] for name in ("FedAvg", "LG")})
     assert set(scores(settings, tmp_path / "run").values()) == {0}
-    grouped = changed(settings, ["groups.All.devices=3", "run.select=last"])
+    grouped = with_overrides(settings, ["groups.All.devices=3", "run.select=last"])
     assert set(scores(grouped, tmp_path / "groups").values()) == {0}
-    host = open_case(tmp_path / "run").host
-    assert borrowed_accuracy(host, [0, 1], test) == 0
-    parts = build_parts(settings, print)
-    fed, plan = parts.federations[0], Plan(1, 3, batch=20)
+    trained_federation = open_experiment(tmp_path / "run").trained_federation
+    assert new_client_ensemble_accuracy(trained_federation, [0, 1], test) == 0
+    parts = build_components(settings, print)
+    fed, plan = parts.federations[0], Plan(1, 3, batch_size=20)
     algorithm = fedavg(parts.objective, glocal.sgd(0.01))
     options = Options(device="cpu", engine="looped")
     by_label = fit(algorithm, parts.model, fed, plan, options=options)
-    by_people = fit(algorithm, parts.model, fed, plan, options=options, credit=parts.credit)
+    by_people = fit(algorithm, parts.model, fed, plan, options=options, metric=parts.metric)
     assert by_label.local_test > 0, "else labels would do"
-    assert by_people.local_test == borrowed_accuracy(Host.of(by_people), [0], test) == 0
+    assert by_people.local_test == new_client_ensemble_accuracy(TrainedFederation.of(by_people), [0], test) == 0
     asked = Mock(side_effect=InputError("enough"))
     monkeypatch.setattr("glocal.cli.advise.advise", asked)
     with pytest.raises(InputError, match="enough"):
-        show_advice(settings, Counsel(), rounds=1, out=None, command="")
-    assert asked.call_args.kwargs["credit"] is parts.credit
-    kinds = fit_kinds([Kind("one", algorithm, parts.model, fed, credit=parts.credit)], plan, options=options)
+        show_advice(settings, AdvisorConfig(), rounds=1, out=None, command="")
+    assert asked.call_args.kwargs["metric"] is parts.metric
+    kinds = fit_kinds([Kind("one", algorithm, parts.model, fed, metric=parts.metric)], plan, options=options)
     assert kinds["one"].local_test == 0
 
 
@@ -318,7 +318,7 @@ def test_a_run_does_not_go_on_with_other_pictures_answers_or_weights(tmp_path, m
     monkeypatch.setattr(shapes, "write_world", lambda folder: world)
     rounds = ["cases.FedAvg.rounds=1", f"model.encoder={encoder}", f"model.weights={tmp_path / 'w.pth'}"]
     settings = small("paper", *rounds)
-    settings = replace(settings, cases={"FedAvg": settings.cases["FedAvg"]}, run=replace(settings.run, keep="everything"))
+    settings = replace(settings, experiments={"FedAvg": settings.experiments["FedAvg"]}, run=replace(settings.run, save="everything"))
     list(run_study(settings, tmp_path / "run"))
     if other == "pictures":
         recoloured(tmp_path)
@@ -327,7 +327,7 @@ def test_a_run_does_not_go_on_with_other_pictures_answers_or_weights(tmp_path, m
         shapes.write_pair(world[1][0], told)
     elif other == "weights":
         torch.save(ResNet((8, 8, 8, 8)).state_dict(), tmp_path / "w.pth")
-    longer = changed(settings, ["cases.FedAvg.rounds=2"])
+    longer = with_overrides(settings, ["cases.FedAvg.rounds=2"])
     if what is None:
         assert len(list(run_study(longer, tmp_path / "run"))) == 2
         return
@@ -337,15 +337,15 @@ def test_a_run_does_not_go_on_with_other_pictures_answers_or_weights(tmp_path, m
 
 def test_findings_tell_how_soon_the_goal_is_reached(tmp_path):
     study, folder = PAPER["paper-vqa"], tmp_path / "run"
-    changes = [*SMALL, *QUICK, "cases.FedAvg.rounds=6", "cases.LG.rounds=2", "cases.LG.after_round=4", "cases.Local only.cohort=3"]
-    parts = prepare(study, folder, patterns=("paper",), changes=changes)
+    changes = [*SMALL, *QUICK, "cases.FedAvg.rounds=6", "cases.LG.rounds=2", "cases.LG.after_round=4", "cases.Local only.clients_per_round=3"]
+    parts = write_study(study, folder, patterns=("paper",), changes=changes)
     assert list(run_parts(parts, folder))
     found = read_findings(folder)
     write_findings(found, tmp_path / "vqa.json")
     found = read_findings(tmp_path / "vqa.json")
-    course = found.case("paper", "LG")["course"]
+    course = found.experiment("paper", "LG")["course"]
     assert [row["round"] for row in course] == [2, 4, 6]
-    assert course[:2] == found.case("paper", "FedAvg")["course"][:2]
+    assert course[:2] == found.experiment("paper", "FedAvg")["course"][:2]
     ways = {way.row: way for way in ways_to_goal(found, "paper")}
     assert ways["FedAvg"].share == 1.0
     text = study_markdown(found)
@@ -377,9 +377,9 @@ def test_a_goal_is_the_best_of_the_mean_over_seeds():
         for seed, scores in enumerate(([0.30, 0.4199, 0.41], [0.2, 0.44, 0.4193]))
         for number, score in enumerate(scores, start=1)
     ]
-    assert goal_of(rows) == 0.429
-    assert reached(rows, 0.429) == (2, 20, 2)
-    assert reached(rows[:2], 0.43) is None
+    assert goal_accuracy(rows) == 0.429
+    assert goal_cost(rows, 0.429) == (2, 20, 2)
+    assert goal_cost(rows[:2], 0.43) is None
 
 
 def test_a_goal_is_reached_by_whoever_sets_it_also_where_its_mean_is_rounded_down():
@@ -387,8 +387,8 @@ def test_a_goal_is_reached_by_whoever_sets_it_also_where_its_mean_is_rounded_dow
         {"seed": seed, "round": 1, "validation": score, "parameters": 10, "bytes": 1}
         for seed, score in enumerate((0.370, 0.371, 0.381))
     ]
-    assert goal_of(rows) == 0.374
-    assert reached(rows, 0.374)
+    assert goal_accuracy(rows) == 0.374
+    assert goal_cost(rows, 0.374)
 
 
 def told_course(*seeds):
@@ -426,16 +426,16 @@ def test_each_protocol_has_a_table_of_its_own_and_the_last_one_that_the_paper_ha
 
 EASY = Settings(
     name="easy_vqa",
-    data=DataSettings(source="easy_vqa", partition="iid", devices=20, validation=0.02, keep_devices=4),
+    data=DataSettings(source="easy_vqa", partition="iid", devices=20, validation=0.02, keep_clients=4),
     model=ModelSettings("vqa", hidden=(32, 32, 128, 64), widths=(32, 32, 32, 32), encoder="frozen"),
     split=SplitSettings(shared=("image.fc", "question.fc", "answer")),
-    optimiser=OptimiserSettings("adam", rate=0.005),
-    plan=PlanSettings(cohort=4, batch=100),
+    optimizer=OptimizerSettings("adam", lr=0.005),
+    plan=PlanSettings(clients_per_round=4, batch_size=100),
     run=Options(device="cpu", engine="looped", tests="local", select="best", validate_every=2),
-    cases={
-        "Majority answer": CaseSettings("glocal.studies.majority:majority", rounds=1),
-        "FedAvg": CaseSettings("fedavg", rounds=36),
-        "LG": CaseSettings("lg_fedavg", rounds=4, after="FedAvg", after_round=32),
+    experiments={
+        "Majority answer": ExperimentSettings("glocal.studies.majority:majority", rounds=1),
+        "FedAvg": ExperimentSettings("fedavg", rounds=36),
+        "LG": ExperimentSettings("lg_fedavg", rounds=4, start_from="FedAvg", start_round=32),
     },
 )
 
@@ -445,5 +445,5 @@ EASY = Settings(
 def test_on_easy_vqa_pictures_are_worth_something_to_fedavg_and_lg(tmp_path):
     """Through a ResNet that is frozen as it was drawn; questions alone are worth 67 %."""
     seen = scores(EASY, tmp_path / "seen")
-    blind = scores(changed(EASY, ["data.pictures=none"]), tmp_path / "blind")
+    blind = scores(with_overrides(EASY, ["data.pictures=none"]), tmp_path / "blind")
     assert min(seen["FedAvg"], seen["LG"]) > max(blind.values()) + 0.03

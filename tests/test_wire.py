@@ -15,17 +15,17 @@ from glocal.wire import Ledger, Traffic, admit, pack, unpack
 def rounds(ledger, tree, count, *, devices, cohort):
     uploads = {name: tensor.expand(cohort, *tensor.shape) for name, tensor in tree.items()}
     for _ in range(count):
-        ledger = ledger.after_round(tree, uploads, cohort=cohort, devices=devices)
+        ledger = ledger.add_round(tree, uploads, num_sampled=cohort, num_clients=devices)
     return ledger
 
 
-def counted(model, split, fedavg_rounds, lg_rounds, *, devices=100, cohort=10):
+def counted(model, split, fedavg_rounds, lg_rounds, *, devices=100, clients_per_round=10):
     """FedAvg, then LG-FedAvg, then one sending of every model for the New Test."""
     params = params_of(model)
-    ledger = rounds(Ledger(), params, fedavg_rounds, devices=devices, cohort=cohort)
+    ledger = rounds(Ledger(), params, fedavg_rounds, devices=devices, clients_per_round=clients_per_round)
     if lg_rounds:
-        ledger = rounds(ledger, split.take_shared(params), lg_rounds, devices=devices, cohort=cohort)
-        ledger = ledger.after_ensemble(split.take_local(params), params, trained=devices, devices=devices)
+        ledger = rounds(ledger, split.take_shared(params), lg_rounds, devices=devices, clients_per_round=clients_per_round)
+        ledger = ledger.add_ensemble(split.take_local(params), params, num_trained=devices, num_clients=devices)
     return ledger
 
 
@@ -54,23 +54,23 @@ def test_the_papers_cifar_counts_come_out(fedavg, lg, published):
 def test_the_papers_vqa_counts_come_out(fedavg, lg, published):
     """Liang et al. 2020, table of VQA results (x 10^10): 50 devices, 5 of them a round, no ensemble."""
     whole, shared = {"all": torch.empty(54_042_572, device="meta")}, {"shared": torch.empty(5_149_200, device="meta")}
-    ledger = rounds(rounds(Ledger(), whole, fedavg, devices=50, cohort=5), shared, lg, devices=50, cohort=5)
+    ledger = rounds(rounds(Ledger(), whole, fedavg, devices=50, clients_per_round=5), shared, lg, devices=50, clients_per_round=5)
     assert f"{ledger.paper.parameters / 1e10:.2f}" == published
 
 
 def test_the_honest_count_is_of_those_who_take_part():
     tree = {"w": torch.zeros(10), "steps": torch.tensor(0)}
-    ledger = rounds(Ledger(), tree, 3, devices=100, cohort=4)
+    ledger = rounds(Ledger(), tree, 3, devices=100, clients_per_round=4)
     assert ledger.download == ledger.upload == Traffic(3 * 4 * 11, 3 * 4 * 48)
     assert ledger.paper == Traffic(3 * 104 * 11, 3 * 104 * 48)
-    ledger = ledger.after_evaluation(tree, 7).after_ensemble({"v": torch.zeros(5)}, tree, trained=6, devices=100)
+    ledger = ledger.add_evaluation(tree, 7).add_ensemble({"v": torch.zeros(5)}, tree, num_trained=6, num_clients=100)
     assert ledger.evaluation == Traffic(77, 7 * 48)
     assert ledger.ensemble == Traffic(30, 120)
     assert ledger.total == Traffic(2 * 3 * 4 * 11 + 77 + 30, 2 * 3 * 4 * 48 + 7 * 48 + 120)
 
 
 def test_a_ledger_survives_json():
-    ledger = rounds(Ledger(), {"w": torch.zeros(3)}, 2, devices=5, cohort=2).after_evaluation({"w": torch.zeros(3)}, 5)
+    ledger = rounds(Ledger(), {"w": torch.zeros(3)}, 2, num_clients=5, clients_per_round=2).add_evaluation({"w": torch.zeros(3)}, 5)
     assert Ledger.from_dict(ledger.as_dict()) == ledger
 
 

@@ -84,13 +84,13 @@ def first_half(model):
     return Split.of(model, local=with_tensors[: len(with_tensors) // 2 + len(with_tensors) % 2])
 
 
-def algorithm(name, model, *, optimiser=None, total=DEVICES, **knobs):
+def algorithm(name, model, *, optimizer=None, total=DEVICES, **hyperparameters):
     """An exported algorithm, given what its signature asks for."""
     make = getattr(algorithms, name)
-    offered = {"split": lambda: first_half(model), "devices": lambda: total}
+    offered = {"split": lambda: first_half(model), "num_clients": lambda: total}
     wanted = inspect.signature(make).parameters
     given = {key: offer() for key, offer in offered.items() if key in wanted}
-    return make(cross_entropy(model), optimiser or sgd(0.1, momentum=0.5), **{**given, **knobs})
+    return make(cross_entropy(model), optimizer or sgd(0.1, momentum=0.5), **{**given, **hyperparameters})
 
 
 def last(rounds):

@@ -52,17 +52,17 @@ def datasets(job: Job) -> list[fedjax.ClientDataset]:
 def measure(job: Job) -> Answer:
     """Seconds of every round, and the loss at the end."""
     work, model, devices = job.workload, model_of(job.workload), datasets(job)
-    batches = fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch, num_epochs=work.epochs)
+    batches = fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch_size, num_epochs=work.local_epochs)
     momentum = work.momentum or None
-    client, server = fedjax.optimizers.sgd(work.rate, momentum=momentum), fedjax.optimizers.sgd(1.0)
+    client, server = fedjax.optimizers.sgd(work.lr, momentum=momentum), fedjax.optimizers.sgd(1.0)
     algorithm = fed_avg.federated_averaging(fedjax.model_grad(model), client, server, batches)
     states = [algorithm.init(model.init(jax.random.PRNGKey(0)))]
 
     def rounds() -> Iterator[None]:
         for seed in range(job.all_rounds):
-            cohort = np.random.default_rng(seed).choice(work.devices, work.cohort, replace=False)
-            keys = jax.random.split(jax.random.PRNGKey(seed), work.cohort)
-            clients = [(device, devices[device], key) for device, key in zip(cohort.tolist(), keys, strict=True)]
+            clients_per_round = np.random.default_rng(seed).choice(work.devices, work.clients_per_round, replace=False)
+            keys = jax.random.split(jax.random.PRNGKey(seed), work.clients_per_round)
+            clients = [(device, devices[device], key) for device, key in zip(clients_per_round.tolist(), keys, strict=True)]
             states[0] = jax.block_until_ready(algorithm.apply(states[0], clients)[0])
             yield
 

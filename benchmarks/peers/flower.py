@@ -54,7 +54,7 @@ def server_app(job: Job, told: Answer) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         model, work = network.build(job.workload), job.workload
-        share = work.cohort / work.devices
+        share = work.clients_per_round / work.devices
         strategy = FedAvg(fraction_train=share, fraction_evaluate=0.0, min_available_nodes=work.devices)
         first = ArrayRecord(model.state_dict())
         result = strategy.start(grid=grid, initial_arrays=first, num_rounds=job.all_rounds, evaluate_fn=note_time)

@@ -72,10 +72,10 @@ def simulate(job: Job) -> None:
     clock = Clock()
     FederatedAveraging().run(
         # the evaluation falls into the first round alone, which is not counted
-        NNAlgorithmParams(job.all_rounds, evaluation_frequency=10**9, train_cohort_size=work.cohort, val_cohort_size=None),
+        NNAlgorithmParams(job.all_rounds, evaluation_frequency=10**9, train_cohort_size=work.clients_per_round, val_cohort_size=None),
         backend,
         model,
-        NNTrainHyperParams(local_batch_size=work.batch, local_num_epochs=work.epochs, local_learning_rate=work.rate),
+        NNTrainHyperParams(local_batch_size=work.batch_size, local_num_epochs=work.local_epochs, local_learning_rate=work.lr),
         NNEvalHyperParams(local_batch_size=None),
         [clock],
     )

@@ -18,9 +18,9 @@ from torch import nn
 
 import glocal
 from glocal import algorithms
-from glocal.core.data import Examples, Holdings
-from glocal.core.files import read_rows, spelled
-from glocal.datasets.federated import Federation
+from glocal.core.data import ClientData, Examples
+from glocal.core.files import format_json, read_rows
+from glocal.datasets.federated import FederatedData
 
 FILE = Path(__file__).with_name("numbers.json")
 CLIENTS, SEEDS, ROUNDS = 5, (0, 1), 5
@@ -57,8 +57,8 @@ ALGORITHMS = {
     "fedprox": lambda split: {"mu": 0.3},
     "lg_fedavg": lambda split: {"split": split},
     "local_only": lambda split: {},
-    "mtl": lambda split: {"devices": CLIENTS, "tie": 0.2, "ridge": 0.01},
-    "apfl": lambda split: {"alpha": 0.4, "pace": 0.1},
+    "mtl": lambda split: {"devices": CLIENTS, "lam": 0.2, "ridge": 0.01},
+    "apfl": lambda split: {"alpha": 0.4, "alpha_lr": 0.1},
 }
 
 
@@ -95,7 +95,7 @@ def federation(name):
         for part, length in (("train", size), ("val", 4), ("test", 6)):
             rows[part].append(np.arange(start, start + length))
             start += length
-    return Federation(*(Holdings(examples, tuple(rows[part])) for part in ("train", "val", "test")))
+    return FederatedData(*(ClientData(examples, tuple(rows[part])) for part in ("train", "val", "test")))
 
 
 def run(algorithm, name, seed):
@@ -105,7 +105,7 @@ def run(algorithm, name, seed):
     sgd = glocal.sgd(0.1, momentum=0.5)
     make = getattr(algorithms, algorithm)
     whole = make(glocal.cross_entropy(model), sgd, **ALGORITHMS[algorithm](split))
-    plan = glocal.Plan(rounds=ROUNDS, cohort=3, epochs=2, batch=5, seed=seed)
+    plan = glocal.Plan(rounds=ROUNDS, clients_per_round=3, local_epochs=2, batch_size=5, seed=seed)
     options = glocal.Options(engine="looped", validate_every=1, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         result = glocal.fit(whole, model, federation(name), plan, options=options, folder=folder)
@@ -142,7 +142,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     if parser.parse_args().write and not FILE.exists():
-        FILE.write_text(spelled(everything()) + "\n")
+        FILE.write_text(format_json(everything()) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Update(NamedTuple):
 class Algorithm(NamedTuple):
     """Four pure functions. `aggregate` never sees private state; an upload has exactly the names of the shared tree.
 
-    `settle` is how a newcomer learns its private part while the shared one stays as it is: a `client_update` whose upload is not
+    `adapt` is how a newcomer learns its private part while the shared one stays as it is: a `client_update` whose upload is not
     sent; None where nothing is private. `about` tells two runs of one algorithm apart, and `devices` is set where an algorithm is
     made for that many. `is_mean` says that `aggregate` is the mean of the uploads, by the weights
     it is given or by equal ones, so that a server which sees their sum only will do. Whoever
@@ -34,9 +34,9 @@ class Algorithm(NamedTuple):
     client_update: Callable[[Params, Params, Work], Update]
     aggregate: Callable[[Params, Params, Tensor], Params]
     personal: Callable[[Params, Params], Params]
-    about: str = ""
-    devices: int | None = None
-    settle: Callable[[Params, Params, Work], Update] | None = None
+    description: str = ""
+    num_clients: int | None = None
+    adapt: Callable[[Params, Params, Work], Update] | None = None
     is_mean: bool = False
 
 
@@ -46,11 +46,11 @@ def average(shared: Params, uploads: Params, weights: Tensor) -> Params:
     return trees.mean(uploads, weights)
 
 
-def frozen(algorithm: Algorithm) -> Algorithm:
+def freeze_shared(algorithm: Algorithm) -> Algorithm:
     """The algorithm while the shared part stays as it is, and nothing is sent."""
-    assert algorithm.settle is not None
+    assert algorithm.adapt is not None
     return algorithm._replace(
-        client_update=algorithm.settle,
+        client_update=algorithm.adapt,
         aggregate=lambda shared, uploads, weights: shared,
         is_mean=False,
     )
@@ -62,4 +62,4 @@ def unweighted(algorithm: Algorithm) -> Algorithm:
     def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
         return algorithm.aggregate(shared, uploads, torch.ones_like(weights))
 
-    return algorithm._replace(aggregate=aggregate, about=f"{algorithm.about}, unweighted".removeprefix(", "))
+    return algorithm._replace(aggregate=aggregate, description=f"{algorithm.description}, unweighted".removeprefix(", "))

@@ -3,13 +3,13 @@
 from glocal.algorithms.contract import Algorithm, Update, average
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.optimizers import Optimiser
+from glocal.core.optimizers import Optimizer
 from glocal.core.split import Split
-from glocal.core.training import Objective, Work, descend
+from glocal.core.training import Objective, Work, local_train
 from glocal.core.trees import Params
 
 
-def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Algorithm:
+def lg_fedavg(objective: Objective, optimizer: Optimizer, *, split: Split) -> Algorithm:
     """Algorithm 1: both parts descend together on the device; theta^l stays there, theta^g is sent and averaged."""
 
     def init(params: Params) -> tuple[Params, Params]:
@@ -23,24 +23,24 @@ def lg_fedavg(objective: Objective, optimiser: Optimiser, *, split: Split) -> Al
     def client_update(shared: Params, private: Params, work: Work) -> Update:
         return update(objective, shared, private, work)
 
-    def settle(shared: Params, private: Params, work: Work) -> Update:
-        return update(objective._replace(trains=objective.trains & split.local), shared, private, work)
+    def adapt(shared: Params, private: Params, work: Work) -> Update:
+        return update(objective._replace(trainable=objective.trainable & split.local), shared, private, work)
 
     def update(goal: Objective, shared: Params, private: Params, work: Work) -> Update:
-        trained, loss = descend(goal, personal(shared, private), work, optimiser)
+        trained, loss = local_train(goal, personal(shared, private), work, optimizer)
         return Update(split.take_shared(trained), split.take_local(trained), loss)
 
     def personal(shared: Params, private: Params) -> Params:
         return trees.merge(private, shared)
 
-    about = f"{optimiser.about}, local={sorted(split.local)}"
+    description = f"{optimizer.description}, local={sorted(split.local)}"
     return Algorithm(
         "lg_fedavg",
         init,
         client_update,
         average,
         personal,
-        about,
-        settle=settle if split.local else None,
+        description,
+        adapt=adapt if split.local else None,
         is_mean=True,
     )

@@ -1,16 +1,16 @@
 """Local only: every device trains its own model and sends nothing; one end of the scale in Liang et al. 2020, section 5.2."""
 
 from glocal.algorithms.contract import Algorithm, Update, average
-from glocal.core.optimizers import Optimiser
-from glocal.core.training import Objective, Work, descend
+from glocal.core.optimizers import Optimizer
+from glocal.core.training import Objective, Work, local_train
 from glocal.core.trees import Params
 
 
-def local_only(objective: Objective, optimiser: Optimiser) -> Algorithm:
+def local_only(objective: Objective, optimizer: Optimizer) -> Algorithm:
     """Everything is local."""
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
-        trained, loss = descend(objective, private, work, optimiser)
+        trained, loss = local_train(objective, private, work, optimizer)
         return Update({}, trained, loss)
 
     def init(params: Params) -> tuple[Params, Params]:
@@ -22,7 +22,7 @@ def local_only(objective: Objective, optimiser: Optimiser) -> Algorithm:
         client_update,
         average,  # of nothing
         lambda shared, private: private,
-        optimiser.about,
-        settle=client_update,
+        optimizer.description,
+        adapt=client_update,
         is_mean=True,
     )

@@ -8,57 +8,57 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from glocal.cli.joins import reserved
-from glocal.cli.progress import downloads
+from glocal.cli.joins import reserve_folder
+from glocal.cli.progress import download_bars
 from glocal.core.errors import InputError
 from glocal.core.files import Json, read_json
 from glocal.report import write_audit_report
 from glocal.report.audit_words import KNOWLEDGE, audit_headline, differences, with_interval
 from glocal.studies.run import read_results, slug
-from glocal.studies.saved import open_case
-from glocal.studies.saved_audit import Question, SavedAudit
+from glocal.studies.saved import open_experiment
+from glocal.studies.saved_audit import AuditQuery, SavedAudit
 
 
 @dataclass(frozen=True)
-class Which:
+class AuditTarget:
     """Which case and seed of a run is audited, and where that is kept."""
 
     folder: Path
-    case: str | None
+    experiment: str | None
     seed: int | None
     out: Path | None
 
-    def place(self, audit: SavedAudit) -> Path:
+    def output_folder(self, audit: SavedAudit) -> Path:
         """The folder that is written into; an audit of the same attribute, case and seed is replaced."""
-        seeds = len(read_results(self.folder)[audit.saved.case])
-        words = [audit.name, audit.saved.case, *([f"seed {audit.seed}"] if seeds > 1 else [])]
+        seeds = len(read_results(self.folder)[audit.saved.experiment])
+        words = [audit.name, audit.saved.experiment, *([f"seed {audit.seed}"] if seeds > 1 else [])]
         return self.out or self.folder / "audits" / "-".join(map(slug, words))
 
-    def require_place(self) -> None:
+    def require_free_output(self) -> None:
         """Refuse to write over something else than an audit."""
         held = [name for name in ("settings.json", "study.json", "join.json") if self.out and (self.out / name).exists()]
         if held:
             raise InputError(f"audit: {self.out} holds something else ({held[0]}); choose another --out")
 
 
-def audit_run(which: Which, question: Question, *, command: str) -> None:
+def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> None:
     """Audit, print what was found, keep it in a folder of its own."""
-    which.require_place()
-    with downloads() as report:
-        saved = open_case(which.folder, which.case, seed=which.seed, report=report)
+    target.require_free_output()
+    with download_bars() as report:
+        saved = open_experiment(target.folder, target.experiment, seed=target.seed, report=report)
     audit = SavedAudit(saved, question)
-    place, console = which.place(audit), Console(stderr=True)
-    with reserved(place, "audit"):
-        with console.status(f"attackers learn {audit.name} from what '{audit.settings.at}' puts out"):
+    output_folder, console = target.output_folder(audit), Console(stderr=True)
+    with reserve_folder(output_folder, "audit"):
+        with console.status(f"attackers learn {audit.name} from what '{audit.settings.layer}' puts out"):
             figures = audit.figures()
-        audit.keep(place, figures, {"run": which.folder.name, "command": command})
-    show_audit(place)
+        audit.save(output_folder, figures, {"run": target.folder.name, "command": command})
+    show_audit(output_folder)
 
 
 def show_audit(place: Path) -> None:
     """Write the page of an audit, and print what it found."""
     found, page = read_json(place / "audit.json", dict), write_audit_report(place)
-    print(f"{found['case']}, seed {found['seed']}; representation: what '{found['settings']['at']}' puts out ({found['chosen']})")
+    print(f"{found['experiment']}, seed {found['seed']}; representation: what '{found['settings']['layer']}' puts out ({found['chosen']})")
     print(audit_headline(found))
     _print_leaks(found)
     _print_groups(found)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from glocal.cli.deploy_commands import deploy_app
 from glocal.cli.usage import require_command
-from glocal.core.errors import InputError, nearest
+from glocal.core.errors import InputError, suggest_name
 
 app = typer.Typer(
     name="glocal",
@@ -25,8 +25,8 @@ data_app = typer.Typer(help="List, fetch, check and draw data sets.", invoke_wit
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 
-Changes = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.option=value. May be repeated.")]
-Folder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.option=value. May be repeated.")]
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 Out = Annotated[Path | None, typer.Option(help="Where to keep the run; by default a new folder under runs/.")]
 Local = Annotated[list[str] | None, typer.Option(help="What stays on the device: a module, tensor or glob. May be repeated.")]
 Shared = Annotated[list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")]
@@ -34,7 +34,7 @@ EngineName = Annotated[
     str | None, typer.Option("--engine", help="auto, looped, vmapped, graphed (a GPU) or workers (a CPU); auto says what it took.")
 ]
 Seeds = Annotated[int | None, typer.Option(help="How many seeds, side by side; short for --set plan.seeds=N.")]
-DeviceName = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; short for --set run.device=NAME.")]
+TorchDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; short for --set run.device=NAME.")]
 Parts = Annotated[
     list[str] | None,
     typer.Option("--part", help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated."),
@@ -51,19 +51,19 @@ def start(context: typer.Context) -> None:
 @app.command()
 def demo(out: Out = None, engine: EngineName = None) -> None:
     """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
-    from glocal.cli.running import free_folder, go
-    from glocal.studies import STUDIES, changed
+    from glocal.cli.running import free_folder, run_and_report
+    from glocal.studies import STUDIES, with_overrides
 
-    go(changed(STUDIES["digits"], _on(engine=engine)), out or free_folder(Path("runs/demo")))
+    run_and_report(with_overrides(STUDIES["digits"], _overrides(engine=engine)), out or free_folder(Path("runs/demo")))
 
 
-def _on(*, engine: str | None = None, device: str | None = None, seeds: int | None = None) -> list[str]:
+def _overrides(*, engine: str | None = None, device: str | None = None, seeds: int | None = None) -> list[str]:
     """The changes of settings that options stand for."""
-    wanted = {"run.engine": engine and f'"{engine}"', "run.device": device and f'"{device}"', "plan.seeds": seeds}
-    return [f"{setting}={value}" for setting, value in wanted.items() if value is not None]
+    overrides = {"run.engine": engine and f'"{engine}"', "run.device": device and f'"{device}"', "plan.seeds": seeds}
+    return [f"{setting}={value}" for setting, value in overrides.items() if value is not None]
 
 
-def _typed(command: str, what: str, changes: list[str] | None, **options: Sequence[object]) -> str:
+def _command_line(command: str, what: str, changes: list[str] | None, **options: Sequence[object]) -> str:
     """A command as it can be typed again."""
     words = [f"--{name} {quote(str(value))}" for name, values in options.items() for value in values if value is not None]
     return " ".join(["glocal", command, what, *words, *(f"--set {quote(change)}" for change in changes or [])])
@@ -78,7 +78,7 @@ def list_studies() -> None:
     table = Table("name", "what", "of the paper", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, settings in STUDIES.items():
         groups = f"; with {', '.join(settings.groups)}" if settings.groups else ""
-        table.add_row(name, f"{settings.data.source} on {settings.data.devices} devices: {', '.join(settings.cases)}{groups}", "")
+        table.add_row(name, f"{settings.data.source} on {settings.data.clients} devices: {', '.join(settings.experiments)}{groups}", "")
     for name, study in PAPER.items():
         table.add_row(name, f"{study.title}, {len(study.parts)} parts", study.source)
     Console().print(table)
@@ -96,58 +96,58 @@ def show(study: Annotated[str, typer.Argument(help="A study's name; `glocal list
     elif study in STUDIES:
         print(json.dumps(STUDIES[study].as_dict(), indent=1))
     else:
-        raise InputError(f"show: there is no study '{study}'; {nearest(study, [*STUDIES, *PAPER])}")
+        raise InputError(f"show: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}")
 
 
 @app.command()
 def run(
     study: Annotated[str, typer.Argument(help="A study's name (`glocal list` has them) or a TOML file.")],
-    changes: Changes = None,
+    changes: Overrides = None,
     engine: EngineName = None,
     seeds: Seeds = None,
-    device: DeviceName = None,
+    device: TorchDevice = None,
     parts: Parts = None,
     out: Out = None,
 ) -> None:
     """Run a study and write its report."""
-    from glocal.cli.running import free_folder, go, start_parts
-    from glocal.studies import STUDIES, changed, from_toml
+    from glocal.cli.running import free_folder, run_and_report, start_parts
+    from glocal.studies import STUDIES, from_toml, with_overrides
     from glocal.studies.paper import PAPER
-    from glocal.studies.parts import holds_study
-    from glocal.studies.run import holds_run, slug
+    from glocal.studies.parts import is_study
+    from glocal.studies.run import is_run, slug
 
-    wanted = [*(changes or []), *_on(engine=engine, device=device, seeds=seeds)]
-    if out is not None and (holds_run(out) or holds_study(out)):
+    overrides = [*(changes or []), *_overrides(engine=engine, device=device, seeds=seeds)]
+    if out is not None and (is_run(out) or is_study(out)):
         raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
     if study in PAPER:
-        typed = _typed("run", study, changes, part=parts or [], engine=[engine], seeds=[seeds], device=[device])
-        start_parts(PAPER[study], out or free_folder(Path("runs") / study), patterns=parts or [], changes=wanted, command=typed)
+        typed = _command_line("run", study, changes, part=parts or [], engine=[engine], seeds=[seeds], device=[device])
+        start_parts(PAPER[study], out or free_folder(Path("runs") / study), patterns=parts or [], changes=overrides, command=typed)
         return
     if parts:
         raise InputError(f"run: --part is for the studies of a paper, and '{study}' is none; leave it out")
     if study in STUDIES:
-        settings = changed(STUDIES[study], wanted)
+        settings = with_overrides(STUDIES[study], overrides)
     elif Path(study).suffix == ".toml" or Path(study).exists():
-        settings = from_toml(Path(study), wanted)
+        settings = from_toml(Path(study), overrides)
     else:
-        raise InputError(f"run: there is no study '{study}'; {nearest(study, [*STUDIES, *PAPER])}; or give a TOML file")
-    go(settings, out or free_folder(Path("runs") / slug(settings.name)))
+        raise InputError(f"run: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}; or give a TOML file")
+    run_and_report(settings, out or free_folder(Path("runs") / slug(settings.name)))
 
 
 @app.command()
-def resume(folder: Folder, changes: Changes = None, engine: EngineName = None) -> None:
+def resume(folder: RunFolder, changes: Overrides = None, engine: EngineName = None) -> None:
     """Go on with a run that was stopped, to the same bits as if it never had been."""
-    from glocal.cli.running import go, go_on_with_parts
-    from glocal.studies import changed
-    from glocal.studies.parts import holds_study, read_parts
+    from glocal.cli.running import resume_parts, run_and_report
+    from glocal.studies import with_overrides
+    from glocal.studies.parts import is_study, read_parts
     from glocal.studies.run import read_settings
 
-    wanted = [*(changes or []), *_on(engine=engine)]
-    if holds_study(folder):
-        parts = {name: changed(settings, wanted) for name, settings in read_parts(folder).items()}
-        go_on_with_parts(parts, folder, _typed("resume", "FOLDER", changes, engine=[engine]))
+    overrides = [*(changes or []), *_overrides(engine=engine)]
+    if is_study(folder):
+        parts = {name: with_overrides(settings, overrides) for name, settings in read_parts(folder).items()}
+        resume_parts(parts, folder, _command_line("resume", "FOLDER", changes, engine=[engine]))
         return
-    go(changed(read_settings(folder), wanted), folder)
+    run_and_report(with_overrides(read_settings(folder), overrides), folder)
 
 
 @app.command()
@@ -159,7 +159,7 @@ def report(
     from glocal.cli.audits import show_audit
     from glocal.cli.joins import show_join
     from glocal.cli.running import report_study, show_results
-    from glocal.studies.parts import holds_study
+    from glocal.studies.parts import is_study
 
     if len(folders) == 1 and (folders[0] / "join.json").exists():
         show_join(folders[0])
@@ -175,52 +175,52 @@ def report(
     if len(folders) == 1 and (folders[0] / "audit.json").exists():
         show_audit(folders[0])
         return
-    if all(folder.is_file() or holds_study(folder) for folder in folders):
+    if all(folder.is_file() or is_study(folder) for folder in folders):
         report_study(folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0]))
         return
     if len(folders) > 1 or out is not None:
-        odd = next((folder for folder in folders if not (folder.is_file() or holds_study(folder))), folders[0])
+        odd = next((folder for folder in folders if not (folder.is_file() or is_study(folder))), folders[0])
         raise InputError(f"report: {odd} is no study of a paper; give such studies, or one folder of a run without --out")
     show_results(folders[0])
 
 
 @app.command()
 def join(
-    folder: Folder,
+    folder: RunFolder,
     source: Annotated[str, typer.Option("--data", help="The new device's examples: FILE.npz with x and y, or module:function.")],
-    case: Annotated[
+    experiment: Annotated[
         str | None, typer.Option(help="Which case of the run; by default the last that has local and shared parts.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Which seed of the run; by default the first.")] = None,
-    name: Annotated[str, typer.Option(help="What to call the new device.")] = "newcomer",
+    name: Annotated[str, typer.Option(help="What to call the new device.")] = "new_client",
     labels: Annotated[str, typer.Option(help="How many labelled examples to try: numbers, and 'all'.")] = "0,1,5,10,50,all",
     epochs: Annotated[int, typer.Option(help="How often its local part visits the labelled examples; a handful more often.")] = 20,
     rounds: Annotated[int, typer.Option(help="Rounds to join with all labels, after its local part is learnt.")] = 5,
-    guests: Annotated[int | None, typer.Option(help="Old devices in each of those rounds; by default the run's cohort.")] = None,
+    existing_clients: Annotated[int | None, typer.Option(help="Old devices in each of those rounds; by default the run's cohort.")] = None,
     start: Annotated[
         str, typer.Option(help="What its local part starts from: initial, or average (of all trained ones).")
     ] = "initial",
     out: Annotated[Path | None, typer.Option(help="Where to keep it; by default joined/NAME in the run's folder.")] = None,
 ) -> None:
     """Take a new device into a saved federation, by every way there is; the federation's own files stay as they are."""
-    from glocal.cli.joins import Whom, join_device
-    from glocal.personalize.onboarding import Welcome
+    from glocal.cli.joins import JoinTarget, join_client
+    from glocal.personalize.onboarding import JoinPlan
 
-    whom = Whom(folder, case, seed, name, out)
-    join_device(whom, source, labels=labels, welcome=Welcome(epochs, rounds, guests or 0, start), guests=guests)
+    target = JoinTarget(folder, experiment, seed, name, out)
+    join_client(target, source, labels=labels, join_plan=JoinPlan(epochs, rounds, existing_clients or 0, start), existing_clients=existing_clients)
 
 
 @app.command()
 def audit(
-    folder: Folder,
+    folder: RunFolder,
     attribute: Annotated[
         str, typer.Option(help="Which protected attribute of the data, such as sex; one without a name by number.")
     ],
-    case: Annotated[
+    experiment: Annotated[
         str | None, typer.Option(help="Which case of the run; by default the last that has local and shared parts.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Which seed of the run; by default the first.")] = None,
-    at: Annotated[
+    layer: Annotated[
         str | None,
         typer.Option(
             help="The module whose output attackers see; by default the study's [audit].at, or the end of the local part."
@@ -230,19 +230,19 @@ def audit(
     out: Annotated[Path | None, typer.Option(help="Where to keep it; by default under audits/ in the run's folder.")] = None,
 ) -> None:
     """What a saved run gives away about a protected attribute, and how it treats groups; the run's own files stay as they are."""
-    from glocal.cli.audits import Which, audit_run
-    from glocal.studies.saved_audit import Question
+    from glocal.cli.audits import AuditTarget, audit_run
+    from glocal.studies.saved_audit import AuditQuery
 
-    typed = _typed(
-        "audit", quote(str(folder)), None, attribute=[attribute], case=[case], seed=[seed], at=[at], encoders=[encoders], out=[out]
+    typed = _command_line(
+        "audit", quote(str(folder)), None, attribute=[attribute], experiment=[experiment], seed=[seed], layer=[layer], encoders=[encoders], out=[out]
     )
-    audit_run(Which(folder, case, seed, out), Question(attribute, at, encoders), command=typed)
+    audit_run(AuditTarget(folder, experiment, seed, out), AuditQuery(attribute, layer, encoders), command=typed)
 
 
 @app.command()
 def theory(
     d: Annotated[int, typer.Option("--d", help="How many numbers an input has.")] = 20,
-    devices: Annotated[int, typer.Option(help="How many devices there are, M.")] = 100,
+    clients: Annotated[int, typer.Option(help="How many devices there are, M.")] = 100,
     n: Annotated[int, typer.Option("--n", help="How many examples each device has, N.")] = 2000,
     rho: Annotated[float, typer.Option(help="How much devices differ: the standard deviation of their teachers' weights.")] = 0.1,
     sigma: Annotated[float, typer.Option(help="How noisy labels are: a standard deviation.")] = 1.5,
@@ -254,37 +254,37 @@ def theory(
     out: Annotated[Path | None, typer.Option(help="Also draw it into this .svg or .png file.")] = None,
 ) -> None:
     """How much of a model to keep local, by the paper's linear theory: closed forms, and trials beside them."""
-    from glocal.cli.theory import inputs_of, show_theory
-    from glocal.evaluate.theory import World
+    from glocal.cli.theory import make_inputs, show_theory
+    from glocal.evaluate.theory import LinearProblem
 
-    show_theory(World(inputs_of(inputs, d), devices, n, rho, sigma), repeats=repeats, seed=seed, out=out)
+    show_theory(LinearProblem(make_inputs(inputs, d), clients, n, rho, sigma), repeats=repeats, seed=seed, out=out)
 
 
 @app.command()
 def advise(
     data: Annotated[str, typer.Argument(help="digits, mnist, cifar10, adult, your own module:function, a study or a TOML file.")],
     model: Annotated[str | None, typer.Argument(help="mlp, lenet5, or your own module:function; by default the study's.")] = None,
-    changes: Changes = None,
+    changes: Overrides = None,
     budget: Annotated[str | None, typer.Option(help="What it may cost: bytes or seconds, such as '20 MB' or '60 s'.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of FedAvg before the race.")] = 100,
-    racers: Annotated[int, typer.Option(help="How many devices race.")] = 24,
+    num_clients: Annotated[int, typer.Option(help="How many devices race.")] = 24,
     prefer: Annotated[str, typer.Option(help="Of splits as good: accuracy (shares most) or bytes.")] = "accuracy",
     seed: Annotated[int | None, typer.Option(help="What is drawn from; short for --set plan.seed=N.")] = None,
-    device: DeviceName = None,
+    device: TorchDevice = None,
     out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.")] = None,
 ) -> None:
     """How much of a network to share: devices' variances, and a short race of splits on data held back."""
-    from glocal.cli.advise import settings_for, show_advice
-    from glocal.personalize.advisor import Budget, Counsel
+    from glocal.cli.advise import resolve_settings, show_advice
+    from glocal.personalize.advisor import AdvisorConfig, Budget
 
     named = [f"plan.seed={seed}"] if seed is not None else []
-    settings = settings_for(data, model, [*(changes or []), *named, *_on(device=device)])
-    how = Counsel(budget=Budget() if budget is None else Budget.of(budget), racers=racers, prefer=prefer)
+    settings = resolve_settings(data, model, [*(changes or []), *named, *_overrides(device=device)])
+    config = AdvisorConfig(budget=Budget() if budget is None else Budget.parse(budget), num_clients=num_clients, prefer=prefer)
     what = data if model is None else f"{data} {model}"
-    typed = _typed(
-        "advise", what, changes, budget=[budget], rounds=[rounds], racers=[racers], prefer=[prefer], seed=[seed], device=[device]
+    typed = _command_line(
+        "advise", what, changes, budget=[budget], rounds=[rounds], num_clients=[num_clients], prefer=[prefer], seed=[seed], device=[device]
     )
-    show_advice(settings, how, rounds=rounds, out=out, command=typed)
+    show_advice(settings, config, rounds=rounds, out=out, command=typed)
 
 
 @app.command()
@@ -296,9 +296,9 @@ def split(
     """Show which part of a model stays on the device and which is sent."""
     from glocal.core.modules import params_of
     from glocal.core.split import Split
-    from glocal.studies.build import plain_model
+    from glocal.studies.build import default_model
 
-    built = plain_model(model)
+    built = default_model(model)
     print(Split.of(built, local=local or None, shared=shared or None).describe(params_of(built)))
 
 
@@ -312,21 +312,21 @@ def data(context: typer.Context) -> None:
 @data_app.command("list")
 def data_list() -> None:
     """List the data sets, and where they are."""
-    from glocal.datasets import SOURCES, status
+    from glocal.datasets import SOURCES, source_status
 
     table = Table("name", "what", "where", box=None, pad_edge=False)
     for name, source in SOURCES.items():
-        table.add_row(name, source.summary, status(name))
+        table.add_row(name, source.summary, source_status(name))
     Console().print(table)
 
 
 @data_app.command("fetch")
 def data_fetch(name: SourceName) -> None:
     """Download a data set into the cache; an interrupted download is continued."""
-    from glocal.cli.progress import downloads
+    from glocal.cli.progress import download_bars
     from glocal.datasets import fetch_source
 
-    with downloads() as report:
+    with download_bars() as report:
         folder = fetch_source(name, report=report)
     print(f"{name}: {folder}")
 
@@ -334,9 +334,9 @@ def data_fetch(name: SourceName) -> None:
 @data_app.command("check")
 def data_check(name: SourceName) -> None:
     """Hold a data set's files against their checksums."""
-    from glocal.datasets import SOURCES, check
+    from glocal.datasets import SOURCES, verify_source
 
-    files = check(name)
+    files = verify_source(name)
     for file, good in files:
         print(f"{file}: {'good' if good else 'DAMAGED'}")
     if not files and SOURCES[name].files:
@@ -350,25 +350,25 @@ def data_check(name: SourceName) -> None:
 @data_app.command("draw")
 def data_draw(
     name: SourceName,
-    changes: Changes = None,
+    changes: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Also draw it into this .svg or .png file.")] = None,
 ) -> None:
     """Draw who has which classes; --set data.devices=20 and so on say how the data are dealt out."""
-    from glocal.cli.progress import downloads
-    from glocal.cli.tables import print_classes
+    from glocal.cli.progress import download_bars
+    from glocal.cli.tables import print_class_counts
     from glocal.datasets import Texts, class_counts, load_any
     from glocal.datasets.mood import CLASSES
-    from glocal.studies import Settings, changed
-    from glocal.studies.build import deal_out
+    from glocal.studies import Settings, with_overrides
+    from glocal.studies.build import partition_data
     from glocal.studies.settings import DataSettings
 
-    with downloads() as report:
+    with download_bars() as report:
         dataset = load_any(name, report=report)
     usual = DataSettings(name, "natural") if isinstance(dataset, Texts) else DataSettings(name)
-    settings = changed(Settings(data=usual), changes or [])
+    settings = with_overrides(Settings(data=usual), changes or [])
     classes = CLASSES if isinstance(dataset, Texts) else dataset.classes
-    counts = class_counts(deal_out(dataset, settings.data, settings.plan.seed).train, classes)
-    print_classes(counts.tolist())
+    counts = class_counts(partition_data(dataset, settings.data, settings.plan.seed).train, classes)
+    print_class_counts(counts.tolist())
     if out is not None:
         from glocal.report import draw_classes
 
@@ -382,14 +382,14 @@ def data_samples(
     rotate: Annotated[float, typer.Option(help="By how many degrees the lower row is turned.")] = 90.0,
 ) -> None:
     """Draw one image of each class, upright above and turned below."""
-    from glocal.cli.progress import downloads
+    from glocal.cli.progress import download_bars
     from glocal.datasets import load
-    from glocal.datasets.rotate import rotated
+    from glocal.datasets.rotate import rotate_images
     from glocal.report import draw_samples
 
     if out.suffix != ".png":
         raise InputError(f"data: samples go into a .png file, not into {out.name}; choose such a name")
-    with downloads() as report:
+    with download_bars() as report:
         x, y, _ = load(name, report=report).train
     firsts = [int((y == label).nonzero()[0]) for label in sorted({*y.tolist()})]
-    print(f"drawn: {draw_samples(x[firsts], rotated(x[firsts], rotate, float(x.min())), out)}")
+    print(f"drawn: {draw_samples(x[firsts], rotate_images(x[firsts], rotate, float(x.min())), out)}")

@@ -12,10 +12,10 @@ deploy_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Server = Annotated[Path, typer.Argument(help="The server's folder, as `glocal deploy init` made it.")]
-Device = Annotated[Path, typer.Argument(help="The device's folder, as it was handed over.")]
-Run = Annotated[str, typer.Option("--run", help="The name of the run.")]
-Metrics = Annotated[
+ServerFolder = Annotated[Path, typer.Argument(help="The server's folder, as `glocal deploy init` made it.")]
+ClientFolder = Annotated[Path, typer.Argument(help="The device's folder, as it was handed over.")]
+RunName = Annotated[str, typer.Option("--run", help="The name of the run.")]
+ShareMetrics = Annotated[
     bool,
     typer.Option(
         "--metrics", help="Let losses and accuracies, and of how many examples, leave the device; its owner can change it."
@@ -34,43 +34,43 @@ def deploy(context: typer.Context) -> None:
 
 @deploy_app.command("init")
 def deploy_init(
-    folder: Server,
-    devices: Annotated[int, typer.Option(help="How many devices there are to begin with.")] = 4,
+    folder: ServerFolder,
+    clients: Annotated[int, typer.Option(help="How many devices there are to begin with.")] = 4,
     host: Annotated[str, typer.Option(help="The name or address at which devices find the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Its port.")] = 9443,
     rounds: Annotated[int, typer.Option(help="How many rounds to train.")] = 20,
-    metrics: Metrics = False,
+    share_metrics: ShareMetrics = False,
 ) -> None:
     """Write a new deployment: certificates, keys, model, data function, settings, and a folder for each device."""
     from glocal.cli.deploys import init
-    from glocal.deploy.layout import Wanted
+    from glocal.deploy.layout import DeploymentSpec
 
-    init(folder, Wanted(devices, host, port, rounds, metrics))
+    init(folder, DeploymentSpec(clients, host, port, rounds, share_metrics))
 
 
 @deploy_app.command("server")
-def deploy_server(folder: Server) -> None:
+def deploy_server(folder: ServerFolder) -> None:
     """Run the server until it is stopped: who connects, every round, losses and bytes."""
     from glocal.cli.supervised import run_server
 
     run_server(folder)
 
 
-@deploy_app.command("device")
-def deploy_device(
+@deploy_app.command("client")
+def deploy_client(
     folders: Annotated[list[Path], typer.Argument(help="The folder of the device, or of several in one process.")],
 ) -> None:
     """Run a device until it is stopped: it connects, comes back after faults, and says what leaves it.
 
     A gateway runs several: each has its own folder, key and private state, and they take turns.
     """
-    from glocal.cli.supervised import run_devices
+    from glocal.cli.supervised import run_clients
 
-    run_devices(folders)
+    run_clients(folders)
 
 
 @deploy_app.command("run")
-def deploy_run(folder: Server, name: Run = "first") -> None:
+def deploy_run(folder: ServerFolder, name: RunName = "first") -> None:
     """Start a run on a running server, and follow it to its report."""
     from glocal.cli.deploys import run
 
@@ -78,7 +78,7 @@ def deploy_run(folder: Server, name: Run = "first") -> None:
 
 
 @deploy_app.command("resume")
-def deploy_resume(folder: Server, name: Run = "first") -> None:
+def deploy_resume(folder: ServerFolder, name: RunName = "first") -> None:
     """Go on with a run from its last round, after a crash or with more rounds."""
     from glocal.cli.deploys import resume
 
@@ -86,7 +86,7 @@ def deploy_resume(folder: Server, name: Run = "first") -> None:
 
 
 @deploy_app.command("status")
-def deploy_status(folder: Server) -> None:
+def deploy_status(folder: ServerFolder) -> None:
     """Who is connected, and how every run stands."""
     from glocal.cli.deploys import status
 
@@ -94,27 +94,27 @@ def deploy_status(folder: Server) -> None:
 
 
 @deploy_app.command("add-device")
-def deploy_add_device(
-    folder: Server,
+def deploy_add_client(
+    folder: ServerFolder,
     name: Annotated[str | None, typer.Option(help="What to call it; by default device-NUMBER.")] = None,
-    metrics: Metrics = False,
+    share_metrics: ShareMetrics = False,
 ) -> None:
     """Make a folder with a key for one more device; a running server lets it in."""
     from glocal.cli.deploys import add
 
-    add(folder, name, metrics=metrics)
+    add(folder, name, share_metrics=share_metrics)
 
 
 @deploy_app.command("revoke")
-def deploy_revoke(folder: Server, name: Annotated[str, typer.Argument(help="The device, as `status` names it.")]) -> None:
+def deploy_revoke(folder: ServerFolder, name: Annotated[str, typer.Argument(help="The device, as `status` names it.")]) -> None:
     """Let a device in no longer, from its next request on."""
-    from glocal.cli.deploys import revoke_device
+    from glocal.cli.deploys import revoke_client
 
-    revoke_device(folder, name)
+    revoke_client(folder, name)
 
 
 @deploy_app.command("join")
-def deploy_join(folder: Server, name: Run = "first") -> None:
+def deploy_join(folder: ServerFolder, name: RunName = "first") -> None:
     """After training: newcomers learn their private part against the shared one, and every device tests its own model."""
     from glocal.cli.deploys import join
 
@@ -123,7 +123,7 @@ def deploy_join(folder: Server, name: Run = "first") -> None:
 
 @deploy_app.command("predict")
 def deploy_predict(
-    folder: Device,
+    folder: ClientFolder,
     source: Annotated[str, typer.Option("--data", help="The inputs: FILE.npz with x (and y), or module:function.")],
     name: Annotated[str | None, typer.Option("--run", help="Which run's model; by default the latest.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the classes into this .npy file instead of printing them.")] = None,
@@ -135,11 +135,11 @@ def deploy_predict(
 
 
 @deploy_app.command("renew")
-def deploy_renew(folder: Server) -> None:
+def deploy_renew_certificate(folder: ServerFolder) -> None:
     """A new certificate for the server under the same authority; devices need nothing new. Restart the server afterwards."""
-    from glocal.cli.deploys import renew
+    from glocal.cli.deploys import renew_certificate
 
-    renew(folder)
+    renew_certificate(folder)
 
 
 @deploy_app.command("demo")

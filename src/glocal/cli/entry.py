@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that model.name = "mine:build" finds mine.py where the user stands
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite request to stop is met like Ctrl-C
-    log, lines = logging.getLogger("glocal"), _Lines()
+    log, lines = logging.getLogger("glocal"), _UniqueLines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
     with warnings.catch_warnings():
@@ -35,17 +35,17 @@ def _run_command(arguments: Sequence[str] | None) -> Any:
     try:
         return app(args=arguments, standalone_mode=False)
     except UsageError as error:
-        return _complain(f"command line: {error.format_message()}")
+        return _print_error(f"command line: {error.format_message()}")
     except InputError as error:
-        return _complain(str(error))
+        return _print_error(str(error))
     except OSError as error:
-        return _complain(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
+        return _print_error(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         return 130
 
 
-def _complain(message: str) -> int:
+def _print_error(message: str) -> int:
     print("glocal: " + " ".join(message.split()), file=sys.stderr)
     return 2
 
@@ -56,15 +56,15 @@ def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, *
         print(f"glocal: {message}", file=sys.stderr)
 
 
-class _Lines(logging.Handler):
+class _UniqueLines(logging.Handler):
     """What the library has to say, each line once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: set[str] = set()
+        self.seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
-        if line not in self.said:
-            self.said.add(line)
+        if line not in self.seen:
+            self.seen.add(line)
             print(f"glocal: {line}", file=sys.stderr)

@@ -9,30 +9,30 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from glocal.cli.progress import downloads
-from glocal.cli.tables import percent, readable
+from glocal.cli.progress import download_bars
+from glocal.cli.tables import format_bytes, format_percent
 from glocal.core.errors import InputError
-from glocal.core.files import Json, alone, read_json
-from glocal.federate.fitting import classes_of
-from glocal.personalize.onboarding import Welcome, require_room
+from glocal.core.files import Json, lock_folder, read_json
+from glocal.federate.fitting import num_classes
+from glocal.personalize.onboarding import JoinPlan, require_joinable
 from glocal.report import write_join_report
-from glocal.studies.joins import Joining, Trial
-from glocal.studies.newcomer import read_newcomer
+from glocal.studies.joins import JoinTrial, JoinTrialSettings
+from glocal.studies.newcomer import read_new_client
 from glocal.studies.run import slug
-from glocal.studies.saved import open_case
+from glocal.studies.saved import open_experiment
 
 
 @dataclass(frozen=True)
-class Whom:
+class JoinTarget:
     """Which federation of a run is met, what the newcomer is called, and where it is kept."""
 
     folder: Path
-    case: str | None
+    experiment: str | None
     seed: int | None
     name: str
     out: Path | None
 
-    def place(self) -> Path:
+    def output_folder(self) -> Path:
         """The folder that is written into; a name joins a run once."""
         place = self.out or self.folder / "joined" / slug(self.name)
         if (place / "join.json").exists():
@@ -40,23 +40,23 @@ class Whom:
         return place
 
 
-def join_device(whom: Whom, source: str, *, labels: str, welcome: Welcome, guests: int | None) -> None:
+def join_client(target: JoinTarget, source: str, *, labels: str, join_plan: JoinPlan, existing_clients: int | None) -> None:
     """Try every way, print a table, keep it in a folder of its own."""
-    place, numbers = whom.place(), read_labels(labels)
-    with downloads() as report:
-        saved = open_case(whom.folder, whom.case, seed=whom.seed, report=report)
-    plan, host, store = saved.host.plan, saved.host, saved.federation.train.examples
-    how = replace(welcome, guests=min(plan.cohort, host.devices) if guests is None else guests)
-    if welcome.rounds:
-        require_room(host.algorithm, [host.state], how, host.devices)
-    classes = classes_of(host.model, saved.federation)
-    newcomer = read_newcomer(source, like=store.x[:1].cpu(), classes=classes, seed=plan.seed)
-    trial = Trial(saved, newcomer, Joining(numbers, welcome=how))
-    with reserved(place, "join"):
-        rows = _watched(trial)
-        about = {"name": whom.name, "run": whom.folder.name, "case": saved.case, "seed": plan.seed, "data": source}
-        trial.keep(place, rows, about)
-    show_join(place)
+    output_folder, numbers = target.output_folder(), parse_label_counts(labels)
+    with download_bars() as report:
+        saved = open_experiment(target.folder, target.experiment, seed=target.seed, report=report)
+    plan, trained_federation, store = saved.trained_federation.plan, saved.trained_federation, saved.federation.train.examples
+    how = replace(join_plan, existing_clients=min(plan.clients_per_round, trained_federation.clients) if existing_clients is None else existing_clients)
+    if join_plan.rounds:
+        require_joinable(trained_federation.algorithm, [trained_federation.state], how, trained_federation.clients)
+    classes = num_classes(trained_federation.model, saved.federation)
+    new_client = read_new_client(source, like=store.x[:1].cpu(), classes=classes, seed=plan.seed)
+    trial = JoinTrial(saved, new_client, JoinTrialSettings(numbers, join_plan=how))
+    with reserve_folder(output_folder, "join"):
+        rows = _measure(trial)
+        about = {"name": target.name, "run": target.folder.name, "experiment": saved.experiment, "seed": plan.seed, "data": source}
+        trial.save(output_folder, rows, about)
+    show_join(output_folder)
 
 
 def show_join(place: Path) -> None:
@@ -66,24 +66,24 @@ def show_join(place: Path) -> None:
 
 
 @contextmanager
-def reserved(place: Path, command: str) -> Iterator[None]:
+def reserve_folder(place: Path, command: str) -> Iterator[None]:
     """A folder that can be written to, before anything is computed; it goes again if nothing comes of it."""
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{command}: {place} cannot be written to ({error.strerror}); choose another place with --out") from error
     try:
-        with alone(place):
+        with lock_folder(place):
             yield
     finally:
         with suppress(OSError):  # not empty: it came to something
             place.rmdir()
 
 
-def read_labels(text: str) -> tuple[int | None, ...]:
+def parse_label_counts(text: str) -> tuple[int | None, ...]:
     """Numbers of labels; None is all.
 
-    >>> read_labels("0, 5, all")
+    >>> parse_label_counts("0, 5, all")
     (0, 5, None)
     """
     words = [word.strip() for word in text.split(",")]
@@ -92,18 +92,18 @@ def read_labels(text: str) -> tuple[int | None, ...]:
     return tuple(None if word == "all" else int(word) for word in words)
 
 
-def _watched(trial: Trial) -> list[Json]:
+def _measure(trial: JoinTrial) -> list[Json]:
     """All rows; the latest is shown while the next is measured."""
     rows: list[Json] = []
     console = Console(stderr=True)
-    for labels in trial.left_out():
+    for labels in trial.missing_label_counts():
         console.print(
             f"left out: {labels} labelled examples, for the device has {len(trial.train.y)} to learn from", highlight=False
         )
     with console.status("the ensemble") as status:
         for row in trial.rows():
             rows.append(row)
-            status.update(f"{row['way']} with {row['labels']} labels: {percent(row['accuracy'])}")
+            status.update(f"{row['way']} with {row['labels']} labels: {format_percent(row['accuracy'])}")
     return rows
 
 
@@ -112,5 +112,5 @@ def _print(rows: list[Json]) -> None:
     for heading in ("labels", "accuracy", "sent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(escape(row["way"]), str(row["labels"]), percent(row["accuracy"]), readable(row["bytes"]))
+        table.add_row(escape(row["way"]), str(row["labels"]), format_percent(row["accuracy"]), format_bytes(row["bytes"]))
     Console().print(table)

@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from glocal.cli.tables import percent, readable
-from glocal.studies import Step
-from glocal.studies.parts import PartStep
+from glocal.cli.tables import format_bytes, format_percent
+from glocal.studies import StudyEvent
+from glocal.studies.parts import PartEvent
 
 
-def case_bars() -> Progress:
+def experiment_bars() -> Progress:
     """Room for a bar per case."""
     columns = (
         TextColumn("{task.description}"),
@@ -24,52 +24,52 @@ def case_bars() -> Progress:
     return Progress(*columns, console=Console(stderr=True))
 
 
-def shown_on(bars: Progress, prefix: str = "") -> Callable[[Step], None]:
+def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], None]:
     """A bar per case, with the newest figures in it."""
     tasks: dict[str, TaskID] = {}
     latest: dict[str, float] = {}
 
-    def show(step: Step) -> None:
-        task = tasks.setdefault(step.case, TaskID(-1))
+    def show(step: StudyEvent) -> None:
+        task = tasks.setdefault(step.experiment, TaskID(-1))
         if task == -1:
-            task = tasks[step.case] = bars.add_task(escape(prefix + step.case), total=step.rounds, now="")
+            task = tasks[step.experiment] = bars.add_task(escape(prefix + step.experiment), total=step.rounds, now="")
         if step.moment is None:
-            bars.update(task, completed=step.rounds, now=_final(step))
+            bars.update(task, completed=step.rounds, now=_final_metrics(step))
             return
         row = step.moment.rows[0]
         if row["validation"] is not None:
-            latest[step.case] = row["validation"]
-        seen = f"validation {latest[step.case]:.1%}  " if step.case in latest else ""
+            latest[step.experiment] = row["validation"]
+        seen = f"validation {latest[step.experiment]:.1%}  " if step.experiment in latest else ""
         loss = "nobody there" if row["loss"] is None else f"loss {row['loss']:.3f}"
-        bars.update(task, completed=step.moment.progress.done, now=f"{loss}  {seen}{readable(row['bytes'])}")
+        bars.update(task, completed=step.moment.progress.done, now=f"{loss}  {seen}{format_bytes(row['bytes'])}")
 
     return show
 
 
-def parts_shown_on(bars: Progress) -> Callable[[PartStep], None]:
+def part_step_callback(bars: Progress) -> Callable[[PartEvent], None]:
     """One bar for the case that runs, whatever part it is of; a finished case becomes a line."""
-    shown: dict[str, Callable[[Step], None]] = {}
+    shown: dict[str, Callable[[StudyEvent], None]] = {}
 
-    def show(step: PartStep) -> None:
-        words = f"{step.part} ({step.place} of {step.of})  "
-        shown.setdefault(step.part, shown_on(bars, words))(step.step)
+    def show(step: PartEvent) -> None:
+        words = f"{step.part} ({step.position} of {step.of})  "
+        shown.setdefault(step.part, step_callback(bars, words))(step.step)
         if step.step.moment is None:
             shown.clear()
             for task in bars.task_ids:
                 bars.remove_task(task)
-            bars.console.print(f"{words}{step.step.case}: {_final(step.step)}", highlight=False, markup=False)
+            bars.console.print(f"{words}{step.step.experiment}: {_final_metrics(step.step)}", highlight=False, markup=False)
 
     return show
 
 
-def _final(step: Step) -> str:
+def _final_metrics(step: StudyEvent) -> str:
     first = step.results[0]
     new = first["new_test"]["logits"] if first["new_test"] else None
-    return f"Local Test {percent(first['local_test']['mean'])}  New Test {percent(new)}"
+    return f"Local Test {format_percent(first['local_test']['mean'])}  New Test {format_percent(new)}"
 
 
 @contextmanager
-def downloads() -> Iterator[Callable[[str, int, int], None]]:
+def download_bars() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for every file that is being downloaded, shown only if there is one."""
     tasks: dict[str, TaskID] = {}
     bars = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True)

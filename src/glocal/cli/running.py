@@ -7,24 +7,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from glocal.cli.progress import case_bars, downloads, parts_shown_on, shown_on
-from glocal.cli.tables import print_findings, print_groups, print_newcomers, print_table
+from glocal.cli.progress import download_bars, experiment_bars, part_step_callback, step_callback
+from glocal.cli.tables import print_findings, print_groups, print_new_clients, print_table
 from glocal.core.errors import InputError
-from glocal.core.files import alone, write_text
-from glocal.datasets import Report
+from glocal.core.files import lock_folder, write_text
+from glocal.datasets import ProgressCallback
 from glocal.report import study_markdown, write_report, write_study_report
 from glocal.studies import Settings
 from glocal.studies.findings import read_findings, write_findings
-from glocal.studies.joined import joined
-from glocal.studies.parts import holds_study, leave_unbegun, prepare, run_parts, sit_down
-from glocal.studies.run import holds_run, read_results, run_study
+from glocal.studies.joined import merge_findings
+from glocal.studies.parts import is_study, record_session, remove_unstarted, run_parts, write_study
+from glocal.studies.run import is_run, read_results, run_study
 from glocal.studies.study import Study
 
 
-def go(settings: Settings, folder: Path) -> None:
+def run_and_report(settings: Settings, folder: Path) -> None:
     """Run or go on with a study, show it, write the report."""
-    with _watched(folder) as (report, bars):
-        show = shown_on(bars)
+    with _show_progress(folder) as (report, bars):
+        show = step_callback(bars)
         for step in run_study(settings, folder, report=report):
             show(step)
     show_results(folder)
@@ -35,53 +35,53 @@ def show_results(folder: Path) -> None:
     results = read_results(folder)
     print_table(results)
     print_groups(results)
-    print_newcomers(results)
+    print_new_clients(results)
     print(f"report: {write_report(folder)}")
 
 
 def start_parts(study: Study, folder: Path, *, patterns: Sequence[str], changes: Sequence[str], command: str) -> None:
     """Begin with some parts of a paper's study, or with all."""
-    with alone(folder):
-        parts = prepare(study, folder, patterns=patterns, changes=changes)
+    with lock_folder(folder):
+        parts = write_study(study, folder, patterns=patterns, changes=changes)
         try:
             _run_parts(parts, folder, command)
         except InputError:
-            leave_unbegun(folder)
+            remove_unstarted(folder)
             raise
 
 
-def go_on_with_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
+def resume_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
     """Run or go on with a paper's study, show it, write the report."""
-    with alone(folder):
+    with lock_folder(folder):
         _run_parts(parts, folder, command)
 
 
 def _run_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
-    sit_down(folder, parts, command)
-    with _watched(folder) as (report, bars):
-        show = parts_shown_on(bars)
+    record_session(folder, parts, command)
+    with _show_progress(folder) as (report, bars):
+        show = part_step_callback(bars)
         for step in run_parts(parts, folder, report=report):
             show(step)
     report_study([folder], folder)
 
 
 @contextmanager
-def _watched(folder: Path) -> Iterator[tuple[Report, Progress]]:
+def _show_progress(folder: Path) -> Iterator[tuple[ProgressCallback, Progress]]:
     """Downloads and cases as bars; who stops it is told how to go on."""
     console = Console(stderr=True)
     console.print(f"keeping everything in {folder}", highlight=False)
     try:
-        with downloads() as report, case_bars() as bars:
+        with download_bars() as report, experiment_bars() as bars:
             yield report, bars
     except KeyboardInterrupt:
-        kept = holds_study(folder) or holds_run(folder)
+        kept = is_study(folder) or is_run(folder)
         console.print(f"stopped; go on with: glocal resume {folder}" if kept else "stopped; nothing was kept", highlight=False)
         raise
 
 
 def report_study(paths: Sequence[Path], folder: Path) -> None:
     """Print what a paper's study found, and write it as a page, as text and as numbers."""
-    findings = joined([read_findings(path) for path in paths])
+    findings = merge_findings([read_findings(path) for path in paths])
     if not findings.parts:
         raise InputError(f"report: {paths[0]} has finished no case yet; wait for one, or go on with `glocal resume {paths[0]}`")
     print_findings(findings)
@@ -90,10 +90,10 @@ def report_study(paths: Sequence[Path], folder: Path) -> None:
     print(f"report: {write_study_report(findings, folder)}")
 
 
-def free_folder(wanted: Path) -> Path:
+def free_folder(preferred: Path) -> Path:
     """The folder wanted, or the first of wanted-2, wanted-3, ... that does not exist."""
-    folder, number = wanted, 1
+    folder, number = preferred, 1
     while folder.exists():
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = preferred.with_name(f"{preferred.name}-{number}")
     return folder

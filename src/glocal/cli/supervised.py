@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from glocal.deploy.supervision import Program, named_by_owner, supervise
+from glocal.deploy.supervision import Program, owner_variables, supervise
 
 
-def say(words: str) -> None:
+def log_line(words: str) -> None:
     """A line with the time."""
     sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {words}\n")  # in one piece: several threads speak
     sys.stdout.flush()
 
 
-def said_by(who: str) -> Callable[[str], None]:
+def notify_as(who: str) -> Callable[[str], None]:
     """A line with the time, and who says it."""
-    return lambda words: say(f"{who}: {words}")
+    return lambda words: log_line(f"{who}: {words}")
 
 
 def server_program(folder: Path) -> Program:
@@ -30,9 +30,9 @@ def server_program(folder: Path) -> Program:
     return Program("glocal.deploy.server_process", (folder,), folder / "logs/server.log")
 
 
-def device_program(folders: Sequence[Path]) -> Program:
+def client_program(folders: Sequence[Path]) -> Program:
     """The devices of these folders, as one program to be kept running."""
-    named = tuple(name for folder in folders for name in named_by_owner(folder))
+    named = tuple(name for folder in folders for name in owner_variables(folder))
     log = folders[0] / "logs/client.log"
     return Program("glocal.deploy.client_process", tuple(folders), log, named)
 
@@ -53,10 +53,10 @@ def until_stopped() -> Iterator[threading.Event]:
 def run_server(folder: Path) -> None:
     """Keep a server running until it is stopped."""
     with until_stopped() as stop:
-        supervise(server_program(folder), stop, say)
+        supervise(server_program(folder), stop, log_line)
 
 
-def run_devices(folders: Sequence[Path]) -> None:
+def run_clients(folders: Sequence[Path]) -> None:
     """Keep devices connected until they are stopped, all of them in one process."""
     with until_stopped() as stop:
-        supervise(device_program(folders), stop, say)
+        supervise(client_program(folders), stop, log_line)

@@ -7,76 +7,76 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from glocal.core.errors import InputError, nearest
-from glocal.core.files import require_place
+from glocal.core.errors import InputError, suggest_name
+from glocal.core.files import require_writable
 from glocal.evaluate.theory import (
+    ClosedForm,
     Floats,
-    Inputs,
-    Law,
+    InputDistribution,
+    LinearProblem,
     Trials,
-    World,
-    enough_examples,
-    estimate,
-    finite_law,
-    law,
-    normal,
-    printed_law,
-    trials,
-    uniform,
-    unit,
+    break_even_examples,
+    closed_form,
+    confidence_interval,
+    finite_sample_closed_form,
+    normal_inputs,
+    published_closed_form,
+    run_trials,
+    uniform_inputs,
+    unit_inputs,
 )
 from glocal.report.drawing import picture_kind
 from glocal.report.numerals import PERCENT
-from glocal.report.theory import Tried, draw_mixture
+from glocal.report.theory import TheoryResult, draw_mixture
 
-_INPUTS = {"uniform": uniform, "normal": normal, "unit": unit}
+_INPUTS = {"uniform": uniform_inputs, "normal": normal_inputs, "unit": unit_inputs}
 _NOTEWORTHY = 0.005  # half a percent of the model
 
 
-def inputs_of(name: str, d: int) -> Inputs:
+def make_inputs(name: str, d: int) -> InputDistribution:
     """The inputs that go by a name."""
     if name not in _INPUTS:
-        raise InputError(f"theory: there are no inputs '{name}'; {nearest(name, _INPUTS)}")
+        raise InputError(f"theory: there are no inputs '{name}'; {suggest_name(name, _INPUTS)}")
     return _INPUTS[name](d)
 
 
-def show_theory(world: World, *, repeats: int, seed: int, out: Path | None) -> None:
+def show_theory(problem: LinearProblem, *, repeats: int, seed: int, out: Path | None) -> None:
     """Print what the theory says of a world, try it out, and draw it; without repeats, the closed forms alone."""
     if out is not None:
         picture_kind(out)
-        require_place(out)
+        require_writable(out)
     with Console(stderr=True).status(f"{repeats} trials"):
-        tried = trials(world, repeats=repeats, seed=seed) if repeats else None
-    _print_world(world)
-    _print_errors(world, tried)
+        outcome = run_trials(problem, repeats=repeats, seed=seed) if repeats else None
+    _print_world(problem)
+    _print_errors(problem, outcome)
     print()
-    for line in _advice(world):
+    for line in _advice(problem):
         print(line)
     if out is not None:
-        print(f"drawn: {draw_mixture(Tried(world, tried), out)}")
+        print(f"drawn: {draw_mixture(TheoryResult(problem, outcome), out)}")
 
 
-def _print_world(world: World) -> None:
+def _print_world(problem: LinearProblem) -> None:
     print(
-        f"{world.devices:,} devices with {world.n:,} examples each; {world.inputs.d:,} inputs, tr S = {world.inputs.trace:.4g}; "
-        f"rho^2 = {world.rho**2:.4g}, sigma^2 = {world.sigma**2:.4g}"
+        f"{problem.clients:,} devices with {problem.n:,} examples each; {problem.inputs.d:,} inputs, tr S = {problem.inputs.trace:.4g}; "
+        f"rho^2 = {problem.rho**2:.4g}, sigma^2 = {problem.sigma**2:.4g}"
     )
 
 
-def _print_errors(world: World, tried: Trials | None) -> None:
+def _print_errors(problem: LinearProblem, outcome: Trials | None) -> None:
     """One row per model and one for alpha*: in closed form as N grows and at this N, and by trial."""
-    large, this = law(world), finite_law(world)
+    large, this = closed_form(problem), finite_sample_closed_form(problem)
     best = this.best_alpha()
     rows = [
-        ["all local", "1", _four(large.local_error()), _four(this.local_error())],
-        ["all shared", "0", _four(large.global_error()), _four(this.global_error())],
-        ["best mixture", f"{best:.3f}", _four(large.best_error()), _four(this.best_error())],
-        ["alpha*", "", _four(large.best_alpha()), _four(best)],
+        ["all local", "1", _four_digits(large.local_error()), _four_digits(this.local_error())],
+        ["all shared", "0", _four_digits(large.global_error()), _four_digits(this.global_error())],
+        ["best mixture", f"{best:.3f}", _four_digits(large.best_error()), _four_digits(this.best_error())],
+        ["alpha*", "", _four_digits(large.best_alpha()), _four_digits(best)],
     ]
     heads = ["", "alpha", "N large", "this N"]
-    if tried is not None:
-        values = (tried.local, tried.shared, tried.mixture_errors(best), tried.best_alphas())
-        rows = [[*row, *_by_trial(of)] for row, of in zip(rows, values, strict=True)]
+    if outcome is not None:
+        values = (outcome.local, outcome.shared, outcome.mixture_errors(best), outcome.best_alphas())
+        rows = [[*row, *_trial_cells(of)] for row, of in zip(rows, values, strict=True)]
         heads += ["trials", "95 % interval"]
     print()
     Console().print(_table(heads, rows), highlight=False)
@@ -91,25 +91,25 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def _by_trial(values: Floats) -> tuple[str, str]:
+def _trial_cells(values: Floats) -> tuple[str, str]:
     """A mean over trials and its interval."""
-    mean, low, high = estimate(values)
-    return _four(mean), f"{_four(low)} to {_four(high)}"
+    mean, low, high = confidence_interval(values)
+    return _four_digits(mean), f"{_four_digits(low)} to {_four_digits(high)}"
 
 
-def _advice(world: World) -> list[str]:
+def _advice(problem: LinearProblem) -> list[str]:
     """What to do, in plain words."""
-    this, printed = finite_law(world), printed_law(world).best_alpha()
-    lines = [_keep(this)]
+    this, printed = finite_sample_closed_form(problem), published_closed_form(problem).best_alpha()
+    lines = [_local_share_line(this)]
     if 0 < this.best_alpha() < 1:
-        enough = f"{ceil(enough_examples(world)):,} examples or more"
+        enough = f"{ceil(break_even_examples(problem)):,} examples or more"
         lines.append(f"With {enough} each, devices do better on their own models alone than on the shared one alone.")
     if abs(printed - this.best_alpha()) > _NOTEWORTHY:
         lines.append(f"The paper's formula as printed, which holds where tr S = 1, would keep {_percent(printed)} local.")
     return lines
 
 
-def _keep(this: Law) -> str:
+def _local_share_line(this: ClosedForm) -> str:
     """The sentence that matters."""
     alpha, best = this.best_alpha(), this.best_error()
     if not alpha:
@@ -121,7 +121,7 @@ def _keep(this: Law) -> str:
     return f"Keep {_percent(alpha)} local: {mixture}. Its error is {local} below all local, {shared} below all shared."
 
 
-def _four(number: float) -> str:
+def _four_digits(number: float) -> str:
     """Four digits, zeros at the end included."""
     return f"{number:#.4g}"
 

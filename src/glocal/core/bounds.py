@@ -7,17 +7,17 @@ from typing import Any
 from glocal.core.errors import InputError
 
 MILLION = 10**6
-ROUNDS = CLIENTS = EXAMPLES = MILLION
-EPOCHS = SEEDS = 1_000
-WIDTH = 16_384  # two layers of it hold a gigabyte
-WORKERS = 1_024
-SEED = 2**32 - 1  # what scikit-learn takes
+MAX_ROUNDS = MAX_CLIENTS = MAX_EXAMPLES = MILLION
+MAX_EPOCHS = MAX_SEEDS = 1_000
+MAX_WIDTH = 16_384  # two layers of it hold a gigabyte
+MAX_WORKERS = 1_024
+MAX_SEED = 2**32 - 1  # what scikit-learn takes
 _LONG = 10**20
 
 
-def count(default: Any = MISSING, *, least: int = 1, most: int = MILLION) -> Any:
+def count_field(default: Any = MISSING, *, minimum: int = 1, maximum: int = MILLION) -> Any:
     """A dataclass's field that holds a count, several, or None: each from `least` to `most`."""
-    return field(default=default, metadata={"count": (least, most)})
+    return field(default=default, metadata={"count": (minimum, maximum)})
 
 
 def require_counts(where: str, settings: Any) -> None:
@@ -31,7 +31,7 @@ def require_counts(where: str, settings: Any) -> None:
                 require_count(f"{where}{part.name}", each, *part.metadata["count"])
 
 
-def require_count(name: str, value: object, least: int, most: int) -> None:
+def require_count(name: str, value: object, minimum: int, maximum: int) -> None:
     """Refuse a number that is not whole, or out of bounds.
 
     >>> require_count("epochs", 2_000, 1, 1_000)
@@ -40,8 +40,8 @@ def require_count(name: str, value: object, least: int, most: int) -> None:
     glocal.core.errors.InputError: epochs is 2000; a whole number from 1 to 1,000 was expected
     """
     whole = int(value) if isinstance(value, Integral) else None
-    if whole is not None and least <= whole <= most:
+    if whole is not None and minimum <= whole <= maximum:
         return
     long = whole is not None and not -_LONG < whole < _LONG
     told = "a number of more than 20 digits" if long else value
-    raise InputError(f"{name} is {told}; a whole number from {least:,} to {most:,} was expected")
+    raise InputError(f"{name} is {told}; a whole number from {minimum:,} to {maximum:,} was expected")

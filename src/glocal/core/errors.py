@@ -10,9 +10,9 @@ class InputError(ValueError):
 
 
 class DivergedError(InputError):
-    """Training left all bounds: a loss is not finite; `case` and `seed` say whose it was in a study."""
+    """Training left all bounds: a loss is not finite; `experiment` and `seed` say whose it was in a study."""
 
-    case: str = ""
+    experiment: str = ""
     seed: int = 0
 
 
@@ -20,22 +20,22 @@ class GlocalWarning(UserWarning):
     """Something the user should see once, in one line; the work goes on."""
 
 
-def brief(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     r"""An error of somebody else's code in a few words.
 
-    >>> brief(ValueError("no  way"))
+    >>> describe_error(ValueError("no  way"))
     'ValueError: no way'
-    >>> brief(ValueError("\x1b[1mno\n\nway"))
+    >>> describe_error(ValueError("\x1b[1mno\n\nway"))
     'ValueError: [1mno way'
     """
     told = "".join(sign if sign.isprintable() else " " for sign in f"{type(error).__name__}: {error}")
     return shorten(told, 160, placeholder=" ...")
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def suggest_name(given: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: the nearest known one first, then all of them.
 
-    >>> nearest("roundz", ["rounds", "cohort"])
+    >>> suggest_name("roundz", ["rounds", "clients_per_round"])
     "did you mean 'rounds'? known: cohort, rounds"
     """
     names = sorted(known)

@@ -25,7 +25,7 @@ _LOCK = ".running"
 
 
 @contextmanager
-def alone(folder: Path | None) -> Iterator[None]:
+def lock_folder(folder: Path | None) -> Iterator[None]:
     """Hold a folder while it is written, and refuse whoever comes second; None is no folder.
 
     The kernel drops the lock when its process ends, also by kill -9: a lock file that was left
@@ -37,7 +37,7 @@ def alone(folder: Path | None) -> Iterator[None]:
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder / _LOCK)
+        lock = _acquire_lock(folder / _LOCK)
     except BlockingIOError as error:
         raise InputError(f"run: {folder} is being run already; stop that one first") from error
     except OSError as error:
@@ -47,14 +47,14 @@ def alone(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / _LOCK).unlink()  # while it is held: see `_locked`
+            (folder / _LOCK).unlink()  # while it is held: see `_acquire_lock`
         lock.close()
         for each in new:
             with suppress(OSError):  # not empty
                 each.rmdir()
 
 
-def _locked(path: Path) -> BinaryIO:
+def _acquire_lock(path: Path) -> BinaryIO:
     """The lock file, open and held.
 
     It is deleted by whoever holds it. One that was deleted after it was opened here, and before it
@@ -81,7 +81,7 @@ def _locked(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def whole_or_not_at_all(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A place to write that becomes `path` in one step at the end; on any failure `path` stays as it was."""
     half = path.with_name(path.name + ".half")
     try:
@@ -100,7 +100,7 @@ def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error).splitlines()[0]
 
 
-def require_place(path: Path) -> None:
+def require_writable(path: Path) -> None:
     """Refuse, before the work, a file that could not be written after it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def require_place(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file."""
-    with whole_or_not_at_all(path) as half:
+    with atomic_write(path) as half:
         half.write_text(text, encoding="utf-8")
 
 
@@ -124,12 +124,12 @@ def write_secret(path: Path, data: bytes) -> None:
     def opened(name: str, flags: int) -> int:
         return os.open(name, flags, 0o600)
 
-    with whole_or_not_at_all(path) as half, open(half, "wb", opener=opened) as file:
+    with atomic_write(path) as half, open(half, "wb", opener=opened) as file:
         file.write(data)
         file.flush()
 
 
-def make_private(folders: Iterable[Path], files: Iterable[Path]) -> list[Path]:
+def restrict_permissions(folders: Iterable[Path], files: Iterable[Path]) -> list[Path]:
     """Take the rights of others to these away; those that had any. What cannot be had is refused."""
     open_to_others = []
     for path, mode in [*((path, 0o700) for path in folders), *((path, 0o600) for path in files)]:
@@ -148,13 +148,13 @@ def make_private(folders: Iterable[Path], files: Iterable[Path]) -> list[Path]:
 
 def write_json(path: Path, data: object) -> None:
     """Replace a JSON file."""
-    write_text(path, spelled(data) + "\n")
+    write_text(path, format_json(data) + "\n")
 
 
-def spelled(data: object, depth: int = 0) -> str:
+def format_json(data: object, depth: int = 0) -> str:
     """JSON with a line for every table or list of plain values, and an entry a line in the others.
 
-    >>> print(spelled({"seeds": [0, 1], "course": [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}]}))
+    >>> print(format_json({"seeds": [0, 1], "course": [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}]}))
     {
      "seeds": [0, 1],
      "course": [
@@ -166,7 +166,7 @@ def spelled(data: object, depth: int = 0) -> str:
     entries = data.values() if isinstance(data, dict) else data if isinstance(data, list | tuple) else ()
     if not any(isinstance(entry, dict | list | tuple) for entry in entries):
         return json.dumps(data)
-    inner = [spelled(entry, depth + 1) for entry in entries]
+    inner = [format_json(entry, depth + 1) for entry in entries]
     if isinstance(data, dict):
         names = (json.dumps({key: 0})[1:-4] for key in data)  # as json spells keys, or refuses them
         inner = [f"{name}: {entry}" for name, entry in zip(names, inner, strict=True)]
@@ -188,20 +188,20 @@ def read_json(path: Path, kind: type) -> Any:
     return data
 
 
-def write_tensors(path: Path, tensors: Params, about: Mapping[str, object]) -> None:
-    """Replace a safetensors file; `about` goes into its header as JSON."""
-    with whole_or_not_at_all(path) as half:
+def write_tensors(path: Path, tensors: Params, metadata: Mapping[str, object]) -> None:
+    """Replace a safetensors file; `metadata` goes into its header as JSON."""
+    with atomic_write(path) as half:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, half, metadata={"about": json.dumps(about)})
+        save_file(contiguous, half, metadata={"metadata": json.dumps(metadata)})
 
 
-def read_about(path: Path) -> Json:
+def read_metadata(path: Path) -> Json:
     """What the header of a safetensors file says about it; the tensors are not read."""
-    with _opened(path, "cpu") as file:
-        about: Json = json.loads((file.metadata() or {}).get("about", "{}"))
-        if not isinstance(about, dict):
+    with _open_tensors(path, "cpu") as file:
+        metadata: Json = json.loads((file.metadata() or {}).get("metadata", "{}"))
+        if not isinstance(metadata, dict):
             raise ValueError("its header holds no table")
-        return about
+        return metadata
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[Params, Json]:
@@ -210,13 +210,13 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[Params
     Each tensor is copied: in the file it may begin anywhere, and products of a single row round
     otherwise where a tensor does not begin at a cache line, as torch's own do.
     """
-    with _opened(path, device) as file:
+    with _open_tensors(path, device) as file:
         names = file.keys()
-        return {name: file.get_tensor(name).clone() for name in names}, read_about(path)
+        return {name: file.get_tensor(name).clone() for name in names}, read_metadata(path)
 
 
 @contextmanager
-def _opened(path: Path, device: str | torch.device) -> Iterator[Any]:
+def _open_tensors(path: Path, device: str | torch.device) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file
@@ -231,13 +231,13 @@ def append_rows(path: Path, rows: Iterable[Json]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
-            _drop_cut_off(file)
+            _drop_partial_line(file)
             file.writelines(f"{json.dumps(row)}\n".encode() for row in rows)
     except OSError as error:
         raise InputError(f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder") from error
 
 
-def _drop_cut_off(file: BinaryIO) -> None:
+def _drop_partial_line(file: BinaryIO) -> None:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(end - 1, 0))
     if file.read(1) not in (b"", b"\n"):

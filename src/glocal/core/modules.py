@@ -14,8 +14,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from glocal.core import random, trees
-from glocal.core.errors import InputError, nearest
-from glocal.core.split import first_names, unique_tensors
+from glocal.core.errors import InputError, suggest_name
+from glocal.core.split import canonical_names, unique_tensors
 from glocal.core.trees import Params
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -23,9 +23,9 @@ _MOST_NOISE = 1000
 _NORM_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 Forward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Params]]
-TappedForward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Params]]
-Through = Callable[[Tensor], Tensor]
-Predict = Callable[[Params, Tensor, Tensor], Tensor]
+ForwardWithFeatures = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Params]]
+FeatureHook = Callable[[Tensor], Tensor]
+Predictor = Callable[[Params, Tensor, Tensor], Tensor]
 
 
 def params_of(model: nn.Module) -> Params:
@@ -36,14 +36,14 @@ def params_of(model: nn.Module) -> Params:
     return {name: tensor.detach().clone() for name, tensor in unique_tensors(model).items()}
 
 
-def trainable(model: nn.Module) -> frozenset[str]:
+def trainable_names(model: nn.Module) -> frozenset[str]:
     """The names that gradient descent moves: parameters that are not frozen, no buffers."""
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def training_forward(model: nn.Module) -> Forward:
     """(params, x, mask, key) -> (output, buffers after the step), as in `model.train()`; rows with mask False count for nothing."""
-    call, buffers = _pure(model, nn.Module.train), [name for name, _ in model.named_buffers()]
+    call, buffers = _functional(model, nn.Module.train), [name for name, _ in model.named_buffers()]
 
     def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
         output, used = call(params, x, mask, key)
@@ -52,10 +52,10 @@ def training_forward(model: nn.Module) -> Forward:
     return forward
 
 
-def tapped_forward(model: nn.Module, at: str, through: Through | None = None) -> TappedForward:
-    """As `training_forward`, with what the module `at` puts out, the representation; `through` stands in the way from there on."""
+def forward_with_features(model: nn.Module, layer: str, hook: FeatureHook | None = None) -> ForwardWithFeatures:
+    """As `training_forward`, with what the module `layer` puts out, the representation; `hook` stands in the way from there on."""
     buffers = [name for name, _ in model.named_buffers()]
-    call = _tapped(model, nn.Module.train, at, through)
+    call = _functional_with_features(model, nn.Module.train, layer, hook)
 
     def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Params]:
         output, seen, used = call(params, x, mask, key)
@@ -64,9 +64,9 @@ def tapped_forward(model: nn.Module, at: str, through: Through | None = None) ->
     return forward
 
 
-def representing(model: nn.Module, at: str) -> Predict:
+def feature_extractor(model: nn.Module, layer: str) -> Predictor:
     """(params, x, mask) -> representation (rows, ...), as in `model.eval()`."""
-    call = _tapped(model, nn.Module.eval, at, None)
+    call = _functional_with_features(model, nn.Module.eval, layer, None)
 
     def represent(params: Params, x: Tensor, mask: Tensor) -> Tensor:
         return call(params, x, mask, mask.new_zeros((), dtype=torch.int64))[1]
@@ -74,9 +74,9 @@ def representing(model: nn.Module, at: str) -> Predict:
     return represent
 
 
-def predictor(model: nn.Module) -> Predict:
+def predictor(model: nn.Module) -> Predictor:
     """(params, x, mask) -> output, as in `model.eval()`."""
-    call = _pure(model, nn.Module.eval)
+    call = _functional(model, nn.Module.eval)
 
     def predict(params: Params, x: Tensor, mask: Tensor) -> Tensor:
         return call(params, x, mask, mask.new_zeros((), dtype=torch.int64))[0]
@@ -84,27 +84,27 @@ def predictor(model: nn.Module) -> Predict:
     return predict
 
 
-def _pure(model: nn.Module, mode: Callable[[nn.Module], nn.Module]) -> Forward:
+def _functional(model: nn.Module, mode: Callable[[nn.Module], nn.Module]) -> Forward:
     """(params, x, mask, key) -> (output, every tensor as the call left it); a tensor that is not given is an error."""
-    return _called(model, mode(_skeleton(model)))
+    return _functional_call(model, mode(_skeleton(model)))
 
 
-def _tapped(
-    model: nn.Module, mode: Callable[[nn.Module], nn.Module], at: str, through: Through | None
+def _functional_with_features(
+    model: nn.Module, mode: Callable[[nn.Module], nn.Module], layer: str, hook: FeatureHook | None
 ) -> Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Params]]:
     """The same with what one module puts out, whatever comes after it."""
     known = [name for name, _ in model.named_modules() if name]
-    if at not in known:
-        raise InputError(f"model: there is no module '{at}' to take the representation from; {nearest(at, known)}")
+    if layer not in known:
+        raise InputError(f"model: there is no module '{layer}' to take the representation from; {suggest_name(layer, known)}")
     skeleton = mode(_skeleton(model))
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         seen[:] = [output]
-        return through(output) if through else output
+        return hook(output) if hook else output
 
-    skeleton.get_submodule(at).register_forward_hook(keep)
-    call = _called(model, skeleton, lambda: seen.pop())
+    skeleton.get_submodule(layer).register_forward_hook(keep)
+    call = _functional_call(model, skeleton, lambda: seen.pop())
 
     def tapped(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Params]:
         (output, tap), used = call(params, x, mask, key)
@@ -113,13 +113,13 @@ def _tapped(
     return tapped
 
 
-def _called(model: nn.Module, skeleton: nn.Module, also: Callable[[], Tensor] | None = None) -> Callable[..., tuple[Any, Params]]:
+def _functional_call(model: nn.Module, skeleton: nn.Module, also: Callable[[], Tensor] | None = None) -> Callable[..., tuple[Any, Params]]:
     """The skeleton as a pure function of the model's tensors; what `also` gives after a call comes with its output."""
-    names = first_names(model)
-    need_mask = _names_of(skeleton, MaskedBatchNorm, "rows")
-    need_key = _names_of(skeleton, (AddressedDropout, AddressedNoise), "key")
+    names = canonical_names(model)
+    need_mask = _tensor_names(skeleton, MaskedBatchNorm, "rows")
+    need_key = _tensor_names(skeleton, (KeyedDropout, KeyedGaussianNoise), "key")
     buffers = [name for name, _ in model.named_buffers()]
-    drawing = [module for module in skeleton.modules() if isinstance(module, AddressedDropout | AddressedNoise)]
+    drawing = [module for module in skeleton.modules() if isinstance(module, KeyedDropout | KeyedGaussianNoise)]
     one_at_a_time = Lock()  # tensors are put into the skeleton for the time of a call
 
     def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Any, Params]:
@@ -137,7 +137,7 @@ def _called(model: nn.Module, skeleton: nn.Module, also: Callable[[], Tensor] | 
 
 def state_dict(model: nn.Module, params: Params) -> Params:
     """Params under the names of `model.state_dict()`, tied names included, so that they load back strictly."""
-    names = first_names(model)
+    names = canonical_names(model)
     return {name: params[names[name]].detach().clone() for name in model.state_dict() if name in names}
 
 
@@ -149,14 +149,14 @@ class MaskedBatchNorm(nn.Module):
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()
         self.eps, self.momentum, self.affine = norm.eps, norm.momentum, norm.affine
-        self.tracks = norm.track_running_stats
+        self.track_running_stats = norm.track_running_stats
         self._parameters.update(norm._parameters)
         self._buffers.update(norm._buffers)
         self.register_buffer("rows", torch.ones(1, device="meta"), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (batch, channels, ...) per channel."""
-        mean, variance = self._batch_statistics(x) if self.training or not self.tracks else self._running_statistics()
+        mean, variance = self._batch_statistics(x) if self.training or not self.track_running_stats else self._running_statistics()
         shape = (1, -1, *(1,) * (x.dim() - 2))
         normalised = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
         if self.affine:
@@ -181,7 +181,7 @@ class MaskedBatchNorm(nn.Module):
         mean = (x * weight).sum(axes) / total
         centred = (x - mean.view(1, -1, *(1,) * (x.dim() - 2))) * weight
         variance = centred.square().sum(axes) / total
-        if self.training and self.tracks:
+        if self.training and self.track_running_stats:
             _, old = self._running_statistics()
             unbiased = variance.detach() * total / (total - 1).clamp(min=1)
             self._track(mean.detach(), torch.where(total > 1, unbiased, old))  # one value has no variance
@@ -196,7 +196,7 @@ class MaskedBatchNorm(nn.Module):
         self._buffers["running_var"] = old_variance + factor * (variance - old_variance)
 
 
-class AddressedDropout(nn.Module):
+class KeyedDropout(nn.Module):
     """Dropout whose pattern is computed from a key, so that a device drops the same units alone and in a batch."""
 
     key: Tensor
@@ -215,57 +215,57 @@ class AddressedDropout(nn.Module):
             return x * 0
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         self.calls += 1  # one layer used twice in a step drops other units the second time
-        kept = random.uniform(random.fold(random.fold(self.key, self.layer), self.calls), shape) >= self.p
+        kept = random.uniform(random.fold_in(random.fold_in(self.key, self.layer), self.calls), shape) >= self.p
         return x * kept / (1 - self.p)
 
 
-def dropping(share: float | None) -> nn.Dropout:
+def make_dropout(share: float | None) -> nn.Dropout:
     """Dropout of a share of its input while training; of nothing where none is given."""
-    require_share("model: dropout", share)
+    require_dropout_rate("model: dropout", share)
     return nn.Dropout(share or 0.0)
 
 
-def require_share(name: str, share: float | None) -> None:
+def require_dropout_rate(name: str, share: float | None) -> None:
     """Refuse a share to be dropped that is none."""
     if share is not None and not 0 <= share < 1:
         raise InputError(f"{name} is {share}; a share from 0 to below 1 was expected")
 
 
-def require_deviation(name: str, deviation: float | None) -> None:
+def require_noise_std(name: str, std: float | None) -> None:
     """Refuse noise that is none, or that would drown every representation."""
-    if deviation is not None and not 0 <= deviation <= _MOST_NOISE:
-        raise InputError(f"{name} is {deviation}; it must be from 0 to {_MOST_NOISE}")
+    if std is not None and not 0 <= std <= _MOST_NOISE:
+        raise InputError(f"{name} is {std}; it must be from 0 to {_MOST_NOISE}")
 
 
 class GaussianNoise(nn.Module):
     """Adds normal noise of this deviation while training: what a representation says is then blurred."""
 
-    def __init__(self, deviation: float) -> None:
+    def __init__(self, std: float) -> None:
         super().__init__()
-        require_deviation("model: the noise's deviation", deviation)
-        self.deviation = deviation
+        require_noise_std("model: the noise's deviation", std)
+        self.std = std
 
     def forward(self, x: Tensor) -> Tensor:
         """With torch's own generator; where devices train, the numbers are computed from their keys."""
-        return x + self.deviation * torch.randn_like(x) if self.training else x
+        return x + self.std * torch.randn_like(x) if self.training else x
 
 
-class AddressedNoise(nn.Module):
+class KeyedGaussianNoise(nn.Module):
     """The same, with numbers computed from a key."""
 
     key: Tensor
 
     def __init__(self, noisy: GaussianNoise, layer: int) -> None:
         super().__init__()
-        self.deviation, self.layer, self.calls = noisy.deviation, layer, 0
+        self.std, self.layer, self.calls = noisy.std, layer, 0
         self.register_buffer("key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Blur x (batch, ...)."""
-        if not self.training or self.deviation == 0:
+        if not self.training or self.std == 0:
             return x
         self.calls += 1
-        return x + self.deviation * random.normal(random.fold(random.fold(self.key, self.layer), self.calls), x.shape)
+        return x + self.std * random.normal(random.fold_in(random.fold_in(self.key, self.layer), self.calls), x.shape)
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -274,7 +274,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     skeleton = copy.deepcopy(model).to("meta")
     swapped: dict[int, nn.Module] = {}  # a layer that stands in two places is one layer still
     for layer, (name, module) in enumerate(list(skeleton.named_modules(remove_duplicate=False))):
-        replacement = swapped.setdefault(id(module), _swapped(module, layer))
+        replacement = swapped.setdefault(id(module), _replacement(module, layer))
         if replacement is not module and name:
             parent, _, child = name.rpartition(".")
             setattr(skeleton.get_submodule(parent), child, replacement)
@@ -283,17 +283,17 @@ def _skeleton(model: nn.Module) -> nn.Module:
     return skeleton
 
 
-def _swapped(module: nn.Module, layer: int) -> nn.Module:
+def _replacement(module: nn.Module, layer: int) -> nn.Module:
     if isinstance(module, _BatchNorm):
         return MaskedBatchNorm(module)
     if isinstance(module, _DropoutNd) and type(module) in _DROPOUTS:
-        return AddressedDropout(module, layer)
+        return KeyedDropout(module, layer)
     if isinstance(module, GaussianNoise):
-        return AddressedNoise(module, layer)
+        return KeyedGaussianNoise(module, layer)
     return module
 
 
-def _names_of(skeleton: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], tensor: str) -> list[str]:
+def _tensor_names(skeleton: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], tensor: str) -> list[str]:
     """The full names of what each layer of a kind must be told."""
     modules = skeleton.named_modules(remove_duplicate=False)
     return [f"{name}.{tensor}".lstrip(".") for name, module in modules if isinstance(module, kind)]
@@ -308,7 +308,7 @@ def _refuse_unusable(model: nn.Module) -> None:
         if isinstance(module, _DropoutNd) and not 0 <= module.p <= 1:
             raise InputError(f"model: '{name}' drops a share of {module.p}; give one from 0 to 1")
         if isinstance(module, GaussianNoise):
-            require_deviation(f"model: the deviation of '{name}'", module.deviation)
+            require_noise_std(f"model: the deviation of '{name}'", module.std)
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise InputError(f"model: '{name}' tracks running statistics over padded rows; use track_running_stats=False")
         if isinstance(module, _BatchNorm) and type(module).forward not in _NORM_FORWARDS:

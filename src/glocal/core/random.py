@@ -16,7 +16,7 @@ _SECOND = -7723592293110705685
 _ALL = 2**64 - 1
 
 
-def fold(key: Tensor, address: Tensor | int) -> Tensor:
+def fold_in(key: Tensor, address: Tensor | int) -> Tensor:
     """A new key (or many) out of a key and an address; shapes broadcast."""
     if isinstance(address, int):  # worked out here: a copy to the accelerator at every step would wait for it
         return _mix((key ^ _mixed_number(address * _GOLDEN)) + _GOLDEN)
@@ -31,13 +31,13 @@ def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
     torch.Size([2])
     """
     size = int(torch.Size(shape).numel())
-    bits = fold(key, torch.arange(size, device=key.device))
+    bits = fold_in(key, torch.arange(size, device=key.device))
     return (_shift(bits, 40).to(torch.float32) / 2**24).reshape(tuple(shape))
 
 
 def normal(key: Tensor, shape: Sequence[int]) -> Tensor:
     """Normal numbers of mean 0 and deviation 1 of this shape, float32 (Box and Muller 1958)."""
-    radius, angle = (uniform(fold(key, half), shape) for half in (0, 1))
+    radius, angle = (uniform(fold_in(key, half), shape) for half in (0, 1))
     return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)
 
 

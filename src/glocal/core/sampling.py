@@ -8,29 +8,29 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from glocal.core.bounds import CLIENTS, EPOCHS, EXAMPLES, ROUNDS, SEED, count, require_counts
+from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_EXAMPLES, MAX_ROUNDS, MAX_SEED, count_field, require_counts
 from glocal.core.errors import InputError
 
-Integers = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Plan:
     """How long, with how many devices, and how they train; `first_round` > 0 continues the numbering of a warm start.
 
-    With `tokens`, a batch of texts has at most `batch` rows and rows times its longest text are at most so many.
+    With `max_tokens`, a batch of texts has at most `batch_size` rows and rows times its longest text are at most so many.
     """
 
-    rounds: int = count(most=ROUNDS)
-    cohort: int = count(most=CLIENTS)
-    epochs: int = count(1, most=EPOCHS)
-    batch: int = count(10, most=EXAMPLES)
-    seed: int = count(0, least=0, most=SEED)
-    first_round: int = count(0, least=0, most=1_000 * ROUNDS)
-    tokens: int | None = count(None, most=1_000 * EXAMPLES)
+    rounds: int = count_field(maximum=MAX_ROUNDS)
+    clients_per_round: int = count_field(maximum=MAX_CLIENTS)
+    local_epochs: int = count_field(1, maximum=MAX_EPOCHS)
+    batch_size: int = count_field(10, maximum=MAX_EXAMPLES)
+    seed: int = count_field(0, minimum=0, maximum=MAX_SEED)
+    first_round: int = count_field(0, minimum=0, maximum=1_000 * MAX_ROUNDS)
+    max_tokens: int | None = count_field(None, maximum=1_000 * MAX_EXAMPLES)
 
     @property
-    def last_round(self) -> int:
+    def total_rounds(self) -> int:
         """How many rounds there have been at the end, a warm start's included."""
         return self.first_round + self.rounds
 
@@ -38,90 +38,90 @@ class Plan:
         require_counts("plan: ", self)
 
 
-class Attendance(NamedTuple):
+class Availability(NamedTuple):
     """Who can be asked: `present` are sampled from, `always` take part besides, `leaving` are asked and gone before they answer."""
 
-    present: Integers
-    always: Integers
-    leaving: Integers
+    available: IntArray
+    always: IntArray
+    dropouts: IntArray
 
     @classmethod
-    def of(cls, present: Sequence[int], *, always: Sequence[int] = (), leaving: Sequence[int] = ()) -> "Attendance":
+    def of(cls, available: Sequence[int], *, always: Sequence[int] = (), dropouts: Sequence[int] = ()) -> "Availability":
         """From plain numbers of devices; one that always takes part is not sampled as well."""
-        for name, devices in (("present", present), ("always", always), ("leaving", leaving)):
-            if len({*devices}) != len(devices):
+        for name, clients in (("present", available), ("always", always), ("dropouts", dropouts)):
+            if len({*clients}) != len(clients):
                 raise InputError(f"attendance: {name} names a device twice; name each once")
-            if any(device < 0 for device in devices):
-                raise InputError(f"attendance: {name} names device {min(devices)}; devices are numbered from 0")
-        absent = {*leaving} - {*present, *always}
+            if any(client < 0 for client in clients):
+                raise InputError(f"attendance: {name} names device {min(clients)}; devices are numbered from 0")
+        absent = {*dropouts} - {*available, *always}
         if absent:
             raise InputError(f"attendance: device {min(absent)} leaves, and was not there; let it be present too")
-        sampled = sorted({*present} - {*always})
-        return cls(*(np.array(devices, dtype=np.int64) for devices in (sampled, sorted(always), sorted(leaving))))
+        sampled = sorted({*available} - {*always})
+        return cls(*(np.array(clients, dtype=np.int64) for clients in (sampled, sorted(always), sorted(dropouts))))
 
 
-def stream(seed: int, purpose: str, *address: int) -> np.random.Generator:
+def make_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
     """A generator for one purpose at one address; the same on a device as in the simulator.
 
-    >>> bool(stream(0, "order", 3).integers(100) == stream(0, "order", 3).integers(100))
+    >>> bool(make_rng(0, "order", 3).integers(100) == make_rng(0, "order", 3).integers(100))
     True
     """
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address])))
 
 
-def choose_cohort(plan: Plan, devices: int, round_index: int) -> Integers:
+def sample_clients(plan: Plan, clients: int, round_index: int) -> IntArray:
     """The devices of one round, S_t in the paper, in ascending order."""
-    if plan.cohort > devices:
-        raise InputError(f"plan: the cohort is {plan.cohort}, but there are {devices} devices; choose at most {devices}")
-    return np.sort(stream(plan.seed, "cohort", round_index).choice(devices, plan.cohort, replace=False))
+    if plan.clients_per_round > clients:
+        raise InputError(f"plan: the cohort is {plan.clients_per_round}, but there are {clients} devices; choose at most {clients}")
+    return np.sort(make_rng(plan.seed, "cohort", round_index).choice(clients, plan.clients_per_round, replace=False))
 
 
-def choose_present(plan: Plan, attendance: Attendance, round_index: int) -> Integers:
+def sample_available(plan: Plan, attendance: Availability, round_index: int) -> IntArray:
     """The devices of a round where not all are there: a cohort of those present, or all of them, and who always takes part."""
-    present = attendance.present
-    drawn = stream(plan.seed, "cohort", round_index).choice(len(present), min(plan.cohort, len(present)), replace=False)
-    return np.sort(np.concatenate([present[drawn], attendance.always]))
+    available = attendance.available
+    drawn = make_rng(plan.seed, "cohort", round_index).choice(len(available), min(plan.clients_per_round, len(available)), replace=False)
+    return np.sort(np.concatenate([available[drawn], attendance.always]))
 
 
-def visiting_order(plan: Plan, size: int, round_index: int, device: int, *, lengths: Integers | None = None) -> Integers:
+def batch_order(plan: Plan, size: int, round_index: int, client: int, *, lengths: IntArray | None = None) -> IntArray:
     """The order in which a device visits its own examples (steps, batch); -1 is padding, at each epoch's end only.
 
     Where the plan counts tokens, by the examples' `lengths` (size,), any batch may end in padding.
     """
-    generator = stream(plan.seed, "order", round_index, device)
-    if plan.tokens is None or lengths is None:
-        return np.concatenate([in_batches(generator.permutation(size), plan.batch) for _ in range(plan.epochs)])
-    epochs = [in_token_batches(lengths, generator, batch=plan.batch, tokens=plan.tokens) for _ in range(plan.epochs)]
-    return np.concatenate(epochs)
+    generator = make_rng(plan.seed, "order", round_index, client)
+    if plan.max_tokens is None or lengths is None:
+        return np.concatenate([to_batches(generator.permutation(size), plan.batch_size) for _ in range(plan.local_epochs)])
+    local_epochs = [to_token_batches(lengths, generator, batch_size=plan.batch_size, max_tokens=plan.max_tokens) for _ in range(plan.local_epochs)]
+    return np.concatenate(local_epochs)
 
 
-def visited_rows(plan: Plan, rows: Integers, round_index: int, device: int, *, lengths: Integers | None = None) -> Integers:
+def client_batches(plan: Plan, rows: IntArray, round_index: int, client: int, *, lengths: IntArray | None = None) -> IntArray:
     """The same as rows of the store, of a device that holds these."""
-    order = visiting_order(plan, len(rows), round_index, device, lengths=lengths)
+    order = batch_order(plan, len(rows), round_index, client, lengths=lengths)
     return np.where(order >= 0, rows[order.clip(min=0)], -1)
 
 
-def noise_key(plan: Plan, round_index: int, device: int) -> int:
+def client_key(plan: Plan, round_index: int, client: int) -> int:
     """Where a device's dropout and augmentation of one round start from."""
-    return int(stream(plan.seed, "noise", round_index, device).integers(2**62))
+    return int(make_rng(plan.seed, "noise", round_index, client).integers(2**62))
 
 
-def in_batches(rows: Integers, batch: int) -> Integers:
+def to_batches(rows: IntArray, batch_size: int) -> IntArray:
     """Rows as they come (steps, batch), no wider than they are many; -1 is padding."""
-    batch = min(batch, max(len(rows), 1))
-    steps = -(-len(rows) // batch)
-    order = np.full(steps * batch, -1, dtype=np.int64)
+    batch_size = min(batch_size, max(len(rows), 1))
+    steps = -(-len(rows) // batch_size)
+    order = np.full(steps * batch_size, -1, dtype=np.int64)
     order[: len(rows)] = rows
-    return order.reshape(steps, batch)
+    return order.reshape(steps, batch_size)
 
 
-def in_token_batches(lengths: Integers, generator: np.random.Generator, *, batch: int, tokens: int) -> Integers:
+def to_token_batches(lengths: IntArray, generator: np.random.Generator, *, batch_size: int, max_tokens: int) -> IntArray:
     """Rows by length, at random among those of one length, cut into batches; the batches in random order, -1 is padding.
 
     So does fairseq (Ott et al. 2019), whose `--max-tokens` counts rows times the longest. Texts of like length share a batch,
     and whatever the chance, there are equally many batches of the same widths: shapes stay the same from round to round.
 
-    >>> in_token_batches(np.array([2, 9, 2, 2]), stream(0, "order"), batch=4, tokens=6).shape
+    >>> to_token_batches(np.array([2, 9, 2, 2]), make_rng(0, "order"), batch_size=4, max_tokens=6).shape
     (2, 3)
     """
     shuffled = generator.permutation(len(lengths))
@@ -129,13 +129,13 @@ def in_token_batches(lengths: Integers, generator: np.random.Generator, *, batch
     starts = [0]
     for place, length in enumerate(lengths[ordered].tolist()):
         rows = place - starts[-1]
-        if rows and (rows == batch or (rows + 1) * length > tokens):
+        if rows and (rows == batch_size or (rows + 1) * length > max_tokens):
             starts.append(place)
     cut = np.split(ordered, starts[1:])
-    return padded([cut[place][None] for place in generator.permutation(len(cut))])[:, 0]
+    return pad_and_stack([cut[place][None] for place in generator.permutation(len(cut))])[:, 0]
 
 
-def padded(orders: Sequence[Integers]) -> Integers:
+def pad_and_stack(orders: Sequence[IntArray]) -> IntArray:
     """Orders of many devices as one array (devices, steps, batch); short or narrow ones end in padding."""
     longest, widest = (max(order.shape[axis] for order in orders) for axis in (0, 1))
     stacked = np.full((len(orders), longest, widest), -1, dtype=np.int64)

@@ -93,7 +93,7 @@ def where(condition: Tensor, chosen: Params, otherwise: Params) -> Params:
     return {name: torch.where(condition, tensor, otherwise[name]) for name, tensor in chosen.items()}
 
 
-def count(tree: Params) -> int:
+def numel(tree: Params) -> int:
     """How many numbers a tree holds."""
     return sum(tensor.numel() for tensor in tree.values())
 

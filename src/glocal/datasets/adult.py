@@ -13,7 +13,7 @@ import torch
 
 from glocal.core.data import Examples, Rows
 from glocal.core.errors import InputError
-from glocal.core.sampling import stream
+from glocal.core.sampling import make_rng
 
 ATTRIBUTES = {"race": ("Black", "White"), "sex": ("Female", "Male")}
 _COLUMNS = (
@@ -33,25 +33,25 @@ _COLUMNS = (
     "native-country",
     "income",
 )
-_NUMBERS = ("age", "education-num", "capital-gain", "capital-loss", "hours-per-week")
-_LEFT_OUT = ("fnlwgt", "race", "sex", "income")
-Table = dict[str, npt.NDArray[np.str_]]
+_NUMERIC = ("age", "education-num", "capital-gain", "capital-loss", "hours-per-week")
+_EXCLUDED = ("fnlwgt", "race", "sex", "income")
+Columns = dict[str, npt.NDArray[np.str_]]
 
 
 def read_adult(path: Path) -> tuple[Examples, Examples]:
     """Training and test half: x (rows, 93), y 1 above 50,000, group (rows, 2): race 1 for White, sex 1 for Male."""
-    table = _table(path)
-    inputs = np.concatenate([_encoded(name, table[name]) for name in _COLUMNS if name not in _LEFT_OUT], axis=1)
+    table = _read_columns(path)
+    inputs = np.concatenate([_encode(name, table[name]) for name in _COLUMNS if name not in _EXCLUDED], axis=1)
     y = (table["income"] == ">50K").astype(np.int64)
     group = np.stack([table["race"] == "White", table["sex"] == "Male"], axis=1).astype(np.int64)
-    train, test = _halves(y)
+    train, test = _stratified_halves(y)
     mean, deviation = inputs[train].mean(0), inputs[train].std(0)
     scaled = ((inputs - mean) / np.where(deviation > 0, deviation, 1.0)).astype(np.float32)
     whole = Examples(torch.from_numpy(scaled), torch.from_numpy(y), torch.from_numpy(group))
     return whole.take(train), whole.take(test)
 
 
-def _table(path: Path) -> Table:
+def _read_columns(path: Path) -> Columns:
     """The rows of people who are White or Black, column by column."""
     lines = [
         line.strip().split(", ") for line in path.read_text(encoding="utf-8").splitlines() if line.count(",") == len(_COLUMNS) - 1
@@ -63,19 +63,19 @@ def _table(path: Path) -> Table:
     return {name: column[kept] for name, column in table.items()}
 
 
-def _encoded(name: str, column: npt.NDArray[np.str_]) -> npt.NDArray[np.float64]:
+def _encode(name: str, column: npt.NDArray[np.str_]) -> npt.NDArray[np.float64]:
     """A column of numbers as it is, one of words as dummies without the first level (rows, width)."""
-    if name in _NUMBERS:
+    if name in _NUMERIC:
         return column.astype(np.float64)[:, None]
     dummies: npt.NDArray[np.float64] = (column[:, None] == np.unique(column)[None, 1:]).astype(np.float64)
     return dummies
 
 
-def _halves(y: npt.NDArray[np.int64]) -> tuple[Rows, Rows]:
+def _stratified_halves(y: npt.NDArray[np.int64]) -> tuple[Rows, Rows]:
     """Rows of the two halves, with the same share of both classes."""
     halves: tuple[list[Rows], list[Rows]] = ([], [])
     for label in (0, 1):
-        rows = stream(0, "adult", label).permutation(np.flatnonzero(y == label))
+        rows = make_rng(0, "adult", label).permutation(np.flatnonzero(y == label))
         halves[0].append(rows[: len(rows) // 2])
         halves[1].append(rows[len(rows) // 2 :])
     return np.sort(np.concatenate(halves[0])), np.sort(np.concatenate(halves[1]))

@@ -14,10 +14,10 @@ from urllib.request import Request, urlopen
 
 from glocal.core.errors import InputError
 
-Report = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 
 _CHUNK = 1 << 16
-_PAUSE = 1.0  # seconds before the second turn, twice that before the third: a busy server gets time to recover
+_BACKOFF = 1.0  # seconds before the second turn, twice that before the third: a busy server gets time to recover
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _AttemptError(Exception):
     """One attempt failed; the next one may not."""
 
 
-def unreported(name: str, done: int, total: int) -> None:
+def no_progress(name: str, done: int, total: int) -> None:
     """A report that nobody reads."""
 
 
@@ -44,7 +44,7 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verified(path: Path, sha256: str) -> bool:
+def has_checksum(path: Path, sha256: str) -> bool:
     """Whether the file is there, can be read, and has this checksum."""
     try:
         return digest(path) == sha256
@@ -52,15 +52,15 @@ def verified(path: Path, sha256: str) -> bool:
         return False
 
 
-def fetch(remote: RemoteFile, folder: Path, *, report: Report = unreported, timeout: float = 30.0, attempts: int = 3) -> Path:
+def fetch(remote: RemoteFile, folder: Path, *, report: ProgressCallback = no_progress, timeout: float = 30.0, attempts: int = 3) -> Path:
     """The file in the folder, downloaded if it is missing or wrong; every URL gets `attempts` turns, timeout in seconds."""
     target = folder / remote.name
-    if verified(target, remote.sha256):
+    if has_checksum(target, remote.sha256):
         return target
-    with _on_disk(folder):
+    with _disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder):
-        if not verified(target, remote.sha256):  # else another process fetched it while this one waited
+    with _locked(folder):
+        if not has_checksum(target, remote.sha256):  # else another process fetched it while this one waited
             _download(remote, target, lambda url, part: _append(remote, url, part, timeout=timeout, report=report), attempts)
     return target
 
@@ -74,11 +74,11 @@ def _download(remote: RemoteFile, target: Path, append: Callable[[str, Path], No
     part = target.with_name(f"{remote.name}.part")
     failures: dict[str, str] = {}
     for turn in range(attempts):
-        time.sleep(_PAUSE * turn)
+        time.sleep(_BACKOFF * turn)
         for url in remote.urls:
             try:
                 append(url, part)
-                _settle(remote, part, target)
+                _move_into_place(remote, part, target)
                 return
             except _AttemptError as error:
                 failures[url] = " ".join(str(error).split())
@@ -89,33 +89,33 @@ def _download(remote: RemoteFile, target: Path, append: Callable[[str, Path], No
     )
 
 
-def _append(remote: RemoteFile, url: str, part: Path, *, timeout: float, report: Report) -> None:
+def _append(remote: RemoteFile, url: str, part: Path, *, timeout: float, report: ProgressCallback) -> None:
     """Bring the part up to the full size, from where it broke off if the server can."""
     held = part.stat().st_size if part.exists() else 0
     if held == remote.size:
         return
     start = held if held < remote.size else 0
-    with _opened(url, start, timeout) as response:
+    with _open_url(url, start, timeout) as response:
         done = start if response.status == 206 else 0
-        _expect(response, done, remote)
-        with _on_disk(part), open(part, "ab" if done else "wb") as file:
-            for chunk in _body(response):
+        _check_response(response, done, remote)
+        with _disk_errors(part), open(part, "ab" if done else "wb") as file:
+            for chunk in _read_chunks(response):
                 done += len(chunk)
                 if done > remote.size:
                     break
                 file.write(chunk)
                 report(remote.name, done, remote.size)
     if done > remote.size:
-        with _on_disk(part):
+        with _disk_errors(part):
             part.unlink()
         raise _AttemptError(f"sent more than the {remote.size} bytes expected")
     if done < remote.size:
         raise _AttemptError(f"broke off after {done} of {remote.size} bytes")
 
 
-def _settle(remote: RemoteFile, part: Path, target: Path) -> None:
+def _move_into_place(remote: RemoteFile, part: Path, target: Path) -> None:
     """Put a complete part in its place if its checksum is right, else delete it."""
-    with _on_disk(target):
+    with _disk_errors(target):
         with open(part, "rb+") as file:
             os.fsync(file.fileno())
         found = digest(part)
@@ -126,7 +126,7 @@ def _settle(remote: RemoteFile, part: Path, target: Path) -> None:
     raise _AttemptError(f"got checksum {found[:12]}.., expected {remote.sha256[:12]}..")
 
 
-def _opened(url: str, start: int, timeout: float) -> HTTPResponse:
+def _open_url(url: str, start: int, timeout: float) -> HTTPResponse:
     request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         response: HTTPResponse = urlopen(request, timeout=timeout)
@@ -134,7 +134,7 @@ def _opened(url: str, start: int, timeout: float) -> HTTPResponse:
     except HTTPError as error:
         error.close()
         if error.code == 416 and start:
-            return _opened(url, 0, timeout)
+            return _open_url(url, 0, timeout)
         raise _AttemptError(f"answered {error.code} {error.reason}") from error
     except URLError as error:
         raise _AttemptError(f"failed: {error.reason}") from error
@@ -142,7 +142,7 @@ def _opened(url: str, start: int, timeout: float) -> HTTPResponse:
         raise _AttemptError(f"failed: {error}") from error
 
 
-def _expect(response: HTTPResponse, start: int, remote: RemoteFile) -> None:
+def _check_response(response: HTTPResponse, start: int, remote: RemoteFile) -> None:
     """Refuse, before a byte is written, an answer that cannot be the rest of this file: a log-in page, another release."""
     if start and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
         raise _AttemptError(f"answered with {response.headers.get('Content-Range')}, asked from byte {start}")
@@ -151,7 +151,7 @@ def _expect(response: HTTPResponse, start: int, remote: RemoteFile) -> None:
         raise _AttemptError(f"offers {start + int(length)} bytes, expected {remote.size}")
 
 
-def _body(response: HTTPResponse) -> Iterator[bytes]:
+def _read_chunks(response: HTTPResponse) -> Iterator[bytes]:
     """What arrives, as it arrives; a network error becomes _AttemptError, so that every OSError left is the disk's."""
     try:
         while chunk := response.read1(_CHUNK):
@@ -161,7 +161,7 @@ def _body(response: HTTPResponse) -> Iterator[bytes]:
 
 
 @contextmanager
-def _on_disk(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -172,14 +172,14 @@ def _on_disk(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """One process at a time downloads into a folder, where the system can lock it: two would write into the same part."""
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
-    with _on_disk(folder):
+    with _disk_errors(folder):
         handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some network file systems cannot lock; the checksum still guards

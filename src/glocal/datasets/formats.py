@@ -20,7 +20,7 @@ CIFAR_IMAGES = 10_000  # in each batch
 _DECODING_ERRORS = (OSError, EOFError, LookupError, ValueError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
 
-def idx(path: Path) -> Bytes:
+def read_idx(path: Path) -> Bytes:
     """An array in MNIST's format, gzipped: two zeros, type, number of dimensions, the dimensions, the values."""
     with _decoding(path):
         raw = gzip.decompress(path.read_bytes())
@@ -28,7 +28,7 @@ def idx(path: Path) -> Bytes:
         return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
-def cifar_binary(path: Path) -> tuple[Bytes, Bytes]:
+def read_cifar_binary(path: Path) -> tuple[Bytes, Bytes]:
     """Images (60000, 3, 32, 32) and labels (60000,) from the official tar.gz, the test batch last; nothing is extracted."""
     batches: dict[str, Bytes] = {}
     with _decoding(path), tarfile.open(path, "r|gz") as archive:
@@ -40,13 +40,13 @@ def cifar_binary(path: Path) -> tuple[Bytes, Bytes]:
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
 
 
-def cifar_repacked(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
+def read_cifar_repacked(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
     """The same arrays from six .xz files: labels, then the planes G, R-G, B-G, differenced along columns and rows (mod 256)."""
-    batches = [_repacked_batch(files[f"{name}.xz"]) for name in CIFAR_BATCHES]
+    batches = [_read_repacked_batch(files[f"{name}.xz"]) for name in CIFAR_BATCHES]
     return np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
 
 
-def _repacked_batch(path: Path) -> tuple[Bytes, Bytes]:
+def _read_repacked_batch(path: Path) -> tuple[Bytes, Bytes]:
     with _decoding(path):
         raw = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
         planes = raw[CIFAR_IMAGES:].reshape(3, CIFAR_IMAGES, 32, 32).cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from glocal.core.data import Examples
-from glocal.core.errors import InputError, nearest
+from glocal.core.errors import InputError, suggest_name
 from glocal.core.paths import cache_folder
-from glocal.core.sampling import stream
+from glocal.core.sampling import make_rng
 from glocal.datasets import formats
 from glocal.datasets.adult import ATTRIBUTES, read_adult
-from glocal.datasets.fetch import RemoteFile, Report, digest, fetch, unreported, verified
+from glocal.datasets.fetch import ProgressCallback, RemoteFile, digest, fetch, has_checksum, no_progress
 from glocal.datasets.formats import Bytes
-from glocal.datasets.kept import keep, recalled
+from glocal.datasets.kept import load_array, save_array
 from glocal.datasets.mood import Texts, read_texts
-from glocal.datasets.vqa import Questions, read_easy_vqa, read_vqa
+from glocal.datasets.vqa import VQAMetadata, read_easy_vqa, read_vqa
 
 
 class Dataset(NamedTuple):
@@ -39,7 +39,7 @@ class Dataset(NamedTuple):
     train: Examples
     test: Examples
     classes: int
-    questions: Questions | None = None
+    questions: VQAMetadata | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Source:
     attributes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def load(name: str, *, report: Report = unreported) -> Dataset:
+def load(name: str, *, report: ProgressCallback = no_progress) -> Dataset:
     """A data set by name, downloaded first if need be.
 
     >>> load("digits").train.x.shape
@@ -69,7 +69,7 @@ def load(name: str, *, report: Report = unreported) -> Dataset:
     return loaded
 
 
-def load_texts(name: str, *, report: Report = unreported) -> Texts:
+def load_texts(name: str, *, report: ProgressCallback = no_progress) -> Texts:
     """Texts by name, or from a .csv file of yours with person, text and mood (1 to 100)."""
     loaded = load_any(name, report=report)
     if isinstance(loaded, Dataset):
@@ -77,56 +77,56 @@ def load_texts(name: str, *, report: Report = unreported) -> Texts:
     return loaded
 
 
-def load_any(name: str, *, report: Report = unreported) -> Dataset | Texts:
+def load_any(name: str, *, report: ProgressCallback = no_progress) -> Dataset | Texts:
     """What a source holds, or a .csv file of texts."""
     if name.endswith(".csv"):
         return read_texts([Path(name).expanduser()])
-    source = named(name)
-    return source.load(_obtain(source, report))
+    source = find_source(name)
+    return source.load(_locate_files(source, report))
 
 
-def fetch_source(name: str, report: Report = unreported) -> Path:
+def fetch_source(name: str, report: ProgressCallback = no_progress) -> Path:
     """Make sure that a source's files are here and right; returns their folder."""
-    source = named(name)
-    paths = _obtain(source, report)
+    source = find_source(name)
+    paths = _locate_files(source, report)
     return next(iter(paths.values())).parent if paths else cache_folder() / name
 
 
-def status(name: str) -> str:
+def source_status(name: str) -> str:
     """Where a source is: "bundled", "in GLOCAL_DATA", "in the cache" or "not downloaded"; checksums are not computed."""
-    source = named(name)
+    source = find_source(name)
     if not source.files:
         return "bundled"
-    if _given(source):
+    if _local_files(source):
         return "in GLOCAL_DATA"
     return "in the cache" if _complete(source.files, cache_folder() / name) else "not downloaded"
 
 
-def check(name: str) -> list[tuple[str, bool]]:
+def verify_source(name: str) -> list[tuple[str, bool]]:
     """Each file of a source that is here, and whether its checksum is right; empty when none is here."""
-    source = named(name)
-    present = _given(source) or {file: path for file, path in _paths(source.files, cache_folder() / name).items() if path.is_file()}
-    known = _known(source)
-    return [(file, verified(path, known[file].sha256)) for file, path in present.items()]
+    source = find_source(name)
+    present = _local_files(source) or {file: path for file, path in _paths(source.files, cache_folder() / name).items() if path.is_file()}
+    known = _files_by_name(source)
+    return [(file, has_checksum(path, known[file].sha256)) for file, path in present.items()]
 
 
-def named(name: str) -> Source:
+def find_source(name: str) -> Source:
     """The source of this name."""
     if name not in SOURCES:
-        raise InputError(f"data: there is no data set '{name}'; {nearest(name, SOURCES)}")
+        raise InputError(f"data: there is no data set '{name}'; {suggest_name(name, SOURCES)}")
     return SOURCES[name]
 
 
-def _obtain(source: Source, report: Report) -> dict[str, Path]:
+def _locate_files(source: Source, report: ProgressCallback) -> dict[str, Path]:
     """The paths of all files by name, checked, from GLOCAL_DATA or the cache."""
-    given, known = _given(source), _known(source)
+    given, known = _local_files(source), _files_by_name(source)
     for name, path in given.items():
         _verify(path, known[name])
     folder = cache_folder() / source.name
     return given or {remote.name: fetch(remote, folder, report=report) for remote in source.files}
 
 
-def _given(source: Source) -> dict[str, Path]:
+def _local_files(source: Source) -> dict[str, Path]:
     """The files that the folder GLOCAL_DATA holds for a source, right or not; empty when it lacks one of them."""
     named_folder = os.environ.get("GLOCAL_DATA")
     if not named_folder:
@@ -140,7 +140,7 @@ def _given(source: Source) -> dict[str, Path]:
     return {}
 
 
-def _known(source: Source) -> dict[str, RemoteFile]:
+def _files_by_name(source: Source) -> dict[str, RemoteFile]:
     return {remote.name: remote for remote in (*source.files, *source.repacked)}
 
 
@@ -167,7 +167,7 @@ def _verify(path: Path, remote: RemoteFile) -> None:
 def _load_digits(files: Mapping[str, Path]) -> Dataset:
     table = np.loadtxt(_digits_file(), delimiter=",")
     images, labels = table[:, :-1].reshape(-1, 1, 8, 8) / 16, table[:, -1].astype(np.int64)
-    generator = stream(0, "digits")
+    generator = make_rng(0, "digits")
     shuffled = [generator.permutation(np.flatnonzero(labels == label)) for label in range(10)]
     train = np.sort(np.concatenate([rows[: round(0.75 * len(rows))] for rows in shuffled]))
     test = np.setdiff1d(np.arange(len(labels)), train)
@@ -190,8 +190,8 @@ def _digits_file() -> Path:
 def _load_mnist(files: Mapping[str, Path]) -> Dataset:
     train, test = (
         Examples(
-            _normalised(formats.idx(files[f"{part}-images-idx3-ubyte.gz"])[:, None], (0.1307,), (0.3081,)),
-            _labels(formats.idx(files[f"{part}-labels-idx1-ubyte.gz"])),
+            _normalize(formats.read_idx(files[f"{part}-images-idx3-ubyte.gz"])[:, None], (0.1307,), (0.3081,)),
+            _labels(formats.read_idx(files[f"{part}-labels-idx1-ubyte.gz"])),
         )
         for part in ("train", "t10k")
     )
@@ -199,10 +199,10 @@ def _load_mnist(files: Mapping[str, Path]) -> Dataset:
 
 
 def _load_cifar10(files: Mapping[str, Path]) -> Dataset:
-    x, y = _decoded_cifar10(files)
+    x, y = _read_cifar10(files)
     mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     parts = (slice(-formats.CIFAR_IMAGES), slice(-formats.CIFAR_IMAGES, None))
-    train, test = (Examples(_normalised(x[part], mean, deviation), _labels(y[part])) for part in parts)
+    train, test = (Examples(_normalize(x[part], mean, deviation), _labels(y[part])) for part in parts)
     return Dataset(train, test, 10)
 
 
@@ -228,22 +228,22 @@ def _load_easy_vqa(files: Mapping[str, Path]) -> Dataset:
     return Dataset(train, test, len(questions.answers), questions)
 
 
-def _decoded_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
+def _read_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
     """Images (60000, 3, 32, 32) and labels (60000,); decoding takes seconds, so a decoded copy is kept in the cache."""
-    known = _known(SOURCES["cifar10"])
+    known = _files_by_name(SOURCES["cifar10"])
     version = hashlib.sha256("".join(known[name].sha256 for name in files).encode()).hexdigest()[:12]
     kept_x, kept_y = (cache_folder() / "cifar10" / f"decoded-{version}-{part}.npy" for part in "xy")
     images = len(formats.CIFAR_BATCHES) * formats.CIFAR_IMAGES
-    x, y = recalled(kept_x, np.uint8, (images, 3, 32, 32)), recalled(kept_y, np.uint8, (images,))
+    x, y = load_array(kept_x, np.uint8, (images, 3, 32, 32)), load_array(kept_y, np.uint8, (images,))
     if x is not None and y is not None:
         return x, y
-    x, y = formats.cifar_repacked(files) if len(files) > 1 else formats.cifar_binary(*files.values())
-    keep(kept_x, x)
-    keep(kept_y, y)
+    x, y = formats.read_cifar_repacked(files) if len(files) > 1 else formats.read_cifar_binary(*files.values())
+    save_array(kept_x, x)
+    save_array(kept_y, y)
     return x, y
 
 
-def _normalised(images: Bytes, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
+def _normalize(images: Bytes, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
     """Bytes (rows, channels, height, width) as float32 of mean 0 and deviation 1 per channel."""
     per_channel = torch.tensor([mean, deviation]).reshape(2, 1, -1, 1, 1)
     return torch.tensor(images, dtype=torch.float32).div_(255).sub_(per_channel[0]).div_(per_channel[1])
@@ -294,17 +294,17 @@ _ADULT = (
         3_974_305,
     ),
 )
-_MOOD_ESSAYS_AT = "https://raw.githubusercontent.com/semeval2026task2/EmotionValArouTimeVariation2026/main/datasets/"
+_MOOD_ESSAYS_URL = "https://raw.githubusercontent.com/semeval2026task2/EmotionValArouTimeVariation2026/main/datasets/"
 _MOOD_ESSAYS = (
     RemoteFile(
         "train_subtask1.csv",
-        (f"{_MOOD_ESSAYS_AT}TRAIN_RELEASE_3SEP2025/train_subtask1.csv",),
+        (f"{_MOOD_ESSAYS_URL}TRAIN_RELEASE_3SEP2025/train_subtask1.csv",),
         "e1f09b16526a3e6620a55c01550438088f364c57706b557db550aa9fde4d8634",
         569_970,
     ),
     RemoteFile(
         "test_labels_subtask1.csv",
-        (f"{_MOOD_ESSAYS_AT}TEST_LABELS_RELEASE_23FEB2026/test_labels_subtask1.csv",),
+        (f"{_MOOD_ESSAYS_URL}TEST_LABELS_RELEASE_23FEB2026/test_labels_subtask1.csv",),
         "9d4734b93112c9db07144f404e013f55abb3f847c96b3cfd2550d8340cf5be3c",
         364_649,
     ),

@@ -3,24 +3,24 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from glocal.deploy.conductor import RunConductor
-from glocal.deploy.device import Member
+from glocal.deploy.conductor import RunServer
+from glocal.deploy.device import RunClient
 from glocal.deploy.flower.client import client_app
-from glocal.deploy.flower.contract import Conductor, Device
+from glocal.deploy.flower.contract import Client, Server
 from glocal.deploy.flower.server import server_app
 from glocal.deploy.project import Project
 
 
-def open_device(node_config: Mapping[str, object]) -> Device:
+def open_client(node_config: Mapping[str, object]) -> Client:
     """The device whose folder the node was started with."""
-    return Member.at(Path(str(node_config["folder"])))
+    return RunClient.from_folder(Path(str(node_config["folder"])))
 
 
-def open_conductor(run_config: Mapping[str, object]) -> Conductor:
+def open_server(run_config: Mapping[str, object]) -> Server:
     """The run that was asked for, in the server's own folder."""
-    project = Project.at(Path(str(run_config["folder"])))
-    return RunConductor(project, str(run_config["run"]), visiting=bool(run_config.get("visit", False)))
+    project = Project.from_folder(Path(str(run_config["folder"])))
+    return RunServer(project, str(run_config["run"]), skip_training=bool(run_config.get("skip_training", False)))
 
 
-client = client_app(open_device)
-server = server_app(open_conductor)
+client = client_app(open_client)
+server = server_app(open_server)

@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from glocal.core.errors import InputError, brief
+from glocal.core.errors import InputError, describe_error
 from glocal.core.files import write_secret, write_text
 
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
-ALWAYS = ("localhost", "127.0.0.1")  # hosts for which a server's certificate is good in any case
+LOCAL_HOSTS = ("localhost", "127.0.0.1")  # hosts for which a server's certificate is good in any case
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 
 
@@ -45,7 +45,7 @@ def make_server_certificate(folder: Path, hosts: list[str]) -> datetime:
     if not isinstance(signer, ec.EllipticCurvePrivateKey) or signer.public_key() != authority.public_key():
         raise InputError(f"certificates: {CA_KEY} in {folder} is not the key of its {CA}; put the right one there")
     key = ec.generate_private_key(ec.SECP384R1())
-    names = x509.SubjectAlternativeName([_san(host) for host in dict.fromkeys([*hosts, *ALWAYS])])
+    names = x509.SubjectAlternativeName([_san(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])])
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0][:60])])
     builder = _builder(subject, authority.subject, key, SERVER_DAYS).add_extension(names, critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -76,12 +76,12 @@ def require_server_certificate(folder: Path, hosts: list[str]) -> None:
             f"certificates: {SERVER} and {SERVER_KEY} in {folder} are of no use ({error.strerror or error}); "
             "make new ones with `glocal deploy renew`"
         ) from error
-    wrong = _distrusted(x509.load_pem_x509_certificate((folder / SERVER).read_bytes()), authority, hosts)
+    wrong = _distrust_reason(x509.load_pem_x509_certificate((folder / SERVER).read_bytes()), authority, hosts)
     if wrong:
         raise InputError(f"certificates: {folder / SERVER} {wrong}; make a new one with `glocal deploy renew`")
 
 
-def _distrusted(certificate: x509.Certificate, authority: x509.Certificate, hosts: list[str]) -> str:
+def _distrust_reason(certificate: x509.Certificate, authority: x509.Certificate, hosts: list[str]) -> str:
     """Why a device that finds the server at one of these hosts would not trust its certificate."""
     if certificate.not_valid_after_utc < datetime.now(UTC):
         return f"ended on {certificate.not_valid_after_utc:%Y-%m-%d}"
@@ -94,7 +94,7 @@ def _distrusted(certificate: x509.Certificate, authority: x509.Certificate, host
     return f"is not for {', '.join(lacking)}" if lacking else ""
 
 
-def read_device_key(path: Path) -> ec.EllipticCurvePrivateKey:
+def read_client_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """The key that a device is known by."""
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
@@ -102,7 +102,7 @@ def read_device_key(path: Path) -> ec.EllipticCurvePrivateKey:
             raise TypeError("it is of another kind than devices' keys")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
-            f"certificates: the key {path} cannot be read ({brief(error)}); restore it, or get one with `glocal deploy add-device`"
+            f"certificates: the key {path} cannot be read ({describe_error(error)}); restore it, or get one with `glocal deploy add-device`"
         ) from error
     return key
 
@@ -113,11 +113,11 @@ def require_authority(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(
-            f"certificates: the authority {path} cannot be read ({brief(error)}); copy it from the server, or from another device"
+            f"certificates: the authority {path} cannot be read ({describe_error(error)}); copy it from the server, or from another device"
         ) from error
 
 
-def make_device_key(path: Path) -> str:
+def make_client_key(path: Path) -> str:
     """A new key for a device; the public half as one line, as ssh writes it."""
     key = ec.generate_private_key(ec.SECP384R1())
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH

@@ -11,19 +11,19 @@ from io import StringIO
 from pathlib import Path
 
 from glocal.core.errors import InputError
-from glocal.deploy.supervision import REFUSED
+from glocal.deploy.supervision import EXIT_REFUSED
 
-Main = Callable[[Sequence[Path], Callable[[str], None], threading.Event], None]
-_SUPERVISOR_TALKS, _SUPERVISOR_LISTENS = 0, 1  # file descriptors
-ALIVE = 5.0  # seconds between signs of life, which every program gives from its main loop
+ChildMain = Callable[[Sequence[Path], Callable[[str], None], threading.Event], None]
+_FROM_SUPERVISOR, _TO_SUPERVISOR = 0, 1  # file descriptors
+ALIVE_INTERVAL = 5.0  # seconds between signs of life, which every program gives from its main loop
 
 
-def tell(**words: str) -> None:
+def send_to_supervisor(**words: str) -> None:
     """A line to the supervisor, in one piece: several threads speak. No words are a sign of life."""
-    os.write(_SUPERVISOR_LISTENS, (json.dumps(words) + "\n").encode())
+    os.write(_TO_SUPERVISOR, (json.dumps(words) + "\n").encode())
 
 
-def run(main: Main) -> None:
+def run(main: ChildMain) -> None:
     """Run a program on the folders of the command line until it is told to stop.
 
     Whatever it writes is for its owner alone to read. It ends with its supervisor, who holds the
@@ -37,13 +37,13 @@ def run(main: Main) -> None:
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
     try:
-        main([Path(name) for name in sys.argv[1:]], lambda words: tell(say=words), stop)
+        main([Path(name) for name in sys.argv[1:]], lambda words: send_to_supervisor(notify=words), stop)
     except InputError as error:
-        tell(refused=str(error))
-        sys.exit(REFUSED)
+        send_to_supervisor(refused=str(error))
+        sys.exit(EXIT_REFUSED)
 
 
 def _end_with_supervisor() -> None:
-    while os.read(_SUPERVISOR_TALKS, 1):
+    while os.read(_FROM_SUPERVISOR, 1):
         pass
     os._exit(1)

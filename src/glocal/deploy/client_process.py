@@ -15,55 +15,55 @@ from functools import partial
 from pathlib import Path
 
 from glocal.core.errors import InputError
-from glocal.core.files import alone, make_private
+from glocal.core.files import lock_folder, restrict_permissions
 from glocal.deploy import child
-from glocal.deploy.certificates import CA, read_device_key, require_authority
+from glocal.deploy.certificates import CA, read_client_key, require_authority
 from glocal.deploy.connection import Connection
-from glocal.deploy.device import STATE, Member
+from glocal.deploy.device import STATE, RunClient
 from glocal.deploy.flower.client import client_app
-from glocal.deploy.flower.inner_client import Fleet, Handler
+from glocal.deploy.flower.inner_client import ClientAppRunner, FleetConnection
 from glocal.deploy.layout import KEY
-from glocal.deploy.words import told_entry
+from glocal.deploy.words import format_journal_entry
 
-Say = Callable[[str], None]
-LOGS, PLACE = "logs", "node"
-CURRENT: ContextVar[Path | None] = ContextVar("folder of the client at work", default=None)
+Notify = Callable[[str], None]
+LOGS, NODE_FILE = "logs", "node"
+CURRENT_FOLDER: ContextVar[Path | None] = ContextVar("folder of the client at work", default=None)
 
 
-def prepare(folder: Path, say: Say) -> Member:
+def prepare_client(folder: Path, notify: Notify) -> RunClient:
     """A client whose model, data and keys are as they should be; what is wrong is refused here."""
-    member = Member.at(folder, tell=lambda row: say(told_entry(row)))
+    member = RunClient.from_folder(folder, on_entry=lambda row: notify(format_journal_entry(row)))
     own = member.project.folder
     for name in (STATE, LOGS):
         (own / name).mkdir(exist_ok=True)
-    for path in make_private([own, own / STATE, own / LOGS], [own / KEY, *own.glob(f"{STATE}/*")]):
-        say(f"{path} could be read by others; now it cannot")
+    for path in restrict_permissions([own, own / STATE, own / LOGS], [own / KEY, *own.glob(f"{STATE}/*")]):
+        notify(f"{path} could be read by others; now it cannot")
     require_authority(own / CA)
-    read_device_key(own / KEY)
+    read_client_key(own / KEY)
     with member.project.importable():
         member.data()
     return member
 
 
-def main(folders: Sequence[Path], say: Say, stop: threading.Event) -> None:
+def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None:
     """Keep all these clients connected until told to stop."""
     own = [folder.resolve() for folder in folders]
     if len({*own}) < len(own):
         raise InputError("deploy: a folder was given twice; give the folder of every device once")
-    turn = threading.Lock()
+    lock = threading.Lock()
     with ExitStack() as held:
         connections = list[Connection]()
         for folder in own:
             held.enter_context(_at_work_in(folder))
             prefix = f"{folder.name}: " if len(own) > 1 else ""
-            named = partial(_said_by, prefix, say)
-            connections.append(_connection(prepare(folder, named), named, turn))
-        CURRENT.set(None)
-        threads = [threading.Thread(target=_keep, args=pair) for pair in zip(own, connections, strict=False)]
+            named = partial(_notify_prefixed, prefix, notify)
+            connections.append(_make_connection(prepare_client(folder, named), named, lock))
+        CURRENT_FOLDER.set(None)
+        threads = [threading.Thread(target=_run_connection, args=pair) for pair in zip(own, connections, strict=False)]
         for thread in threads:
             thread.start()
-        while not stop.wait(child.ALIVE):
-            child.tell()
+        while not stop.wait(child.ALIVE_INTERVAL):
+            child.send_to_supervisor()
         for connection in connections:
             connection.stop.set()
         for thread in threads:
@@ -73,37 +73,37 @@ def main(folders: Sequence[Path], say: Say, stop: threading.Event) -> None:
 @contextmanager
 def _at_work_in(folder: Path) -> Iterator[None]:
     """Hold a client's folder; whatever happens in it then is its own doing."""
-    CURRENT.set(folder)
-    with alone(folder):
+    CURRENT_FOLDER.set(folder)
+    with lock_folder(folder):
         try:
             yield
         finally:
-            CURRENT.set(folder)
+            CURRENT_FOLDER.set(folder)
 
 
-def _said_by(prefix: str, say: Say, words: str) -> None:
-    say(prefix + words)
+def _notify_prefixed(prefix: str, notify: Notify, words: str) -> None:
+    notify(prefix + words)
 
 
-def _connection(member: Member, say: Say, turn: threading.Lock) -> Connection:
+def _make_connection(member: RunClient, notify: Notify, lock: threading.Lock) -> Connection:
     own, server = member.project.folder, member.project.deployment.server
-    weight = "" if member.equal else ", and on how many examples it trained"
+    weight = "" if member.equal_weights else ", and on how many examples it trained"
     metrics = "losses and accuracies leave it too"
-    consent = metrics if member.settings.metrics else f"no {metrics.removesuffix(' too')}"
+    consent = metrics if member.settings.share_metrics else f"no {metrics.removesuffix(' too')}"
     federation = f"{member.settings.name} of '{member.project.deployment.name}'"
-    say(f"{federation}: only the shared part of its model leaves it{weight}; {consent}")
-    say(f"connecting to {server.host}:{server.port}")
-    fleet = Fleet.to(f"{server.host}:{server.port}", (own / CA).read_bytes(), read_device_key(own / KEY))
-    handler = Handler(client_app(lambda _: member), {"folder": str(own)}, member.project.importable)
-    return Connection(fleet, handler, own / STATE / PLACE, say, turn)
+    notify(f"{federation}: only the shared part of its model leaves it{weight}; {consent}")
+    notify(f"connecting to {server.host}:{server.port}")
+    fleet = FleetConnection.to(f"{server.host}:{server.port}", (own / CA).read_bytes(), read_client_key(own / KEY))
+    handler = ClientAppRunner(client_app(lambda _: member), {"folder": str(own)}, member.project.importable)
+    return Connection(fleet, handler, own / STATE / NODE_FILE, notify, lock)
 
 
-def _keep(folder: Path, connection: Connection) -> None:
-    CURRENT.set(folder)
-    connection.keep()
+def _run_connection(folder: Path, connection: Connection) -> None:
+    CURRENT_FOLDER.set(folder)
+    connection.run()
 
 
-class _OwnLogs(logging.Handler):
+class _PerClientLogs(logging.Handler):
     """What happens while a client is at work goes to its own log, all else to the process's."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class _OwnLogs(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        folder, line = CURRENT.get(), self.format(record) + "\n"
+        folder, line = CURRENT_FOLDER.get(), self.format(record) + "\n"
         with suppress(OSError):  # a full disk; there is nobody left to tell
             if folder is None:
                 sys.stderr.write(line)
@@ -121,5 +121,5 @@ class _OwnLogs(logging.Handler):
 
 
 if __name__ == "__main__":
-    logging.getLogger().addHandler(_OwnLogs())
+    logging.getLogger().addHandler(_PerClientLogs())
     child.run(main)

@@ -10,77 +10,77 @@ from pathlib import Path
 import torch
 
 from glocal.core import trees
-from glocal.core.errors import InputError, brief
+from glocal.core.errors import InputError, describe_error
 from glocal.core.files import (
     Json,
     append_rows,
-    read_about,
     read_json,
+    read_metadata,
     read_rows,
     read_tensors,
     write_json,
     write_tensors,
     write_text,
 )
-from glocal.core.sampling import Attendance, choose_present
+from glocal.core.sampling import Availability, sample_available
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Order, Reply
-from glocal.deploy.project import Kit, Project
-from glocal.deploy.roster import Entry, active, read_roster
-from glocal.evaluate import spread
+from glocal.deploy.flower.contract import Instructions, Reply
+from glocal.deploy.project import Project, TrainingSetup
+from glocal.deploy.roster import RegistryEntry, active_entries, read_registry
+from glocal.evaluate import summarize
 from glocal.evaluate.privacy import epsilon
 from glocal.wire import Ledger, Upload, UploadError
 
 RUNS, CHECKPOINT, ROWS, LIVE, RESULT, OWNER = "runs", "checkpoint.safetensors", "rows.jsonl", "live.json", "result.json", "owner"
-ASKED = "asked.json"
-ELSEWHERE = "it has been resumed elsewhere"
+SAMPLE_COUNTS = "asked.json"
+RESUMED_ELSEWHERE = "it has been resumed elsewhere"
 
 
 @dataclass(frozen=True)
-class Standing:
+class ServerState:
     """How far a run has come; by device number: the last round that counted, how many did, the last round it was there in."""
 
     shared: Params
-    done: int = 0
+    rounds_done: int = 0
     ledger: Ledger = Ledger()
-    counted: dict[int, int] = field(default_factory=dict)
-    times: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, int] = field(default_factory=dict)
-    founders: tuple[int, ...] = ()
-    settled: tuple[int, ...] = ()
+    last_included: dict[int, int] = field(default_factory=dict)
+    rounds_included: dict[int, int] = field(default_factory=dict)
+    last_seen: dict[int, int] = field(default_factory=dict)
+    initial_clients: tuple[int, ...] = ()
+    adapted: tuple[int, ...] = ()
 
 
 @dataclass
-class RunConductor:
-    """One run of a project. What must survive is in `standing`, and on disk after every round; the rest is who is here now."""
+class RunServer:
+    """One run of a project. What must survive is in `state`, and on disk after every round; the rest is who is here now."""
 
     project: Project
     run: str
-    visiting: bool = False
-    standing: Standing = field(init=False)
-    known: dict[int, int] = field(default_factory=dict)  # node -> device, of those that are connected, by their keys
-    present: dict[int, int] = field(default_factory=dict)  # node -> device, of those that have introduced themselves
+    skip_training: bool = False
+    state: ServerState = field(init=False)
+    connected: dict[int, int] = field(default_factory=dict)  # node -> device, of those that are connected, by their keys
+    identified: dict[int, int] = field(default_factory=dict)  # node -> device, of those that have introduced themselves
     refused: dict[int, str] = field(default_factory=dict)
     weights: dict[int, int] = field(default_factory=dict)
-    asked: dict[int, int] = field(default_factory=dict)
+    sampled: dict[int, int] = field(default_factory=dict)
     live: Json = field(default_factory=dict)
-    since: float | None = field(default_factory=time.monotonic)  # when waiting for devices began; None while nobody is lacking
-    started: float = 0.0
-    begun: bool = False
+    waiting_since: float | None = field(default_factory=time.monotonic)  # when waiting for devices began; None while nobody is lacking
+    round_started: float = 0.0
+    has_started: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
-        shared = self.kit.algorithm.init(self.kit.params)[0]
-        kept = read_standing(self.folder / CHECKPOINT, self.kit)
-        self.standing = kept or Standing(shared, founders=tuple(sorted(self.roster())))
+        shared = self.setup.algorithm.init(self.setup.params)[0]
+        kept = read_server_state(self.folder / CHECKPOINT, self.setup)
+        self.state = kept or ServerState(shared, initial_clients=tuple(sorted(self.registry())))
         self._drop_rows()
         write_text(self.folder / OWNER, self.token)
-        self._show("waiting for devices", round=self.round_index, rounds=self.project.plan.rounds)
+        self._write_live("waiting for devices", round=self.round_index, rounds=self.project.plan.rounds)
 
     @property
-    def kit(self) -> Kit:
+    def setup(self) -> TrainingSetup:
         """Algorithm and model."""
-        return self.project.kit
+        return self.project.setup
 
     @property
     def folder(self) -> Path:
@@ -90,144 +90,144 @@ class RunConductor:
     @property
     def shared(self) -> Params:
         """The shared tree as it is now."""
-        return self.standing.shared
+        return self.state.shared
 
     @property
-    def secure(self) -> bool:
+    def secure_aggregation(self) -> bool:
         """Whether only the mean of uploads is seen."""
-        return self.project.deployment.secure
+        return self.project.deployment.secure_aggregation
 
     @property
-    def heaviest(self) -> float:
+    def max_weight(self) -> float:
         """The largest weight of those that are asked, as they said when they came."""
-        return float(max(self.weights.get(node, 1) for node in self.asked))
+        return float(max(self.weights.get(node, 1) for node in self.sampled))
 
     @property
     def rounds_left(self) -> int:
         """How many rounds are still to be done."""
-        return 0 if self.visiting else max(self.project.plan.rounds - self.standing.done, 0)
+        return 0 if self.skip_training else max(self.project.plan.rounds - self.state.rounds_done, 0)
 
     @property
-    def round_wait(self) -> float:
+    def round_timeout(self) -> float:
         """For how long answers are waited for."""
-        return self.project.deployment.limits.round
+        return self.project.deployment.limits.round_timeout
 
     @property
-    def greeting_wait(self) -> float:
+    def handshake_timeout(self) -> float:
         """For how long a greeting is: one that hangs is greeted before every round, and must not hold up all of them."""
-        return min(self.project.deployment.limits.everyone, self.round_wait)
+        return min(self.project.deployment.limits.start_timeout, self.round_timeout)
 
     @property
     def round_index(self) -> int:
         """The round that comes next, or is under way."""
-        return self.project.plan.first_round + self.standing.done
+        return self.project.plan.first_round + self.state.rounds_done
 
-    def roster(self) -> dict[int, Entry]:
+    def registry(self) -> dict[int, RegistryEntry]:
         """Who belongs to the federation; read anew, for devices may be added or revoked while a run lasts."""
-        return active(read_roster(self.project.folder))
+        return active_entries(read_registry(self.project.folder))
 
-    def strangers(self, nodes: Mapping[int, str]) -> dict[int, Order]:
+    def configure_handshake(self, nodes: Mapping[int, str]) -> dict[int, Instructions]:
         """Nodes with a key of the roster that have not introduced themselves."""
-        own = {entry.ssh_key: number for number, entry in self.roster().items()}
-        self.known = {node: own[key] for node, key in sorted(nodes.items()) if key in own}
-        fresh = [node for node in self.known if node not in self.present and node not in self.refused]
-        return {node: self._order(self.known[node]) for node in fresh}
+        own = {entry.ssh_key: number for number, entry in self.registry().items()}
+        self.connected = {node: own[key] for node, key in sorted(nodes.items()) if key in own}
+        fresh = [node for node in self.connected if node not in self.identified and node not in self.refused]
+        return {node: self._instructions(self.connected[node]) for node in fresh}
 
-    def meet(self, greetings: Mapping[int, Reply]) -> None:
+    def accept_handshakes(self, greetings: Mapping[int, Reply]) -> None:
         """Take in who has the same algorithm and model; the others are named, and not asked in this run.
 
         Who was lost while it was greeted has said nothing wrong: it is greeted again when it is back.
         """
         for node, reply in greetings.items():
-            device = self.known.get(node)
-            if reply.lost or device is None:
+            client = self.connected.get(node)
+            if reply.lost or client is None:
                 continue
-            told = reply.figures or {}
-            fault = reply.fault or _difference(told, device, self.kit.fingerprint)
+            told = reply.metrics or {}
+            fault = reply.fault or _mismatch(told, client, self.setup.fingerprint)
             if fault:
                 self.refused[node] = fault
-                self._show(refused=self._told_refused())
+                self._write_live(refused=self._refusals_by_name())
             else:
-                self.present[node], self.weights[node] = device, max(int(told.get("weight", 1)), 1)
-        self._show(connected=self._told_names(self._here().values()))
+                self.identified[node], self.weights[node] = client, max(int(told.get("weight", 1)), 1)
+        self._write_live(connected=self._names_of(self._connected_clients().values()))
 
-    def _told_refused(self) -> dict[str, str]:
+    def _refusals_by_name(self) -> dict[str, str]:
         """Who is refused, by name, and why."""
         names = self._names()
-        return {names[self.known[node]]: why for node, why in self.refused.items() if node in self.known}
+        return {names[self.connected[node]]: why for node, why in self.refused.items() if node in self.connected}
 
-    def lacks(self) -> bool:
+    def needs_more_clients(self) -> bool:
         """Everybody is waited for before the first round, for a while; enough devices before every other, for longer."""
-        limits, here = self.project.deployment.limits, self._here()
-        self.since = time.monotonic() if self.since is None else self.since
-        waited = time.monotonic() - self.since
-        refused = [f"{name}: {why}" for name, why in self._told_refused().items()]
-        everyone = len(here) >= len(self.roster()) - len(refused)
-        if len(here) >= limits.enough and (everyone or self.begun or waited > limits.everyone):
-            self.begun, self.since = True, None
+        limits, here = self.project.deployment.limits, self._connected_clients()
+        self.waiting_since = time.monotonic() if self.waiting_since is None else self.waiting_since
+        waited = time.monotonic() - self.waiting_since
+        refused = [f"{name}: {why}" for name, why in self._refusals_by_name().items()]
+        everyone = len(here) >= len(self.registry()) - len(refused)
+        if len(here) >= limits.min_clients and (everyone or self.has_started or waited > limits.start_timeout):
+            self.has_started, self.waiting_since = True, None
             return False
-        if waited > limits.gather or (everyone and refused):  # nobody is left who could still come
+        if waited > limits.connect_timeout or (everyone and refused):  # nobody is left who could still come
             told = f" (refused: {'; '.join(refused)})" if refused else ""
             raise InputError(
-                f"run: {len(here)} devices are there after {waited:.0f} s, and {limits.enough} are needed{told}; start more devices"
+                f"run: {len(here)} devices are there after {waited:.0f} s, and {limits.min_clients} are needed{told}; start more devices"
             )
         return True
 
-    def newcomers(self) -> dict[int, Order]:
+    def configure_adaptation(self) -> dict[int, Instructions]:
         """Who came after the federation was founded, and has not learnt its private part yet, neither alone nor in a round."""
-        if self.kit.algorithm.settle is None or not self.project.deployment.settle or not self.standing.done:
+        if self.setup.algorithm.adapt is None or not self.project.deployment.adapt_epochs or not self.state.rounds_done:
             return {}
-        known, epochs = {*self.standing.founders, *self.standing.settled, *self.standing.counted}, self.project.deployment.settle
-        return {node: replace(self._order(device), epochs=epochs) for node, device in self._here().items() if device not in known}
+        known, adapt_epochs = {*self.state.initial_clients, *self.state.adapted, *self.state.last_included}, self.project.deployment.adapt_epochs
+        return {node: replace(self._instructions(client), adapt_epochs=adapt_epochs) for node, client in self._connected_clients().items() if client not in known}
 
-    def settled(self, replies: Mapping[int, Reply]) -> None:
+    def aggregate_adaptation(self, replies: Mapping[int, Reply]) -> None:
         """Remember who has settled in."""
-        good = [self.present[node] for node, reply in replies.items() if not reply.fault]
-        ledger = self.standing.ledger.after_start(self.shared, len(replies))
-        self.standing = replace(self.standing, settled=(*self.standing.settled, *good), ledger=ledger)
+        good = [self.identified[node] for node, reply in replies.items() if not reply.fault]
+        ledger = self.state.ledger.add_warm_start(self.shared, len(replies))
+        self.state = replace(self.state, adapted=(*self.state.adapted, *good), ledger=ledger)
         if replies:
-            self._keep()
+            self._save()
 
-    def orders(self) -> dict[int, Order]:
+    def configure_train(self) -> dict[int, Instructions]:
         """The cohort of the next round, drawn from who is there as the simulator draws it."""
-        here = self._here()
+        here = self._connected_clients()
         if not here:
             raise InputError("run: no device is there; start some")
-        cohort = {*choose_present(self.project.plan, Attendance.of(sorted(here.values())), self.round_index).tolist()}
-        self.asked = {node: device for node, device in here.items() if device in cohort}
-        orders = {node: self._order(device) for node, device in self.asked.items()}
-        names, connected = self._told_names(self.asked.values()), self._told_names(here.values())
-        self._show("training", round=self.round_index, asked=names, answered=[], connected=connected)
-        self.started = time.monotonic()
-        seen = {**self.standing.seen, **{device: self.round_index for device in here.values()}}
-        self.standing = replace(self.standing, seen=seen)
+        cohort = {*sample_available(self.project.plan, Availability.of(sorted(here.values())), self.round_index).tolist()}
+        self.sampled = {node: client for node, client in here.items() if client in cohort}
+        instructions = {node: self._instructions(client) for node, client in self.sampled.items()}
+        names, connected = self._names_of(self.sampled.values()), self._names_of(here.values())
+        self._write_live("training", round=self.round_index, sampled=names, answered=[], connected=connected)
+        self.round_started = time.monotonic()
+        last_seen = {**self.state.last_seen, **{client: self.round_index for client in here.values()}}
+        self.state = replace(self.state, last_seen=last_seen)
         if self.project.deployment.privacy is not None:
-            asked = self._times_asked()
-            write_json(self.folder / ASKED, {**asked, **{str(device): asked.get(str(device), 0) + 1 for device in cohort}})
-        return orders
+            sampled = self._sample_counts()
+            write_json(self.folder / SAMPLE_COUNTS, {**sampled, **{str(client): sampled.get(str(client), 0) + 1 for client in cohort}})
+        return instructions
 
-    def heard(self, node: int) -> None:
+    def on_reply(self, node: int) -> None:
         """Show that an answer has come."""
-        if node in self.asked:
-            self._show(answered=[*self.live.get("answered", []), *self._told_names([self.asked[node]])])
+        if node in self.sampled:
+            self._write_live(answered=[*self.live.get("answered", []), *self._names_of([self.sampled[node]])])
 
-    def collect(self, replies: Mapping[int, Reply]) -> Json:
+    def aggregate_train(self, replies: Mapping[int, Reply]) -> Json:
         """Check all answers, average the good ones in the order of devices, keep the round."""
-        uploads, dropped = self._checked(replies)
+        uploads, dropped = self._check_replies(replies)
         if not uploads:
             told = "; ".join(f"{name}: {why}" for name, why in dropped.items())
             raise InputError(f"run: round {self.round_index + 1} has no valid answer ({told}); put it right")
-        devices = sorted(uploads)
-        stacked = trees.stack([uploads[device][0].tensors for device in devices])
-        weights = torch.tensor([uploads[device][1] for device in devices])
-        shared = self.kit.algorithm.aggregate(self.shared, stacked, weights)
+        clients = sorted(uploads)
+        stacked = trees.stack([uploads[client][0].tensors for client in clients])
+        weights = torch.tensor([uploads[client][1] for client in clients])
+        shared = self.setup.algorithm.aggregate(self.shared, stacked, weights)
         kept = {name: tensor.clone() for name, tensor in shared.items()}
-        return self._end_round(kept, stacked, devices, self._row(replies, dropped, devices))
+        return self._end_round(kept, stacked, clients, self._row(replies, dropped, clients))
 
-    def collect_mean(self, mean: Params | None, replies: Mapping[int, Reply]) -> Json:
+    def aggregate_masked(self, mean: Params | None, replies: Mapping[int, Reply]) -> Json:
         """The mean itself is what is checked; who dropped out is known, and why is not."""
         names = self._names()
-        lost = {names[device]: "it did not stay until the end" for node, device in self.asked.items() if node not in replies}
+        lost = {names[client]: "it did not stay until the end" for node, client in self.sampled.items() if node not in replies}
         try:
             shared = Upload(mean or {}, self.shared).tensors
         except UploadError as error:
@@ -235,139 +235,139 @@ class RunConductor:
             raise InputError(
                 f"run: round {self.round_index + 1} could not be unmasked ({told}); see to it that they stay"
             ) from error
-        devices = sorted(self.asked[node] for node in replies)
-        stacked = {name: tensor.expand(len(devices), *tensor.shape) for name, tensor in shared.items()}
-        return self._end_round(shared, stacked, devices, self._row(replies, lost, devices))
+        clients = sorted(self.sampled[node] for node in replies)
+        stacked = {name: tensor.expand(len(clients), *tensor.shape) for name, tensor in shared.items()}
+        return self._end_round(shared, stacked, clients, self._row(replies, lost, clients))
 
-    def _end_round(self, shared: Params, uploads: Params, devices: list[int], row: Json) -> Json:
+    def _end_round(self, shared: Params, uploads: Params, clients: list[int], row: Json) -> Json:
         """Keep a round and show it."""
-        self._advance(shared, uploads, devices)
-        row["bytes"] = self.standing.ledger.total.bytes
+        self._advance(shared, uploads, clients)
+        row["bytes"] = self.state.ledger.total.bytes
         append_rows(self.folder / ROWS, [row])
         told = {"loss": row["loss"], "bytes": row["bytes"], "dropped": row["dropped"]}
-        self._show("training", round=self.round_index, connected=self._told_names(self._here().values()), **told)
+        self._write_live("training", round=self.round_index, connected=self._names_of(self._connected_clients().values()), **told)
         return row
 
-    def _checked(self, replies: Mapping[int, Reply]) -> tuple[dict[int, tuple[Upload, int]], dict[str, str]]:
+    def _check_replies(self, replies: Mapping[int, Reply]) -> tuple[dict[int, tuple[Upload, int]], dict[str, str]]:
         """Uploads and weights of the good answers by device, and why the others are dropped."""
         good: dict[int, tuple[Upload, int]] = {}
         dropped, names = {}, self._names()
-        for node, device in self.asked.items():
-            reply = replies.get(node, Reply({}, fault=f"no answer within {self.round_wait:.0f} s"))
+        for node, client in self.sampled.items():
+            reply = replies.get(node, Reply({}, fault=f"no answer within {self.round_timeout:.0f} s"))
             try:
-                if reply.fault or reply.examples < 1:
-                    raise UploadError(reply.fault or f"it counts {reply.examples} examples")
-                good[device] = (
+                if reply.fault or reply.num_examples < 1:
+                    raise UploadError(reply.fault or f"it counts {reply.num_examples} examples")
+                good[client] = (
                     Upload({name: reply.tensors[name] for name in _in_order(reply.tensors, self.shared)}, self.shared),
-                    reply.examples,
+                    reply.num_examples,
                 )
             except UploadError as error:
-                dropped[names[device]] = str(error)
+                dropped[names[client]] = str(error)
                 if node not in replies or reply.lost:
-                    self.present.pop(node, None)  # it is greeted again when it comes back
+                    self.identified.pop(node, None)  # it is greeted again when it comes back
         return good, dropped
 
-    def _row(self, replies: Mapping[int, Reply], dropped: dict[str, str], devices: list[int]) -> Json:
+    def _row(self, replies: Mapping[int, Reply], dropped: dict[str, str], clients: list[int]) -> Json:
         """What is written down of a round."""
-        figures = {self.asked[node]: reply.figures or {} for node, reply in replies.items() if node in self.asked}
-        names, here = self._names(), {*self._here().values()}
-        losses = {names[device]: figures[device]["loss"] for device in devices if "loss" in figures[device]}
-        notes = {names[device]: told["note"] for device, told in figures.items() if "note" in told}
-        away = [entry.name for number, entry in self.roster().items() if number not in here]
+        metrics = {self.sampled[node]: reply.metrics or {} for node, reply in replies.items() if node in self.sampled}
+        names, here = self._names(), {*self._connected_clients().values()}
+        losses = {names[client]: metrics[client]["loss"] for client in clients if "loss" in metrics[client]}
+        notes = {names[client]: told["note"] for client, told in metrics.items() if "note" in told}
+        away = [entry.name for number, entry in self.registry().items() if number not in here]
         return {
             "round": self.round_index,
-            "devices": self._told_names(devices),
+            "clients": self._names_of(clients),
             "losses": losses,
             "loss": sum(losses.values()) / len(losses) if losses else None,
             "dropped": dropped,
             "notes": notes,
-            "away": away,
-            "seconds": round(time.monotonic() - self.started, 2),
+            "offline": away,
+            "seconds": round(time.monotonic() - self.round_started, 2),
         }
 
-    def _advance(self, shared: Params, uploads: Params, devices: list[int]) -> None:
+    def _advance(self, shared: Params, uploads: Params, clients: list[int]) -> None:
         """The standing after a round, on disk."""
-        now, number = self.standing, self.round_index
-        counted = {**now.counted, **{device: number for device in devices}}
-        times = {**now.times, **{device: now.times.get(device, 0) + 1 for device in devices}}
-        ledger = now.ledger.after_round(self.shared, uploads, cohort=len(self.asked), devices=len(self.roster()))
-        self.standing = replace(now, shared=shared, done=now.done + 1, ledger=ledger, counted=counted, times=times)
-        self._keep()
+        now, number = self.state, self.round_index
+        last_included = {**now.last_included, **{client: number for client in clients}}
+        rounds_included = {**now.rounds_included, **{client: now.rounds_included.get(client, 0) + 1 for client in clients}}
+        ledger = now.ledger.add_round(self.shared, uploads, num_sampled=len(self.sampled), num_clients=len(self.registry()))
+        self.state = replace(now, shared=shared, rounds_done=now.rounds_done + 1, ledger=ledger, last_included=last_included, rounds_included=rounds_included)
+        self._save()
 
-    def questions(self) -> dict[int, Order]:
+    def configure_evaluate(self) -> dict[int, Instructions]:
         """Everybody who is there tests, every so many rounds and in the end."""
-        every = self.project.deployment.test_every
+        every = self.project.deployment.eval_every
         last = not self.rounds_left
-        if not last and (every is None or self.standing.done % every):
-            self.asked = {}
+        if not last and (every is None or self.state.rounds_done % every):
+            self.sampled = {}
             return {}
-        self.asked = self._here()
-        self._show("testing", asked=self._told_names(self.asked.values()), answered=[])
-        return {node: self._order(device) for node, device in self.asked.items()}
+        self.sampled = self._connected_clients()
+        self._write_live("testing", sampled=self._names_of(self.sampled.values()), answered=[])
+        return {node: self._instructions(client) for node, client in self.sampled.items()}
 
-    def tested(self, replies: Mapping[int, Reply]) -> Json:
+    def aggregate_evaluate(self, replies: Mapping[int, Reply]) -> Json:
         """Each device's figures, where its owner consents."""
-        ledger = self.standing.ledger.after_evaluation(self.shared, len(self.asked))
-        self.standing = replace(self.standing, ledger=ledger)
-        self._keep()
-        figures = {self.asked[node]: reply.figures or {} for node, reply in replies.items() if node in self.asked}
+        ledger = self.state.ledger.add_evaluation(self.shared, len(self.sampled))
+        self.state = replace(self.state, ledger=ledger)
+        self._save()
+        metrics = {self.sampled[node]: reply.metrics or {} for node, reply in replies.items() if node in self.sampled}
         shown = {
             number: entry
-            for number, entry in read_roster(self.project.folder).items()
-            if not entry.revoked or number in self.standing.times
+            for number, entry in read_registry(self.project.folder).items()
+            if not entry.revoked or number in self.state.rounds_included
         }
-        devices = [self._told(number, entry, figures.get(number, {})) for number, entry in shown.items()]
-        scored = [row for row in devices if row["test"] is not None]
+        clients = [self._client_row(number, entry, metrics.get(number, {})) for number, entry in shown.items()]
+        scored = [row for row in clients if row["test"] is not None]
         sizes, scores = (torch.tensor([row[key] or 0 for row in scored]).numpy() for key in ("test_size", "test"))
         result: Json = {
             "run": self.run,
-            "algorithm": self.kit.algorithm.name,
-            "rounds": self.standing.done,
-            "local_test": spread(scores, sizes)._asdict() if scored else None,
-            "devices": devices,
-            "ledger": self.standing.ledger.as_dict(),
+            "algorithm": self.setup.algorithm.name,
+            "rounds": self.state.rounds_done,
+            "local_test": summarize(scores, sizes)._asdict() if scored else None,
+            "clients": clients,
+            "ledger": self.state.ledger.as_dict(),
             "privacy": self._privacy(),
         }
         write_json(self.folder / RESULT, result)
-        self._show(bytes=self.standing.ledger.total.bytes, privacy=result["privacy"])
+        self._write_live(bytes=self.state.ledger.total.bytes, privacy=result["privacy"])
         return {"test": result["local_test"]["mean"]} if scored else {}
 
-    def _told(self, number: int, entry: Entry, figures: Json) -> Json:
-        kept = {name: figures.get(name) for name in ("test", "validation", "train", "test_size", "validation_size")}
-        rounds = {"rounds": self.standing.times.get(number, 0), "last": self.standing.counted.get(number)}
-        return {"device": number, "name": entry.name, **rounds, **kept, "newcomer": number not in self.standing.founders}
+    def _client_row(self, number: int, entry: RegistryEntry, metrics: Json) -> Json:
+        kept = {name: metrics.get(name) for name in ("test", "validation", "train_size", "test_size", "validation_size")}
+        rounds = {"rounds": self.state.rounds_included.get(number, 0), "last_round": self.state.last_included.get(number)}
+        return {"client": number, "name": entry.name, **rounds, **kept, "new_client": number not in self.state.initial_clients}
 
     def _privacy(self) -> Json | None:
         """What the accountant says of the device that was asked most often: what it sent was seen, whether or not it counted."""
-        bounds, asked = self.project.deployment.privacy, self._times_asked()
-        if bounds is None or not asked:
+        bounds, sampled = self.project.deployment.privacy, self._sample_counts()
+        if bounds is None or not sampled:
             return None
-        times = max(asked.values())
-        return {**asdict(bounds), "rounds": times, "epsilon": epsilon(bounds.noise, times, bounds.delta)}
+        times = max(sampled.values())
+        return {**asdict(bounds), "rounds": times, "epsilon": epsilon(bounds.noise_multiplier, times, bounds.delta)}
 
-    def _times_asked(self) -> dict[str, int]:
+    def _sample_counts(self) -> dict[str, int]:
         """How often each device was asked for an upload, by number; on disk before it is asked, so that no crash forgets one."""
-        asked: dict[str, int] = read_json(self.folder / ASKED, dict) if (self.folder / ASKED).exists() else {}
-        return asked
+        sampled: dict[str, int] = read_json(self.folder / SAMPLE_COUNTS, dict) if (self.folder / SAMPLE_COUNTS).exists() else {}
+        return sampled
 
     def finish(self) -> None:
         """Show that all is done."""
-        self._show("done", asked=[], answered=[])
+        self._write_live("rounds_done", sampled=[], answered=[])
 
-    def failed(self, error: BaseException) -> None:
+    def on_failure(self, error: BaseException) -> None:
         """Show why it ended."""
-        self._show("failed", why=str(error) if isinstance(error, InputError) else f"{brief(error)}; put it right")
+        self._write_live("failed", why=str(error) if isinstance(error, InputError) else f"{describe_error(error)}; put it right")
 
-    def _here(self) -> dict[int, int]:
+    def _connected_clients(self) -> dict[int, int]:
         """Who is connected and known: node -> device."""
-        return {node: device for node, device in self.present.items() if node in self.known}
+        return {node: client for node, client in self.identified.items() if node in self.connected}
 
-    def _order(self, device: int) -> Order:
-        return Order(self.run, self.round_index, self.standing.counted.get(device, -1), missed=self._missed(device))
+    def _instructions(self, client: int) -> Instructions:
+        return Instructions(self.run, self.round_index, self.state.last_included.get(client, -1), missed_rounds=self._missed_rounds(client))
 
-    def _missed(self, device: int) -> str:
+    def _missed_rounds(self, client: int) -> str:
         """What happened while a device was away."""
-        last = self.standing.seen.get(device)
+        last = self.state.last_seen.get(client)
         if last is None or last >= self.round_index - 1:
             return ""
         gone = [row for row in read_rows(self.folder / ROWS) if last < row["round"] < self.round_index]
@@ -380,27 +380,27 @@ class RunConductor:
 
     def _names(self) -> dict[int, str]:
         """What devices are called; one that has been taken off the roster in the meantime goes by its number."""
-        numbered = {device: f"device {device}" for device in (*self.present.values(), *self.asked.values())}
-        return numbered | {number: entry.name for number, entry in read_roster(self.project.folder).items()}
+        numbered = {client: f"device {client}" for client in (*self.identified.values(), *self.sampled.values())}
+        return numbered | {number: entry.name for number, entry in read_registry(self.project.folder).items()}
 
-    def _told_names(self, devices: Iterable[int]) -> list[str]:
+    def _names_of(self, clients: Iterable[int]) -> list[str]:
         names = self._names()
-        return [names[device] for device in sorted(devices)]
+        return [names[client] for client in sorted(clients)]
 
-    def _show(self, state: str | None = None, **told: object) -> None:
+    def _write_live(self, state: str | None = None, **told: object) -> None:
         """Write down what is going on, for `status` and whoever watches."""
         self.live = {**self.live, **told, "run": self.run, "updated": time.time()}
         if state is not None:
             self.live["state"] = state
-        if self._owned():  # else another server speaks for the run by now
+        if self._is_owner():  # else another server speaks for the run by now
             write_json(self.folder / LIVE, self.live)
 
-    def _keep(self) -> None:
-        if not self._owned():
-            raise InputError(f"run: {ELSEWHERE}; this server has no part in it any more")
-        write_standing(self.folder / CHECKPOINT, self.standing, self.kit)
+    def _save(self) -> None:
+        if not self._is_owner():
+            raise InputError(f"run: {RESUMED_ELSEWHERE}; this server has no part in it any more")
+        write_server_state(self.folder / CHECKPOINT, self.state, self.setup)
 
-    def _owned(self) -> bool:
+    def _is_owner(self) -> bool:
         return (self.folder / OWNER).read_text(encoding="utf-8") == self.token
 
     def _drop_rows(self) -> None:
@@ -409,24 +409,24 @@ class RunConductor:
         write_text(self.folder / ROWS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_standing(path: Path, standing: Standing, kit: Kit) -> None:
+def write_server_state(path: Path, state: ServerState, setup: TrainingSetup) -> None:
     """Replace the checkpoint."""
-    by_device = {name: {str(key): value for key, value in getattr(standing, name).items()} for name in ("counted", "times", "seen")}
-    plain = {"done": standing.done, "founders": standing.founders, "settled": standing.settled, "ledger": standing.ledger.as_dict()}
-    write_tensors(path, standing.shared, {**plain, **by_device, **kit.about(), "fingerprint": kit.fingerprint})
+    by_device = {name: {str(key): value for key, value in getattr(state, name).items()} for name in ("last_included", "rounds_included", "last_seen")}
+    plain = {"rounds_done": state.rounds_done, "initial_clients": state.initial_clients, "adapted": state.adapted, "ledger": state.ledger.as_dict()}
+    write_tensors(path, state.shared, {**plain, **by_device, **setup.about(), "fingerprint": setup.fingerprint})
 
 
-def read_standing(path: Path, kit: Kit) -> Standing | None:
+def read_server_state(path: Path, setup: TrainingSetup) -> ServerState | None:
     """The checkpoint, if there is one; that of another algorithm or model is refused."""
     if not path.exists():
         return None
     tensors, about = read_tensors(path)
-    if about.get("fingerprint") != kit.fingerprint:
+    if about.get("fingerprint") != setup.fingerprint:
         raise InputError(f"resume: {path} was made with other settings or another model than there are now; go back to those")
-    counted, times, seen = ({int(key): value for key, value in about[name].items()} for name in ("counted", "times", "seen"))
-    shared = {name: tensors[name] for name in kit.algorithm.init(kit.params)[0]}
-    founders, settled = (tuple(about[name]) for name in ("founders", "settled"))
-    return Standing(shared, about["done"], Ledger.from_dict(about["ledger"]), counted, times, seen, founders, settled)
+    last_included, rounds_included, last_seen = ({int(key): value for key, value in about[name].items()} for name in ("last_included", "rounds_included", "last_seen"))
+    shared = {name: tensors[name] for name in setup.algorithm.init(setup.params)[0]}
+    initial_clients, adapted = (tuple(about[name]) for name in ("initial_clients", "adapted"))
+    return ServerState(shared, about["rounds_done"], Ledger.from_dict(about["ledger"]), last_included, rounds_included, last_seen, initial_clients, adapted)
 
 
 def rounds_done(folder: Path, run: str) -> int | None:
@@ -434,15 +434,15 @@ def rounds_done(folder: Path, run: str) -> int | None:
     path = folder / RUNS / run / CHECKPOINT
     if not path.exists():
         return None
-    done = read_about(path).get("done")
+    done = read_metadata(path).get("rounds_done")
     if not isinstance(done, int):
         raise InputError(f"resume: {path} was not written by glocal; restore it, or give another --run")
     return done
 
 
-def _difference(told: Json, number: int, fingerprint: str) -> str:
-    if told.get("device") != number:
-        return f"it says it is device {told.get('device')}, but its key is that of device {number}"
+def _mismatch(told: Json, number: int, fingerprint: str) -> str:
+    if told.get("client") != number:
+        return f"it says it is device {told.get('client')}, but its key is that of device {number}"
     if told.get("fingerprint") != fingerprint:
         return "its study.toml, deploy.toml or model is not the server's; copy the server's files to it"
     return ""

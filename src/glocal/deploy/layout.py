@@ -4,20 +4,20 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from glocal.core.bounds import ROUNDS, count, require_counts
+from glocal.core.bounds import MAX_ROUNDS, count_field, require_counts
 from glocal.core.errors import InputError
 from glocal.core.files import write_text
-from glocal.deploy.certificates import CA, make_authority, make_device_key, make_server_certificate
-from glocal.deploy.project import DEPLOYMENT, DEVICE, STUDY, Project
-from glocal.deploy.roster import Entry, changing, read_roster, write_roster
+from glocal.deploy.certificates import CA, make_authority, make_client_key, make_server_certificate
+from glocal.deploy.project import CLIENT, DEPLOYMENT, STUDY, Project
+from glocal.deploy.roster import RegistryEntry, locked_folder, read_registry, write_registry
 from glocal.deploy.settings import ServerSettings
 from glocal.studies.run import slug
 
-CERTIFICATES, DEVICES, KEY = "certificates", "devices", "device.key"
+CERTIFICATES, CLIENTS_FOLDER, KEY = "certificates", "clients", "device.key"
 SECRET, SOCKET = "operator.secret", "operator.sock"  # made by a running server
-MODULE = "federation.py"
+MODULE_FILE = "federation.py"
 
-_MODULE = '''"""Your model and your data: replace both. `glocal run study.toml` simulates the same federation on one machine."""
+_MODULE_TEXT = '''"""Your model and your data: replace both. `glocal run study.toml` simulates the same federation on one machine."""
 
 from torch import nn
 
@@ -64,7 +64,7 @@ momentum = 0.5
 
 [plan]
 rounds = {rounds}
-cohort = {cohort}
+clients_per_round = {cohort}
 epochs = 5                        # a round costs seconds of messages, so that each is worth some epochs
 batch = 10
 
@@ -73,9 +73,9 @@ algorithm = "lg_fedavg"
 """
 _DEPLOYMENT = """# How it is deployed. The same file is on the server and on every device.
 name = "{name}"
-devices = {devices}
+clients = {devices}
 data = "federation:data"    # gives one device's own (x, y)
-settle = 20                 # epochs in which a newcomer learns its private part alone
+adapt_epochs = 20                 # epochs in which a newcomer learns its private part alone
 
 [server]
 host = "{host}"
@@ -83,85 +83,85 @@ port = {port}
 bind = "{bind}"             # 0.0.0.0 to be reached from elsewhere
 
 [limits]
-everyone = 60.0             # seconds to wait for all devices at the start, and for one that is greeted later
-gather = 300.0              # seconds to wait for `enough` of them
-round = 600.0               # seconds to wait for a round's answers
-enough = {enough}
+start_timeout = 60.0             # seconds to wait for all devices at the start, and for one that is greeted later
+connect_timeout = 300.0              # seconds to wait for `enough` of them
+round_timeout = 600.0               # seconds to wait for a round's answers
+min_clients = {enough}
 """
-_DEVICE = """# This device alone. Its owner decides whether figures (losses, accuracies, and of how many examples) may leave it.
+_CLIENT = """# This device alone. Its owner decides whether figures (losses, accuracies, and of how many examples) may leave it.
 # On how many examples it trains is told in any case, unless plan.weights is "equal" in study.toml: the average needs it.
 number = {number}
 name = "{name}"
-metrics = {metrics}
+share_metrics = {metrics}
 environment = []            # variables of yours that data() needs, by name; it gets no others
 """
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeploymentSpec:
     """What a new deployment should be."""
 
-    devices: int = count(4, most=1000)
+    clients: int = count_field(4, maximum=1000)
     host: str = "127.0.0.1"
     port: int = 9443
-    rounds: int = count(20, most=ROUNDS)
-    metrics: bool = False
+    rounds: int = count_field(20, maximum=MAX_ROUNDS)
+    share_metrics: bool = False
 
     def __post_init__(self) -> None:
         require_counts("deploy: ", self)
         ServerSettings(self.host, self.port)  # refuses what is none
 
 
-def lay_out(folder: Path, wanted: Wanted) -> Project:
+def create_deployment(folder: Path, wanted: DeploymentSpec) -> Project:
     """Certificates, keys, settings, model and data function of a new federation, and a folder for each device."""
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"deploy: {folder} is not empty; choose another folder, or add to it with `glocal deploy add-device`")
     name, local = slug(folder.resolve().name), wanted.host in ("127.0.0.1", "localhost")
-    enough = min(2, wanted.devices)
+    min_clients = min(2, wanted.clients)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)  # keys, checkpoints and the operator's socket are in it
-    words = {"name": name, "devices": wanted.devices, "host": wanted.host, "port": wanted.port, "rounds": wanted.rounds}
-    words |= {"bind": "127.0.0.1" if local else "0.0.0.0", "enough": enough, "cohort": wanted.devices}
-    write_text(folder / MODULE, _MODULE.replace("{devices}", str(wanted.devices)))
+    words = {"name": name, "clients": wanted.clients, "host": wanted.host, "port": wanted.port, "rounds": wanted.rounds}
+    words |= {"bind": "127.0.0.1" if local else "0.0.0.0", "min_clients": min_clients, "clients_per_round": wanted.clients}
+    write_text(folder / MODULE_FILE, _MODULE_TEXT.replace("{devices}", str(wanted.clients)))
     write_text(folder / STUDY, _STUDY.format(**words))
     write_text(folder / DEPLOYMENT, _DEPLOYMENT.format(**words))
     make_authority(folder / CERTIFICATES, name)
     make_server_certificate(folder / CERTIFICATES, [wanted.host])
-    write_roster(folder, {})
-    for number in range(wanted.devices):
-        add_device(folder, f"device-{number}", metrics=wanted.metrics)
-    return Project.at(folder)
+    write_registry(folder, {})
+    for number in range(wanted.clients):
+        add_client(folder, f"device-{number}", share_metrics=wanted.share_metrics)
+    return Project.from_folder(folder)
 
 
-def add_device(folder: Path, name: str | None = None, *, metrics: bool = False) -> Path:
+def add_client(folder: Path, name: str | None = None, *, share_metrics: bool = False) -> Path:
     """A folder for one more device, with a key of its own; the key's public half joins the server's roster."""
-    with changing(folder):
-        roster = read_roster(folder)
-        entry, own = _added(folder, roster, name or f"device-{_next(roster)}", metrics=metrics)
-        write_roster(folder, {**roster, entry.number: entry})
+    with locked_folder(folder):
+        registry = read_registry(folder)
+        entry, own = _create_client(folder, registry, name or f"device-{_next_number(registry)}", share_metrics=share_metrics)
+        write_registry(folder, {**registry, entry.number: entry})
     return own
 
 
-def _next(roster: dict[int, Entry]) -> int:
-    return max(roster, default=-1) + 1
+def _next_number(registry: dict[int, RegistryEntry]) -> int:
+    return max(registry, default=-1) + 1
 
 
-def _added(folder: Path, roster: dict[int, Entry], name: str, *, metrics: bool) -> tuple[Entry, Path]:
-    if name in {entry.name for entry in roster.values()} or slug(name) != name:
+def _create_client(folder: Path, registry: dict[int, RegistryEntry], name: str, *, share_metrics: bool) -> tuple[RegistryEntry, Path]:
+    if name in {entry.name for entry in registry.values()} or slug(name) != name:
         raise InputError(f"deploy: '{name}' is taken, or no plain name; choose one of small letters, figures and '-'")
-    own = folder / DEVICES / name
+    own = folder / CLIENTS_FOLDER / name
     own.mkdir(mode=0o700, parents=True)
     try:
-        entry = Entry(_next(roster), name, make_device_key(own / KEY))
-        refresh_device(folder, own)
-        write_text(own / DEVICE, _DEVICE.format(number=entry.number, name=name, metrics=str(metrics).lower()))
+        entry = RegistryEntry(_next_number(registry), name, make_client_key(own / KEY))
+        copy_server_files(folder, own)
+        write_text(own / CLIENT, _CLIENT.format(number=entry.number, name=name, share_metrics=str(share_metrics).lower()))
     except (InputError, OSError):
         shutil.rmtree(own)  # half a device would be in the way of the next attempt
         raise
     return entry, own
 
 
-def refresh_device(folder: Path, own: Path) -> None:
+def copy_server_files(folder: Path, own: Path) -> None:
     """The server's settings, model and authority, copied into a device's folder."""
     for name in (STUDY, DEPLOYMENT):
         shutil.copyfile(folder / name, own / name)

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 from glocal.core.errors import InputError
 
-_LETTING_GO = 2.0  # seconds that a killed program's port may still be held
-_KNOWN = ("1.41.", "1.42.")  # of Flower: others may lack what `inner_server.py` is made of
+_RELEASE_TIMEOUT = 2.0  # seconds that a killed program's port may still be held
+_SUPPORTED = ("1.41.", "1.42.")  # of Flower: others may lack what `inner_server.py` is made of
 
 
 def require_flower() -> None:
@@ -18,15 +18,15 @@ def require_flower() -> None:
     with suppress(ImportError):  # some finders raise for what they do not have
         if find_spec("flwr") is not None:
             found = version("flwr")
-            if found.startswith(_KNOWN):
+            if found.startswith(_SUPPORTED):
                 return
             raise InputError(f"deploy: Flower {found} is installed, 1.41 or 1.42 is needed; {get}")
     raise InputError(f"deploy: Flower is not installed; {get}")
 
 
-def require_free(bind: str, port: int) -> None:
+def require_free_port(bind: str, port: int) -> None:
     """Refuse a port that somebody else listens on; one that is just being let go of is waited for."""
-    end = time.monotonic() + _LETTING_GO
+    end = time.monotonic() + _RELEASE_TIMEOUT
     while True:
         try:
             return socket.create_server((bind, port)).close()

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from glocal.core.errors import InputError, brief, nearest
+from glocal.core.errors import InputError, describe_error, suggest_name
 from glocal.core.files import write_json
 
-ROSTER = "roster.json"
+REGISTRY = "roster.json"
 
 
-class Entry(NamedTuple):
+class RegistryEntry(NamedTuple):
     """One device; one that was revoked stays on the list, so that its name and key are not used again."""
 
     number: int
@@ -28,28 +28,28 @@ class Entry(NamedTuple):
         return " ".join(self.key.split()[:2])
 
 
-def active(roster: dict[int, Entry]) -> dict[int, Entry]:
+def active_entries(registry: dict[int, RegistryEntry]) -> dict[int, RegistryEntry]:
     """Those that may connect."""
-    return {number: entry for number, entry in roster.items() if not entry.revoked}
+    return {number: entry for number, entry in registry.items() if not entry.revoked}
 
 
-def read_roster(folder: Path) -> dict[int, Entry]:
+def read_registry(folder: Path) -> dict[int, RegistryEntry]:
     """All devices of a server's folder, those that were revoked included."""
-    path = folder / ROSTER
+    path = folder / REGISTRY
     if not path.exists():
         raise InputError(f"deploy: {folder} is no server's folder; give one that `glocal deploy init` made")
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
             raise TypeError("a list was expected")
-        entries = [Entry(**row) for row in rows]
-        _require_sound(entries)
+        entries = [RegistryEntry(**row) for row in rows]
+        _validate_entries(entries)
     except (ValueError, TypeError) as error:
-        raise InputError(f"deploy: {path} does not hold what glocal writes there ({brief(error)}); restore it") from error
+        raise InputError(f"deploy: {path} does not hold what glocal writes there ({describe_error(error)}); restore it") from error
     return {entry.number: entry for entry in entries}
 
 
-def _require_sound(entries: list[Entry]) -> None:
+def _validate_entries(entries: list[RegistryEntry]) -> None:
     for entry in entries:
         if [type(value) for value in entry] != [int, str, str, bool]:
             raise TypeError(f"{entry.number}: number, name, key and revoked were expected")
@@ -59,7 +59,7 @@ def _require_sound(entries: list[Entry]) -> None:
 
 
 @contextmanager
-def changing(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Hold a folder's roster from reading it to writing it; whoever else changes it waits, and no device is lost or doubled."""
     place = os.open(folder, os.O_RDONLY)
     try:
@@ -69,20 +69,20 @@ def changing(folder: Path) -> Iterator[None]:
         os.close(place)
 
 
-def write_roster(folder: Path, roster: dict[int, Entry]) -> None:
+def write_registry(folder: Path, registry: dict[int, RegistryEntry]) -> None:
     """Replace the roster."""
-    write_json(folder / ROSTER, [entry._asdict() for _, entry in sorted(roster.items())])
+    write_json(folder / REGISTRY, [entry._asdict() for _, entry in sorted(registry.items())])
 
 
-def revoke(folder: Path, name: str) -> Entry:
+def revoke(folder: Path, name: str) -> RegistryEntry:
     """Let a device in no longer; a running server refuses its next request."""
-    with changing(folder):
-        roster = read_roster(folder)
-        named = {entry.name: entry for entry in roster.values()}
+    with locked_folder(folder):
+        registry = read_registry(folder)
+        named = {entry.name: entry for entry in registry.values()}
         if name not in named:
-            raise InputError(f"deploy: '{name}' is no device of {folder}; {nearest(name, named)}")
+            raise InputError(f"deploy: '{name}' is no device of {folder}; {suggest_name(name, named)}")
         entry = named[name]
         if entry.revoked:
             raise InputError(f"deploy: '{name}' was revoked before; make another with add-device")
-        write_roster(folder, {**roster, entry.number: entry._replace(revoked=True)})
+        write_registry(folder, {**registry, entry.number: entry._replace(revoked=True)})
     return entry

@@ -22,36 +22,36 @@ import uvicorn
 
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.files import alone, read_rows, write_secret
+from glocal.core.files import lock_folder, read_rows, write_secret
 from glocal.deploy import child
 from glocal.deploy.certificates import SERVER, SERVER_KEY, days_left, require_server_certificate
-from glocal.deploy.conductor import ROWS, RUNS, RunConductor
+from glocal.deploy.conductor import ROWS, RUNS, RunServer
 from glocal.deploy.flower.gate import FleetGate, OperatorGate
-from glocal.deploy.flower.inner_server import Grid, SuperLink, key_bytes, run_tasks
-from glocal.deploy.flower.server import conduct
+from glocal.deploy.flower.inner_server import Grid, SuperLink, public_key_bytes, run_tasks
+from glocal.deploy.flower.server import run_to_end
 from glocal.deploy.layout import CERTIFICATES, SECRET, SOCKET
-from glocal.deploy.operating import address_of, require_accountant
-from glocal.deploy.processes import require_free
+from glocal.deploy.operating import require_accountant, server_address
+from glocal.deploy.processes import require_free_port
 from glocal.deploy.project import Project
-from glocal.deploy.roster import ROSTER, active, read_roster
-from glocal.deploy.words import told_row
+from glocal.deploy.roster import REGISTRY, active_entries, read_registry
+from glocal.deploy.words import format_round
 from glocal.studies.run import slug
 
-Say = Callable[[str], None]
-_RENEW = 30  # days before its end at which a certificate is worth a word
+Notify = Callable[[str], None]
+_RENEW_DAYS = 30  # days before its end at which a certificate is worth a word
 _LONGEST_PATH = 100  # bytes of a socket's path; the system takes 107, and 103 elsewhere
 _SLACK = 2**20  # bytes of a reply beside its tensors
-_LOOK = 1.0  # seconds between looks at who is connected
-_GRACE = 2  # seconds that requests under way are given when the server ends
+_POLL_INTERVAL = 1.0  # seconds between looks at who is connected
+_SHUTDOWN_TIMEOUT = 2  # seconds that requests under way are given when the server ends
 
 
 @dataclass
-class Registry:
+class RegisteredNodes:
     """Who may connect, as the roster says at this moment."""
 
     folder: Path
     link: SuperLink
-    say: Say
+    notify: Notify
     _stamp: tuple[int, ...] = ()
     _nodes: dict[bytes, int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Registry:
             try:
                 self._read()
             except InputError as error:  # whoever was let in stays, until it can be read again
-                self.say(f"{error}; until then, those may connect who could before")
+                self.notify(f"{error}; until then, those may connect who could before")
         return self._nodes
 
     def names(self) -> dict[int, str]:
@@ -73,36 +73,36 @@ class Registry:
 
     def _stamped(self) -> tuple[int, ...]:
         try:
-            found = (self.folder / ROSTER).stat()
+            found = (self.folder / REGISTRY).stat()
         except OSError:
             return ()
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _read(self) -> None:
-        entries = {key_bytes(entry.key): entry for entry in active(read_roster(self.folder)).values()}
+        entries = {public_key_bytes(entry.key): entry for entry in active_entries(read_registry(self.folder)).values()}
         for key in [key for key in self._nodes if key not in entries]:
             node = self._nodes.pop(key)
             self.link.unregister(node)
-            self.say(f"{self._names.pop(node)} may connect no longer")
+            self.notify(f"{self._names.pop(node)} may connect no longer")
         for key, entry in entries.items():
             if key not in self._nodes:
                 self._nodes[key] = self.link.register(key, entry.name)
                 self._names[self._nodes[key]] = entry.name
-                self.say(f"{entry.name} may connect")
+                self.notify(f"{entry.name} may connect")
 
 
-def prepare(folder: Path, say: Say) -> Project:
+def prepare_server(folder: Path, notify: Notify) -> Project:
     """Refuse what could not be served; a certificate that ends soon is worth a word."""
-    project = Project.at(folder)
-    for entry in read_roster(project.folder).values():  # refuses what is no server's folder
-        key_bytes(entry.key)  # refuses what is no key
+    project = Project.from_folder(folder)
+    for entry in read_registry(project.folder).values():  # refuses what is no server's folder
+        public_key_bytes(entry.key)  # refuses what is no key
     certificates, server = project.folder / CERTIFICATES, project.deployment.server
     require_server_certificate(certificates, [server.host])
     left = days_left(certificates / SERVER)
-    if left < _RENEW:
+    if left < _RENEW_DAYS:
         renew = f"glocal deploy renew {shlex.quote(str(project.folder))}"
-        say(f"the server's certificate ends in {left} days; make a new one with `{renew}`")
-    project.kit  # noqa: B018 (what is wrong with the model or the study is said now)
+        notify(f"the server's certificate ends in {left} days; make a new one with `{renew}`")
+    project.setup  # noqa: B018 (what is wrong with the model or the study is said now)
     require_accountant(project)
     length = len(str(project.folder / SOCKET).encode())
     if length > _LONGEST_PATH:
@@ -113,44 +113,44 @@ def prepare(folder: Path, say: Say) -> Project:
     return project
 
 
-def main(folders: Sequence[Path], say: Say, stop: threading.Event) -> None:
+def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None:
     """Serve one folder until told to stop."""
-    with alone(folders[0].resolve()):
-        project = prepare(folders[0], say)
+    with lock_folder(folders[0].resolve()):
+        project = prepare_server(folders[0], notify)
         server = project.deployment.server
-        require_free(server.bind, server.port)
+        require_free_port(server.bind, server.port)
         bound = "all of this machine's addresses" if server.bind == "0.0.0.0" else server.bind
-        say(f"the server listens on {bound}, port {server.port}, for devices at {address_of(project)}")
-        say("only devices of the roster pass its gate")
-        asyncio.run(_serve(project, say, stop))
+        notify(f"the server listens on {bound}, port {server.port}, for devices at {server_address(project)}")
+        notify("only devices of the roster pass its gate")
+        asyncio.run(_serve(project, notify, stop))
 
 
-async def _serve(project: Project, say: Say, stop: threading.Event) -> None:
+async def _serve(project: Project, notify: Notify, stop: threading.Event) -> None:
     secret = secrets.token_urlsafe(32)  # a new one at every start
     link = SuperLink(secret)
-    registry = Registry(project.folder, link, say)
-    gate = FleetGate(link.app, registry.nodes, link.awaits, _largest_reply(project))
-    work = partial(_conduct, project.folder, gate)
+    registered = RegisteredNodes(project.folder, link, notify)
+    gate = FleetGate(link.app, registered.nodes, link.awaits_reply, _max_reply_bytes(project))
+    work = partial(_run_to_end, project.folder, gate)
     threading.Thread(target=run_tasks, args=(link, work, stop), daemon=True).start()
-    with _operators_socket(project.folder / SOCKET) as door:
-        public = _Server(_public(project, gate))
-        private = _Server(_private(OperatorGate(link.app, secret)))
+    with _operator_socket(project.folder / SOCKET) as door:
+        public = _Server(_public_config(project, gate))
+        private = _Server(_operator_config(OperatorGate(link.app, secret)))
         write_secret(project.folder / SECRET, secret.encode())
-        watch = _Watch(project, registry, link, say)
-        await asyncio.gather(public.serve(), private.serve(sockets=[door]), _until(stop, watch, public, private))
+        watch = _StatusMonitor(project, registered, link, notify)
+        await asyncio.gather(public.serve(), private.serve(sockets=[door]), _serve_until_stopped(stop, watch, public, private))
 
 
-async def _until(stop: threading.Event, watch: "_Watch", *servers: "_Server") -> None:
+async def _serve_until_stopped(stop: threading.Event, watch: "_StatusMonitor", *servers: "_Server") -> None:
     """Look after the server until it is told to stop, or ends by itself."""
     last = time.monotonic()
     while not stop.is_set() and not any(server.should_exit for server in servers):
         await asyncio.sleep(0.1)
-        if time.monotonic() - last > _LOOK and all(server.started for server in servers):
+        if time.monotonic() - last > _POLL_INTERVAL and all(server.started for server in servers):
             last = time.monotonic()
-            watch.registry.nodes()  # a new device is let in before it asks
+            watch.registered.nodes()  # a new device is let in before it asks
             with suppress(InputError, OSError, LookupError):  # who reads damaged rows names them
-                await asyncio.to_thread(watch.look)
-            child.tell()
+                await asyncio.to_thread(watch.poll)
+            child.send_to_supervisor()
     for server in servers:
         server.should_exit = True
 
@@ -162,7 +162,7 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-def _public(project: Project, gate: FleetGate) -> uvicorn.Config:
+def _public_config(project: Project, gate: FleetGate) -> uvicorn.Config:
     server, certificates = project.deployment.server, project.folder / CERTIFICATES
     return uvicorn.Config(
         gate,
@@ -175,7 +175,7 @@ def _public(project: Project, gate: FleetGate) -> uvicorn.Config:
     )
 
 
-def _private(gate: OperatorGate) -> uvicorn.Config:
+def _operator_config(gate: OperatorGate) -> uvicorn.Config:
     return uvicorn.Config(gate, lifespan="off", **_COMMON)
 
 
@@ -188,12 +188,12 @@ _COMMON: dict[str, Any] = {
     "server_header": False,
     "proxy_headers": False,
     "timeout_keep_alive": 75,
-    "timeout_graceful_shutdown": _GRACE,
+    "timeout_graceful_shutdown": _SHUTDOWN_TIMEOUT,
 }
 
 
 @contextmanager
-def _operators_socket(path: Path) -> Iterator[socket.socket]:
+def _operator_socket(path: Path) -> Iterator[socket.socket]:
     """A socket file that its owner alone may open; there is no moment at which others could."""
     path.unlink(missing_ok=True)  # of a server that was killed; this folder is ours alone
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
@@ -205,31 +205,31 @@ def _operators_socket(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def _largest_reply(project: Project) -> int:
+def _max_reply_bytes(project: Project) -> int:
     """The bytes of the largest part of a reply: masked numbers take twice as many as plain ones."""
-    shared = project.kit.algorithm.init(project.kit.params)[0]
+    shared = project.setup.algorithm.init(project.setup.params)[0]
     return 2 * trees.nbytes(shared) + _SLACK
 
 
-def _conduct(folder: Path, gate: FleetGate, grid: Grid, config: Mapping[str, object]) -> None:
+def _run_to_end(folder: Path, gate: FleetGate, grid: Grid, config: Mapping[str, object]) -> None:
     """One run of this folder, as it stands now; whoever starts a run chooses its name alone."""
     run = str(config.get("run", ""))
     if not run or slug(run) != run:
         raise InputError(f"run: '{run[:40]}' is no plain name of a run")
-    project = Project.at(folder)
-    project.forget_modules()  # they may have changed since the last run
-    gate.largest = _largest_reply(project)
-    conduct(grid, RunConductor(project, run, visiting=bool(config.get("visit", False))))
+    project = Project.from_folder(folder)
+    project.unload_modules()  # they may have changed since the last run
+    gate.max_object_bytes = _max_reply_bytes(project)
+    run_to_end(grid, RunServer(project, run, skip_training=bool(config.get("skip_training", False))))
 
 
 @dataclass
-class _Watch:
+class _StatusMonitor:
     """What an operator is told: devices that come and go, rounds."""
 
     project: Project
-    registry: Registry
+    registered: RegisteredNodes
     link: SuperLink
-    say: Say
+    notify: Notify
     here: set[str] = field(default_factory=set)
     sizes: dict[Path, int] = field(default_factory=dict)
     rows: dict[Path, int] = field(default_factory=dict)
@@ -239,21 +239,21 @@ class _Watch:
         for path in self._changed():  # what was there before is no news
             self.rows[path] = len(read_rows(path))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once."""
         if not self.ready:
             self.ready = True
-            self.say("the server is up")
-        names = self.registry.names()
-        here = {names[node] for node in self.link.connected() if node in names}
+            self.notify("the server is up")
+        names = self.registered.names()
+        here = {names[node] for node in self.link.connected_nodes() if node in names}
         for name in sorted(here ^ self.here):
             came = "has connected" if name in here else "is gone"
-            self.say(f"{name} {came} ({len(here)} of {len(names)} devices are there)")
+            self.notify(f"{name} {came} ({len(here)} of {len(names)} devices are there)")
         self.here = here
         for path in self._changed():
             rows = read_rows(path)
             for row in rows[self.rows.get(path, 0) :]:
-                self.say(f"{path.parent.name}: {told_row(row)}")
+                self.notify(f"{path.parent.name}: {format_round(row)}")
             self.rows[path] = len(rows)
 
     def _changed(self) -> list[Path]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from glocal.core.bounds import CLIENTS, EPOCHS, ROUNDS, count, require_counts
+from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_ROUNDS, count_field, require_counts
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.studies.settings import read_table
 
 Table = TypeVar("Table")
-_LONGEST = 10**8  # seconds: three years
+_MAX_SECONDS = 10**8  # seconds: three years
 _HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}")  # a name with other letters has a plain form too, as xn--...
 
 
@@ -36,36 +36,36 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class LimitSettings:
-    """Seconds to wait: for all at the start, or for a greeting (`everyone`), for `enough` (`gather`), for all answers (`round`)."""
+    """Seconds to wait: for all at the start, or for a greeting (`start_timeout`), for `min_clients` (`connect_timeout`), for all answers (`round`)."""
 
-    everyone: float = 60.0
-    gather: float = 300.0
-    round: float = 600.0
-    enough: int = count(2, most=CLIENTS)
+    start_timeout: float = 60.0
+    connect_timeout: float = 300.0
+    round_timeout: float = 600.0
+    min_clients: int = count_field(2, maximum=MAX_CLIENTS)
 
     def __post_init__(self) -> None:
         require_counts("settings: limits.", self)
-        for name in ("everyone", "gather", "round"):
-            if not 0 < getattr(self, name) <= _LONGEST:  # nor NaN, which would wait for ever
+        for name in ("start_timeout", "connect_timeout", "round"):
+            if not 0 < getattr(self, name) <= _MAX_SECONDS:  # nor NaN, which would wait for ever
                 raise InputError(
-                    f"settings: limits.{name} is {getattr(self, name)}; seconds above 0 and at most {_LONGEST:,} were expected"
+                    f"settings: limits.{name} is {getattr(self, name)}; seconds above 0 and at most {_MAX_SECONDS:,} were expected"
                 )
 
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """Every device clips how its shared part moved to the length `clip`, and adds noise of `noise` times that to each number.
+    """Every device clips how its shared part moved to the length `clipping_norm`, and adds noise of `noise_multiplier` times that to each number.
 
     The accountant answers for `delta`.
     """
 
-    clip: float
-    noise: float
+    clipping_norm: float
+    noise_multiplier: float
     delta: float = 1e-5
 
     def __post_init__(self) -> None:
-        if not (0 < self.clip < math.inf and 0 <= self.noise < math.inf and 0 < self.delta < 1):
-            told = f"clip {self.clip}, noise {self.noise} and delta {self.delta}"
+        if not (0 < self.clipping_norm < math.inf and 0 <= self.noise_multiplier < math.inf and 0 < self.delta < 1):
+            told = f"clip {self.clipping_norm}, noise {self.noise_multiplier} and delta {self.delta}"
             raise InputError(f"settings: privacy has {told}; clip above 0, noise at least 0, delta between 0 and 1 were expected")
 
 
@@ -73,17 +73,17 @@ class PrivacySettings:
 class DeploymentSettings:
     """deploy.toml: the same file on the server and on every device.
 
-    `data` is the function that gives one device's own (x, y); `devices` how many there are. Every `test_every` rounds, and in the
-    end, devices test their own models. A newcomer learns its private part for `settle` epochs before its first round. With
-    `secure`, the server sees only the sum of uploads (SecAgg+).
+    `data` is the function that gives one device's own (x, y); `clients` how many there are. Every `eval_every` rounds, and in the
+    end, devices test their own models. A newcomer learns its private part for `adapt_epochs` epochs before its first round. With
+    `secure_aggregation`, the server sees only the sum of uploads (SecAgg+).
     """
 
     name: str
-    devices: int = count(most=CLIENTS)
+    clients: int = count_field(maximum=MAX_CLIENTS)
     data: str = "federation:data"
-    test_every: int | None = count(None, most=ROUNDS)
-    settle: int = count(20, least=0, most=EPOCHS)
-    secure: bool = False
+    eval_every: int | None = count_field(None, maximum=MAX_ROUNDS)
+    adapt_epochs: int = count_field(20, minimum=0, maximum=MAX_EPOCHS)
+    secure_aggregation: bool = False
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
     privacy: PrivacySettings | None = None
@@ -93,15 +93,15 @@ class DeploymentSettings:
 
 
 @dataclass(frozen=True)
-class DeviceSettings:
-    """device.toml, on the device alone: its number, and whether its owner lets losses and accuracies leave it (`metrics`).
+class ClientSettings:
+    """device.toml, on the device alone: its number, and whether its owner lets losses and accuracies leave it (`share_metrics`).
 
     `environment` names the variables of the owner's environment that the device's process gets, beside the few that it needs.
     """
 
     name: str
-    number: int = count(least=0, most=CLIENTS)
-    metrics: bool = False
+    number: int = count_field(minimum=0, maximum=MAX_CLIENTS)
+    share_metrics: bool = False
     environment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -20,17 +20,17 @@ from pathlib import Path
 
 from glocal.core.errors import InputError
 
-Say = Callable[[str], None]
-REFUSED = 2  # the exit code of a child whose input is at fault
-WAITS = (0.2, 2.0, 5.0, 15.0, 30.0)
-_LONG = 60.0  # a program that ran for so many seconds had started well
-_SILENT = 60.0  # seconds after which one that says nothing is taken for stuck
-_PATIENCE = 5.0  # seconds that a program is given to end by itself
+Notify = Callable[[str], None]
+EXIT_REFUSED = 2  # the exit code of a child whose input is at fault
+RESTART_DELAYS = (0.2, 2.0, 5.0, 15.0, 30.0)
+_HEALTHY = 60.0  # a program that ran for so many seconds had started well
+_MAX_SILENCE = 60.0  # seconds after which one that says nothing is taken for stuck
+_STOP_TIMEOUT = 5.0  # seconds that a program is given to end by itself
 # What a child needs of the environment: everything else may be somebody's secret.
-_KEPT = {"HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"}
-_KEPT |= {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_DIR", "SSL_CERT_FILE"}
-_KEPT_PREFIXES = ("CUDA_", "GLOCAL_", "KMP_", "LC_", "MKL_", "NVIDIA_", "OMP_", "PYTHON")
-_QUIET = {
+_INHERITED = {"HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"}
+_INHERITED |= {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_DIR", "SSL_CERT_FILE"}
+_INHERITED_PREFIXES = ("CUDA_", "GLOCAL_", "KMP_", "LC_", "MKL_", "NVIDIA_", "OMP_", "PYTHON")
+_FLOWER_VARIABLES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -38,17 +38,17 @@ _QUIET = {
 }
 
 
-def environment(home: Path, named: Iterable[str] = ()) -> dict[str, str]:
+def child_environment(home: Path, variables: Iterable[str] = ()) -> dict[str, str]:
     """The variables that a child gets: what it needs, and what its owner names.
 
     `home` is where Flower keeps its settings, so that those of its user's own programs stay apart.
     """
-    wanted = {*_KEPT, *named}
-    kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith(_KEPT_PREFIXES)}
-    return {**kept, **_QUIET, "FLWR_HOME": str(home)}
+    wanted = {*_INHERITED, *variables}
+    kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith(_INHERITED_PREFIXES)}
+    return {**kept, **_FLOWER_VARIABLES, "FLWR_HOME": str(home)}
 
 
-def named_by_owner(folder: Path) -> list[str]:
+def owner_variables(folder: Path) -> list[str]:
     """The variables that a client's own device.toml names; what is wrong with it the child says."""
     try:
         table = tomllib.loads((folder / "device.toml").read_text(encoding="utf-8"))
@@ -65,17 +65,17 @@ class Program:
     module: str
     folders: tuple[Path, ...]
     log: Path
-    named: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
 
 @dataclass
-class Child:
+class ChildProcess:
     """A running program."""
 
     process: subprocess.Popen[bytes]
-    say: Say
+    notify: Notify
     started: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
+    last_heard: float = field(default_factory=time.monotonic)
     refusal: str = ""
     listener: threading.Thread = field(init=False)
 
@@ -83,7 +83,7 @@ class Child:
         self.listener = threading.Thread(target=self._listen, daemon=True)
 
     @classmethod
-    def start(cls, program: Program, say: Say) -> "Child":
+    def start(cls, program: Program, notify: Notify) -> "ChildProcess":
         """Start it, in a session of its own: a Ctrl-C is for its supervisor."""
         program.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         errors = os.open(program.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -92,7 +92,7 @@ class Child:
         try:
             process = subprocess.Popen(
                 command,
-                env=environment(home, program.named),
+                env=child_environment(home, program.variables),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -100,7 +100,7 @@ class Child:
             )
         finally:
             os.close(errors)
-        child = cls(process, say)
+        child = cls(process, notify)
         child.listener.start()
         return child
 
@@ -108,7 +108,7 @@ class Child:
         """Pass on what it says, until it ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.heard = time.monotonic()
+            self.last_heard = time.monotonic()
             with suppress(ValueError):
                 said = json.loads(line)
                 if isinstance(said, Mapping):
@@ -117,24 +117,24 @@ class Child:
     def _pass_on(self, said: Mapping[str, object]) -> None:
         if "refused" in said:
             self.refusal = str(said["refused"])
-        if "say" in said:
-            self.say(str(said["say"]))
+        if "notify" in said:
+            self.notify(str(said["notify"]))
 
     def failure(self) -> str:
         """Why it has to be started again, or nothing."""
         code = self.process.poll()
         if code is not None:
             self.listener.join(1.0)  # its last words
-            return self.refusal or f"it ended ({_ending(code)})"
-        silent = time.monotonic() - self.heard
-        return f"it has been silent for {silent:.0f} s" if silent > _SILENT else ""
+            return self.refusal or f"it ended ({_exit_reason(code)})"
+        silent = time.monotonic() - self.last_heard
+        return f"it has been silent for {silent:.0f} s" if silent > _MAX_SILENCE else ""
 
     def stop(self) -> None:
         """End it, politely first."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_PATIENCE)
+            self.process.wait(_STOP_TIMEOUT)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -144,22 +144,22 @@ class Child:
                 end.close()
 
 
-def _ending(code: int) -> str:
+def _exit_reason(code: int) -> str:
     """How a program ended, by its exit code.
 
-    >>> _ending(-9), _ending(3)
+    >>> _exit_reason(-9), _exit_reason(3)
     ('SIGKILL', 'exit code 3')
     """
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def wait_before(failures: int) -> float:
+def restart_delay(failures: int) -> float:
     """Seconds to wait before the next start, after so many failures in a row.
 
-    >>> [wait_before(failures) for failures in (1, 2, 9)]
+    >>> [restart_delay(failures) for failures in (1, 2, 9)]
     [0.2, 2.0, 30.0]
     """
-    return WAITS[min(failures, len(WAITS)) - 1]
+    return RESTART_DELAYS[min(failures, len(RESTART_DELAYS)) - 1]
 
 
 def require_project(folder: Path) -> None:
@@ -178,13 +178,13 @@ def _drop_empty(log: Path) -> None:
             log.parent.rmdir()
 
 
-def supervise(program: Program, stop: threading.Event, say: Say, *, every: float = 0.1) -> None:
+def supervise(program: Program, stop: threading.Event, notify: Notify, *, every: float = 0.1) -> None:
     """Keep it running until told to stop; what its first start refuses is refused."""
     for folder in program.folders:
         require_project(folder)
     failures, new_log = 0, not program.log.exists()
     while not stop.is_set():
-        child = Child.start(program, say)
+        child = ChildProcess.start(program, notify)
         try:
             while not stop.wait(every) and not child.failure():
                 pass
@@ -197,6 +197,6 @@ def supervise(program: Program, stop: threading.Event, say: Say, *, every: float
             if new_log:  # else it is of a program that runs already
                 _drop_empty(program.log)
             raise InputError(child.refusal)
-        failures = 1 if time.monotonic() - child.started > _LONG else failures + 1
-        say(f"{why}; starting again in {wait_before(failures):g} s; {program.log} has more")
-        stop.wait(wait_before(failures))
+        failures = 1 if time.monotonic() - child.started > _HEALTHY else failures + 1
+        notify(f"{why}; starting again in {restart_delay(failures):g} s; {program.log} has more")
+        stop.wait(restart_delay(failures))

@@ -1,16 +1,16 @@
 """Ways to run a function of one client over many clients."""
 
-from glocal.engines.engine import ENGINES, PRECISIONS, Choice, Engine, Settled
-from glocal.engines.executor import OverDevices
-from glocal.engines.tasks import Outcome, Task
+from glocal.engines.engine import ENGINES, PRECISIONS, EngineConfig, ExecutionPlan, ResolvedEngine
+from glocal.engines.executor import Executor
+from glocal.engines.tasks import ClientResults, ClientTask
 
 __all__ = [
     "ENGINES",
     "PRECISIONS",
-    "Choice",
-    "Engine",
-    "Outcome",
-    "OverDevices",
-    "Settled",
-    "Task",
+    "ClientResults",
+    "ClientTask",
+    "EngineConfig",
+    "ExecutionPlan",
+    "Executor",
+    "ResolvedEngine",
 ]

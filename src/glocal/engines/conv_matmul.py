@@ -9,19 +9,19 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 
-class Products(TorchFunctionMode):
+class ConvAsMatmul(TorchFunctionMode):
     """While it is on, plain 2-d convolutions are one matrix product each; all else is left as it is."""
 
-    def __init__(self, *, on: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True) -> None:
         super().__init__()
-        self.on, self.met = on, False
+        self.enabled, self.saw_conv2d = enabled, False
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Instead of `conv2d`, the product."""
-        self.met = self.met or function is torch.conv2d
-        if self.on and function is torch.conv2d:
+        self.saw_conv2d = self.saw_conv2d or function is torch.conv2d
+        if self.enabled and function is torch.conv2d:
             return _conv2d(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from glocal.core.bounds import CLIENTS, WORKERS, count, require_counts
-from glocal.core.errors import InputError, nearest
+from glocal.core.bounds import MAX_CLIENTS, MAX_WORKERS, count_field, require_counts
+from glocal.core.errors import InputError, suggest_name
 from glocal.core.paths import cache_folder
 
 ENGINES = ("auto", "looped", "vmapped", "graphed", "workers")
@@ -19,7 +19,7 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineConfig:
     """How to run a function over devices; nothing here but the precision changes the numbers beyond rounding.
 
     `chunk` is how many devices go into one batched step, `workers` how many compute at once on a CPU (by default one per core), and
@@ -27,59 +27,59 @@ class Engine:
     """
 
     name: str = "auto"
-    chunk: int | None = count(None, most=CLIENTS)
-    workers: int | None = count(None, most=WORKERS)
+    chunk_size: int | None = count_field(None, maximum=MAX_CLIENTS)
+    workers: int | None = count_field(None, maximum=MAX_WORKERS)
     fused: bool = True
     precision: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
-            raise InputError(f"engine: '{self.name}' is unknown; {nearest(self.name, ENGINES)}")
+            raise InputError(f"engine: '{self.name}' is unknown; {suggest_name(self.name, ENGINES)}")
         if self.precision not in PRECISIONS:
-            raise InputError(f"engine: precision '{self.precision}' is unknown; {nearest(self.precision, PRECISIONS)}")
+            raise InputError(f"engine: precision '{self.precision}' is unknown; {suggest_name(self.precision, PRECISIONS)}")
         require_counts("engine: ", self)
 
     @property
-    def crew(self) -> int:
+    def num_workers(self) -> int:
         """How many workers there are."""
-        return self.workers or cores()
+        return self.workers or available_cores()
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExecutionPlan:
     """What was settled: the form, and whether its steps are fused, compiled, or have convolutions as products; and why."""
 
-    form: str
+    engine: str
     fused: bool = False
     compiled: bool = False
-    products: bool = False
-    why: str = ""
+    conv_as_matmul: bool = False
+    reason: str = ""
 
     def as_dict(self) -> dict[str, str | bool]:
         """For JSON."""
         return asdict(self)
 
-    def asked_for(self, engine: Engine) -> bool:
+    def allowed_by(self, config: EngineConfig) -> bool:
         """Whether a run that began like this goes on so: nobody has asked for another engine."""
-        return engine.name in ("auto", self.form) and (engine.fused or not self.fused)
+        return config.name in ("auto", self.engine) and (config.fused or not self.fused)
 
     @classmethod
-    def from_dict(cls, data: object) -> "Choice | None":
+    def from_dict(cls, data: object) -> "ExecutionPlan | None":
         """Back from JSON; None if it is something else."""
         known = {part.name for part in fields(cls)}
-        if not isinstance(data, dict) or not {"form"} <= {*data} <= known or data["form"] not in ENGINES:
+        if not isinstance(data, dict) or not {"engine"} <= {*data} <= known or data["engine"] not in ENGINES:
             return None
         return cls(**data)
 
 
-class Settled(NamedTuple):
+class ResolvedEngine(NamedTuple):
     """What was settled when a run began, if it did before, and who is told what is settled now."""
 
-    choice: Choice | None = None
-    note: Callable[[Choice], None] | None = None
+    execution_plan: ExecutionPlan | None = None
+    on_plan: Callable[[ExecutionPlan], None] | None = None
 
 
-def cores() -> int:
+def available_cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -101,26 +101,26 @@ def precision(name: str, device: torch.device) -> Iterator[None]:
         matmul.allow_tf32 = before
 
 
-def remembered(key: str) -> Choice | None:
+def load_cached_plan(key: str) -> ExecutionPlan | None:
     """What was settled for such work on this machine before."""
     try:
-        return Choice.from_dict(json.loads(_book().read_text()).get(key))
+        return ExecutionPlan.from_dict(json.loads(_cache_file().read_text()).get(key))
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def remember(key: str, choice: Choice) -> None:
+def cache_plan(key: str, execution_plan: ExecutionPlan) -> None:
     """Keep what was settled; a cache that cannot be written is no reason to stop."""
-    book = _book()
+    book = _cache_file()
     try:
         book.parent.mkdir(parents=True, exist_ok=True)
         kept = json.loads(book.read_text()) if book.exists() else {}
         draft = book.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({**kept, key: choice.as_dict()}, indent=1))
+        draft.write_text(json.dumps({**kept, key: execution_plan.as_dict()}, indent=1))
         draft.replace(book)
     except (OSError, ValueError):
         return
 
 
-def _book() -> Path:
+def _cache_file() -> Path:
     return cache_folder() / "engines.json"

@@ -6,43 +6,43 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from glocal.engines.batched import FusedJourneys, Steps, Together
-from glocal.engines.engine import Choice, Engine
-from glocal.engines.fused.on_cpu import FusedOnCpu
-from glocal.engines.graphed import Graphed
-from glocal.engines.looped import Looped
-from glocal.engines.tasks import Form, OneDevice, Result
-from glocal.engines.threads import Threaded
-from glocal.engines.traced import FlatStep, TracedDescent
-from glocal.engines.vmapped import Vmapped
-from glocal.engines.workers import Crew
+from glocal.engines.batched import BatchedTraining, FusedGpuTraining, TracedBatchedTraining
+from glocal.engines.engine import EngineConfig, ExecutionPlan
+from glocal.engines.fused.on_cpu import FusedCpuTraining
+from glocal.engines.graphed import GraphedEngine
+from glocal.engines.looped import LoopedEngine
+from glocal.engines.tasks import ClientFunction, Engine, ResultT
+from glocal.engines.threads import ThreadPool
+from glocal.engines.traced import FlatStep, TracedTraining
+from glocal.engines.vmapped import VmappedEngine
+from glocal.engines.workers import ProcessPool
 
 
-def build(function: OneDevice[Result], choice: Choice, engine: Engine) -> Form[Result]:
+def build_engine(function: ClientFunction[ResultT], execution_plan: ExecutionPlan, config: EngineConfig) -> Engine[ResultT]:
     """The form of a choice, around a one-device function."""
-    if choice.form == "workers" and choice.fused:
-        return Threaded(function, workers=engine.crew, fused=FusedOnCpu())
-    if choice.form == "workers":
-        return Crew(function, workers=engine.crew, descent=TracedDescent())
-    if choice.form == "graphed":
-        return Graphed(function, descent=_together(choice, engine), told=_told(choice))
-    return Vmapped(function) if choice.form == "vmapped" else Looped(function)
+    if execution_plan.engine == "workers" and execution_plan.fused:
+        return ThreadPool(function, workers=config.num_workers, fused=FusedCpuTraining())
+    if execution_plan.engine == "workers":
+        return ProcessPool(function, workers=config.num_workers, trainer=TracedTraining())
+    if execution_plan.engine == "graphed":
+        return GraphedEngine(function, trainer=_batched_training(execution_plan, config), description=_description(execution_plan))
+    return VmappedEngine(function) if execution_plan.engine == "vmapped" else LoopedEngine(function)
 
 
-def _together(choice: Choice, engine: Engine) -> Together:
-    if choice.fused:
-        return Together(FusedJourneys(engine.precision), refuses=True)
-    return Together(Steps(compiled=compiled if choice.compiled else None, products=choice.products))
+def _batched_training(execution_plan: ExecutionPlan, config: EngineConfig) -> BatchedTraining:
+    if execution_plan.fused:
+        return BatchedTraining(FusedGpuTraining(config.precision), skip_check=True)
+    return BatchedTraining(TracedBatchedTraining(compiler=compile_step if execution_plan.compiled else None, conv_as_matmul=execution_plan.conv_as_matmul))
 
 
-def _told(choice: Choice) -> str:
-    if choice.fused:
+def _description(execution_plan: ExecutionPlan) -> str:
+    if execution_plan.fused:
         return ", with fused steps"
-    parts = [", with compiled steps"] * choice.compiled + [", convolutions as matrix products"] * choice.products
+    parts = [", with compiled steps"] * execution_plan.compiled + [", convolutions as matrix products"] * execution_plan.conv_as_matmul
     return "".join(parts)
 
 
-def compiled(traced: FlatStep) -> FlatStep:
+def compile_step(traced: FlatStep) -> FlatStep:
     """A traced step, compiled: its kernels fused as far as torch's compiler knows how."""
     assert isinstance(traced, fx.GraphModule)
     made = torch.compile(traced, dynamic=False, fullgraph=True, options={"combo_kernels": True})

@@ -5,25 +5,35 @@ from dataclasses import dataclass
 from typing import Generic
 
 from glocal.core.data import Examples
-from glocal.engines.tasks import OneDevice, Outcome, Result, Task, alone, calm, nbytes, own_randomness, threads
+from glocal.engines.tasks import (
+    ClientFunction,
+    ClientResults,
+    ClientTask,
+    ResultT,
+    choose_num_threads,
+    run_one,
+    seeded_rng,
+    tree_bytes,
+    use_num_threads,
+)
 
 
 @dataclass(frozen=True)
-class Looped(Generic[Result]):
+class LoopedEngine(Generic[ResultT]):
     """The function itself, called for one task after the other."""
 
-    function: OneDevice[Result]
+    function: ClientFunction[ResultT]
 
-    def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
+    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
         """One result per task."""
-        with threads(calm(nbytes(tasks[0]))):
-            return Outcome(rows=[self._one(task, examples, round_index) for task in tasks])
+        with use_num_threads(choose_num_threads(tree_bytes(tasks[0]))):
+            return ClientResults(rows=[self._one(task, examples, round_index) for task in tasks])
 
-    def _one(self, task: Task, examples: Examples, round_index: int) -> Result:
-        with own_randomness(task.key, examples.y.device):
-            return alone(self.function, task, examples, round_index)
+    def _one(self, task: ClientTask, examples: Examples, round_index: int) -> ResultT:
+        with seeded_rng(task.key, examples.y.device):
+            return run_one(self.function, task, examples, round_index)
 
-    def about(self) -> str:
+    def describe(self) -> str:
         """What it is."""
         return "one device after the other"
 

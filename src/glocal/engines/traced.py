@@ -13,19 +13,19 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from glocal.core import trees
-from glocal.core.errors import brief
-from glocal.core.optimizers import Adam, Optimiser, Sgd
+from glocal.core.errors import describe_error
+from glocal.core.optimizers import SGD, Adam, Optimizer
 from glocal.core.training import (
     AugmentedLoss,
     Batch,
-    Loss,
+    LossFn,
     ModelLoss,
     Objective,
-    Pull,
+    Proximal,
     Work,
     batches,
-    mean_over_examples,
-    slopes_of,
+    compute_grads,
+    mean_example_loss,
 )
 from glocal.core.trees import Params
 
@@ -33,7 +33,7 @@ FlatStep = Callable[..., Sequence[Tensor]]
 _ATEN = torch.ops.aten
 _IN_PLACE = (_ATEN.addmm_.default, _ATEN.mul_.Tensor, _ATEN.add_.Tensor, _ATEN.sub_.Tensor)
 # the same operations by the names that torch calls fastest: two microseconds less each, of some seventy in a step
-_FASTER_NAMES: dict[Any, Callable[..., Tensor]] = {
+_FASTER_CALLS: dict[Any, Callable[..., Tensor]] = {
     **{getattr(_ATEN, name).default: getattr(torch, name) for name in ("addmm", "mm", "relu", "t", "sum")},
     **{getattr(_ATEN, name).Tensor: getattr(torch, name) for name in ("add", "div", "mul", "sub")},
     **{getattr(_ATEN, name).Tensor: getattr(Tensor, name) for name in ("add_", "mul_", "sub_")},
@@ -43,86 +43,86 @@ _FASTER_NAMES: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-class Place(NamedTuple):
+class StepState(NamedTuple):
     """Where a device is in its descent."""
 
-    moving: Params
-    memory: Params
-    carried: Params
+    trainable: Params
+    opt_state: Params
+    buffers: Params
 
 
-class Signature(NamedTuple):
+class StepSignature(NamedTuple):
     """The names behind a flat list of tensors: what goes into a step and comes out of it."""
 
-    moving: tuple[str, ...]
-    memory: tuple[str, ...]
-    carried: tuple[str, ...]
-    pulls: tuple[tuple[str, ...], ...]
+    trainable: tuple[str, ...]
+    opt_state: tuple[str, ...]
+    buffers: tuple[str, ...]
+    proximal: tuple[tuple[str, ...], ...]
     strengths: tuple[float, ...]
-    grouped: bool
+    has_group: bool
 
     @classmethod
-    def of(cls, place: Place, pulls: Sequence[Pull], batch: Batch) -> "Signature":
+    def of(cls, state: StepState, proximal: Sequence[Proximal], batch: Batch) -> "StepSignature":
         """The signature of a step from here."""
-        towards = tuple(tuple(pull.towards) for pull in pulls)
-        strengths = tuple(pull.strength for pull in pulls)
-        moving, memory, carried = (tuple(tree) for tree in place)
-        return cls(moving, memory, carried, towards, strengths, batch.group is not None)
+        anchor = tuple(tuple(pull.anchor) for pull in proximal)
+        strengths = tuple(pull.strength for pull in proximal)
+        trainable, opt_state, buffers = (tuple(tree) for tree in state)
+        return cls(trainable, opt_state, buffers, anchor, strengths, batch.group is not None)
 
-    def flat(self, place: Place, pulls: Sequence[Pull], batch: Batch, round_index: Tensor) -> list[Tensor]:
+    def flatten(self, state: StepState, proximal: Sequence[Proximal], batch: Batch, round_index: Tensor) -> list[Tensor]:
         """All inputs of a step in one list."""
-        tensors = [tree[name] for tree, names in zip(place, self[:3], strict=True) for name in names]
-        tensors += [pull.towards[name] for pull, names in zip(pulls, self.pulls, strict=True) for name in names]
+        tensors = [tree[name] for tree, names in zip(state, self[:3], strict=True) for name in names]
+        tensors += [pull.anchor[name] for pull, names in zip(proximal, self.proximal, strict=True) for name in names]
         return [*tensors, *(tensor for tensor in batch if tensor is not None), round_index]
 
-    def place(self, tensors: Sequence[Tensor]) -> Place:
+    def state(self, tensors: Sequence[Tensor]) -> StepState:
         """The first tensors of a list as a place."""
-        first, second = len(self.moving), len(self.moving) + len(self.memory)
-        moving = dict(zip(self.moving, tensors[:first], strict=True))
-        memory = dict(zip(self.memory, tensors[first:second], strict=True))
-        return Place(moving, memory, dict(zip(self.carried, tensors[second : second + len(self.carried)], strict=True)))
+        first, second = len(self.trainable), len(self.trainable) + len(self.opt_state)
+        trainable = dict(zip(self.trainable, tensors[:first], strict=True))
+        opt_state = dict(zip(self.opt_state, tensors[first:second], strict=True))
+        return StepState(trainable, opt_state, dict(zip(self.buffers, tensors[second : second + len(self.buffers)], strict=True)))
 
     @property
-    def places(self) -> int:
+    def num_state(self) -> int:
         """How many tensors a place has."""
-        return len(self.moving) + len(self.memory) + len(self.carried)
+        return len(self.trainable) + len(self.opt_state) + len(self.buffers)
 
     @property
-    def batch_at(self) -> int:
+    def batch_offset(self) -> int:
         """Where in the list a batch begins."""
-        return self.places + sum(len(names) for names in self.pulls)
+        return self.num_state + sum(len(names) for names in self.proximal)
 
-    def inputs(self, tensors: Sequence[Tensor]) -> tuple[Place, tuple[Pull, ...], Batch, Tensor]:
-        """What `flat` made flat."""
-        rest, pulls = list(tensors[self.places :]), []
-        for names, strength in zip(self.pulls, self.strengths, strict=True):
-            pulls.append(Pull(dict(zip(names, rest, strict=False)), strength))
+    def unflatten(self, tensors: Sequence[Tensor]) -> tuple[StepState, tuple[Proximal, ...], Batch, Tensor]:
+        """What `flatten` made flat."""
+        rest, proximal = list(tensors[self.num_state :]), []
+        for names, strength in zip(self.proximal, self.strengths, strict=True):
+            proximal.append(Proximal(dict(zip(names, rest, strict=False)), strength))
             rest = rest[len(names) :]
         x, y, *group, mask, key, round_index = rest
-        return self.place(tensors), tuple(pulls), Batch(x, y, group[0] if group else None, mask, key), round_index
+        return self.state(tensors), tuple(proximal), Batch(x, y, group[0] if group else None, mask, key), round_index
 
 
-def traceable(loss: Loss) -> bool:
+def is_traceable(loss: LossFn) -> bool:
     """A loss that is one function for all devices and steps: others may hold tensors of the call that made them."""
-    return isinstance(loss, ModelLoss) or (isinstance(loss, AugmentedLoss) and traceable(loss.inner))
+    return isinstance(loss, ModelLoss) or (isinstance(loss, AugmentedLoss) and is_traceable(loss.inner))
 
 
-def flat_step(objective: Objective, optimiser: Optimiser, signature: Signature, *, guard: bool) -> FlatStep:
+def make_flat_step(objective: Objective, optimizer: Optimizer, signature: StepSignature, *, guard: bool) -> FlatStep:
     """One step on flat tensors: places after it, and its loss. With a guard, a step that is all padding is the identity."""
 
     def step(*tensors: Tensor) -> list[Tensor]:
-        place, pulls, batch, round_index = signature.inputs(tensors)
-        slopes, loss, buffers = slopes_of(objective._replace(pulls=pulls), place.moving, place.carried, batch)
-        moving, memory = optimiser.step(place.moving, slopes, place.memory, round_index)
-        after = Place(moving, memory, {**place.carried, **buffers})
+        state, proximal, batch, round_index = signature.unflatten(tensors)
+        grads, loss, buffers = compute_grads(objective._replace(proximal=proximal), state.trainable, state.buffers, batch)
+        trainable, opt_state = optimizer.step(state.trainable, grads, state.opt_state, round_index)
+        after = StepState(trainable, opt_state, {**state.buffers, **buffers})
         if guard:
-            after = Place(*(trees.where(batch.mask.any(), new, old) for new, old in zip(after, place, strict=True)))
+            after = StepState(*(trees.where(batch.mask.any(), new, old) for new, old in zip(after, state, strict=True)))
         return [*(tree[name] for tree, names in zip(after, signature[:3], strict=True) for name in names), loss]
 
     return step
 
 
-def trace(step: FlatStep, tensors: Sequence[Tensor]) -> fx.GraphModule:
+def trace_step(step: FlatStep, tensors: Sequence[Tensor]) -> fx.GraphModule:
     """The operations of a step on tensors of these shapes."""
     traced = make_fx(step)(*tensors)
     _drop_double_transposes(traced.graph)
@@ -131,24 +131,24 @@ def trace(step: FlatStep, tensors: Sequence[Tensor]) -> fx.GraphModule:
     return traced
 
 
-def in_place(traced: fx.GraphModule, states: int) -> fx.GraphModule:
+def make_in_place(traced: fx.GraphModule, num_state: int) -> fx.GraphModule:
     """The same step, with its first `states` inputs changed where they lie whenever nothing reads the old values any more."""
     graph = traced.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"][:states]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][:num_state]
     (output,) = (node for node in graph.nodes if node.op == "output")
-    for state, after in zip(inputs, output.args[0][:states], strict=True):
+    for state, after in zip(inputs, output.args[0][:num_state], strict=True):
         _overwrite(graph, state, after)
     graph.eliminate_dead_code()
     for state in reversed(inputs):  # velocities, then the weights that follow them
-        _hasten(graph, state)
+        _move_earlier(graph, state)
     traced.recompile()
     return traced
 
 
-def by_faster_names(traced: fx.GraphModule) -> fx.GraphModule:
+def use_faster_calls(traced: fx.GraphModule) -> fx.GraphModule:
     """The same step, its operations called with less ado."""
     for node in traced.graph.nodes:
-        node.target = _FASTER_NAMES.get(node.target, node.target)
+        node.target = _FASTER_CALLS.get(node.target, node.target)
     traced.recompile()
     return traced
 
@@ -167,14 +167,14 @@ def _overwrite(graph: fx.Graph, state: fx.Node, after: object) -> None:
 
 
 def _accumulate(graph: fx.Graph, velocity: fx.Node, after: fx.Node) -> None:
-    slope, fade = after.args[0], after.kwargs.get("alpha", 1)
-    assert isinstance(slope, fx.Node)
+    grad, fade = after.args[0], after.kwargs.get("alpha", 1)
+    assert isinstance(grad, fx.Node)
     with graph.inserting_before(after):
-        if slope.target is _ATEN.mm.default and len(slope.users) == 1:
-            made = graph.call_function(_ATEN.addmm_.default, (velocity, *slope.args), {"beta": fade})
+        if grad.target is _ATEN.mm.default and len(grad.users) == 1:
+            made = graph.call_function(_ATEN.addmm_.default, (velocity, *grad.args), {"beta": fade})
         else:
             faded = graph.call_function(_ATEN.mul_.Tensor, (velocity, fade))
-            made = graph.call_function(_ATEN.add_.Tensor, (faded, slope))
+            made = graph.call_function(_ATEN.add_.Tensor, (faded, grad))
     after.replace_all_uses_with(made)
 
 
@@ -194,7 +194,7 @@ def _is_view(node: fx.Node) -> bool:
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
-def _hasten(graph: fx.Graph, state: fx.Node) -> None:
+def _move_earlier(graph: fx.Graph, state: fx.Node) -> None:
     """Change a state as soon as nothing waits for its old value: what was just read is still near."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for change in [user for user in state.users if user.target in _IN_PLACE and user.args[0] is state]:
@@ -211,54 +211,54 @@ def _drop_double_transposes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(inner.args[0])
 
 
-class TracedDescent:
+class TracedTraining:
     """`descend` for one device on a CPU, by a traced step; steps are traced once per shape and kept."""
 
     def __init__(self) -> None:
         self.steps: dict[Hashable, FlatStep | None] = {}
         self.reason = ""
 
-    def __call__(self, objective: Objective, params: Params, work: Work, optimiser: Optimiser) -> tuple[Params, Tensor] | None:
+    def __call__(self, objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> tuple[Params, Tensor] | None:
         """The same numbers as `descend`; None where the loss or the optimiser may not be traced."""
-        if not traceable(objective.loss) or not isinstance(optimiser, Sgd | Adam):
+        if not is_traceable(objective.loss) or not isinstance(optimizer, SGD | Adam):
             self.reason = "the loss or the optimiser is one of your own"
             return None
         with torch.no_grad():
-            return self._taken(objective, params, work, optimiser)
+            return self._train(objective, params, work, optimizer)
 
-    def _taken(self, objective: Objective, params: Params, work: Work, optimiser: Optimiser) -> tuple[Params, Tensor] | None:
-        moving = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trains).items()}
-        carried = {name: tensor.clone() for name, tensor in params.items() if name not in objective.trains}
-        place, losses = Place(moving, optimiser.init(moving), carried), []
+    def _train(self, objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> tuple[Params, Tensor] | None:
+        trainable = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()}
+        buffers = {name: tensor.clone() for name, tensor in params.items() if name not in objective.trainable}
+        state, losses = StepState(trainable, optimizer.init(trainable), buffers), []
         rest = batches(work)
         first = next(rest)
-        signature = Signature.of(place, objective.pulls, first)
-        tensors = signature.flat(place, objective.pulls, first, work.round_index)
-        step = self._step(objective, optimiser, signature, tensors)  # every batch has the same shape
+        signature = StepSignature.of(state, objective.proximal, first)
+        tensors = signature.flatten(state, objective.proximal, first, work.round_index)
+        step = self._step(objective, optimizer, signature, tensors)  # every batch has the same shape
         if step is None:
             return None
-        states, towards = tensors[: signature.places], tensors[signature.places : signature.batch_at]
+        states, anchor = tensors[: signature.num_state], tensors[signature.num_state : signature.batch_offset]
         for batch, real in zip(chain([first], rest), (work.order >= 0).any(1).tolist(), strict=True):
             if not real:
                 losses.append(torch.zeros(()))
                 continue
-            *states, loss = step(*states, *towards, *(tensor for tensor in batch if tensor is not None), work.round_index)
+            *states, loss = step(*states, *anchor, *(tensor for tensor in batch if tensor is not None), work.round_index)
             losses.append(loss)
-        place = signature.place(states)
-        trained = {**place.moving, **place.carried}
-        return {name: trained[name] for name in params}, mean_over_examples(losses, work.order)
+        state = signature.state(states)
+        trained = {**state.trainable, **state.buffers}
+        return {name: trained[name] for name in params}, mean_example_loss(losses, work.order)
 
-    def _step(self, objective: Objective, optimiser: Optimiser, signature: Signature, tensors: Sequence[Tensor]) -> FlatStep | None:
-        key = (objective.loss, optimiser, signature, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+    def _step(self, objective: Objective, optimizer: Optimizer, signature: StepSignature, tensors: Sequence[Tensor]) -> FlatStep | None:
+        key = (objective.loss, optimizer, signature, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
         if key not in self.steps:
-            self.steps[key] = self._traced(flat_step(objective, optimiser, signature, guard=False), tensors, signature.places)
+            self.steps[key] = self._traced(make_flat_step(objective, optimizer, signature, guard=False), tensors, signature.num_state)
         return self.steps[key]
 
-    def _traced(self, step: FlatStep, tensors: Sequence[Tensor], states: int) -> FlatStep | None:
+    def _traced(self, step: FlatStep, tensors: Sequence[Tensor], num_state: int) -> FlatStep | None:
         try:
             copies = [tensor.clone() for tensor in tensors]
             with torch.random.fork_rng([]):  # the step is run to be traced, and may draw numbers that are another's
-                return by_faster_names(in_place(trace(step, copies), states)).forward
+                return use_faster_calls(make_in_place(trace_step(step, copies), num_state)).forward
         except Exception as error:  # whatever a user's own module may raise when it is traced
-            self.reason = f"its step cannot be traced ({brief(error)})"
+            self.reason = f"its step cannot be traced ({describe_error(error)})"
             return None

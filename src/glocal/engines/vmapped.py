@@ -9,29 +9,38 @@ import torch
 
 from glocal.core import trees
 from glocal.core.data import Examples
-from glocal.core.sampling import padded
+from glocal.core.sampling import pad_and_stack
 from glocal.core.training import Work
 from glocal.core.trees import Params
-from glocal.engines.tasks import OneDevice, Outcome, Result, Task, calm, full_steps, nbytes, threads
+from glocal.engines.tasks import (
+    ClientFunction,
+    ClientResults,
+    ClientTask,
+    ResultT,
+    choose_num_threads,
+    count_full_steps,
+    tree_bytes,
+    use_num_threads,
+)
 
 
 @dataclass(frozen=True)
-class Vmapped(Generic[Result]):
+class VmappedEngine(Generic[ResultT]):
     """The function, called once for all tasks; the short ones end in padded steps."""
 
-    function: OneDevice[Result]
+    function: ClientFunction[ResultT]
 
-    def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
+    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
         """One stack of results."""
         device = examples.y.device
-        orders = padded([task.order for task in tasks])
+        orders = pad_and_stack([task.order for task in tasks])
         keys, number = torch.tensor([task.key for task in tasks], device=device), torch.tensor(round_index, device=device)
-        work = Work(examples, torch.from_numpy(orders).to(device), keys, number, full_steps(orders))
-        trees_of_all = stacked([t.shared for t in tasks]), stacked([t.private for t in tasks])
-        with threads(calm(nbytes(tasks[0]) * len(tasks))):
-            return Outcome(stack=batched(self.function, *trees_of_all, work))
+        work = Work(examples, torch.from_numpy(orders).to(device), keys, number, count_full_steps(orders))
+        trees_of_all = stack_rows([t.shared for t in tasks]), stack_rows([t.private for t in tasks])
+        with use_num_threads(choose_num_threads(tree_bytes(tasks[0]) * len(tasks))):
+            return ClientResults(stack=vmap_clients(self.function, *trees_of_all, work))
 
-    def about(self) -> str:
+    def describe(self) -> str:
         """What it is."""
         return "all devices in one batched step"
 
@@ -39,7 +48,7 @@ class Vmapped(Generic[Result]):
         """It holds nothing."""
 
 
-def batched(function: OneDevice[Result], shared: Params, private: Params, work: Work) -> Result:
+def vmap_clients(function: ClientFunction[ResultT], shared: Params, private: Params, work: Work) -> ResultT:
     """The function on trees (devices, ...) and work with orders (devices, steps, batch).
 
     A model that draws from torch's own generator is refused by vmap: its numbers would depend on who else is in the batch.
@@ -51,7 +60,7 @@ def batched(function: OneDevice[Result], shared: Params, private: Params, work: 
         return torch.vmap(function, in_dims=in_dims, randomness="error")(shared, private, work)
 
 
-def stacked(rows: Sequence[Params]) -> Params:
+def stack_rows(rows: Sequence[Params]) -> Params:
     """Rows as one tree; rows that are one and the same tree are not copied."""
     if all(row is rows[0] for row in rows):
         return {name: tensor.expand(len(rows), *tensor.shape) for name, tensor in rows[0].items()}

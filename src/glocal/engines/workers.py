@@ -23,28 +23,28 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from glocal.core.data import Examples
 from glocal.core.errors import InputError
-from glocal.core.training import Descent
+from glocal.core.training import LocalTrainer
 from glocal.core.trees import Params
-from glocal.engines.tasks import OneDevice, Outcome, Result, Task, alone, own_randomness, threads
+from glocal.engines.tasks import ClientFunction, ClientResults, ClientTask, ResultT, run_one, seeded_rng, use_num_threads
 
-_LINE = 64  # tensors start at a cache line
-_SPARE = 2**20
-_KILLED = "engine: a worker was killed (is the memory full?); use fewer with run.workers"
+_CACHE_LINE = 64  # tensors start at a cache line
+_SPARE_BYTES = 2**20
+_KILLED_MESSAGE = "engine: a worker was killed (is the memory full?); use fewer with run.workers"
 
 
-class Order(NamedTuple):
+class WorkItem(NamedTuple):
     """What a worker is told: where its shared tree lies, its slot, where the result goes, and the rest of the task."""
 
     shared: int
     slot: int
-    place: int
+    result: int
     rows: Any
     key: int
     round_index: int
 
 
 @dataclass(frozen=True)
-class Plot:
+class MemoryLayout:
     """How the shared memory is laid out: some shared trees, slots with a private tree each, and room for every task's result."""
 
     shared: Params
@@ -56,155 +56,155 @@ class Plot:
     @property
     def shared_bytes(self) -> int:
         """Room for one shared tree."""
-        return _room(self.shared)
+        return _tree_bytes(self.shared)
 
     @property
     def result_bytes(self) -> int:
         """Room for a result: what comes back is about as large as what went in."""
-        return 2 * (_room(self.shared) + _room(self.private)) + _SPARE
+        return 2 * (_tree_bytes(self.shared) + _tree_bytes(self.private)) + _SPARE_BYTES
 
-    def shared_at(self, place: int) -> int:
+    def shared_offset(self, index: int) -> int:
         """Where a shared tree starts."""
-        return place * self.shared_bytes
+        return index * self.shared_bytes
 
-    def private_at(self, slot: int) -> int:
+    def private_offset(self, slot: int) -> int:
         """Where a slot's private tree starts."""
-        return self.copies * self.shared_bytes + slot * _room(self.private)
+        return self.copies * self.shared_bytes + slot * _tree_bytes(self.private)
 
-    def result_at(self, place: int) -> int:
+    def result_offset(self, index: int) -> int:
         """Where the result of a task starts."""
-        return self.private_at(self.slots) + place * self.result_bytes
+        return self.private_offset(self.slots) + index * self.result_bytes
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """All of it."""
-        return self.result_at(self.results)
+        return self.result_offset(self.results)
 
 
-class Crew(Generic[Result]):
+class ProcessPool(Generic[ResultT]):
     """A one-device function, run by several processes."""
 
-    def __init__(self, function: OneDevice[Result], *, workers: int, descent: Descent | None) -> None:
-        self.function, self.workers, self.descent = function, workers, descent
-        self.hired: _Hired | None = None
-        self.structure: TreeSpec | None = None
+    def __init__(self, function: ClientFunction[ResultT], *, workers: int, trainer: LocalTrainer | None) -> None:
+        self.function, self.workers, self.trainer = function, workers, trainer
+        self.processes: _WorkerProcesses | None = None
+        self.treespec: TreeSpec | None = None
 
-    def __call__(self, tasks: Sequence[Task], examples: Examples, round_index: int) -> Outcome[Result]:
+    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
         """One result per task; tensors that lie in the shared memory are good until the next call."""
         if examples.y.is_cuda or not hasattr(os, "fork"):
             raise RuntimeError("workers compute on a CPU, in forked processes")
-        self._prime(tasks[0], examples, round_index)
+        self._warm_up(tasks[0], examples, round_index)
         if self.workers == 1 or len(tasks) == 1:
-            with threads(1):
-                return Outcome(rows=[self._one(task, examples, round_index) for task in tasks])
+            with use_num_threads(1):
+                return ClientResults(rows=[self._one(task, examples, round_index) for task in tasks])
         try:
-            found = self._hire(tasks, examples).run(tasks, round_index)
-            assert self.structure is not None
-            if isinstance(found, Stacked):
-                return Outcome(stack=cast(Result, tree_unflatten(found.leaves, self.structure)))
-            return Outcome(rows=[cast(Result, tree_unflatten(leaves, self.structure)) for leaves in found])
+            found = self._start_workers(tasks, examples).run(tasks, round_index)
+            assert self.treespec is not None
+            if isinstance(found, StackedLeaves):
+                return ClientResults(stack=cast(ResultT, tree_unflatten(found.leaves, self.treespec)))
+            return ClientResults(rows=[cast(ResultT, tree_unflatten(leaves, self.treespec)) for leaves in found])
         except BaseException:
             self.close()  # whoever is in the middle of something is not waited for
             raise
 
-    def _prime(self, task: Task, examples: Examples, round_index: int) -> None:
+    def _warm_up(self, task: ClientTask, examples: Examples, round_index: int) -> None:
         """Take one step here, once: what it prepares is there for all workers, and what comes back has the structure of this."""
-        if self.structure is None:
-            with threads(1):
-                self.structure = tree_flatten(self._one(task._replace(order=task.order[:1]), examples, round_index))[1]
+        if self.treespec is None:
+            with use_num_threads(1):
+                self.treespec = tree_flatten(self._one(task._replace(order=task.order[:1]), examples, round_index))[1]
 
-    def _one(self, task: Task, examples: Examples, round_index: int) -> Result:
-        with own_randomness(task.key, examples.y.device):
-            return alone(self.function, task, examples, round_index, self.descent)
+    def _one(self, task: ClientTask, examples: Examples, round_index: int) -> ResultT:
+        with seeded_rng(task.key, examples.y.device):
+            return run_one(self.function, task, examples, round_index, self.trainer)
 
-    def _hire(self, tasks: Sequence[Task], examples: Examples) -> "_Hired":
+    def _start_workers(self, tasks: Sequence[ClientTask], examples: Examples) -> "_WorkerProcesses":
         copies = len({id(task.shared) for task in tasks})
-        if self.hired is None or not self.hired.suit(tasks, copies, examples):
+        if self.processes is None or not self.processes.fits(tasks, copies, examples):
             self.close()
-            plot = Plot(tasks[0].shared, tasks[0].private, copies, 2 * self.workers, len(tasks))
+            layout = MemoryLayout(tasks[0].shared, tasks[0].private, copies, 2 * self.workers, len(tasks))
             try:
-                self.hired = _Hired(self, plot, examples)
+                self.processes = _WorkerProcesses(self, layout, examples)
             except OSError as error:
                 raise RuntimeError(f"{self.workers} workers could not be started ({error.strerror})") from error
-        return self.hired
+        return self.processes
 
-    def about(self) -> str:
+    def describe(self) -> str:
         """What it is."""
         return f"{self.workers} processes, one device at a time each"
 
     def close(self) -> None:
         """Dismiss the workers."""
-        if self.hired is not None:
-            self.hired.dismiss()
-            self.hired = None
+        if self.processes is not None:
+            self.processes.kill()
+            self.processes = None
 
 
-class Stacked(NamedTuple):
+class StackedLeaves(NamedTuple):
     """The tensors of all tasks' results, each with a first axis (tasks, ...)."""
 
     leaves: list[Tensor]
 
 
-class _Hired:
+class _WorkerProcesses:
     """Workers that run, and the memory that they share."""
 
-    def __init__(self, crew: Crew[Any], plot: Plot, examples: Examples) -> None:
-        self.plot, self.examples, self.memory = plot, examples, mmap.mmap(-1, max(plot.total, 1))
-        self.lines: list[Connection] = []
+    def __init__(self, pool: ProcessPool[Any], layout: MemoryLayout, examples: Examples) -> None:
+        self.layout, self.examples, self.memory = layout, examples, mmap.mmap(-1, max(layout.total_bytes, 1))
+        self.connections: list[Connection] = []
         self.pids: list[int] = []
-        self.dismiss = weakref.finalize(self, _dismiss, os.getpid(), self.lines, self.pids)
-        for _ in range(crew.workers):
-            self._fork(crew)
+        self.kill = weakref.finalize(self, _kill_workers, os.getpid(), self.connections, self.pids)
+        for _ in range(pool.workers):
+            self._fork(pool)
 
-    def _fork(self, crew: Crew[Any]) -> None:
+    def _fork(self, pool: ProcessPool[Any]) -> None:
         ours, theirs = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # a worker uses none of the threads that it leaves behind
             pid = os.fork()
         if pid == 0:
             try:
-                for line in (*self.lines, ours):
-                    line.close()  # else a worker outlives the parent, whose end it would hold open
-                _serve(crew, self, theirs)
+                for connection in (*self.connections, ours):
+                    connection.close()  # else a worker outlives the parent, whose end it would hold open
+                _worker_loop(pool, self, theirs)
             finally:
                 os._exit(0)
         theirs.close()
-        self.lines.append(ours)
+        self.connections.append(ours)
         self.pids.append(pid)
 
-    def suit(self, tasks: Sequence[Task], copies: int, examples: Examples) -> bool:
+    def fits(self, tasks: Sequence[ClientTask], copies: int, examples: Examples) -> bool:
         """Whether tasks like these fit into the memory, and the data are those that the workers know."""
-        alike = _same_shapes(tasks[0].shared, self.plot.shared) and _same_shapes(tasks[0].private, self.plot.private)
+        alike = _same_shapes(tasks[0].shared, self.layout.shared) and _same_shapes(tasks[0].private, self.layout.private)
         same_data = all(theirs is ours for theirs, ours in zip(examples, self.examples, strict=True))
-        return alike and copies <= self.plot.copies and len(tasks) <= self.plot.results and same_data
+        return alike and copies <= self.layout.copies and len(tasks) <= self.layout.results and same_data
 
-    def run(self, tasks: Sequence[Task], round_index: int) -> Stacked | list[list[Tensor]]:
+    def run(self, tasks: Sequence[ClientTask], round_index: int) -> StackedLeaves | list[list[Tensor]]:
         """Every task's result, as its tensors; stacked where they lie, if they are alike."""
-        shift = _Shift(self, tasks, round_index)
-        for line in [*self.lines, *self.lines]:  # two for each, so that none waits for the next
-            shift.hand_out(line)
-        while shift.underway:
-            for line in cast(list[Connection], wait({line for line, _ in shift.underway})):
-                shift.take_back(line)
-                shift.hand_out(line)
+        shift = _Dispatcher(self, tasks, round_index)
+        for connection in [*self.connections, *self.connections]:  # two for each, so that none waits for the next
+            shift.send_next(connection)
+        while shift.in_flight:
+            for connection in cast(list[Connection], wait({connection for connection, _ in shift.in_flight})):
+                shift.collect(connection)
+                shift.send_next(connection)
         first = shift.results[0]
-        if isinstance(first, Left) and all(told == first for told in shift.results):
+        if isinstance(first, LeafSpecs) and all(told == first for told in shift.results):
             return self._stacked(first, len(tasks))
-        return [self._tensors(place, told) for place, told in enumerate(shift.results)]
+        return [self._tensors(index, told) for index, told in enumerate(shift.results)]
 
-    def hear(self, line: Connection) -> tuple[int, "Left | list[Tensor]"]:
+    def receive(self, connection: Connection) -> tuple[int, "LeafSpecs | list[Tensor]"]:
         """A worker's answer: a slot that is free again, and what it left, or what there was no room for."""
         try:
-            slot, told = line.recv()
+            slot, told = connection.recv()
         except (EOFError, OSError) as error:
-            raise InputError(_KILLED) from error
+            raise InputError(_KILLED_MESSAGE) from error
         if isinstance(told, Exception):
             raise told
-        return slot, told if isinstance(told, Left) else [torch.from_numpy(leaf) for leaf in told]
+        return slot, told if isinstance(told, LeafSpecs) else [torch.from_numpy(leaf) for leaf in told]
 
-    def _stacked(self, left: "Left", tasks: int) -> Stacked:
+    def _stacked(self, left: "LeafSpecs", tasks: int) -> StackedLeaves:
         """Results that are alike lie at equal distances: each of their tensors is one of all tasks, without a copy."""
-        start, leaves, apart = self.plot.result_at(0), [], self.plot.result_bytes
+        start, leaves, apart = self.layout.result_offset(0), [], self.layout.result_bytes
         for dtype, shape in left.leaves:
             count = math.prod(shape)
             if count:
@@ -213,125 +213,125 @@ class _Hired:
                 leaves.append(whole.as_strided((tasks, count), (apart // dtype.itemsize, 1)).reshape(tasks, *shape))
             else:
                 leaves.append(torch.empty(tasks, *shape, dtype=dtype))
-            start += _rounded(count * dtype.itemsize)
-        return Stacked(leaves)
+            start += _align(count * dtype.itemsize)
+        return StackedLeaves(leaves)
 
-    def _tensors(self, place: int, told: "Left | list[Tensor]") -> list[Tensor]:
-        if not isinstance(told, Left):
+    def _tensors(self, index: int, told: "LeafSpecs | list[Tensor]") -> list[Tensor]:
+        if not isinstance(told, LeafSpecs):
             return told
-        start, found = self.plot.result_at(place), []
+        start, found = self.layout.result_offset(index), []
         for dtype, shape in told.leaves:
-            found.append(_view(self.memory, start, dtype, shape).clone())
-            start += _rounded(found[-1].nbytes)
+            found.append(_tensor_at(self.memory, start, dtype, shape).clone())
+            start += _align(found[-1].nbytes)
         return found
 
 
-class Left(NamedTuple):
+class LeafSpecs(NamedTuple):
     """What kind of tensors a worker has left in the shared memory, one after the other: dtype and shape of each."""
 
     leaves: list[tuple[torch.dtype, tuple[int, ...]]]
 
 
-class _Shift:
+class _Dispatcher:
     """The tasks of one call on their way through the workers, the longest first."""
 
-    def __init__(self, hired: _Hired, tasks: Sequence[Task], round_index: int) -> None:
-        self.hired, self.tasks, self.round_index = hired, tasks, round_index
-        self.waiting = sorted(range(len(tasks)), key=lambda index: tasks[index].order.size)
-        self.free = {line: [2 * number, 2 * number + 1] for number, line in enumerate(hired.lines)}
-        self.underway: dict[tuple[Connection, int], int] = {}
-        self.results: list[Left | list[Tensor]] = [[] for _ in tasks]
+    def __init__(self, processes: _WorkerProcesses, tasks: Sequence[ClientTask], round_index: int) -> None:
+        self.processes, self.tasks, self.round_index = processes, tasks, round_index
+        self.queue = sorted(range(len(tasks)), key=lambda index: tasks[index].order.size)
+        self.free_slots = {connection: [2 * number, 2 * number + 1] for number, connection in enumerate(processes.connections)}
+        self.in_flight: dict[tuple[Connection, int], int] = {}
+        self.results: list[LeafSpecs | list[Tensor]] = [[] for _ in tasks]
         shared = {id(task.shared): task.shared for task in tasks}
-        self.places = {key: place for place, key in enumerate(shared)}
-        for place, tree in enumerate(shared.values()):
-            _write(hired.memory, hired.plot.shared_at(place), tree, hired.plot.shared)
+        self.places = {key: index for index, key in enumerate(shared)}
+        for index, tree in enumerate(shared.values()):
+            _write_tree(processes.memory, processes.layout.shared_offset(index), tree, processes.layout.shared)
 
-    def hand_out(self, line: Connection) -> None:
+    def send_next(self, connection: Connection) -> None:
         """Give a worker the next task, if there is one and it has a slot for it."""
-        if not self.waiting or not self.free[line]:
+        if not self.queue or not self.free_slots[connection]:
             return
-        index, slot = self.waiting.pop(), self.free[line].pop()
+        index, slot = self.queue.pop(), self.free_slots[connection].pop()
         task = self.tasks[index]
-        _write(self.hired.memory, self.hired.plot.private_at(slot), task.private, self.hired.plot.private)
+        _write_tree(self.processes.memory, self.processes.layout.private_offset(slot), task.private, self.processes.layout.private)
         try:
-            line.send(Order(self.places[id(task.shared)], slot, index, task.order, task.key, self.round_index))
+            connection.send(WorkItem(self.places[id(task.shared)], slot, index, task.order, task.key, self.round_index))
         except OSError as error:
-            raise InputError(_KILLED) from error
-        self.underway[line, slot] = index
+            raise InputError(_KILLED_MESSAGE) from error
+        self.in_flight[connection, slot] = index
 
-    def take_back(self, line: Connection) -> None:
+    def collect(self, connection: Connection) -> None:
         """Keep what a worker has finished."""
-        slot, result = self.hired.hear(line)
-        self.results[self.underway.pop((line, slot))] = result
-        self.free[line].append(slot)
+        slot, result = self.processes.receive(connection)
+        self.results[self.in_flight.pop((connection, slot))] = result
+        self.free_slots[connection].append(slot)
 
 
-def _serve(crew: Crew[Any], hired: _Hired, line: Any) -> None:
+def _worker_loop(pool: ProcessPool[Any], processes: _WorkerProcesses, connection: Any) -> None:
     """What a worker does until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    plot, memory = hired.plot, hired.memory
+    layout, memory = processes.layout, processes.memory
     while True:
         try:
-            order: Order = line.recv()
+            order: WorkItem = connection.recv()
         except (EOFError, OSError):
             return
-        shared = _read(memory, plot.shared_at(order.shared), plot.shared)
-        private = _read(memory, plot.private_at(order.slot), plot.private)
+        shared = _read_tree(memory, layout.shared_offset(order.shared), layout.shared)
+        private = _read_tree(memory, layout.private_offset(order.slot), layout.private)
         try:
-            result = crew._one(Task(shared, private, order.rows, order.key), hired.examples, order.round_index)
-            line.send((order.slot, _leave(memory, plot, order.place, tree_flatten(result)[0])))
+            result = pool._one(ClientTask(shared, private, order.rows, order.key), processes.examples, order.round_index)
+            connection.send((order.slot, _write_result(memory, layout, order.result, tree_flatten(result)[0])))
         except Exception as error:  # told to the parent, who raises it
-            line.send((order.slot, _sendable(error)))
+            connection.send((order.slot, _picklable(error)))
 
 
-def _leave(memory: mmap.mmap, plot: Plot, place: int, leaves: Sequence[Tensor]) -> Left | list[Any]:
+def _write_result(memory: mmap.mmap, layout: MemoryLayout, index: int, leaves: Sequence[Tensor]) -> LeafSpecs | list[Any]:
     """Put a result where it belongs; what each tensor is, or the tensors themselves where there is no room."""
-    if sum(_rounded(leaf.nbytes) for leaf in leaves) > plot.result_bytes:
+    if sum(_align(leaf.nbytes) for leaf in leaves) > layout.result_bytes:
         return [leaf.numpy() for leaf in leaves]
-    start = plot.result_at(place)
+    start = layout.result_offset(index)
     for leaf in leaves:
-        _view(memory, start, leaf.dtype, leaf.shape).copy_(leaf)
-        start += _rounded(leaf.nbytes)
-    return Left([(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])
+        _tensor_at(memory, start, leaf.dtype, leaf.shape).copy_(leaf)
+        start += _align(leaf.nbytes)
+    return LeafSpecs([(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])
 
 
-def _sendable(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     kind = type(error) if type(error).__module__ in ("builtins", "glocal.core.errors") else RuntimeError
     return kind(str(error))
 
 
-def _dismiss(owner: int, lines: list[Connection], pids: list[int]) -> None:
+def _kill_workers(owner: int, connections: list[Connection], pids: list[int]) -> None:
     """Stop the workers at once, whatever they are doing; only the process that hired them may."""
     if os.getpid() != owner:
         return
-    for line in lines:
-        line.close()
+    for connection in connections:
+        connection.close()
     for pid in pids:
         with suppress(ProcessLookupError, ChildProcessError):  # gone already
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
-def _write(memory: mmap.mmap, start: int, tree: Params, like: Params) -> None:
+def _write_tree(memory: mmap.mmap, start: int, tree: Params, like: Params) -> None:
     """Put a tree where one like that is expected, name by name."""
     if not _same_shapes(tree, like):
         raise RuntimeError("devices have trees of different shapes")
     for name, tensor in like.items():
-        _view(memory, start, tensor.dtype, tensor.shape).copy_(tree[name])
-        start += _rounded(tensor.nbytes)
+        _tensor_at(memory, start, tensor.dtype, tensor.shape).copy_(tree[name])
+        start += _align(tensor.nbytes)
 
 
-def _read(memory: mmap.mmap, start: int, like: Params) -> Params:
+def _read_tree(memory: mmap.mmap, start: int, like: Params) -> Params:
     tree: Params = {}
     for name, tensor in like.items():
-        tree[name] = _view(memory, start, tensor.dtype, tensor.shape)
-        start += _rounded(tensor.nbytes)
+        tree[name] = _tensor_at(memory, start, tensor.dtype, tensor.shape)
+        start += _align(tensor.nbytes)
     return tree
 
 
-def _view(memory: mmap.mmap, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def _tensor_at(memory: mmap.mmap, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """A tensor that lies in the shared memory."""
     count = math.prod(shape)
     if not count:
@@ -339,12 +339,12 @@ def _view(memory: mmap.mmap, start: int, dtype: torch.dtype, shape: Sequence[int
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).reshape(tuple(shape))
 
 
-def _room(tree: Params) -> int:
-    return sum(_rounded(tensor.nbytes) for tensor in tree.values())
+def _tree_bytes(tree: Params) -> int:
+    return sum(_align(tensor.nbytes) for tensor in tree.values())
 
 
-def _rounded(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+def _align(size: int) -> int:
+    return -(-size // _CACHE_LINE) * _CACHE_LINE
 
 
 def _same_shapes(left: Params, right: Params) -> bool:

@@ -9,96 +9,96 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from glocal.core.data import Holdings
-from glocal.core.sampling import Integers
-from glocal.datasets.federated import Federation
+from glocal.core.data import ClientData
+from glocal.core.sampling import IntArray
+from glocal.datasets.federated import FederatedData
 
-Guesses = list[Integers]
-_WEIGHT = 10.0  # of the data against the penalty, C
+Predictions = list[IntArray]
+_INVERSE_REGULARIZATION = 10.0  # of the data against the penalty, C
 
 
-class Bags(NamedTuple):
+class BagOfWords(NamedTuple):
     """Everybody's texts as weighted words, sparse (rows, words), and their classes (rows,)."""
 
     words: Any
-    y: Integers
+    y: IntArray
 
 
-class Guessers(NamedTuple):
+class BaselinePredictions(NamedTuple):
     """For every part of a federation what one of the baselines guesses, device by device."""
 
-    val: Guesses
-    test: Guesses
+    val: Predictions
+    test: Predictions
 
 
-def baselines(federation: Federation) -> dict[str, Guessers]:
+def baselines(federated: FederatedData) -> dict[str, BaselinePredictions]:
     """All baselines by name, trained on training rows only."""
-    bags = _bags(federation)
-    made: Mapping[str, Callable[[Federation, Bags], Callable[[int, Integers], Integers]]] = {
+    bags = _bag_of_words(federated)
+    made: Mapping[str, Callable[[FederatedData, BagOfWords], Callable[[int, IntArray], IntArray]]] = {
         "Majority": _majority,
-        "Majority per person": _own_majority,
-        "Bag of words, per person": _alone,
+        "Majority per person": _majority_per_person,
+        "Bag of words, per person": _per_person,
         "Bag of words, pooled": _pooled,
-        "Bag of words, pooled, knows the person": _knowing,
+        "Bag of words, pooled, knows the person": _pooled_with_person,
     }
-    guesses = {name: make(federation, bags) for name, make in made.items()}
-    parts = (federation.val, federation.test)
-    return {name: Guessers(*(_guessed(guess, part) for part in parts)) for name, guess in guesses.items()}
+    guesses = {name: make(federated, bags) for name, make in made.items()}
+    parts = (federated.val, federated.test)
+    return {name: BaselinePredictions(*(_predict(guess, part) for part in parts)) for name, guess in guesses.items()}
 
 
-def _guessed(guess: Callable[[int, Integers], Integers], holdings: Holdings) -> Guesses:
-    return [guess(device, rows) if len(rows) else rows for device, rows in enumerate(holdings.rows)]
+def _predict(guess: Callable[[int, IntArray], IntArray], data: ClientData) -> Predictions:
+    return [guess(client, rows) if len(rows) else rows for client, rows in enumerate(data.rows)]
 
 
-def _bags(federation: Federation) -> Bags:
+def _bag_of_words(federated: FederatedData) -> BagOfWords:
     """Words by how often they are in a text, weighted by how few training texts they are in."""
     from scipy.sparse import csr_matrix
     from sklearn.feature_extraction.text import TfidfTransformer
 
-    x, y, _ = (None if part is None else part.cpu().numpy() for part in federation.train.examples)
+    x, y, _ = (None if part is None else part.cpu().numpy() for part in federated.train.examples)
     assert x is not None
     assert y is not None
     rows, places = np.nonzero(x)
     counts = csr_matrix((np.ones(len(rows)), (rows, x[rows, places])), shape=(len(x), int(x.max()) + 1))
-    weighted = TfidfTransformer(sublinear_tf=True).fit(counts[federation.train.pooled()]).transform(counts)
-    return Bags(weighted, y)
+    weighted = TfidfTransformer(sublinear_tf=True).fit(counts[federated.train.all_rows()]).transform(counts)
+    return BagOfWords(weighted, y)
 
 
-def _majority(federation: Federation, bags: Bags) -> Callable[[int, Integers], Integers]:
-    most = _most(bags.y[federation.train.pooled()])
-    return lambda device, rows: np.full(len(rows), most)
+def _majority(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArray], IntArray]:
+    most = _majority_class(bags.y[federated.train.all_rows()])
+    return lambda client, rows: np.full(len(rows), most)
 
 
-def _own_majority(federation: Federation, bags: Bags) -> Callable[[int, Integers], Integers]:
-    most = [_most(bags.y[rows]) for rows in federation.train.rows]
-    return lambda device, rows: np.full(len(rows), most[device])
+def _majority_per_person(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArray], IntArray]:
+    most = [_majority_class(bags.y[rows]) for rows in federated.train.rows]
+    return lambda client, rows: np.full(len(rows), most[client])
 
 
-def _alone(federation: Federation, bags: Bags) -> Callable[[int, Integers], Integers]:
-    fitted = [_fitted(bags.words[rows], bags.y[rows]) for rows in federation.train.rows]
-    return lambda device, rows: fitted[device](bags.words[rows])
+def _per_person(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArray], IntArray]:
+    fitted = [_fit(bags.words[rows], bags.y[rows]) for rows in federated.train.rows]
+    return lambda client, rows: fitted[client](bags.words[rows])
 
 
-def _pooled(federation: Federation, bags: Bags) -> Callable[[int, Integers], Integers]:
-    everybody = federation.train.pooled()
-    fitted = _fitted(bags.words[everybody], bags.y[everybody])
-    return lambda device, rows: fitted(bags.words[rows])
+def _pooled(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArray], IntArray]:
+    everybody = federated.train.all_rows()
+    fitted = _fit(bags.words[everybody], bags.y[everybody])
+    return lambda client, rows: fitted(bags.words[rows])
 
 
-def _knowing(federation: Federation, bags: Bags) -> Callable[[int, Integers], Integers]:
+def _pooled_with_person(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArray], IntArray]:
     """As pooled, with a column for every person."""
     from scipy.sparse import csr_matrix, hstack
 
-    def beside(words: Any, people: Integers) -> Any:
+    def beside(words: Any, people: IntArray) -> Any:
         who = (np.ones(len(people)), (np.arange(len(people)), people))
-        return hstack([words, csr_matrix(who, shape=(len(people), federation.devices))], format="csr")
+        return hstack([words, csr_matrix(who, shape=(len(people), federated.num_clients))], format="csr")
 
-    everybody, whose = federation.train.pooled(), np.repeat(np.arange(federation.devices), federation.train.sizes)
-    fitted = _fitted(beside(bags.words[everybody], whose), bags.y[everybody])
-    return lambda device, rows: fitted(beside(bags.words[rows], np.full(len(rows), device)))
+    everybody, whose = federated.train.all_rows(), np.repeat(np.arange(federated.num_clients), federated.train.sizes)
+    fitted = _fit(beside(bags.words[everybody], whose), bags.y[everybody])
+    return lambda client, rows: fitted(beside(bags.words[rows], np.full(len(rows), client)))
 
 
-def _fitted(words: Any, y: Integers) -> Callable[[Any], Integers]:
+def _fit(words: Any, y: IntArray) -> Callable[[Any], IntArray]:
     """Logistic regression; the one class where there is no other."""
     from sklearn.linear_model import LogisticRegression
     from threadpoolctl import threadpool_limits
@@ -107,9 +107,9 @@ def _fitted(words: Any, y: Integers) -> Callable[[Any], Integers]:
         return lambda asked: np.full(asked.shape[0], y[0])
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore")  # not converged to the last digit is good enough
-        model = LogisticRegression(C=_WEIGHT, max_iter=1000).fit(words, y)
+        model = LogisticRegression(C=_INVERSE_REGULARIZATION, max_iter=1000).fit(words, y)
     return lambda asked: np.asarray(model.predict(asked))
 
 
-def _most(y: Integers) -> int:
+def _majority_class(y: IntArray) -> int:
     return int(np.bincount(y).argmax())

@@ -11,15 +11,15 @@ from glocal.core.errors import InputError
 Labels = npt.NDArray[np.int64]
 
 
-class Judged(NamedTuple):
+class GroupPredictions(NamedTuple):
     """Some people: their classes, the classes that were predicted, and a protected attribute, 0 or 1 (rows,) each."""
 
     y: Labels
-    guess: Labels
+    prediction: Labels
     group: Labels
 
 
-class Rates(NamedTuple):
+class GroupMetrics(NamedTuple):
     """One group: its people, the share that is predicted rightly, and the shares that are predicted to be of class 1.
 
     Those are of all (selection), of people of class 1 (true positive) and of class 0 (false positive); None where there are no such
@@ -34,12 +34,12 @@ class Rates(NamedTuple):
     false_positive_rate: float | None
 
 
-class Treatment(NamedTuple):
+class FairnessMetrics(NamedTuple):
     """Both groups, and the differences between them, from 0 to 1; None where one is not defined."""
 
-    groups: list[Rates]
+    groups: list[GroupMetrics]
     demographic_parity_difference: float | None
-    equalised_odds_difference: float | None
+    equalized_odds_difference: float | None
 
 
 def require_fairlearn() -> None:
@@ -50,27 +50,27 @@ def require_fairlearn() -> None:
         raise InputError("audit: group metrics need fairlearn; install it with pip install 'glocal[fairness]'") from error
 
 
-def treated(judged: Judged, *, classes: int = 2) -> Treatment:
+def fairness_metrics(predictions: GroupPredictions, *, classes: int = 2) -> FairnessMetrics:
     """How both groups are treated; with other than two classes there is accuracy only.
 
-    >>> found = treated(Judged(np.array([0, 1, 0, 1]), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1])))
-    >>> found.demographic_parity_difference, found.equalised_odds_difference
+    >>> found = fairness_metrics(GroupPredictions(np.array([0, 1, 0, 1]), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1])))
+    >>> found.demographic_parity_difference, found.equalized_odds_difference
     (0.5, 1.0)
     """
     from fairlearn.metrics import demographic_parity_difference, equalized_odds_difference
 
-    groups = _by_group(judged, classes) if len(judged.y) else []
+    groups = _by_group(predictions, classes) if len(predictions.y) else []
     selected = [rates.selection_rate for rates in groups]
     errors = [rate for rates in groups for rate in (rates.true_positive_rate, rates.false_positive_rate)]
 
     def apart(difference: Callable[..., float], rates: list[float | None]) -> float | None:
         defined = len(groups) == 2 and None not in rates
-        return float(difference(judged.y, judged.guess, sensitive_features=_features(judged))) if defined else None
+        return float(difference(predictions.y, predictions.prediction, sensitive_features=_features(predictions))) if defined else None
 
-    return Treatment(groups, apart(demographic_parity_difference, selected), apart(equalized_odds_difference, errors))
+    return FairnessMetrics(groups, apart(demographic_parity_difference, selected), apart(equalized_odds_difference, errors))
 
 
-def _by_group(judged: Judged, classes: int) -> list[Rates]:
+def _by_group(predictions: GroupPredictions, classes: int) -> list[GroupMetrics]:
     """The groups that have people, in ascending order."""
     from fairlearn.metrics import MetricFrame, count, false_positive_rate, selection_rate, true_positive_rate
     from sklearn.metrics import accuracy_score
@@ -78,16 +78,16 @@ def _by_group(judged: Judged, classes: int) -> list[Rates]:
     metrics = {"people": count, "accuracy": accuracy_score}
     if classes == 2:
         metrics |= {"selected": selection_rate, "found": true_positive_rate, "wronged": false_positive_rate}
-    frame = MetricFrame(metrics=metrics, y_true=judged.y, y_pred=judged.guess, sensitive_features=_features(judged))
+    frame = MetricFrame(metrics=metrics, y_true=predictions.y, y_pred=predictions.prediction, sensitive_features=_features(predictions))
     found = {name: column.to_dict() for name, column in frame.by_group.items()}
-    held = {group: {*judged.y[judged.group == group].tolist()} for group in found["people"]}
+    held = {group: {*predictions.y[predictions.group == group].tolist()} for group in found["people"]}
 
     def rate(name: str, group: int, needs: set[int]) -> float | None:
         # fairlearn has 0 for a rate of nobody
         return float(found[name][group]) if name in found and needs <= held[group] else None
 
     return [
-        Rates(
+        GroupMetrics(
             int(group),
             int(found["people"][group]),
             float(found["accuracy"][group]),
@@ -99,6 +99,6 @@ def _by_group(judged: Judged, classes: int) -> list[Rates]:
     ]
 
 
-def _features(judged: Judged) -> dict[str, Labels]:
+def _features(predictions: GroupPredictions) -> dict[str, Labels]:
     """The attribute as fairlearn takes it also where there is one person only."""
-    return {"group": judged.group}
+    return {"group": predictions.group}

@@ -15,7 +15,7 @@ class Forgetting(NamedTuple):
     forgetting: float
 
 
-class Course(NamedTuple):
+class AccuracyHistory(NamedTuple):
     """A group's accuracies, look by look: after how many rounds, and how many of its devices were there."""
 
     rounds: list[int]
@@ -25,7 +25,7 @@ class Course(NamedTuple):
     def summary(self) -> Forgetting | None:
         """What became of the group; None if it was never looked at.
 
-        >>> Course([1, 10, 20], [0.5, 0.75, 0.25], [3, 3, 0]).summary()
+        >>> AccuracyHistory([1, 10, 20], [0.5, 0.75, 0.25], [3, 3, 0]).summary()
         Forgetting(arrival=0.5, best=0.75, last=0.25, forgetting=0.5)
         """
         if not self.accuracies:

@@ -15,22 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from glocal.core.errors import InputError
-from glocal.core.sampling import stream
+from glocal.core.sampling import make_rng
 
 Floats = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
-Guess = Callable[[Floats], Floats]
+Scorer = Callable[[Floats], Floats]
 _REPEATS = 200  # of the bootstrap
 
 
-class Seen(NamedTuple):
+class AttackData(NamedTuple):
     """What an attacker sees of some people: representations (rows, width) and a protected attribute (rows,), 0 or 1."""
 
     h: Floats
     attribute: Labels
 
 
-class Leak(NamedTuple):
+class LeakageEstimate(NamedTuple):
     """How well an attacker reads the attribute: ROC AUC with a 95 % interval (bootstrap over people); .5 is nothing."""
 
     attacker: str
@@ -39,12 +39,12 @@ class Leak(NamedTuple):
     high: float
 
 
-class Reading(NamedTuple):
+class AttackResult(NamedTuple):
     """An attacker's AUC on some people and on the same people drawn anew (repeats,), and the deviation of a guesser's AUC."""
 
     auc: float
-    drawn: Floats
-    chance: float
+    bootstrap: Floats
+    chance_std: float
 
 
 def attackers(seed: int) -> dict[str, Callable[[], Any]]:
@@ -67,55 +67,55 @@ def attackers(seed: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def fresh(learnt_from: Seen, *, seed: int = 0) -> dict[str, Guess]:
+def train_attackers(train: AttackData, *, seed: int = 0) -> dict[str, Scorer]:
     """Every attacker, trained on some people: from representations (rows, width) to scores (rows,); none without both values."""
-    _require(learnt_from, "learns from")
-    if len({*learnt_from.attribute.tolist()}) < 2:
+    _check_attack_data(train, "learns from")
+    if len({*train.attribute.tolist()}) < 2:
         return {}
     with warnings.catch_warnings(), _one_thread():
         warnings.simplefilter("ignore")  # a network that has not converged is an attacker all the same
-        fitted = {name: make().fit(*learnt_from) for name, make in attackers(seed).items()}
+        fitted = {name: make().fit(*train) for name, make in attackers(seed).items()}
     return {name: partial(_scores, attacker) for name, attacker in fitted.items()}
 
 
-def leaks(learnt_from: Seen, tested_on: Seen, *, seed: int = 0) -> list[Leak]:
+def estimate_leakage(train: AttackData, test: AttackData, *, seed: int = 0) -> list[LeakageEstimate]:
     """Every attacker, trained on some people and tested on others; none where either group lacks one value of the attribute."""
-    found = readings(fresh(learnt_from, seed=seed), tested_on, seed=seed)
-    return [averaged(name, [reading]) for name, reading in found.items()]
+    found = run_attacks(train_attackers(train, seed=seed), test, seed=seed)
+    return [average_leakage(name, [reading]) for name, reading in found.items()]
 
 
-def readings(guesses: Mapping[str, Guess], tested_on: Seen, *, seed: int = 0, device: int | None = None) -> dict[str, Reading]:
+def run_attacks(predictions: Mapping[str, Scorer], test: AttackData, *, seed: int = 0, client: int | None = None) -> dict[str, AttackResult]:
     """What each of some attackers reads from these people, those of a device if it is given; none where nothing can be told."""
-    _require(tested_on, "is tested on")
-    if len({*tested_on.attribute.tolist()}) < 2:
+    _check_attack_data(test, "is tested on")
+    if len({*test.attribute.tolist()}) < 2:
         return {}
-    labels, address = tested_on.attribute, () if device is None else (device,)
-    chance = _chance(int(labels.sum()), len(labels))
-    scores = {name: guess(tested_on.h) for name, guess in guesses.items()}
+    labels, address = test.attribute, () if client is None else (client,)
+    chance_std = _chance_std(int(labels.sum()), len(labels))
+    scores = {name: guess(test.h) for name, guess in predictions.items()}
     return {
-        name: Reading(auc(score, labels), _drawn(score, labels, stream(seed, "bootstrap", *address)), chance)
+        name: AttackResult(auc(score, labels), _bootstrap_auc(score, labels, make_rng(seed, "bootstrap", *address)), chance_std)
         for name, score in scores.items()
     }
 
 
-def averaged(attacker: str, found: Sequence[Reading]) -> Leak:
+def average_leakage(attacker: str, found: Sequence[AttackResult]) -> LeakageEstimate:
     """The mean over devices, with the interval of that mean: the people of each are drawn anew, the devices stay."""
-    drawn = np.mean([reading.drawn for reading in found], axis=0)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Leak(attacker, fmean(reading.auc for reading in found), float(low), float(high))
+    bootstrap = np.mean([reading.bootstrap for reading in found], axis=0)
+    low, high = np.quantile(bootstrap, (0.025, 0.975))
+    return LeakageEstimate(attacker, fmean(reading.auc for reading in found), float(low), float(high))
 
 
-def beyond_chance(found: Sequence[Reading], *, tries: int) -> bool:
+def beyond_chance(found: Sequence[AttackResult], *, comparisons: int) -> bool:
     """Whether the mean over devices is too high for a guesser, with 95 % confidence for the best of so many tries (Bonferroni)."""
-    deviation = sqrt(sum(reading.chance**2 for reading in found)) / len(found)
-    return fmean(reading.auc for reading in found) > 0.5 + NormalDist().inv_cdf(1 - 0.05 / tries) * deviation
+    deviation = sqrt(sum(reading.chance_std**2 for reading in found)) / len(found)
+    return fmean(reading.auc for reading in found) > 0.5 + NormalDist().inv_cdf(1 - 0.05 / comparisons) * deviation
 
 
-def best_auc(guesses: Mapping[str, Guess], tested_on: Seen) -> float | None:
+def best_auc(predictions: Mapping[str, Scorer], test: AttackData) -> float | None:
     """What the best of some attackers reads from these people; None where nothing can be told."""
-    if not guesses or len({*tested_on.attribute.tolist()}) < 2:
+    if not predictions or len({*test.attribute.tolist()}) < 2:
         return None
-    return max(auc(guess(tested_on.h), tested_on.attribute) for guess in guesses.values())
+    return max(auc(guess(test.h), test.attribute) for guess in predictions.values())
 
 
 def _scores(attacker: Any, h: Floats) -> Floats:
@@ -131,12 +131,12 @@ def _one_thread() -> AbstractContextManager[Any]:
     return limits
 
 
-def _require(seen: Seen, who: str) -> None:
-    if len(seen.h) != len(seen.attribute) or not {*seen.attribute.tolist()} <= {0, 1}:
+def _check_attack_data(data: AttackData, who: str) -> None:
+    if len(data.h) != len(data.attribute) or not {*data.attribute.tolist()} <= {0, 1}:
         raise InputError(f"leakage: what an attacker {who} needs one attribute, 0 or 1, for every representation")
 
 
-def worst(found: Sequence[Leak]) -> Leak | None:
+def strongest_attack(found: Sequence[LeakageEstimate]) -> LeakageEstimate | None:
     """The attacker that reads most; None if there was none."""
     return max(found, key=lambda leak: leak.auc, default=None)
 
@@ -154,12 +154,12 @@ def auc(scores: npt.NDArray[np.floating[Any]], labels: Labels) -> float:
     return above / (ones * (len(labels) - ones))
 
 
-def _chance(ones: int, rows: int) -> float:
+def _chance_std(ones: int, rows: int) -> float:
     """The standard deviation of the AUC of scores that have nothing to do with the labels (Mann and Whitney 1947)."""
     return sqrt((rows + 1) / (12 * ones * (rows - ones)))
 
 
-def _drawn(scores: npt.NDArray[np.floating[Any]], labels: Labels, generator: np.random.Generator) -> Floats:
+def _bootstrap_auc(scores: npt.NDArray[np.floating[Any]], labels: Labels, generator: np.random.Generator) -> Floats:
     """The AUC over people drawn anew, as many of either value as there are (repeats,)."""
     sides, found = [np.flatnonzero(labels == value) for value in (0, 1)], []
     for _ in range(_REPEATS):

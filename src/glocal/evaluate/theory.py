@@ -14,44 +14,44 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from glocal.core.errors import InputError, brief
-from glocal.core.sampling import stream
+from glocal.core.errors import InputError, describe_error
+from glocal.core.sampling import make_rng
 
 Floats = npt.NDArray[np.float64]
 Alpha = TypeVar("Alpha", float, Floats)
-Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
-Weigh = Callable[[Floats], Floats]
-_AT_ONCE = 2**18  # numbers drawn at a time, which fit into a processor's cache
-_IN_A_TRIAL, _IN_ALL = 10**8, 5 * 10**10  # numbers: a GB or two, and some ten minutes
-_MOST_INPUTS, _MOST = 10**6, 10**12
+InputSampler = Callable[[np.random.Generator, tuple[int, ...]], Floats]
+Weighting = Callable[[Floats], Floats]
+_CHUNK_SIZE = 2**18  # numbers drawn at a time, which fit into a processor's cache
+_MAX_PER_TRIAL, _MAX_TOTAL = 10**8, 5 * 10**10  # numbers: a GB or two, and some ten minutes
+_MAX_DIMENSION, _MAX_VALUE = 10**6, 10**12
 
 
-def flat(generator: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+def sample_uniform(generator: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     """Numbers of mean 0 and variance 1, uniform between -sqrt(3) and sqrt(3)."""
     return generator.uniform(-sqrt(3), sqrt(3), shape)
 
 
-def bell(generator: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+def sample_normal(generator: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     """Numbers of mean 0 and variance 1, normal."""
     return generator.standard_normal(shape)
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputDistribution:
     """What devices see: d independent numbers of mean 0 and these variances, the eigenvalues of S = E[xx'].
 
     Correlated inputs need no more than that: r_m looks the same from every side, so that one may always look along the axes of S.
     """
 
     variances: tuple[float, ...]
-    draw: Draw = bell
+    sample: InputSampler = sample_normal
 
     def __post_init__(self) -> None:
         if not self.variances:
             raise InputError("theory: d is 0; inputs need at least one number")
         for variance in self.variances:
-            if not 0 < variance <= _MOST:
-                raise InputError(f"theory: a variance of the inputs is {variance:g}; each must be above 0, and at most {_MOST:.0e}")
+            if not 0 < variance <= _MAX_VALUE:
+                raise InputError(f"theory: a variance of the inputs is {variance:g}; each must be above 0, and at most {_MAX_VALUE:.0e}")
 
     @property
     def d(self) -> int:
@@ -64,81 +64,81 @@ class Inputs:
         return sum(self.variances)
 
 
-def uniform(d: int) -> Inputs:
+def uniform_inputs(d: int) -> InputDistribution:
     """U[-1, 1]^d, as in the paper's experiments: tr S = d / 3."""
-    return _alike(d, trace=d / 3, draw=flat)
+    return _isotropic(d, trace=d / 3, sample=sample_uniform)
 
 
-def normal(d: int) -> Inputs:
+def normal_inputs(d: int) -> InputDistribution:
     """N(0, I), as in the paper's proofs: tr S = d."""
-    return _alike(d, trace=d)
+    return _isotropic(d, trace=d)
 
 
-def unit(d: int) -> Inputs:
+def unit_inputs(d: int) -> InputDistribution:
     """N(0, I / d), for which the paper's formulas hold as they are printed: tr S = 1."""
-    return _alike(d, trace=1)
+    return _isotropic(d, trace=1)
 
 
-def correlated(covariance: npt.ArrayLike) -> Inputs:
+def correlated_inputs(covariance: npt.ArrayLike) -> InputDistribution:
     """N(0, S) for any covariance S (d, d).
 
-    >>> round(correlated([[2.0, 1.0], [1.0, 2.0]]).trace, 6)
+    >>> round(correlated_inputs([[2.0, 1.0], [1.0, 2.0]]).trace, 6)
     4.0
     """
     try:
         matrix = np.asarray(covariance, dtype=np.float64)
     except ValueError as error:
-        raise InputError(f"theory: the covariance is no table of numbers ({brief(error)}); a matrix (d, d) was expected") from error
+        raise InputError(f"theory: the covariance is no table of numbers ({describe_error(error)}); a matrix (d, d) was expected") from error
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T):
         raise InputError(f"theory: the covariance has shape {matrix.shape}; a symmetric matrix (d, d), finite, was expected")
-    return Inputs(tuple(np.linalg.eigvalsh(matrix).tolist()))
+    return InputDistribution(tuple(np.linalg.eigvalsh(matrix).tolist()))
 
 
-def _alike(d: int, *, trace: float, draw: Draw = bell) -> Inputs:
+def _isotropic(d: int, *, trace: float, sample: InputSampler = sample_normal) -> InputDistribution:
     """Inputs of so many numbers, all with the same variance."""
-    if not 1 <= d <= _MOST_INPUTS:
-        raise InputError(f"theory: d is {d}; inputs have from 1 to {_MOST_INPUTS:,} numbers")
-    return Inputs((trace / d,) * d, draw)
+    if not 1 <= d <= _MAX_DIMENSION:
+        raise InputError(f"theory: d is {d}; inputs have from 1 to {_MAX_DIMENSION:,} numbers")
+    return InputDistribution((trace / d,) * d, sample)
 
 
 @dataclass(frozen=True)
-class World:
+class LinearProblem:
     """M devices with N examples each; rho is the deviation of their teachers' weights, sigma that of the labels' noise."""
 
-    inputs: Inputs
-    devices: int
+    inputs: InputDistribution
+    clients: int
     n: int
     rho: float
     sigma: float
 
     def __post_init__(self) -> None:
-        if not 2 <= self.devices <= _MOST:
-            raise InputError(f"theory: devices is {self.devices}; at least 2 can share, at most {_MOST:.0e} are meant")
-        if not self.inputs.d + 2 <= self.n <= _MOST:
+        if not 2 <= self.clients <= _MAX_VALUE:
+            raise InputError(f"theory: devices is {self.clients}; at least 2 can share, at most {_MAX_VALUE:.0e} are meant")
+        if not self.inputs.d + 2 <= self.n <= _MAX_VALUE:
             least = f"d + 2 = {self.inputs.d + 2}"
-            raise InputError(f"theory: n is {self.n}; from {least} examples on errors have a mean, at most {_MOST:.0e} are meant")
+            raise InputError(f"theory: n is {self.n}; from {least} examples on errors have a mean, at most {_MAX_VALUE:.0e} are meant")
         for name, deviation in (("rho", self.rho), ("sigma", self.sigma)):
-            if not 0 <= deviation <= _MOST:
-                raise InputError(f"theory: {name} is {deviation:g}; it is a standard deviation, from 0 to {_MOST:.0e}")
+            if not 0 <= deviation <= _MAX_VALUE:
+                raise InputError(f"theory: {name} is {deviation:g}; it is a standard deviation, from 0 to {_MAX_VALUE:.0e}")
         if not self.rho**2 + self.sigma**2:
             given = f"rho is {self.rho:g} and sigma {self.sigma:g}, with squares of 0"
             raise InputError(f"theory: {given}, so that every model is right; raise one of them")
 
 
-class Law(NamedTuple):
+class ClosedForm(NamedTuple):
     """The paper's results, by the three numbers that all of them come down to.
 
-    >>> Law(data=0.02, spread=0.06, devices=100).best_alpha()
+    >>> ClosedForm(within_variance=0.02, between_variance=0.06, clients=100).best_alpha()
     0.75
     """
 
-    data: float  # d sigma^2 / N: what noise does to a device that learns alone
-    spread: float  # rho^2 tr S: how far a device's teacher is from the mean of very many
-    devices: int
+    within_variance: float  # d sigma^2 / N: what noise does to a device that learns alone
+    between_variance: float  # rho^2 tr S: how far a device's teacher is from the mean of very many
+    clients: int
 
     def local_error(self) -> float:
         """Proposition 2: all local, d sigma^2 / N."""
-        return self.data
+        return self.within_variance
 
     def global_error(self) -> float:
         """Proposition 3: all shared, (M - 1) / M rho^2 tr S + d sigma^2 / (M N)."""
@@ -146,11 +146,11 @@ class Law(NamedTuple):
 
     def discrepancy(self) -> float:
         """Proposition 1, delta^2: what sharing misses without any noise, (M - 1) / M rho^2 tr S (appendix, first corollary)."""
-        return (self.devices - 1) / self.devices * self.spread
+        return (self.clients - 1) / self.clients * self.between_variance
 
     def shared_variance(self) -> float:
         """Var[f_v], what noise does to the shared model, and Cov[f_v, f_u]: d sigma^2 / (M N) (appendix, proof of Theorem 2)."""
-        return self.data / self.devices
+        return self.within_variance / self.clients
 
     def bias(self, alpha: Alpha) -> Alpha:
         """Theorem 1 and Proposition 1, b^2 = (1 - alpha)^2 delta^2."""
@@ -158,54 +158,54 @@ class Law(NamedTuple):
 
     def variance(self, alpha: Alpha) -> Alpha:
         """Theorem 1, Var[f] = (1 - alpha)^2 Var[f_v] + alpha^2 Var[f_u] + 2 alpha (1 - alpha) Cov (appendix, first corollary)."""
-        return ((1 - alpha) ** 2 + 2 * alpha * (1 - alpha)) * self.shared_variance() + alpha**2 * self.data
+        return ((1 - alpha) ** 2 + 2 * alpha * (1 - alpha)) * self.shared_variance() + alpha**2 * self.within_variance
 
     def mixture_error(self, alpha: Alpha) -> Alpha:
         """Theorem 2: alpha^2 d sigma^2 / N + (1 - alpha)^2 (M - 1) / M rho^2 tr S + (1 - alpha^2) d sigma^2 / (M N)."""
-        return alpha**2 * self.data + (1 - alpha) ** 2 * self.discrepancy() + (1 - alpha**2) * self.shared_variance()
+        return alpha**2 * self.within_variance + (1 - alpha) ** 2 * self.discrepancy() + (1 - alpha**2) * self.shared_variance()
 
-    def slope(self, alpha: Alpha) -> Alpha:
+    def derivative(self, alpha: Alpha) -> Alpha:
         """The derivative of that by alpha."""
-        return 2 * alpha * (self.data - self.shared_variance()) - 2 * (1 - alpha) * self.discrepancy()
+        return 2 * alpha * (self.within_variance - self.shared_variance()) - 2 * (1 - alpha) * self.discrepancy()
 
     def best_alpha(self) -> float:
         """Corollary 1: alpha* = rho^2 tr S / (rho^2 tr S + d sigma^2 / N)."""
-        return self.spread / (self.spread + self.data)
+        return self.between_variance / (self.between_variance + self.within_variance)
 
     def best_error(self) -> float:
         """Theorem 2 at alpha*: with a = d sigma^2 / N and b = rho^2 tr S it is (M - 1) / M ab / (a + b) + a / M."""
-        others = (self.devices - 1) / self.devices
-        return others * self.data * self.best_alpha() + self.shared_variance()
+        others = (self.clients - 1) / self.clients
+        return others * self.within_variance * self.best_alpha() + self.shared_variance()
 
     def gains(self) -> tuple[float, float]:
         """Corollary 1: by how much the best mixture beats all local and all shared; above 0 where there is spread and noise."""
-        others = (self.devices - 1) / self.devices
-        return others * self.data**2 / (self.data + self.spread), others * self.spread**2 / (self.data + self.spread)
+        others = (self.clients - 1) / self.clients
+        return others * self.within_variance**2 / (self.within_variance + self.between_variance), others * self.between_variance**2 / (self.within_variance + self.between_variance)
 
 
-def law(world: World) -> Law:
+def closed_form(problem: LinearProblem) -> ClosedForm:
     """The paper's results for any inputs, to first order in d / N, which the paper takes to be small."""
-    return Law(world.inputs.d * world.sigma**2 / world.n, world.rho**2 * world.inputs.trace, world.devices)
+    return ClosedForm(problem.inputs.d * problem.sigma**2 / problem.n, problem.rho**2 * problem.inputs.trace, problem.clients)
 
 
-def finite_law(world: World) -> Law:
-    """The same at any N, by E[(X'X)^-1] = S^-1 / (N - d - 1): exact where inputs are normal and the shared model is `averaged`."""
-    d = world.inputs.d
-    return Law(d * world.sigma**2 / (world.n - d - 1), world.rho**2 * world.inputs.trace, world.devices)
+def finite_sample_closed_form(problem: LinearProblem) -> ClosedForm:
+    """The same at any N, by E[(X'X)^-1] = S^-1 / (N - d - 1): exact where inputs are normal and the shared model is `equal_weights`."""
+    d = problem.inputs.d
+    return ClosedForm(d * problem.sigma**2 / (problem.n - d - 1), problem.rho**2 * problem.inputs.trace, problem.clients)
 
 
-def printed_law(world: World) -> Law:
+def published_closed_form(problem: LinearProblem) -> ClosedForm:
     """The paper's results as they are printed, without tr S; they are right for inputs with tr S = 1."""
-    return Law(world.inputs.d * world.sigma**2 / world.n, world.rho**2, world.devices)
+    return ClosedForm(problem.inputs.d * problem.sigma**2 / problem.n, problem.rho**2, problem.clients)
 
 
-def enough_examples(world: World) -> float:
+def break_even_examples(problem: LinearProblem) -> float:
     """From how many examples a device on its local model does as well alone as on the shared one: where alpha* is a half."""
-    d, spread = world.inputs.d, world.rho**2 * world.inputs.trace
-    return d + 1 + d * world.sigma**2 / spread if spread else inf
+    d, spread = problem.inputs.d, problem.rho**2 * problem.inputs.trace
+    return d + 1 + d * problem.sigma**2 / spread if spread else inf
 
 
-class Estimate(NamedTuple):
+class ConfidenceInterval(NamedTuple):
     """A mean over trials, and its confidence interval."""
 
     mean: float
@@ -213,17 +213,17 @@ class Estimate(NamedTuple):
     high: float
 
 
-def estimate(values: Floats, *, confidence: float = 0.95) -> Estimate:
+def confidence_interval(values: Floats, *, confidence: float = 0.95) -> ConfidenceInterval:
     """The mean of independent values (repeats,) with Student's interval.
 
-    >>> estimate(np.array([1.0, 2.0, 3.0]), confidence=0.5)
+    >>> confidence_interval(np.array([1.0, 2.0, 3.0]), confidence=0.5)
     Estimate(mean=2.0, low=1.528..., high=2.471...)
     """
     from scipy.stats import t
 
     mean, error = float(values.mean()), float(values.std(ddof=1)) / sqrt(len(values))
     reach = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * error
-    return Estimate(mean, mean - reach, mean + reach)
+    return ConfidenceInterval(mean, mean - reach, mean + reach)
 
 
 class Trials(NamedTuple):
@@ -231,14 +231,14 @@ class Trials(NamedTuple):
 
     local: Floats  # E(f_u), which is Var[f_u] too: a local model has no bias
     shared: Floats  # E(f_v)
-    cross: Floats  # of the two models' misses
+    cross_error: Floats  # of the two models' misses
     discrepancy: Floats  # delta^2: of the shared model, had there been no noise in the labels
     shared_variance: Floats  # Var[f_v]
     covariance: Floats  # Cov[f_v, f_u]
 
     def mixture_errors(self, alpha: float) -> Floats:
         """The error of a mixture, trial by trial."""
-        return alpha**2 * self.local + (1 - alpha) ** 2 * self.shared + 2 * alpha * (1 - alpha) * self.cross
+        return alpha**2 * self.local + (1 - alpha) ** 2 * self.shared + 2 * alpha * (1 - alpha) * self.cross_error
 
     def variances(self, alpha: float) -> Floats:
         """Var[f] of a mixture, trial by trial."""
@@ -246,70 +246,70 @@ class Trials(NamedTuple):
 
     def best_alphas(self) -> Floats:
         """The alpha with the lowest mean error, and each trial's pull on it: their mean is that alpha (delta method)."""
-        upper, lower = self.shared - self.cross, self.local + self.shared - 2 * self.cross
+        upper, lower = self.shared - self.cross_error, self.local + self.shared - 2 * self.cross_error
         alpha = upper.mean() / lower.mean()
         return np.asarray(alpha + (upper - alpha * lower) / lower.mean(), dtype=np.float64)
 
 
-def averaged(grams: Floats) -> Floats:
+def equal_weights(grams: Floats) -> Floats:
     """Local models (d,) weigh the same, as in FedAvg and the paper's proofs."""
     return np.broadcast_to(np.eye(grams.shape[-1]), grams.shape)
 
 
-def pooled(grams: Floats) -> Floats:
+def gram_weights(grams: Floats) -> Floats:
     """Local models (d,) weigh by X'X (d, d), which gives least squares over all devices' examples: the paper's equation 1."""
     return grams
 
 
-def trials(world: World, *, repeats: int = 50, seed: int = 0, weigh: Weigh = averaged) -> Trials:
+def run_trials(problem: LinearProblem, *, repeats: int = 50, seed: int = 0, weighting: Weighting = equal_weights) -> Trials:
     """Draw teachers, inputs and labels, fit the models, and measure them against the teachers, so many times."""
-    drawn = world.devices * world.n * world.inputs.d
+    drawn = problem.clients * problem.n * problem.inputs.d
     if repeats < 2:
         raise InputError(f"theory: repeats is {repeats}; an interval needs at least 2")
     if seed < 0:
         raise InputError(f"theory: seed is {seed}; it may not be negative")
-    if drawn > _IN_A_TRIAL or drawn * repeats > _IN_ALL:
+    if drawn > _MAX_PER_TRIAL or drawn * repeats > _MAX_TOTAL:
         much = f"a trial would draw {drawn:.1e} numbers, all {repeats} of them {drawn * repeats:.1e}"
-        raise InputError(f"theory: {much}; at most {_IN_A_TRIAL:.0e} and {_IN_ALL:.0e} are drawn; choose fewer, or no trials")
-    side_by_side = max(1, _AT_ONCE // drawn)
+        raise InputError(f"theory: {much}; at most {_MAX_PER_TRIAL:.0e} and {_MAX_TOTAL:.0e} are drawn; choose fewer, or no trials")
+    side_by_side = max(1, _CHUNK_SIZE // drawn)
     batches = range(-(-repeats // side_by_side))
-    found = [_tried(world, stream(seed, "theory", batch), side_by_side, weigh=weigh) for batch in batches]
+    found = [_run_trial_batch(problem, make_rng(seed, "theory", batch), side_by_side, weighting=weighting) for batch in batches]
     return Trials(*(values[:repeats] for values in np.concatenate(found, axis=1)))
 
 
-def _tried(world: World, generator: np.random.Generator, side_by_side: int, *, weigh: Weigh) -> Floats:
+def _run_trial_batch(problem: LinearProblem, generator: np.random.Generator, side_by_side: int, *, weighting: Weighting) -> Floats:
     """The fields of so many trials (fields, trials): every device's models and teacher, some devices at a time."""
-    d = world.inputs.d
-    teachers = generator.random((side_by_side, 1, d)) + world.rho * generator.standard_normal((side_by_side, world.devices, d))
+    d = problem.inputs.d
+    teachers = generator.random((side_by_side, 1, d)) + problem.rho * generator.standard_normal((side_by_side, problem.clients, d))
     students, weights, sums = np.empty_like(teachers), np.zeros((side_by_side, d, d)), np.zeros((side_by_side, d, 2))
-    step = max(1, _AT_ONCE // (side_by_side * world.n * d))
-    for start in range(0, world.devices, step):
+    step = max(1, _CHUNK_SIZE // (side_by_side * problem.n * d))
+    for start in range(0, problem.clients, step):
         block = slice(start, start + step)
-        grams, students[:, block] = _fitted(world, teachers[:, block], generator)
-        weight = weigh(grams)
+        grams, students[:, block] = _fit_local_models(problem, teachers[:, block], generator)
+        weight = weighting(grams)
         weights += weight.sum(1)
         # once what was learnt, and once what would have been learnt from labels without noise
         sums += (weight @ np.stack([students[:, block], teachers[:, block]], axis=-1)).sum(1)
     shared, noiseless = np.moveaxis(np.linalg.solve(weights, sums)[:, None], -1, 0)
-    return _measured(world, students - teachers, shared - teachers, shared - noiseless)
+    return _trial_errors(problem, students - teachers, shared - teachers, shared - noiseless)
 
 
-def _fitted(world: World, teachers: Floats, generator: np.random.Generator) -> tuple[Floats, Floats]:
+def _fit_local_models(problem: LinearProblem, teachers: Floats, generator: np.random.Generator) -> tuple[Floats, Floats]:
     """Some devices' X'X (trials, devices, d, d) and local models (trials, devices, d), learnt from fresh examples."""
-    shape, d = teachers.shape[:2], world.inputs.d
+    shape, d = teachers.shape[:2], problem.inputs.d
     # examples stand side by side, (trials, devices, d, n): d may be very small, and short rows are slow
-    x = world.inputs.draw(generator, (*shape, d, world.n)) * np.sqrt(world.inputs.variances)[:, None]
-    y = teachers[:, :, None] @ x + world.sigma * generator.standard_normal((*shape, 1, world.n))
+    x = problem.inputs.sample(generator, (*shape, d, problem.n)) * np.sqrt(problem.inputs.variances)[:, None]
+    y = teachers[:, :, None] @ x + problem.sigma * generator.standard_normal((*shape, 1, problem.n))
     grams = x @ x.swapaxes(2, 3)
     return grams, np.asarray(np.linalg.solve(grams, x @ y.swapaxes(2, 3))[..., 0], dtype=np.float64)
 
 
-def _measured(world: World, local: Floats, shared: Floats, noise: Floats) -> Floats:
+def _trial_errors(problem: LinearProblem, local: Floats, shared: Floats, noise: Floats) -> Floats:
     """Fields of trials, from what models miss the teachers by (trials, devices, d) and the shared one's noise (trials, 1, d)."""
 
     def product(one: Floats, other: Floats) -> Floats:
         """Mean over devices of one'S other, which is the mean over fresh inputs of the product of what they predict."""
-        return np.asarray(((one * other) @ np.asarray(world.inputs.variances)).mean(1), dtype=np.float64)
+        return np.asarray(((one * other) @ np.asarray(problem.inputs.variances)).mean(1), dtype=np.float64)
 
     without = shared - noise
     pairs = ((local, local), (shared, shared), (local, shared), (without, without), (noise, noise), (local, noise))

@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from glocal.algorithms.contract import Algorithm, frozen
+from glocal.algorithms.contract import Algorithm, freeze_shared
 from glocal.core import trees
-from glocal.core.bounds import CLIENTS, ROUNDS, WORKERS, count, require_counts
-from glocal.core.errors import DivergedError, InputError, brief
-from glocal.core.files import Json, alone, write_json
+from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, MAX_WORKERS, count_field, require_counts
+from glocal.core.errors import DivergedError, InputError, describe_error
+from glocal.core.files import Json, lock_folder, write_json
 from glocal.core.modules import params_of, predictor
-from glocal.core.sampling import Plan, choose_cohort
+from glocal.core.sampling import Plan, sample_clients
 from glocal.core.split import unique_tensors
 from glocal.core.store import State
 from glocal.core.trees import Params
-from glocal.datasets.federated import Federation, check
-from glocal.engines import Choice, Engine, OverDevices, Settled, Task
-from glocal.engines.looped import Looped
-from glocal.evaluate import Credit, Evaluation, local_test, local_tests, matching, new_test, spread
+from glocal.datasets.federated import FederatedData, validate_data
+from glocal.engines import ClientTask, EngineConfig, ExecutionPlan, Executor, ResolvedEngine
+from glocal.engines.looped import LoopedEngine
+from glocal.evaluate import Evaluator, Metric, accuracy, local_test, local_tests, new_test, summarize
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.result import Result, save_models
-from glocal.federate.rounds import Report, Seat, begin, simulate_seeds
+from glocal.federate.rounds import RoundReport, Seat, initial_state, simulate_seeds
 from glocal.wire import Ledger, pack
 
 _BEFORE = 10**6  # pre-training draws as rounds so far on do, which no run reaches
@@ -41,37 +41,37 @@ class Options:
     With `tests` = "local" there is no New Test, for which all devices would have to send their models.
 
     In a folder "everything" is kept, or "figures" only (`keep`): no models, and no checkpoint once a case is finished. `engine`,
-    `chunk`, `workers`, `fused` and `precision` are those of `Engine`. But for `select`, `tests` and `precision`, nothing here
+    `chunk_size`, `workers`, `fused` and `precision` are those of `EngineConfig`. But for `select`, `tests` and `precision`, nothing here
     changes the numbers beyond rounding.
     """
 
     device: str = "auto"
     engine: str = "auto"
-    chunk: int | None = count(None, most=CLIENTS)
-    workers: int | None = count(None, most=WORKERS)
+    chunk_size: int | None = count_field(None, maximum=MAX_CLIENTS)
+    workers: int | None = count_field(None, maximum=MAX_WORKERS)
     fused: bool = True
     precision: str = "fp32"
-    validate_every: int = count(10, most=ROUNDS)
-    keep_every: int = count(10, most=ROUNDS)
-    keep: str = "everything"
+    validate_every: int = count_field(10, maximum=MAX_ROUNDS)
+    checkpoint_every: int = count_field(10, maximum=MAX_ROUNDS)
+    save: str = "everything"
     select: str = "last"
     tests: str = "both"
 
     def __post_init__(self) -> None:
         if self.select not in ("last", "best"):
             raise InputError(f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)")
-        if self.keep not in ("everything", "figures"):
-            raise InputError(f"options: keep is '{self.keep}'; it must be 'everything' or 'figures'")
+        if self.save not in ("everything", "figures"):
+            raise InputError(f"options: save is '{self.save}'; it must be 'everything' or 'figures'")
         if self.tests not in ("both", "local"):
             raise InputError(f"options: tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)")
         require_counts("options: ", self)
-        self.how()
+        self.engine_config()
 
-    def how(self) -> Engine:
+    def engine_config(self) -> EngineConfig:
         """The engine to run on."""
-        return Engine(self.engine, self.chunk, self.workers, self.fused, self.precision)
+        return EngineConfig(self.engine, self.chunk_size, self.workers, self.fused, self.precision)
 
-    def computing_device(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """Where to compute; `auto` takes a GPU where there is one."""
         name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
         try:
@@ -105,13 +105,13 @@ class Case:
     plan: Plan
     seeds: tuple[int, ...]
     params: tuple[Params, ...]
-    federations: tuple[Federation, ...]
+    federations: tuple[FederatedData, ...]
     spent: tuple[Ledger, ...]
     about: Json = field(default_factory=dict)
     first: int = 0
     total: int | None = None
     pretraining: Pretraining | None = None
-    credit: Credit = matching
+    metric: Metric = accuracy
 
     def plans(self) -> list[Plan]:
         """The plan of each seed."""
@@ -126,7 +126,7 @@ class Moment(NamedTuple):
     seconds: float
 
 
-Round = list[tuple[State, Report]]
+Round = list[tuple[State, RoundReport]]
 Afterwards = Callable[[Sequence[Result]], list[Json]]
 Advance = Callable[[Progress, Round], tuple[Progress, list[Json]]]
 
@@ -134,119 +134,119 @@ Advance = Callable[[Progress, Round], tuple[Progress, list[Json]]]
 def fit(
     algorithm: Algorithm,
     model: nn.Module,
-    federation: Federation,
+    data: FederatedData,
     plan: Plan,
     *,
     options: Options | None = None,
     folder: Path | str | None = None,
     start_from: Result | None = None,
     pretraining: Pretraining | None = None,
-    credit: Credit = matching,
+    metric: Metric = accuracy,
 ) -> Result:
     """Train and test one federation. With a folder, everything is kept there, and calling again goes on where it stopped.
 
     `start_from`, the result of another fit, is a warm start: its model becomes the first one here, its traffic is counted, and
-    its numbering of rounds is continued. `pretraining` comes before the first round. `credit` says what a guess is worth.
+    its numbering of rounds is continued. `pretraining` comes before the first round. `metric` says what a guess is worth.
     """
     params, spent = params_of(model), Ledger()
     if start_from is not None:
         names = start_from.algorithm.personal(start_from.state.shared, start_from.state.private.initial).keys()
         if names != params.keys():
             raise InputError(f"fit: start_from is of another model; only one of the two has {sorted(names ^ params.keys())}")
-        params, spent = warm_params(start_from.algorithm, start_from.state), start_from.ledger
-        plan = replace(plan, first_round=start_from.plan.last_round)
-    case = Case(algorithm, model, plan, (plan.seed,), (params,), (federation,), (spent,), pretraining=pretraining, credit=credit)
+        params, spent = warm_start_params(start_from.algorithm, start_from.state), start_from.ledger
+        plan = replace(plan, first_round=start_from.plan.total_rounds)
+    case = Case(algorithm, model, plan, (plan.seed,), (params,), (data,), (spent,), pretraining=pretraining, metric=metric)
     return fit_case(case, options or Options(), Path(folder) if folder else None)[0]
 
 
 def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[Result]:
     """Train and test every seed of a case."""
     for fed in case.federations:
-        require_fit(case, fed, options)
-    case = placed(case, options)
-    with alone(folder):
-        progress = beginning(case, options, folder)
+        require_trainable(case, fed, options)
+    case = move_to_device(case, options)
+    with lock_folder(folder):
+        progress = start_or_resume(case, options, folder)
         for moment in train(case, options, progress, folder):
             progress = moment.progress
         return finish(case, options, progress, folder)
 
 
-def evaluation_of(
+def build_evaluation(
     case: Case,
     options: Options,
     checkpoint: Checkpoint | None = None,
     *,
     kind: str = "",
-) -> Evaluation:
+) -> Evaluator:
     """How a case's models, or those of one kind, are tested; as the run began, if it goes on."""
-    return Evaluation(
+    return Evaluator(
         case.algorithm,
         predictor(case.model),
-        engine=options.how(),
-        credit=case.credit,
-        settled=lambda part: settled(options, checkpoint, f"{part} {kind}".strip()),
+        engine=options.engine_config(),
+        metric=case.metric,
+        resolved=lambda part: resolve_engine(options, checkpoint, f"{part} {kind}".strip()),
     )
 
 
-def settled(
+def resolve_engine(
     options: Options,
     checkpoint: Checkpoint | None,
     part: str,
-    known: Choice | None = None,
-) -> Settled:
+    known_engine: ExecutionPlan | None = None,
+) -> ResolvedEngine:
     """What a part of a run began with, so that it goes on with the same rounding; where to note it.
 
     A checkpoint knows what it was made with; before the first one, the run's folder does.
     """
-    if checkpoint is not None and known is None:
-        known = checkpoint.engine(part)
-    if known is not None and not known.asked_for(options.how()):
-        known = None
-    return Settled(known, partial(checkpoint.keep_engine, part) if checkpoint else None)
+    if checkpoint is not None and known_engine is None:
+        known_engine = checkpoint.read_plan(part)
+    if known_engine is not None and not known_engine.allowed_by(options.engine_config()):
+        known_engine = None
+    return ResolvedEngine(known_engine, partial(checkpoint.save_plan, part) if checkpoint else None)
 
 
-def warm_params(algorithm: Algorithm, state: State) -> Params:
+def warm_start_params(algorithm: Algorithm, state: State) -> Params:
     """The one model to start others from: what a newcomer would predict with, every shared tensor as it is now."""
     if not state.shared:
         raise InputError(f"warm start: {algorithm.name} shares nothing, so there is no one model to start from; use another case")
-    newcomer = algorithm.personal(state.shared, state.private.initial)
-    return {name: state.shared.get(name, tensor) for name, tensor in newcomer.items()}
+    new_client = algorithm.personal(state.shared, state.private.initial)
+    return {name: state.shared.get(name, tensor) for name, tensor in new_client.items()}
 
 
-def placed(case: Case, options: Options) -> Case:
+def move_to_device(case: Case, options: Options) -> Case:
     """The case with data and weights on the computing device."""
-    device = options.computing_device()
+    device = options.torch_device()
     params = tuple(trees.to(tree, device) for tree in case.params)
-    return replace(case, params=params, federations=sharing_stores(case.federations, device))
+    return replace(case, params=params, federations=move_data_to_device(case.federations, device))
 
 
-def sharing_stores(feds: Sequence[Federation], device: torch.device) -> tuple[Federation, ...]:
+def move_data_to_device(feds: Sequence[FederatedData], device: torch.device) -> tuple[FederatedData, ...]:
     """Federations moved to a device; stores that they have in common stay in common."""
-    stores = {id(part.examples): part.examples for fed in feds for part in fed.parts()}
+    stores = {id(part.examples): part.examples for fed in feds for part in fed.subsets()}
     moved = {key: examples.to(device) for key, examples in stores.items()}
-    return tuple(fed.each(lambda part: replace(part, examples=moved[id(part.examples)])) for fed in feds)
+    return tuple(fed.map_subsets(lambda part: replace(part, examples=moved[id(part.examples)])) for fed in feds)
 
 
-def require_fit(case: Case, fed: Federation, options: Options) -> None:
+def require_trainable(case: Case, fed: FederatedData, options: Options) -> None:
     """Refuse what could not run to its end: data that do not fit the model, a cohort too large, nothing to choose on."""
-    check(fed, classes_of(case.model, fed))
-    total = case.total or fed.devices
-    choose_cohort(case.plan, total, case.plan.first_round)
-    if case.algorithm.devices not in (None, total):
-        raise InputError(f"{case.algorithm.name}: made for {case.algorithm.devices} devices, but the data have {total}")
+    validate_data(fed, num_classes(case.model, fed))
+    total = case.total or fed.num_clients
+    sample_clients(case.plan, total, case.plan.first_round)
+    if case.algorithm.num_clients not in (None, total):
+        raise InputError(f"{case.algorithm.name}: made for {case.algorithm.num_clients} devices, but the data have {total}")
     if options.select == "best" and not fed.val.sizes.any():
         raise InputError("options: select = 'best' needs validation data, and nobody has any; raise data.validation, or use 'last'")
-    if case.pretraining and case.pretraining.algorithm.settle is None:
+    if case.pretraining and case.pretraining.algorithm.adapt is None:
         raise InputError(f"{case.algorithm.name}: nothing of it is private, so that there is nothing to train alone; do without")
     _try_one_step(case, fed)
 
 
-def classes_of(model: nn.Module, fed: Federation) -> int:
+def num_classes(model: nn.Module, fed: FederatedData) -> int:
     """How many classes the model knows."""
-    return outputs_of(model, fed.train.examples.x)
+    return num_outputs(model, fed.train.examples.x)
 
 
-def outputs_of(model: nn.Module, inputs: torch.Tensor) -> int:
+def num_outputs(model: nn.Module, inputs: torch.Tensor) -> int:
     """How many outputs the model has for one of such inputs (rows, ...)."""
     example = inputs[:1].cpu()
     try:
@@ -257,7 +257,7 @@ def outputs_of(model: nn.Module, inputs: torch.Tensor) -> int:
     except Exception as error:  # whatever a user's own module may raise
         shape = tuple(example.shape[1:])
         raise InputError(
-            f"model: it cannot take inputs of shape {shape} {example.dtype}, as the data have them ({brief(error)})"
+            f"model: it cannot take inputs of shape {shape} {example.dtype}, as the data have them ({describe_error(error)})"
         ) from error
     if not isinstance(output, torch.Tensor) or output.dim() != 2:
         given = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
@@ -265,7 +265,7 @@ def outputs_of(model: nn.Module, inputs: torch.Tensor) -> int:
     return output.shape[1]
 
 
-def _try_one_step(case: Case, fed: Federation) -> None:
+def _try_one_step(case: Case, fed: FederatedData) -> None:
     """Train on two rows and on three, to no effect: what fails here would fail in the first round.
 
     Both, as a loss that gives one value per class may by chance give as many as there are rows.
@@ -275,21 +275,21 @@ def _try_one_step(case: Case, fed: Federation) -> None:
     start, own = case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y))
     try:
         for rows in (2, 3):  # a device that holds fewer shows some again
-            task = Task(*start, np.resize(own, (1, rows)))
-            Looped(case.algorithm.client_update)([task], examples, case.plan.first_round)
+            task = ClientTask(*start, np.resize(own, (1, rows)))
+            LoopedEngine(case.algorithm.client_update)([task], examples, case.plan.first_round)
     except InputError:
         raise
     except Exception as error:  # whatever a user's own module may raise
-        raise InputError(f"model: it cannot be trained ({brief(error)})") from error
+        raise InputError(f"model: it cannot be trained ({describe_error(error)})") from error
 
 
-def beginning(case: Case, options: Options, folder: Path | None) -> Progress:
+def start_or_resume(case: Case, options: Options, folder: Path | None) -> Progress:
     """Where to start: at the last checkpoint if the folder has one, else before the first round."""
-    states = [begin(case.algorithm, params, len(case.seeds)) for params in case.params]
+    states = [initial_state(case.algorithm, params, len(case.seeds)) for params in case.params]
     started = [_started(case, place, state) for place, state in enumerate(states)]
     fresh = Progress(0, states, started, [None for _ in states])
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    progress = resumed(fresh, options, checkpoint)
+    progress = resume_from_checkpoint(fresh, options, checkpoint)
     if progress is not fresh or case.pretraining is None:
         return progress
     return _pretrained(case, case.pretraining, options, fresh, checkpoint)
@@ -303,29 +303,29 @@ def _pretrained(
     checkpoint: Checkpoint | None,
 ) -> Progress:
     """All devices after they trained their private parts alone; nothing has been sent for it."""
-    settling, seats = frozen(before.algorithm), []
+    settling, seats = freeze_shared(before.algorithm), []
     for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
-        alone = replace(plan, rounds=before.epochs, cohort=fed.devices, epochs=1, first_round=_BEFORE)
-        seats.append(Seat(alone, fed.train if before.labels else fed.unlabelled or fed.train, state))
-    states, begun = progress.states, settled(options, checkpoint, "pretraining")
-    over = OverDevices(settling.client_update, engine=options.how(), **begun._asdict())
+        alone = replace(plan, rounds=before.epochs, clients_per_round=fed.num_clients, local_epochs=1, first_round=_BEFORE)
+        seats.append(Seat(alone, fed.train if before.labels else fed.unlabeled or fed.train, state))
+    states, begun = progress.states, resolve_engine(options, checkpoint, "pretraining")
+    executor = Executor(settling.client_update, engine=options.engine_config(), **begun._asdict())
     try:
-        for moment in simulate_seeds(settling, seats, over):
+        for moment in simulate_seeds(settling, seats, executor):
             list(map(_finite, case.seeds, [report for _, report in moment]))
             states = [state for state, _ in moment]
     finally:
-        over.close()
+        executor.close()
     return progress._replace(states=states)
 
 
-def resumed(fresh: Progress, options: Options, checkpoint: Checkpoint | None) -> Progress:
+def resume_from_checkpoint(fresh: Progress, options: Options, checkpoint: Checkpoint | None) -> Progress:
     """What a checkpoint holds, on the computing device; if there is none, the fresh beginning."""
     saved = checkpoint.load() if checkpoint else None
     if saved is None:
         return fresh
-    device, rooms = options.computing_device(), [state.private.room for state in fresh.states]
-    states = [state.on(device, room) for state, room in zip(saved.states, rooms, strict=True)]
-    best = [kept and (*kept[:2], kept[2].on(device, room)) for kept, room in zip(saved.best, rooms, strict=True)]
+    device, rooms = options.torch_device(), [state.private.max_gpu_rows for state in fresh.states]
+    states = [state.to(device, max_gpu_rows) for state, max_gpu_rows in zip(saved.states, rooms, strict=True)]
+    best = [kept and (*kept[:2], kept[2].to(device, max_gpu_rows)) for kept, max_gpu_rows in zip(saved.best, rooms, strict=True)]
     return saved._replace(states=states, best=best)
 
 
@@ -333,8 +333,8 @@ def _started(case: Case, place: int, state: State) -> Ledger:
     """Traffic before the first round: a warm start's, and its local part to every device, unless it was validated there before."""
     spent, fed = case.spent[place], case.federations[place]
     validated = bool(fed.val.sizes.any())
-    local = of_the_model(case.model, state.private.initial)
-    return spent.after_start(local, fed.devices) if case.plan.first_round and not validated else spent
+    local = restrict_to_model(case.model, state.private.initial)
+    return spent.add_warm_start(local, fed.num_clients) if case.plan.first_round and not validated else spent
 
 
 def fingerprint(case: Case, options: Options) -> Json:
@@ -344,7 +344,7 @@ def fingerprint(case: Case, options: Options) -> Json:
         side: {name: [*tensor.shape] for name, tensor in tree.items()} for side, tree in (("shared", shared), ("private", private))
     }
     plan = {name: value for name, value in asdict(case.plan).items() if name not in ("rounds", "seed") and value is not None}
-    algorithm = f"{case.algorithm.name}: {case.algorithm.about}" if case.algorithm.about else case.algorithm.name
+    algorithm = f"{case.algorithm.name}: {case.algorithm.description}" if case.algorithm.description else case.algorithm.name
     choice = {"select": options.select, "validate_every": options.validate_every}
     choice |= {} if options.precision == "fp32" else {"precision": options.precision}
     choice |= {} if options.tests == "both" else {"tests": options.tests}
@@ -354,7 +354,7 @@ def fingerprint(case: Case, options: Options) -> Json:
     return {**told, "data": _data_fingerprint(case.federations)}
 
 
-def _data_fingerprint(feds: Sequence[Federation]) -> str:
+def _data_fingerprint(feds: Sequence[FederatedData]) -> str:
     """Who holds which rows, every label, what stands beside the labels, and a sample of the inputs, as one short word."""
     told = hashlib.sha256()
     for part in (part for fed in feds for part in (fed.train, fed.val, fed.test)):
@@ -367,28 +367,28 @@ def _data_fingerprint(feds: Sequence[Federation]) -> str:
 def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
     """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    begun = settled(options, checkpoint, "rounds", progress.choices[0])
-    over = OverDevices(
+    begun = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
+    executor = Executor(
         case.algorithm.client_update,
-        engine=options.how(),
-        calls=case.plan.rounds,
+        engine=options.engine_config(),
+        num_calls=case.plan.rounds,
         **begun._asdict(),
     )
-    evaluation = evaluation_of(case, options, checkpoint)
+    evaluation = build_evaluation(case, options, checkpoint)
     seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-        return advanced(case, options, evaluation, (before._replace(choices=(over.choice,)), round_))
+        return complete_round(case, options, evaluation, (before._replace(choices=(executor.execution_plan,)), round_))
 
     try:
-        rounds = simulate_seeds(case.algorithm, seats, over, done=progress.done)
-        yield from kept(rounds, advance, progress, Keeping(options, case.plan.rounds, checkpoint))
+        rounds = simulate_seeds(case.algorithm, seats, executor, done=progress.done)
+        yield from checkpoint_rounds(rounds, advance, progress, CheckpointPolicy(options, case.plan.rounds, checkpoint))
     finally:
-        over.close()
+        executor.close()
         evaluation.close()
 
 
-class Keeping(NamedTuple):
+class CheckpointPolicy(NamedTuple):
     """What is kept and how often, until how many rounds are done, and where; nowhere if there is no checkpoint."""
 
     options: Options
@@ -397,20 +397,20 @@ class Keeping(NamedTuple):
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint is to be written after so many rounds."""
-        at_the_end = done == self.rounds and self.options.keep == "everything"
-        return done % self.options.keep_every == 0 or at_the_end
+        at_the_end = done == self.rounds and self.options.save == "everything"
+        return done % self.options.checkpoint_every == 0 or at_the_end
 
 
-def kept(rounds: Iterator[Round], advance: Advance, progress: Progress, keeping: Keeping) -> Iterator[Moment]:
+def checkpoint_rounds(rounds: Iterator[Round], advance: Advance, progress: Progress, policy: CheckpointPolicy) -> Iterator[Moment]:
     """Rounds as they happen, written down as they do; what is done is saved also when Ctrl-C stops them."""
-    checkpoint, saved, started = keeping.checkpoint, progress.done, time.perf_counter()
+    checkpoint, saved, started = policy.checkpoint, progress.done, time.perf_counter()
     try:
         for round_ in rounds:
             further, rows = advance(progress, round_)
             if checkpoint:
                 checkpoint.append(rows)
             progress = further  # only now: a stop before this comes back to the round, rows and all
-            if checkpoint and keeping.due(progress.done):
+            if checkpoint and policy.due(progress.done):
                 saved = checkpoint.save(progress)
             finished = time.perf_counter()
             yield Moment(rows, progress, finished - started)
@@ -421,7 +421,7 @@ def kept(rounds: Iterator[Round], advance: Advance, progress: Progress, keeping:
         raise
 
 
-def advanced(case: Case, options: Options, evaluation: Evaluation, step: tuple[Progress, Round]) -> tuple[Progress, list[Json]]:
+def complete_round(case: Case, options: Options, evaluation: Evaluator, step: tuple[Progress, Round]) -> tuple[Progress, list[Json]]:
     """One round further: ledgers, losses, and every so often a validation score."""
     progress, moment = step
     ledgers = [ledger + report.traffic for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)]
@@ -433,18 +433,18 @@ def advanced(case: Case, options: Options, evaluation: Evaluation, step: tuple[P
     return progress, list(map(_row, case.seeds, reports, scores, progress.ledgers))
 
 
-def _row(seed: int, report: Report, score: float | None, ledger: Ledger) -> Json:
+def _row(seed: int, report: RoundReport, score: float | None, ledger: Ledger) -> Json:
     losses = _finite(seed, report)
     sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
     loss = float(losses.mean()) if len(losses) else None  # nobody of this kind took part
     return {"seed": seed, "round": report.round_index, "loss": loss, "validation": score, **sent}
 
 
-def _finite(seed: int, report: Report) -> Tensor:
+def _finite(seed: int, report: RoundReport) -> Tensor:
     """The losses of a round (devices,), or an error."""
     losses = report.losses.cpu()
     if not bool(torch.isfinite(losses).all()):
-        device = int(report.cohort[int((~torch.isfinite(losses)).nonzero()[0])])
+        device = int(report.clients_per_round[int((~torch.isfinite(losses)).nonzero()[0])])
         error = DivergedError(
             f"training diverged in round {report.round_index}: device {device}'s loss is not finite; lower the learning rate"
         )
@@ -453,15 +453,15 @@ def _finite(seed: int, report: Report) -> Tensor:
     return losses
 
 
-def _validated(case: Case, options: Options, evaluation: Evaluation, progress: Progress) -> tuple[Progress, list[float | None]]:
+def _validated(case: Case, options: Options, evaluation: Evaluator, progress: Progress) -> tuple[Progress, list[float | None]]:
     """Score every seed on validation data; the shared tree has to reach those devices for it, and that is counted."""
     scores, ledgers, best = [], [], []
     accuracies = local_tests(evaluation, progress.states, [fed.val for fed in case.federations])
     seeds = zip(case.federations, progress.states, progress.ledgers, progress.best, accuracies, strict=True)
     for fed, state, ledger, so_far, found in seeds:
-        score = spread(found, fed.val.sizes).mean
+        score = summarize(found, fed.val.sizes).mean
         scores.append(score)
-        ledgers.append(ledger.after_evaluation(state.shared, int(np.count_nonzero(fed.val.sizes))))
+        ledgers.append(ledger.add_evaluation(state.shared, int(np.count_nonzero(fed.val.sizes))))
         better = options.select == "best" and score is not None and (so_far is None or score > so_far[0])
         best.append((score, progress.done, state) if better and score is not None else so_far)
     return progress._replace(ledgers=ledgers, best=best), scores
@@ -472,20 +472,20 @@ def finish(
 ) -> list[Result]:
     """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    evaluation = evaluation_of(case, options, checkpoint)
-    results = [outcome_of(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
+    evaluation = build_evaluation(case, options, checkpoint)
+    results = [build_result(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     if folder and checkpoint:
-        for result in results if options.keep == "everything" else ():
+        for result in results if options.save == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
         more = _afterwards(also, results, lambda: checkpoint.save(progress))
         write_json(folder / "result.json", [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)])
-        if options.keep == "figures":
-            checkpoint.lighten(progress)
+        if options.save == "figures":
+            checkpoint.drop_tensors(progress)
     return results
 
 
-def of_the_model(model: nn.Module, tree: Params) -> Params:
+def restrict_to_model(model: nn.Module, tree: Params) -> Params:
     """What a tree holds of the model itself: an auxiliary model beside it is of no use to anybody else, and is never sent."""
     return trees.pick(tree, unique_tensors(model))
 
@@ -499,44 +499,44 @@ def _afterwards(also: Afterwards | None, results: Sequence[Result], save: Callab
         raise
 
 
-def outcome_of(case: Case, options: Options, evaluation: Evaluation, progress: Progress, *, place: int = 0) -> Result:
+def build_result(case: Case, options: Options, evaluation: Evaluator, progress: Progress, *, place: int = 0) -> Result:
     """The outcome of one seed: what was selected, on test data."""
     fed, plan = case.federations[place], case.plans()[place]
     done, state = _selected(options, evaluation, fed, (progress.done, progress.states[place], progress.best[place]))
     accuracies = local_test(evaluation, state, fed.test)
-    local, trained = of_the_model(case.model, state.private.initial), len(state.private.trained)
-    ledger = progress.ledgers[place].after_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
+    local, trained = restrict_to_model(case.model, state.private.initial), len(state.private.trained)
+    ledger = progress.ledgers[place].add_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
     if options.select == "best" and progress.done % options.validate_every:  # the last round was looked at besides
-        ledger = ledger.after_evaluation(progress.states[place].shared, int(np.count_nonzero(fed.val.sizes)))
+        ledger = ledger.add_evaluation(progress.states[place].shared, int(np.count_nonzero(fed.val.sizes)))
     personal = case.algorithm.personal(state.shared, state.private.initial)
-    whole, counted = of_the_model(case.model, personal), fed.devices if state.shared else 0
+    whole, counted = restrict_to_model(case.model, personal), fed.num_clients if state.shared else 0
     if options.tests == "both":
-        ledger = ledger.after_ensemble(local, whole, trained=trained, devices=counted)
+        ledger = ledger.add_ensemble(local, whole, num_trained=trained, num_clients=counted)
     return Result(
         algorithm=case.algorithm,
-        structure=case.model,
+        architecture=case.model,
         plan=replace(plan, rounds=max(progress.done, 1)),
         state=state,
         selected_round=plan.first_round + done,
         accuracies=accuracies,
-        local=spread(accuracies, fed.test.sizes),
-        new=new_test(evaluation, state, fed.test) if options.tests == "both" else None,
-        validation=spread(local_test(evaluation, state, fed.val), fed.val.sizes),
+        local_spread=summarize(accuracies, fed.test.sizes),
+        new_spread=new_test(evaluation, state, fed.test) if options.tests == "both" else None,
+        validation=summarize(local_test(evaluation, state, fed.val), fed.val.sizes),
         ledger=ledger,
         sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
-        sampled=participation(plan, case.total or fed.devices, done)[case.first : case.first + fed.devices],
-        credit=case.credit,
+        times_sampled=participation(plan, case.total or fed.num_clients, done)[case.first : case.first + fed.num_clients],
+        metric=case.metric,
     )
 
 
 def _selected(
-    options: Options, evaluation: Evaluation, fed: Federation, last: tuple[int, State, tuple[float, int, State] | None]
+    options: Options, evaluation: Evaluator, fed: FederatedData, last: tuple[int, State, tuple[float, int, State] | None]
 ) -> tuple[int, State]:
     """Rounds done and state to test: the last one, or an earlier one that was better on validation data."""
     done, state, best = last
     if options.select == "last" or best is None:
         return done, state
-    score = spread(local_test(evaluation, state, fed.val), fed.val.sizes).mean
+    score = summarize(local_test(evaluation, state, fed.val), fed.val.sizes).mean
     return (done, state) if score is None or score > best[0] else best[1:]
 
 
@@ -544,5 +544,5 @@ def participation(plan: Plan, devices: int, done: int) -> list[int]:
     """How often each device took part."""
     counts = np.zeros(devices, dtype=np.int64)
     for round_index in range(plan.first_round, plan.first_round + done):
-        counts[choose_cohort(plan, devices, round_index)] += 1
+        counts[sample_clients(plan, devices, round_index)] += 1
     return [int(count) for count in counts]

@@ -13,38 +13,38 @@ from glocal.algorithms import fedavg
 from glocal.algorithms.contract import Algorithm, Update
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.files import Json, alone, write_json
+from glocal.core.files import Json, lock_folder, write_json
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Optimiser
-from glocal.core.sampling import Integers, Plan, choose_cohort, noise_key
+from glocal.core.optimizers import Optimizer
+from glocal.core.sampling import IntArray, Plan, client_key, sample_clients
 from glocal.core.store import State
 from glocal.core.training import cross_entropy
 from glocal.core.trees import Params
-from glocal.datasets.federated import Federation
-from glocal.engines import Engine, OverDevices, Settled, Task
-from glocal.engines.tasks import rows_of, sent
-from glocal.evaluate import Credit, Evaluation, matching
+from glocal.datasets.federated import FederatedData
+from glocal.engines import ClientTask, EngineConfig, Executor, ResolvedEngine
+from glocal.engines.tasks import to_device, unstack_rows
+from glocal.evaluate import Evaluator, Metric, accuracy
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import (
     Case,
-    Keeping,
+    CheckpointPolicy,
     Moment,
     Options,
     Round,
-    advanced,
-    beginning,
-    evaluation_of,
+    build_evaluation,
+    build_result,
+    checkpoint_rounds,
+    complete_round,
     fingerprint,
     fit_case,
-    kept,
-    outcome_of,
-    require_fit,
-    resumed,
-    settled,
-    sharing_stores,
+    move_data_to_device,
+    require_trainable,
+    resolve_engine,
+    resume_from_checkpoint,
+    start_or_resume,
 )
 from glocal.federate.result import Result, save_models
-from glocal.federate.rounds import Part, Report, visited
+from glocal.federate.rounds import Part, RoundReport, rows_for_round
 from glocal.wire import Ledger, admit
 
 Cases = Mapping[str, Case]
@@ -54,16 +54,16 @@ Cases = Mapping[str, Case]
 class Kind:
     """Devices with one architecture and one form of input; they start from `params`, or else from the model's own weights.
 
-    `spent` is what those weights have cost so far, `credit` says what a guess is worth.
+    `spent` is what those weights have cost so far, `metric` says what a guess is worth.
     """
 
     name: str
     algorithm: Algorithm
     model: nn.Module
-    federation: Federation
+    federation: FederatedData
     params: Params | None = None
     spent: Ledger = Ledger()
-    credit: Credit = matching
+    metric: Metric = accuracy
 
     def start(self) -> Params:
         """What its devices start from."""
@@ -85,14 +85,14 @@ def fit_kinds(
     cases = company(kinds, plan)
     _require_fit(cases, options)
     cases = _placed(cases, options)
-    with alone(path):
+    with lock_folder(path):
         progress = begin_kinds(cases, options, path)
         for moment in train_kinds(cases, options, progress, path):
             progress = moment.progress
         return _finished(cases, options, progress, path)
 
 
-def warm_kinds(kinds: Sequence[Kind], optimiser: Optimiser, plan: Plan, *, options: Options | None = None) -> list[Kind]:
+def warm_kinds(kinds: Sequence[Kind], optimizer: Optimizer, plan: Plan, *, options: Options | None = None) -> list[Kind]:
     """FedAvg within each kind first, as LG-FedAvg goes on from FedAvg in the paper: classification, on whole models.
 
     The first kind learns the shared part, the others what is local under it, so that one shared part fits all of them.
@@ -102,24 +102,24 @@ def warm_kinds(kinds: Sequence[Kind], optimiser: Optimiser, plan: Plan, *, optio
         params, objective, agreed = kind.start(), cross_entropy(kind.model), {}
         if warm:
             agreed = trees.pick(warm[0].start(), kind.algorithm.init(params)[0])
-            objective = objective._replace(trains=objective.trains - agreed.keys())
+            objective = objective._replace(trainable=objective.trainable - agreed.keys())
         start = {**params, **agreed}
-        case = Case(fedavg(objective, optimiser), kind.model, plan, (plan.seed,), (start,), (kind.federation,), (kind.spent,))
+        case = Case(fedavg(objective, optimizer), kind.model, plan, (plan.seed,), (start,), (kind.federation,), (kind.spent,))
         with _named(kind.name):
-            result = fit_case(replace(case, credit=kind.credit), options or Options())[0]
+            result = fit_case(replace(case, metric=kind.metric), options or Options())[0]
         # an average of what is the same everywhere is that only up to rounding
         warm.append(replace(kind, params={**result.state.shared, **agreed}, spent=result.ledger))
     return warm
 
 
 def simulate_kinds(
-    kinds: Sequence[Kind], plan: Plan, *, engine: Engine | str = "auto"
-) -> Iterator[dict[str, tuple[State, Report]]]:
+    kinds: Sequence[Kind], plan: Plan, *, engine: EngineConfig | str = "auto"
+) -> Iterator[dict[str, tuple[State, RoundReport]]]:
     """Train all kinds together, round by round; each kind's report is of its own devices, numbered from 0."""
     cases = company(kinds, plan)
     _require_fit(cases, Options())
     progress = begin_kinds(cases, Options())
-    with _engines(cases, engine, [Settled()] * len(cases)) as overs:
+    with _engines(cases, engine, [ResolvedEngine()] * len(cases)) as overs:
         for moment in _rounds(cases, overs, progress):
             yield dict(zip(cases, moment, strict=True))
 
@@ -128,8 +128,8 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
     """A case for every kind, its devices numbered after those of the kinds before it; what cannot train together is refused."""
     kinds = _agreeing(kinds)
     params = [kind.start() for kind in kinds]
-    ends = np.cumsum([kind.federation.devices for kind in kinds]).tolist()
-    choose_cohort(plan, ends[-1], plan.first_round)
+    ends = np.cumsum([kind.federation.num_clients for kind in kinds]).tolist()
+    sample_clients(plan, ends[-1], plan.first_round)
     return {
         kind.name: Case(
             algorithm=kind.algorithm,
@@ -139,9 +139,9 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
             params=(tree,),
             federations=(kind.federation,),
             spent=(kind.spent,),
-            first=end - kind.federation.devices,
+            first=end - kind.federation.num_clients,
             total=ends[-1],
-            credit=kind.credit,
+            metric=kind.metric,
         )
         for kind, tree, end in zip(kinds, params, ends, strict=True)
     }
@@ -150,7 +150,7 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
 def _require_fit(cases: Cases, options: Options) -> None:
     for name, case in cases.items():
         with _named(name):
-            require_fit(case, case.federations[0], options)
+            require_trainable(case, case.federations[0], options)
 
 
 def _agreeing(kinds: Iterable[Kind]) -> list[Kind]:
@@ -214,17 +214,17 @@ def _named(kind: str) -> Iterator[None]:
 
 def _placed(cases: Cases, options: Options) -> Cases:
     """The cases with data and weights on the computing device; kinds that use one store go on doing so."""
-    device = options.computing_device()
-    feds = sharing_stores([case.federations[0] for case in cases.values()], device)
+    device = options.torch_device()
+    feds = move_data_to_device([case.federations[0] for case in cases.values()], device)
     placed = zip(cases.items(), feds, strict=True)
     return {name: replace(case, params=(trees.to(case.params[0], device),), federations=(fed,)) for (name, case), fed in placed}
 
 
 def begin_kinds(cases: Cases, options: Options, folder: Path | None = None) -> Progress:
     """Where to start: at the last checkpoint if the folder has one, else with the first kind's shared part on all devices."""
-    fresh = Progress.joined([beginning(case, options, None) for case in cases.values()])
+    fresh = Progress.joined([start_or_resume(case, options, None) for case in cases.values()])
     states = [State(fresh.states[0].shared, state.private) for state in fresh.states]
-    return resumed(fresh._replace(states=states), options, _checkpoint(cases, options, folder))
+    return resume_from_checkpoint(fresh._replace(states=states), options, _checkpoint(cases, options, folder))
 
 
 def _checkpoint(cases: Cases, options: Options, folder: Path | None) -> Checkpoint | None:
@@ -241,117 +241,117 @@ def train_kinds(cases: Cases, options: Options, progress: Progress, folder: Path
     rounds = next(iter(cases.values())).plan.rounds
     checkpoint = _checkpoint(cases, options, folder)
     known = dict(zip(cases, progress.choices, strict=True))
-    begun = [settled(options, checkpoint, f"rounds {name}", known[name]) for name in cases]
+    begun = [resolve_engine(options, checkpoint, f"rounds {name}", known[name]) for name in cases]
     named = cases.items()
-    evaluations = [evaluation_of(case, options, checkpoint, kind=name) for name, case in named]
-    with _engines(cases, options.how(), begun) as overs, ExitStack() as stack:
+    evaluations = [build_evaluation(case, options, checkpoint, kind=name) for name, case in named]
+    with _engines(cases, options.engine_config(), begun) as overs, ExitStack() as stack:
         for evaluation in evaluations:
             stack.callback(evaluation.close)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
             pairs = zip(overs, before.choices, strict=True)
-            before = before._replace(choices=tuple(over.choice or choice for over, choice in pairs))
+            before = before._replace(choices=tuple(executor.execution_plan or execution_plan for executor, execution_plan in pairs))
             return _advanced(cases, options, evaluations, (before, round_))
 
-        keeping = Keeping(options, rounds, checkpoint)
-        yield from kept(_rounds(cases, overs, progress), advance, progress, keeping)
+        policy = CheckpointPolicy(options, rounds, checkpoint)
+        yield from checkpoint_rounds(_rounds(cases, overs, progress), advance, progress, policy)
 
 
 @contextmanager
 def _engines(
     cases: Cases,
-    engine: Engine | str,
-    begun: Sequence[Settled],
-) -> Iterator[list[OverDevices[Update]]]:
+    engine: EngineConfig | str,
+    begun: Sequence[ResolvedEngine],
+) -> Iterator[list[Executor[Update]]]:
     """What trains each kind's devices, let go of at the end."""
     with ExitStack() as stack:
         overs = []
         for case, how in zip(cases.values(), begun, strict=True):
-            calls, update = case.plan.rounds, case.algorithm.client_update
-            over = OverDevices(update, engine=engine, calls=calls, **how._asdict())
-            overs.append(stack.enter_context(closing(over)))
+            num_calls, update = case.plan.rounds, case.algorithm.client_update
+            executor = Executor(update, engine=engine, num_calls=num_calls, **how._asdict())
+            overs.append(stack.enter_context(closing(executor)))
         yield overs
 
 
 def _advanced(
-    cases: Cases, options: Options, evaluations: Sequence[Evaluation], step: tuple[Progress, Round]
+    cases: Cases, options: Options, evaluations: Sequence[Evaluator], step: tuple[Progress, Round]
 ) -> tuple[Progress, list[Json]]:
     """One round further, one kind after the other, and a row of each."""
     (progress, round_), parts, rows = step, [], []
     for place, (name, case) in enumerate(cases.items()):
         with _named(name):
-            part, [row] = advanced(case, options, evaluations[place], (progress.of(place), [round_[place]]))
+            part, [row] = complete_round(case, options, evaluations[place], (progress.of(place), [round_[place]]))
         parts.append(part)
         rows.append({"kind": name, **row})
     return Progress.joined(parts), rows
 
 
-def _rounds(cases: Cases, overs: Sequence[OverDevices[Update]], progress: Progress) -> Iterator[Round]:
+def _rounds(cases: Cases, overs: Sequence[Executor[Update]], progress: Progress) -> Iterator[Round]:
     parties, states = list(cases.values()), progress.states
     plan = parties[0].plan
-    for round_index in range(plan.first_round + progress.done, plan.last_round):
+    for round_index in range(plan.first_round + progress.done, plan.total_rounds):
         moment = _round(parties, overs, states, round_index)
         states = [state for state, _ in moment]
         yield moment
 
 
-def _round(cases: Sequence[Case], overs: Sequence[OverDevices[Update]], states: Sequence[State], round_index: int) -> Round:
+def _round(cases: Sequence[Case], overs: Sequence[Executor[Update]], states: Sequence[State], round_index: int) -> Round:
     """One cohort over all kinds; each kind trains in a batch of its own, and all uploads are averaged at once, in device order."""
-    everyone = choose_cohort(cases[0].plan, sum(case.federations[0].devices for case in cases), round_index)
+    everyone = sample_clients(cases[0].plan, sum(case.federations[0].num_clients for case in cases), round_index)
     cohorts = [_own(case, everyone) for case in cases]
     kinds = list(zip(cases, overs, states, cohorts, strict=True))
-    parts = [_trained(case, over, (state, cohort), round_index) for case, over, state, cohort in kinds]
+    parts = [_trained(case, executor, (state, cohort), round_index) for case, executor, state, cohort in kinds]
     before = states[0].shared
     uploads = {name: torch.cat([part.uploads[name] for part in parts]) for name in before}
     sizes = np.concatenate([case.federations[0].train.sizes[cohort] for case, _, _, cohort in kinds])
-    after = cases[0].algorithm.aggregate(before, uploads, sent(sizes, parts[0].losses.device))
+    after = cases[0].algorithm.aggregate(before, uploads, to_device(sizes, parts[0].losses.device))
     return [
         (
             State(after, state.private.put(cohort.tolist(), part.private)),
-            Report(round_index, cohort, part.losses, _traffic(case, before, part.uploads, len(cohort))),
+            RoundReport(round_index, cohort, part.losses, _traffic(case, before, part.uploads, len(cohort))),
         )
         for (case, _, state, cohort), part in zip(kinds, parts, strict=True)
     ]
 
 
-def _own(case: Case, everyone: Integers) -> Integers:
+def _own(case: Case, everyone: IntArray) -> IntArray:
     """Those of the cohort that are of this kind, by the kind's own numbers."""
     own = everyone - case.first
-    return own[(own >= 0) & (own < case.federations[0].devices)]
+    return own[(own >= 0) & (own < case.federations[0].num_clients)]
 
 
 def _traffic(case: Case, shared: Params, uploads: Params, cohort: int) -> Ledger:
-    return Ledger().after_round(shared, uploads, cohort=cohort, devices=case.federations[0].devices)
+    return Ledger().add_round(shared, uploads, num_sampled=cohort, num_clients=case.federations[0].num_clients)
 
 
-def _trained(case: Case, over: OverDevices[Update], whom: tuple[State, Integers], round_index: int) -> Part:
+def _trained(case: Case, executor: Executor[Update], whom: tuple[State, IntArray], round_index: int) -> Part:
     """What comes back from one kind's part of the cohort, past the gate; nothing if none of it takes part."""
     (state, cohort), train = whom, case.federations[0].train
     if not len(cohort):
         here = train.examples.y.device
         return Part({name: tensor[None][:0] for name, tensor in state.shared.items()}, [], torch.zeros(0, device=here))
     tasks = [_task(case, state, device, round_index) for device in cohort.tolist()]
-    update = over(tasks, train.examples, round_index).stacked()
-    return Part(admit(update.upload, state.shared), rows_of(update.private, len(cohort)), update.loss.clone())
+    update = executor(tasks, train.examples, round_index).stacked()
+    return Part(admit(update.upload, state.shared), unstack_rows(update.private, len(cohort)), update.loss.clone())
 
 
-def _task(case: Case, state: State, device: int, round_index: int) -> Task:
+def _task(case: Case, state: State, device: int, round_index: int) -> ClientTask:
     """One device's work; its randomness is addressed by its number among all kinds."""
     number = case.first + device
-    order = visited(case.plan, case.federations[0].train, round_index, device, number=number)
-    return Task(state.shared, state.private.of(device), order, noise_key(case.plan, round_index, number))
+    order = rows_for_round(case.plan, case.federations[0].train, round_index, device, number=number)
+    return ClientTask(state.shared, state.private.of(device), order, client_key(case.plan, round_index, number))
 
 
 def _finished(cases: Cases, options: Options, progress: Progress, folder: Path | None) -> dict[str, Result]:
     """The final tests of every kind; with a folder, figures and personal models are kept there."""
     results, checkpoint = {}, _checkpoint(cases, options, folder)
     for place, (name, case) in enumerate(cases.items()):
-        with closing(evaluation_of(case, options, checkpoint, kind=name)) as evaluation:
-            results[name] = outcome_of(case, options, evaluation, progress.of(place))
+        with closing(build_evaluation(case, options, checkpoint, kind=name)) as evaluation:
+            results[name] = build_result(case, options, evaluation, progress.of(place))
     if folder:
-        for name, result in results.items() if options.keep == "everything" else ():
+        for name, result in results.items() if options.save == "everything" else ():
             save_models(result, folder / "models" / name)
         write_json(folder / "result.json", [{"kind": name, **result.as_dict()} for name, result in results.items()])
-        if checkpoint and options.keep == "figures":
-            checkpoint.lighten(progress)
+        if checkpoint and options.save == "figures":
+            checkpoint.drop_tensors(progress)
     return results

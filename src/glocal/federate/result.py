@@ -14,7 +14,7 @@ from glocal.core.modules import state_dict
 from glocal.core.sampling import Plan
 from glocal.core.store import State
 from glocal.core.trees import Params
-from glocal.evaluate import Accuracies, Credit, NewTest, Spread, matching
+from glocal.evaluate import Accuracies, AccuracySummary, Metric, NewTest, accuracy
 from glocal.wire import Ledger
 
 
@@ -23,39 +23,39 @@ class Result:
     """One seed's outcome; `local` and `new` hold the figures behind `local_test` and `new_test`."""
 
     algorithm: Algorithm
-    structure: nn.Module
+    architecture: nn.Module
     plan: Plan
     state: State
     selected_round: int
     accuracies: Accuracies
-    local: Spread
-    new: NewTest | None
-    validation: Spread
+    local_spread: AccuracySummary
+    new_spread: NewTest | None
+    validation: AccuracySummary
     ledger: Ledger
     sizes: dict[str, list[int]]
-    sampled: list[int]
-    credit: Credit = matching
+    times_sampled: list[int]
+    metric: Metric = accuracy
 
     @property
     def local_test(self) -> float | None:
         """Mean over devices of the accuracy of their own models on their own test data."""
-        return self.local.mean
+        return self.local_spread.mean
 
     @property
     def new_test(self) -> float | None:
         """Accuracy on everyone's test data of the averaged logits of all trained models."""
-        return self.new.logits if self.new else None
+        return self.new_spread.logits if self.new_spread else None
 
-    def state_dict(self, device: int) -> Params:
+    def state_dict(self, client: int) -> Params:
         """What one device predicts with, as a plain state dict."""
-        if not 0 <= device < len(self.sampled):
-            raise InputError(f"result: there is no device {device}; devices are 0..{len(self.sampled) - 1}")
-        return state_dict(self.structure, self.algorithm.personal(self.state.shared, self.state.private.of(device)))
+        if not 0 <= client < len(self.times_sampled):
+            raise InputError(f"result: there is no device {client}; devices are 0..{len(self.times_sampled) - 1}")
+        return state_dict(self.architecture, self.algorithm.personal(self.state.shared, self.state.private.of(client)))
 
-    def model(self, device: int) -> nn.Module:
+    def model(self, client: int) -> nn.Module:
         """One device's own model, an ordinary module in evaluation mode."""
-        model = copy.deepcopy(self.structure)
-        model.load_state_dict(self.state_dict(device))
+        model = copy.deepcopy(self.architecture)
+        model.load_state_dict(self.state_dict(client))
         return model.eval()
 
     def as_dict(self) -> Json:
@@ -63,21 +63,21 @@ class Result:
         return {
             "seed": self.plan.seed,
             "algorithm": self.algorithm.name,
-            "rounds": self.plan.last_round,
+            "rounds": self.plan.total_rounds,
             "selected_round": self.selected_round,
-            "local_test": self.local._asdict(),
-            "new_test": self.new._asdict() if self.new else None,
+            "local_test": self.local_spread._asdict(),
+            "new_test": self.new_spread._asdict() if self.new_spread else None,
             "validation": self.validation._asdict(),
-            "never_sampled": self.sampled.count(0),
+            "never_sampled": self.times_sampled.count(0),
             "ledger": self.ledger.as_dict(),
-            "devices": self._devices(),
+            "clients": self._client_rows(),
         }
 
-    def _devices(self) -> list[Json]:
+    def _client_rows(self) -> list[Json]:
         accuracies = [None if np.isnan(accuracy) else accuracy for accuracy in self.accuracies.tolist()]
-        columns = {**self.sizes, "sampled": self.sampled, "local_test": accuracies}
-        rows = zip(range(len(self.sampled)), *columns.values(), strict=True)
-        return [dict(zip(("device", *columns), row, strict=True)) for row in rows]
+        columns = {**self.sizes, "times_sampled": self.times_sampled, "local_test": accuracies}
+        rows = zip(range(len(self.times_sampled)), *columns.values(), strict=True)
+        return [dict(zip(("client", *columns), row, strict=True)) for row in rows]
 
 
 def save_models(result: Result, folder: Path) -> None:
@@ -86,5 +86,5 @@ def save_models(result: Result, folder: Path) -> None:
     if not result.state.private.initial:
         write_tensors(folder / "every-device.safetensors", result.state_dict(0), about)
         return
-    for device in range(len(result.sampled)):
-        write_tensors(folder / f"device-{device:04d}.safetensors", result.state_dict(device), about)
+    for client in range(len(result.times_sampled)):
+        write_tensors(folder / f"device-{client:04d}.safetensors", result.state_dict(client), about)

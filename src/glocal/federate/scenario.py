@@ -12,34 +12,34 @@ from torch import nn
 
 from glocal.algorithms.contract import Algorithm, Update
 from glocal.core import trees
-from glocal.core.data import Holdings
+from glocal.core.data import ClientData
 from glocal.core.errors import InputError
-from glocal.core.files import Json, alone, read_rows, write_json
+from glocal.core.files import Json, lock_folder, read_rows, write_json
 from glocal.core.modules import params_of
-from glocal.core.sampling import Attendance, Integers, Plan, choose_present
+from glocal.core.sampling import Availability, IntArray, Plan, sample_available
 from glocal.core.store import State
-from glocal.datasets.federated import Federation
-from glocal.engines import OverDevices
-from glocal.evaluate import Credit, Evaluation, local_tests, matching
+from glocal.datasets.federated import FederatedData
+from glocal.engines import Executor
+from glocal.evaluate import Evaluator, Metric, accuracy, local_tests
 from glocal.evaluate.accuracy import Accuracies
-from glocal.evaluate.forgetting import Course
+from glocal.evaluate.forgetting import AccuracyHistory
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import (
     Case,
-    Keeping,
+    CheckpointPolicy,
     Moment,
     Options,
     Round,
-    advanced,
-    beginning,
-    evaluation_of,
+    build_evaluation,
+    build_result,
+    checkpoint_rounds,
+    complete_round,
     fingerprint,
-    kept,
-    outcome_of,
-    require_fit,
-    resumed,
-    settled,
-    sharing_stores,
+    move_data_to_device,
+    require_trainable,
+    resolve_engine,
+    resume_from_checkpoint,
+    start_or_resume,
 )
 from glocal.federate.result import Result, save_models
 from glocal.federate.rounds import Seat, simulate_seeds
@@ -54,16 +54,16 @@ class Chapter:
     """
 
     first_round: int
-    attendance: Attendance
-    federations: tuple[Federation, ...]
+    attendance: Availability
+    federations: tuple[FederatedData, ...]
 
     def asked(self) -> set[int]:
         """Who may be asked, also those who leave before they answer."""
-        return {*self.attendance.present.tolist(), *self.attendance.always.tolist()}
+        return {*self.attendance.available.tolist(), *self.attendance.always.tolist()}
 
     def here(self) -> set[int]:
         """Who is there when a round is over."""
-        return self.asked() - {*self.attendance.leaving.tolist()}
+        return self.asked() - {*self.attendance.dropouts.tolist()}
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Scenario:
         first = self.chapters[0].federations
         if any(len(chapter.federations) != len(first) for chapter in self.chapters):
             raise InputError("scenario: its chapters have different numbers of federations; give every chapter one per seed")
-        devices = {federation.devices for chapter in self.chapters for federation in chapter.federations}
-        if len(devices) != 1:
-            raise InputError(f"scenario: its federations have {sorted(devices)} devices; give a device that is absent no rows")
-        _require_groups(self.groups, devices.pop())
+        num_clients = {federation.num_clients for chapter in self.chapters for federation in chapter.federations}
+        if len(num_clients) != 1:
+            raise InputError(f"scenario: its federations have {sorted(num_clients)} devices; give a device that is absent no rows")
+        _require_groups(self.groups, num_clients.pop())
         _require_one_store(self.chapters)
 
     def at(self, round_index: int) -> int:
@@ -92,9 +92,9 @@ class Scenario:
 
     def stretches(self, plan: Plan) -> Iterator[tuple[Chapter, Plan]]:
         """Every chapter that a plan runs through, with what it runs of it."""
-        ends = [*(chapter.first_round for chapter in self.chapters[1:]), plan.last_round]
+        ends = [*(chapter.first_round for chapter in self.chapters[1:]), plan.total_rounds]
         for chapter, end in zip(self.chapters, ends, strict=True):
-            first, last = max(chapter.first_round, plan.first_round), min(end, plan.last_round)
+            first, last = max(chapter.first_round, plan.first_round), min(end, plan.total_rounds)
             if first < last:
                 yield chapter, replace(plan, first_round=first, rounds=last - first)
 
@@ -104,7 +104,7 @@ class Scenario:
 
     def looks(self, plan: Plan, every: int) -> set[int]:
         """After which rounds all are tested: the first and the last of each chapter, and every so many."""
-        edges = {index for _, part in self.stretches(plan) for index in (part.first_round, part.last_round - 1)}
+        edges = {index for _, part in self.stretches(plan) for index in (part.first_round, part.total_rounds - 1)}
         return edges | {plan.first_round + done - 1 for done in range(every, plan.rounds + 1, every)}
 
     def as_dict(self) -> Json:
@@ -146,7 +146,7 @@ class Story:
             for federation in chapter.federations:
                 _require_rows(chapter, federation)
                 if id(federation) not in seen:
-                    require_fit(replace(self.case, total=federation.devices), _without_the_empty(federation), self.options)
+                    require_trainable(replace(self.case, total=federation.num_clients), _without_the_empty(federation), self.options)
                     seen.add(id(federation))
 
     @cached_property
@@ -159,10 +159,10 @@ class Story:
         first = self.scenario.at(self.case.plan.first_round)
         return set[int]().union(*(each.asked() for each in self.scenario.chapters[first : self.scenario.at(round_index) + 1]))
 
-    def placed(self) -> "Story":
+    def move_to_device(self) -> "Story":
         """The same story with data and weights on the computing device."""
-        chapters, device = self.scenario.chapters, self.options.computing_device()
-        moved = iter(sharing_stores([fed for chapter in chapters for fed in chapter.federations], device))
+        chapters, device = self.scenario.chapters, self.options.torch_device()
+        moved = iter(move_data_to_device([fed for chapter in chapters for fed in chapter.federations], device))
         there = [replace(chapter, federations=tuple(next(moved) for _ in chapter.federations)) for chapter in chapters]
         params = tuple(trees.to(tree, device) for tree in self.case.params)
         case = replace(self.case, params=params, federations=there[0].federations)
@@ -174,34 +174,34 @@ class Story:
         about = {**self.case.about, "scenario": self.scenario.as_dict()}
         return fingerprint(replace(self.case, federations=federations, about=about), self.options)
 
-    def beginning(self, folder: Path | None) -> Progress:
+    def start_or_resume(self, folder: Path | None) -> Progress:
         """Where to start: at the last checkpoint if the folder has one, else before the first round."""
-        fresh = beginning(self.case, self.options, None)
+        fresh = start_or_resume(self.case, self.options, None)
         ledgers = [_started(self, place, state) for place, state in enumerate(fresh.states)]
         fresh = fresh._replace(ledgers=ledgers)
-        return resumed(fresh, self.options, Checkpoint(folder, self.fingerprint()) if folder else None)
+        return resume_from_checkpoint(fresh, self.options, Checkpoint(folder, self.fingerprint()) if folder else None)
 
     def train(self, progress: Progress, folder: Path | None) -> Iterator[Moment]:
         """Rounds as they happen, through all chapters with one state."""
         case, options = self.case, self.options
         checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
-        begun = settled(options, checkpoint, "rounds", progress.choices[0])
-        over = OverDevices(
+        begun = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
+        executor = Executor(
             case.algorithm.client_update,
-            engine=options.how(),
-            calls=case.plan.rounds,
+            engine=options.engine_config(),
+            num_calls=case.plan.rounds,
             **begun._asdict(),
         )
-        evaluation = evaluation_of(case, options, checkpoint)
+        evaluation = build_evaluation(case, options, checkpoint)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-            return _advanced(self, evaluation, before._replace(choices=(over.choice,)), round_)
+            return _advanced(self, evaluation, before._replace(choices=(executor.execution_plan,)), round_)
 
         try:
-            rounds = _rounds(self, over, progress)
-            yield from kept(rounds, advance, progress, Keeping(options, case.plan.rounds, checkpoint))
+            rounds = _rounds(self, executor, progress)
+            yield from checkpoint_rounds(rounds, advance, progress, CheckpointPolicy(options, case.plan.rounds, checkpoint))
         finally:
-            over.close()
+            executor.close()
             evaluation.close()
 
     def finish(self, progress: Progress, folder: Path | None) -> list[Result]:
@@ -209,13 +209,13 @@ class Story:
         checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
         results, options = _tested_at_the_end(self, progress, checkpoint), self.options
         if folder:
-            for result in results if options.keep == "everything" else ():
+            for result in results if options.save == "everything" else ():
                 save_models(result, folder / "models" / f"seed-{result.plan.seed}")
             rows = read_rows(folder / "rows.jsonl")
             told = [{**result.as_dict(), "groups": _summaries(rows, self.scenario, result.plan.seed)} for result in results]
             write_json(folder / "result.json", told)
-            if checkpoint and options.keep == "figures":
-                checkpoint.lighten(progress)
+            if checkpoint and options.save == "figures":
+                checkpoint.drop_tensors(progress)
         return results
 
 
@@ -223,7 +223,7 @@ class Told(NamedTuple):
     """How a scenario ended, and how each group fared on the way."""
 
     result: Result
-    courses: dict[str, Course]
+    courses: dict[str, AccuracyHistory]
 
 
 def fit_scenario(
@@ -234,61 +234,61 @@ def fit_scenario(
     *,
     options: Options | None = None,
     folder: Path | str | None = None,
-    credit: Credit = matching,
+    metric: Metric = accuracy,
 ) -> Told:
     """Train and test one federation through all chapters; with a folder, calling again goes on where it stopped.
 
-    `credit` says what a guess is worth.
+    `metric` says what a guess is worth.
     """
     federations, home = scenario.chapters[0].federations, Path(folder) if folder else None
     if len(federations) != 1:
         raise InputError(f"scenario: its chapters have {len(federations)} federations; give one, or run a study with seeds")
-    case = Case(algorithm, model, plan, (plan.seed,), (params_of(model),), federations, (Ledger(),), credit=credit)
+    case = Case(algorithm, model, plan, (plan.seed,), (params_of(model),), federations, (Ledger(),), metric=metric)
     story = Story(case, scenario, options or Options())
     story.require()
-    story = story.placed()
-    with alone(home):
-        progress, rows = story.beginning(home), read_rows(home / "rows.jsonl") if home else []
+    story = story.move_to_device()
+    with lock_folder(home):
+        progress, rows = story.start_or_resume(home), read_rows(home / "rows.jsonl") if home else []
         for moment in story.train(progress, home):
             progress = moment.progress
             rows += moment.rows
         result = story.finish(progress, home)[0]
-    return Told(result, {group: course(rows, group, plan.seed) for group in scenario.groups})
+    return Told(result, {group: group_history(rows, group, plan.seed) for group in scenario.groups})
 
 
-def course(rows: Sequence[Json], group: str, seed: int) -> Course:
+def group_history(rows: Sequence[Json], group: str, seed: int) -> AccuracyHistory:
     """How a group fared, from the rows of a run."""
     looks = [(row["round"] + 1, row["groups"][group]) for row in rows if row["seed"] == seed and row["groups"]]
     seen = [(done, look["accuracy"], look["present"]) for done, look in looks if look["accuracy"] is not None]
-    return Course(*([*column] for column in zip(*seen, strict=True))) if seen else Course([], [], [])
+    return AccuracyHistory(*([*column] for column in zip(*seen, strict=True))) if seen else AccuracyHistory([], [], [])
 
 
 def _summaries(rows: Sequence[Json], scenario: Scenario, seed: int) -> Json:
     """What became of each group, for JSON."""
-    summaries = {group: course(rows, group, seed).summary() for group in scenario.groups}
+    summaries = {group: group_history(rows, group, seed).summary() for group in scenario.groups}
     return {group: summary and summary._asdict() for group, summary in summaries.items()}
 
 
-def _rounds(story: Story, over: OverDevices[Update], progress: Progress) -> Iterator[Round]:
+def _rounds(story: Story, executor: Executor[Update], progress: Progress) -> Iterator[Round]:
     """The rounds that are left, chapter by chapter; what one ends with, the next begins with."""
     case, states = story.case, progress.states
     following = case.plan.first_round + progress.done
     for chapter, plan in story.scenario.stretches(case.plan):
-        if plan.last_round <= following:
+        if plan.total_rounds <= following:
             continue
         there = zip(case.seeds, chapter.federations, states, strict=True)
         seats = [Seat(replace(plan, seed=seed), fed.train, state, chapter.attendance) for seed, fed, state in there]
-        for round_ in simulate_seeds(case.algorithm, seats, over, done=max(0, following - plan.first_round)):
+        for round_ in simulate_seeds(case.algorithm, seats, executor, done=max(0, following - plan.first_round)):
             states = [state for state, _ in round_]
             yield round_
 
 
-def _advanced(story: Story, evaluation: Evaluation, before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
+def _advanced(story: Story, evaluation: Evaluator, before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
     """One round further: what `fit` does with it, on the devices that are there, and every so often a look at all groups."""
     scenario, index = story.scenario, round_[0][1].round_index
     chapter = scenario.chapters[scenario.at(index)]
     here = tuple(_held_by(federation, chapter.here()) for federation in chapter.federations)
-    progress, rows = advanced(replace(story.case, federations=here), story.options, evaluation, (before, round_))
+    progress, rows = complete_round(replace(story.case, federations=here), story.options, evaluation, (before, round_))
     progress = progress._replace(ledgers=_with_newcomers(story, index, progress))
     if index not in story.looks:
         return progress, [{**row, "groups": None} for row in rows]
@@ -301,10 +301,10 @@ def _advanced(story: Story, evaluation: Evaluation, before: Progress, round_: Ro
     return progress._replace(ledgers=ledgers), rows
 
 
-def _after_look(ledger: Ledger, state: State, here: Federation, *, validated: bool) -> Ledger:
+def _after_look(ledger: Ledger, state: State, here: FederatedData, *, validated: bool) -> Ledger:
     """A look sends the shared tree to all who are there, but for those whom a validation has just sent it."""
     reached = (here.test.sizes > 0) & ~(validated & (here.val.sizes > 0))
-    return ledger.after_evaluation(state.shared, int(np.count_nonzero(reached)))
+    return ledger.add_evaluation(state.shared, int(np.count_nonzero(reached)))
 
 
 def _started(story: Story, place: int, state: State) -> Ledger:
@@ -314,7 +314,7 @@ def _started(story: Story, place: int, state: State) -> Ledger:
         return case.spent[place]
     validated = bool(case.federations[place].val.sizes.any())
     new = scenario.chapters[scenario.at(first)].asked() - (scenario.met(first - 1) if validated else set())
-    return case.spent[place].after_start(state.private.initial, len(new))
+    return case.spent[place].add_warm_start(state.private.initial, len(new))
 
 
 def _with_newcomers(story: Story, index: int, progress: Progress) -> list[Ledger]:
@@ -322,10 +322,10 @@ def _with_newcomers(story: Story, index: int, progress: Progress) -> list[Ledger
     late = index > story.case.plan.first_round > 0
     new = story.scenario.met(index) - story.scenario.met(index - 1) if late else set()
     counted = zip(progress.ledgers, progress.states, strict=True)
-    return [ledger.after_start(state.private.initial, len(new)) if new else ledger for ledger, state in counted]
+    return [ledger.add_warm_start(state.private.initial, len(new)) if new else ledger for ledger, state in counted]
 
 
-def _looked(story: Story, evaluation: Evaluation, states: Sequence[State], index: int) -> list[Json]:
+def _looked(story: Story, evaluation: Evaluator, states: Sequence[State], index: int) -> list[Json]:
     """Each seed's Local Test by group, of all who have been there: whoever left has its own part and today's shared one."""
     scenario, met = story.scenario, story.met(index)
     chapter = scenario.chapters[scenario.at(index)]
@@ -346,13 +346,13 @@ def _mean(accuracies: Accuracies, members: Sequence[int]) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _of_those(holdings: Holdings, devices: set[int]) -> Holdings:
+def _of_those(holdings: ClientData, devices: set[int]) -> ClientData:
     """The same with rows for some devices only."""
     none = np.zeros(0, dtype=np.int64)
     return replace(holdings, rows=tuple(rows if device in devices else none for device, rows in enumerate(holdings.rows)))
 
 
-def _held_by(federation: Federation, devices: set[int]) -> Federation:
+def _held_by(federation: FederatedData, devices: set[int]) -> FederatedData:
     """What is validated and tested on some devices only."""
     return replace(federation, val=_of_those(federation.val, devices), test=_of_those(federation.test, devices))
 
@@ -364,16 +364,16 @@ def _tested_at_the_end(
 ) -> list[Result]:
     """Results of the devices that are there at the end: the others are not asked, and are no part of the ensemble."""
     case, scenario = story.case, story.scenario
-    chapter = scenario.chapters[scenario.at(case.plan.last_round - 1)]
+    chapter = scenario.chapters[scenario.at(case.plan.total_rounds - 1)]
     here = chapter.here()
     case = replace(case, federations=tuple(_held_by(federation, here) for federation in chapter.federations))
     asked = progress._replace(states=[_with_rows_of(state, here) for state in progress.states])
-    evaluation = evaluation_of(case, story.options, checkpoint)
-    results = [outcome_of(case, story.options, evaluation, asked, place=place) for place in range(len(case.seeds))]
+    evaluation = build_evaluation(case, story.options, checkpoint)
+    results = [build_result(case, story.options, evaluation, asked, place=place) for place in range(len(case.seeds))]
     evaluation.close()
     sampled = [participation(scenario, plan).tolist() for plan in case.plans()]
     whole = zip(results, progress.states, sampled, strict=True)
-    return [replace(result, state=state, sampled=counts) for result, state, counts in whole]
+    return [replace(result, state=state, times_sampled=counts) for result, state, counts in whole]
 
 
 def _with_rows_of(state: State, devices: set[int]) -> State:
@@ -381,20 +381,20 @@ def _with_rows_of(state: State, devices: set[int]) -> State:
     return state._replace(private=replace(state.private, trained=trained))
 
 
-def participation(scenario: Scenario, plan: Plan) -> Integers:
+def participation(scenario: Scenario, plan: Plan) -> IntArray:
     """How often each device took part, up to the end of a round (devices,)."""
-    counts = np.zeros(scenario.chapters[0].federations[0].devices, dtype=np.int64)
+    counts = np.zeros(scenario.chapters[0].federations[0].num_clients, dtype=np.int64)
     for chapter, part in scenario.stretches(plan):
-        for round_index in range(part.first_round, part.last_round):
-            counts[np.setdiff1d(choose_present(plan, chapter.attendance, round_index), chapter.attendance.leaving)] += 1
+        for round_index in range(part.first_round, part.total_rounds):
+            counts[np.setdiff1d(sample_available(plan, chapter.attendance, round_index), chapter.attendance.dropouts)] += 1
     return counts
 
 
-def _require_rows(chapter: Chapter, federation: Federation) -> None:
+def _require_rows(chapter: Chapter, federation: FederatedData) -> None:
     """Refuse somebody present who does not exist or has nothing to train on."""
     for device in sorted(chapter.asked()):
-        if not 0 <= device < federation.devices:
-            raise InputError(f"attendance: there is no device {device}; devices are 0..{federation.devices - 1}")
+        if not 0 <= device < federation.num_clients:
+            raise InputError(f"attendance: there is no device {device}; devices are 0..{federation.num_clients - 1}")
         if not len(federation.train.rows[device]):
             raise InputError(
                 f"attendance: device {device} is present from round {chapter.first_round} on and has no training examples; "
@@ -402,10 +402,10 @@ def _require_rows(chapter: Chapter, federation: Federation) -> None:
             )
 
 
-def _without_the_empty(federation: Federation) -> Federation:
+def _without_the_empty(federation: FederatedData) -> FederatedData:
     """Only the devices that hold something to train on."""
     if federation.train.sizes.all():
         return federation
     some = np.flatnonzero(federation.train.sizes).tolist()
     parts = (federation.train, federation.val, federation.test)
-    return Federation(*(replace(part, rows=tuple(part.rows[device] for device in some)) for part in parts))
+    return FederatedData(*(replace(part, rows=tuple(part.rows[device] for device in some)) for part in parts))

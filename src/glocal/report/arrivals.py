@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from glocal.evaluate.forgetting import Course, Forgetting
-from glocal.federate.scenario import course
-from glocal.report.drawing import INK, Drawing, panel
-from glocal.report.looks import Look, legend, line_sample, look_of
-from glocal.report.numerals import PERCENT, percent
-from glocal.report.reading import Record, Run
+from glocal.evaluate.forgetting import AccuracyHistory, Forgetting
+from glocal.federate.scenario import group_history
+from glocal.report.drawing import FOREGROUND, Drawing, new_axes
+from glocal.report.looks import LineStyle, legend, line_sample, nth_line_style
+from glocal.report.numerals import PERCENT, mean_std_percent
+from glocal.report.reading import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table
-from glocal.studies.groups import drifts_from
+from glocal.studies.groups import drift_start
 from glocal.studies.settings import GroupSettings
 
-_FIRST_LOOK = 4  # colours of groups begin where those of a few cases end
+_FIRST_GROUP_STYLE = 4  # colours of groups begin where those of a few cases end
 _LETTER = 0.017  # of the width of a panel
 _ARRIVES, _LEAVES, _DRIFTS = "+", "−", "↻"
 
@@ -31,14 +31,14 @@ class Mark(NamedTuple):
     words: str
 
 
-def draw_groups(run: Run) -> list[Drawing]:
+def draw_groups(run: RunData) -> list[Drawing]:
     """A panel per case that has been looked at, all on the same axes."""
     drawn = [(record, courses) for record in run.records if (courses := courses_of(run, record))]
-    last = max((run.plan(record).last_round for record, _ in drawn), default=0)
+    last = max((run.plan(record).total_rounds for record, _ in drawn), default=0)
     return [_drawing(run, record, courses, last) for record, courses in drawn]
 
 
-def groups_table(run: Run) -> str:
+def groups_table(run: RunData) -> str:
     """One row per case and group: accuracy on arrival, at its best and in the end, and forgetting in points."""
     heads = ("after the first round, %", "best, %", "last, %", "forgetting, points")
     words = "".join(f'<th scope="col" class="name">{name}</th>' for name in ("Case", "Group"))
@@ -55,58 +55,58 @@ GROUPS_NOTE = (
 )
 
 
-def courses_of(run: Run, record: Record) -> dict[str, list[Course]]:
+def courses_of(run: RunData, record: ExperimentRecord) -> dict[str, list[AccuracyHistory]]:
     """How each group fared, one course per seed, where it was looked at."""
     seeds = sorted({row["seed"] for row in record.rows})
-    found = {name: [course(record.rows, name, seed) for seed in seeds] for name in run.settings.groups}
+    found = {name: [group_history(record.rows, name, seed) for seed in seeds] for name in run.settings.groups}
     return {name: seen for name, courses in found.items() if (seen := [each for each in courses if each.rounds])}
 
 
-def _row(run: Run, record: Record, name: str, courses: Sequence[Course]) -> str:
+def _row(run: RunData, record: ExperimentRecord, name: str, courses: Sequence[AccuracyHistory]) -> str:
     found = [summary for each in courses if (summary := each.summary())]
     cells = "".join(f"<td>{cell}</td>" for cell in _cells(found))
-    group = f'<td class="name">{line_sample(_look(run, name))}{escape(name)}</td>'
+    group = f'<td class="name">{line_sample(_line_style(run, name))}{escape(name)}</td>'
     return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{group}{cells}</tr>'
 
 
 def _cells(found: Sequence[Forgetting]) -> Iterable[str]:
-    for column in ("arrival", "best", "last", "forgetting"):
-        yield percent([getattr(each, column) for each in found]).replace("-", "−")
+    for column in ("first_round", "best", "last", "forgetting"):
+        yield mean_std_percent([getattr(each, column) for each in found]).replace("-", "−")
 
 
-def _look(run: Run, name: str) -> Look:
+def _line_style(run: RunData, name: str) -> LineStyle:
     """A colour and a marker; every line is solid, for a dotted one is of a group that is gone."""
-    return look_of(_FIRST_LOOK + [*run.settings.groups].index(name))._replace(dash=())
+    return nth_line_style(_FIRST_GROUP_STYLE + [*run.settings.groups].index(name))._replace(dash=())
 
 
-def _drawing(run: Run, record: Record, courses: Mapping[str, list[Course]], last: int) -> Drawing:
-    figure, axes = panel()
+def _drawing(run: RunData, record: ExperimentRecord, courses: Mapping[str, list[AccuracyHistory]], last: int) -> Drawing:
+    figure, axes = new_axes()
     axes.set(xlabel="round", ylabel="Local Test, %", xlim=(0, last), ylim=(0, 102))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _mark(axes, [mark for name, group in run.settings.groups.items() for mark in _marks(name, group)], last)
     for name, seeds in courses.items():
-        _follow(axes, seeds, _look(run, name))
+        _follow(axes, seeds, _line_style(run, name))
     caption = (
         f"Each group’s own models on its own test data. {_ARRIVES} a group arrives, {_LEAVES} it leaves, {_DRIFTS} its images "
         "begin to turn. The thin dotted line goes on for devices that left: how they would do if they came back. "
         f"{_over_seeds(run)}"
     )
-    key = legend((line_sample(_look(run, name)), name) for name in courses)
+    key = legend((line_sample(_line_style(run, name)), name) for name in courses)
     return Drawing(figure, f"{escape(record.name)}: accuracy by group", caption, key)
 
 
-def _over_seeds(run: Run) -> str:
+def _over_seeds(run: RunData) -> str:
     seeds = run.settings.plan.seeds
     return f"A line is the mean over {seeds} seeds; how far they lie apart is in the table." if seeds > 1 else "One seed was run."
 
 
 def _marks(name: str, group: GroupSettings) -> Iterable[Mark]:
-    if group.arrives:
-        yield Mark(group.arrives, f"{_ARRIVES} {name}")
-    if group.leaves is not None:
-        yield Mark(group.leaves, f"{_LEAVES} {name}")
+    if group.join_round:
+        yield Mark(group.join_round, f"{_ARRIVES} {name}")
+    if group.leave_round is not None:
+        yield Mark(group.leave_round, f"{_LEAVES} {name}")
     if group.drift:
-        yield Mark(drifts_from(group), f"{_DRIFTS} {name}")
+        yield Mark(drift_start(group), f"{_DRIFTS} {name}")
 
 
 def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
@@ -119,7 +119,7 @@ def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
         left, right = (start - width, start) if flipped else (start, start + width)
         level = next((level for level, end in enumerate(ends) if end <= left), len(ends))
         ends[level:] = [right, *ends[level + 1 :]]
-        axes.axvline(mark.round_index, color=INK, alpha=0.45, linewidth=0.8, zorder=1)
+        axes.axvline(mark.round_index, color=FOREGROUND, alpha=0.45, linewidth=0.8, zorder=1)
         axes.annotate(
             mark.words,
             (mark.round_index, 1),
@@ -131,15 +131,15 @@ def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
         )
 
 
-def _follow(axes: Axes, seeds: Sequence[Course], look: Look) -> None:
+def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle) -> None:
     """A group's mean over seeds: with markers while it is there, a thin dotted line once it is gone."""
     shortest = min(len(each.rounds) for each in seeds)  # a run that goes on may have looked at some seeds only
     rounds, present = seeds[0].rounds[:shortest], seeds[0].present[:shortest]
     means = [PERCENT * fmean(found) for found in zip(*(each.accuracies[:shortest] for each in seeds), strict=True)]
-    marked: dict[str, Any] = {"marker": look.marker, "markevery": max(1, shortest // 8), "markersize": 5.5, "linewidth": 1.8}
+    marked: dict[str, Any] = {"marker": line_style.marker, "markevery": max(1, shortest // 8), "markersize": 5.5, "linewidth": 1.8}
     for stretch in _stretches(present):
         drawn = marked if present[stretch[-1]] else {"linestyle": ":", "linewidth": 1.4}
-        axes.plot([rounds[place] for place in stretch], [means[place] for place in stretch], color=look.colour, **drawn)
+        axes.plot([rounds[place] for place in stretch], [means[place] for place in stretch], color=line_style.colour, **drawn)
 
 
 def _stretches(present: Sequence[int]) -> list[list[int]]:

@@ -9,20 +9,20 @@ from matplotlib.figure import Figure
 
 from glocal.core.files import Json, read_json
 from glocal.report.audit_words import (
-    DEVICES_NOTE,
-    GUESSING,
+    CHANCE_AUC,
+    CLIENTS_NOTE,
     KNOWLEDGE,
     LEAKS_NOTE,
+    attacker_data_text,
     audit_headline,
     audit_summary,
     best_leak,
     differences,
-    known_words,
     with_interval,
 )
-from glocal.report.drawing import INK, PAPER, Drawing, ink_and_paper, panel, shown
-from glocal.report.looks import COLOURS, MARKERS, Look, legend, line_sample
-from glocal.report.numerals import PERCENT, several
+from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
+from glocal.report.looks import COLOURS, MARKERS, LineStyle, legend, line_sample
+from glocal.report.numerals import PERCENT, pluralize
 from glocal.report.page import section, write_page
 from glocal.report.tables import boxed_table, scrolling
 
@@ -32,41 +32,41 @@ _RATES = {
     "true_positive_rate": "true positives, %",
     "false_positive_rate": "false positives, %",
 }
-_DIFFERENCES = {"demographic_parity_difference": "parity difference", "equalised_odds_difference": "odds difference"}
+_DIFFERENCES = {"demographic_parity_difference": "parity difference", "equalized_odds_difference": "odds difference"}
 
 
 def write_audit_report(folder: Path) -> Path:
     """Write folder/report.html from folder/audit.json."""
     found = read_json(folder / "audit.json", dict)
-    with ink_and_paper(INK, PAPER):
-        sections = [_leaks(found), _groups(found), _devices(found), _command(found)]
+    with colour_theme(FOREGROUND, BACKGROUND):
+        sections = [_leaks(found), _groups(found), _clients(found), _command(found)]
     summary = f'<p class="notice">{escape(audit_headline(found))}</p>\n<p>{escape(audit_summary(found))}</p>'
-    return write_page(folder, title=f"{found['case']}: audit of {found['attribute']}", summary=summary, sections=sections)
+    return write_page(folder, title=f"{found['experiment']}: audit of {found['attribute']}", summary=summary, sections=sections)
 
 
 def _leaks(found: Json) -> str:
-    drawn = shown(draw_leaks(found), "leaks", kind="beside")
+    drawn = figure_html(draw_leaks(found), "leaks", kind="beside")
     return section("What representations give away", f"{drawn}\n{_leak_table(found)}\n{_note(LEAKS_NOTE)}")
 
 
 def draw_leaks(found: Json) -> Drawing:
     """Every attacker's AUC with its interval, one rung for each knowledge, against the line of guessing."""
-    rows, known = found["leaks"], known_words(found)
-    looks = {attacker: _look(place) for place, attacker in enumerate(_attackers(rows))}
-    figure, axes = _rungs([words for words, _ in known])
+    rows, known = found["leaks"], attacker_data_text(found)
+    looks = {attacker: _line_style(place) for place, attacker in enumerate(_attackers(rows))}
+    figure, axes = _new_dot_plot([words for words, _ in known])
     for row in rows:
         beside = [*looks].index(row["attacker"]) - (len(looks) - 1) / 2
         rung = [words for words, _ in known].index(KNOWLEDGE[row["knowledge"]])
         _dot(axes, rung + 0.2 * beside, row, looks[row["attacker"]])
     told = "".join(f"<li>{escape(f'{words}: {what}')}</li>" for words, what in known)
     caption = f"Bars are 95 % intervals, the broken line is guessing. What attackers know:<ul>{told}</ul>"
-    key = legend((line_sample(look), name) for name, look in looks.items())
+    key = legend((line_sample(line_style), name) for name, line_style in looks.items())
     return Drawing(figure, f"Who reads {escape(found['attribute'])}", caption, key)
 
 
-def _rungs(names: Sequence[str]) -> tuple[Figure, Axes]:
-    figure, axes = panel(0.9 + 0.75 * len(names))
-    axes.axvline(GUESSING, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
+def _new_dot_plot(names: Sequence[str]) -> tuple[Figure, Axes]:
+    figure, axes = new_axes(0.9 + 0.75 * len(names))
+    axes.axvline(CHANCE_AUC, color=FOREGROUND, linewidth=1, linestyle=(0, (4, 3)), alpha=0.6)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -77,13 +77,13 @@ def _rungs(names: Sequence[str]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _dot(axes: Axes, place: float, row: Json, look: Look) -> None:
-    axes.plot([PERCENT * row["low"], PERCENT * row["high"]], [place, place], color=look.colour, linewidth=1.8)
-    axes.plot(PERCENT * row["auc"], place, color=look.colour, marker=look.marker, markersize=7.5)
+def _dot(axes: Axes, place: float, row: Json, line_style: LineStyle) -> None:
+    axes.plot([PERCENT * row["low"], PERCENT * row["high"]], [place, place], color=line_style.colour, linewidth=1.8)
+    axes.plot(PERCENT * row["auc"], place, color=line_style.colour, marker=line_style.marker, markersize=7.5)
 
 
-def _look(place: int) -> Look:
-    return Look(COLOURS[place % len(COLOURS)], (), MARKERS[place % len(MARKERS)])
+def _line_style(place: int) -> LineStyle:
+    return LineStyle(COLOURS[place % len(COLOURS)], (), MARKERS[place % len(MARKERS)])
 
 
 def _attackers(rows: Sequence[Json]) -> list[str]:
@@ -116,24 +116,24 @@ def _groups(found: Json) -> str:
     return section("How groups are treated", f"{_table(heads, body, 'Groups')}\n{note}\n{words}")
 
 
-def _devices(found: Json) -> str:
+def _clients(found: Json) -> str:
     """A row for every device, folded away where they are many."""
     differ = _DIFFERENCES if found["classes"] == 2 else {}
     heads = [
-        "device",
+        "client",
         *(escape(f"{found['attribute']} = {value}") for value in found["values"]),
         "accuracy, %",
         *differ.values(),
         "best attacker: AUC, %",
     ]
     body = [
-        [str(row["device"]), *(f"{people:,}" for people in row["people"])]
+        [str(row["client"]), *(f"{people:,}" for people in row["people"])]
         + [_percent(row[key]) for key in ("accuracy", *differ, "leak")]
-        for row in found["devices"]
+        for row in found["clients"]
     ]
-    summary = f"<summary>{several(len(body), 'device')}</summary>"
+    summary = f"<summary>{pluralize(len(body), 'client')}</summary>"
     folded = f"<details{' open' if len(body) <= _OPEN else ''}>{summary}\n{_table(heads, body, 'Devices')}</details>"
-    return section("Devices", f"{folded}\n{_note(DEVICES_NOTE)}")
+    return section("Devices", f"{folded}\n{_note(CLIENTS_NOTE)}")
 
 
 def _command(found: Json) -> str:

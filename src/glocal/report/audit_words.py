@@ -1,9 +1,9 @@
 """An audit in plain words: what attackers read, and what the differences between groups mean."""
 
 from glocal.core.files import Json
-from glocal.report.numerals import PERCENT, several
+from glocal.report.numerals import PERCENT, pluralize
 
-GUESSING = 50.0  # percent: the AUC of somebody who knows nothing
+CHANCE_AUC = 50.0  # percent: the AUC of somebody who knows nothing
 KNOWLEDGE = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
 LEAKS_NOTE = (
     "Areas under the ROC curve. Attackers are trained afterwards, on frozen representations of training data without noise, and "
@@ -11,7 +11,7 @@ LEAKS_NOTE = (
     "the best figure among those that chance does not explain (with 95 % confidence, so many tries being allowed for), or among "
     "all if it may explain each of them. Picked after the fact, it is rather too high than too low."
 )
-DEVICES_NOTE = (
+CLIENTS_NOTE = (
     "Each device’s own model on its own test data, and the AUC of the best attacker who knows the people of its training data. The "
     "two differences are those of the groups above, in points. With few people all of this varies widely, and the best of three "
     "attackers looks better than it is. A dash: the device lacks one of the groups, or one of the classes within a group."
@@ -29,7 +29,7 @@ def audit_headline(found: Json) -> str:
     best, name = best_leak(found), found["attribute"]
     read = (
         f"The best attacker ({best['attacker']}, {KNOWLEDGE[best['knowledge']]}) has an AUC of {with_interval(best)}: "
-        f"{GUESSING:.0f} is guessing, 100 is certainty."
+        f"{CHANCE_AUC:.0f} is guessing, 100 is certainty."
     )
     if best["beyond_chance"]:
         return f"From these representations {name} can be told better than by guessing. {read}"
@@ -40,22 +40,22 @@ def audit_summary(found: Json) -> str:
     """What was audited."""
     people = sum(row["people"] for row in found["groups"])
     return (
-        f"Audited is {found['case']} ({found['algorithm']}, seed {found['seed']}) of the run {found['run']}: "
-        f"{several(len(found['devices']), 'device')} with {people:,} people in their test data ({found['data']}). "
-        f"The representation is what the module ‘{found['settings']['at']}’ puts out ({found['chosen']}). "
+        f"Audited is {found['experiment']} ({found['algorithm']}, seed {found['seed']}) of the run {found['run']}: "
+        f"{pluralize(len(found['devices']), 'device')} with {people:,} people in their test data ({found['data']}). "
+        f"The representation is what the module ‘{found['settings']['layer']}’ puts out ({found['chosen']}). "
         "No file of that run was changed."
     )
 
 
-def known_words(found: Json) -> list[tuple[str, str]]:
+def attacker_data_text(found: Json) -> list[tuple[str, str]]:
     """What attackers know, for each knowledge that could be tried."""
     over, name = {row["knowledge"]: row["over"] for row in found["leaks"]}, found["attribute"]
     told = {
         "own": f"{name} of the people in a device’s training data; they read its test data. The mean over "
-        f"{several(over.get('own', 0), 'device')}.",
+        f"{pluralize(over.get('own', 0), 'device')}.",
         "pooled": f"{name} of everybody in the training data, each as seen by the encoder of their own device.",
         "strong": f"the encoder of one device, and {name} of all others’ people, whom they run through it; they read that device’s "
-        f"test data. The mean over {several(over.get('strong', 0), 'encoder')}.",
+        f"test data. The mean over {pluralize(over.get('strong', 0), 'encoder')}.",
     }
     return [(KNOWLEDGE[knowledge], told[knowledge]) for knowledge in KNOWLEDGE if knowledge in over]
 
@@ -64,7 +64,7 @@ def differences(found: Json) -> list[tuple[str, str]]:
     """Both differences, each with what it means here."""
     if found["classes"] != 2:
         return [("No differences.", _too_many(found["classes"]))]
-    parity, odds = found["demographic_parity_difference"], found["equalised_odds_difference"]
+    parity, odds = found["demographic_parity_difference"], found["equalized_odds_difference"]
     return [
         (f"Demographic parity difference: {_points(parity)}.", "" if parity is None else _parity_words(found)),
         (f"Equalised odds difference: {_points(odds)}.", _one_sided(found) if odds is None else _odds_words(found)),

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 
 from glocal.core.files import Json
-from glocal.report.numerals import percent
-from glocal.report.reading import Record, Run
+from glocal.report.numerals import mean_std_percent
+from glocal.report.reading import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table, grouped_head
 
 AUDITS_NOTE = (
@@ -18,7 +18,7 @@ AUDITS_NOTE = (
 _VIEWS = ("along", "own", "pooled", "strong")
 
 
-def audits_table(run: Run, attributes: Sequence[str]) -> str:
+def audits_table(run: RunData, attributes: Sequence[str]) -> str:
     """One row for every case that was audited; nothing where none was."""
     records = [record for record in run.records if record.finished and "audit" in record.results[0]]
     if not records:
@@ -28,11 +28,11 @@ def audits_table(run: Run, attributes: Sequence[str]) -> str:
     return boxed_table(grouped_head(("Case",), heads), map(_row, records), "Audit")
 
 
-def _count(record: Record) -> int:
+def _count(record: ExperimentRecord) -> int:
     return len(record.results[0]["audit"]["attributes"])
 
 
-def _row(record: Record) -> str:
+def _row(record: ExperimentRecord) -> str:
     cells = "".join(f"<td>{cell}</td>" for cell in _cells(record.results))
     return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{cells}</tr>'
 
@@ -44,4 +44,4 @@ def _cells(results: Sequence[Json]) -> list[str]:
         found = [audit["attributes"][place] for audit in audits]
         columns += [[each[view] for each in found] for view in ("joint", "own", "pooled", "strong")]
     known = [[value for value in column if value is not None] for column in columns]
-    return [percent(column) if column else "–" for column in known]
+    return [mean_std_percent(column) if column else "–" for column in known]

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from glocal.core.errors import InputError
-from glocal.core.sampling import Integers
-from glocal.report.drawing import Drawing, ink_and_paper, picture_kind, save_picture, sheet
+from glocal.core.sampling import IntArray
+from glocal.report.drawing import Drawing, colour_theme, new_figure, picture_kind, save_picture
 from glocal.report.looks import COLOURS
-from glocal.report.numerals import several
+from glocal.report.numerals import pluralize
 
 
 def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
@@ -21,29 +21,29 @@ def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
     table = np.asarray(counts, dtype=np.int64)
     if table.ndim != 2 or not table.size:
         raise InputError(f"draw: the counts have shape {table.shape}; a table (devices, classes) was expected")
-    with ink_and_paper("#1c2126", "#ffffff"):
+    with colour_theme("#1c2126", "#ffffff"):
         return save_picture(_heat_map(table), path)
 
 
-def draw_dealt(counts: Integers, seed: int) -> Drawing:
+def draw_partition(counts: IntArray, seed: int) -> Drawing:
     """The training examples that a seed dealt (devices, classes), with their words."""
     held = np.count_nonzero(counts, axis=1)
     caption = (
-        f"Training examples by device and class, as dealt to the {several(len(counts), 'device')} of seed {seed}: the stronger the "
+        f"Training examples by device and class, as dealt to the {pluralize(len(counts), 'device')} of seed {seed}: the stronger the "
         f"colour, the more. Classes on one device: {_range(held)}; training examples on one device: {_range(counts.sum(axis=1))}."
     )
     return Drawing(_heat_map(counts), "Who has which classes", caption)
 
 
-def _range(values: Integers) -> str:
+def _range(values: IntArray) -> str:
     low, high = int(values.min()), int(values.max())
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _heat_map(counts: Integers) -> Figure:
+def _heat_map(counts: IntArray) -> Figure:
     """Devices from left to right, classes from the bottom up; the more examples, the stronger the colour."""
     highest = max(1, int(counts.max()))
-    figure = sheet(3.0)
+    figure = new_figure(3.0)
     axes, scale = figure.subplots(1, 2, width_ratios=(30, 1))
     axes.imshow(_tinted(counts.T / highest), aspect="auto", origin="lower", interpolation="none")
     axes.set(xlabel="device", ylabel="class")

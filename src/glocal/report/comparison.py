@@ -7,11 +7,11 @@ from typing import NamedTuple
 from glocal.core import trees
 from glocal.core.files import Json
 from glocal.core.modules import params_of
-from glocal.studies.build import build_split, plain_model
+from glocal.studies.build import build_split, default_model
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED
-from glocal.studies.run import resolved
-from glocal.studies.study import MEASURES, Claim, Figure, Part, Published, Score, Study
+from glocal.studies.run import resolve
+from glocal.studies.study import MEASURES, Claim, Measurement, PublishedRow, Score, Study, StudyPart
 
 _MTL = {"mtl-10": "MTL, M = 10", "mtl-100": "MTL, M = 100"}
 _TABLE_1_STARTS = ("LG 1200+100", "LG 1800+100")
@@ -19,12 +19,12 @@ _TABLE_1_LOCAL = {"LG 1200+100": Score(91.07, 0.50)}
 _TABLE_1_NOTE = "Of LG 1200+100 the paper prints two numbers on Local Test: 91.07 ± 0.50 here, 90.77 ± 0.50 in the appendix."
 
 
-class Pair(NamedTuple):
+class ScorePair(NamedTuple):
     """A printed score and ours; None for what the paper lacks or what was not measured. `lower`: less is better."""
 
     paper: Score | None
     ours: Score | None
-    lower: bool = False
+    lower_is_better: bool = False
 
     @property
     def difference(self) -> float | None:
@@ -36,21 +36,21 @@ class Pair(NamedTuple):
         """How far ours is on the worse side of the paper's mean, beyond its standard deviation, in points; 0 where it is not."""
         if self.paper is None or self.difference is None:
             return 0.0
-        worse = self.difference if self.lower else -self.difference
+        worse = self.difference if self.lower_is_better else -self.difference
         return max(0.0, round(worse - (self.paper.std or 0.0), 2))
 
 
-class Sent(NamedTuple):
+class SentTotals(NamedTuple):
     """What was sent: the paper's figure, ours counted its way and in its digits (None: not measured), and the honest count.
 
-    `arrival` is what the coming of a newcomer alone has cost, in bytes.
+    `onboarding_bytes` is what the coming of a newcomer alone has cost, in bytes.
     """
 
     paper: str | None
     ours: str | None = None
     parameters: int = 0
     bytes: int = 0
-    arrival: int = 0
+    onboarding_bytes: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -66,8 +66,8 @@ class Row(NamedTuple):
 
     name: str
     choice: str
-    scores: Mapping[str, Pair]
-    sent: Sent
+    scores: Mapping[str, ScorePair]
+    sent: SentTotals
 
     @property
     def measured(self) -> bool:
@@ -75,12 +75,12 @@ class Row(NamedTuple):
         return self.sent.ours is not None
 
 
-class SideBySide(NamedTuple):
+class ComparisonTable(NamedTuple):
     """A table with the protocols side by side: by row and protocol what the paper printed and what was measured."""
 
     title: str
     measures: Mapping[str, str]
-    lower: frozenset[str]
+    lower_is_better: frozenset[str]
     protocols: tuple[str, ...]
     rows: Mapping[str, Mapping[str, Row]]
     note: str = ""
@@ -91,9 +91,9 @@ class SideBySide(NamedTuple):
         return any(row.sent.paper for row in self._all())
 
     @property
-    def arrivals(self) -> bool:
+    def has_new_clients(self) -> bool:
         """Whether newcomers have come."""
-        return any(row.sent.arrival for row in self._all())
+        return any(row.sent.onboarding_bytes for row in self._all())
 
     def published(self, measure: str) -> bool:
         """Whether the paper prints a measure of any row."""
@@ -103,7 +103,7 @@ class SideBySide(NamedTuple):
         return [row for of in self.rows.values() for row in of.values()]
 
 
-class Shared(NamedTuple):
+class SweepPoint(NamedTuple):
     """A split of the sweep: what it shares, how many parameters of how many, and its figures, one per seed."""
 
     shares: str
@@ -123,7 +123,7 @@ def score(values: Sequence[float]) -> Score | None:
     return Score(round(fmean(values), 2), round(stdev(values), 2) if len(values) > 1 else None)
 
 
-def printed(study: Study, row: Published | None, measure: str) -> Score | None:
+def published_score(study: Study, row: PublishedRow | None, measure: str) -> Score | None:
     """What the paper prints of a row; nothing of what is none of the study's measures."""
     return row.by_measure(study.measures).get(measure) if row else None
 
@@ -134,15 +134,15 @@ def rows_of(findings: Findings, part: str) -> list[Row]:
     return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
 
 
-def row_names(part: Part) -> list[str]:
+def row_names(part: StudyPart) -> list[str]:
     """Published rows first; cases that only serve the sweep of splits are left out, and those that a newcomer never meets."""
-    swept, newcomer = set(part.splits.values()) - {FINE_TUNED}, part.settings.newcomer
-    cases = {name: case for name, case in part.settings.cases.items() if newcomer is None or case.welcome}
-    names = [*(part.choices or [name for name in cases if name in part.published or name not in swept]), *part.baselines]
+    sweep_points, new_client = set(part.splits.values()) - {FINE_TUNED}, part.settings.new_client
+    experiments = {name: experiment for name, experiment in part.settings.experiments.items() if new_client is None or experiment.join_plan}
+    names = [*(part.candidates or [name for name in experiments if name in part.published or name not in sweep_points]), *part.baselines]
     return [*(name for name in part.published if name in names), *(name for name in names if name not in part.published)]
 
 
-def tables_of(findings: Findings) -> list[SideBySide]:
+def tables_of(findings: Findings) -> list[ComparisonTable]:
     """One table for each split of the data of which something was measured."""
     columns: dict[str, dict[str, list[Row]]] = {}
     for name, part in findings.study.parts.items():
@@ -153,7 +153,7 @@ def tables_of(findings: Findings) -> list[SideBySide]:
     return [_side_by_side(title, findings.study, of) for title, of in columns.items()]
 
 
-def table_1(findings: Findings) -> SideBySide | None:
+def table_1(findings: Findings) -> ComparisonTable | None:
     """Table 1 of the main text, CIFAR-10 with two classes per device; None in a study without it, or where nothing was measured."""
     if not _MTL.keys() <= findings.study.parts.keys():
         return None
@@ -166,7 +166,7 @@ def table_1(findings: Findings) -> SideBySide | None:
     return table._replace(rows=rows, note=_TABLE_1_NOTE) if measured else None
 
 
-def swept(findings: Findings, part: str) -> list[Shared]:
+def sweep_points(findings: Findings, part: str) -> list[SweepPoint]:
     """The measured splits of a part, from nothing shared to everything; how much is shared is counted on the study's model."""
     of, found = findings.study.parts[part], findings.parts.get(part)
     # of another model than the study's the sizes are not known here
@@ -174,9 +174,9 @@ def swept(findings: Findings, part: str) -> list[Shared]:
         return []
     sizes = _sizes(of)
     return [
-        Shared(shares, sizes[shares], sizes["all"], {measure: findings.values(Figure(part, case, measure)) for measure in MEASURES})
-        for shares, case in of.splits.items()
-        if findings.case(part, case)
+        SweepPoint(shares, sizes[shares], sizes["all"], {measure: findings.values(Measurement(part, experiment, measure)) for measure in MEASURES})
+        for shares, experiment in of.splits.items()
+        if findings.experiment(part, experiment)
     ]
 
 
@@ -185,7 +185,7 @@ def published_lead(findings: Findings, claim: Claim) -> float | None:
     lead = -claim.level
     for sign, side in ((1, claim.more), (-1, claim.less)):
         for figure in side:
-            row = printed(findings.study, findings.study.parts[figure.part].published.get(figure.case), figure.measure)
+            row = published_score(findings.study, findings.study.parts[figure.part].published.get(figure.experiment), figure.measure)
             if row is None:
                 return None
             lead += sign * row.mean
@@ -194,65 +194,65 @@ def published_lead(findings: Findings, claim: Claim) -> float | None:
 
 def seeds_of(findings: Findings, part: str) -> int:
     """How many seeds a part has been run with."""
-    return max((len(case["validation"]) for case in findings.parts[part]["cases"].values()), default=0)
+    return max((len(experiment["validation"]) for experiment in findings.parts[part]["experiments"].values()), default=0)
 
 
 def changes_of(findings: Findings, part: str) -> list[str]:
     """Settings with which a part was run that are not the study's, such as "plan.seeds = 2"."""
-    run, planned = findings.parts[part]["settings"], resolved(findings.study.parts[part].settings).as_dict()
+    run, planned = findings.parts[part]["settings"], resolve(findings.study.parts[part].settings).as_dict()
     # nothing else under "run" changes a figure
     kept = {**run, "run": {key: run["run"][key] for key in ("select", "precision", "validate_every") if key in run["run"]}}
-    known = ("data", "model", "split", "optimiser", "plan", "run", "newcomer", "audit", "ordinal")
+    known = ("data", "model", "split", "optimizer", "plan", "run", "new_client", "audit", "ordinal")
     sections = [of for of in known if of in kept]
-    idle = ("alpha", "classes_per_device") if run["data"]["partition"] == "iid" else ()
+    idle = ("alpha", "classes_per_client") if run["data"]["partition"] == "iid" else ()
     told = ((of, key, value) for of in sections for key, value in kept[of].items() if key not in idle)
     changes = [f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)]
-    for name, case in run["cases"].items():
-        before = planned["cases"].get(name, {})
-        told_apart = ((key, value) for key, value in case.items() if key != "without")
+    for name, experiment in run["experiments"].items():
+        before = planned["experiments"].get(name, {})
+        told_apart = ((key, value) for key, value in experiment.items() if key != "skip_seeds")
         changes += [f"cases.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)]
-        changes += [f"cases.{name} without {key} = {value}" for key, value in before.items() if key not in case]
+        changes += [f"cases.{name} without {key} = {value}" for key, value in before.items() if key not in experiment]
     return changes
 
 
-def missing_cases(findings: Findings, part: str) -> list[str]:
+def missing_experiments(findings: Findings, part: str) -> list[str]:
     """Cases of a part that have not been finished."""
-    return [case for case in findings.parts[part]["settings"]["cases"] if case not in findings.parts[part]["cases"]]
+    return [experiment for experiment in findings.parts[part]["settings"]["experiments"] if experiment not in findings.parts[part]["experiments"]]
 
 
 def left_out(findings: Findings, part: str) -> dict[str, list[int]]:
     """The seeds that cases of a part were not run to the end with; none named where that is all of them."""
-    run: dict[str, Json] = findings.parts[part]["settings"]["cases"]
-    some = {name: [*case["without"]] for name, case in run.items() if case.get("without")}
-    return some | {name: [] for name in findings.study.parts[part].settings.cases if name not in run}
+    run: dict[str, Json] = findings.parts[part]["settings"]["experiments"]
+    some = {name: [*experiment["skip_seeds"]] for name, experiment in run.items() if experiment.get("skip_seeds")}
+    return some | {name: [] for name in findings.study.parts[part].settings.experiments if name not in run}
 
 
-def _row(findings: Findings, part: str, name: str, published: Published | None) -> Row:
+def _row(findings: Findings, part: str, name: str, published: PublishedRow | None) -> Row:
     study = findings.study
-    ours = {measure: score(findings.values(Figure(part, name, measure))) for measure in study.measures}
-    scores = {measure: Pair(printed(study, published, measure), mine, measure in study.lower) for measure, mine in ours.items()}
+    ours = {measure: score(findings.values(Measurement(part, name, measure))) for measure in study.measures}
+    scores = {measure: ScorePair(published_score(study, published, measure), mine, measure in study.lower_is_better) for measure, mine in ours.items()}
     choice = findings.name_of(part, name).removeprefix(name).lstrip(", ")
     return Row(name, choice, scores, _sent(findings, part, name, published))
 
 
-def _sent(findings: Findings, part: str, name: str, published: Published | None) -> Sent:
+def _sent(findings: Findings, part: str, name: str, published: PublishedRow | None) -> SentTotals:
     """Counts of a row; one that the paper lacks is written in the digits of the table's other rows."""
-    case, paper = findings.case(part, name), published.printed if published else None
-    if case is None:
-        return Sent(paper)
+    experiment, paper = findings.experiment(part, name), published.parameters_text if published else None
+    if experiment is None:
+        return SentTotals(paper)
     told = [row for row in findings.study.parts[part].published.values() if row.parameters]
     if not told:
-        return Sent(None, "", case["parameters"], case["bytes"], case.get("arrival_bytes", 0))
+        return SentTotals(None, "", experiment["parameters"], experiment["bytes"], experiment.get("onboarding_bytes", 0))
     digits = published or told[0]
-    return Sent(paper, digits.parameters_printed(case["paper_parameters"]), case["parameters"], case["bytes"])
+    return SentTotals(paper, digits.parameters_printed(experiment["paper_parameters"]), experiment["parameters"], experiment["bytes"])
 
 
-def _side_by_side(title: str, study: Study, columns: Mapping[str, Iterable[Row]]) -> SideBySide:
+def _side_by_side(title: str, study: Study, columns: Mapping[str, Iterable[Row]]) -> ComparisonTable:
     rows: dict[str, dict[str, Row]] = {}
     for protocol, of in columns.items():
         for row in of:
             rows.setdefault(row.name, {})[protocol] = row
-    return SideBySide(title, study.measures, study.lower, tuple(columns), rows)
+    return ComparisonTable(title, study.measures, study.lower_is_better, tuple(columns), rows)
 
 
 def _main_text(findings: Findings, part: str) -> list[Row]:
@@ -263,13 +263,13 @@ def _main_text(findings: Findings, part: str) -> list[Row]:
     return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
 
 
-def _sizes(part: Part) -> dict[str, int]:
+def _sizes(part: StudyPart) -> dict[str, int]:
     """How many parameters each split of a part shares."""
-    model = plain_model(part.settings.model.name)
+    model = default_model(part.settings.model.name)
     params = params_of(model)
-    sizes = {"none": 0, "all": trees.count(params)}
-    for shares, case in part.splits.items():
+    sizes = {"none": 0, "all": trees.numel(params)}
+    for shares, experiment in part.splits.items():
         if shares not in sizes:
-            split = build_split(part.settings, part.settings.cases[case], model)
-            sizes[shares] = trees.count(split.take_shared(params))
+            split = build_split(part.settings, part.settings.experiments[experiment], model)
+            sizes[shares] = trees.numel(split.take_shared(params))
     return sizes

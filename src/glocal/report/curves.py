@@ -10,51 +10,51 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from glocal.core.files import Json
-from glocal.report.drawing import Drawing, panel, trace
+from glocal.report.drawing import Drawing, new_axes, plot_mean_and_range
 from glocal.report.looks import MARKERS, legend, line_sample
-from glocal.report.numerals import PERCENT, several, size, unit_of
-from glocal.report.reading import Record, Run
+from glocal.report.numerals import PERCENT, pluralize, size, unit_of
+from glocal.report.reading import ExperimentRecord, RunData
 
 
 class Curve(NamedTuple):
     """What a case measured over the rounds: places on the x axis, and each place's values, one per seed."""
 
-    record: Record
+    record: ExperimentRecord
     places: list[float]
     values: list[list[float]]
 
 
-def draw_validation(run: Run) -> Drawing | None:
+def draw_validation(run: RunData) -> Drawing | None:
     """Validation accuracy by round."""
-    curves = _curves(run, "validation", _round_number)
+    curves = _curves(run, "validation", _round_up)
     if not curves:
         return None
     figure, axes = _panel_by_round("validation accuracy, %")
     for curve in curves:
-        _trace(axes, curve, scale=PERCENT)
+        _plot_curve(axes, curve, scale=PERCENT)
     caption = (
         "How well the devices’ own models do on their own validation data, as training goes on: the mean over devices, measured "
-        f"every {several(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
+        f"every {pluralize(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
     )
     return Drawing(figure, "Validation accuracy by round", caption, _legend(curve.record for curve in curves))
 
 
-def draw_economy(run: Run) -> Drawing | None:
+def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
     """Validation accuracy against bytes; a case that sends nothing has no place on the axis and becomes a level line."""
     curves = _curves(run, "validation", _bytes_so_far)
     sending = [curve for curve in curves if any(curve.places)]
     silent = [curve for curve in curves if not any(curve.places)]
     if not sending:
         return None
-    figure, axes = panel()
+    figure, axes = new_axes()
     for curve in sending:
-        _trace(axes, curve, scale=PERCENT)
+        _plot_curve(axes, curve, scale=PERCENT)
     ends = _scale_bytes(axes, [place for curve in sending for place in curve.places if place])
     for curve in silent:
-        _trace(axes, curve._replace(places=list(np.linspace(*ends, 9)), values=[curve.values[-1]] * 9), scale=PERCENT)
+        _plot_curve(axes, curve._replace(places=list(np.linspace(*ends, 9)), values=[curve.values[-1]] * 9), scale=PERCENT)
     axes.set(xlabel="sent so far", ylabel="validation accuracy, %", xlim=ends)
     caption = "What accuracy costs: the same measurements against all bytes sent until then, evaluation included."
-    if any(curve.record.case.after for curve in sending):
+    if any(curve.record.experiment.start_from for curve in sending):
         caption += " A case that goes on from another begins with what that one had sent."
     if silent:
         caption += " A case that sends nothing while it trains is a level line at its last value."
@@ -62,15 +62,15 @@ def draw_economy(run: Run) -> Drawing | None:
     return Drawing(figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", key)
 
 
-def draw_loss(run: Run) -> Drawing | None:
+def draw_loss(run: RunData) -> Drawing | None:
     """Training loss by round."""
-    curves = _curves(run, "loss", _round_number)
+    curves = _curves(run, "loss", _round_up)
     if not curves:
         return None
     step = 1 + max(len(curve.places) for curve in curves) // 200
     figure, axes = _panel_by_round("training loss")
     for curve in curves:
-        _trace(axes, _thinned(curve, step))
+        _plot_curve(axes, _thinned(curve, step))
     losses = [value for curve in curves for values in curve.values for value in values]
     if min(losses) > 0 and max(losses) > 20 * min(losses):
         axes.set_yscale("log")
@@ -81,13 +81,13 @@ def draw_loss(run: Run) -> Drawing | None:
     return Drawing(figure, "Training loss by round", caption, _legend(curve.record for curve in curves))
 
 
-def _curves(run: Run, field: str, place: Callable[[Sequence[Json]], float]) -> list[Curve]:
+def _curves(run: RunData, field: str, place: Callable[[Sequence[Json]], float]) -> list[Curve]:
     """Each case's rounds in which a field was measured; cases without any are left out."""
     curves = (_curve(record, field, place) for record in run.records)
     return [curve for curve in curves if curve.places]
 
 
-def _curve(record: Record, field: str, place: Callable[[Sequence[Json]], float]) -> Curve:
+def _curve(record: ExperimentRecord, field: str, place: Callable[[Sequence[Json]], float]) -> Curve:
     rounds: dict[int, list[Json]] = {}
     for row in record.rows:
         if row[field] is not None:
@@ -96,7 +96,7 @@ def _curve(record: Record, field: str, place: Callable[[Sequence[Json]], float])
     return Curve(record, [place(seeds) for seeds in rows], [[row[field] for row in seeds] for seeds in rows])
 
 
-def _round_number(rows: Sequence[Json]) -> float:
+def _round_up(rows: Sequence[Json]) -> float:
     return float(rows[0]["round"] + 1)
 
 
@@ -115,20 +115,20 @@ def _thinned(curve: Curve, step: int) -> Curve:
 
 
 def _panel_by_round(measured: str) -> tuple[Figure, Axes]:
-    figure, axes = panel()
+    figure, axes = new_axes()
     axes.set(xlabel="round", ylabel=measured)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure, axes
 
 
-def _trace(axes: Axes, curve: Curve, *, scale: float = 1.0) -> None:
+def _plot_curve(axes: Axes, curve: Curve, *, scale: float = 1.0) -> None:
     """A curve with some of its markers."""
     length = len(curve.places)
     every = max(1, min(length // 2, 1 + length // 8))
     # lines that lie on each other show their markers in turn
-    marked = (MARKERS.index(curve.record.look.marker) % every, every)
+    marked = (MARKERS.index(curve.record.line_style.marker) % every, every)
     values = [[scale * value for value in seeds] for seeds in curve.values]
-    trace(axes, curve.places, values, curve.record.look, markevery=marked)
+    plot_mean_and_range(axes, curve.places, values, curve.record.line_style, markevery=marked)
 
 
 def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:
@@ -147,10 +147,10 @@ def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:
     return ends
 
 
-def _legend(records: Iterable[Record]) -> str:
-    return legend((line_sample(record.look), record.name) for record in records)
+def _legend(records: Iterable[ExperimentRecord]) -> str:
+    return legend((line_sample(record.line_style), record.name) for record in records)
 
 
-def _over_seeds(run: Run) -> str:
+def _over_seeds(run: RunData) -> str:
     many = f"A line is the mean over {run.settings.plan.seeds} seeds, its band reaches from the lowest seed to the highest."
     return many if run.settings.plan.seeds > 1 else "One seed was run."

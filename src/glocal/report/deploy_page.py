@@ -7,9 +7,9 @@ from pathlib import Path
 from matplotlib.ticker import MaxNLocator
 
 from glocal.core.files import Json, read_json, read_rows
-from glocal.report.drawing import INK, PAPER, Drawing, ink_and_paper, panel, shown
-from glocal.report.looks import legend, line_sample, look_of
-from glocal.report.numerals import PERCENT, several, size
+from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
+from glocal.report.looks import legend, line_sample, nth_line_style
+from glocal.report.numerals import PERCENT, pluralize, size
 from glocal.report.page import section, write_page
 from glocal.report.tables import boxed_table
 
@@ -24,13 +24,13 @@ def write_deploy_report(folder: Path) -> Path:
     """Write folder/report.html of a run's folder, from what it has kept so far."""
     live, rows = read_json(folder / "live.json", dict), read_rows(folder / "rows.jsonl")
     result: Json = read_json(folder / "result.json", dict) if (folder / "result.json").exists() else {}
-    with ink_and_paper(INK, PAPER):
+    with colour_theme(FOREGROUND, BACKGROUND):
         told = [row for row in rows if row["losses"]]
-        drawn = shown(draw_losses(told), "losses", kind="beside") if told else "<p>No device’s owner lets losses leave it.</p>"
+        drawn = figure_html(draw_losses(told), "losses", kind="beside") if told else "<p>No device’s owner lets losses leave it.</p>"
         sections = [
             _notice(live),
             section("Loss by round", drawn),
-            section("Devices", _devices(result["devices"])) if result else "",
+            section("Devices", _clients(result["clients"])) if result else "",
             section("Bytes", _bytes(result["ledger"])) if result else "",
             section("Rounds", _rounds(rows)),
         ]
@@ -42,21 +42,21 @@ def write_deploy_report(folder: Path) -> Path:
 def _notice(live: Json) -> str:
     if live["state"] == "done":
         return ""
-    why = f": {live['why']}" if "why" in live else ""
+    why = f": {live['reason']}" if "reason" in live else ""
     return f'<p class="notice"><b>This run is not finished.</b> It is {escape(live["state"] + why)}.</p>'
 
 
 def _summary(live: Json, rows: Sequence[Json], result: Json) -> str:
-    devices = {name for row in rows for name in row["devices"]}
-    words = f"{several(len(devices), 'device')} trained together over {several(len(rows), 'round')} on Flower. "
+    devices = {name for row in rows for name in row["clients"]}
+    words = f"{pluralize(len(devices), 'device')} trained together over {pluralize(len(rows), 'round')} on Flower. "
     if result and result["local_test"]:
-        tested = sum(row["test"] is not None for row in result["devices"])
+        tested = sum(row["test"] is not None for row in result["clients"])
         words += f"Their own models are right in {PERCENT * result['local_test']['mean']:.1f} % of their own test data "
-        words += f"(the mean over the {several(tested, 'device')} whose owners consent). "
+        words += f"(the mean over the {pluralize(tested, 'device')} whose owners consent). "
     if result and result["privacy"]:
         kept = result["privacy"]
         words += (
-            f"Every upload was clipped to {kept['clip']:g} and noised by {kept['noise']:g} times that: after "
+            f"Every upload was clipped to {kept['clip_norm']:g} and noised by {kept['noise_multiplier']:g} times that: after "
             f"{kept['rounds']} rounds a device’s moves are hidden to epsilon {kept['epsilon']:.2f} at delta {kept['delta']:g}. "
         )
     words += "Private parts never left the devices."
@@ -65,43 +65,43 @@ def _summary(live: Json, rows: Sequence[Json], result: Json) -> str:
 
 def draw_losses(rows: Sequence[Json]) -> Drawing:
     """Each device's loss, round by round; a gap is a round in which it did not count."""
-    figure, axes = panel()
+    figure, axes = new_axes()
     names = sorted({name for row in rows for name in row["losses"]})
     for place, name in enumerate(names):
-        look = look_of(place)
+        line_style = nth_line_style(place)
         values = [row["losses"].get(name, float("nan")) for row in rows]
-        dashes = (0, look.dash) if look.dash else "solid"
+        dashes = (0, line_style.dash) if line_style.dash else "solid"
         axes.plot(
             [row["round"] + 1 for row in rows],
             values,
-            look.marker,
-            color=look.colour,
+            line_style.marker,
+            color=line_style.colour,
             linestyle=dashes,
             linewidth=1.8,
             markersize=5,
         )
     axes.set(xlabel="round", ylabel="training loss")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    key = legend((line_sample(look_of(place)), name) for place, name in enumerate(names))
+    key = legend((line_sample(nth_line_style(place)), name) for place, name in enumerate(names))
     return Drawing(
         figure, "Training loss by round", "The mean loss of each device while it trained, where its owner lets it be known.", key
     )
 
 
-def _devices(devices: Sequence[Json]) -> str:
-    heads = ("rounds", "last round", "train", "test", "validation, %", "Local Test, %")
+def _clients(devices: Sequence[Json]) -> str:
+    heads = ("rounds", "last round", "train_size", "test", "validation, %", "Local Test, %")
     head = '<tr><th class="name" scope="col">device</th>' + "".join(f'<th scope="col">{words}</th>' for words in heads) + "</tr>"
     dash = "A dash: no figures may leave it, it was not there, or it could not test."
     note = f"Local Test: each device’s own model on its own test data. {dash}"
-    return f'{boxed_table(head, map(_device, devices), "Devices")}\n<p class="note">{note}</p>'
+    return f'{boxed_table(head, map(_client, devices), "Devices")}\n<p class="note">{note}</p>'
 
 
-def _device(row: Json) -> str:
-    late = '<span class="small">joined later</span>' if row["newcomer"] else ""
+def _client(row: Json) -> str:
+    late = '<span class="small">joined later</span>' if row["new_client"] else ""
     scores = [None if row[part] is None else f"{PERCENT * row[part]:.1f}" for part in ("validation", "test")]
-    last = None if row["last"] is None else row["last"] + 1
+    last = None if row["last_round"] is None else row["last_round"] + 1
     cells = "".join(
-        f"<td>{'–' if cell is None else cell}</td>" for cell in (row["rounds"], last, row["train"], row["test_size"], *scores)
+        f"<td>{'–' if cell is None else cell}</td>" for cell in (row["rounds"], last, row["train_size"], row["test_size"], *scores)
     )
     return f'<tr><th class="name" scope="row">{escape(row["name"])}{late}</th>{cells}</tr>'
 
@@ -116,19 +116,19 @@ def _bytes(ledger: Json) -> str:
 
 
 def _rounds(rows: Sequence[Json]) -> str:
-    heads = ("loss", "devices", "seconds")
+    heads = ("loss", "clients", "seconds")
     head = '<tr><th scope="col">round</th>' + "".join(f'<th scope="col">{words}</th>' for words in heads)
     return boxed_table(f'{head}<th class="name" scope="col">what happened</th></tr>', map(_round, rows), "Rounds")
 
 
 def _round(row: Json) -> str:
     loss = "–" if row["loss"] is None else f"{row['loss']:.4f}"
-    cells = f"<td>{loss}</td><td>{len(row['devices'])}</td><td>{row['seconds']:.1f}</td>"
+    cells = f"<td>{loss}</td><td>{len(row['clients'])}</td><td>{row['seconds']:.1f}</td>"
     return f'<tr><th scope="row">{row["round"] + 1}</th>{cells}<td class="name">{escape("; ".join(_events(row)))}</td></tr>'
 
 
 def _events(row: Json) -> Iterator[str]:
     yield from (f"dropped {name}: {why}" for name, why in row["dropped"].items())
     yield from (f"{name}: {note}" for name, note in row["notes"].items())
-    if row["away"]:
-        yield f"away: {', '.join(row['away'])}"
+    if row["offline"]:
+        yield f"away: {', '.join(row['offline'])}"

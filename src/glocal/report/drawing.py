@@ -15,11 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from glocal.core.errors import InputError
-from glocal.core.files import whole_or_not_at_all
-from glocal.report.looks import Look
+from glocal.core.files import atomic_write
+from glocal.report.looks import LineStyle
 
 # stand-ins that the page's own colours take the place of, so that a figure follows its theme
-INK, PAPER = "#0a0b0c", "#fafbfc"
+FOREGROUND, BACKGROUND = "#0a0b0c", "#fafbfc"
 _WIDTH = 5.0  # inches; small enough for 10 pt to stay readable on a phone
 _STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
@@ -50,7 +50,7 @@ class Drawing(NamedTuple):
 
 
 @contextmanager
-def ink_and_paper(ink: str, paper: str) -> Iterator[None]:
+def colour_theme(ink: str, paper: str) -> Iterator[None]:
     """Draw in these colours, whatever the user's own matplotlib settings say."""
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     coloured = {**dict.fromkeys(inked, ink), "hatch.color": paper, "lines.markeredgecolor": paper}
@@ -60,26 +60,26 @@ def ink_and_paper(ink: str, paper: str) -> Iterator[None]:
         yield
 
 
-def sheet(height: float) -> Figure:
+def new_figure(height: float) -> Figure:
     """An empty figure, so many inches high."""
     return Figure(figsize=(_WIDTH, height), layout="constrained")
 
 
-def panel(height: float = 3.4) -> tuple[Figure, Axes]:
+def new_axes(height: float = 3.4) -> tuple[Figure, Axes]:
     """A figure with one pair of axes."""
-    figure = sheet(height)
+    figure = new_figure(height)
     return figure, figure.add_subplot()
 
 
-def trace(axes: Axes, places: Sequence[float], values: Sequence[Sequence[float]], look: Look, **line: Any) -> None:
+def plot_mean_and_range(axes: Axes, places: Sequence[float], values: Sequence[Sequence[float]], line_style: LineStyle, **line: Any) -> None:
     """The mean of each place's values as a line with markers, their range as a band; `line` is for matplotlib."""
     low, mean, high = ([of(several) for several in values] for of in (min, fmean, max))
-    axes.fill_between(places, low, high, color=look.colour, alpha=0.16, linewidth=0)
-    dashes = (0, look.dash) if look.dash else "solid"
-    axes.plot(places, mean, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, **line)
+    axes.fill_between(places, low, high, color=line_style.colour, alpha=0.16, linewidth=0)
+    dashes = (0, line_style.dash) if line_style.dash else "solid"
+    axes.plot(places, mean, line_style.marker, color=line_style.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, **line)
 
 
-def shown(drawing: Drawing, name: str, *, kind: str = "plain") -> str:
+def figure_html(drawing: Drawing, name: str, *, kind: str = "plain") -> str:
     """A drawing as HTML; `name` sets its ids apart from those of the page's other drawings."""
     caption = f"<figcaption><b>{drawing.title}</b> {drawing.caption}</figcaption>"
     return f'<figure class="{kind}"><div>{_svg(drawing.figure, name, drawing.title)}{drawing.legend}</div>{caption}</figure>'
@@ -100,7 +100,7 @@ def _svg(figure: Figure, name: str, label: str) -> str:
 def _themed(tag: str, name: str) -> str:
     """One SVG tag; what a user has named stands between tags and is left alone."""
     owned = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{name}-", tag)
-    return owned.replace(INK, "currentColor").replace(PAPER, "var(--card)")
+    return owned.replace(FOREGROUND, "currentColor").replace(BACKGROUND, "var(--card)")
 
 
 def picture_kind(path: Path) -> str:
@@ -115,6 +115,6 @@ def save_picture(figure: Figure, path: Path) -> Path:
     """A figure as a file, the same bytes for the same figure."""
     kind = picture_kind(path)
     about: dict[str, None] = {"Date": None} if kind == "svg" else {"Software": None}
-    with whole_or_not_at_all(path) as half:
+    with atomic_write(path) as half:
         figure.savefig(half, format=kind, facecolor="#ffffff", dpi=200, metadata=about)
     return path

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from glocal.core.files import Json
 from glocal.report.comparison import row_names
-from glocal.report.drawing import Drawing, sheet, trace
-from glocal.report.looks import COLOURS, Look, legend, line_sample, look_of
+from glocal.report.drawing import Drawing, new_figure, plot_mean_and_range
+from glocal.report.looks import COLOURS, LineStyle, legend, line_sample, nth_line_style
 from glocal.report.numerals import BILLION, PERCENT, size
 from glocal.studies.findings import Findings
-from glocal.studies.goals import Reached, goal_of, means, reached, without
+from glocal.studies.goals import GoalCost, goal_accuracy, goal_cost, mean_over_seeds, without_seed
 
 GOAL_HEADS = (
     "Method",
@@ -23,12 +23,12 @@ GOAL_HEADS = (
     "In the end",
 )
 _FEWEST = 3  # seeds, of which one can be left out
-_LOOKS = (Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[0], (), "o"), *map(look_of, range(2, 7)))
+_STYLES = (LineStyle(COLOURS[1], (6, 2), "s"), LineStyle(COLOURS[0], (), "o"), *map(nth_line_style, range(2, 7)))
 _MARKS = 12  # on a line
 _BELOW = 1.5  # points below the goal, where the lower panel begins
 
 
-class Soon(NamedTuple):
+class GoalRow(NamedTuple):
     """A row's way to the goal; None where it never gets there. `share` is of the parameters of the row that sets the goal.
 
     `shares` are those with each of the seeds left out, goal and ways anew; infinite where the row never gets there. `highest` and
@@ -36,14 +36,14 @@ class Soon(NamedTuple):
     """
 
     row: str
-    way: Reached | None
+    way: GoalCost | None
     share: float
     highest: float
     end: float
     shares: tuple[float, ...] = ()
 
 
-def goal_told(findings: Findings, part: str) -> str:
+def goal_text(findings: Findings, part: str) -> str:
     """What the goal is."""
     aim, row = goal(findings, part), findings.study.parts[part].goal
     return (
@@ -55,35 +55,35 @@ def goal_told(findings: Findings, part: str) -> str:
 
 def goal(findings: Findings, part: str) -> float:
     """The goal of a part, a share; 0 where its row was not measured."""
-    return goal_of((findings.case(part, findings.study.parts[part].goal) or {}).get("course", []))
+    return goal_accuracy((findings.experiment(part, findings.study.parts[part].goal) or {}).get("course", []))
 
 
-def ways_to_goal(findings: Findings, part: str) -> list[Soon]:
+def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
     """Every row of a part that sends anything; none where there is no goal, or its row was not measured."""
     of = findings.study.parts[part]
     if not of.goal or not goal(findings, part) or part not in findings.parts:
         return []
-    courses = {row: (findings.case(part, row) or {}).get("course", []) for row in row_names(of)}
+    courses = {row: (findings.experiment(part, row) or {}).get("course", []) for row in row_names(of)}
     sending = {row: course for row, course in courses.items() if any(point["parameters"] for point in course)}
     if of.goal not in sending:
         return []
     seeds = sorted({point["seed"] for point in sending[of.goal]})
     ways = _ways(sending, of.goal)
-    fewer = [_ways({row: without(course, seed) for row, course in sending.items()}, of.goal) for seed in seeds]
+    fewer = [_ways({row: without_seed(course, seed) for row, course in sending.items()}, of.goal) for seed in seeds]
     kept = fewer if len(seeds) >= _FEWEST else []
-    heights = {row: [point["validation"] for point in means(course)] for row, course in sending.items()}
-    return [Soon(row, *ways[row], max(heights[row]), heights[row][-1], tuple(other[row][1] for other in kept)) for row in sending]
+    heights = {row: [point["validation"] for point in mean_over_seeds(course)] for row, course in sending.items()}
+    return [GoalRow(row, *ways[row], max(heights[row]), heights[row][-1], tuple(other[row][1] for other in kept)) for row in sending]
 
 
-def _ways(courses: Mapping[str, Sequence[Json]], by: str) -> dict[str, tuple[Reached | None, float]]:
+def _ways(courses: Mapping[str, Sequence[Json]], by: str) -> dict[str, tuple[GoalCost | None, float]]:
     """How each course gets to the best of one of them, and for what share of its parameters."""
-    aim = goal_of(courses[by])
-    found = {row: reached(course, aim) for row, course in courses.items()}
+    aim = goal_accuracy(courses[by])
+    found = {row: goal_cost(course, aim) for row, course in courses.items()}
     first = found[by]
     return {row: (way, way.parameters / first.parameters if way and first else math.inf) for row, way in found.items()}
 
 
-def goal_cells(soon: Soon) -> tuple[str, ...]:
+def goal_cells(soon: GoalRow) -> tuple[str, ...]:
     """A row of the table."""
     spread, heights = _spread(soon.shares), [f"{PERCENT * height:.2f} %" for height in (soon.highest, soon.end)]
     if soon.way is None:
@@ -113,18 +113,18 @@ def draw_goal(findings: Findings) -> Drawing | None:
         return None
     part = max(parts, key=lambda name: (bool(findings.study.parts[name].published), parts.index(name)))
     about, aim = findings.study.parts[part], PERCENT * goal(findings, part)
-    looks = dict(zip((soon.row for soon in ways_to_goal(findings, part)), _LOOKS, strict=False))
-    first = means((findings.case(part, about.goal) or {})["course"])
-    figure = sheet(6.2)
+    looks = dict(zip((soon.row for soon in ways_to_goal(findings, part)), _STYLES, strict=False))
+    first = mean_over_seeds((findings.experiment(part, about.goal) or {})["course"])
+    figure = new_figure(6.2)
     whole, near = figure.subplots(2, 1)
-    for row, look in looks.items():
-        course = means((findings.case(part, row) or {})["course"])
+    for row, line_style in looks.items():
+        course = mean_over_seeds((findings.experiment(part, row) or {})["course"])
         common = 0 if row == about.goal else sum(point in first for point in course)
         own = course[max(common - 1, 0) :]
         accuracies = [[PERCENT * point["validation"]] for point in own]
         every = max(1, len(own) // _MARKS)
-        trace(whole, [point["round"] for point in own], accuracies, look, label=row, markevery=every)
-        trace(near, [point["parameters"] / BILLION for point in own], accuracies, look, markevery=every)
+        plot_mean_and_range(whole, [point["round"] for point in own], accuracies, line_style, label=row, markevery=every)
+        plot_mean_and_range(near, [point["parameters"] / BILLION for point in own], accuracies, line_style, markevery=every)
     for axes, xlabel in ((whole, "round"), (near, "parameters sent by the paper’s count, billions")):
         axes.axhline(aim, color=COLOURS[7], linestyle=":", linewidth=1.4)
         axes.set(xlabel=xlabel, ylabel="validation accuracy, %")
@@ -136,4 +136,4 @@ def draw_goal(findings: Findings) -> Drawing | None:
         "near the goal, by what was sent until then. The dotted line is the goal. Rows that go on from FedAvg begin where they "
         "leave it. A line is the mean over seeds."
     )
-    return Drawing(figure, "Accuracy by round", caption, legend((line_sample(look), row) for row, look in looks.items()))
+    return Drawing(figure, "Accuracy by round", caption, legend((line_sample(line_style), row) for row, line_style in looks.items()))

@@ -7,14 +7,14 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from glocal.core.files import Json, read_json, whole_or_not_at_all
-from glocal.report.drawing import INK, PAPER, Drawing, ink_and_paper, panel, shown
-from glocal.report.looks import Look, legend, line_sample, look_of
-from glocal.report.numerals import PERCENT, several, size
+from glocal.core.files import Json, atomic_write, read_json
+from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
+from glocal.report.looks import LineStyle, legend, line_sample, nth_line_style
+from glocal.report.numerals import PERCENT, pluralize, size
 from glocal.report.page import section, write_page
 from glocal.report.tables import boxed_table
 
-_TOLD = {
+_DESCRIPTIONS = {
     "everyone": "no training: averaged logits of every trained device’s model",
     "confident": "no training: the devices whose models are surest of a sample of its inputs",
     "nearest": "no training: the devices whose models are nearest to what all say of that sample",
@@ -28,34 +28,34 @@ def write_join_report(folder: Path) -> Path:
     """Write folder/report.html from folder/join.json."""
     found = read_json(folder / "join.json", dict)
     rows = [row for row in found["rows"] if row["accuracy"] is not None]
-    with ink_and_paper(INK, PAPER):
-        drawn = shown(draw_labels(rows), "labels", kind="beside") if rows else "<p>Without labels there is nothing to measure.</p>"
+    with colour_theme(FOREGROUND, BACKGROUND):
+        drawn = figure_html(draw_labels(rows), "labels", kind="beside") if rows else "<p>Without labels there is nothing to measure.</p>"
         sections = [section("Accuracy by labelled examples", drawn), section("Every way", _table(found["rows"]))]
     return write_page(folder, title=found["name"], summary=_summary(found), sections=sections)
 
 
 def _summary(found: Json) -> str:
-    told = found["newcomer"]
-    classes = several(len(told["classes"]), "class")
+    told = found["new_client"]
+    classes = pluralize(len(told["classes"]), "class")
     words = (
-        f"A new device with {several(told['examples'], 'labelled example')} of {classes} meets the federation of "
-        f"{several(told['device'], 'device')} in {found['run']} ({found['case']}, seed {found['seed']}). "
-        f"It is tested on {several(told['tested on'], 'example')} of its own. No file of that run was changed."
+        f"A new device with {pluralize(told['examples'], 'labelled example')} of {classes} meets the federation of "
+        f"{pluralize(told['device'], 'device')} in {found['run']} ({found['experiment']}, seed {found['seed']}). "
+        f"It is tested on {pluralize(told['tested on'], 'example')} of its own. No file of that run was changed."
     )
     return f"<p>{escape(words)}</p>"
 
 
 def draw_labels(rows: Sequence[Json]) -> Drawing:
     """Accuracy against labelled examples; what needs no label is a level line."""
-    figure, axes = panel()
-    ways = [way for way in _TOLD if any(row["way"] == way for row in rows)]
+    figure, axes = new_axes()
+    ways = [way for way in _DESCRIPTIONS if any(row["way"] == way for row in rows)]
     most = max(row["labels"] for row in rows)
     for place, way in enumerate(ways):
         points = sorted((row["labels"], PERCENT * row["accuracy"]) for row in rows if row["way"] == way)
-        _trace(axes, points, look_of(place), most, label=way)
+        _plot_curve(axes, points, nth_line_style(place), most, label=way)
     _scale_labels(axes, sorted({row["labels"] for row in rows}))
     axes.set(xlabel="labelled examples of the new device", ylabel="accuracy on its test data, %")
-    key = legend((line_sample(look_of(place)), way) for place, way in enumerate(ways))
+    key = legend((line_sample(nth_line_style(place)), way) for place, way in enumerate(ways))
     caption = "Drawn level: what needs no labels."
     return Drawing(figure, "Accuracy of the new device", caption, key)
 
@@ -63,19 +63,19 @@ def draw_labels(rows: Sequence[Json]) -> Drawing:
 def draw_join(path: Path, into: Path) -> Path:
     """The same from a join.json into a PNG file, with its legend."""
     found = read_json(path, dict)
-    with ink_and_paper("#1c2126", "#ffffff"):
+    with colour_theme("#1c2126", "#ffffff"):
         drawing = draw_labels([row for row in found["rows"] if row["accuracy"] is not None])
         drawing.figure.legend(loc="outside lower center", ncols=3, frameon=False, columnspacing=1.2, handlelength=2.6)
-        with whole_or_not_at_all(into) as half:
+        with atomic_write(into) as half:
             drawing.figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
     return into
 
 
-def _trace(axes: Axes, points: Sequence[tuple[int, float]], look: Look, most: int, *, label: str) -> None:
+def _plot_curve(axes: Axes, points: Sequence[tuple[int, float]], line_style: LineStyle, most: int, *, label: str) -> None:
     level = len(points) == 1 and points[0][0] == 0
     places, values = ([0, max(most, 1)], [points[0][1]] * 2) if level else zip(*points, strict=True)
-    dashes = (0, look.dash) if look.dash else "solid"
-    axes.plot(places, values, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
+    dashes = (0, line_style.dash) if line_style.dash else "solid"
+    axes.plot(places, values, line_style.marker, color=line_style.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
 
 
 def _scale_labels(axes: Axes, numbers: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ def _table(rows: Sequence[Json]) -> str:
 
 
 def _row(row: Json) -> str:
-    words = f'<th class="name" scope="row">{escape(row["way"])}</th><td class="name">{_TOLD[row["way"]]}</td>'
+    words = f'<th class="name" scope="row">{escape(row["way"])}</th><td class="name">{_DESCRIPTIONS[row["way"]]}</td>'
     return f"<tr>{words}<td>{row['labels']:,}</td><td>{_percent(row['accuracy'])}</td><td>{size(row['bytes'])}</td></tr>"
 
 

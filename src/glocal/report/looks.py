@@ -20,7 +20,7 @@ _MARKERS = {
 MARKERS = tuple(_MARKERS)
 
 
-class Look(NamedTuple):
+class LineStyle(NamedTuple):
     """How one case is drawn."""
 
     colour: str
@@ -28,7 +28,7 @@ class Look(NamedTuple):
     marker: str
 
 
-class Hatching(NamedTuple):
+class BarStyle(NamedTuple):
     """How a part of a bar is drawn: matplotlib's pattern, and the same as a path for the legend."""
 
     colour: str
@@ -36,9 +36,9 @@ class Hatching(NamedTuple):
     strokes: str
 
 
-def look_of(place: int) -> Look:
+def nth_line_style(place: int) -> LineStyle:
     """No two alike among the first 280: the cycles' lengths have no common factor."""
-    return Look(COLOURS[place % len(COLOURS)], _DASHES[place % len(_DASHES)], MARKERS[place % len(MARKERS)])
+    return LineStyle(COLOURS[place % len(COLOURS)], _DASHES[place % len(_DASHES)], MARKERS[place % len(MARKERS)])
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -46,21 +46,21 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="key">{"".join(f"<li>{sample}{escape(words)}</li>" for sample, words in entries)}</ul>'
 
 
-def line_sample(look: Look) -> str:
+def line_sample(line_style: LineStyle) -> str:
     """A piece of a case's line, with its marker."""
-    dash = f' stroke-dasharray="{" ".join(f"{length:g}" for length in look.dash)}"' if look.dash else ""
-    line = f'<path d="M0 6H30" fill="none" stroke="{look.colour}" stroke-width="2"{dash}/>'
-    return _sample(f'{line}<path transform="translate(15 6)" d="{_MARKERS[look.marker]}" fill="{look.colour}"/>')
+    dash = f' stroke-dasharray="{" ".join(f"{length:g}" for length in line_style.dash)}"' if line_style.dash else ""
+    line = f'<path d="M0 6H30" fill="none" stroke="{line_style.colour}" stroke-width="2"{dash}/>'
+    return _sample(f'{line}<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" fill="{line_style.colour}"/>')
 
 
-def hollow_sample(look: Look) -> str:
+def hollow_sample(line_style: LineStyle) -> str:
     """A case's marker, empty."""
     return _sample(
-        f'<path transform="translate(15 6)" d="{_MARKERS[look.marker]}" fill="none" stroke="{look.colour}" stroke-width="1.6"/>'
+        f'<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" fill="none" stroke="{line_style.colour}" stroke-width="1.6"/>'
     )
 
 
-def bar_sample(hatching: Hatching) -> str:
+def bar_sample(hatching: BarStyle) -> str:
     """A piece of a bar."""
     bar = f'<path d="M0 0h30v12H0z" fill="{hatching.colour}"/>'
     strokes = f'<path d="{hatching.strokes}" stroke="var(--card)" stroke-width="1.2" fill="none"/>' if hatching.strokes else ""

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from glocal.report.comparison import SideBySide, swept, table_1, tables_of
-from glocal.report.goals import GOAL_HEADS, goal_cells, goal_told, ways_to_goal
+from glocal.report.comparison import ComparisonTable, sweep_points, table_1, tables_of
+from glocal.report.goals import GOAL_HEADS, goal_cells, goal_text, ways_to_goal
 from glocal.report.words import (
     CLAIM_HEADS,
     SPLIT_HEADS,
-    SPLITS_TOLD,
+    SPLITS_NOTE,
     TIME_HEADS,
     Entry,
     about_changes,
@@ -18,7 +18,7 @@ from glocal.report.words import (
     about_protocols,
     about_run,
     claim_cells,
-    claims_told,
+    claims_text,
     columns_of,
     commands,
     entries,
@@ -46,7 +46,7 @@ def _claims(findings: Findings) -> list[str]:
         return []
     rows = [claim_cells(findings, verdict) for verdict in findings.verdicts()]
     table = _table(CLAIM_HEADS, rows, left=2) if rows else ""
-    return ["### What the paper claims", claims_told(findings), table]
+    return ["### What the paper claims", claims_text(findings), table]
 
 
 def _tables(findings: Findings) -> list[str]:
@@ -54,7 +54,7 @@ def _tables(findings: Findings) -> list[str]:
     return [about_columns(findings), *(block for table in tables for block in _side_by_side(table))] if tables else []
 
 
-def _side_by_side(table: SideBySide) -> list[str]:
+def _side_by_side(table: ComparisonTable) -> list[str]:
     heads = ["Method", *(column.alone for column in columns_of(table))]
     rows = [[name, *map(_cell, entries(table, name))] for name in table.rows]
     return [f"### {table.title}", _table(heads, rows), "\n".join(f"- {note}" for note in notes(table))]
@@ -71,7 +71,7 @@ def _goals(findings: Findings) -> list[str]:
     for name, part in findings.study.parts.items():
         if ways := ways_to_goal(findings, name):
             title = f"### How soon the goal is reached, {part.title}, `{part.protocol}`"
-            blocks += [title, goal_told(findings, name), _table(GOAL_HEADS, map(goal_cells, ways))]
+            blocks += [title, goal_text(findings, name), _table(GOAL_HEADS, map(goal_cells, ways))]
     return blocks
 
 
@@ -79,9 +79,9 @@ def _sweeps(findings: Findings) -> list[str]:
     """The splits of every part that has them."""
     blocks = []
     for name, part in findings.study.parts.items():
-        if splits := swept(findings, name):
+        if splits := sweep_points(findings, name):
             table = _table(SPLIT_HEADS, map(split_cells, splits))
-            blocks += [f"### How much to share, {part.title}, `{part.protocol}`", SPLITS_TOLD, table]
+            blocks += [f"### How much to share, {part.title}, `{part.protocol}`", SPLITS_NOTE, table]
     return blocks
 
 

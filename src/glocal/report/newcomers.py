@@ -5,35 +5,35 @@ from html import escape
 from statistics import fmean
 
 from glocal.core.files import Json
-from glocal.report.numerals import percent, size
-from glocal.report.reading import Record, Run
+from glocal.report.numerals import mean_std_percent, size
+from glocal.report.reading import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table
 
-NEWCOMERS_NOTE = (
+NEW_CLIENTS_NOTE = (
     "When the rounds of a case were over, a new device came. Normal: the ensemble of the old devices on everyone’s test data, "
     "before and after. New: the newcomer on its own test data, before it had learnt anything (with the ensemble of the old "
     "devices), and after. Sent: all bytes from its coming on."
 )
 
 
-def newcomers_table(run: Run) -> str:
+def new_clients_table(run: RunData) -> str:
     """One row for every case at whose end a newcomer came; nothing where none did."""
-    rows = [_row(record) for record in run.records if record.finished and "arrival" in record.results[0]]
+    rows = [_row(record) for record in run.records if record.finished and "onboarding" in record.results[0]]
     heads = "".join(f'<th scope="col">{head}</th>' for head in ("Normal, before", "after", "New, before", "after", "Sent"))
     return boxed_table(f'<tr><th scope="col" class="name">Case</th>{heads}</tr>', rows, "Newcomers") if rows else ""
 
 
-def _row(record: Record) -> str:
+def _row(record: ExperimentRecord) -> str:
     cells = "".join(f"<td>{cell}</td>" for cell in _cells(record.results))
     return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{cells}</tr>'
 
 
 def _cells(results: Sequence[Json]) -> list[str]:
     """Normal before and after, new before and after, over seeds; and what was sent on average."""
-    met = [result["arrival"] for result in results]
+    met = [result["onboarding"] for result in results]
     before = [result["new_test"]["logits"] for result in results if result["new_test"]]
-    columns = [before, *([row[key] for row in met if row[key] is not None] for key in ("normal", "rotated_before", "rotated"))]
+    columns = [before, *([row[key] for row in met if row[key] is not None] for key in ("existing_clients", "new_client_before", "new_client"))]
     return [
-        *(percent(column) if column else "–" for column in columns),
+        *(mean_std_percent(column) if column else "–" for column in columns),
         size(fmean(row["ledger"]["total"]["bytes"] for row in met)),
     ]

@@ -7,20 +7,20 @@ PERCENT = 100.0
 BILLION = 1e9
 
 
-def several(count: int, thing: str) -> str:
+def pluralize(count: int, thing: str) -> str:
     """So many of a thing.
 
-    >>> several(1, "class"), several(2000, "class")
+    >>> pluralize(1, "class"), pluralize(2000, "class")
     ('1 class', '2,000 classes')
     """
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{count:,} {thing if count == 1 else plural}"
 
 
-def percent(values: Sequence[float]) -> str:
+def mean_std_percent(values: Sequence[float]) -> str:
     """Mean and sample standard deviation.
 
-    >>> percent([0.5, 0.75])
+    >>> mean_std_percent([0.5, 0.75])
     '62.5 ± 17.7'
     """
     spread = f" ± {PERCENT * stdev(values):.1f}" if len(values) > 1 else ""

@@ -11,28 +11,28 @@ from glocal.core.files import write_text
 from glocal.datasets import SOURCES
 from glocal.report.arrivals import GROUPS_NOTE, draw_groups, groups_table
 from glocal.report.audits import AUDITS_NOTE, audits_table
-from glocal.report.classes import draw_dealt
-from glocal.report.curves import draw_economy, draw_loss, draw_validation
-from glocal.report.drawing import INK, PAPER, ink_and_paper, shown
-from glocal.report.newcomers import NEWCOMERS_NOTE, newcomers_table
-from glocal.report.numerals import PERCENT, several
-from glocal.report.reading import Record, Run, read_run
-from glocal.report.rungs import draw_purposes, draw_spread, draw_tests
-from glocal.report.tables import device_table, results_note, results_table, scrolling
+from glocal.report.classes import draw_partition
+from glocal.report.curves import draw_accuracy_by_bytes, draw_loss, draw_validation
+from glocal.report.drawing import BACKGROUND, FOREGROUND, colour_theme, figure_html
+from glocal.report.newcomers import NEW_CLIENTS_NOTE, new_clients_table
+from glocal.report.numerals import PERCENT, pluralize
+from glocal.report.reading import ExperimentRecord, RunData, read_run
+from glocal.report.rungs import draw_bytes_by_purpose, draw_client_accuracy, draw_tests
+from glocal.report.tables import client_table, results_note, results_table, scrolling
 
 
 def write_report(folder: Path) -> Path:
     """Write folder/report.html from what the run has kept so far."""
     run = read_run(folder)
-    with ink_and_paper(INK, PAPER):
+    with colour_theme(FOREGROUND, BACKGROUND):
         sections = [
             _notice(run),
             _results(run),
             _groups(run),
-            _newcomers(run),
+            _new_clients(run),
             _audits(run),
             _figures(run),
-            _devices(run),
+            _clients(run),
             _settings(run),
         ]
     return write_page(folder, title=run.settings.name, summary=_summary(run), sections=sections)
@@ -56,44 +56,44 @@ def figure_grid(figures: Iterable[str]) -> str:
     return '<div class="figures">\n{}\n</div>'.format("\n".join(figures))
 
 
-def _summary(run: Run) -> str:
+def _summary(run: RunData) -> str:
     """One paragraph: the data, the model, and how it was trained."""
     plan, model = run.settings.plan, run.settings.model
     hidden = f" with hidden layers of {', '.join(map(str, model.hidden))}" if model.name == "mlp" else ""
     seeds = f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with the one seed {plan.seed}"
-    rounds = max((run.plan(record).last_round for record in run.records), default=0)
+    rounds = max((run.plan(record).total_rounds for record in run.records), default=0)
     sentences = [
-        _told_data(run),
+        _data_text(run),
         f"The model is {model.name}{hidden}.",
-        _told_shares(run) if not run.settings.groups else "",  # worked out from a cohort that is always as large
-        f"The study compares {several(len(run.records), 'case')} over up to {several(rounds, 'round')},",
-        f"{several(plan.cohort, 'device')} taking part in each, {seeds}.",
+        _shares_text(run) if not run.settings.groups else "",  # worked out from a cohort that is always as large
+        f"The study compares {pluralize(len(run.records), 'experiment')} over up to {pluralize(rounds, 'round')},",
+        f"{pluralize(plan.clients_per_round, 'device')} taking part in each, {seeds}.",
     ]
     return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
 
 
-def _told_data(run: Run) -> str:
+def _data_text(run: RunData) -> str:
     data, counts = run.settings.data, run.counts
     dealt = {
-        "shards": f", each with at most {several(data.classes_per_device, 'class')}",
+        "shards": f", each with at most {pluralize(data.classes_per_client, 'class')}",
         "dirichlet": f", each class in proportions drawn from Dirichlet({data.alpha:g})",
         "iid": ", in equal shares at random",
     }
-    examples = "" if counts is None else f": {counts.sum():,} training examples of {several(counts.shape[1], 'class')}"
-    how = "" if ":" in data.source else dealt.get(data.partition, "")
-    return f"The data are {data.source}{examples} on {several(run.devices, 'device')}{how}."
+    examples = "" if counts is None else f": {counts.sum():,} training examples of {pluralize(counts.shape[1], 'class')}"
+    engine_config = "" if ":" in data.source else dealt.get(data.partition, "")
+    return f"The data are {data.source}{examples} on {pluralize(run.clients, 'device')}{engine_config}."
 
 
-def _told_shares(run: Run) -> str:
+def _shares_text(run: RunData) -> str:
     """What part of its model each case shares, if not all; equal ones are named together."""
     shares: dict[str, list[str]] = {}
     for record in run.records:
-        if share := _share(record, run.plan(record).cohort):
+        if share := _share(record, run.plan(record).clients_per_round):
             shares.setdefault(share, []).append(record.name)
     return " ".join(f"Shared in {', '.join(names)}: {share}." for share, names in shares.items())
 
 
-def _share(record: Record, cohort: int) -> str:
+def _share(record: ExperimentRecord, clients_per_round: int) -> str:
     """A part of a model that is sent; nothing where all or none of it is.
 
     Worked out from what the paper's count grew by: M + cohort shared trees a round, and M whole
@@ -102,15 +102,15 @@ def _share(record: Record, cohort: int) -> str:
     counts = [row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]]
     if not record.finished or len(counts) < 2:
         return ""
-    devices = len(record.results[0]["devices"])
-    shared = (counts[-1] - counts[-2]) / (devices + cohort)
-    whole = (record.results[0]["ledger"]["paper"]["parameters"] - counts[-1]) / devices or shared
+    clients = len(record.results[0]["clients"])
+    shared = (counts[-1] - counts[-2]) / (clients + clients_per_round)
+    whole = (record.results[0]["ledger"]["paper"]["parameters"] - counts[-1]) / clients or shared
     if not 0 < shared < whole:
         return ""
     return f"{shared:,.0f} of {whole:,.0f} parameters ({PERCENT * shared / max(1, whole):.0f} %)"
 
 
-def _notice(run: Run) -> str:
+def _notice(run: RunData) -> str:
     """Which cases are still to be finished, if any."""
     unfinished = [f"{escape(record.name)} ({run.progress(record)})" for record in run.records if not record.finished]
     if not unfinished:
@@ -118,43 +118,43 @@ def _notice(run: Run) -> str:
     return f'<p class="notice"><b>This run is not finished.</b> Still open: {", ".join(unfinished)}.</p>'
 
 
-def _results(run: Run) -> str:
+def _results(run: RunData) -> str:
     return section("Results", f'{results_table(run)}\n<p class="note">{results_note(run)}</p>')
 
 
-def _groups(run: Run) -> str:
+def _groups(run: RunData) -> str:
     """How groups that came, went and drifted have fared; nothing where there are none."""
     if not (drawn := draw_groups(run)):
         return ""
-    figures = figure_grid(shown(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1))
+    figures = figure_grid(figure_html(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1))
     table = f'<h3>What they had, and what they forgot</h3>\n{groups_table(run)}\n<p class="note">{GROUPS_NOTE}</p>'
     return section("Groups over time", f"{figures}\n{table}")
 
 
-def _newcomers(run: Run) -> str:
-    table = newcomers_table(run)
-    return section("The newcomer", f'{table}\n<p class="note">{NEWCOMERS_NOTE}</p>') if table else ""
+def _new_clients(run: RunData) -> str:
+    table = new_clients_table(run)
+    return section("The newcomer", f'{table}\n<p class="note">{NEW_CLIENTS_NOTE}</p>') if table else ""
 
 
-def _audits(run: Run) -> str:
+def _audits(run: RunData) -> str:
     source = SOURCES.get(run.settings.data.source)
     table = audits_table(run, [*source.attributes] if source else [])
     return section("What representations give away", f'{table}\n<p class="note">{AUDITS_NOTE}</p>') if table else ""
 
 
-def _figures(run: Run) -> str:
+def _figures(run: RunData) -> str:
     """All figures that there are measurements for."""
-    draws = (draw_validation, draw_economy, draw_tests, draw_spread, draw_loss, draw_purposes)
+    draws = (draw_validation, draw_accuracy_by_bytes, draw_tests, draw_client_accuracy, draw_loss, draw_bytes_by_purpose)
     drawn = [drawing for draw in draws if (drawing := draw(run))]
     if not drawn:
         return section("Figures", "<p>Nothing has been measured yet.</p>")
-    return section("Figures", figure_grid(shown(drawing, f"f{number}") for number, drawing in enumerate(drawn, start=1)))
+    return section("Figures", figure_grid(figure_html(drawing, f"f{number}") for number, drawing in enumerate(drawn, start=1)))
 
 
-def _devices(run: Run) -> str:
+def _clients(run: RunData) -> str:
     """Who has which classes, and each case's table of devices."""
-    classes = "" if run.counts is None else shown(draw_dealt(run.counts, run.settings.plan.seed), "classes", kind="beside")
-    tables = "\n".join(device_table(record) for record in run.records if record.results)
+    classes = "" if run.counts is None else figure_html(draw_partition(run.counts, run.settings.plan.seed), "classes", kind="beside")
+    tables = "\n".join(client_table(record) for record in run.records if record.results)
     columns = (
         "Case by case: how many examples each device trains, validates and tests with, in how many rounds it took part, and how "
         "its own model does on its own test data."
@@ -163,7 +163,7 @@ def _devices(run: Run) -> str:
     return section("Devices", classes + note + tables) if classes or tables else ""
 
 
-def _settings(run: Run) -> str:
+def _settings(run: RunData) -> str:
     text = escape(json.dumps(run.settings.as_dict(), indent=2, ensure_ascii=False))
     box = scrolling(f"<pre>{text}</pre>", "Settings")
     return section("Settings", f"<details><summary>What this run was started with</summary>\n{box}</details>")

@@ -8,31 +8,31 @@ from typing import Any
 import numpy as np
 
 from glocal.core.files import Json, read_json, read_rows
-from glocal.core.sampling import Integers, Plan
-from glocal.report.looks import Look, look_of
-from glocal.studies.run import case_folder, plans_of, read_results, read_settings
-from glocal.studies.settings import CaseSettings, Settings
+from glocal.core.sampling import IntArray, Plan
+from glocal.report.looks import LineStyle, nth_line_style
+from glocal.studies.run import experiment_folder, plans_of, read_results, read_settings
+from glocal.studies.settings import ExperimentSettings, Settings
 
 
 @dataclass(frozen=True)
-class Record:
+class ExperimentRecord:
     """A case as its folder tells it: rows so far, and one result per seed once it has been tested."""
 
     name: str
-    case: CaseSettings
-    look: Look
+    experiment: ExperimentSettings
+    line_style: LineStyle
     rows: list[Json]
     results: list[Json]
 
     @property
-    def reached(self) -> int:
+    def rounds_completed(self) -> int:
         """How many rounds are done, a warm start's included."""
         return max((row["round"] + 1 for row in self.rows), default=0)
 
     @property
     def finished(self) -> bool:
         """Whether the results are those of the last round."""
-        return bool(self.results) and self.results[0]["rounds"] >= self.reached
+        return bool(self.results) and self.results[0]["rounds"] >= self.rounds_completed
 
     def measured(self, *address: str) -> list[float]:
         """One number of each seed's result, such as ("local_test", "mean"), where it was measured."""
@@ -40,37 +40,37 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunData:
     """Everything that a report tells; `counts` are the first seed's training examples (devices, classes)."""
 
     settings: Settings
-    records: list[Record]
-    counts: Integers | None
+    records: list[ExperimentRecord]
+    counts: IntArray | None
 
     @property
-    def devices(self) -> int:
+    def clients(self) -> int:
         """How many devices there are; data of the user's own may have others than the settings say."""
         if self.counts is not None:
             return len(self.counts)
-        return next((len(record.results[0]["devices"]) for record in self.records if record.results), self.settings.data.devices)
+        return next((len(record.results[0]["clients"]) for record in self.records if record.results), self.settings.data.clients)
 
-    def plan(self, record: Record) -> Plan:
+    def plan(self, record: ExperimentRecord) -> Plan:
         """Which rounds a case runs; where it goes on from another case, that one's rounds come before."""
         return plans_of(self.settings)[record.name]
 
-    def progress(self, record: Record) -> str:
+    def progress(self, record: ExperimentRecord) -> str:
         """How far a case has come, in words."""
-        return f"round {record.reached} of {self.plan(record).last_round}" if record.rows else "not started"
+        return f"round {record.rounds_completed} of {self.plan(record).total_rounds}" if record.rows else "not started"
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunData:
     """What the run has kept so far."""
     settings, results, dealt = read_settings(folder), read_results(folder), folder / "federation.json"
     records = [
-        Record(name, case, look_of(place), read_rows(case_folder(folder, name) / "rows.jsonl"), results.get(name, []))
-        for place, (name, case) in enumerate(settings.cases.items())
+        ExperimentRecord(name, experiment, nth_line_style(place), read_rows(experiment_folder(folder, name) / "rows.jsonl"), results.get(name, []))
+        for place, (name, experiment) in enumerate(settings.experiments.items())
     ]
-    return Run(settings, records, np.array(read_json(dealt, dict)["train"], dtype=np.int64) if dealt.exists() else None)
+    return RunData(settings, records, np.array(read_json(dealt, dict)["train"], dtype=np.int64) if dealt.exists() else None)
 
 
 def _inside(data: Json, address: Sequence[str]) -> Any:

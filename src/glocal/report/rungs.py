@@ -8,26 +8,26 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.report.drawing import PAPER, Drawing, panel
-from glocal.report.looks import COLOURS, Hatching, Look, bar_sample, legend, line_sample
+from glocal.report.drawing import BACKGROUND, Drawing, new_axes
+from glocal.report.looks import COLOURS, BarStyle, LineStyle, bar_sample, legend, line_sample
 from glocal.report.numerals import PERCENT, unit_of
-from glocal.report.reading import Record, Run
+from glocal.report.reading import ExperimentRecord, RunData
 
-_LOCAL, _NEW = Look(COLOURS[0], (), "o"), Look(COLOURS[1], (), "D")
+_LOCAL, _NEW = LineStyle(COLOURS[0], (), "o"), LineStyle(COLOURS[1], (), "D")
 _PURPOSES = {
-    "download": Hatching(COLOURS[0], "", ""),
-    "upload": Hatching(COLOURS[1], "///", "M2 12L14 0M10 12L22 0M18 12L30 0"),
-    "evaluation": Hatching(COLOURS[2], "|||", "M3 0v12M9 0v12M15 0v12M21 0v12M27 0v12"),
-    "ensemble": Hatching(COLOURS[3], "xxx", "M0 12L12 0M9 12L21 0M18 12L30 0M0 0L12 12M9 0L21 12M18 0L30 12"),
+    "download": BarStyle(COLOURS[0], "", ""),
+    "upload": BarStyle(COLOURS[1], "///", "M2 12L14 0M10 12L22 0M18 12L30 0"),
+    "evaluation": BarStyle(COLOURS[2], "|||", "M3 0v12M9 0v12M15 0v12M21 0v12M27 0v12"),
+    "ensemble": BarStyle(COLOURS[3], "xxx", "M0 12L12 0M9 12L21 0M18 12L30 0M0 0L12 12M9 0L21 12M18 0L30 12"),
 }
 
 
-def draw_tests(run: Run) -> Drawing | None:
+def draw_tests(run: RunData) -> Drawing | None:
     """Local Test and New Test side by side."""
     records = [record for record in run.records if record.measured("local_test", "mean") or record.measured("new_test", "logits")]
     if not records:
         return None
-    figure, axes = _rungs(records)
+    figure, axes = _new_dot_plot(records)
     for place, record in enumerate(records):
         _dot(axes, place - 0.12, record.measured("local_test", "mean"), _LOCAL)
         _dot(axes, place + 0.12, record.measured("new_test", "logits"), _NEW)
@@ -42,14 +42,14 @@ def draw_tests(run: Run) -> Drawing | None:
     return Drawing(figure, "Local Test and New Test", caption, key)
 
 
-def draw_spread(run: Run) -> Drawing | None:
+def draw_client_accuracy(run: RunData) -> Drawing | None:
     """Every device of the first seed as a point, over a box from the first quartile to the third."""
     records = [record for record in run.records if record.results and _accuracies(record)]
     if not records:
         return None
-    figure, axes = _rungs(records)
+    figure, axes = _new_dot_plot(records)
     for place, record in enumerate(records):
-        _box(axes, place, np.array(_accuracies(record)), record.look)
+        _box(axes, place, np.array(_accuracies(record)), record.line_style)
     axes.use_sticky_edges = False  # else points at 100 % are cut in half
     axes.set(xlabel="Local Test of one device, %")
     caption = (
@@ -59,12 +59,12 @@ def draw_spread(run: Run) -> Drawing | None:
     return Drawing(figure, "Local Test over devices", caption)
 
 
-def draw_purposes(run: Run) -> Drawing | None:
+def draw_bytes_by_purpose(run: RunData) -> Drawing | None:
     """Bytes by purpose, as parts of one bar."""
     records = [record for record in run.records if record.results]
     if not records:
         return None
-    figure, axes = _rungs(records)
+    figure, axes = _new_dot_plot(records)
     unit, name = unit_of(max(fmean(record.measured("ledger", "total", "bytes")) for record in records))
     left = np.zeros(len(records))
     for purpose, hatching in _PURPOSES.items():
@@ -81,8 +81,8 @@ def draw_purposes(run: Run) -> Drawing | None:
     return Drawing(figure, "Bytes by purpose", caption, key)
 
 
-def _rungs(records: Sequence[Record]) -> tuple[Figure, Axes]:
-    figure, axes = panel(max(2.4, 1.0 + 0.46 * len(records)))
+def _new_dot_plot(records: Sequence[ExperimentRecord]) -> tuple[Figure, Axes]:
+    figure, axes = new_axes(max(2.4, 1.0 + 0.46 * len(records)))
     axes.set_yticks(range(len(records)), [_short(record.name) for record in records])
     axes.set_ylim(len(records) - 0.45, -0.55)
     axes.margins(x=0.04)
@@ -97,24 +97,24 @@ def _short(name: str) -> str:
     return plain if len(plain) <= 18 else plain[:17] + "…"
 
 
-def _dot(axes: Axes, place: float, values: Sequence[float], look: Look) -> None:
+def _dot(axes: Axes, place: float, values: Sequence[float], line_style: LineStyle) -> None:
     """The mean over seeds, with its standard deviation."""
     if not values:
         return
     middle = PERCENT * fmean(values)
     error = PERCENT * stdev(values) if len(values) > 1 else 0.0
-    axes.plot([middle - error, middle + error], [place, place], color=look.colour, linewidth=1.6)
-    axes.plot(middle, place, color=look.colour, marker=look.marker, markersize=7.5)
+    axes.plot([middle - error, middle + error], [place, place], color=line_style.colour, linewidth=1.6)
+    axes.plot(middle, place, color=line_style.colour, marker=line_style.marker, markersize=7.5)
 
 
-def _accuracies(record: Record) -> list[float]:
-    return [PERCENT * device["local_test"] for device in record.results[0]["devices"] if device["local_test"] is not None]
+def _accuracies(record: ExperimentRecord) -> list[float]:
+    return [PERCENT * device["local_test"] for device in record.results[0]["clients"] if device["local_test"] is not None]
 
 
-def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], look: Look) -> None:
+def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], line_style: LineStyle) -> None:
     first, median, third = np.quantile(values, (0.25, 0.5, 0.75))
-    axes.barh(place, third - first, left=first, height=0.62, color=look.colour, alpha=0.2)
-    axes.plot([median, median], [place - 0.31, place + 0.31], color=look.colour, linewidth=2)
+    axes.barh(place, third - first, left=first, height=0.62, color=line_style.colour, alpha=0.2)
+    axes.plot([median, median], [place - 0.31, place + 0.31], color=line_style.colour, linewidth=2)
     # multiples of the golden ratio lie evenly apart, however many there are
     heights = place + 0.5 * (np.arange(len(values)) * 0.6180339887 % 1 - 0.5)
-    axes.scatter(values, heights, s=20, color=look.colour, marker=look.marker, edgecolors=PAPER, linewidths=0.5, alpha=0.85)
+    axes.scatter(values, heights, s=20, color=line_style.colour, marker=line_style.marker, edgecolors=BACKGROUND, linewidths=0.5, alpha=0.85)

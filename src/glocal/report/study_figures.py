@@ -13,20 +13,20 @@ from matplotlib.figure import Figure as Sheet
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from glocal.core.files import whole_or_not_at_all
-from glocal.report.comparison import Shared, printed, seeds_of, swept
-from glocal.report.drawing import Drawing, ink_and_paper, panel, sheet, trace
+from glocal.core.files import atomic_write
+from glocal.report.comparison import SweepPoint, published_score, seeds_of, sweep_points
+from glocal.report.drawing import Drawing, colour_theme, new_axes, new_figure, plot_mean_and_range
 from glocal.report.goals import draw_goal
-from glocal.report.looks import COLOURS, Look, hollow_sample, legend, line_sample
+from glocal.report.looks import COLOURS, LineStyle, hollow_sample, legend, line_sample
 from glocal.report.mood import draw_mood
 from glocal.report.numerals import BILLION, PERCENT
 from glocal.report.tradeoff import draw_tradeoff
 from glocal.studies.findings import Findings
 from glocal.studies.mood import MOOD
-from glocal.studies.study import MEASURES, Figure, Score
+from glocal.studies.study import MEASURES, Measurement, Score
 
-_FEDAVG, _ALONE, _LG = Look(COLOURS[1], (6, 2), "s"), Look(COLOURS[2], (2, 1.6), "^"), Look(COLOURS[0], (), "o")
-_ENDS = {"first layers shared": Look(COLOURS[0], (), "o"), "last layers shared": Look(COLOURS[3], (6, 2), "D")}
+_FEDAVG, _ALONE, _LG = LineStyle(COLOURS[1], (6, 2), "s"), LineStyle(COLOURS[2], (2, 1.6), "^"), LineStyle(COLOURS[0], (), "o")
+_ENDS = {"first layers shared": LineStyle(COLOURS[0], (), "o"), "last layers shared": LineStyle(COLOURS[3], (6, 2), "D")}
 _SHORT = 20  # letters, of which four to a row fit beneath a figure
 _SHARES = (0.002, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.998)
 _BEYOND = 7.5  # where none and all stand on the stretched axis of shares; 0.2 % is at -6.2
@@ -46,7 +46,7 @@ def study_drawings(findings: Findings) -> dict[str, Drawing]:
 
 def draw_study(findings: Findings, folder: Path) -> list[Path]:
     """Write the figures as PNG files, each with its legend."""
-    with ink_and_paper("#1c2126", "#ffffff"):
+    with colour_theme("#1c2126", "#ffffff"):
         return [_written(of, folder / f"{findings.study.name}-{name}.png") for name, of in study_drawings(findings).items()]
 
 
@@ -54,14 +54,14 @@ def draw_variance(findings: Findings) -> Drawing | None:
     """The paper's Figure 2(c): Local Test by classes per device."""
     protocol, parts = _protocol(findings)
     rows = {"Local only": _ALONE, "FedAvg": _FEDAVG, _starts(findings)[-1]: _LG}
-    if not any(findings.case(part, row) for part in parts for row in rows):
+    if not any(findings.experiment(part, row) for part in parts for row in rows):
         return None
-    figure, axes = panel(3.6)
-    for row, look in rows.items():
-        values = [findings.values(Figure(part, row, "local")) for part in parts]
-        _line(axes, {float(place): of for place, of in enumerate(values)}, look, label=row)
+    figure, axes = new_axes(3.6)
+    for row, line_style in rows.items():
+        values = [findings.values(Measurement(part, row, "local")) for part in parts]
+        _line(axes, {float(place): of for place, of in enumerate(values)}, line_style, label=row)
         for place, part in enumerate(parts):
-            _hollow(axes, place, printed(findings.study, findings.study.parts[part].published.get(row), "local"), look)
+            _hollow(axes, place, published_score(findings.study, findings.study.parts[part].published.get(row), "local"), line_style)
     axes.set_xticks(range(len(parts)), [_classes(findings, part) for part in parts])
     axes.set(xlabel="classes per device", ylabel="Local Test, %")
     caption = (
@@ -74,7 +74,7 @@ def draw_variance(findings: Findings) -> Drawing | None:
 def draw_traffic(findings: Findings) -> Drawing | None:
     """Local and New Test of LG-FedAvg from every start against what it sent by the paper's count, with FedAvg beside it."""
     protocol, parts = _protocol(findings)
-    part = next((name for name in parts if any(findings.case(name, row) for row in _starts(findings))), None)
+    part = next((name for name in parts if any(findings.experiment(name, row) for row in _starts(findings))), None)
     if part is None:
         return None
     figure, panels = _two_panels()
@@ -91,7 +91,7 @@ def draw_traffic(findings: Findings) -> Drawing | None:
 
 def draw_splits(findings: Findings) -> Drawing | None:
     """Local and New Test against the share of the model that is sent, for lower and for upper layers."""
-    part = next((name for name in findings.study.parts if swept(findings, name)), None)
+    part = next((name for name in findings.study.parts if sweep_points(findings, name)), None)
     if part is None:
         return None
     figure, panels = _two_panels()
@@ -111,32 +111,32 @@ def draw_splits(findings: Findings) -> Drawing | None:
 
 def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     """One panel of the figure of parameters sent."""
-    _level(axes, findings, Figure(part, "FedAvg", measure))
+    _level(axes, findings, Measurement(part, "FedAvg", measure))
     starts = _starts(findings)
-    counted = {_sent(findings, part, row): findings.values(Figure(part, row, measure)) for row in starts}
+    counted = {_sent(findings, part, row): findings.values(Measurement(part, row, measure)) for row in starts}
     _line(axes, counted, _LG, label="LG-FedAvg")
     published = findings.study.parts[part].published
-    for row, look in {"FedAvg": _FEDAVG, **dict.fromkeys(starts, _LG)}.items():
-        _hollow(axes, published[row].parameters / BILLION, printed(findings.study, published[row], measure), look)
+    for row, line_style in {"FedAvg": _FEDAVG, **dict.fromkeys(starts, _LG)}.items():
+        _hollow(axes, published[row].parameters / BILLION, published_score(findings.study, published[row], measure), line_style)
 
 
 def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     """One panel of the figure of shares; the paper's own split is in the sweep under the name of its last row."""
     about, row = findings.study.parts[part], _starts(findings)[-1]
-    for words, look in _ENDS.items():
+    for words, line_style in _ENDS.items():
         shared = ("none", "all", words.partition(" ")[0])
-        line = [split for split in swept(findings, part) if split.shares.startswith(shared)]
-        _line(axes, {_place(split): split.figures[measure] for split in line}, look, label=words)
+        line = [split for split in sweep_points(findings, part) if split.shares.startswith(shared)]
+        _line(axes, {_place(split): split.figures[measure] for split in line}, line_style, label=words)
         for split in line:
             if about.splits[split.shares] == row:
-                _hollow(axes, _place(split), printed(findings.study, about.published[row], measure), look)
+                _hollow(axes, _place(split), published_score(findings.study, about.published[row], measure), line_style)
 
 
 def _protocol(findings: Findings) -> tuple[str, list[str]]:
     """The first protocol of which anything was measured, and its parts from the fewest classes on."""
     parts: dict[str, list[str]] = {}
     for name, part in findings.study.parts.items():
-        if "FedAvg" in part.published and not part.choices:
+        if "FedAvg" in part.published and not part.candidates:
             parts.setdefault(part.protocol, []).append(name)
     return next((of for of in parts.items() if findings.parts.keys() & set(of[1])), ("", []))
 
@@ -147,8 +147,8 @@ def _starts(findings: Findings) -> list[str]:
 
 
 def _sent(findings: Findings, part: str, row: str) -> float:
-    case = findings.case(part, row)
-    return case["paper_parameters"] / BILLION if case else 0.0
+    experiment = findings.experiment(part, row)
+    return experiment["paper_parameters"] / BILLION if experiment else 0.0
 
 
 def _over_seeds(findings: Findings) -> str:
@@ -158,7 +158,7 @@ def _over_seeds(findings: Findings) -> str:
 
 def _two_panels() -> tuple[Sheet, tuple[Axes, Axes]]:
     """Local Test above New Test."""
-    figure = sheet(5.2)
+    figure = new_figure(5.2)
     upper, lower = figure.subplots(2, 1, sharex=True)
     for axes, words in ((upper, MEASURES["local"]), (lower, MEASURES["new"])):
         axes.set(ylabel=f"{words}, %")
@@ -166,32 +166,32 @@ def _two_panels() -> tuple[Sheet, tuple[Axes, Axes]]:
     return figure, (upper, lower)
 
 
-def _line(axes: Axes, values: Mapping[float, Sequence[float]], look: Look, *, label: str) -> None:
+def _line(axes: Axes, values: Mapping[float, Sequence[float]], line_style: LineStyle, *, label: str) -> None:
     """What was measured, by its place."""
     measured = {place: values[place] for place in sorted(values) if values[place]}
     if measured:
-        trace(axes, list(measured), list(measured.values()), look, label=label)
+        plot_mean_and_range(axes, list(measured), list(measured.values()), line_style, label=label)
 
 
-def _level(axes: Axes, findings: Findings, figure: Figure) -> None:
+def _level(axes: Axes, findings: Findings, figure: Measurement) -> None:
     """A row as a marker where it is, and a line and a band through the whole panel."""
     values = findings.values(figure)
     if values:
-        _line(axes, {_sent(findings, figure.part, figure.case): values}, _FEDAVG, label=figure.case)
+        _line(axes, {_sent(findings, figure.part, figure.experiment): values}, _FEDAVG, label=figure.experiment)
         axes.axhspan(min(values), max(values), color=_FEDAVG.colour, alpha=0.16, linewidth=0)
         axes.axhline(fmean(values), color=_FEDAVG.colour, linestyle=(0, _FEDAVG.dash), linewidth=1.8)
 
 
-def _hollow(axes: Axes, place: float, score: Score | None, look: Look) -> None:
+def _hollow(axes: Axes, place: float, score: Score | None, line_style: LineStyle) -> None:
     """What the paper printed."""
     if score is None:
         return
     spread = score.std or 0.0
-    axes.plot([place, place], [score.mean - spread, score.mean + spread], color=look.colour, linewidth=1.2)
-    axes.plot(place, score.mean, look.marker, **_HOLLOW_MARKER, markeredgecolor=look.colour)
+    axes.plot([place, place], [score.mean - spread, score.mean + spread], color=line_style.colour, linewidth=1.2)
+    axes.plot(place, score.mean, line_style.marker, **_HOLLOW_MARKER, markeredgecolor=line_style.colour)
 
 
-def _place(split: Shared) -> float:
+def _place(split: SweepPoint) -> float:
     """Where a split stands on the axis of shares."""
     if split.parameters in (0, split.whole):
         return _BEYOND if split.parameters else -_BEYOND
@@ -207,8 +207,8 @@ def _classes(findings: Findings, part: str) -> str:
     return findings.study.parts[part].title.partition(" ")[0]
 
 
-def _legend(looks: Mapping[str, Look]) -> str:
-    ours = [(line_sample(look), words) for words, look in looks.items()]
+def _legend(looks: Mapping[str, LineStyle]) -> str:
+    ours = [(line_sample(line_style), words) for words, line_style in looks.items()]
     return legend([*ours, (hollow_sample(_LG), "published")])
 
 
@@ -222,6 +222,6 @@ def _written(drawing: Drawing, path: Path) -> Path:
     spacing = {"columnspacing": 1.2, "handlelength": 1.8}
     columns = 4 if max(map(len, entries), default=0) <= _SHORT else 2
     drawing.figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=columns, frameon=False, **spacing)
-    with whole_or_not_at_all(path) as half:
+    with atomic_write(path) as half:
         drawing.figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
     return path

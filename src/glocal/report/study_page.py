@@ -5,16 +5,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from glocal.report.comparison import SideBySide, swept, table_1, tables_of
-from glocal.report.drawing import INK, PAPER, ink_and_paper, shown
-from glocal.report.goals import GOAL_HEADS, goal_cells, goal_told, ways_to_goal
+from glocal.report.comparison import ComparisonTable, sweep_points, table_1, tables_of
+from glocal.report.drawing import BACKGROUND, FOREGROUND, colour_theme, figure_html
+from glocal.report.goals import GOAL_HEADS, goal_cells, goal_text, ways_to_goal
 from glocal.report.page import figure_grid, section, write_page
 from glocal.report.study_figures import study_drawings
 from glocal.report.tables import boxed_table, grouped_head, scrolling
 from glocal.report.words import (
     CLAIM_HEADS,
     SPLIT_HEADS,
-    SPLITS_TOLD,
+    SPLITS_NOTE,
     TIME_HEADS,
     Entry,
     about_changes,
@@ -25,7 +25,7 @@ from glocal.report.words import (
     about_protocols,
     about_run,
     claim_cells,
-    claims_told,
+    claims_text,
     columns_of,
     commands,
     entries,
@@ -58,7 +58,7 @@ def _claims(findings: Findings) -> str:
         return ""
     rows = [_claim_row(*claim_cells(findings, verdict)) for verdict in findings.verdicts()]
     table = boxed_table(_head(CLAIM_HEADS, 2), rows, "Claims") if rows else ""
-    return section("What the paper claims", f"<p>{_html(claims_told(findings))}</p>\n{table}")
+    return section("What the paper claims", f"<p>{_html(claims_text(findings))}</p>\n{table}")
 
 
 def _claim_row(says: str, word: str, *numbers: str) -> str:
@@ -76,7 +76,7 @@ def _tables(findings: Findings) -> str:
     return section("Beside the paper’s tables", inner) if tables else ""
 
 
-def _side_by_side(table: SideBySide) -> str:
+def _side_by_side(table: ComparisonTable) -> str:
     head = grouped_head(("Method",), [(column.group, _html(column.head)) for column in columns_of(table)])
     rows = (f"<tr>{_name(name)}{''.join(map(_cell, entries(table, name)))}</tr>" for name in table.rows)
     box, told = boxed_table(head, rows, table.title), "<br>".join(map(_html, notes(table)))
@@ -91,18 +91,18 @@ def _cell(entry: Entry) -> str:
 
 def _figures(findings: Findings) -> str:
     """All figures that there are measurements for: that of classes, or the only one, first, with its words beside it."""
-    with ink_and_paper(INK, PAPER):
+    with colour_theme(FOREGROUND, BACKGROUND):
         drawn = {name: drawing._replace(caption=_html(drawing.caption)) for name, drawing in study_drawings(findings).items()}
         wide = [name for name in drawn if name == "classes" or len(drawn) == 1]
-        first = "".join(shown(drawn.pop(name), name, kind="beside") for name in wide)
-        others = figure_grid(shown(drawing, name) for name, drawing in drawn.items()) if drawn else ""
+        first = "".join(figure_html(drawn.pop(name), name, kind="beside") for name in wide)
+        others = figure_grid(figure_html(drawing, name) for name, drawing in drawn.items()) if drawn else ""
     return section("Figures", first + others) if first or others else ""
 
 
 def _goals(findings: Findings) -> str:
     """How soon the goal is reached, of every part that has one."""
     tables = [
-        f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n<p>{_html(goal_told(findings, name))}</p>\n"
+        f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n<p>{_html(goal_text(findings, name))}</p>\n"
         f"{_table(GOAL_HEADS, map(goal_cells, ways), 'Goal')}"
         for name, part in findings.study.parts.items()
         if (ways := ways_to_goal(findings, name))
@@ -115,9 +115,9 @@ def _sweeps(findings: Findings) -> str:
     tables = [
         f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n{_plain(SPLIT_HEADS, map(split_cells, splits), 'Splits')}"
         for name, part in findings.study.parts.items()
-        if (splits := swept(findings, name))
+        if (splits := sweep_points(findings, name))
     ]
-    return section("How much to share", f"<p>{_html(SPLITS_TOLD)}</p>\n" + "\n".join(tables)) if tables else ""
+    return section("How much to share", f"<p>{_html(SPLITS_NOTE)}</p>\n" + "\n".join(tables)) if tables else ""
 
 
 def _time(findings: Findings) -> str:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from glocal.core.files import Json
 from glocal.report.looks import line_sample
-from glocal.report.numerals import PERCENT, mean_count, mean_power_of_ten, mean_size, percent
-from glocal.report.reading import Record, Run
+from glocal.report.numerals import PERCENT, mean_count, mean_power_of_ten, mean_size, mean_std_percent
+from glocal.report.reading import ExperimentRecord, RunData
 
 
 class Column(NamedTuple):
@@ -23,23 +23,23 @@ class Column(NamedTuple):
 
 
 _COLUMNS = (
-    Column("Local Test, %", "mean", ("local_test", "mean"), percent, max),
-    Column("Local Test, %", "worst tenth", ("local_test", "worst_tenth"), percent, max),
-    *(Column("New Test, %", way, ("new_test", way), percent, max) for way in ("logits", "votes", "weights")),
+    Column("Local Test, %", "mean", ("local_test", "mean"), mean_std_percent, max),
+    Column("Local Test, %", "worst tenth", ("local_test", "worst_tenth"), mean_std_percent, max),
+    *(Column("New Test, %", way, ("new_test", way), mean_std_percent, max) for way in ("logits", "votes", "weights")),
     Column("Sent", "bytes", ("ledger", "total", "bytes"), mean_size, min),
     Column("Sent", "paper’s count", ("ledger", "paper", "parameters"), mean_power_of_ten, min),
     Column("Devices", "never sampled", ("never_sampled",), mean_count, min),
 )
 
 
-def results_table(run: Run) -> str:
+def results_table(run: RunData) -> str:
     """One row per case; the best value of a column is bold."""
     best = [_best(run, column) for column in _COLUMNS]
     rows = (_result_row(run, record, best) for record in run.records)
     return boxed_table(_results_head(), rows, "Results by case")
 
 
-def results_note(run: Run) -> str:
+def results_note(run: RunData) -> str:
     """What the columns of the results mean."""
     seeds, select = run.settings.plan.seeds, run.settings.run.select
     when = {"last": "after its last round", "best": "at the round that was best on validation data"}.get(select, select)
@@ -55,13 +55,13 @@ def results_note(run: Run) -> str:
     )
 
 
-def device_table(record: Record) -> str:
+def client_table(record: ExperimentRecord) -> str:
     """The devices of a case's first seed, folded away."""
     result = record.results[0]
     heads = ("Device", "Train", "Val", "Test", "Sampled", "Local Test, %")
     head = "".join(f'<th scope="col">{words}</th>' for words in heads)
-    table = boxed_table(f"<tr>{head}</tr>", map(_device_row, result["devices"]), f"Devices of {record.name}")
-    summary = f'{line_sample(record.look)}{escape(record.name)} <span class="note">seed {result["seed"]}</span>'
+    table = boxed_table(f"<tr>{head}</tr>", map(_client_row, result["clients"]), f"Devices of {record.name}")
+    summary = f'{line_sample(record.line_style)}{escape(record.name)} <span class="note">seed {result["seed"]}</span>'
     return f"<details><summary>{summary}</summary>\n{table}</details>"
 
 
@@ -89,23 +89,23 @@ def _results_head() -> str:
     return grouped_head(("Case", "Algorithm"), [(column.group, column.head) for column in _COLUMNS])
 
 
-def _best(run: Run, column: Column) -> str | None:
+def _best(run: RunData, column: Column) -> str | None:
     """The best value as it is written; None where there is nothing to compare."""
     means = [fmean(values) for record in run.records if (values := record.measured(*column.address))]
     written = {column.write([mean]) for mean in means}
     return column.write([column.best(means)]) if len(written) > 1 else None
 
 
-def _result_row(run: Run, record: Record, best: Sequence[str | None]) -> str:
-    case, name = record.case, escape(record.name)
-    after = f'<span class="small">after {escape(case.after)}, round {run.plan(record).first_round}</span>' if case.after else ""
+def _result_row(run: RunData, record: ExperimentRecord, best: Sequence[str | None]) -> str:
+    experiment, name = record.experiment, escape(record.name)
+    start_from = f'<span class="small">after {escape(experiment.start_from)}, round {run.plan(record).first_round}</span>' if experiment.start_from else ""
     progress = "" if record.finished else f'<span class="small">unfinished, {run.progress(record)}</span>'
-    head = f'{line_sample(record.look)}<span class="long" title="{name}">{name}</span>{after}{progress}'
+    head = f'{line_sample(record.line_style)}<span class="long" title="{name}">{name}</span>{start_from}{progress}'
     cells = "".join(_cell(record, column, top) for column, top in zip(_COLUMNS, best, strict=True))
-    return f'<tr><th scope="row" class="name">{head}</th><td class="name">{escape(case.algorithm)}</td>{cells}</tr>'
+    return f'<tr><th scope="row" class="name">{head}</th><td class="name">{escape(experiment.algorithm)}</td>{cells}</tr>'
 
 
-def _cell(record: Record, column: Column, best: str | None) -> str:
+def _cell(record: ExperimentRecord, column: Column, best: str | None) -> str:
     values = record.measured(*column.address)
     if not values:
         return "<td>–</td>"
@@ -113,7 +113,7 @@ def _cell(record: Record, column: Column, best: str | None) -> str:
     return f"<td><strong>{written}</strong></td>" if column.write([fmean(values)]) == best else f"<td>{written}</td>"
 
 
-def _device_row(device: Json) -> str:
+def _client_row(device: Json) -> str:
     accuracy = "–" if device["local_test"] is None else f"{PERCENT * device['local_test']:.1f}"
-    cells = "".join(f"<td>{device[column]}</td>" for column in ("train", "val", "test", "sampled"))
-    return f'<tr><th scope="row">{device["device"]}</th>{cells}<td>{accuracy}</td></tr>'
+    cells = "".join(f"<td>{device[column]}</td>" for column in ("train", "val", "test", "times_sampled"))
+    return f'<tr><th scope="row">{device["client"]}</th>{cells}<td>{accuracy}</td></tr>'

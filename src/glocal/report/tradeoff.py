@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from glocal.report.comparison import seeds_of
-from glocal.report.drawing import Drawing, sheet
-from glocal.report.looks import Look, legend, line_sample, look_of
+from glocal.report.drawing import Drawing, new_figure
+from glocal.report.looks import LineStyle, legend, line_sample, nth_line_style
 from glocal.studies.findings import Findings
-from glocal.studies.study import MEASURES, Figure
+from glocal.studies.study import MEASURES, Measurement
 
-_CASE = re.compile(r"LG \+ Adv, code (?P<width>\d+), strength (?P<strength>\d+(\.\d+)?(e[+-]?\d+)?)")
-_GUESSING = 50.0
+_EXPERIMENT_NAME = re.compile(r"LG \+ Adv, code (?P<width>\d+), strength (?P<strength>\d+(\.\d+)?(e[+-]?\d+)?)")
+_CHANCE_AUC = 50.0
 # where a line's numbers stand: lines rise to the right, so first on either side of that, then on either side of a steep one
 _SIDES: tuple[dict[str, Any], ...] = (
     {"xytext": (-4, 3), "ha": "right", "va": "bottom"},
@@ -36,7 +36,7 @@ class Point(NamedTuple):
         return fmean(self.read), fmean(self.accuracy)
 
 
-Lines = dict[int, dict[float, Point]]  # by width of the code, then by strength
+TradeoffLines = dict[int, dict[float, Point]]  # by width of the code, then by strength
 
 
 def draw_tradeoff(findings: Findings) -> Drawing | None:
@@ -47,53 +47,53 @@ def draw_tradeoff(findings: Findings) -> Drawing | None:
     widths = sorted({width for lines in parts.values() for width in lines})
     if len(widths) == sum(map(len, parts.values())):
         parts = {"": {width: points for lines in parts.values() for width, points in lines.items()}}
-    looks = {width: look_of(place) for place, width in enumerate(widths)}
-    figure = sheet(0.6 + 3.1 * len(parts))
+    looks = {width: nth_line_style(place) for place, width in enumerate(widths)}
+    figure = new_figure(0.6 + 3.1 * len(parts))
     panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (title, lines) in zip(panels, parts.items(), strict=True):
         _panel(axes, lines, looks)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set(ylabel=f"{findings.study.measures.get('local', MEASURES['local'])}, %")
     panels[-1].set(xlabel="what the best fresh attacker reads, AUC in %")
-    key = legend((line_sample(look), _words(width)) for width, look in looks.items())
+    key = legend((line_sample(line_style), _words(width)) for width, line_style in looks.items())
     return Drawing(figure, "Accuracy by what attackers read", _caption(findings), key)
 
 
-def _lines(findings: Findings, part: str) -> Lines:
+def _lines(findings: Findings, part: str) -> TradeoffLines:
     """The audited cases of a part, strengths in ascending order."""
-    lines: Lines = {}
-    for case in findings.parts[part]["cases"]:
-        if named := _CASE.fullmatch(case):
-            point = Point(*(findings.values(Figure(part, case, measure)) for measure in ("fresh", "local")))
+    lines: TradeoffLines = {}
+    for experiment in findings.parts[part]["experiments"]:
+        if named := _EXPERIMENT_NAME.fullmatch(experiment):
+            point = Point(*(findings.values(Measurement(part, experiment, measure)) for measure in ("fresh", "local")))
             if all(point):
                 lines.setdefault(int(named["width"]), {})[float(named["strength"])] = point
     return {width: dict(sorted(points.items())) for width, points in sorted(lines.items())}
 
 
-def _panel(axes: Axes, lines: Lines, looks: Mapping[int, Look]) -> None:
+def _panel(axes: Axes, lines: TradeoffLines, looks: Mapping[int, LineStyle]) -> None:
     for width, points in lines.items():
         _line(axes, points, looks[width], label=_words(width))
         _numbers(axes, points, looks[width], _SIDES[[*looks].index(width) % len(_SIDES)])
-    axes.axvline(_GUESSING, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1)
-    axes.annotate("guessing", (_GUESSING, 0), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8)
+    axes.axvline(_CHANCE_AUC, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1)
+    axes.annotate("guessing", (_CHANCE_AUC, 0), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8)
     axes.margins(0.08, 0.16)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
 
 
-def _line(axes: Axes, points: Mapping[float, Point], look: Look, *, label: str) -> None:
+def _line(axes: Axes, points: Mapping[float, Point], line_style: LineStyle, *, label: str) -> None:
     """Means over seeds, with faint whiskers."""
     for point in points.values():
         across, up = map(_deviation, point)
-        axes.errorbar(*point.means(), up, across, fmt="none", ecolor=look.colour, elinewidth=1, alpha=0.35)
+        axes.errorbar(*point.means(), up, across, fmt="none", ecolor=line_style.colour, elinewidth=1, alpha=0.35)
     read, accuracy = zip(*(point.means() for point in points.values()), strict=True)
-    dashes = (0, look.dash) if look.dash else "solid"
-    axes.plot(read, accuracy, look.marker, color=look.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
+    dashes = (0, line_style.dash) if line_style.dash else "solid"
+    axes.plot(read, accuracy, line_style.marker, color=line_style.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
 
 
-def _numbers(axes: Axes, points: Mapping[float, Point], look: Look, side: dict[str, Any]) -> None:
+def _numbers(axes: Axes, points: Mapping[float, Point], line_style: LineStyle, side: dict[str, Any]) -> None:
     """Each strength beside its mark."""
     for strength, point in points.items():
-        axes.annotate(f"{strength:g}", point.means(), **side, textcoords="offset points", fontsize=8.5, color=look.colour)
+        axes.annotate(f"{strength:g}", point.means(), **side, textcoords="offset points", fontsize=8.5, color=line_style.colour)
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -4,15 +4,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
-from glocal.report.comparison import Row, Shared, SideBySide, changes_of, left_out, missing_cases, published_lead, score, seeds_of
-from glocal.report.numerals import PERCENT, duration, mean_power_of_ten, several, signed, size
+from glocal.report.comparison import (
+    ComparisonTable,
+    Row,
+    SweepPoint,
+    changes_of,
+    left_out,
+    missing_experiments,
+    published_lead,
+    score,
+    seeds_of,
+)
+from glocal.report.numerals import PERCENT, duration, mean_power_of_ten, pluralize, signed, size
 from glocal.studies.findings import Findings, Verdict
 from glocal.studies.study import MEASURES
 
-NOTHING = "–"
+EMPTY_CELL = "–"
 TIME_HEADS = ("Part", "Seeds", "Time")
 SPLIT_HEADS = ("Shared", "Parameters shared", "Of the model", "Local Test, %", "New Test, %")
-SPLITS_TOLD = (
+SPLITS_NOTE = (
     "Each split goes on from the same FedAvg; first and last are the layers nearest the input and the output. How much a split "
     "shares is counted on the study’s model, layer by layer."
 )
@@ -47,7 +57,7 @@ class Column(NamedTuple):
 
 def about_paper(findings: Findings) -> str:
     """What the paper says, and where."""
-    return f"{findings.study.source}. What the paper says: {findings.study.says}"
+    return f"{findings.study.source}. What the paper says: {findings.study.statement}"
 
 
 def about_run(findings: Findings) -> str:
@@ -59,14 +69,14 @@ def about_run(findings: Findings) -> str:
     repeats = "one seed" if seeds == [1] else f"{' or '.join(map(str, seeds))} seeds"
     version = f", with glocal {findings.about['version']}" if "version" in findings.about else ""
     time = duration(_seconds(findings))
-    what = f"Run: {run} of {several(all_parts, 'part')}, with {repeats} each{_machine(findings)}{version}"
+    what = f"Run: {run} of {pluralize(all_parts, 'part')}, with {repeats} each{_machine(findings)}{version}"
     return f"{what}; the times of the parts add up to {time}."
 
 
 def about_open(findings: Findings) -> str:
     """Which parts have not been run, or not to their end."""
     waiting = [f"`{part}`" for part in findings.study.parts if part not in findings.parts]
-    begun = [f"`{part}` (without {', '.join(cases)})" for part in findings.parts if (cases := missing_cases(findings, part))]
+    begun = [f"`{part}` (without {', '.join(cases)})" for part in findings.parts if (cases := missing_experiments(findings, part))]
     return f"Still open: {', '.join([*begun, *waiting])}." if begun or waiting else ""
 
 
@@ -84,12 +94,12 @@ def about_left_out(findings: Findings) -> str:
     """Which cases were given up in which seeds."""
     told = []
     for part in findings.parts:
-        cases = [f"{name} ({_seeds_told(seeds)})" for name, seeds in left_out(findings, part).items()]
+        cases = [f"{name} ({_seeds_text(seeds)})" for name, seeds in left_out(findings, part).items()]
         told += [f"`{part}`: {', '.join(cases)}"] if cases else []
     return f"Left out, for training diverged: {'; '.join(told)}." if told else ""
 
 
-def _seeds_told(seeds: Sequence[int]) -> str:
+def _seeds_text(seeds: Sequence[int]) -> str:
     """Which seeds, in words; all of them if none is named."""
     return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}" if seeds else "all seeds"
 
@@ -105,21 +115,21 @@ def about_columns(findings: Findings) -> str:
     """What the tables' columns hold."""
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
     spread = "± is the sample standard deviation over seeds. " if many else ""
-    lower = f" ↑ is {_ABOVE}, where less is better." if findings.study.lower else ""
+    lower_is_better = f" ↑ is {_ABOVE}, where less is better." if findings.study.lower_is_better else ""
     return (
-        f"{findings.study.columns} {spread}Beside `paper` stands the difference to the published mean; {NOTHING} is what was not "
-        f"measured, or what the paper lacks. ↓ is {_BELOW}.{lower}"
+        f"{findings.study.caption} {spread}Beside `paper` stands the difference to the published mean; {EMPTY_CELL} is what was not "
+        f"measured, or what the paper lacks. ↓ is {_BELOW}.{lower_is_better}"
     )
 
 
-def claims_told(findings: Findings) -> str:
+def claims_text(findings: Findings) -> str:
     """How many of the claims hold."""
-    words = [verdict.word for verdict in findings.verdicts()]
+    words = [verdict.status for verdict in findings.verdicts()]
     counts = [f"{word}: {words.count(word)}" for word in ("holds", "fails", "open")]
     waiting = len(findings.study.claims) - len(words)
     wait = f", waiting for parts that have not been run: {waiting}" if waiting else ""
     return (
-        f"{several(len(findings.study.claims), 'claim')}; {', '.join(counts)}{wait}. A claim holds or fails where the 95 % "
+        f"{pluralize(len(findings.study.claims), 'claim')}; {', '.join(counts)}{wait}. A claim holds or fails where the 95 % "
         "interval of its lead (paired over seeds, Student’s t) lies on one side; else it is open. The published lead is that of "
         "the paper’s own means."
     )
@@ -130,12 +140,12 @@ def claim_cells(findings: Findings, verdict: Verdict) -> tuple[str, ...]:
     margin = f" (at most {verdict.claim.margin:g} points below)" if verdict.claim.margin else ""
     published = published_lead(findings, verdict.claim)
     ends = (verdict.lead.low, verdict.lead.high)
-    where = " to ".join(map(signed, ends)) if all(map(isfinite, ends)) else NOTHING
-    lead = NOTHING if published is None else signed(published)
-    return verdict.claim.says + margin, verdict.word, lead, signed(verdict.lead.mean), where
+    where = " to ".join(map(signed, ends)) if all(map(isfinite, ends)) else EMPTY_CELL
+    lead = EMPTY_CELL if published is None else signed(published)
+    return verdict.claim.statement + margin, verdict.status, lead, signed(verdict.lead.mean), where
 
 
-def columns_of(table: SideBySide) -> list[Column]:
+def columns_of(table: ComparisonTable) -> list[Column]:
     """The columns after the method's name."""
     ours = [f"`{protocol}`" for protocol in table.protocols]
     scores = [
@@ -145,36 +155,36 @@ def columns_of(table: SideBySide) -> list[Column]:
     ]
     if table.counts:
         return [*scores, *(Column("Parameters sent", head, f"Sent, {head}") for head in ("published", "ours", "on the wire"))]
-    bytes_sent = Column("Sent", "for the arrival", "Sent for the arrival") if table.arrivals else Column("Sent", "bytes", "Sent")
+    bytes_sent = Column("Sent", "for the arrival", "Sent for the arrival") if table.has_new_clients else Column("Sent", "bytes", "Sent")
     return [*scores, bytes_sent]
 
 
-def entries(table: SideBySide, name: str) -> list[Entry]:
+def entries(table: ComparisonTable, name: str) -> list[Entry]:
     """The cells of a row, in the order of the columns."""
     rows = table.rows[name]
     any_row = next(iter(rows.values()))
     cells = []
     for place, measure in enumerate(table.measures):
         if table.published(measure):
-            cells.append(Entry(str(any_row.scores[measure].paper or NOTHING)))
+            cells.append(Entry(str(any_row.scores[measure].paper or EMPTY_CELL)))
         cells += [_measured(rows.get(protocol), protocol, measure, choice=place == 0) for protocol in table.protocols]
     return cells + (_sent(rows) if table.counts else [_cost(rows)])
 
 
-def notes(table: SideBySide) -> list[str]:
+def notes(table: ComparisonTable) -> list[str]:
     """What is to be said beneath a table."""
     return [*filter(None, [table.note]), *shortfalls(table), *([disagreements(table)] if table.counts else [])]
 
 
-def shortfalls(table: SideBySide) -> list[str]:
+def shortfalls(table: ComparisonTable) -> list[str]:
     """What is worse than the published mean by more than its standard deviation, and by how much; protocol by protocol."""
     measures = {measure: words for measure, words in table.measures.items() if table.published(measure)}
-    higher = {measure: words for measure, words in measures.items() if measure not in table.lower}
-    lower = {measure: words for measure, words in measures.items() if measure in table.lower}
+    higher = {measure: words for measure, words in measures.items() if measure not in table.lower_is_better}
+    lower = {measure: words for measure, words in measures.items() if measure in table.lower_is_better}
     return [*_beyond(table, higher, mark="↓", where=_BELOW), *_beyond(table, lower, mark="↑", where=_ABOVE)]
 
 
-def _beyond(table: SideBySide, measures: Mapping[str, str], *, mark: str, where: str) -> list[str]:
+def _beyond(table: ComparisonTable, measures: Mapping[str, str], *, mark: str, where: str) -> list[str]:
     """A sentence for each protocol with figures there, and one for all others."""
     if not measures:
         return []
@@ -186,12 +196,12 @@ def _beyond(table: SideBySide, measures: Mapping[str, str], *, mark: str, where:
         else:
             clear.append(f"`{protocol}`")
     if clear:
-        on = f" on {', '.join(measures.values())}" if table.lower else ""
+        on = f" on {', '.join(measures.values())}" if table.lower_is_better else ""
         sentences.append(f"Nothing measured in {', '.join(clear)} is {where}{on}.")
     return sentences
 
 
-def disagreements(table: SideBySide) -> str:
+def disagreements(table: ComparisonTable) -> str:
     """Where our count, done the paper's way, is not the one that it prints."""
     rows = [row for of in table.rows.values() for row in of.values() if not row.sent.agrees]
     differing = dict.fromkeys(f"{row.name} ({row.sent.ours}, published {row.sent.paper})" for row in rows)
@@ -200,10 +210,10 @@ def disagreements(table: SideBySide) -> str:
     return "Counted the paper’s way, every row that was measured sends as many parameters as it prints."
 
 
-def split_cells(split: Shared) -> tuple[str, ...]:
+def split_cells(split: SweepPoint) -> tuple[str, ...]:
     """What a split shares, how much that is, and its two scores."""
     share = f"{PERCENT * split.parameters / split.whole:.1f} %"
-    return split.shares, f"{split.parameters:,}", share, *(str(score(split.figures[measure]) or NOTHING) for measure in MEASURES)
+    return split.shares, f"{split.parameters:,}", share, *(str(score(split.figures[measure]) or EMPTY_CELL) for measure in MEASURES)
 
 
 def time_rows(findings: Findings) -> list[tuple[str, str, str]]:
@@ -231,18 +241,18 @@ def _measured(row: Row | None, protocol: str, measure: str, *, choice: bool) -> 
     """One of our scores, with its difference where the protocol is the paper's, or first with the row's choice."""
     pair = row.scores[measure] if row else None
     if row is None or pair is None or pair.ours is None:
-        return Entry(NOTHING)
+        return Entry(EMPTY_CELL)
     difference = signed(pair.difference) if protocol == "paper" and pair.difference is not None else ""
-    mark = "↑" if pair.lower else "↓"
+    mark = "↑" if pair.lower_is_better else "↓"
     return Entry(str(pair.ours), (choice and row.choice) or difference, mark if pair.shortfall else "")
 
 
 def _sent(rows: Mapping[str, Row]) -> list[Entry]:
     """What the first protocol that was run has sent; a count that is not the printed one is marked."""
     sent = next((row.sent for row in rows.values() if row.measured), next(iter(rows.values())).sent)
-    paper = Entry(sent.paper or NOTHING)
+    paper = Entry(sent.paper or EMPTY_CELL)
     if sent.ours is None:
-        return [paper, Entry(NOTHING), Entry(NOTHING)]
+        return [paper, Entry(EMPTY_CELL), Entry(EMPTY_CELL)]
     wire = Entry(mean_power_of_ten([sent.parameters]), size(sent.bytes)) if sent.parameters else Entry("0")
     return [paper, Entry(sent.ours + ("" if sent.agrees else " ≠")), wire]
 
@@ -250,7 +260,7 @@ def _sent(rows: Mapping[str, Row]) -> list[Entry]:
 def _cost(rows: Mapping[str, Row]) -> Entry:
     """What the first protocol that was run has sent, in bytes; where a newcomer has come, what that cost."""
     sent = next((row.sent for row in rows.values() if row.measured), None)
-    return Entry(NOTHING) if sent is None else Entry(size(sent.arrival or sent.bytes))
+    return Entry(EMPTY_CELL) if sent is None else Entry(size(sent.onboarding_bytes or sent.bytes))
 
 
 def _shortfalls(row: Row, measures: Mapping[str, str]) -> Iterator[str]:

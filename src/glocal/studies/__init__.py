@@ -2,7 +2,7 @@
 
 from glocal.studies.models import lenet5, mlp
 from glocal.studies.named import STUDIES
-from glocal.studies.run import Step, run_study
-from glocal.studies.settings import Settings, changed, from_toml
+from glocal.studies.run import StudyEvent, run_study
+from glocal.studies.settings import Settings, from_toml, with_overrides
 
-__all__ = ["STUDIES", "Settings", "Step", "changed", "from_toml", "lenet5", "mlp", "run_study"]
+__all__ = ["STUDIES", "Settings", "StudyEvent", "from_toml", "lenet5", "mlp", "run_study", "with_overrides"]

@@ -7,104 +7,104 @@ from math import isfinite
 import numpy as np
 import torch
 
-from glocal.core.bounds import EXAMPLES, count
-from glocal.core.data import Examples, Holdings, Rows
+from glocal.core.bounds import MAX_EXAMPLES, count_field
+from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
-from glocal.core.sampling import stream
+from glocal.core.sampling import make_rng
 from glocal.core.store import State
-from glocal.datasets.federated import Federation
-from glocal.datasets.rotate import black, require_images, rotated
-from glocal.evaluate import Evaluation, ensemble_accuracy, local_test, new_test, spread
-from glocal.federate.fitting import Case, Options, evaluation_of
+from glocal.datasets.federated import FederatedData
+from glocal.datasets.rotate import channel_minimum, require_images, rotate_images
+from glocal.evaluate import Evaluator, ensemble_accuracy, local_test, new_test, summarize
+from glocal.federate.fitting import Case, Options, build_evaluation
 from glocal.federate.result import Result
 from glocal.federate.rounds import Seat
-from glocal.personalize.onboarding import Joined, Welcome, take_in
+from glocal.personalize.onboarding import JoinPlan, JoinResult, join_many
 
 
 @dataclass(frozen=True)
-class NewcomerSettings:
+class NewClientSettings:
     """A new device: so many examples drawn from the training and the test data, turned by `rotate` degrees."""
 
     rotate: float = 90.0
-    train: int = count(3000, most=EXAMPLES)
-    test: int = count(500, most=EXAMPLES)
+    train: int = count_field(3000, maximum=MAX_EXAMPLES)
+    test: int = count_field(500, maximum=MAX_EXAMPLES)
 
 
-def arrive(case: Case, results: Sequence[Result], options: Options, *, newcomer: NewcomerSettings, welcome: Welcome) -> list[Json]:
+def join_new_clients(case: Case, results: Sequence[Result], options: Options, *, new_client: NewClientSettings, join_plan: JoinPlan) -> list[Json]:
     """Take a newcomer into each seed's federation as it was tested; what the old devices and the new one can do then."""
-    trains, store = _dealt(case, newcomer, "train")
-    tests, test_store = _dealt(case, newcomer, "test")
+    trainable, store = _new_client_rows(case, new_client, "train")
+    tests, test_store = _new_client_rows(case, new_client, "test")
     seats = [
-        Seat(result.plan, Holdings(store, (*fed.train.rows, rows)), result.state)
-        for result, fed, rows in zip(results, case.federations, trains, strict=True)
+        Seat(result.plan, ClientData(store, (*fed.train.rows, rows)), result.state)
+        for result, fed, rows in zip(results, case.federations, trainable, strict=True)
     ]
-    joined = take_in(case.algorithm, seats, welcome, engine=options.how())
-    evaluation = evaluation_of(case, options)
-    new = [Holdings(test_store, (rows,)) for rows in tests]
+    joined = join_many(case.algorithm, seats, join_plan, engine=options.engine_config())
+    evaluation = build_evaluation(case, options)
+    new = [ClientData(test_store, (rows,)) for rows in tests]
     rows = [
-        _measured(evaluation, each, fed, own) | {"rotated_before": _before(evaluation, result, own)}
+        _measure(evaluation, each, fed, own) | {"new_client_before": _accuracy_before(evaluation, result, own)}
         for each, fed, own, result in zip(joined, case.federations, new, results, strict=True)
     ]
     evaluation.close()
     return rows
 
 
-def require_newcomer(newcomer: NewcomerSettings | None, federation: Federation, case: str) -> None:
+def require_new_client(new_client: NewClientSettings | None, federation: FederatedData, case: str) -> None:
     """Refuse a welcome without a newcomer, and a newcomer that the data are too few for."""
-    if newcomer is None:
+    if new_client is None:
         raise InputError(f"settings: cases.{case} has a welcome, but there is no [newcomer]; add one, or leave the welcome out")
     for part in ("train", "test"):
-        size = len(_drawn_from(federation, part))
-        if not 1 <= getattr(newcomer, part) <= size:
-            raise InputError(f"settings: newcomer.{part} is {getattr(newcomer, part)}; it must be from 1 to {size}")
-    if not isfinite(newcomer.rotate):
-        raise InputError(f"settings: newcomer.rotate is {newcomer.rotate}; a number of degrees was expected")
+        size = len(_pool_for(federation, part))
+        if not 1 <= getattr(new_client, part) <= size:
+            raise InputError(f"settings: newcomer.{part} is {getattr(new_client, part)}; it must be from 1 to {size}")
+    if not isfinite(new_client.rotate):
+        raise InputError(f"settings: newcomer.rotate is {new_client.rotate}; a number of degrees was expected")
     require_images(federation.train.examples.x)
 
 
-def _dealt(case: Case, newcomer: NewcomerSettings, part: str) -> tuple[list[Rows], Examples]:
+def _new_client_rows(case: Case, new_client: NewClientSettings, part: str) -> tuple[list[Rows], Examples]:
     """Each seed's newcomer's rows, and the store that holds them behind the old ones."""
-    old, count = getattr(case.federations[0], part).examples, getattr(newcomer, part)
-    fill, stores, rows = black(old.x), [old], []
+    old, count = getattr(case.federations[0], part).examples, getattr(new_client, part)
+    fill, stores, rows = channel_minimum(old.x), [old], []
     for seed, federation in zip(case.seeds, case.federations, strict=True):
-        known = _drawn_from(federation, part)
-        drawn = old.take(np.sort(stream(seed, f"newcomer, {part}").choice(known, count, replace=False)))
+        known = _pool_for(federation, part)
+        drawn = old.take(np.sort(make_rng(seed, f"newcomer, {part}").choice(known, count, replace=False)))
         start = sum(len(store.y) for store in stores)
         rows.append(np.arange(start, start + count, dtype=np.int64))
-        stores.append(drawn._replace(x=rotated(drawn.x, newcomer.rotate, fill)))
+        stores.append(drawn._replace(x=rotate_images(drawn.x, new_client.rotate, fill)))
     return rows, Examples(torch.cat([store.x for store in stores]), torch.cat([store.y for store in stores]))
 
 
-def _drawn_from(federation: Federation, part: str) -> Rows:
+def _pool_for(federation: FederatedData, part: str) -> Rows:
     """What a newcomer's examples are drawn from: everyone's for training and validation, or everyone's for the test."""
     if part == "test":
-        return np.sort(federation.test.pooled())
-    return np.sort(np.concatenate([federation.train.pooled(), federation.val.pooled()]))
+        return np.sort(federation.test.all_rows())
+    return np.sort(np.concatenate([federation.train.all_rows(), federation.val.all_rows()]))
 
 
-def _measured(evaluation: Evaluation, joined: Joined, fed: Federation, own: Holdings) -> Json:
+def _measure(evaluation: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData) -> Json:
     """Normal: the ensemble of the old devices on their test data, and each on its own; rotated: the newcomer on its own."""
-    old = _without(joined.state, joined.device)
+    old = _without_client(joined.state, joined.client)
     normal = new_test(evaluation, old, fed.test)
-    local = spread(local_test(evaluation, old, fed.test), fed.test.sizes)
-    new = ensemble_accuracy(evaluation, [(joined.state.shared, joined.state.private.of(joined.device))], own)
+    local = summarize(local_test(evaluation, old, fed.test), fed.test.sizes)
+    new = ensemble_accuracy(evaluation, [(joined.state.shared, joined.state.private.of(joined.client))], own)
     return {
-        "normal": normal.logits if normal else None,
+        "existing_clients": normal.logits if normal else None,
         "normal_local": local.mean,
-        "rotated": new,
+        "new_client": new,
         "ledger": joined.ledger.as_dict(),
     }
 
 
-def _before(evaluation: Evaluation, result: Result, own: Holdings) -> float:
+def _accuracy_before(evaluation: Evaluator, result: Result, own: ClientData) -> float:
     """How the newcomer does with the ensemble of the old devices, before it has learnt anything."""
     state = result.state
     members = [state.private.of(device) for device in sorted(state.private.trained)] or [state.private.initial]
     return ensemble_accuracy(evaluation, [(state.shared, member) for member in members[: None if members[0] else 1]], own)
 
 
-def _without(state: State, device: int) -> State:
+def _without_client(state: State, device: int) -> State:
     """The federation without one device."""
     kept = {number: row for number, row in state.private.trained.items() if number != device}
     return State(state.shared, replace(state.private, trained=kept))

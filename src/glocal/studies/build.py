@@ -12,38 +12,51 @@ from torch import Tensor, nn
 
 from glocal import algorithms, datasets
 from glocal.algorithms.contract import Algorithm, unweighted
-from glocal.core.data import Holdings, gathered
-from glocal.core.errors import InputError, nearest
+from glocal.core.data import ClientData, concatenate
+from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import Json
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Adam, Apart, Optimiser, Sgd, Shrink, adam, sgd
-from glocal.core.sampling import Integers, stream
+from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer, StepLR, adam, sgd
+from glocal.core.sampling import IntArray, make_rng
 from glocal.core.split import Split
-from glocal.core.training import Objective, augmented, cross_entropy
+from glocal.core.training import Objective, cross_entropy, with_augmentation
 from glocal.core.trees import Params
-from glocal.datasets import Dataset, Partition, Texts
-from glocal.datasets.federated import Federation, held_out
+from glocal.datasets import Dataset, Partitioner, Texts
+from glocal.datasets.federated import FederatedData, train_val_test_split
 from glocal.datasets.mood import CLASSES as MOODS
-from glocal.datasets.vqa import Questions
-from glocal.evaluate import Credit, agreeing, matching
+from glocal.datasets.vqa import VQAMetadata
+from glocal.evaluate import Metric, accuracy, vqa_accuracy
 from glocal.federate.fitting import Pretraining
-from glocal.personalize.representations import Auxiliary, alone
-from glocal.studies.learning import WITH_LABELS, LearnsSettings, build_extra, build_learning, with_own_rule
-from glocal.studies.models import coded_cnn, coded_mlp, lenet5, mlp, softmax_mlp
-from glocal.studies.own import called, named_function
-from glocal.studies.questions import answering, controlled, refuse_for_others, refuse_for_questions, require_questions, seen_by
+from glocal.personalize.representations import Auxiliary, auxiliary_only
+from glocal.studies.learning import (
+    SUPERVISED_KINDS,
+    PretextSettings,
+    build_auxiliary_network,
+    build_pretext,
+    with_auxiliary_optimizer,
+)
+from glocal.studies.models import bottleneck_cnn, bottleneck_mlp, lenet5, mlp, softmax_mlp
+from glocal.studies.own import call_user_function, import_function
+from glocal.studies.questions import (
+    build_vqa_net,
+    refuse_non_vqa_settings,
+    refuse_vqa_settings,
+    require_questions,
+    with_frozen_features,
+    with_image_control,
+)
 from glocal.studies.recurrent import mood_lstm
-from glocal.studies.settings import CaseSettings, DataSettings, Knob, ModelSettings, OptimiserSettings, Settings
-from glocal.studies.tries import tries_of
+from glocal.studies.settings import DataSettings, ExperimentSettings, Hyperparameter, ModelSettings, OptimizerSettings, Settings
+from glocal.studies.tries import restarts_of
 from glocal.wire import pack
 
-Made = TypeVar("Made")
-Loaded = Dataset | Federation | Holdings | Texts
-OWN_TEST_SHARE = 0.2  # of data that come device by device
+T = TypeVar("T")
+Loaded = Dataset | FederatedData | ClientData | Texts
+OWN_TEST_FRACTION = 0.2  # of data that come device by device
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What all cases of a study have in common; one federation and one set of initial parameters per seed.
 
     `about` is what else must be the same for a run to go on.
@@ -52,12 +65,12 @@ class Parts:
     model: nn.Module
     objective: Objective
     seeds: tuple[int, ...]
-    federations: tuple[Federation, ...]
+    federations: tuple[FederatedData, ...]
     params: tuple[Params, ...]
-    credit: Credit = matching
+    metric: Metric = accuracy
     about: Json = field(default_factory=dict)
 
-    def leaving_out(self, seeds: Collection[int]) -> "Parts":
+    def without_seeds(self, seeds: Collection[int]) -> "Components":
         """The same with the other seeds only."""
         kept = [place for place, seed in enumerate(self.seeds) if seed not in seeds]
         if not kept:
@@ -70,173 +83,173 @@ class Parts:
         )
 
 
-def build_parts(settings: Settings, report: datasets.Report) -> Parts:
+def build_components(settings: Settings, report: datasets.ProgressCallback) -> Components:
     """Load the data, deal it out, and build the model, once per seed."""
-    runs = tries_of(settings.plan)
+    runs = restarts_of(settings.plan)
     seeds = tuple(run.seed for run in runs)
     loaded = build_data(settings.data, report)
     if isinstance(loaded, Dataset) and loaded.questions:
-        refuse_for_questions(settings)
+        refuse_non_vqa_settings(settings)
         require_questions(loaded)
-        asked = controlled(loaded, settings.data.pictures)
-        loaded = seen_by(settings.model, asked, settings.run.computing_device, report=report)
+        asked = with_image_control(loaded, settings.data.pictures)
+        loaded = with_frozen_features(settings.model, asked, settings.run.torch_device, report=report)
     elif settings.model.name != "vqa":  # which says so itself
-        refuse_for_others(settings)
-    deals = sorted({run.deal for run in runs})
-    dealt = dict(zip(deals, deal_all(loaded, settings.data, deals), strict=True))
-    federations = tuple(dealt[run.deal] for run in runs)
+        refuse_vqa_settings(settings)
+    deals = sorted({run.data_seed for run in runs})
+    dealt = dict(zip(deals, partition_seeds(loaded, settings.data, deals), strict=True))
+    federations = tuple(dealt[run.data_seed] for run in runs)
     classes = _classes(loaded, federations[0])
     questions = loaded.questions if isinstance(loaded, Dataset) else None
     example = federations[0].train.examples.x[0]
     models = [build_model(settings.model, example, classes, seed=seed, questions=questions) for seed in seeds]
-    objective = _augmented(cross_entropy(models[0]), settings.data, federations[0])
+    objective = _with_augmentation(cross_entropy(models[0]), settings.data, federations[0])
     params = tuple(params_of(model) for model in models)
     if questions is None:
-        return Parts(models[0], objective, seeds, federations, params)
-    about = {"pictures": questions.pictures.mark}
+        return Components(models[0], objective, seeds, federations, params)
+    about = {"pictures": questions.pictures.content_hash}
     if settings.model.weights is not None:
         about |= {"weights": hashlib.sha256(pack(params[0])).hexdigest()[:16]}
-    return Parts(models[0], objective, seeds, federations, params, agreeing, about)
+    return Components(models[0], objective, seeds, federations, params, vqa_accuracy, about)
 
 
-def _classes(loaded: Loaded, federation: Federation) -> int:
+def _classes(loaded: Loaded, federation: FederatedData) -> int:
     if isinstance(loaded, Texts):
         return MOODS
     return loaded.classes if isinstance(loaded, Dataset) else int(federation.train.examples.y.max()) + 1
 
 
-def build_data(settings: DataSettings, report: datasets.Report) -> Loaded:
+def build_data(settings: DataSettings, report: datasets.ProgressCallback) -> Loaded:
     """A known data set, or what the user's function returns: a Dataset, a Federation, or one (x, y) pair per device."""
     if ":" not in settings.source or settings.source.endswith(".csv"):
         return datasets.load_any(settings.source, report=report)
-    made = called(named_function(settings.source, "data.source"), settings.source)
-    if isinstance(made, Dataset | Federation):
+    made = call_user_function(import_function(settings.source, "data.source"), settings.source)
+    if isinstance(made, Dataset | FederatedData):
         return made
     if isinstance(made, list | tuple):
-        return gathered(made)
+        return concatenate(made)
     raise InputError(
         f"data: {settings.source} returned {type(made).__name__}; a Dataset, a Federation or a list of (x, y) was expected"
     )
 
 
-def deal_all(loaded: Loaded, settings: DataSettings, seeds: Sequence[int]) -> tuple[Federation, ...]:
+def partition_seeds(loaded: Loaded, settings: DataSettings, seeds: Sequence[int]) -> tuple[FederatedData, ...]:
     """The data set dealt to devices once per seed, all of one store."""
     if not isinstance(loaded, Texts):
-        return tuple(deal_out(loaded, settings, seed) for seed in seeds)
+        return tuple(partition_data(loaded, settings, seed) for seed in seeds)
     if settings.partition != "natural":
         raise InputError(f"data: texts are dealt out person by person; let data.partition be 'natural', not '{settings.partition}'")
-    dealt = datasets.deal_texts(loaded, seeds=seeds, people=settings.keep_devices, validation=settings.validation)
-    return tuple(_labelled(federation, settings, seed) for federation, seed in zip(dealt, seeds, strict=True))
+    dealt = datasets.partition_texts(loaded, seeds=seeds, people=settings.keep_clients, validation=settings.validation)
+    return tuple(_with_labeled_fraction(federation, settings, seed) for federation, seed in zip(dealt, seeds, strict=True))
 
 
-def deal_out(loaded: Loaded, settings: DataSettings, seed: int) -> Federation:
+def partition_data(loaded: Loaded, settings: DataSettings, seed: int) -> FederatedData:
     """The data set dealt to devices; data that come device by device are taken as they are."""
     if isinstance(loaded, Texts):
-        return deal_all(loaded, settings, [seed])[0]
-    return _labelled(_first_devices(_dealt(loaded, settings, seed), settings.keep_devices), settings, seed)
+        return partition_seeds(loaded, settings, [seed])[0]
+    return _with_labeled_fraction(_first_clients(_partition(loaded, settings, seed), settings.keep_clients), settings, seed)
 
 
-def _labelled(dealt: Federation, settings: DataSettings, seed: int) -> Federation:
-    return dealt if settings.labelled is None else dealt.labelled(settings.labelled, seed=seed)
+def _with_labeled_fraction(dealt: FederatedData, settings: DataSettings, seed: int) -> FederatedData:
+    return dealt if settings.labeled_fraction is None else dealt.subsample_labels(settings.labeled_fraction, seed=seed)
 
 
-def _dealt(loaded: Dataset | Federation | Holdings, settings: DataSettings, seed: int) -> Federation:
-    if isinstance(loaded, Federation):
+def _partition(loaded: Dataset | FederatedData | ClientData, settings: DataSettings, seed: int) -> FederatedData:
+    if isinstance(loaded, FederatedData):
         return loaded
     if isinstance(loaded, Dataset):
-        return datasets.deal(loaded, build_partition(settings, loaded.questions), validation=settings.validation, seed=seed)
-    return held_out(loaded, test=OWN_TEST_SHARE, validation=settings.validation, seed=seed)
+        return datasets.partition(loaded, build_partition(settings, loaded.questions), validation=settings.validation, seed=seed)
+    return train_val_test_split(loaded, test=OWN_TEST_FRACTION, validation=settings.validation, seed=seed)
 
 
-def _first_devices(federation: Federation, count: int | None) -> Federation:
+def _first_clients(federation: FederatedData, count: int | None) -> FederatedData:
     if count is None:
         return federation
-    if not 1 <= count <= federation.devices:
-        raise InputError(f"settings: data.keep_devices is {count}; it must be from 1 to {federation.devices}")
-    return federation.each(lambda part: replace(part, rows=part.rows[:count]))
+    if not 1 <= count <= federation.num_clients:
+        raise InputError(f"settings: data.keep_clients is {count}; it must be from 1 to {federation.num_clients}")
+    return federation.map_subsets(lambda part: replace(part, rows=part.rows[:count]))
 
 
-def build_partition(settings: DataSettings, questions: Questions | None = None) -> Partition:
+def build_partition(settings: DataSettings, questions: VQAMetadata | None = None) -> Partitioner:
     """Who gets what, by name."""
-    known: dict[str, Callable[[], Partition]] = {
-        "iid": lambda: datasets.iid(settings.devices),
-        "shards": lambda: datasets.shards(settings.devices, settings.classes_per_device),
-        "random_shards": lambda: datasets.random_shards(settings.devices, settings.classes_per_device),
-        "dirichlet": lambda: datasets.dirichlet(settings.devices, settings.alpha),
-        "kinds": lambda: datasets.kind_shards(settings.devices, *_kinds_of(questions)),
+    known: dict[str, Callable[[], Partitioner]] = {
+        "iid": lambda: datasets.iid(settings.clients),
+        "shards": lambda: datasets.shards(settings.clients, settings.classes_per_client),
+        "random_shards": lambda: datasets.random_shards(settings.clients, settings.classes_per_client),
+        "dirichlet": lambda: datasets.dirichlet(settings.clients, settings.alpha),
+        "question_types": lambda: datasets.question_type_shards(settings.clients, *_question_types(questions)),
     }
     if settings.partition == "natural":
         raise InputError(
             "data: partition 'natural' needs to know whose each example is; "
             "let data.source be a function of yours that returns one (x, y) pair per device"
         )
-    return _known(settings.partition, known, "data.partition")()
+    return _pick(settings.partition, known, "data.partition")()
 
 
-def _kinds_of(questions: Questions | None) -> tuple[Integers, Integers]:
+def _question_types(questions: VQAMetadata | None) -> tuple[IntArray, IntArray]:
     if questions is None:
         raise InputError("data: partition 'kinds' is for questions, which are dealt by how they begin; use 'shards' or another one")
-    return questions.kinds
+    return questions.question_types
 
 
 def build_model(
-    settings: ModelSettings, example: Tensor, classes: int, *, seed: int, questions: Questions | None = None
+    settings: ModelSettings, example: Tensor, classes: int, *, seed: int, questions: VQAMetadata | None = None
 ) -> nn.Module:
     """The network for such examples, its weights drawn from the seed; the caller's random state is left as it was."""
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
         "softmax_mlp": lambda: softmax_mlp(example.numel(), settings.hidden, classes),
-        "coded_mlp": lambda: coded_mlp(example.numel(), settings.hidden, classes, **_code(settings)),
+        "coded_mlp": lambda: bottleneck_mlp(example.numel(), settings.hidden, classes, **_bottleneck_options(settings)),
         "lenet5": lambda: lenet5(example.shape[0], classes),
-        "coded_cnn": lambda: coded_cnn(example.shape, classes, code=settings.code),
+        "coded_cnn": lambda: bottleneck_cnn(example.shape, classes, bottleneck=settings.bottleneck),
         "mood_lstm": lambda: mood_lstm(classes, dropout=settings.dropout),
-        "vqa": lambda: answering(settings, questions, classes),
+        "vqa": lambda: build_vqa_net(settings, questions, classes),
     }
     own = ":" in settings.name
-    make = named_function(settings.name, "model.name") if own else _known(settings.name, known, "model.name")
+    make = import_function(settings.name, "model.name") if own else _pick(settings.name, known, "model.name")
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(stream(seed, "weights").integers(2**62)))
-        model = called(make, settings.name)
+        torch.default_generator.manual_seed(int(make_rng(seed, "weights").integers(2**62)))
+        model = call_user_function(make, settings.name)
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {settings.name} returned {type(model).__name__}; an nn.Module was expected")
     return model
 
 
-def _code(settings: ModelSettings) -> dict[str, Any]:
-    return {"code": settings.code, "blur": settings.blur, "dropout": settings.dropout}
+def _bottleneck_options(settings: ModelSettings) -> dict[str, Any]:
+    return {"bottleneck": settings.bottleneck, "noise_std": settings.noise_std, "dropout": settings.dropout}
 
 
-def plain_model(name: str) -> nn.Module:
+def default_model(name: str) -> nn.Module:
     """A model by name alone, with the paper's sizes."""
     known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "softmax_mlp": softmax_mlp, "lenet5": lenet5, "mood_lstm": mood_lstm}
-    model = called(named_function(name, "model") if ":" in name else _known(name, known, "model"), name)
+    model = call_user_function(import_function(name, "model") if ":" in name else _pick(name, known, "model"), name)
     if not isinstance(model, nn.Module):
         raise InputError(f"model: {name} returned {type(model).__name__}; an nn.Module was expected")
     return model
 
 
-def build_split(settings: Settings, case: CaseSettings, model: nn.Module) -> Split:
+def build_split(settings: Settings, case: ExperimentSettings, model: nn.Module) -> Split:
     """The split as named, by the case or else by the study."""
     named = settings.split if case.local is None and case.shared is None else case
     return Split.of(model, local=named.local, shared=named.shared)
 
 
-def build_pretraining(settings: Settings, case: CaseSettings, parts: Parts) -> Pretraining | None:
+def build_pretraining(settings: Settings, case: ExperimentSettings, parts: Components) -> Pretraining | None:
     """What a case's devices do before the first round, if its settings say so."""
-    if case.learns is None or not case.learns.pretrain:
+    if case.pretext is None or not case.pretext.pretrain_epochs:
         return None
     algorithm = build_algorithm(settings, case, parts, before=True)
-    return Pretraining(algorithm, case.learns.pretrain, labels=case.learns.kind in WITH_LABELS)
+    return Pretraining(algorithm, case.pretext.pretrain_epochs, labels=case.pretext.kind in SUPERVISED_KINDS)
 
 
-def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts, *, before: bool = False) -> Algorithm:
+def build_algorithm(settings: Settings, case: ExperimentSettings, parts: Components, *, before: bool = False) -> Algorithm:
     """An exported algorithm (or your own "module:function"), given what its signature asks for; or what comes before it."""
     exported = {name: getattr(algorithms, name) for name in algorithms.__all__}
     own = ":" in case.algorithm
-    make = named_function(case.algorithm, "algorithm") if own else _known(case.algorithm, exported, "algorithm")
+    make = import_function(case.algorithm, "algorithm") if own else _pick(case.algorithm, exported, "algorithm")
     offered: dict[str, Callable[[], object]] = {
         "split": lambda: build_split(settings, case, parts.model),
-        "devices": lambda: parts.federations[0].devices,
+        "num_clients": lambda: parts.federations[0].num_clients,
     }
     wanted = list(inspect.signature(make).parameters.values())[2:]
     if (case.local or case.shared) and "split" not in [parameter.name for parameter in wanted]:
@@ -244,84 +257,84 @@ def build_algorithm(settings: Settings, case: CaseSettings, parts: Parts, *, bef
             f"settings: {case.algorithm} has no split, so that its cases take neither 'local' nor 'shared'; leave them out"
         )
     given: dict[str, Any] = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
-    knobs = _knobs(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
-    objective, rule = parts.objective, build_optimiser(settings.optimiser, case.rate)
-    optimiser: Optimiser = rule
-    if case.local_rate is not None:
-        optimiser = _apart(rule, build_optimiser(settings.optimiser, case.local_rate), case, given.get("split"))
-    if case.learns is not None:
-        objective, auxiliary = build_auxiliary(settings, case.learns, parts, parts.seeds[0])
-        optimiser = with_own_rule(optimiser, case.learns, auxiliary.name)
+    hyperparameters = _hyperparameters(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
+    objective, rule = parts.objective, build_optimizer(settings.optimizer, case.lr)
+    optimizer: Optimizer = rule
+    if case.local_lr is not None:
+        optimizer = _with_local_optimizer(rule, build_optimizer(settings.optimizer, case.local_lr), case, given.get("split"))
+    if case.pretext is not None:
+        objective, auxiliary = build_auxiliary(settings, case.pretext, parts, parts.seeds[0])
+        optimizer = with_auxiliary_optimizer(optimizer, case.pretext, auxiliary.name)
         given |= {"split": auxiliary.local(given["split"])} if isinstance(given.get("split"), Split) else {}
-        if before and case.learns.kind != "adversary":
-            local = given["split"].local if "split" in given else parts.objective.trains
-            objective = alone(parts.objective, auxiliary, local=local)
-    made = called(partial(make, objective, optimiser, **given, **knobs), case.algorithm)
+        if before and case.pretext.kind != "adversary":
+            local = given["split"].local if "split" in given else parts.objective.trainable
+            objective = auxiliary_only(parts.objective, auxiliary, local=local)
+    made = call_user_function(partial(make, objective, optimizer, **given, **hyperparameters), case.algorithm)
     if not isinstance(made, Algorithm):
         raise InputError(f"algorithm: {case.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected")
     known: dict[str, Callable[[Algorithm], Algorithm]] = {"examples": lambda algorithm: algorithm, "equal": unweighted}
-    return _known(settings.plan.weights, known, "plan.weights")(made)
+    return _pick(settings.plan.weighting, known, "plan.weights")(made)
 
 
-def build_auxiliary(settings: Settings, learns: LearnsSettings, parts: Parts, seed: int) -> tuple[Objective, Auxiliary]:
+def build_auxiliary(settings: Settings, pretext: PretextSettings, parts: Components, seed: int) -> tuple[Objective, Auxiliary]:
     """What a case's local models learn from besides labels, and the auxiliary model of a seed."""
-    if learns.kind == "adversary" and settings.data.augment != "none":
+    if pretext.kind == "adversary" and settings.data.augment != "none":
         raise InputError("settings: an adversary learns from the data as they are; leave datasets.augment out")
     train = parts.federations[0].train
-    return build_learning(learns, parts.objective, parts.model, train.examples.take(train.pooled()[:2]), seed=seed)
+    return build_pretext(pretext, parts.objective, parts.model, train.examples.take(train.all_rows()[:2]), seed=seed)
 
 
-def build_critic(learns: LearnsSettings | None, parts: Parts) -> nn.Module | None:
+def build_adversary(pretext: PretextSettings | None, parts: Components) -> nn.Module | None:
     """The adversary's network, if a case has one."""
-    if learns is None or learns.kind != "adversary":
+    if pretext is None or pretext.kind != "adversary":
         return None
     train = parts.federations[0].train
-    return build_extra(learns, parts.model, train.examples.take(train.pooled()[:2]), seed=parts.seeds[0])
+    return build_auxiliary_network(pretext, parts.model, train.examples.take(train.all_rows()[:2]), seed=parts.seeds[0])
 
 
-def _knobs(case: CaseSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[str, Knob]:
+def _hyperparameters(case: ExperimentSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[str, Hyperparameter]:
     """The case's knobs, held against the algorithm's signature."""
-    for name, value in case.knobs.items():
+    for name, value in case.hyperparameters.items():
         if name not in wanted:
-            known = {*wanted, "rounds", "cohort", "local", "shared", "after", "after_round", "after_model", "rate", "local_rate"}
-            raise InputError(f"settings: {case.algorithm} has no knob '{name}'; {nearest(name, known)}")
+            known = {*wanted, "rounds", "clients_per_round", "local", "shared", "after", "start_round", "after_model", "lr", "local_lr"}
+            raise InputError(f"settings: {case.algorithm} has no knob '{name}'; {suggest_name(name, known)}")
         if wanted[name].annotation in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"settings: {case.algorithm}.{name} is {value!r}; a number was expected")
     for name, parameter in wanted.items():
-        if parameter.default is inspect.Parameter.empty and name not in case.knobs:
+        if parameter.default is inspect.Parameter.empty and name not in case.hyperparameters:
             raise InputError(f"settings: {case.algorithm} needs the knob '{name}'; add it to the case")
-    return case.knobs
+    return case.hyperparameters
 
 
-def build_optimiser(settings: OptimiserSettings, rate: float | None = None) -> Sgd | Adam:
+def build_optimizer(settings: OptimizerSettings, lr: float | None = None) -> SGD | Adam:
     """The optimiser, by name; a case may have a rate of its own."""
-    pace = settings.rate if rate is None else rate
-    decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "decay": settings.decay}
-    known: dict[str, Callable[[], Sgd | Adam]] = {
-        "sgd": lambda: sgd(pace, momentum=settings.momentum, **decays, shrink=_shrink(settings)),
-        "adam": lambda: adam(pace, **decays, shrink=_shrink(settings)),
+    pace = settings.lr if lr is None else lr
+    decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "lr_decay": settings.lr_decay}
+    known: dict[str, Callable[[], SGD | Adam]] = {
+        "sgd": lambda: sgd(pace, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)),
+        "adam": lambda: adam(pace, **decays, lr_schedule=_lr_steps(settings)),
     }
-    return _known(settings.name, known, "optimiser.name")()
+    return _pick(settings.name, known, "optimiser.name")()
 
 
-def _apart(main: Sgd | Adam, other: Sgd | Adam, case: CaseSettings, split: Split | None) -> Optimiser:
+def _with_local_optimizer(main: SGD | Adam, other: SGD | Adam, case: ExperimentSettings, split: Split | None) -> Optimizer:
     """The local part by a rule of its own."""
     if split is None:
         raise InputError(f"settings: {case.algorithm} has no split, so that its cases take no 'local_rate'; leave it out")
-    if case.learns is not None:
+    if case.pretext is not None:
         raise InputError("settings: a case has `local_rate` and `learns`; use one of the two")
-    return Apart(main, other, split.local)
+    return PartitionedOptimizer(main, other, split.local)
 
 
-def _shrink(settings: OptimiserSettings) -> Shrink | None:
-    if settings.shrink is None and settings.shrink_every is None:
+def _lr_steps(settings: OptimizerSettings) -> StepLR | None:
+    if settings.lr_gamma is None and settings.lr_step_size is None:
         return None
-    if settings.shrink is None or settings.shrink_every is None:
+    if settings.lr_gamma is None or settings.lr_step_size is None:
         raise InputError("settings: optimiser.shrink and shrink_every belong together, such as 0.5 and 10 rounds; give both")
-    return Shrink(by=settings.shrink, every=settings.shrink_every)
+    return StepLR(gamma=settings.lr_gamma, step_size=settings.lr_step_size)
 
 
-def _augmented(objective: Objective, settings: DataSettings, federation: Federation) -> Objective:
+def _with_augmentation(objective: Objective, settings: DataSettings, federation: FederatedData) -> Objective:
     images = federation.train.examples.x
 
     def cropped() -> Objective:
@@ -330,13 +343,13 @@ def _augmented(objective: Objective, settings: DataSettings, federation: Federat
                 f"data: crop_and_flip needs images (channels, height, width); the inputs are {tuple(images.shape[1:])}"
             )
         # after normalisation a black pixel is each channel's smallest value
-        return augmented(objective, datasets.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist())))
+        return with_augmentation(objective, datasets.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist())))
 
     known: dict[str, Callable[[], Objective]] = {"none": lambda: objective, "crop_and_flip": cropped}
-    return _known(settings.augment, known, "data.augment")()
+    return _pick(settings.augment, known, "data.augment")()
 
 
-def _known(name: str, known: Mapping[str, Made], where: str) -> Made:
+def _pick(name: str, known: Mapping[str, T], where: str) -> T:
     if name not in known:
-        raise InputError(f"settings: {where} is '{name}'; {nearest(name, known)}")
+        raise InputError(f"settings: {where} is '{name}'; {suggest_name(name, known)}")
     return known[name]

@@ -8,44 +8,44 @@ from dataclasses import replace
 
 from glocal.federate.fitting import Options
 from glocal.studies.audit import AuditSettings
-from glocal.studies.learning import LearnsSettings
+from glocal.studies.learning import PretextSettings
 from glocal.studies.published import published
 from glocal.studies.settings import (
-    CaseSettings,
     DataSettings,
+    ExperimentSettings,
     ModelSettings,
-    OptimiserSettings,
+    OptimizerSettings,
     PlanSettings,
     Settings,
     SplitSettings,
 )
-from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
 STRENGTHS = (3, 10, 30)
 WIDTHS = (1, 2, 8, 32)
 LIMIT = 0.57  # what fresh attackers may read from validation data
 _SPLITS = {"iid": 10, "noniid": 2}  # as the published tables number them
-_ADVERSARY = LearnsSettings("adversary", at="encoder", hidden=(32, 32, 32))
-_KEPT = Options(keep="figures", keep_every=250)
+_ADVERSARY = PretextSettings("adversary", layer="encoder", hidden=(32, 32, 32))
+_KEPT = Options(save="figures", checkpoint_every=250)
 
 _PAPER = Settings(
-    data=DataSettings(source="adult", devices=10),
-    model=ModelSettings("coded_mlp", hidden=(32, 32), code=32, dropout=0.2),
+    data=DataSettings(source="adult", clients=10),
+    model=ModelSettings("coded_mlp", hidden=(32, 32), bottleneck=32, dropout=0.2),
     split=SplitSettings(local=("encoder",)),
-    optimiser=OptimiserSettings(rate=0.1, momentum=0.5),
-    plan=PlanSettings(cohort=10, batch=32, epochs=10, seeds=10),
+    optimizer=OptimizerSettings(lr=0.1, momentum=0.5),
+    plan=PlanSettings(clients_per_round=10, batch_size=32, local_epochs=10, seeds=10),
     run=_KEPT,
-    audit=AuditSettings(at="encoder", encoders=1),
+    audit=AuditSettings(layer="encoder", encoders=1),
 )
 _TUNED = replace(
     _PAPER,
-    model=ModelSettings("coded_mlp", hidden=(32, 32), code=1, blur=0.1),
-    optimiser=OptimiserSettings("adam", rate=0.002),
-    plan=PlanSettings(cohort=10, batch=64, seeds=10),
+    model=ModelSettings("coded_mlp", hidden=(32, 32), bottleneck=1, noise_std=0.1),
+    optimizer=OptimizerSettings("adam", lr=0.002),
+    plan=PlanSettings(clients_per_round=10, batch_size=64, seeds=10),
 )
 
 
-_FEDAVG = CaseSettings("fedavg", rounds=10)
+_FEDAVG = ExperimentSettings("fedavg", rounds=10)
 
 
 def _dealt(settings: Settings, name: str, split: str) -> Settings:
@@ -53,43 +53,43 @@ def _dealt(settings: Settings, name: str, split: str) -> Settings:
     return replace(settings, name=f"adult, {name}", data=replace(settings.data, partition=partition, alpha=3.0))
 
 
-def _paper(split: str) -> Part:
+def _paper(split: str) -> StudyPart:
     """The text's own numbers: 50 rounds of FedAvg with an adversary that only watches; 10 epochs alone, then 10 rounds, of LG."""
     watched, hidden = replace(_ADVERSARY, weight=0.0), replace(_ADVERSARY, weight=1.0)
     cases = {
-        "FedAvg": CaseSettings("fedavg", rounds=50, learns=watched),
-        "LG": CaseSettings("lg_fedavg", rounds=10, learns=replace(watched, pretrain=10)),
-        "LG + Adv": CaseSettings("lg_fedavg", rounds=10, learns=replace(hidden, pretrain=10)),
+        "FedAvg": ExperimentSettings("fedavg", rounds=50, pretext=watched),
+        "LG": ExperimentSettings("lg_fedavg", rounds=10, pretext=replace(watched, pretrain_epochs=10)),
+        "LG + Adv": ExperimentSettings("lg_fedavg", rounds=10, pretext=replace(hidden, pretrain_epochs=10)),
     }
-    settings = replace(_dealt(_PAPER, f"paper, {split}", split), cases=cases)
-    return Part(_title(split), "paper", settings, published("table4", _SPLITS[split]))
+    settings = replace(_dealt(_PAPER, f"paper, {split}", split), experiments=cases)
+    return StudyPart(_title(split), "paper", settings, published("table4", _SPLITS[split]))
 
 
-def _tuned(split: str) -> Part:
+def _tuned(split: str) -> StudyPart:
     """A code one number wide, a stronger adversary that is ahead of what it watches, and FedAvg to start from."""
     plain = {f"LG, rounds {rounds}": _open(rounds) for rounds in (3, 10, 30)}
     hidden = {f"LG + Adv, strength {strength}": _hiding(strength) for strength in STRENGTHS}
     cases = {"FedAvg": _FEDAVG, **plain, **hidden}
     choices = {"FedAvg": ("FedAvg",), "LG": tuple(plain), "LG + Adv": tuple(hidden)}
-    settings = replace(_dealt(_TUNED, f"tuned, {split}", split), cases=cases)
-    return Part(_title(split), "tuned", settings, published("table4", _SPLITS[split]), choices, limits={"LG + Adv": LIMIT})
+    settings = replace(_dealt(_TUNED, f"tuned, {split}", split), experiments=cases)
+    return StudyPart(_title(split), "tuned", settings, published("table4", _SPLITS[split]), choices, leak_limits={"LG + Adv": LIMIT})
 
 
-def _open(rounds: int) -> CaseSettings:
-    return CaseSettings("lg_fedavg", rounds=rounds, after="FedAvg")
+def _open(rounds: int) -> ExperimentSettings:
+    return ExperimentSettings("lg_fedavg", rounds=rounds, start_from="FedAvg")
 
 
-def _hiding(strength: float) -> CaseSettings:
-    learns = LearnsSettings("adversary", at="encoder", weight=strength, rate=0.004, turns=3)
-    return replace(_open(30), learns=learns)
+def _hiding(strength: float) -> ExperimentSettings:
+    pretext = PretextSettings("adversary", layer="encoder", weight=strength, lr=0.004, other_steps=3)
+    return replace(_open(30), pretext=pretext)
 
 
-def _curve(width: int) -> Part:
+def _curve(width: int) -> StudyPart:
     """What a strength and a width of the code cost, and what they hide."""
     cases = {f"LG + Adv, code {width}, strength {strength}": _hiding(strength) for strength in (1, *STRENGTHS)}
     settings = _dealt(_TUNED, f"a code {width} wide", "iid")
-    settings = replace(settings, model=replace(settings.model, code=width), cases={"FedAvg": _FEDAVG, **cases})
-    return Part(f"a code {width} wide, iid", "tuned", settings)
+    settings = replace(settings, model=replace(settings.model, bottleneck=width), experiments={"FedAvg": _FEDAVG, **cases})
+    return StudyPart(f"a code {width} wide, iid", "tuned", settings)
 
 
 def _title(split: str) -> str:
@@ -102,10 +102,10 @@ def _claims() -> tuple[Claim, ...]:
     for way in ("paper", "tuned"):
         for split in _SPLITS:
             part = f"{way}-{split}"
-            hidden, plain = (Figure(part, case, "fresh") for case in ("LG + Adv", "LG"))
+            hidden, plain = (Measurement(part, case, "fresh") for case in ("LG + Adv", "LG"))
             says = f"{part}: the best fresh attacker reads less from LG + Adv than from LG"
             claims.append(Claim(says, (plain,), (hidden,)))
-            right = [Figure(part, case, "accuracy") for case in ("LG + Adv", "FedAvg")]
+            right = [Measurement(part, case, "accuracy") for case in ("LG + Adv", "FedAvg")]
             says = f"{part}: LG + Adv costs little accuracy against FedAvg"
             claims.append(Claim(says, (right[0],), (right[1],), 4.0))  # "around 4 %", as the text says
     return tuple(claims)
@@ -116,7 +116,7 @@ FAIR = Study(
     name="paper-adult",
     title="UCI Adult: representations that hide race and sex",
     source="Liang et al. 2020, Table 4",
-    says=(
+    statement=(
         "LG-FedAvg with adversarial training learns fair local representations that are unable to predict protected attributes "
         "(around 50 % adversary AUC) with only a small drop in accuracy (around 4 %)."
     ),
@@ -132,12 +132,12 @@ FAIR = Study(
         "adversary": "Adversary AUC",
         **{f"{view}_{place}": f"{words}, {name}" for view, words in _VIEWS.items() for place, name in enumerate(("race", "sex"))},
     },
-    lower=frozenset({"adversary", *(f"{view}_{place}" for view in _VIEWS for place in (0, 1))}),
+    lower_is_better=frozenset({"adversary", *(f"{view}_{place}" for view in _VIEWS for place in (0, 1))}),
     protocols={
         "paper": "the hyper-parameters of the paper’s appendix, the last round tested",
         "tuned": "our own: a code one number wide, Adam, a start from FedAvg; what validation data chose stands beside a row",
     },
-    columns=(
+    caption=(
         "Accuracy: each device’s own model on its own test data, over all people. Income AUC: the mean over devices of the area "
         "under the ROC curve. Adversary AUC: what the adversary that was trained along reads, the mean of race and sex, as the "
         "paper prints it. The rest is what the best of three fresh attackers reads (logistic regression, gradient boosting, a "

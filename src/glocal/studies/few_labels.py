@@ -7,40 +7,40 @@ own digits, or to tell how their quarters were shuffled, and then takes part in 
 from dataclasses import replace
 
 from glocal.federate.fitting import Options
-from glocal.studies.learning import LearnsSettings
+from glocal.studies.learning import PretextSettings
 from glocal.studies.settings import (
-    CaseSettings,
     DataSettings,
+    ExperimentSettings,
     ModelSettings,
-    OptimiserSettings,
+    OptimizerSettings,
     PlanSettings,
     Settings,
     SplitSettings,
 )
-from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
-_FIRST = LearnsSettings("decoder", at="encoder", weight=0.0, hidden=(200,), pretrain=3)
+_FIRST = PretextSettings("decoder", layer="encoder", weight=0.0, hidden=(200,), pretrain_epochs=3)
 _CASES = {
-    "LG": CaseSettings("lg_fedavg"),
-    "LG + decoder": CaseSettings("lg_fedavg", learns=_FIRST),
-    "LG + puzzle": CaseSettings("lg_fedavg", learns=replace(_FIRST, kind="puzzle", at="encoder.pool2", pretrain=10)),
+    "LG": ExperimentSettings("lg_fedavg"),
+    "LG + decoder": ExperimentSettings("lg_fedavg", pretext=_FIRST),
+    "LG + puzzle": ExperimentSettings("lg_fedavg", pretext=replace(_FIRST, kind="jigsaw", layer="encoder.pool2", pretrain_epochs=10)),
 }
 _MNIST = Settings(
     name="mnist, one label in a hundred",
-    data=DataSettings(source="mnist", partition="iid", devices=20, validation=0.05, labelled=0.01),
+    data=DataSettings(source="mnist", partition="iid", clients=20, validation=0.05, labeled_fraction=0.01),
     model=ModelSettings("coded_cnn"),
     split=SplitSettings(local=("encoder",)),
-    optimiser=OptimiserSettings("adam", rate=0.002),
-    plan=PlanSettings(rounds=100, cohort=10, batch=20, seeds=10),
-    run=Options(select="best", keep="figures", validate_every=10),
-    cases=_CASES,
+    optimizer=OptimizerSettings("adam", lr=0.002),
+    plan=PlanSettings(rounds=100, clients_per_round=10, batch_size=20, seeds=10),
+    run=Options(select="best", save="figures", validate_every=10),
+    experiments=_CASES,
 )
 
 
 def _claims() -> tuple[Claim, ...]:
-    plain = Figure("mnist", "LG", "local")
+    plain = Measurement("mnist", "LG", "local")
     return tuple(
-        Claim(f"one label in a hundred: {case} is above LG on Local Test", (Figure("mnist", case, "local"),), (plain,))
+        Claim(f"one label in a hundred: {case} is above LG on Local Test", (Measurement("mnist", case, "local"),), (plain,))
         for case in _CASES
         if case != "LG"
     )
@@ -50,7 +50,7 @@ FEW_LABELS = Study(
     name="few-labels",
     title="MNIST with one label in a hundred: encoders that learn from the rest first",
     source="Liang et al. 2020, Figure 1 (b) and (c), which the paper draws and does not measure",
-    says="local models may learn from the data themselves, as an autoencoder or by solving a jigsaw, before or beside labels.",
-    parts={"mnist": Part("1 % of labels, 20 devices, iid", "paper", _MNIST)},
+    statement="local models may learn from the data themselves, as an autoencoder or by solving a jigsaw, before or beside labels.",
+    parts={"mnist": StudyPart("1 % of labels, 20 devices, iid", "paper", _MNIST)},
     claims=_claims(),
 )

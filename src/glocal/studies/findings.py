@@ -7,17 +7,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from glocal.core.errors import InputError, brief, nearest
+from glocal.core.errors import InputError, describe_error, suggest_name
 from glocal.core.files import Json, read_json, read_rows, write_json
-from glocal.studies.goals import course
+from glocal.studies.goals import validation_curve
 from glocal.studies.paper import PAPER
-from glocal.studies.run import holds_run, read_results, read_settings, slug
-from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.run import is_run, read_results, read_settings, slug
+from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
 _PERCENT = 100.0
 
 
-class Interval(NamedTuple):
+class ConfidenceInterval(NamedTuple):
     """A mean over seeds with a 95 % confidence interval (Student's t); endless for one seed."""
 
     mean: float
@@ -29,8 +29,8 @@ class Verdict(NamedTuple):
     """A claim and how far ahead it is, in points, paired over seeds; `word` is holds, fails, or open where seeds do not decide."""
 
     claim: Claim
-    lead: Interval
-    word: str
+    lead: ConfidenceInterval
+    status: str
 
 
 @dataclass(frozen=True)
@@ -41,34 +41,34 @@ class Findings:
     about: Json
     parts: dict[str, Json]
 
-    def values(self, figure: Figure) -> list[float]:
+    def values(self, figure: Measurement) -> list[float]:
         """A measure in percent, one for each seed that has one; none if it was not measured."""
         return [*self._by_seed(figure).values()]
 
-    def _by_seed(self, figure: Figure) -> dict[int, float]:
-        case = self.case(figure.part, figure.case)
-        values = [] if case is None else case.get(figure.measure, [])
-        seeds = [] if case is None else seeds_of(case, values)
+    def _by_seed(self, figure: Measurement) -> dict[int, float]:
+        experiment = self.experiment(figure.part, figure.experiment)
+        values = [] if experiment is None else experiment.get(figure.measure, [])
+        seeds = [] if experiment is None else seeds_of(experiment, values)
         return {seed: _PERCENT * value for seed, value in zip(seeds, values, strict=True) if value is not None}
 
-    def case(self, part: str, row: str) -> Json | None:
+    def experiment(self, part: str, row: str) -> Json | None:
         """The figures of a row: its case's, or of several those of the one that was best on validation data within the limit.
 
         One that diverged in some seeds does not stand for a row if another did not. Where none is within the limit, the one that
         gives least away does.
         """
-        cases, of = self.parts.get(part, {}).get("cases", {}), self.study.parts[part]
-        found: list[Json] = [cases[name] for name in of.choices.get(row, (row,)) if name in cases]
+        cases, of = self.parts.get(part, {}).get("experiments", {}), self.study.parts[part]
+        found: list[Json] = [cases[name] for name in of.candidates.get(row, (row,)) if name in cases]
         most = max((len(case["validation"]) for case in found), default=0)
         found = [case for case in found if len(case["validation"]) == most]
-        within = [case for case in found if row not in of.limits or _leak(case) <= of.limits[row]]
+        within = [case for case in found if row not in of.leak_limits or _leak(case) <= of.leak_limits[row]]
         if within:
             return max(within, key=lambda case: _mean(case["validation"]))
         return min(found, key=_leak, default=None)
 
     def name_of(self, part: str, row: str) -> str:
         """The case that stands for a row."""
-        found, cases = self.case(part, row), self.parts.get(part, {}).get("cases", {})
+        found, cases = self.experiment(part, row), self.parts.get(part, {}).get("experiments", {})
         return next((name for name, case in cases.items() if case is found), row)
 
     def verdicts(self) -> list[Verdict]:
@@ -80,7 +80,7 @@ class Findings:
         seeds = sorted(set.intersection(*({*values} for _, values in figures)))
         if not seeds:
             return None
-        lead = interval([sum(sign * values[seed] for sign, values in figures) - claim.level for seed in seeds])
+        lead = confidence_interval([sum(sign * values[seed] for sign, values in figures) - claim.level for seed in seeds])
         word = "holds" if lead.low > -claim.margin else "fails" if lead.high <= -claim.margin else "open"
         return Verdict(claim, lead, word)
 
@@ -94,19 +94,19 @@ def seeds_of(case: Json, values: Sequence[float | None]) -> list[int]:
     return list(case.get("seeds", range(len(values)))) if values else []
 
 
-def interval(values: Sequence[float]) -> Interval:
+def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
     """The mean and where it lies with 95 % confidence.
 
-    >>> [round(end, 2) for end in interval([1.0, 2.0, 3.0])]
+    >>> [round(end, 2) for end in confidence_interval([1.0, 2.0, 3.0])]
     [2.0, -0.48, 4.48]
     """
     from scipy import stats  # takes a second to load, and few commands need it
 
     mean = fmean(values)
     if len(values) < 2:
-        return Interval(mean, float("-inf"), float("inf"))
+        return ConfidenceInterval(mean, float("-inf"), float("inf"))
     reach = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
-    return Interval(mean, mean - reach, mean + reach)
+    return ConfidenceInterval(mean, mean - reach, mean + reach)
 
 
 def part_folder(folder: Path, part: str) -> Path:
@@ -119,28 +119,28 @@ def read_findings(path: Path) -> Findings:
     try:
         found = _from_dict(read_json(path, dict)) if path.is_file() else _from_folder(path)
         for part in found.parts.values():
-            for case in part["cases"].values():
+            for case in part["experiments"].values():
                 read = (*found.study.measures, "validation_leak", "fresh")
                 told = (*case["validation"], *(value for measure in read for value in case.get(measure, ())))
                 sum(value or 0.0 for value in told)  # numbers, or an error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
-            f"report: {path} does not hold the findings of a study ({brief(error)}); give the folder of a run, or its findings.json"
+            f"report: {path} does not hold the findings of a study ({describe_error(error)}); give the folder of a run, or its findings.json"
         ) from error
     return found
 
 
 def _from_folder(path: Path) -> Findings:
     about = read_json(path / "study.json", dict)
-    study = known_study(about["study"])
+    study = find_study(about["study"])
     parts = {name: found for name, part in study.parts.items() if (found := _part(part_folder(path, name), path, name, part))}
     return Findings(study, {key: about[key] for key in ("command", "version", "machine") if key in about}, parts)
 
 
-def known_study(name: str) -> Study:
+def find_study(name: str) -> Study:
     """A study of a paper by name."""
     if not isinstance(name, str) or name not in PAPER:
-        raise InputError(f"study: there is no study '{name}'; {nearest(str(name), PAPER)}")
+        raise InputError(f"study: there is no study '{name}'; {suggest_name(str(name), PAPER)}")
     return PAPER[name]
 
 
@@ -150,36 +150,36 @@ def write_findings(findings: Findings, path: Path) -> None:
 
 
 def _from_dict(data: Json) -> Findings:
-    study = known_study(data["study"])
+    study = find_study(data["study"])
     about = {key: value for key, value in data.items() if key not in ("study", "parts")}
     return Findings(study, about, {name: part for name, part in data["parts"].items() if name in study.parts})
 
 
-def _part(folder: Path, study: Path, name: str, of: Part) -> Json | None:
+def _part(folder: Path, study: Path, name: str, of: StudyPart) -> Json | None:
     """What a part has finished so far; None if nothing."""
-    if not holds_run(folder) or not (results := read_results(folder)):
+    if not is_run(folder) or not (results := read_results(folder)):
         return None
     seconds = sum(row.get("seconds", 0.0) for row in read_rows(study / "timing.jsonl") if row.get("part") == name)
-    cases = {case: _case(seeds) for case, seeds in results.items()}
+    cases = {case: _experiment(seeds) for case, seeds in results.items()}
     if (folder / "baselines.json").exists():
         cases |= {name: _baseline(rows) for name, rows in read_json(folder / "baselines.json", dict).items()}
     if of.goal:
-        cases = {case: {**figures, "course": course(folder, case)} for case, figures in cases.items()}
-    return {"seconds": round(seconds, 1), "settings": read_settings(folder).as_dict(), "cases": cases}
+        cases = {case: {**figures, "course": validation_curve(folder, case)} for case, figures in cases.items()}
+    return {"seconds": round(seconds, 1), "settings": read_settings(folder).as_dict(), "experiments": cases}
 
 
-def _case(results: Sequence[Json]) -> Json:
+def _experiment(results: Sequence[Json]) -> Json:
     """One case's figures, seed by seed; traffic is the same for all seeds but for the ensemble, so its mean is kept."""
     ledgers = [result["ledger"] for result in results]
     return {
         "seeds": [result["seed"] for result in results],
-        "local": [_rounded(result["local_test"]["mean"]) for result in results],
-        "worst_tenth": [_rounded(result["local_test"]["worst_tenth"]) for result in results],
-        **{key: [_rounded((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},
-        **_arrivals([result["arrival"] for result in results if "arrival" in result]),
-        **_audits([result["audit"] for result in results if "audit" in result]),
-        **_ordinals([result["ordinal"] for result in results if "ordinal" in result]),
-        "validation": [_rounded(result["validation"]["mean"]) for result in results],
+        "local": [_round(result["local_test"]["mean"]) for result in results],
+        "worst_tenth": [_round(result["local_test"]["worst_tenth"]) for result in results],
+        **{key: [_round((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},
+        **_new_client_metrics([result["first_round"] for result in results if "first_round" in result]),
+        **_audit_metrics([result["audit"] for result in results if "audit" in result]),
+        **_ordinal_metrics([result["ordinal"] for result in results if "ordinal" in result]),
+        "validation": [_round(result["validation"]["mean"]) for result in results],
         "selected_round": [result["selected_round"] for result in results],
         "never_sampled": [result["never_sampled"] for result in results],
         "paper_parameters": round(fmean(ledger["paper"]["parameters"] for ledger in ledgers)),
@@ -192,26 +192,26 @@ def _baseline(rows: Sequence[Json]) -> Json:
     """A row that nobody has trained in rounds, and that sends nothing."""
     return {
         "seeds": [row["seed"] for row in rows],
-        **_ordinals([row["ordinal"] for row in rows]),
-        "validation": [_rounded(row["validation"]["pooled"]) for row in rows],
+        **_ordinal_metrics([row["ordinal"] for row in rows]),
+        "validation": [_round(row["validation"]["pooled"]) for row in rows],
         **dict.fromkeys(("paper_parameters", "parameters", "bytes"), 0),
     }
 
 
-def _ordinals(rows: Sequence[Json]) -> Json:
+def _ordinal_metrics(rows: Sequence[Json]) -> Json:
     """How right and how far off guesses are, seed by seed; nothing where classes have no order."""
-    return {key: [_rounded(row[key]) for row in rows] for key in _ORDINAL} if rows else {}
+    return {key: [_round(row[key]) for row in rows] for key in _ORDINAL} if rows else {}
 
 
-def _arrivals(arrivals: Sequence[Json]) -> Json:
+def _new_client_metrics(arrivals: Sequence[Json]) -> Json:
     """What a newcomer's arrival came to, seed by seed, and what it cost; nothing if none arrived."""
     if not arrivals:
         return {}
-    scores = {key: [_rounded(row[key]) for row in arrivals] for key in ("normal", "normal_local", "rotated", "rotated_before")}
-    return {**scores, "arrival_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals))}
+    scores = {key: [_round(row[key]) for row in arrivals] for key in ("existing_clients", "normal_local", "new_client", "new_client_before")}
+    return {**scores, "onboarding_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals))}
 
 
-def _audits(audits: Sequence[Json]) -> Json:
+def _audit_metrics(audits: Sequence[Json]) -> Json:
     """What predictions are worth and what representations give away, seed by seed, as AUC; nothing if there was no audit.
 
     "adversary" is the one that was trained along, the mean over attributes; "own_0" and the like are the best fresh attackers by
@@ -222,13 +222,13 @@ def _audits(audits: Sequence[Json]) -> Json:
     attributes = [audit["attributes"] for audit in audits]
     views = [(place, view) for place in range(len(attributes[0])) for view in _VIEWS]
     return {
-        "accuracy": [_rounded(audit["accuracy"]) for audit in audits],
-        "auc": [_rounded(audit["auc"]) for audit in audits],
-        "adversary": [_rounded(_known(fmean, [each["joint"] for each in of])) for of in attributes],
-        **{f"{view}_{place}": [_rounded(of[place][view]) for of in attributes] for place, view in views},
-        "fresh": [_rounded(_known(max, [of[place][view] for place, view in views])) for of in attributes],
-        "validation_auc": [_rounded(audit["validation"]["auc"]) for audit in audits],
-        "validation_leak": [_rounded(audit["validation"]["leak"]) for audit in audits],
+        "accuracy": [_round(audit["accuracy"]) for audit in audits],
+        "auc": [_round(audit["auc"]) for audit in audits],
+        "adversary": [_round(_aggregate_known(fmean, [each["joint"] for each in of])) for of in attributes],
+        **{f"{view}_{place}": [_round(of[place][view]) for of in attributes] for place, view in views},
+        "fresh": [_round(_aggregate_known(max, [of[place][view] for place, view in views])) for of in attributes],
+        "validation_auc": [_round(audit["validation"]["auc"]) for audit in audits],
+        "validation_leak": [_round(audit["validation"]["leak"]) for audit in audits],
     }
 
 
@@ -237,7 +237,7 @@ _VIEWS = ("own", "pooled", "strong")
 _WAYS = {"new": "logits", "new_by_votes": "votes", "new_by_weights": "weights"}
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
@@ -245,7 +245,7 @@ def _mean(values: Iterable[float | None]) -> float:
     return fmean(value or 0.0 for value in values)
 
 
-def _known(of: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
+def _aggregate_known(of: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
     """The mean, the largest or the like of what is known; None where nothing is."""
     known = [value for value in values if value is not None]
     return of(known) if known else None
@@ -253,4 +253,4 @@ def _known(of: Callable[[Sequence[float]], float], values: Iterable[float | None
 
 def _leak(case: Json) -> float:
     """What attackers read from a case's representations of validation data; nothing where there was no audit."""
-    return _known(fmean, case.get("validation_leak", ())) or 0.0
+    return _aggregate_known(fmean, case.get("validation_leak", ())) or 0.0

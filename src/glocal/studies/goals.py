@@ -7,12 +7,12 @@ from statistics import fmean
 from typing import NamedTuple
 
 from glocal.core.files import Json, read_rows
-from glocal.studies.run import case_folder, read_settings
+from glocal.studies.run import experiment_folder, read_settings
 
-_TENTHS = 1000  # of a percent
+_PER_MILLE = 1000  # of a percent
 
 
-class Reached(NamedTuple):
+class GoalCost(NamedTuple):
     """When the goal was first reached: rounds done, parameters by the paper's count, and bytes on the wire."""
 
     rounds: int
@@ -20,11 +20,11 @@ class Reached(NamedTuple):
     bytes: float
 
 
-def course(folder: Path, name: str) -> list[Json]:
+def validation_curve(folder: Path, name: str) -> list[Json]:
     """Every validated round of a case, seed by seed, those of the case that it goes on from before its own."""
-    case = read_settings(folder).cases[name]
-    before = [row for row in course(folder, case.after) if row["round"] <= (case.after_round or 0)] if case.after else []
-    rows = [row for row in read_rows(case_folder(folder, name) / "rows.jsonl") if row.get("validation") is not None]
+    case = read_settings(folder).experiments[name]
+    before = [row for row in validation_curve(folder, case.start_from) if row["round"] <= (case.start_round or 0)] if case.start_from else []
+    rows = [row for row in read_rows(experiment_folder(folder, name) / "rows.jsonl") if row.get("validation") is not None]
     return before + [
         {
             "seed": row["seed"],
@@ -37,7 +37,7 @@ def course(folder: Path, name: str) -> list[Json]:
     ]
 
 
-def means(rows: Sequence[Json]) -> list[Json]:
+def mean_over_seeds(rows: Sequence[Json]) -> list[Json]:
     """A course's rounds in order, each with its mean over seeds."""
     by_round: dict[int, list[Json]] = {}
     for row in rows:
@@ -49,25 +49,25 @@ def means(rows: Sequence[Json]) -> list[Json]:
     ]
 
 
-def without(rows: Sequence[Json], seed: int) -> list[Json]:
+def without_seed(rows: Sequence[Json], seed: int) -> list[Json]:
     """A course as the other seeds have it."""
     return [row for row in rows if row["seed"] != seed]
 
 
-def goal_of(rows: Sequence[Json]) -> float:
+def goal_accuracy(rows: Sequence[Json]) -> float:
     """The best that a course reaches, its mean over seeds, to a tenth of a percent; a share.
 
     >>> row = {"round": 1, "parameters": 8, "bytes": 32}
-    >>> goal_of([{**row, "seed": 0, "validation": 0.4156}, {**row, "seed": 1, "validation": 0.42}])
+    >>> goal_accuracy([{**row, "seed": 0, "validation": 0.4156}, {**row, "seed": 1, "validation": 0.42}])
     0.417
     """
-    best = max((row["validation"] for row in means(rows)), default=0.0)
-    return math.floor(round(_TENTHS * best, 6)) / _TENTHS  # 1000 * 0.29 is 289.99999999999994
+    best = max((row["validation"] for row in mean_over_seeds(rows)), default=0.0)
+    return math.floor(round(_PER_MILLE * best, 6)) / _PER_MILLE  # 1000 * 0.29 is 289.99999999999994
 
 
-def reached(rows: Sequence[Json], goal: float) -> Reached | None:
+def goal_cost(rows: Sequence[Json], goal: float) -> GoalCost | None:
     """When a course's mean over seeds first is at the goal; None where it never is."""
-    for row in means(rows):
+    for row in mean_over_seeds(rows):
         if row["validation"] >= goal:
-            return Reached(row["round"], row["parameters"], row["bytes"])
+            return GoalCost(row["round"], row["parameters"], row["bytes"])
     return None

@@ -8,10 +8,10 @@ from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.studies.findings import Findings, seeds_of
 
-_NO_MATTER = {"plan": ("seed", "seeds"), "run": ("engine", "chunk")}  # what may differ between runs of one part
+_IGNORED = {"plan": ("seed", "seeds"), "run": ("engine", "chunk")}  # what may differ between runs of one part
 
 
-def joined(findings: Sequence[Findings]) -> Findings:
+def merge_findings(findings: Sequence[Findings]) -> Findings:
     """All parts, in the study's order; seeds and cases of a part that several have run stand side by side."""
     first = findings[0]
     parts: dict[str, Json] = {}
@@ -19,28 +19,28 @@ def joined(findings: Sequence[Findings]) -> Findings:
         if other.study.name != first.study.name:
             raise InputError(f"report: {first.study.name} and {other.study.name} are two studies; report them one by one")
         for name, part in other.parts.items():
-            parts[name] = _one(name, parts[name], part) if name in parts else part
+            parts[name] = _merge_part(name, parts[name], part) if name in parts else part
     for key in ("machine", "version"):
         told = dict.fromkeys(json.dumps(other.about.get(key)) for other in findings)
         if len(told) > 1:
             raise InputError(f"report: these runs are of different {key}s ({' and '.join(told)}); report them one by one")
-    commands = list(dict.fromkeys(command for other in findings for command in _listed(other.about.get("command"))))
+    commands = list(dict.fromkeys(command for other in findings for command in _as_list(other.about.get("command"))))
     ordered = {name: parts[name] for name in first.study.parts if name in parts}
     return Findings(first.study, {**first.about, "command": commands}, ordered)
 
 
-def _listed(command: str | list[str] | None) -> list[str]:
+def _as_list(command: str | list[str] | None) -> list[str]:
     return [command] if isinstance(command, str) else command or []
 
 
-def _one(name: str, part: Json, other: Json) -> Json:
+def _merge_part(name: str, part: Json, other: Json) -> Json:
     """Two runs of a part: all seeds of all cases; what both have run must be alike."""
     both = (part, other)
-    if _ran(other) <= _ran(part):
+    if _experiment_seeds(other) <= _experiment_seeds(part):
         raise InputError(f"report: part '{name}' was given twice; leave one of the two out")
-    _require_alike(name, *(_that_matter(each["settings"]) for each in both))
+    _require_alike(name, *(_compared_settings(each["settings"]) for each in both))
     cases = {
-        case: _side_by_side(f"part '{name}', {case}", [each["cases"][case] for each in both if case in each["cases"]])
+        case: _merge_seeds(f"part '{name}', {case}", [each["cases"][case] for each in both if case in each["cases"]])
         for case in dict.fromkeys(case for each in both for case in each["cases"])
     }
     seeds = {seed for case in cases.values() for seed in case["seeds"]}
@@ -50,7 +50,7 @@ def _one(name: str, part: Json, other: Json) -> Json:
     return {"seconds": seconds, "settings": {**part["settings"], "plan": plan, "cases": told}, "cases": cases}
 
 
-def _ran(part: Json) -> set[tuple[str, int]]:
+def _experiment_seeds(part: Json) -> set[tuple[str, int]]:
     return {(case, seed) for case, figures in part["cases"].items() for seed in seeds_of(figures, figures["validation"])}
 
 
@@ -61,17 +61,17 @@ def _require_alike(name: str, one: Json, other: Json) -> None:
             raise InputError(f"report: part '{name}' was run with two settings of {key}; report them one by one")
 
 
-def _that_matter(settings: Json) -> Json:
+def _compared_settings(settings: Json) -> Json:
     """Settings by name, such as plan.rounds and cases.FedAvg, but for what changes nothing or is made one."""
     return {
         f"{table}.{key}": value
         for table, values in settings.items()
         for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-        if key not in _NO_MATTER.get(table, ())
+        if key not in _IGNORED.get(table, ())
     }
 
 
-def _side_by_side(words: str, runs: Sequence[Json]) -> Json:
+def _merge_seeds(words: str, runs: Sequence[Json]) -> Json:
     """A case's figures with the seeds of all runs, each once; traffic is the mean over them."""
     by_seed: dict[int, Json] = {}
     for run in runs:

@@ -6,83 +6,83 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from glocal.core.bounds import EPOCHS, WIDTH, count, require_counts
+from glocal.core.bounds import MAX_EPOCHS, MAX_WIDTH, count_field, require_counts
 from glocal.core.data import Examples
-from glocal.core.errors import InputError, nearest
-from glocal.core.modules import params_of, representing
-from glocal.core.optimizers import Adam, Apart, Optimiser, Sgd
-from glocal.core.sampling import stream
+from glocal.core.errors import InputError, suggest_name
+from glocal.core.modules import feature_extractor, params_of
+from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer
+from glocal.core.sampling import make_rng
 from glocal.core.training import Objective
-from glocal.federate.fitting import outputs_of
-from glocal.personalize.representations import Auxiliary, adversarial, autoencoder, beside, jigsaw, supervised
+from glocal.federate.fitting import num_outputs
+from glocal.personalize.representations import Auxiliary, add_auxiliary, adversarial, autoencoder, auxiliary_classifier, jigsaw
 from glocal.studies.models import mlp
 
-_ORDERS = 24  # of two by two tiles
-KINDS = ("adversary", "classifier", "decoder", "puzzle")
-WITH_LABELS = ("adversary", "classifier")
+_PERMUTATIONS = 24  # of two by two tiles
+KINDS = ("adversary", "classifier", "decoder", "jigsaw")
+SUPERVISED_KINDS = ("adversary", "classifier")
 
 
 @dataclass(frozen=True)
-class LearnsSettings:
-    """An auxiliary model of the `kind` adversary, classifier, decoder or puzzle, on what the module `at` puts out.
+class PretextSettings:
+    """An auxiliary model of the `kind` adversary, classifier, decoder or puzzle, on what the module `layer` puts out.
 
     `weight` is what its loss counts beside the main one; an adversary's is how strongly it is worked against. `hidden` are its
-    hidden widths. `rate` and `turns` are those of its own rule, if it has one: so many steps of it to each of the others. For
-    `pretrain` epochs before the first round every device trains its local part alone: by the auxiliary loss, and with an
+    hidden widths. `lr` and `other_steps` are those of its own rule, if it has one: so many steps of it to each of the others. For
+    `pretrain_epochs` epochs before the first round every device trains its local part alone: by the auxiliary loss, and with an
     adversary by the whole one.
     """
 
     kind: str
-    at: str
+    layer: str
     weight: float = 1.0
-    hidden: tuple[int, ...] = count((32, 32), most=WIDTH)
-    rate: float | None = None
-    turns: int = count(0, least=0, most=EPOCHS)
-    pretrain: int = count(0, least=0, most=EPOCHS)
+    hidden: tuple[int, ...] = count_field((32, 32), maximum=MAX_WIDTH)
+    lr: float | None = None
+    other_steps: int = count_field(0, minimum=0, maximum=MAX_EPOCHS)
+    pretrain_epochs: int = count_field(0, minimum=0, maximum=MAX_EPOCHS)
 
     def __post_init__(self) -> None:
         require_counts("settings: learns.", self)
 
 
-def build_learning(
-    settings: LearnsSettings, objective: Objective, model: nn.Module, some: Examples, *, seed: int
+def build_pretext(
+    settings: PretextSettings, objective: Objective, model: nn.Module, some: Examples, *, seed: int
 ) -> tuple[Objective, Auxiliary]:
     """The whole objective and the auxiliary model, whose weights are drawn from the seed; `some` are a few of the examples."""
     if settings.kind not in KINDS:
-        raise InputError(f"settings: learns.kind is '{settings.kind}'; {nearest(settings.kind, KINDS)}")
+        raise InputError(f"settings: learns.kind is '{settings.kind}'; {suggest_name(settings.kind, KINDS)}")
     if settings.kind == "adversary" and some.group is None:
         raise InputError("settings: an adversary needs protected attributes, and these data have none; use data with groups")
-    extra = build_extra(settings, model, some, seed=seed)
+    extra = build_auxiliary_network(settings, model, some, seed=seed)
     if settings.kind == "adversary":
-        return adversarial(model, extra, at=settings.at, strength=settings.weight)
-    makes: dict[str, Callable[..., Auxiliary]] = {"classifier": supervised, "decoder": autoencoder, "puzzle": jigsaw}
-    made = makes[settings.kind](model, extra, at=settings.at)
-    return beside(objective, made, weight=settings.weight) if settings.weight else objective, made
+        return adversarial(model, extra, layer=settings.layer, strength=settings.weight)
+    makes: dict[str, Callable[..., Auxiliary]] = {"classifier": auxiliary_classifier, "decoder": autoencoder, "jigsaw": jigsaw}
+    made = makes[settings.kind](model, extra, layer=settings.layer)
+    return add_auxiliary(objective, made, weight=settings.weight) if settings.weight else objective, made
 
 
-def build_extra(settings: LearnsSettings, model: nn.Module, some: Examples, *, seed: int) -> nn.Module:
+def build_auxiliary_network(settings: PretextSettings, model: nn.Module, some: Examples, *, seed: int) -> nn.Module:
     """The auxiliary network: as wide as the representation where it begins, and as what it tells where it ends."""
     outputs = {
         "adversary": some.group[0].numel() if some.group is not None else 0,
-        "classifier": outputs_of(model, some.x),
+        "classifier": num_outputs(model, some.x),
         "decoder": some.x[0].numel(),
-        "puzzle": _ORDERS,
+        "jigsaw": _PERMUTATIONS,
     }
-    width = representing(model, settings.at)(params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool))[0].numel()
+    width = feature_extractor(model, settings.layer)(params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool))[0].numel()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(stream(seed, "auxiliary").integers(2**62)))
+        torch.default_generator.manual_seed(int(make_rng(seed, "auxiliary").integers(2**62)))
         return mlp(width, settings.hidden, outputs[settings.kind])
 
 
-def with_own_rule(optimiser: Optimiser, settings: LearnsSettings, name: str) -> Optimiser:
+def with_auxiliary_optimizer(optimizer: Optimizer, settings: PretextSettings, name: str) -> Optimizer:
     """The optimiser, with another rate or other turns for the auxiliary model."""
-    if settings.rate is None and not settings.turns:
-        return optimiser
-    assert isinstance(optimiser, Sgd | Adam)
-    other = optimiser if settings.rate is None else _at_rate(optimiser, settings.rate)
-    return Apart(optimiser, other, f"{name}/", settings.turns)
+    if settings.lr is None and not settings.other_steps:
+        return optimizer
+    assert isinstance(optimizer, SGD | Adam)
+    other = optimizer if settings.lr is None else _with_lr(optimizer, settings.lr)
+    return PartitionedOptimizer(optimizer, other, f"{name}/", settings.other_steps)
 
 
-def _at_rate(rule: Sgd | Adam, rate: float) -> Sgd | Adam:
-    settings = {**vars(rule), "rate": rate}
+def _with_lr(rule: SGD | Adam, lr: float) -> SGD | Adam:
+    settings = {**vars(rule), "lr": lr}
     return type(rule)(**settings)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def read(asked: Tensor, of_state: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+def lstm_scan(asked: Tensor, of_state: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """States (..., rows, words, units) after every word, and the last cells (..., rows, units).
 
     `asked` (..., rows, words, 4 units) is what the words ask of the gates i, f, g, o, in torch's order; `of_state` (..., 4 units,

@@ -10,13 +10,13 @@ import torch
 from glocal.algorithms.contract import Algorithm, Update
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import Optimiser
+from glocal.core.optimizers import Optimizer
 from glocal.core.split import last_layers
 from glocal.core.training import ModelLoss, Objective, Work
 from glocal.core.trees import Params
 
 
-def majority(objective: Objective, optimiser: Optimiser) -> Algorithm:
+def majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
     """Everybody's commonest label; one round with all devices."""
     init, count, predict = _counting(objective)
 
@@ -30,7 +30,7 @@ def majority(objective: Objective, optimiser: Optimiser) -> Algorithm:
     return Algorithm("majority", lambda params: (init(params), {}), client_update, aggregate, lambda shared, _: predict(shared))
 
 
-def own_majority(objective: Objective, optimiser: Optimiser) -> Algorithm:
+def own_majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
     """Each device's own commonest label; nothing is sent."""
     init, count, predict = _counting(objective)
 

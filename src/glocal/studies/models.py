@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import nn
 
 from glocal.core.errors import InputError
-from glocal.core.modules import GaussianNoise, dropping
+from glocal.core.modules import GaussianNoise, make_dropout
 
 
 def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
@@ -27,45 +27,45 @@ def softmax_mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128),
     return nn.Sequential(OrderedDict([*mlp(inputs, hidden, classes).named_children(), ("softmax", nn.Softmax(dim=1))]))
 
 
-def coded_mlp(
+def bottleneck_mlp(
     inputs: int = 93,
     hidden: Sequence[int] = (32, 32),
     classes: int = 2,
     *,
-    code: int | None = None,
-    blur: float | None = None,
+    bottleneck: int | None = None,
+    noise_std: float | None = None,
     dropout: float | None = None,
 ) -> nn.Sequential:
     """An encoder whose code, 32 or so many numbers between -1 and 1, is blurred while training; and a head of two layers.
 
     After each hidden layer of both a share of the units is dropped while training, if `dropout` says so.
     """
-    width = 32 if code is None else code
+    width = 32 if bottleneck is None else bottleneck
     if width < 1:
         raise InputError(f"model: the code is {width} wide; it must be at least 1")
     inner = hidden[-1] if hidden else width
-    encoder = _dropping(nn.Sequential(OrderedDict([*mlp(inputs, hidden, width).named_children(), ("tanh", nn.Tanh())])), dropout)
-    head = _dropping(
+    encoder = _with_dropout(nn.Sequential(OrderedDict([*mlp(inputs, hidden, width).named_children(), ("tanh", nn.Tanh())])), dropout)
+    head = _with_dropout(
         nn.Sequential(OrderedDict(layer1=nn.Linear(width, inner), relu1=nn.ReLU(), layer2=nn.Linear(inner, classes))), dropout
     )
-    return nn.Sequential(OrderedDict[str, nn.Module](encoder=encoder, blur=GaussianNoise(blur or 0.0), head=head))
+    return nn.Sequential(OrderedDict[str, nn.Module](encoder=encoder, noise_std=GaussianNoise(noise_std or 0.0), head=head))
 
 
-def _dropping(layers: nn.Sequential, share: float | None) -> nn.Sequential:
+def _with_dropout(layers: nn.Sequential, share: float | None) -> nn.Sequential:
     """The same with dropout after every ReLU."""
     if not share:
         return layers
     parts: list[tuple[str, nn.Module]] = []
     for name, layer in layers.named_children():
-        parts += [(name, layer), *([(f"drop{name[-1]}", dropping(share))] if isinstance(layer, nn.ReLU) else [])]
+        parts += [(name, layer), *([(f"drop{name[-1]}", make_dropout(share))] if isinstance(layer, nn.ReLU) else [])]
     return nn.Sequential(OrderedDict(parts))
 
 
-def coded_cnn(shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, code: int | None = None) -> nn.Sequential:
+def bottleneck_cnn(shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, bottleneck: int | None = None) -> nn.Sequential:
     """An encoder of two convolutions whose code is 64 or so many numbers wide, and a head of two layers; for images."""
     if len(shape) != 3 or min(shape[1:]) < 16:
         raise InputError(f"model: coded_cnn needs images (channels, height, width) of at least 16 x 16, not {tuple(shape)}")
-    width = 64 if code is None else code
+    width = 64 if bottleneck is None else bottleneck
     height, breadth = (((side - 4) // 2 - 4) // 2 for side in shape[1:])
     encoder = OrderedDict[str, nn.Module](
         conv1=nn.Conv2d(shape[0], 8, 5),

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from glocal.federate.fitting import Options
 from glocal.studies.ordinal import OrdinalSettings
-from glocal.studies.settings import CaseSettings, DataSettings, ModelSettings, OptimiserSettings, PlanSettings, Settings
-from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.settings import DataSettings, ExperimentSettings, ModelSettings, OptimizerSettings, PlanSettings, Settings
+from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
 PEOPLE = 14
 ROUNDS = 30
@@ -38,7 +38,7 @@ BASELINES = (
 )
 
 
-def _mixes() -> dict[str, CaseSettings]:
+def _mixes() -> dict[str, ExperimentSettings]:
     """Every split of the layers: the first so many local, or the last so many."""
     cuts = {**{f"α = {alpha}": cut for alpha, cut in _CUTS.items()}, "all of it": _WHOLE}
     first = {f"{_ENCODER}, {alpha}": _LAYERS[:cut] for alpha, cut in cuts.items()}
@@ -46,48 +46,48 @@ def _mixes() -> dict[str, CaseSettings]:
     others = zip(_CUTS, reversed(_CUTS.values()), strict=True)
     cuts = {**{f"α = {alpha}": cut for alpha, cut in others}, "all of it": _WHOLE}
     last = {f"{_HEAD}, {alpha}": _LAYERS[cut:] for alpha, cut in cuts.items()}
-    return {name: CaseSettings("lg_fedavg", local=layers) for name, layers in {**first, **last}.items()}
+    return {name: ExperimentSettings("lg_fedavg", local=layers) for name, layers in {**first, **last}.items()}
 
 
-def _cases() -> dict[str, CaseSettings]:
+def _cases() -> dict[str, ExperimentSettings]:
     """Every method for the same number of rounds."""
-    head = CaseSettings(
+    head = ExperimentSettings(
         "lg_fedavg",
         rounds=ROUNDS - _START,
-        after="FedAvg",
-        after_round=_START,
+        start_from="FedAvg",
+        start_round=_START,
         local=_LAYERS[_WHOLE:],
-        rate=1e-3 * 2 ** (_START // _SHRINK_EVERY),  # 0.001 once it has shrunk until then
+        lr=1e-3 * 2 ** (_START // _SHRINK_EVERY),  # 0.001 once it has shrunk until then
     )
-    return {"FedAvg": CaseSettings("fedavg"), **_mixes(), "Local only": CaseSettings("local_only"), FINE_TUNED: head}
+    return {"FedAvg": ExperimentSettings("fedavg"), **_mixes(), "Local only": ExperimentSettings("local_only"), FINE_TUNED: head}
 
 
 _ESSAYS = Settings(
     data=DataSettings("mood_essays", "natural", validation=0.1),
     model=ModelSettings("mood_lstm"),
-    optimiser=OptimiserSettings("adam", rate=5e-3, shrink=0.5, shrink_every=_SHRINK_EVERY),
-    plan=PlanSettings(rounds=ROUNDS, cohort=PEOPLE, batch=32, tokens=2000, seeds=10, tries=5),
+    optimizer=OptimizerSettings("adam", lr=5e-3, lr_gamma=0.5, lr_step_size=_SHRINK_EVERY),
+    plan=PlanSettings(rounds=ROUNDS, clients_per_round=PEOPLE, batch_size=32, max_tokens=2000, seeds=10, restarts=5),
     # 5 x 100 short and 2 x 100 long tasks of 10 splits x 5 tries x 14 people: few shapes
-    run=Options(select="best", keep="figures", validate_every=1, keep_every=1000, chunk=100),
+    run=Options(select="best", save="figures", validate_every=1, checkpoint_every=1000, chunk_size=100),
     ordinal=OrdinalSettings(bag_of_words=True),
-    cases=_cases(),
+    experiments=_cases(),
 )
 
 
-def _part(title: str, settings: Settings) -> Part:
-    rows = {name: (name,) for name in settings.cases}
+def _part(title: str, settings: Settings) -> StudyPart:
+    rows = {name: (name,) for name in settings.experiments}
     best = {BEST_SPLIT: tuple(SHARES), BEST: (*SHARES, FINE_TUNED)}
-    return Part(title, "paper", settings, choices={**rows, **best}, baselines=BASELINES)
+    return StudyPart(title, "paper", settings, candidates={**rows, **best}, baselines=BASELINES)
 
 
-def _few() -> Part:
-    settings = replace(_ESSAYS, name="mood, 14 people", data=replace(_ESSAYS.data, keep_devices=PEOPLE))
+def _few() -> StudyPart:
+    settings = replace(_ESSAYS, name="mood, 14 people", data=replace(_ESSAYS.data, keep_clients=PEOPLE))
     return _part(f"{PEOPLE} people with most texts", settings)
 
 
-def _all() -> Part:
+def _all() -> StudyPart:
     """Everybody; one try on three splits, for those of ten do not fit into a GPU's memory side by side."""
-    plan, run = replace(_ESSAYS.plan, cohort=182, seeds=3, tries=1), replace(_ESSAYS.run, chunk=192)
+    plan, run = replace(_ESSAYS.plan, clients_per_round=182, seeds=3, restarts=1), replace(_ESSAYS.run, chunk_size=192)
     return _part("all 182 people", replace(_ESSAYS, name="mood, all people", plan=plan, run=run))
 
 
@@ -95,15 +95,15 @@ def _claims() -> tuple[Claim, ...]:
     """What the paper says of its figure, and the levels that trials on these data let expect."""
     claims = []
     for part in ("14-people", "all-people"):
-        local, shared, mix = (Figure(part, case, "accuracy") for case in ("Local only", "FedAvg", BEST))
+        local, shared, mix = (Measurement(part, case, "accuracy") for case in ("Local only", "FedAvg", BEST))
         claims += [
             Claim(f"{part}: the best mix is above local only", (mix,), (local,)),
             Claim(f"{part}: the best mix is above FedAvg", (mix,), (shared,)),
-            Claim(f"{part}: the best split from the start is above local only", (Figure(part, BEST_SPLIT, "accuracy"),), (local,)),
-            Claim(f"{part}: the best split from the start is above FedAvg", (Figure(part, BEST_SPLIT, "accuracy"),), (shared,)),
+            Claim(f"{part}: the best split from the start is above local only", (Measurement(part, BEST_SPLIT, "accuracy"),), (local,)),
+            Claim(f"{part}: the best split from the start is above FedAvg", (Measurement(part, BEST_SPLIT, "accuracy"),), (shared,)),
         ]
-    local, shared, mix = (Figure("14-people", case, "accuracy") for case in ("Local only", "FedAvg", BEST))
-    words = Figure("14-people", BASELINES[-1], "accuracy")
+    local, shared, mix = (Measurement("14-people", case, "accuracy") for case in ("Local only", "FedAvg", BEST))
+    words = Measurement("14-people", BASELINES[-1], "accuracy")
     return (
         *claims,
         Claim("14-people: local only is right in 48 % or more", (local,), (), level=48),
@@ -121,7 +121,7 @@ MOOD = Study(
     name="paper-mood",
     title="Mood from what people write, a part of the network local",
     source="Liang et al. 2020, section 5.2 and Figure 2(d), here on the SemEval-2026 mood essays in place of the private MAPS data",
-    says=(
+    statement=(
         "an α-split across local and global models leverages both personalised representations and statistical strength, "
         "outperforming either local or global extremes. The paper prints no numbers beside its figure."
     ),
@@ -133,14 +133,14 @@ MOOD = Study(
         "accuracy_rest": "Accuracy, without one-class people",
         "error_rest": "Mean absolute error, without one-class people",
     },
-    lower=frozenset({"error", "error_rest"}),
+    lower_is_better=frozenset({"error", "error_rest"}),
     protocols={
         "paper": (
             "Bi-LSTM of 128 and MLP of 512 and 512, Adam at 0.005 that halves every ten rounds, batches of at most 2,000 tokens "
             "and 32 texts, 80/10/10 splits; of several tries and all rounds the best on validation data"
         )
     },
-    columns=(
+    caption=(
         "Accuracy: each person’s own model on their own test texts, over all texts. Mean absolute error: in percent of a class, so "
         "that 100 is one of five classes off. One-class people have 95 % of their texts in one class. α is the share of parameters "
         f"that stay with a person; layers can be cut at {_told()}. {BEST_SPLIT}: which is best on validation data stands "

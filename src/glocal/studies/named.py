@@ -1,11 +1,11 @@
 """Studies that come with glocal, by name."""
 
 from glocal.studies.settings import (
-    CaseSettings,
     DataSettings,
+    ExperimentSettings,
     GroupSettings,
     ModelSettings,
-    OptimiserSettings,
+    OptimizerSettings,
     PlanSettings,
     Settings,
     SplitSettings,
@@ -13,63 +13,63 @@ from glocal.studies.settings import (
 
 _DIGITS = Settings(
     name="digits",
-    data=DataSettings(source="digits", devices=10, classes_per_device=2),
+    data=DataSettings(source="digits", clients=10, classes_per_client=2),
     model=ModelSettings("mlp", hidden=(64, 32, 32, 32)),
     split=SplitSettings(local=("layer1",)),
-    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
-    plan=PlanSettings(rounds=150, cohort=3, batch=5, seeds=3),
-    cases={
-        "FedAvg": CaseSettings("fedavg"),
-        "FedProx": CaseSettings("fedprox", knobs={"mu": 0.1}),
-        "Local only": CaseSettings("local_only"),
-        "MTL": CaseSettings("mtl", knobs={"tie": 0.05}),
-        "LG-FedAvg": CaseSettings("lg_fedavg", rounds=40, after="FedAvg", after_round=100),
+    optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
+    plan=PlanSettings(rounds=150, clients_per_round=3, batch_size=5, seeds=3),
+    experiments={
+        "FedAvg": ExperimentSettings("fedavg"),
+        "FedProx": ExperimentSettings("fedprox", hyperparameters={"mu": 0.1}),
+        "Local only": ExperimentSettings("local_only"),
+        "MTL": ExperimentSettings("mtl", hyperparameters={"lam": 0.05}),
+        "LG-FedAvg": ExperimentSettings("lg_fedavg", rounds=40, start_from="FedAvg", start_round=100),
     },
 )
 
 _MNIST = Settings(
     name="mnist",
-    data=DataSettings(source="mnist", devices=100, classes_per_device=2),
+    data=DataSettings(source="mnist", clients=100, classes_per_client=2),
     model=ModelSettings("mlp", hidden=(512, 256, 256, 128)),
     split=SplitSettings(shared=("layer[3-5]",)),
-    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
-    plan=PlanSettings(rounds=200, cohort=10, batch=10),
-    cases={
-        "FedAvg": CaseSettings("fedavg"),
-        "LG-FedAvg": CaseSettings("lg_fedavg", rounds=50, after="FedAvg"),
+    optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
+    plan=PlanSettings(rounds=200, clients_per_round=10, batch_size=10),
+    experiments={
+        "FedAvg": ExperimentSettings("fedavg"),
+        "LG-FedAvg": ExperimentSettings("lg_fedavg", rounds=50, start_from="FedAvg"),
     },
 )
 
 _CIFAR10 = Settings(
     name="cifar10",
-    data=DataSettings(source="cifar10", devices=100, classes_per_device=2, augment="crop_and_flip"),
+    data=DataSettings(source="cifar10", clients=100, classes_per_client=2, augment="crop_and_flip"),
     model=ModelSettings("lenet5"),
     split=SplitSettings(shared=("conv1", "conv2")),
-    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
-    plan=PlanSettings(rounds=200, cohort=10, batch=50),
-    cases={
-        "FedAvg": CaseSettings("fedavg"),
-        "LG-FedAvg": CaseSettings("lg_fedavg", rounds=50, after="FedAvg"),
+    optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
+    plan=PlanSettings(rounds=200, clients_per_round=10, batch_size=50),
+    experiments={
+        "FedAvg": ExperimentSettings("fedavg"),
+        "LG-FedAvg": ExperimentSettings("lg_fedavg", rounds=50, start_from="FedAvg"),
     },
 )
 
 _ARRIVALS = Settings(
     name="arrivals",
-    data=DataSettings(source="digits", devices=12, classes_per_device=2),
+    data=DataSettings(source="digits", clients=12, classes_per_client=2),
     model=ModelSettings("mlp", hidden=(64, 32, 32, 32)),
     split=SplitSettings(local=("layer1",)),
-    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
-    plan=PlanSettings(rounds=200, cohort=4, batch=5, seeds=5),
+    optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
+    plan=PlanSettings(rounds=200, clients_per_round=4, batch_size=5, seeds=5),
     groups={
         "residents": GroupSettings(4),
-        "leavers": GroupSettings(3, leaves=80),
-        "newcomers": GroupSettings(3, arrives=80, rotate=90.0),
-        "drifters": GroupSettings(2, drift=15.0, drifts_from=100, drifts_until=160),
+        "leavers": GroupSettings(3, leave_round=80),
+        "newcomers": GroupSettings(3, join_round=80, rotate=90.0),
+        "drifters": GroupSettings(2, drift=15.0, drift_start=100, drift_end=160),
     },
-    cases={
-        "FedAvg": CaseSettings("fedavg"),
-        "LG-FedAvg": CaseSettings("lg_fedavg"),
-        "Local only": CaseSettings("local_only"),
+    experiments={
+        "FedAvg": ExperimentSettings("fedavg"),
+        "LG-FedAvg": ExperimentSettings("lg_fedavg"),
+        "Local only": ExperimentSettings("local_only"),
     },
 )
 

@@ -10,24 +10,24 @@ import torch
 from numpy.lib.npyio import NpzFile
 from torch import Tensor
 
-from glocal.core.data import Examples, Rows, carve
-from glocal.core.errors import InputError, brief
-from glocal.studies.own import called, named_function
+from glocal.core.data import Examples, Rows, hold_out
+from glocal.core.errors import InputError, describe_error
+from glocal.studies.own import call_user_function, import_function
 
-TEST_SHARE = 0.3  # of data that come without a test part
+TEST_FRACTION = 0.3  # of data that come without a test part
 _NAMES = ("x", "y", "x_test", "y_test")
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, EOFError, KeyError, zipfile.BadZipFile)
 
 
-class Newcomer(NamedTuple):
+class NewClient(NamedTuple):
     """What a new device has: labelled examples to learn from and to be tested on, and inputs of whose labels nothing is asked."""
 
     train: Examples
     test: Examples
-    unlabelled: Tensor
+    unlabeled: Tensor
 
 
-def read_newcomer(address: str, *, like: Tensor, classes: int, seed: int) -> Newcomer:
+def read_new_client(address: str, *, like: Tensor, classes: int, seed: int) -> NewClient:
     """From FILE.npz with x and y (and x_test, y_test), or from "module:function" that returns the same; y may be missing."""
     given = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
     tensors = {name: _as_tensor(name, array) for name, array in given.items() if array is not None}
@@ -39,7 +39,7 @@ def read_newcomer(address: str, *, like: Tensor, classes: int, seed: int) -> New
             _require_labels(labels, tensors[labels], tensors[inputs], classes)
     if not len(tensors["x"]):
         raise InputError(f"data: {address} holds no examples; a new device needs some, labelled or not")
-    return _parted(tensors, seed)
+    return _with_test_split(tensors, seed)
 
 
 def read_inputs(address: str, *, like: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -64,22 +64,22 @@ def _from_file(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError as error:
         raise InputError(f"data: there is no file {path}; give an .npz file with x and y, or module:function") from error
     except _UNREADABLE as error:
-        raise InputError(f"data: {path} cannot be read ({brief(error)}); write it with numpy.savez(path, x=..., y=...)") from error
-    return _named(arrays, str(path))
+        raise InputError(f"data: {path} cannot be read ({describe_error(error)}); write it with numpy.savez(path, x=..., y=...)") from error
+    return _by_name(arrays, str(path))
 
 
 def _from_function(address: str) -> Mapping[str, Any]:
     if ":" not in address:
         raise InputError(f"data: the data are '{address}'; give an .npz file with x and y, or module:function")
-    made = called(named_function(address, "data"), address)
+    made = call_user_function(import_function(address, "data"), address)
     if isinstance(made, dict):
-        return _named(made, address)
+        return _by_name(made, address)
     if isinstance(made, tuple | list) and len(made) in (2, 4):
-        return _named(dict(zip(_NAMES[: len(made)], made, strict=True)), address)
+        return _by_name(dict(zip(_NAMES[: len(made)], made, strict=True)), address)
     raise InputError(f"data: {address} returned {type(made).__name__}; (x, y), (x, y, x_test, y_test) or a dict was expected")
 
 
-def _named(arrays: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _by_name(arrays: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if "x" not in arrays or not {*_NAMES} >= arrays.keys() or ("x_test" in arrays) != ("y_test" in arrays):
         held = ", ".join(sorted(map(str, arrays))) or "nothing"
         raise InputError(f"data: {where} holds {held}; x and y were expected, and x_test with y_test if there is a test part")
@@ -92,7 +92,7 @@ def _as_tensor(name: str, array: Any) -> Tensor:
         native = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array)
         tensor = torch.from_numpy(np.ascontiguousarray(native, dtype=native.dtype.newbyteorder("=")))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"data: {name} cannot be read as numbers ({brief(error)}); give one array") from error
+        raise InputError(f"data: {name} cannot be read as numbers ({describe_error(error)}); give one array") from error
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
@@ -121,15 +121,15 @@ def _require_labels(name: str, labels: Tensor, inputs: Tensor, classes: int) -> 
         )
 
 
-def _parted(tensors: Mapping[str, Tensor], seed: int) -> Newcomer:
+def _with_test_split(tensors: Mapping[str, Tensor], seed: int) -> NewClient:
     """Train and test as given, or a part of the labelled examples set aside for the test."""
     x, nothing = tensors["x"], Examples(tensors["x"][:0], torch.zeros(0, dtype=torch.int64))
     given = Examples(tensors["x_test"], tensors["y_test"].long()) if "x_test" in tensors else None
     if "y" not in tensors:
-        return Newcomer(nothing, given or nothing, x)
+        return NewClient(nothing, given or nothing, x)
     whole = Examples(x, tensors["y"].long())
     if given is not None:
-        return Newcomer(whole, given, x)
+        return NewClient(whole, given, x)
     everything: Rows = np.arange(len(whole.y), dtype=np.int64)
-    kept, taken = carve(everything, TEST_SHARE, seed, "test", 0)
-    return Newcomer(whole.take(kept), whole.take(taken), x[torch.from_numpy(kept)])
+    kept, taken = hold_out(everything, TEST_FRACTION, seed, "test", 0)
+    return NewClient(whole.take(kept), whole.take(taken), x[torch.from_numpy(kept)])

@@ -6,50 +6,50 @@ from dataclasses import dataclass
 
 from glocal.core.errors import InputError
 from glocal.core.files import Json
-from glocal.datasets.federated import Federation
-from glocal.evaluate import guesses
+from glocal.datasets.federated import FederatedData
+from glocal.evaluate import predict_classes
 from glocal.evaluate.bag_of_words import baselines
-from glocal.evaluate.ordinal import judged, one_class_devices
-from glocal.federate.fitting import Case, Options, evaluation_of
+from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
+from glocal.federate.fitting import Case, Options, build_evaluation
 from glocal.federate.result import Result
 
 
 @dataclass(frozen=True)
 class OrdinalSettings:
-    """Also the mean absolute error; all once more without devices of which a share `one_class` of examples is of one class.
+    """Also the mean absolute error; all once more without devices of which a share `one_class_fraction` of examples is of one class.
 
     With `bag_of_words`, what the most frequent class and logistic regression on texts come to stands beside the cases.
     """
 
-    one_class: float = 0.95
+    one_class_fraction: float = 0.95
     bag_of_words: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.one_class <= 1:
-            raise InputError(f"ordinal: one_class is {self.one_class}; a share above 0 and up to 1 was expected")
+        if not 0 < self.one_class_fraction <= 1:
+            raise InputError(f"ordinal: one_class is {self.one_class_fraction}; a share above 0 and up to 1 was expected")
 
 
-def require_ordinal(settings: OrdinalSettings, federation: Federation) -> None:
+def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> None:
     """Refuse bags of words of what are no texts."""
     if settings.bag_of_words:
-        federation.train.words.sum()
+        federation.train.text_lengths.sum()
 
 
-def measured(case: Case, results: Sequence[Result], options: Options, settings: OrdinalSettings) -> list[Json]:
+def measure_ordinal(case: Case, results: Sequence[Result], options: Options, settings: OrdinalSettings) -> list[Json]:
     """For each seed of a case, how right and how far off its devices' models are on their own test data."""
-    with closing(evaluation_of(case, options)) as evaluation:
+    with closing(build_evaluation(case, options)) as evaluation:
         told = []
         for result, fed in zip(results, case.federations, strict=True):
-            alike = one_class_devices(fed, settings.one_class)
-            said = judged(guesses(evaluation, result.state, fed.test), fed.test, alike)
-            told.append({**said._asdict(), "one_class_devices": len(alike)})
+            alike = one_class_clients(fed, settings.one_class_fraction)
+            said = ordinal_metrics(predict_classes(evaluation, result.state, fed.test), fed.test, alike)
+            told.append({**said._asdict(), "one_class_clients": len(alike)})
         return told
 
 
-def compared(federation: Federation, settings: OrdinalSettings) -> dict[str, Json]:
+def baseline_metrics(federation: FederatedData, settings: OrdinalSettings) -> dict[str, Json]:
     """Every baseline's figures on one deal of the data."""
-    alike, found = one_class_devices(federation, settings.one_class), {}
+    alike, found = one_class_clients(federation, settings.one_class_fraction), {}
     for name, (val, test) in baselines(federation).items():
-        chosen = judged(val, federation.val, alike).accuracy
-        found[name] = {"ordinal": judged(test, federation.test, alike)._asdict(), "validation": {"mean": None, "pooled": chosen}}
+        chosen = ordinal_metrics(val, federation.val, alike).accuracy
+        found[name] = {"ordinal": ordinal_metrics(test, federation.test, alike)._asdict(), "validation": {"mean": None, "pooled": chosen}}
     return found

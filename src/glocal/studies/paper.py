@@ -14,79 +14,79 @@ from glocal.studies.mood import MOOD
 from glocal.studies.published import published
 from glocal.studies.rotated import ROTATED
 from glocal.studies.settings import (
-    CaseSettings,
     DataSettings,
+    ExperimentSettings,
     ModelSettings,
-    OptimiserSettings,
+    OptimizerSettings,
     PlanSettings,
     Settings,
     SplitSettings,
 )
-from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.study import Claim, Measurement, Study, StudyPart
 from glocal.studies.vqa import VQA
 
 CLASSES = (2, 3, 4, 5, 10)
-RATES = (0.02, 0.05, 0.1, 0.2)
-TIES = (0.01, 0.1)
+LEARNING_RATES = (0.02, 0.05, 0.1, 0.2)
+LAMBDAS = (0.01, 0.1)
 FINE_TUNED = "FedAvg + fine-tuning"
 _MEASURES = ("local", "new")
 _EXTRA = 100  # rounds of LG-FedAvg, or of fine-tuning, after those of FedAvg
 _LAYERS = {"mnist": [f"layer{number}" for number in range(1, 6)], "cifar10": ["conv1", "conv2", "fc1", "fc2", "fc3"]}
 _OURS = {"mnist": "last 3 shared", "cifar10": "first 2 shared"}
 _STARTS = {"mnist": (400, 500, 600, 700, 800), "cifar10": (1000, 1200, 1400, 1600, 1800)}
-_HONEST = Options(select="best", keep="figures", validate_every=5, keep_every=250)
+_HONEST = Options(select="best", save="figures", validate_every=5, checkpoint_every=250)
 
 _MNIST = Settings(
-    data=DataSettings(source="mnist", devices=100, validation=0.05),
+    data=DataSettings(source="mnist", clients=100, validation=0.05),
     model=ModelSettings("mlp", hidden=(512, 256, 256, 128)),
     split=SplitSettings(shared=("layer[3-5]",)),
-    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
-    plan=PlanSettings(cohort=10, batch=10, seeds=10),
+    optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
+    plan=PlanSettings(clients_per_round=10, batch_size=10, seeds=10),
     run=_HONEST,
 )
 _CIFAR10 = Settings(
-    data=DataSettings(source="cifar10", devices=100, validation=0.05, augment="crop_and_flip"),
+    data=DataSettings(source="cifar10", clients=100, validation=0.05, augment="crop_and_flip"),
     model=ModelSettings("lenet5"),
     split=SplitSettings(shared=("conv1", "conv2")),
     # the text says 0.1 with a decay of 0.005, but not how it decays; as 0.1 / (1 + 0.005 t) it is worse on validation data
-    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
-    plan=PlanSettings(cohort=10, batch=50, seeds=10),
+    optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
+    plan=PlanSettings(clients_per_round=10, batch_size=50, seeds=10),
     run=_HONEST,
 )
 
 
-def _cases(data: str, rate: float | None = None) -> dict[str, CaseSettings]:
+def _cases(data: str, lr: float | None = None) -> dict[str, ExperimentSettings]:
     """The rows of a table: every LG-FedAvg goes on from the one FedAvg of its seed."""
     starts = _STARTS[data]
     warm = {f"LG {start}+{_EXTRA}": _after("lg_fedavg", start) for start in starts}
     return {
-        "FedAvg": CaseSettings("fedavg", rounds=starts[-1], rate=rate),
+        "FedAvg": ExperimentSettings("fedavg", rounds=starts[-1], lr=lr),
         **warm,
         FINE_TUNED: _after("local_only", starts[-1]),
         # every device for 200 epochs of its own
-        "Local only": CaseSettings("local_only", rounds=200, cohort=100),
+        "Local only": ExperimentSettings("local_only", rounds=200, clients_per_round=100),
     }
 
 
-def _after(algorithm: str, start: int) -> CaseSettings:
-    return CaseSettings(algorithm, rounds=_EXTRA, after="FedAvg", after_round=start)
+def _after(algorithm: str, start: int) -> ExperimentSettings:
+    return ExperimentSettings(algorithm, rounds=_EXTRA, start_from="FedAvg", start_round=start)
 
 
 def _named(settings: Settings, name: str, classes: int) -> Settings:
     """For a split of the paper: shards dealt at random, as sections 5.1 and 5.2 take from McMahan et al.; ten classes are iid."""
     partition = "iid" if classes == CLASSES[-1] else "random_shards"
-    return replace(settings, name=name, data=replace(settings.data, partition=partition, classes_per_device=classes))
+    return replace(settings, name=name, data=replace(settings.data, partition=partition, classes_per_client=classes))
 
 
-def _paper(base: Settings, classes: int) -> Part:
+def _paper(base: Settings, classes: int) -> StudyPart:
     """The text, done right; with two classes per device also every split into lower and upper layers."""
     data = base.data.source
     extra = _swept(data) if classes == CLASSES[0] else {}
-    settings = replace(_named(base, f"{data}, paper, {classes} classes", classes), cases={**_cases(data), **extra})
-    return Part(_title(classes), "paper", settings, published(data, classes), splits=_splits(data) if extra else {})
+    settings = replace(_named(base, f"{data}, paper, {classes} classes", classes), experiments={**_cases(data), **extra})
+    return StudyPart(_title(classes), "paper", settings, published(data, classes), splits=_splits(data) if extra else {})
 
 
-def _swept(data: str) -> dict[str, CaseSettings]:
+def _swept(data: str) -> dict[str, ExperimentSettings]:
     """From the last round of FedAvg on, every split that the tables do not have, in both directions."""
     start, layers = _after("lg_fedavg", _STARTS[data][-1]), _LAYERS[data]
     cases = {}
@@ -109,49 +109,49 @@ def _shares(end: str, count: int) -> str:
     return f"{end} {count} shared"
 
 
-def _released(base: Settings, classes: int) -> Part:
+def _released(base: Settings, classes: int) -> StudyPart:
     """As the released code: equal weights, no validation data, other rates; on MNIST softmax twice."""
     data = base.data.source
     mnist = data == "mnist"
     settings = replace(
         _named(base, f"{data}, released, {classes} classes", classes),
         model=replace(base.model, name="softmax_mlp") if mnist else base.model,
-        optimiser=base.optimiser if mnist else replace(base.optimiser, rate=0.1),
-        plan=replace(base.plan, weights="equal"),
+        optimizer=base.optimizer if mnist else replace(base.optimizer, lr=0.1),
+        plan=replace(base.plan, weighting="equal"),
         run=replace(base.run, select="last"),
-        cases=_cases(data, 0.1 if mnist else None),
+        experiments=_cases(data, 0.1 if mnist else None),
     )
     settings = replace(settings, data=replace(settings.data, validation=0.0))
-    return Part(_title(classes), "released", settings, published(data, classes))
+    return StudyPart(_title(classes), "released", settings, published(data, classes))
 
 
-def _tuned(base: Settings, classes: int) -> Part:
+def _tuned(base: Settings, classes: int) -> StudyPart:
     """The last rows once for each learning rate; LG-FedAvg and fine-tuning keep the rate of the FedAvg that they go on from."""
     data, last = base.data.source, _STARTS[base.data.source][-1]
-    cases: dict[str, CaseSettings] = {}
-    choices: dict[str, tuple[str, ...]] = {}
-    for rate in RATES:
-        start = f"FedAvg, rate {rate:g}"
+    experiments: dict[str, ExperimentSettings] = {}
+    candidates: dict[str, tuple[str, ...]] = {}
+    for lr in LEARNING_RATES:
+        start = f"FedAvg, rate {lr:g}"
         made = {
-            "FedAvg": CaseSettings("fedavg", rounds=last, rate=rate),
-            "Local only": CaseSettings("local_only", rounds=200, cohort=100, rate=rate),
-            f"LG {last}+{_EXTRA}": replace(_after("lg_fedavg", last), after=start, rate=rate),
-            FINE_TUNED: replace(_after("local_only", last), after=start, rate=rate),
+            "FedAvg": ExperimentSettings("fedavg", rounds=last, lr=lr),
+            "Local only": ExperimentSettings("local_only", rounds=200, clients_per_round=100, lr=lr),
+            f"LG {last}+{_EXTRA}": replace(_after("lg_fedavg", last), start_from=start, lr=lr),
+            FINE_TUNED: replace(_after("local_only", last), start_from=start, lr=lr),
         }
         for row, case in made.items():
-            cases[f"{row}, rate {rate:g}"] = case
-            choices[row] = (*choices.get(row, ()), f"{row}, rate {rate:g}")
-    settings = replace(_named(base, f"{data}, tuned, {classes} classes", classes), cases=cases)
-    return Part(_title(classes), "tuned", settings, published(data, classes), choices)
+            experiments[f"{row}, rate {lr:g}"] = case
+            candidates[row] = (*candidates.get(row, ()), f"{row}, rate {lr:g}")
+    settings = replace(_named(base, f"{data}, tuned, {classes} classes", classes), experiments=experiments)
+    return StudyPart(_title(classes), "tuned", settings, published(data, classes), candidates)
 
 
-def _mtl(devices: int | None) -> Part:
+def _mtl(devices: int | None) -> StudyPart:
     """Mean-regularised multi-task learning, on ten of the hundred devices as in the appendix, or on all; how strongly is chosen."""
     settings = _named(_CIFAR10, f"cifar10, MTL, M = {devices or 100}", 2)
-    cases = {f"MTL, tie {tie:g}": CaseSettings("mtl", rounds=1800, knobs={"tie": tie}) for tie in TIES}
-    settings = replace(settings, data=replace(settings.data, keep_devices=devices), cases=cases)
-    return Part(
-        f"{_title(2)}, MTL with M = {devices or 100}", "paper", settings, published("table1", 2), choices={"MTL": tuple(cases)}
+    cases = {f"MTL, tie {lam:g}": ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam}) for lam in LAMBDAS}
+    settings = replace(settings, data=replace(settings.data, keep_clients=devices), experiments=cases)
+    return StudyPart(
+        f"{_title(2)}, MTL with M = {devices or 100}", "paper", settings, published("table1", 2), candidates={"MTL": tuple(cases)}
     )
 
 
@@ -159,7 +159,7 @@ def _title(classes: int) -> str:
     return f"{classes} classes per device" + (" (iid)" if classes == 10 else "")
 
 
-def _parts(base: Settings) -> dict[str, Part]:
+def _parts(base: Settings) -> dict[str, StudyPart]:
     parts = {f"paper-{classes}": _paper(base, classes) for classes in CLASSES}
     parts |= {f"released-{classes}": _released(base, classes) for classes in CLASSES}
     return parts | {f"tuned-{classes}": _tuned(base, classes) for classes in CLASSES}
@@ -175,7 +175,7 @@ def _claims(data: str, half: str, similar: float) -> tuple[Claim, ...]:
     claims = []
     for classes in CLASSES:
         where, part, cases = f"{classes} classes per device", f"paper-{classes}", ("FedAvg", "Local only", half, last)
-        local, new = ({case: Figure(part, case, measure) for case in cases} for measure in _MEASURES)
+        local, new = ({case: Measurement(part, case, measure) for case in cases} for measure in _MEASURES)
         same = ("like", similar) if data == "mnist" else ("above", 0.0)
         claims += [
             Claim(f"{where}: {half} is above FedAvg on Local Test", (local[half],), (local["FedAvg"],)),
@@ -188,10 +188,10 @@ def _claims(data: str, half: str, similar: float) -> tuple[Claim, ...]:
 
 def _above_mtl(half: str) -> tuple[Claim, ...]:
     """Table 1: LG-FedAvg, on all its devices, against multi-task learning on ten of them and on all."""
-    ours = Figure("paper-2", half, "local")
+    ours = Measurement("paper-2", half, "local")
     return tuple(
         Claim(
-            f"2 classes per device: {half} is above MTL with M = {m} on Local Test", (ours,), (Figure(f"mtl-{m}", "MTL", "local"),)
+            f"2 classes per device: {half} is above MTL with M = {m} on Local Test", (ours,), (Measurement(f"mtl-{m}", "MTL", "local"),)
         )
         for m in (10, 100)
     )
@@ -201,7 +201,7 @@ def _growing(last: str) -> tuple[Claim, ...]:
     """Figure 2(c): the fewer classes a device has, the further LG-FedAvg is ahead of FedAvg."""
     claims = []
     for fewer, more in pairwise(CLASSES):
-        ours, theirs = ({n: Figure(f"paper-{n}", case, "local") for n in (fewer, more)} for case in (last, "FedAvg"))
+        ours, theirs = ({n: Measurement(f"paper-{n}", case, "local") for n in (fewer, more)} for case in (last, "FedAvg"))
         says = f"{last} is further ahead of FedAvg with {fewer} classes per device than with {more}"
         claims.append(Claim(says, (ours[fewer], theirs[more]), (theirs[fewer], ours[more])))
     return tuple(claims)
@@ -214,7 +214,7 @@ PAPER = {
             name="paper-mnist",
             title="MNIST, an MLP whose last three layers are shared",
             source="Liang et al. 2020, appendix C.2, table of MNIST results",
-            says=(
+            statement=(
                 "LG-FedAvg outperforms FedAvg under Local Test and achieves similar performance under New Test while using around "
                 "50 % of the parameters communicated, across splits of 2 to 10 classes per device."
             ),
@@ -225,7 +225,7 @@ PAPER = {
             name="paper-cifar10",
             title="CIFAR-10, LeNet-5 whose two convolutions are shared",
             source="Liang et al. 2020, Table 1, Figure 2(c) and appendix C.2, table of CIFAR-10 results",
-            says=(
+            statement=(
                 "LG-FedAvg outperforms FedAvg, local only and MTL under Local Test, is similar to FedAvg under New Test with "
                 "around 50 % of the parameters communicated and better with as many; its lead grows with device variance."
             ),

@@ -14,34 +14,34 @@ import torch
 from glocal import __version__, datasets
 from glocal.core.errors import DivergedError, GlocalWarning, InputError
 from glocal.core.files import Json, append_rows, read_json, read_rows, write_json
-from glocal.datasets.fetch import unreported
+from glocal.datasets.fetch import no_progress
 from glocal.studies.findings import part_folder
-from glocal.studies.run import Step, case_folder, resolved, run_study
-from glocal.studies.settings import Settings, changed, from_dict
+from glocal.studies.run import StudyEvent, experiment_folder, resolve, run_study
+from glocal.studies.settings import Settings, from_dict, with_overrides
 from glocal.studies.study import Study
-from glocal.studies.tries import tries_of
+from glocal.studies.tries import restarts_of
 
 
-class PartStep(NamedTuple):
+class PartEvent(NamedTuple):
     """What the caller sees: the part, its place among how many, and its next step."""
 
     part: str
-    place: int
+    position: int
     of: int
-    step: Step
+    step: StudyEvent
 
 
-def prepare(study: Study, folder: Path, *, patterns: Sequence[str] = (), changes: Sequence[str] = ()) -> dict[str, Settings]:
+def write_study(study: Study, folder: Path, *, patterns: Sequence[str] = (), changes: Sequence[str] = ()) -> dict[str, Settings]:
     """Write down what is to run in a folder: some parts or all, each with the same changes of its settings."""
-    settings = {name: resolved(changed(part.settings, changes)) for name, part in study.chosen(tuple(patterns)).items()}
+    settings = {name: resolve(with_overrides(part.settings, changes)) for name, part in study.select_parts(tuple(patterns)).items()}
     for chosen in settings.values():
-        chosen.run.computing_device()
+        chosen.run.torch_device()
     about: Json = {"study": study.name, "command": [], "version": __version__, "machine": None}
     write_json(folder / "study.json", {**about, "parts": {name: chosen.as_dict() for name, chosen in settings.items()}})
     return settings
 
 
-def holds_study(folder: Path) -> bool:
+def is_study(folder: Path) -> bool:
     """Whether a folder is that of a study in parts."""
     return (folder / "study.json").exists()
 
@@ -59,10 +59,10 @@ def _read(folder: Path) -> Json:
     return written
 
 
-def sit_down(folder: Path, parts: Mapping[str, Settings], command: str) -> None:
+def record_session(folder: Path, parts: Mapping[str, Settings], command: str) -> None:
     """Note what was asked for and on what it runs; a study that has moved names every machine."""
     about = _read(folder)
-    now, then = _machine({settings.run.computing_device().type for settings in parts.values()}), about["machine"]
+    now, then = _machine({settings.run.torch_device().type for settings in parts.values()}), about["machine"]
     devices = dict.fromkeys([*(then["device"].split("; ") if then else []), now["device"]])
     write_json(
         folder / "study.json",
@@ -70,7 +70,7 @@ def sit_down(folder: Path, parts: Mapping[str, Settings], command: str) -> None:
     )
 
 
-def leave_unbegun(folder: Path) -> None:
+def remove_unstarted(folder: Path) -> None:
     """Take back what was written of a study that was refused before its first part began."""
     if not (folder / "parts").exists():
         (folder / "study.json").unlink(missing_ok=True)
@@ -78,57 +78,57 @@ def leave_unbegun(folder: Path) -> None:
             folder.rmdir()
 
 
-def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: datasets.Report = unreported) -> Iterator[PartStep]:
+def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: datasets.ProgressCallback = no_progress) -> Iterator[PartEvent]:
     """Every part in order; what is finished is not done again. The seconds of every sitting are kept."""
     for place, (name, settings) in enumerate(parts.items(), start=1):
         started, begun = time.perf_counter(), False
         try:
             for step in _steps(name, settings, folder, report):
                 if not begun:
-                    _keep_settings(folder, name, settings)
+                    _save_settings(folder, name, settings)
                 begun = True
-                yield PartStep(name, place, len(parts), step)
+                yield PartEvent(name, place, len(parts), step)
         finally:
             if begun:
                 append_rows(folder / "timing.jsonl", [{"part": name, "seconds": time.perf_counter() - started}])
 
 
-def _steps(part: str, settings: Settings, folder: Path, report: datasets.Report) -> Iterator[Step]:
+def _steps(part: str, settings: Settings, folder: Path, report: datasets.ProgressCallback) -> Iterator[StudyEvent]:
     """A part's steps; a seed of a case that diverges is noted, and left out there and in all that starts from it."""
     place = part_folder(folder, part)
     while True:
         rows = [row for row in read_rows(folder / "diverged.jsonl") if row.get("part") == part]
         try:
-            yield from run_study(_without(settings, rows), place, report=report)
+            yield from run_study(_without_diverged(settings, rows), place, report=report)
             return
         except DivergedError as error:
-            warnings.warn(f"{part}, {error.case}: {error}; seed {error.seed} is left out", GlocalWarning, stacklevel=2)
-            _put_aside(case_folder(place, error.case), error.seed)
-            noted = {"part": part, "case": error.case, "seed": error.seed, "why": str(error)}
+            warnings.warn(f"{part}, {error.experiment}: {error}; seed {error.seed} is left out", GlocalWarning, stacklevel=2)
+            _move_aside(experiment_folder(place, error.experiment), error.seed)
+            noted = {"part": part, "experiment": error.experiment, "seed": error.seed, "why": str(error)}
             append_rows(folder / "diverged.jsonl", [noted])
 
 
-def _put_aside(case: Path, seed: int) -> None:
+def _move_aside(case: Path, seed: int) -> None:
     """What was written of a case before one of its seeds diverged, so that the others can begin anew."""
     if case.exists():
         case.rename(case.with_name(f"{case.name}.diverged-{seed}"))
 
 
-def _without(settings: Settings, diverged: Sequence[Json]) -> Settings:
+def _without_diverged(settings: Settings, diverged: Sequence[Json]) -> Settings:
     """The settings without the seeds that diverged, case by case, and without the cases that have no other left."""
-    seeds = {run.seed for run in tries_of(settings.plan)}
+    seeds = {run.seed for run in restarts_of(settings.plan)}
     lost: dict[str, set[int]] = {}
-    for name, case in settings.cases.items():
-        own = {row["seed"] for row in diverged if row["case"] == name}
-        lost[name] = own | {*(case.without or ())} | lost.get(case.after or "", set())
-    cases = {name: replace(case, without=tuple(sorted(lost[name])) or None) for name, case in settings.cases.items()}
-    left = {name: case for name, case in cases.items() if seeds - lost[name]}
+    for name, case in settings.experiments.items():
+        own = {row["seed"] for row in diverged if row["experiment"] == name}
+        lost[name] = own | {*(case.skip_seeds or ())} | lost.get(case.start_from or "", set())
+    experiments = {name: replace(case, skip_seeds=tuple(sorted(lost[name])) or None) for name, case in settings.experiments.items()}
+    left = {name: case for name, case in experiments.items() if seeds - lost[name]}
     if not left:
         raise InputError(f"study: every case of {settings.name} diverged; lower the learning rate")
-    return replace(settings, cases=left)
+    return replace(settings, experiments=left)
 
 
-def _keep_settings(folder: Path, part: str, settings: Settings) -> None:
+def _save_settings(folder: Path, part: str, settings: Settings) -> None:
     """A part goes on as it was last accepted."""
     written = _read(folder)
     if written["parts"].get(part) != settings.as_dict():

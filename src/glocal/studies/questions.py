@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from glocal.core.data import Examples
-from glocal.core.errors import InputError, nearest
-from glocal.core.sampling import stream
+from glocal.core.errors import InputError, suggest_name
+from glocal.core.sampling import make_rng
 from glocal.datasets import Dataset
-from glocal.datasets.features import described
-from glocal.datasets.fetch import Report, unreported
-from glocal.datasets.pictures import Pictures
-from glocal.datasets.vqa import Questions
-from glocal.studies.own import called, named_function
+from glocal.datasets.features import extract_features
+from glocal.datasets.fetch import ProgressCallback, no_progress
+from glocal.datasets.pictures import ImageTable
+from glocal.datasets.vqa import VQAMetadata
+from glocal.studies.own import call_user_function, import_function
 from glocal.studies.settings import ModelSettings, Settings
 from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, Trunk, VqaNet, load_weights, vqa_net
 
@@ -23,7 +23,7 @@ _CONTROLS = ("own", "shuffled", "none")
 _ENCODERS = ("trained", "frozen")
 
 
-def answering(settings: ModelSettings, questions: Questions | None, answers: int) -> VqaNet:
+def build_vqa_net(settings: ModelSettings, questions: VQAMetadata | None, answers: int) -> VqaNet:
     """The network for these questions; the caller seeds torch's generator."""
     if questions is None:
         raise InputError("model: vqa answers questions about pictures; let data.source be vqav2, easy_vqa or questions of your own")
@@ -48,42 +48,42 @@ def _resnet(settings: ModelSettings) -> ResNet:
     return resnet
 
 
-def seen_by(
-    settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device], *, report: Report = unreported
+def with_frozen_features(
+    settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device], *, report: ProgressCallback = no_progress
 ) -> Dataset:
     """The same with features in place of pictures, where the encoder is frozen; it is one for all seeds, as pretrained ones are."""
     encoder = "trained" if settings.encoder is None else settings.encoder
     if encoder not in _ENCODERS and ":" not in encoder:
-        raise InputError(f"settings: model.encoder is '{encoder}'; {nearest(encoder, _ENCODERS)}, or your own module:function")
+        raise InputError(f"settings: model.encoder is '{encoder}'; {suggest_name(encoder, _ENCODERS)}, or your own module:function")
     questions = dataset.questions
     if encoder == "trained" or questions is None or len(questions.pictures.shape) == 1:
         return dataset
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(stream(0, "frozen encoder").integers(2**62)))
-        network = Trunk(_resnet(replace(settings, dropout=None))) if encoder == "frozen" else _own(settings, encoder)
+        torch.default_generator.manual_seed(int(make_rng(0, "frozen encoder").integers(2**62)))
+        network = Trunk(_resnet(replace(settings, dropout=None))) if encoder == "frozen" else _user_encoder(settings, encoder)
     where = device()
 
-    def features() -> Pictures:
-        return described(questions.pictures, network, where, report=report)
+    def features() -> ImageTable:
+        return extract_features(questions.pictures, network, where, report=report)
 
-    seen = features() if encoder == "frozen" else called(features, encoder)
+    seen = features() if encoder == "frozen" else call_user_function(features, encoder)
     return dataset._replace(questions=replace(questions, pictures=seen))
 
 
-def _own(settings: ModelSettings, encoder: str) -> nn.Module:
+def _user_encoder(settings: ModelSettings, encoder: str) -> nn.Module:
     """A network of the user's own."""
     for name, value in (("widths", settings.widths), ("weights", settings.weights)):
         if value is not None:
             raise InputError(
                 f"settings: model.{name} is {value!r}, of a ResNet, and the encoder is {encoder}; leave one of them out"
             )
-    network = called(named_function(encoder, "model.encoder"), encoder)
+    network = call_user_function(import_function(encoder, "model.encoder"), encoder)
     if not isinstance(network, nn.Module):
         raise InputError(f"model: {encoder} returned {type(network).__name__}; a torch.nn.Module was expected")
     return network
 
 
-def refuse_for_others(settings: Settings) -> None:
+def refuse_vqa_settings(settings: Settings) -> None:
     """Settings of questions and their network, with data that are none: nothing would read them."""
     model = settings.model
     given = {"data.pictures": settings.data.pictures, "model.widths": model.widths, "model.weights": model.weights}
@@ -100,12 +100,12 @@ def require_questions(dataset: Dataset) -> None:
     questions = dataset.questions
     if questions is None:
         return
-    if not isinstance(questions, Questions):
+    if not isinstance(questions, VQAMetadata):
         raise InputError(f"data: the questions are a {type(questions).__name__}; glocal.datasets.vqa.Questions was expected")
-    if not isinstance(questions.pictures, Pictures):
+    if not isinstance(questions.pictures, ImageTable):
         given = type(questions.pictures).__name__
         raise InputError(f"data: the questions' pictures are a {given}; glocal.datasets.pictures.Pictures was expected")
-    _require_kinds(questions.kinds)
+    _require_kinds(questions.question_types)
     ranges = {"picture": range(-1, len(questions.pictures)), "word": range(len(questions.words))}  # -1: no picture
     for part, examples in (("training", dataset.train), ("test", dataset.test)):
         for name, tensor in zip(examples._fields, examples, strict=True):
@@ -126,45 +126,45 @@ def require_questions(dataset: Dataset) -> None:
                 raise InputError(f"data: a {part} question has {what} {int(wrong[0])}; numbers from {bounds} were expected")
 
 
-def _require_kinds(kinds: object) -> None:
+def _require_kinds(question_types: object) -> None:
     """Refuse what are no two arrays of whole numbers from 0 on: how questions begin, by which they are dealt out."""
-    both = kinds if isinstance(kinds, tuple | list) and len(kinds) == 2 else ()
+    both = question_types if isinstance(question_types, tuple | list) and len(question_types) == 2 else ()
     if both and all(isinstance(each, np.ndarray) and each.dtype.kind in "iu" and each.min(initial=0) >= 0 for each in both):
         return
-    raise InputError(f"data: the questions' kinds are {kinds!r:.60}; two NumPy arrays of whole numbers from 0 on were expected")
+    raise InputError(f"data: the questions' kinds are {question_types!r:.60}; two NumPy arrays of whole numbers from 0 on were expected")
 
 
-def refuse_for_questions(settings: Settings) -> None:
+def refuse_non_vqa_settings(settings: Settings) -> None:
     """Settings that take people's answers or the numbers of pictures for something else."""
     answers = "what stands beside questions are people's answers, nothing to hide"
-    for name, case in settings.cases.items():
-        if case.learns is not None and case.learns.kind == "adversary":
+    for name, case in settings.experiments.items():
+        if case.pretext is not None and case.pretext.kind == "adversary":
             raise InputError(f"settings: cases.{name}.learns is an adversary, and {answers}; leave it out")
     if settings.audit is not None:
         raise InputError(f"settings: audit is given, and {answers}; leave it out")
     if settings.ordinal is not None:
         raise InputError("settings: ordinal is given, and answers have no order; leave it out")
-    if settings.plan.tokens is not None:
+    if settings.plan.max_tokens is not None:
         first = "a question's first number is no word but its picture"
-        raise InputError(f"settings: plan.tokens is {settings.plan.tokens}, and {first}; set plan.batch instead")
+        raise InputError(f"settings: plan.tokens is {settings.plan.max_tokens}, and {first}; set plan.batch instead")
 
 
-def controlled(dataset: Dataset, pictures: str | None) -> Dataset:
+def with_image_control(dataset: Dataset, pictures: str | None) -> Dataset:
     """Questions with their own pictures, or with other questions', so that these say nothing, or with none and so no ResNet."""
     wanted = "own" if pictures is None else pictures
     if wanted not in _CONTROLS:
-        raise InputError(f"settings: data.pictures is '{wanted}'; {nearest(wanted, _CONTROLS)}")
+        raise InputError(f"settings: data.pictures is '{wanted}'; {suggest_name(wanted, _CONTROLS)}")
     if wanted == "own" or dataset.questions is None:
         return dataset
     questions = dataset.questions
     if wanted == "none":
-        questions = replace(questions, pictures=Pictures(np.zeros((1, 1), dtype=np.float32)))
-    parts = [_without(examples, wanted, part) for part, examples in enumerate((dataset.train, dataset.test))]
+        questions = replace(questions, pictures=ImageTable(np.zeros((1, 1), dtype=np.float32)))
+    parts = [_with_control(examples, wanted, part) for part, examples in enumerate((dataset.train, dataset.test))]
     return dataset._replace(train=parts[0], test=parts[1], questions=questions)
 
 
-def _without(examples: Examples, wanted: str, part: int) -> Examples:
+def _with_control(examples: Examples, wanted: str, part: int) -> Examples:
     x = examples.x.clone()
-    order = torch.from_numpy(stream(0, "shuffled pictures", part).permutation(len(x)))
+    order = torch.from_numpy(make_rng(0, "shuffled pictures", part).permutation(len(x)))
     x[:, 0] = x[order, 0] if wanted == "shuffled" else -1
     return examples._replace(x=x)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from glocal.core.errors import InputError
-from glocal.core.modules import dropping
-from glocal.datasets.mood import VOCABULARY
-from glocal.studies.lstm import read
+from glocal.core.modules import make_dropout
+from glocal.datasets.mood import VOCABULARY_SIZE
+from glocal.studies.lstm import lstm_scan
 
 HIDDEN = (512, 512)
 VECTOR = 300
@@ -61,7 +61,7 @@ class BiLstm(nn.Module):
         two, rows, words, _ = x.shape
         asked = (x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]).reshape(two, rows, words, -1)
         # before a text there is padding, in which the state stays empty
-        states, _ = read(asked, of_state, real.expand(two, rows, words))
+        states, _ = lstm_scan(asked, of_state, real.expand(two, rows, words))
         return torch.cat([states[0, :, -1], states[1, :, -1]], -1)
 
 
@@ -71,13 +71,13 @@ class MoodLstm(nn.Module):
     def __init__(self, classes: int, *, vocabulary: int, width: int, units: int, dropout: float | None) -> None:
         super().__init__()
         self.words = WordVectors(vocabulary, width)
-        self.blank = dropping(dropout)
+        self.blank = make_dropout(dropout)
         self.lstm = BiLstm(width, units)
         sizes = (2 * units, *HIDDEN)
         parts: list[tuple[str, nn.Module]] = []
         for number, (before, after) in enumerate(zip(sizes, HIDDEN, strict=False), start=1):
             parts += [(f"layer{number}", nn.Linear(before, after)), (f"relu{number}", nn.ReLU())]
-            parts += [(f"drop{number}", dropping(dropout))]
+            parts += [(f"drop{number}", make_dropout(dropout))]
         parts += [(f"layer{len(HIDDEN) + 1}", nn.Linear(HIDDEN[-1], classes))]
         self.head = nn.Sequential(OrderedDict(parts))
 
@@ -94,7 +94,7 @@ class MoodLstm(nn.Module):
 
 
 def mood_lstm(
-    classes: int = 5, *, vocabulary: int = VOCABULARY, width: int = VECTOR, units: int = UNITS, dropout: float | None = None
+    classes: int = 5, *, vocabulary: int = VOCABULARY_SIZE, width: int = VECTOR, units: int = UNITS, dropout: float | None = None
 ) -> MoodLstm:
     """The paper's mood predictor: 1,436,101 parameters, in six layers that a split can name.
 

@@ -7,19 +7,19 @@ how long: here FedAvg and FedProx get as many rounds as bring them to about the 
 from dataclasses import replace
 
 from glocal.federate.fitting import Options
-from glocal.personalize.onboarding import Welcome
-from glocal.studies.arrival import NewcomerSettings
+from glocal.personalize.onboarding import JoinPlan
+from glocal.studies.arrival import NewClientSettings
 from glocal.studies.published import published
 from glocal.studies.settings import (
-    CaseSettings,
     DataSettings,
+    ExperimentSettings,
     ModelSettings,
-    OptimiserSettings,
+    OptimizerSettings,
     PlanSettings,
     Settings,
     SplitSettings,
 )
-from glocal.studies.study import Claim, Figure, Part, Study
+from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
 _BEFORE, _LAST = 400, 100  # rounds with the old devices only
 _ALONE, _TOGETHER, _SETTLE = 6, 20, 15  # rounds, rounds, epochs
@@ -27,38 +27,38 @@ _GUESTS = {"0.0": 0, "0.1": 10}
 _SPLITS = {"iid": 10, "2-classes": 2}
 
 _BASE = Settings(
-    data=DataSettings(source="mnist", devices=100, validation=0.05),
+    data=DataSettings(source="mnist", clients=100, validation=0.05),
     model=ModelSettings("mlp", hidden=(512, 256, 256, 128)),
     split=SplitSettings(shared=("layer[3-5]",)),
-    optimiser=OptimiserSettings(rate=0.05, momentum=0.5),
-    plan=PlanSettings(cohort=10, batch=10, seeds=10),
-    run=Options(select="best", keep="figures", validate_every=5, keep_every=250),
-    newcomer=NewcomerSettings(rotate=90, train=3000, test=500),
+    optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
+    plan=PlanSettings(clients_per_round=10, batch_size=10, seeds=10),
+    run=Options(select="best", save="figures", validate_every=5, checkpoint_every=250),
+    new_client=NewClientSettings(rotate=90, train=3000, test=500),
 )
 
 
-def _cases() -> dict[str, CaseSettings]:
+def _cases() -> dict[str, ExperimentSettings]:
     """FedAvg and FedProx before anything happens, and from there every method with every C, a newcomer at its end."""
     cases = {
-        "FedAvg": CaseSettings("fedavg", rounds=_BEFORE),
-        "FedProx": CaseSettings("fedprox", rounds=_BEFORE, knobs={"mu": 0.1}),
+        "FedAvg": ExperimentSettings("fedavg", rounds=_BEFORE),
+        "FedProx": ExperimentSettings("fedprox", rounds=_BEFORE, hyperparameters={"mu": 0.1}),
     }
     for fraction, guests in _GUESTS.items():
-        shared_only = Welcome(epochs=0, rounds=_TOGETHER if guests else _ALONE, guests=guests)
+        shared_only = JoinPlan(epochs=0, rounds=_TOGETHER if guests else _ALONE, existing_clients=guests)
         local_first = replace(shared_only, epochs=_SETTLE)
-        start = CaseSettings("fedavg", rounds=_LAST, after="FedAvg", welcome=shared_only)
+        start = ExperimentSettings("fedavg", rounds=_LAST, start_from="FedAvg", join_plan=shared_only)
         cases[f"FedAvg, C = {fraction}"] = start
-        cases[f"FedProx, C = {fraction}"] = replace(start, algorithm="fedprox", after="FedProx", knobs={"mu": 0.1})
-        cases[f"LG-FedAvg, C = {fraction}"] = replace(start, algorithm="lg_fedavg", welcome=local_first)
+        cases[f"FedProx, C = {fraction}"] = replace(start, algorithm="fedprox", start_from="FedProx", hyperparameters={"mu": 0.1})
+        cases[f"LG-FedAvg, C = {fraction}"] = replace(start, algorithm="lg_fedavg", join_plan=local_first)
     return cases
 
 
-def _part(name: str, classes: int) -> Part:
+def _part(name: str, classes: int) -> StudyPart:
     partition = "iid" if classes == 10 else "random_shards"
-    data = replace(_BASE.data, partition=partition, classes_per_device=classes)
-    settings = replace(_BASE, name=f"rotated MNIST, {name}", data=data, cases=_cases())
+    data = replace(_BASE.data, partition=partition, classes_per_client=classes)
+    settings = replace(_BASE, name=f"rotated MNIST, {name}", data=data, experiments=_cases())
     title = "iid device data" if classes == 10 else "non-iid device data, 2 classes per device"
-    return Part(title, "paper", settings, published("table3", classes))
+    return StudyPart(title, "paper", settings, published("table3", classes))
 
 
 def _claims() -> tuple[Claim, ...]:
@@ -68,7 +68,7 @@ def _claims() -> tuple[Claim, ...]:
         for fraction in _GUESTS:
             for other in ("FedAvg", "FedProx") if _GUESTS[fraction] else ("FedAvg",):  # as in the table
                 for measure, words in _MEASURES.items():
-                    ours, theirs = (Figure(name, f"{method}, C = {fraction}", measure) for method in ("LG-FedAvg", other))
+                    ours, theirs = (Measurement(name, f"{method}, C = {fraction}", measure) for method in ("LG-FedAvg", other))
                     says = f"{name}: LG-FedAvg is above {other} on {words.lower()} digits with C = {fraction}"
                     claims.append(Claim(says, (ours,), (theirs,)))
     return tuple(claims)
@@ -79,14 +79,14 @@ ROTATED = Study(
     name="paper-rotated",
     title="Rotated MNIST: a new device with data never seen before",
     source="Liang et al. 2020, Table 3",
-    says=(
+    statement=(
         "FedAvg suffers from catastrophic forgetting without fine-tuning (C = 0.0): it does well on the rotated digits of the new "
         "device and forgets the normal ones. LG-FedAvg relieves it and is above FedAvg and FedProx on both."
     ),
     parts={name: _part(name, classes) for name, classes in _SPLITS.items()},
     claims=_claims(),
     measures=_MEASURES,
-    columns=(
+    caption=(
         "Normal: the ensemble of the old devices (averaged logits) on everyone’s test data, once the newcomer is in. Rotated: the "
         "newcomer’s own model on its own test data. Sent: all bytes from the newcomer’s coming on; the paper does not tell."
     ),

@@ -5,25 +5,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 from glocal import datasets
-from glocal.core.errors import InputError, nearest
+from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import Json
 from glocal.core.store import State
-from glocal.datasets.federated import Federation
-from glocal.datasets.fetch import unreported
+from glocal.datasets.federated import FederatedData
+from glocal.datasets.fetch import no_progress
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import Options, fingerprint
-from glocal.personalize.onboarding import Host
-from glocal.studies.build import Parts, build_parts
-from glocal.studies.run import case_folder, initial_case, parts_of, read_results, read_settings
+from glocal.personalize.onboarding import TrainedFederation
+from glocal.studies.build import Components, build_components
+from glocal.studies.run import experiment_folder, initial_case, parts_of, read_results, read_settings
 from glocal.studies.settings import Settings
 
 
-class Saved(NamedTuple):
+class SavedExperiment(NamedTuple):
     """A trained federation, its data, and how it was run."""
 
-    case: str
-    host: Host
-    federation: Federation
+    experiment: str
+    trained_federation: TrainedFederation
+    federation: FederatedData
     settings: Settings
 
     @property
@@ -32,35 +32,35 @@ class Saved(NamedTuple):
         return self.settings.run
 
 
-def open_case(folder: Path, case: str | None = None, *, seed: int | None = None, report: datasets.Report = unreported) -> Saved:
+def open_experiment(folder: Path, case: str | None = None, *, seed: int | None = None, report: datasets.ProgressCallback = no_progress) -> SavedExperiment:
     """One seed of a finished case: the one named, or the last that keeps something on its devices and shares something."""
     if (folder / "study.json").exists():
-        raise InputError(f"run: {folder} is a study in parts; give the folder of one, such as {_a_part(folder)}")
+        raise InputError(f"run: {folder} is a study in parts; give the folder of one, such as {_example_part(folder)}")
     settings, results = read_settings(folder), read_results(folder)
     if settings.groups:
         raise InputError(f"run: {folder} is a scenario, whose devices come and go; give a run without groups")
     _require_finished(results, case)
-    if settings.run.keep == "figures":
+    if settings.run.save == "figures":
         raise InputError(f"run: {folder} kept its figures only; for this, a study has to run with run.keep = 'everything'")
-    parts = build_parts(settings, report)
-    name = case or _last_in_parts(settings, parts, [*results])
-    whole, place = initial_case(settings, name, parts), _place(results[name], seed)
-    checkpoint = Checkpoint(case_folder(folder, name), fingerprint(whole, settings.run))
+    parts = build_components(settings, report)
+    name = case or _last_with_split(settings, parts, [*results])
+    whole, place = initial_case(settings, name, parts), _seed_index(results[name], seed)
+    checkpoint = Checkpoint(experiment_folder(folder, name), fingerprint(whole, settings.run))
     progress = checkpoint.read()
     if progress is None:
         raise InputError(f"run: {folder} has no checkpoint of {name} any more; run the study anew, or choose another case")
     result = results[name][place]
     place = result.get("place", place)  # of several tries, the best one's
     plan = replace(whole.plans()[place], rounds=progress.done)
-    if result["rounds"] != plan.last_round:
+    if result["rounds"] != plan.total_rounds:
         raise InputError(f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`")
     state = _tested_state(progress, place, result["selected_round"] - plan.first_round)
-    federation, device = parts_of(settings.cases[name], parts).federations[place], settings.run.computing_device()
-    host = Host(whole.algorithm, parts.model, plan, state.on(device, None), federation.devices, parts.credit)
-    return Saved(name, host, federation, settings)
+    federation, device = parts_of(settings.experiments[name], parts).federations[place], settings.run.torch_device()
+    trained_federation = TrainedFederation(whole.algorithm, parts.model, plan, state.to(device, None), federation.num_clients, parts.metric)
+    return SavedExperiment(name, trained_federation, federation, settings)
 
 
-def _a_part(folder: Path) -> Path:
+def _example_part(folder: Path) -> Path:
     return next((path for path in sorted((folder / "parts").glob("*")) if path.is_dir()), folder / "parts" / "NAME")
 
 
@@ -68,19 +68,19 @@ def _require_finished(results: dict[str, list[Json]], wanted: str | None) -> Non
     if not results:
         raise InputError("run: no case is finished yet; wait for one, or go on with `glocal resume`")
     if wanted is not None and wanted not in results:
-        raise InputError(f"run: there is no finished case '{wanted}'; {nearest(wanted, results)}")
+        raise InputError(f"run: there is no finished case '{wanted}'; {suggest_name(wanted, results)}")
 
 
-def _last_in_parts(settings: Settings, parts: Parts, finished: list[str]) -> str:
+def _last_with_split(settings: Settings, parts: Components, finished: list[str]) -> str:
     """The last case with a shared part and a local one that can be learnt, or just the last."""
     for name in reversed(finished):
         case = initial_case(settings, name, parts)
-        if case.algorithm.settle is not None and case.algorithm.init(case.params[0])[0]:
+        if case.algorithm.adapt is not None and case.algorithm.init(case.params[0])[0]:
             return name
     return finished[-1]
 
 
-def _place(results: list[Json], seed: int | None) -> int:
+def _seed_index(results: list[Json], seed: int | None) -> int:
     seeds = [result["seed"] for result in results]
     if seed is not None and seed not in seeds:
         raise InputError(f"run: there is no seed {seed}; this run has {', '.join(map(str, seeds))}")

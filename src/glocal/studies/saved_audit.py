@@ -10,72 +10,82 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from glocal.core.data import Holdings
+from glocal.core.data import ClientData
 from glocal.core.errors import InputError
 from glocal.core.files import Json, write_json
 from glocal.datasets import SOURCES
-from glocal.evaluate.fairness import Judged, Treatment, require_fairlearn, treated
-from glocal.evaluate.leakage import Reading, averaged, beyond_chance, readings
-from glocal.federate.fitting import classes_of
-from glocal.studies.audit import AuditSettings, Device, Encoder, column, devices_of, groups, outputs, together, trained_attackers
-from glocal.studies.saved import Saved
-from glocal.studies.stages import usual_stage
+from glocal.evaluate.fairness import FairnessMetrics, GroupPredictions, fairness_metrics, require_fairlearn
+from glocal.evaluate.leakage import AttackResult, average_leakage, beyond_chance, run_attacks
+from glocal.federate.fitting import num_classes
+from glocal.studies.audit import (
+    AuditedClient,
+    AuditSettings,
+    Encoder,
+    audited_clients,
+    pool,
+    predict,
+    protected_attribute,
+    protected_attributes,
+    train_all_attackers,
+)
+from glocal.studies.saved import SavedExperiment
+from glocal.studies.stages import default_representation
 
 
 @dataclass(frozen=True)
-class Question:
+class AuditQuery:
     """Which attribute is looked for, in what a module puts out (by default the usual one), through how many devices' encoders."""
 
     attribute: str
-    at: str | None = None
+    layer: str | None = None
     encoders: int = 3
 
 
 class SavedAudit:
     """One attribute of one seed of a saved case; what cannot be audited is refused at once."""
 
-    def __init__(self, saved: Saved, question: Question) -> None:
+    def __init__(self, saved: SavedExperiment, question: AuditQuery) -> None:
         require_fairlearn()
-        self.saved, self.seed = saved, saved.host.plan.seed
+        self.saved, self.seed = saved, saved.trained_federation.plan.seed
         self.name, self.column = find_attribute(saved, question.attribute)
-        at, self.chosen = usual_stage(saved) if question.at is None else (question.at, "as asked for")
-        self.settings = AuditSettings(at, question.encoders)
-        self.encode = Encoder(saved.host.model, at)
-        self.devices = devices_of(saved.host.algorithm, saved.host.state, saved.federation)
-        _require_rows(self.encode, self.devices[0], at)
+        layer, self.chosen = default_representation(saved) if question.layer is None else (question.layer, "as asked for")
+        self.settings = AuditSettings(layer, question.encoders)
+        self.encode = Encoder(saved.trained_federation.model, layer)
+        self.devices = audited_clients(saved.trained_federation.algorithm, saved.trained_federation.state, saved.federation)
+        _require_rows(self.encode, self.devices[0], layer)
 
     def figures(self) -> Json:
         """What attackers read, how the groups of all devices together are treated, and both for each device."""
-        found, judged = self._readings(), [_judged(self.saved, device, self.column) for device in self.devices]
-        classes = classes_of(self.saved.host.model, self.saved.federation)
-        everybody = Judged(*map(np.concatenate, zip(*judged, strict=True)))
+        found, judged = self._readings(), [_predictions(self.saved, device, self.column) for device in self.devices]
+        classes = num_classes(self.saved.trained_federation.model, self.saved.federation)
+        everybody = GroupPredictions(*map(np.concatenate, zip(*judged, strict=True)))
         each = enumerate(zip(judged, found["own"], strict=True))
         return {
             "classes": classes,
             "leaks": _leak_rows(found),
-            **_as_json(treated(everybody, classes=classes)),
-            "devices": [_device_row(number, treated(of, classes=classes), own) for number, (of, own) in each],
+            **_as_json(fairness_metrics(everybody, classes=classes)),
+            "clients": [_device_row(number, fairness_metrics(of, classes=classes), own) for number, (of, own) in each],
         }
 
-    def _readings(self) -> dict[str, list[dict[str, Reading]]]:
+    def _readings(self) -> dict[str, list[dict[str, AttackResult]]]:
         """By what attackers know, what each of them reads: from every device, from all at once, or through each encoder."""
         encode, seed = self.encode, self.seed
-        own, pooled, strong = trained_attackers(encode, self.devices, self.column, encoders=self.settings.encoders, seed=seed)
-        tests = [encode.seen(device.params, device.test, self.column) for device in self.devices]
+        own, pooled, strong = train_all_attackers(encode, self.devices, self.column, encoders=self.settings.encoders, seed=seed)
+        tests = [encode.observe(device.params, device.test, self.column) for device in self.devices]
         return {
-            "own": [readings(of, tests[number], seed=seed, device=number) for number, of in enumerate(own)],
-            "pooled": [readings(pooled, together(tests), seed=seed)],
-            "strong": [readings(of, tests[number], seed=seed, device=number) for number, of in enumerate(strong)],
+            "own": [run_attacks(of, tests[number], seed=seed, client=number) for number, of in enumerate(own)],
+            "pooled": [run_attacks(pooled, pool(tests), seed=seed)],
+            "strong": [run_attacks(of, tests[number], seed=seed, client=number) for number, of in enumerate(strong)],
         }
 
-    def keep(self, folder: Path, figures: Json, about: Json) -> None:
+    def save(self, folder: Path, figures: Json, about: Json) -> None:
         """All figures, and what they are of."""
-        host = self.saved.host
+        trained_federation = self.saved.trained_federation
         source = self.saved.settings.data.source
         values = SOURCES[source].attributes[self.name] if source in SOURCES else ("0", "1")
         of = {
-            "case": self.saved.case,
-            "algorithm": host.algorithm.name,
+            "experiment": self.saved.experiment,
+            "algorithm": trained_federation.algorithm.name,
             "seed": self.seed,
             "attribute": self.name,
             "values": values,
@@ -84,7 +94,7 @@ class SavedAudit:
         write_json(folder / "audit.json", {**told, **figures})
 
 
-def find_attribute(saved: Saved, wanted: str) -> tuple[str, int]:
+def find_attribute(saved: SavedExperiment, wanted: str) -> tuple[str, int]:
     """A protected attribute's name and column; one without a name goes by its number."""
     source = saved.settings.data.source
     train, test = saved.federation.train, saved.federation.test
@@ -92,19 +102,19 @@ def find_attribute(saved: Saved, wanted: str) -> tuple[str, int]:
         others = "; ".join(f"those of {name} have {', '.join(of.attributes)}" for name, of in SOURCES.items() if of.attributes)
         raise InputError(f"audit: these data ({source}) have no protected columns; {others}, and your own may have (x, y, group)")
     named = [*SOURCES[source].attributes] if source in SOURCES else []
-    names = [*named, *(f"attribute {place}" for place in range(len(named), groups(train.examples).shape[1]))]
+    names = [*named, *(f"attribute {place}" for place in range(len(named), protected_attributes(train.examples).shape[1]))]
     known = {**{name.removeprefix("attribute "): name for name in names}, **{name: name for name in names}}
     if wanted not in known:
         raise InputError(f"audit: there is no attribute '{wanted}'; there are {', '.join(names)}")
     name = known[wanted]
     for part, holdings in (("training", train), ("test", test)):
-        _require_both(name, _held(holdings, names.index(name)), part)
+        _require_both(name, _attribute_values(holdings, names.index(name)), part)
     return name, names.index(name)
 
 
-def _held(holdings: Holdings, place: int) -> set[float]:
+def _attribute_values(holdings: ClientData, place: int) -> set[float]:
     """The values of an attribute that somebody has."""
-    return {*groups(holdings.examples)[torch.from_numpy(holdings.pooled()), place].tolist()}
+    return {*protected_attributes(holdings.examples)[torch.from_numpy(holdings.all_rows()), place].tolist()}
 
 
 def _require_both(name: str, values: set[float], part: str) -> None:
@@ -114,17 +124,17 @@ def _require_both(name: str, values: set[float], part: str) -> None:
         raise InputError(f"audit: everybody in the {part} data has the same {name}, so that there are no groups to compare")
 
 
-def _require_rows(encode: Encoder, device: Device, at: str) -> None:
+def _require_rows(encode: Encoder, device: AuditedClient, layer: str) -> None:
     """Refuse a module that is there and puts out something else than a row for each person, or is never asked to."""
     try:
         rows = len(encode(device.params, device.train.take(np.zeros(1, dtype=np.int64))))
     except (IndexError, AttributeError):  # it was not called; it puts out a tuple
         rows = 0
     if rows != 1:
-        raise InputError(f"audit: the module '{at}' does not put out one tensor with a row for everybody; choose another with --at")
+        raise InputError(f"audit: the module '{layer}' does not put out one tensor with a row for everybody; choose another with --at")
 
 
-def _leak_rows(found: Mapping[str, Sequence[Mapping[str, Reading]]]) -> list[Json]:
+def _leak_rows(found: Mapping[str, Sequence[Mapping[str, AttackResult]]]) -> list[Json]:
     """One row for each knowledge and attacker: the mean over those that it could be tried on, and how many they are."""
     tried = {
         (knowledge, attacker): [each[attacker] for each in read if each]
@@ -134,32 +144,32 @@ def _leak_rows(found: Mapping[str, Sequence[Mapping[str, Reading]]]) -> list[Jso
     return [
         {
             "knowledge": knowledge,
-            **averaged(attacker, read)._asdict(),
+            **average_leakage(attacker, read)._asdict(),
             "over": len(read),
-            "beyond_chance": beyond_chance(read, tries=len(tried)),
+            "beyond_chance": beyond_chance(read, comparisons=len(tried)),
         }
         for (knowledge, attacker), read in tried.items()
     ]
 
 
-def _judged(saved: Saved, device: Device, place: int) -> Judged:
+def _predictions(saved: SavedExperiment, device: AuditedClient, place: int) -> GroupPredictions:
     """A device's own test people, as its own model sees them."""
-    guess = outputs(saved.host.model, device.params, device.test).argmax(1)
-    return Judged(device.test.y.numpy(), guess.numpy(), column(device.test, place))
+    guess = predict(saved.trained_federation.model, device.params, device.test).argmax(1)
+    return GroupPredictions(device.test.y.numpy(), guess.numpy(), protected_attribute(device.test, place))
 
 
-def _as_json(found: Treatment) -> Json:
+def _as_json(found: FairnessMetrics) -> Json:
     return {**found._asdict(), "groups": [rates._asdict() for rates in found.groups]}
 
 
-def _device_row(number: int, found: Treatment, own: Mapping[str, Reading]) -> Json:
+def _device_row(number: int, found: FairnessMetrics, own: Mapping[str, AttackResult]) -> Json:
     people = {rates.group: rates.people for rates in found.groups}
     right = sum(rates.people * rates.accuracy for rates in found.groups)
     return {
-        "device": number,
+        "client": number,
         "people": [people.get(group, 0) for group in (0, 1)],
         "accuracy": right / sum(people.values()) if people else None,
         "demographic_parity_difference": found.demographic_parity_difference,
-        "equalised_odds_difference": found.equalised_odds_difference,
+        "equalized_odds_difference": found.equalized_odds_difference,
         "leak": max((reading.auc for reading in own.values()), default=None),
     }

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from glocal.core.errors import InputError
-from glocal.core.split import first_names
+from glocal.core.split import canonical_names
 from glocal.studies.build import build_split
-from glocal.studies.saved import Saved
+from glocal.studies.saved import SavedExperiment
 
 
-def usual_stage(saved: Saved) -> tuple[str, str]:
+def default_representation(saved: SavedExperiment) -> tuple[str, str]:
     """The module whose output is looked at, and why: the study's choice, else the end of the local part, else before the last."""
     if saved.settings.audit is not None:
-        return saved.settings.audit.at, "as the study's [audit] says"
-    model = saved.host.model
-    order = stages(model, saved.federation.train.examples.x[:1].cpu())
+        return saved.settings.audit.layer, "as the study's [audit] says"
+    model = saved.trained_federation.model
+    order = outer_modules(model, saved.federation.train.examples.x[:1].cpu())
     weighty = [name for name in order if tensors_in(model, name)]
     kept = _local(saved)
     local = [name for name in weighty if tensors_in(model, name) <= kept]
@@ -28,10 +28,10 @@ def usual_stage(saved: Saved) -> tuple[str, str]:
     return before[-1], "the last module before the output"
 
 
-def stages(model: nn.Module, example: Tensor) -> list[str]:
+def outer_modules(model: nn.Module, example: Tensor) -> list[str]:
     """The outermost modules that are called for an example (1, ...), in that order; those inside where one holds all others.
 
-    >>> stages(nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1)), torch.zeros(1, 2))
+    >>> outer_modules(nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1)), torch.zeros(1, 2))
     ['0', '1']
     """
     called, copied = [], copy.deepcopy(model).eval()
@@ -51,12 +51,12 @@ def _inside(name: str, others: list[str]) -> bool:
 
 def tensors_in(model: nn.Module, module: str) -> frozenset[str]:
     """The parameters and buffers in a module, by their first names."""
-    return frozenset(first for name, first in first_names(model).items() if name.startswith(f"{module}."))
+    return frozenset(first for name, first in canonical_names(model).items() if name.startswith(f"{module}."))
 
 
-def _local(saved: Saved) -> frozenset[str]:
+def _local(saved: SavedExperiment) -> frozenset[str]:
     """What stays on the devices by the split of the case, or of its study: so that FedAvg is looked at where LG-FedAvg is."""
-    settings, case = saved.settings, saved.settings.cases[saved.case]
+    settings, case = saved.settings, saved.settings.experiments[saved.experiment]
     sides = (case.local, case.shared, settings.split.local, settings.split.shared)
     named = any(side is not None for side in sides)
-    return build_split(settings, case, saved.host.model).local if named else frozenset()
+    return build_split(settings, case, saved.trained_federation.model).local if named else frozenset()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from glocal.core.errors import InputError, nearest
+from glocal.core.errors import InputError, suggest_name
 from glocal.studies.settings import Settings
 
 MEASURES = {"local": "Local Test", "new": "New Test"}
@@ -21,12 +21,12 @@ class Score(NamedTuple):
         return f"{self.mean:.2f}" + ("" if self.std is None else f" ± {self.std:.2f}")
 
 
-class Published(NamedTuple):
+class PublishedRow(NamedTuple):
     """A row of a paper's table: scores of the first so many of the study's measures, and parameters sent, if told, as printed."""
 
     scores: tuple[Score, ...]
     parameters: float = 0.0
-    printed: str = ""
+    parameters_text: str = ""
 
     def by_measure(self, measures: Iterable[str]) -> dict[str, Score]:
         """The scores by the study's measures; those beyond have none."""
@@ -36,16 +36,16 @@ class Published(NamedTuple):
         """A count in the digits in which the paper prints its own, such as 2.9e10 or 12.7e9."""
         if not self.parameters:
             return f"{counted:.1e}".replace("e+", "e") if counted else "0"
-        digits, _, exponent = self.printed.partition("e")
+        digits, _, exponent = self.parameters_text.partition("e")
         return f"{counted / 10 ** int(exponent):.{len(digits.partition('.')[2])}f}e{exponent}"
 
 
 @dataclass(frozen=True)
-class Part:
+class StudyPart:
     """One block of a table: what runs together, on one deal of the data per seed.
 
-    `choices` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
-    among those from whose representations attackers read no more there than the row's of `limits` (an AUC, such as 0.55).
+    `candidates` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
+    among those from whose representations attackers read no more there than the row's of `leak_limits` (an AUC, such as 0.55).
     `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share. `baselines` are
     rows that no federation has trained. `goal` is the row whose accuracy on validation data the others are to reach as soon as
     they can. The rows of a `control` stand in the table of the part whose title and protocol it has, with this behind their names.
@@ -54,25 +54,25 @@ class Part:
     title: str
     protocol: str
     settings: Settings
-    published: Mapping[str, Published] = field(default_factory=dict)
-    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    published: Mapping[str, PublishedRow] = field(default_factory=dict)
+    candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
-    limits: Mapping[str, float] = field(default_factory=dict)
+    leak_limits: Mapping[str, float] = field(default_factory=dict)
     baselines: tuple[str, ...] = ()
     goal: str = ""
     control: str = ""
 
-    def published_for(self, case: str) -> Published | None:
+    def published_for(self, case: str) -> PublishedRow | None:
         """What was published of a case, or of the row that it may stand for."""
-        row = next((row for row, cases in self.choices.items() if case in cases), case)
+        row = next((row for row, cases in self.candidates.items() if case in cases), case)
         return self.published.get(row)
 
 
-class Figure(NamedTuple):
+class Measurement(NamedTuple):
     """One measured figure, seed by seed: a measure, such as "local", of a case of a part."""
 
     part: str
-    case: str
+    experiment: str
     measure: str
 
 
@@ -83,9 +83,9 @@ class Claim:
     With a `level`, it is so many points above; so a figure alone can be held against a level.
     """
 
-    says: str
-    more: tuple[Figure, ...]
-    less: tuple[Figure, ...]
+    statement: str
+    more: tuple[Measurement, ...]
+    less: tuple[Measurement, ...]
     margin: float = 0.0
     level: float = 0.0
 
@@ -101,21 +101,21 @@ class Study:
     name: str
     title: str
     source: str
-    says: str
-    parts: Mapping[str, Part]
+    statement: str
+    parts: Mapping[str, StudyPart]
     claims: tuple[Claim, ...] = ()
     measures: Mapping[str, str] = field(default_factory=lambda: MEASURES)
     protocols: Mapping[str, str] = field(default_factory=dict)
-    columns: str = (
+    caption: str = (
         "Local Test: each device’s own model on its own test data. New Test: the ensemble of all trained devices (averaged logits) "
         "on everyone’s test data. Parameters sent, published and ours: by the paper’s count, as if every device received in every "
         "round. On the wire: what really crosses, evaluation included, in the first protocol that was run."
     )
-    lower: frozenset[str] = frozenset()
+    lower_is_better: frozenset[str] = frozenset()
 
-    def chosen(self, patterns: tuple[str, ...]) -> dict[str, Part]:
+    def select_parts(self, patterns: tuple[str, ...]) -> dict[str, StudyPart]:
         """Parts whose names fit one of the patterns, such as "paper-2" or "paper-*"; all of them without a pattern."""
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in self.parts):
-                raise InputError(f"study: {self.name} has no part '{pattern}'; {nearest(pattern, self.parts)}")
+                raise InputError(f"study: {self.name} has no part '{pattern}'; {suggest_name(pattern, self.parts)}")
         return {n: part for n, part in self.parts.items() if not patterns or any(fnmatchcase(n, p) for p in patterns)}

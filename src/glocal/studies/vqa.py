@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from glocal.federate.fitting import Options
 from glocal.studies.settings import (
-    CaseSettings,
     DataSettings,
+    ExperimentSettings,
     ModelSettings,
-    OptimiserSettings,
+    OptimizerSettings,
     PlanSettings,
     Settings,
     SplitSettings,
 )
-from glocal.studies.study import Claim, Figure, Part, Published, Score, Study
+from glocal.studies.study import Claim, Measurement, PublishedRow, Score, Study, StudyPart
 from glocal.studies.vqa_model import PAPER, SHARED
 
 _ROUNDS, _START, _LG_ROUNDS = 47, 32, 17
@@ -27,39 +27,39 @@ _ROUNDS, _START, _LG_ROUNDS = 47, 32, 17
 _RATE, _SMALL = 0.001, 0.0001
 _SLOWLY = "FedAvg, then small steps"
 _PUBLISHED = {
-    "FedAvg": Published((Score(40.02, None),), 13.97e10, "13.97e10"),
-    "LG": Published((Score(40.94, None),), 9.99e10, "9.99e10"),
+    "FedAvg": PublishedRow((Score(40.02, None),), 13.97e10, "13.97e10"),
+    "LG": PublishedRow((Score(40.94, None),), 9.99e10, "9.99e10"),
 }
 _TIMES = {4: "four times", 6: "six times"}
 _CONTROLS = {"none": "questions only", "shuffled": "shuffled pictures"}
 _MAJORITY = {
-    "Majority answer": CaseSettings("glocal.studies.majority:majority", rounds=1, cohort=50),
-    "Majority answer of each device": CaseSettings("glocal.studies.majority:own_majority", rounds=1, cohort=50),
+    "Majority answer": ExperimentSettings("glocal.studies.majority:majority", rounds=1, clients_per_round=50),
+    "Majority answer of each device": ExperimentSettings("glocal.studies.majority:own_majority", rounds=1, clients_per_round=50),
 }
 _TEXT = Settings(
     name="vqa, paper, kinds",
-    data=DataSettings(source="vqav2", partition="kinds", devices=50, validation=0.1),
+    data=DataSettings(source="vqav2", partition="question_types", clients=50, validation=0.1),
     model=ModelSettings("vqa", hidden=tuple(PAPER), dropout=0.5),
     split=SplitSettings(shared=SHARED),
-    optimiser=OptimiserSettings(rate=0.01, momentum=0.9, decay=0.0005),
-    plan=PlanSettings(cohort=5, batch=100, seeds=3),
+    optimizer=OptimizerSettings(lr=0.01, momentum=0.9, lr_decay=0.0005),
+    plan=PlanSettings(clients_per_round=5, batch_size=100, seeds=3),
     run=Options(
         engine="looped",  # convolutions as wide as these are slower when devices share a batch
         precision="tf32",
         select="best",
-        keep="figures",
+        save="figures",
         validate_every=1,
-        keep_every=1000,
+        checkpoint_every=1000,
         tests="local",
     ),
-    cases={
+    experiments={
         **_MAJORITY,
-        "Local only": CaseSettings("local_only", rounds=5, cohort=50),
-        "FedAvg": CaseSettings("fedavg", rounds=_ROUNDS),
-        "LG": CaseSettings("lg_fedavg", rounds=_LG_ROUNDS, after="FedAvg", after_round=_START),
+        "Local only": ExperimentSettings("local_only", rounds=5, clients_per_round=50),
+        "FedAvg": ExperimentSettings("fedavg", rounds=_ROUNDS),
+        "LG": ExperimentSettings("lg_fedavg", rounds=_LG_ROUNDS, start_from="FedAvg", start_round=_START),
     },
 )
-_ADAM = replace(_TEXT, model=replace(_TEXT.model, encoder="frozen"), optimiser=OptimiserSettings("adam", rate=_RATE))
+_ADAM = replace(_TEXT, model=replace(_TEXT.model, encoder="frozen"), optimizer=OptimizerSettings("adam", lr=_RATE))
 
 
 class _Protocol(NamedTuple):
@@ -73,18 +73,18 @@ class _Protocol(NamedTuple):
     earlier: tuple[int, ...]
     seeds: int
     run: Options
-    after_model: str | None = None
+    start_model: str | None = None
     alone: int = 0
 
 
 # all devices of all seeds at once nearly fill a GPU
 _LONGER = _Protocol(
-    "longer", 4, (96, 112), 6, replace(_TEXT.run, engine="auto", precision="fp32", chunk=50, validate_every=4), alone=20
+    "longer", 4, (96, 112), 6, replace(_TEXT.run, engine="auto", precision="fp32", chunk_size=50, validate_every=4), alone=20
 )
-_LONGEST = _Protocol("longest", 6, (128, 160), 12, replace(_TEXT.run, engine="auto", chunk=60, validate_every=2), "last")
+_LONGEST = _Protocol("longest", 6, (128, 160), 12, replace(_TEXT.run, engine="auto", chunk_size=60, validate_every=2), "last")
 
 
-def _part(protocol: _Protocol, *, partition: str = "kinds", pictures: str | None = None) -> Part:
+def _part(protocol: _Protocol, *, partition: str = "question_types", pictures: str | None = None) -> StudyPart:
     """A part with own pictures, or a control: FedAvg and LG-FedAvg with none, or with others'."""
     settings = replace(
         _ADAM,
@@ -92,43 +92,43 @@ def _part(protocol: _Protocol, *, partition: str = "kinds", pictures: str | None
         data=replace(_ADAM.data, partition=partition, pictures=pictures),
         plan=replace(_ADAM.plan, seeds=protocol.seeds),
         run=protocol.run,
-        cases=_both(protocol) if pictures else _all(protocol),
+        experiments=_both(protocol) if pictures else _all(protocol),
     )
     title = _title(f"{_TIMES[protocol.times]} the rounds", partition)
     if pictures:
-        return Part(title, protocol.name, settings, control=_CONTROLS[pictures])
-    return Part(title, protocol.name, settings, _PUBLISHED if partition == "kinds" else {}, goal="FedAvg")
+        return StudyPart(title, protocol.name, settings, control=_CONTROLS[pictures])
+    return StudyPart(title, protocol.name, settings, _PUBLISHED if partition == "question_types" else {}, goal="FedAvg")
 
 
-def _both(protocol: _Protocol) -> dict[str, CaseSettings]:
+def _both(protocol: _Protocol) -> dict[str, ExperimentSettings]:
     """FedAvg, and LG-FedAvg that takes over where the paper's does, in small steps."""
-    lg = CaseSettings(
+    lg = ExperimentSettings(
         "lg_fedavg",
         rounds=protocol.times * _LG_ROUNDS,
-        after="FedAvg",
-        after_round=protocol.times * _START,
-        after_model=protocol.after_model,
-        rate=_SMALL,
+        start_from="FedAvg",
+        start_round=protocol.times * _START,
+        start_model=protocol.start_model,
+        lr=_SMALL,
     )
-    return {"FedAvg": CaseSettings("fedavg", rounds=protocol.times * _ROUNDS), "LG": lg}
+    return {"FedAvg": ExperimentSettings("fedavg", rounds=protocol.times * _ROUNDS), "LG": lg}
 
 
-def _all(protocol: _Protocol) -> dict[str, CaseSettings]:
+def _all(protocol: _Protocol) -> dict[str, ExperimentSettings]:
     """Also fewer rounds of FedAvg before LG-FedAvg's, and small steps without these, to tell what is due to them alone."""
     both = _both(protocol)
-    earlier = {f"LG from round {start}": replace(both["LG"], after_round=start) for start in protocol.earlier}
-    alone = {"Local only": CaseSettings("local_only", rounds=protocol.alone, cohort=50)} if protocol.alone else {}
+    earlier = {f"LG from round {start}": replace(both["LG"], start_round=start) for start in protocol.earlier}
+    alone = {"Local only": ExperimentSettings("local_only", rounds=protocol.alone, clients_per_round=50)} if protocol.alone else {}
     return {**_MAJORITY, **both, **earlier, _SLOWLY: replace(both["LG"], algorithm="fedavg"), **alone}
 
 
-def _title(rounds: str, partition: str = "kinds") -> str:
+def _title(rounds: str, partition: str = "question_types") -> str:
     """One table for each, for what is sent depends on the rounds."""
     return f"{rounds}, {'iid device data' if partition == 'iid' else 'non-iid device data, by how questions begin'}"
 
 
 def _claims() -> tuple[Claim, ...]:
     def above(part: str, than: str, words: str, *, case: str = "LG", of: str = "") -> Claim:
-        return Claim(f"`{part}`: {case} is above {words}", (Figure(part, case, "local"),), (Figure(of or part, than, "local"),))
+        return Claim(f"`{part}`: {case} is above {words}", (Measurement(part, case, "local"),), (Measurement(of or part, than, "local"),))
 
     def controls(part: str, control: str, words: str) -> list[Claim]:
         return [above(part, case, f"{case} with {words}", case=case, of=control) for case in ("FedAvg", "LG")]
@@ -146,7 +146,7 @@ def _claims() -> tuple[Claim, ...]:
 def _told(protocol: _Protocol) -> str:
     """What a protocol means."""
     rounds, start, lg = (protocol.times * number for number in (_ROUNDS, _START, _LG_ROUNDS))
-    model = "the model of that round" if protocol.after_model == "last" else "the best model so far on validation data"
+    model = "the model of that round" if protocol.start_model == "last" else "the best model so far on validation data"
     return (
         f"{_TIMES[protocol.times]} the paper’s rounds, {rounds} of FedAvg, or its first {start} and then {lg} of LG-FedAvg, and in "
         f"two more rows fewer before these; LG-FedAvg starts from {model}; convolutions frozen, as they were given "
@@ -159,12 +159,12 @@ VQA = Study(
     name="paper-vqa",
     title="VQA: private encoders of pictures and questions, a small shared part",
     source="Liang et al. 2020, Table 2 and the figure of appendix C.3",
-    says=(
+    statement=(
         "LG-FedAvg reaches FedAvg's goal accuracy of 40 % with 71.5 % of the parameters communicated (32 rounds of FedAvg and 17 "
         "of its own against 47), and ends above it."
     ),
     parts={
-        "paper": Part(_title("the paper’s rounds"), "paper", _TEXT, _PUBLISHED, goal="FedAvg"),
+        "paper": StudyPart(_title("the paper’s rounds"), "paper", _TEXT, _PUBLISHED, goal="FedAvg"),
         "longer": _part(_LONGER),
         "questions": _part(_LONGER, pictures="none"),
         "shuffled": _part(_LONGER, pictures="shuffled"),
@@ -179,7 +179,7 @@ VQA = Study(
         "longer": _told(_LONGER),
         "longest": _told(_LONGEST),
     },
-    columns=(
+    caption=(
         "Local Test: VQA accuracy, min(1, people who agree / 3), of each device’s own model on its own test questions, mean over "
         "devices. **The questions are a small part of VQA v2, balanced by the type of answer, and pictures are 128 x 128: no "
         "figure can be held against the paper’s.** Parameters sent by the paper’s count, as if every device received in every "

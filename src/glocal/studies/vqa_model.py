@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from glocal.core.errors import InputError, brief, nearest
-from glocal.core.modules import dropping
-from glocal.datasets.pictures import Pictures
-from glocal.studies.lstm import read
+from glocal.core.errors import InputError, describe_error, suggest_name
+from glocal.core.modules import make_dropout
+from glocal.datasets.pictures import ImageTable
+from glocal.studies.lstm import lstm_scan
 
 WIDTHS = (64, 128, 256, 512)
 SHARED = ("image.fc", "question.fc", "answer")
@@ -71,7 +71,7 @@ class ResNet(nn.Module):
             blocks = [Block(before, width, 1 if number == 1 else 2), Block(width, width, 1)]
             self.add_module(f"layer{number}", nn.Sequential(*blocks))
             before = width
-        self.drop = dropping(dropout)
+        self.drop = make_dropout(dropout)
         self.fc = nn.Linear(before, _SAID)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -107,7 +107,7 @@ class Top(nn.Module):
 
     def __init__(self, width: int, *, dropout: float | None = None) -> None:
         super().__init__()
-        self.drop = dropping(dropout)
+        self.drop = make_dropout(dropout)
         self.fc = nn.Linear(width, _SAID)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class Top(nn.Module):
 class ImageChannel(nn.Module):
     """From the number of a picture (rows,) to what the answer needs of it (rows, common)."""
 
-    def __init__(self, pictures: Pictures, resnet: nn.Module, common: int) -> None:
+    def __init__(self, pictures: ImageTable, resnet: nn.Module, common: int) -> None:
         super().__init__()
         self.pictures, self.resnet, self.fc = pictures, resnet, nn.Linear(_SAID, common)
 
@@ -147,7 +147,7 @@ class Lstm(nn.Module):
             inputs, recurrent, one, other = (
                 getattr(self, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
             )
-            x, cell = read(x @ inputs.T + (one + other), recurrent, real)
+            x, cell = lstm_scan(x @ inputs.T + (one + other), recurrent, real)
             states.append((x[:, -1], cell))
         return torch.cat([*(hidden for hidden, _ in states), *(cell for _, cell in states)], 1)
 
@@ -180,7 +180,7 @@ class VqaNet(nn.Module):
 
 
 def vqa_net(
-    pictures: Pictures,
+    pictures: ImageTable,
     *,
     words: int,
     answers: int = 1000,
@@ -195,10 +195,10 @@ def vqa_net(
     if resnet is None:
         resnet = ResNet(dropout=dropout) if len(pictures.shape) == 3 else Top(pictures.shape[0], dropout=dropout)
     answer = OrderedDict[str, nn.Module](
-        drop1=dropping(dropout),
+        drop1=make_dropout(dropout),
         fc1=nn.Linear(sizes.common, sizes.first),
         tanh1=nn.Tanh(),
-        drop2=dropping(dropout),
+        drop2=make_dropout(dropout),
         fc2=nn.Linear(sizes.first, answers),
     )
     image, question = ImageChannel(pictures, resnet, sizes.common), QuestionChannel(words, sizes)
@@ -216,7 +216,7 @@ def load_weights(resnet: ResNet, source: str) -> None:
         if name.startswith("fc.") or name.endswith("num_batches_tracked"):
             taken.setdefault(name, tensor)
         if name not in taken:
-            raise InputError(f"model: the weights {source} have no '{name}'; {nearest(name, given)}")
+            raise InputError(f"model: the weights {source} have no '{name}'; {suggest_name(name, given)}")
         if not _plain(taken[name], tensor.dtype):
             raise InputError(f"model: '{name}' in {source} is not of plain, finite numbers; give weights that were trained")
         if taken[name].shape != tensor.shape:
@@ -257,5 +257,5 @@ def _loaded(source: str) -> dict[Any, Any]:
         return dict(torch.load(source, map_location="cpu", weights_only=True))
     except Exception as error:  # whatever a network, a disk or a file that is something else may raise
         raise InputError(
-            f"model: the weights {source} cannot be had ({brief(error)}); give a .safetensors or .pth file, or 'official'"
+            f"model: the weights {source} cannot be had ({describe_error(error)}); give a .safetensors or .pth file, or 'official'"
         ) from error

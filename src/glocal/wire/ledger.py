@@ -13,11 +13,11 @@ class Traffic(NamedTuple):
     parameters: int = 0
     bytes: int = 0
 
-    def plus(self, tree: Params, copies: int = 1) -> "Traffic":
+    def add_tree(self, tree: Params, copies: int = 1) -> "Traffic":
         """This and some copies of a tree more."""
-        return Traffic(self.parameters + copies * trees.count(tree), self.bytes + copies * trees.nbytes(tree))
+        return Traffic(self.parameters + copies * trees.numel(tree), self.bytes + copies * trees.nbytes(tree))
 
-    def and_also(self, other: "Traffic") -> "Traffic":
+    def add(self, other: "Traffic") -> "Traffic":
         """Both amounts together."""
         return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)
 
@@ -44,33 +44,33 @@ class Ledger:
         return Traffic(sum(part.parameters for part in parts), sum(part.bytes for part in parts))
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        return Ledger(*(getattr(self, part.name).and_also(getattr(other, part.name)) for part in fields(self)))
+        return Ledger(*(getattr(self, part.name).add(getattr(other, part.name)) for part in fields(self)))
 
-    def after_round(self, sent: Params, uploads: Params, *, cohort: int, devices: int) -> "Ledger":
+    def add_round(self, sent: Params, uploads: Params, *, num_sampled: int, num_clients: int) -> "Ledger":
         """A round: `sent` went to each of the cohort, uploads (cohort, ...) came back."""
         return replace(
             self,
-            download=self.download.plus(sent, cohort),
-            upload=self.upload.plus(uploads),
-            paper=self.paper.plus(sent, devices).plus(uploads),
+            download=self.download.add_tree(sent, num_sampled),
+            upload=self.upload.add_tree(uploads),
+            paper=self.paper.add_tree(sent, num_clients).add_tree(uploads),
         )
 
-    def after_evaluation(self, sent: Params, devices: int) -> "Ledger":
+    def add_evaluation(self, sent: Params, num_clients: int) -> "Ledger":
         """`sent` went to devices that test it on their own data."""
-        return replace(self, evaluation=self.evaluation.plus(sent, devices))
+        return replace(self, evaluation=self.evaluation.add_tree(sent, num_clients))
 
-    def after_start(self, local: Params, devices: int) -> "Ledger":
+    def add_warm_start(self, local: Params, num_clients: int) -> "Ledger":
         """Every device received the local part that a warm start gives it."""
-        return replace(self, download=self.download.plus(local, devices))
+        return replace(self, download=self.download.add_tree(local, num_clients))
 
-    def after_ensemble(self, local: Params, whole: Params, *, trained: int, devices: int) -> "Ledger":
+    def add_ensemble(self, local: Params, whole: Params, *, num_trained: int, num_clients: int) -> "Ledger":
         """Every trained device sent its local part once for the New Test; nothing is sent where nothing is local.
 
-        `devices` is how many the paper would count: all, or none where nothing is ever shared, for there it prints 0.
+        `num_clients` is how many the paper would count: all, or none where nothing is ever shared, for there it prints 0.
         """
         if not local:
             return self
-        return replace(self, ensemble=self.ensemble.plus(local, trained), paper=self.paper.plus(whole, devices))
+        return replace(self, ensemble=self.ensemble.add_tree(local, num_trained), paper=self.paper.add_tree(whole, num_clients))
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For JSON: parameters and bytes by purpose."""

@@ -8,51 +8,51 @@ from flwr.clientapp import ClientApp
 
 from glocal.core.errors import InputError
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Answer, DataError, Device, Order
-from glocal.deploy.flower.records import answering, asked, refusing
+from glocal.deploy.flower.contract import Client, ClientResult, DataError, Instructions
+from glocal.deploy.flower.records import read_instructions, refusal_to_record, result_to_record
 from glocal.deploy.flower.secure_client import is_masked, masked_reply
 from glocal.wire import UploadError
 
-OpenDevice = Callable[[Mapping[str, object]], Device]
-Task = Callable[[Device, Params, Order], Answer]
+OpenClient = Callable[[Mapping[str, object]], Client]
+ClientTask = Callable[[Client, Params, Instructions], ClientResult]
 _LOG = logging.getLogger("glocal")
 
 
-def client_app(open_device: OpenDevice) -> ClientApp:
+def client_app(open_client: OpenClient) -> ClientApp:
     """A ClientApp over the device that the node's configuration names. Nothing is kept in Flower's own state."""
     app = ClientApp()
 
-    def handler(task: Task) -> Callable[[Message, Context], Message]:
+    def handler(task: ClientTask) -> Callable[[Message, Context], Message]:
         def handle(message: Message, context: Context) -> Message:
             try:
-                shared, order = asked(message.content)
-                content = answering(task(open_device(context.node_config), shared, order))
+                shared, order = read_instructions(message.content)
+                content = result_to_record(task(open_client(context.node_config), shared, order))
             except (InputError, UploadError) as error:
-                content = refusing(_sayable(error, context))
+                content = refusal_to_record(_public_message(error, context))
             except Exception as error:
-                raise RuntimeError(_sayable(error, context)) from None  # Flower sends the words of whatever is raised
+                raise RuntimeError(_public_message(error, context)) from None  # Flower sends the words of whatever is raised
             return Message(content, reply_to=message)
 
         return handle
 
-    app.query()(handler(lambda device, shared, order: Answer(None, 0, device.greet(order))))
-    plainly = handler(_in_the_clear)
+    app.query()(handler(lambda client, shared, order: ClientResult(None, 0, client.handshake(order))))
+    plainly = handler(_train_unmasked)
 
     def train(message: Message, context: Context) -> Message:
         if not is_masked(message):
             return plainly(message, context)
         try:
-            return _masked(message, context, open_device(context.node_config))
+            return _train_masked(message, context, open_client(context.node_config))
         except Exception as error:
-            raise RuntimeError(_sayable(error, context)) from None
+            raise RuntimeError(_public_message(error, context)) from None
 
     app.train()(train)
-    app.train("settle")(handler(lambda device, shared, order: device.settle(shared, order)))
-    app.evaluate()(handler(lambda device, shared, order: device.test(shared, order)))
+    app.train("adapt")(handler(lambda client, shared, order: client.adapt(shared, order)))
+    app.evaluate()(handler(lambda client, shared, order: client.evaluate(shared, order)))
     return app
 
 
-def _sayable(error: Exception, context: Context) -> str:
+def _public_message(error: Exception, context: Context) -> str:
     """What the server is told: of an error that may quote an example its kind alone; the rest stays in the device's own log.
 
     Files are named as seen from the device's folder: where that is, and under whose name, is not the server's business.
@@ -64,13 +64,13 @@ def _sayable(error: Exception, context: Context) -> str:
     return f"{what}; the device's own log says why"
 
 
-def _in_the_clear(device: Device, shared: Params, order: Order) -> Answer:
-    if device.secure:
+def _train_unmasked(client: Client, shared: Params, order: Instructions) -> ClientResult:
+    if client.secure_aggregation:
         raise InputError("this device sends its uploads masked only, and was asked for a plain one; set secure on the server too")
-    return device.train(shared, order)
+    return client.train(shared, order)
 
 
-def _masked(message: Message, context: Context, device: Device) -> Message:
-    if not device.secure:
+def _train_masked(message: Message, context: Context, client: Client) -> Message:
+    if not client.secure_aggregation:
         raise InputError("this device was asked for a masked upload, and its deploy.toml does not say secure; copy the server's")
-    return masked_reply(message, context, device.shared_names, device.train)
+    return masked_reply(message, context, client.shared_names, client.train)

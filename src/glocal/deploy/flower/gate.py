@@ -21,8 +21,8 @@ from glocal.deploy.flower.inner_server import (
     PUSH_OBJECT,
     SIGNATURE_HEADER,
     TIME_HEADER,
-    read_pushed,
-    signed_by,
+    is_signed_by,
+    read_pushed_messages,
 )
 
 Scope = MutableMapping[str, Any]
@@ -31,12 +31,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Mapping[bytes, bytes]
 
-OLDEST, NEWEST = 60.0, -5.0  # seconds: how old a signed time may be, and how far ahead a clock
-SMALL = 2**20  # bytes: of a request that holds no tensors
-TRIES = 4  # times that a reply's tensors may be sent, for a line may break
+MAX_AGE, MIN_AGE = 60.0, -5.0  # seconds: how old a signed time may be, and how far ahead a clock
+MAX_BODY = 2**20  # bytes: of a request that holds no tensors
+MAX_SENDS = 4  # times that a reply's tensors may be sent, for a line may break
 
 
-class RefusalError(Exception):
+class HttpError(Exception):
     """A request that goes no further: HTTP status, and a reason for those who may know it."""
 
     def __init__(self, status: int, why: str = "") -> None:
@@ -57,16 +57,16 @@ class FleetGate:
     """Lets registered clients through to Flower's fleet interface.
 
     `nodes` gives the registered public keys and their nodes now, so that a key that is revoked is
-    refused at once. `awaits(node, message)` says whether a reply is still waited for. `largest` is
+    refused at once. `awaits(node, message)` says whether a reply is still waited for. `max_object_bytes` is
     the most bytes that one part of a reply may have. A signed time is accepted once: it must be newer than
     this gate, and is remembered until it is too old, so that a recorded request is of no use.
     """
 
     application: Application
     nodes: Callable[[], Mapping[bytes, int]]
-    awaits: Callable[[int, str], bool]
-    largest: int
-    opened: datetime = field(default_factory=lambda: datetime.now(UTC))
+    awaits_reply: Callable[[int, str], bool]
+    max_object_bytes: int
+    opened_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     _seen: set[tuple[bytes, bytes]] = field(default_factory=set)
     _by_age: deque[tuple[datetime, tuple[bytes, bytes]]] = field(default_factory=deque)
     _budgets: dict[int, _Budget] = field(default_factory=dict)
@@ -77,16 +77,16 @@ class FleetGate:
             return await self.application(scope, receive, send)
         try:
             if scope["type"] != "http":
-                raise RefusalError(404)
+                raise HttpError(404)
             if scope["path"] == "/health":
-                return await _answer(send, 200, "")
+                return await _respond(send, 200, "")
             if scope["path"] not in FLEET_ROUTES or scope["method"] != "POST":
-                raise RefusalError(404)
+                raise HttpError(404)
             headers = _headers(scope)
             node = self.authenticate(headers)
             receive = await self._admit(scope["path"], headers, receive, node)
-        except RefusalError as refusal:
-            return await _answer(send, refusal.status, str(refusal))
+        except HttpError as refusal:
+            return await _respond(send, refusal.status, str(refusal))
         return await self.application(scope, receive, send)
 
     def authenticate(self, headers: Headers) -> int:
@@ -96,20 +96,20 @@ class FleetGate:
             signature = b64decode(headers[SIGNATURE_HEADER], validate=True)
             stamp = headers[TIME_HEADER]
             node = self.nodes()[key]
-            if not signed_by(key, stamp, signature):
-                raise RefusalError(401)
+            if not is_signed_by(key, stamp, signature):
+                raise HttpError(401)
             signed_at = datetime.fromisoformat(stamp.decode("ascii"))
             age = (datetime.now(UTC) - signed_at).total_seconds()
-            before_start = signed_at <= self.opened
+            before_start = signed_at <= self.opened_at
         except (KeyError, ValueError, TypeError) as error:
-            raise RefusalError(401) from error
-        if not NEWEST < age < OLDEST:
-            raise RefusalError(401, f"the request was signed {age:.0f} s ago by the server's clock")
+            raise HttpError(401) from error
+        if not MIN_AGE < age < MAX_AGE:
+            raise HttpError(401, f"the request was signed {age:.0f} s ago by the server's clock")
         if before_start:  # what came to an earlier server is not known here
-            raise RefusalError(401, "the request was signed before this server started")
+            raise HttpError(401, "the request was signed before this server started")
         # the key and the time alone: of one signature, anybody can make a second that is valid
         if (key, stamp) in self._seen:
-            raise RefusalError(401, "a request that was signed at this time has come before")
+            raise HttpError(401, "a request that was signed at this time has come before")
         self._remember(signed_at, (key, stamp))
         return node
 
@@ -118,16 +118,16 @@ class FleetGate:
         self._seen.add(request)
         self._by_age.append((signed_at, request))
         now = datetime.now(UTC)
-        while (now - self._by_age[0][0]).total_seconds() > OLDEST - NEWEST:
+        while (now - self._by_age[0][0]).total_seconds() > MAX_AGE - MIN_AGE:
             self._seen.discard(self._by_age.popleft()[1])
 
     async def _admit(self, path: str, headers: Headers, receive: Receive, node: int) -> Receive:
         """The body of a request that may go on, within what this client may send now."""
         budget = self._budgets.setdefault(node, _Budget())
         if path == PUSH_OBJECT:
-            budget.size -= _length(headers, at_most=min(budget.size, self.largest))
+            budget.size -= _length(headers, at_most=min(budget.size, self.max_object_bytes))
             return receive
-        _length(headers, at_most=SMALL)
+        _length(headers, at_most=MAX_BODY)
         if path != PUSH_MESSAGES:
             return receive
         body = await _read(receive)
@@ -137,19 +137,19 @@ class FleetGate:
     def _require_own_reply(self, body: bytes, node: int, budget: _Budget) -> None:
         """A client speaks for itself, once to each message it was asked to answer."""
         try:
-            pushed = read_pushed(body)
+            pushed = read_pushed_messages(body)
         except Exception as error:  # protobuf's own
-            raise RefusalError(400) from error
+            raise HttpError(400) from error
         if pushed.senders != {node}:
-            raise RefusalError(403, "a client may reply for itself alone")
+            raise HttpError(403, "a client may reply for itself alone")
         for message in pushed.answers:
-            if not self.awaits(node, message):
-                raise RefusalError(409, "this reply is not waited for any more")
+            if not self.awaits_reply(node, message):
+                raise HttpError(409, "this reply is not waited for any more")
             if message not in budget.replies:
-                budget.replies[message], budget.size = body, TRIES * self.largest
+                budget.replies[message], budget.size = body, MAX_SENDS * self.max_object_bytes
             elif budget.replies[message] != body:
-                raise RefusalError(409, "this message has another reply already")
-        budget.replies = {message: kept for message, kept in budget.replies.items() if self.awaits(node, message)}
+                raise HttpError(409, "this message has another reply already")
+        budget.replies = {message: kept for message, kept in budget.replies.items() if self.awaits_reply(node, message)}
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ class OperatorGate:
         """Answer a request, or hand it on."""
         try:
             if scope["type"] != "http" or scope["path"] not in CONTROL_ROUTES:
-                raise RefusalError(404)
+                raise HttpError(404)
             headers = _headers(scope)
             shown = headers.get(b"authorization", b"")
             if not hmac.compare_digest(shown, f"Bearer {self.secret}".encode()):
-                raise RefusalError(401)
-            _length(headers, at_most=SMALL)
-        except RefusalError as refusal:
-            return await _answer(send, refusal.status, str(refusal))
+                raise HttpError(401)
+            _length(headers, at_most=MAX_BODY)
+        except HttpError as refusal:
+            return await _respond(send, refusal.status, str(refusal))
         return await self.application(scope, receive, send)
 
 
@@ -178,20 +178,20 @@ def _headers(scope: Scope) -> dict[bytes, bytes]:
     """The headers; one that is given twice could be read otherwise by the application behind."""
     headers = dict(scope["headers"])
     if len(headers) < len(scope["headers"]):
-        raise RefusalError(400, "a header was given twice")
+        raise HttpError(400, "a header was given twice")
     return headers
 
 
 def _length(headers: Headers, *, at_most: int) -> int:
     """The size of a body as its header says it; the web server reads no more than that."""
     if b"transfer-encoding" in headers:  # it would make the web server ignore the length
-        raise RefusalError(411, "a request must say how long it is")
+        raise HttpError(411, "a request must say how long it is")
     try:
         size = int(headers[b"content-length"])
     except (KeyError, ValueError) as error:
-        raise RefusalError(411, "a request must say how long it is") from error
+        raise HttpError(411, "a request must say how long it is") from error
     if not 0 <= size <= at_most:
-        raise RefusalError(413, f"{size} bytes are sent, and at most {at_most} are accepted now")
+        raise HttpError(413, f"{size} bytes are sent, and at most {at_most} are accepted now")
     return size
 
 
@@ -215,7 +215,7 @@ def _replay(body: bytes) -> Receive:
     return receive
 
 
-async def _answer(send: Send, status: int, why: str) -> None:
+async def _respond(send: Send, status: int, why: str) -> None:
     """A short answer, after which the connection is closed: a body on its way is not read."""
     text = why.encode()
     headers = [(b"content-length", str(len(text)).encode()), (b"connection", b"close")]

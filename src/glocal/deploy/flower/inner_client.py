@@ -56,31 +56,31 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 
 __all__ = [  # and what secure_client.py is made of
     "SECAGG_RECORD",
+    "ClientAppRunner",
     "Code",
     "ErrorCode",
     "FitRes",
-    "Fleet",
-    "Handler",
+    "FleetConnection",
     "Message",
-    "Received",
-    "RefusedError",
+    "ReceivedMessage",
+    "ServerRejectedError",
+    "ServerUnreachableError",
     "Status",
-    "UnreachableError",
     "legacy",
     "ndarrays_to_parameters",
     "parameters_to_ndarrays",
     "secaggplus_mod",
 ]
 
-BEAT = 10.0  # seconds between signs of life, the fewest that Flower allows; after 20 a client is lost
+HEARTBEAT = 10.0  # seconds between signs of life, the fewest that Flower allows; after 20 a client is lost
 _PULL_WAIT = 0.02  # seconds before asking again for a part of a message that is still being stored
 
 
-class UnreachableError(Exception):
+class ServerUnreachableError(Exception):
     """The server does not answer, or is not the one that the client's authority has signed."""
 
 
-class RefusedError(Exception):
+class ServerRejectedError(Exception):
     """The server answered, and refused; by 401 it says that it does not know who asks."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -88,7 +88,7 @@ class RefusedError(Exception):
         self.status = status
 
     @property
-    def unknown(self) -> bool:
+    def unauthorized(self) -> bool:
         """Whether the key is unknown or revoked, the clock is wrong, or the server was started anew."""
         return self.status == 401
 
@@ -99,13 +99,13 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except httpx.HTTPStatusError as error:
-        raise RefusedError(error.response.status_code, error.response.text[:200]) from error
+        raise ServerRejectedError(error.response.status_code, error.response.text[:200]) from error
     except httpx.TransportError as error:
-        raise UnreachableError(f"{error or type(error).__name__}") from error
+        raise ServerUnreachableError(f"{error or type(error).__name__}") from error
 
 
 @dataclass
-class _Signature:
+class _RequestSigner:
     """Signs the time with every request, as Flower's own would; never the same time twice.
 
     Flower's own brings 20 MB of modules along, and its times may coincide in two threads.
@@ -113,10 +113,10 @@ class _Signature:
 
     private: ec.EllipticCurvePrivateKey
     last: datetime = datetime.min.replace(tzinfo=UTC)
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
-        with self.turn:
+        with self.lock:
             self.last = max(datetime.now(UTC), self.last + timedelta(microseconds=1))
             stamp = self.last.isoformat()
         key = public_key_to_bytes(self.private.public_key())
@@ -128,7 +128,7 @@ class _Signature:
 
 
 @dataclass
-class Received:
+class ReceivedMessage:
     """A message for a client, and the run that it belongs to."""
 
     message: Message
@@ -136,7 +136,7 @@ class Received:
 
 
 @dataclass
-class Fleet:
+class FleetConnection:
     """One client's line to the server: TLS, its own key, no port of its own."""
 
     client: FleetHttpClient
@@ -144,12 +144,12 @@ class Fleet:
     node: Node = field(default_factory=Node)
 
     @classmethod
-    def to(cls, address: str, authority: bytes, key: ec.EllipticCurvePrivateKey) -> "Fleet":
+    def to(cls, address: str, authority: bytes, key: ec.EllipticCurvePrivateKey) -> "FleetConnection":
         """A line to the server at HOST:PORT whose certificate this authority has signed."""
-        client = FleetHttpClient.from_server_address(address, False, authority, [_Signature(key)])
+        client = FleetHttpClient.from_server_address(address, False, authority, [_RequestSigner(key)])
         return cls(client, public_key_to_bytes(key.public_key()))
 
-    def enter(self, last: int) -> int:
+    def connect(self, last: int) -> int:
         """Come in; `last` is the number this client had when it was killed, 0 if it was not."""
         with _errors():
             try:
@@ -163,17 +163,17 @@ class Fleet:
         return int(self.node.node_id)
 
     def _activate(self) -> None:
-        request = ActivateNodeRequest(public_key=self.key, heartbeat_interval=BEAT)
+        request = ActivateNodeRequest(public_key=self.key, heartbeat_interval=HEARTBEAT)
         self.node = Node(node_id=self.client.ActivateNode(request).node_id)
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Give a sign of life."""
-        request = SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=BEAT)
+        request = SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=HEARTBEAT)
         with _errors():
             if not self.client.SendNodeHeartbeat(request).success:
-                raise RefusedError(401, "the server does not know this client")
+                raise ServerRejectedError(401, "the server does not know this client")
 
-    def receive(self) -> Received | None:
+    def receive(self) -> ReceivedMessage | None:
         """The next message, if there is one; its parts are data, and are read as such."""
         with _errors():
             given = self.client.PullMessages(PullMessagesRequest(node=self.node))
@@ -188,7 +188,7 @@ class Fleet:
                 initial_backoff=_PULL_WAIT,
             )
         message.metadata.__dict__["_message_id"] = tree.object_id
-        return Received(message, run)
+        return ReceivedMessage(message, run)
 
     def send(self, reply: Message, run: int, seconds: float) -> None:
         """Send a reply, which took so long to work out."""
@@ -208,7 +208,7 @@ class Fleet:
                 object_ids_to_push={*accepted.objects_to_push},
             )
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Say goodbye; a server that cannot be reached finds out by itself."""
         with suppress(httpx.HTTPError):
             self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
@@ -216,24 +216,24 @@ class Fleet:
 
 
 @dataclass
-class Handler:
-    """Calls our ClientApp with a client's messages, in this process, inside of `working`.
+class ClientAppRunner:
+    """Calls our ClientApp with a client's messages, in this process, inside of `import_context`.
 
     What SecAgg+ remembers between its stages is in `context.state`: in memory, for one run.
     """
 
     app: ClientApp
     config: dict[str, Any]
-    working: Callable[[], AbstractContextManager[object]] = nullcontext
+    import_context: Callable[[], AbstractContextManager[object]] = nullcontext
     run: int = 0
     state: RecordDict = field(default_factory=RecordDict)
 
-    def answer(self, received: Received, node: int, turn: threading.Lock) -> tuple[Message, float]:
+    def handle(self, received: ReceivedMessage, node: int, lock: threading.Lock) -> tuple[Message, float]:
         """The reply, and how many seconds it took; clients of one process take turns."""
         if received.run != self.run:
             self.run, self.state = received.run, RecordDict()
         context = Context(received.run, node, dict(self.config), self.state, {})
-        with turn, self.working():
+        with lock, self.import_context():
             began = time.monotonic()
             try:
                 reply = self.app(message=received.message, context=context)

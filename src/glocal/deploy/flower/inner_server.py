@@ -88,7 +88,7 @@ from flwr.superlink.config_loader import SuperLinkLifespanConfig
 from flwr.superlink.main import create_app
 from flwr.superlink.servicer.runtime import runtime_handlers as runtime
 
-from glocal.core.errors import InputError, brief
+from glocal.core.errors import InputError, describe_error
 
 __all__ = [  # and what secure_server.py is made of
     "CONTROL_ROUTES",
@@ -100,24 +100,24 @@ __all__ = [  # and what secure_server.py is made of
     "PUSH_OBJECT",
     "SIGNATURE_HEADER",
     "TIME_HEADER",
+    "ControlConnection",
     "FitIns",
     "FitRes",
     "Grid",
     "Key",
     "LegacyContext",
-    "Link",
     "MemoryGrid",
     "RunState",
     "SecAggPlusWorkflow",
     "SuperLink",
-    "key_bytes",
+    "connect_control",
+    "is_signed_by",
     "legacy",
-    "linked",
     "ndarrays_to_parameters",
     "parameters_to_ndarrays",
-    "read_pushed",
+    "public_key_bytes",
+    "read_pushed_messages",
     "run_tasks",
-    "signed_by",
 ]
 
 # What a client may ask of the public port, and an operator of the private socket; all else is no route.
@@ -143,7 +143,7 @@ CONTROL_ROUTES = frozenset(f"/v1/control/{name}" for name in ("start-run", "stop
 KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER = (
     name.lower().encode() for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
 )
-_BEAT = 10.0  # seconds between the signs of life of a run
+_HEARTBEAT = 10.0  # seconds between the signs of life of a run
 _BUNDLE = """[build-system]
 requires = ["setuptools>=77"]
 build-backend = "setuptools.build_meta"
@@ -169,18 +169,18 @@ visit = false
 """
 
 
-def key_bytes(key: str) -> bytes:
+def public_key_bytes(key: str) -> bytes:
     """A client's public key, one line as ssh writes it, in the form in which Flower sends it."""
     try:
         public = serialization.load_ssh_public_key(key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise InputError(f"deploy: '{key[:40]}' in the roster is no device's key ({brief(error)}); restore it") from error
+        raise InputError(f"deploy: '{key[:40]}' in the roster is no device's key ({describe_error(error)}); restore it") from error
     if not isinstance(public, ec.EllipticCurvePublicKey):
         raise InputError(f"deploy: '{key[:40]}' in the roster is of another kind than devices' keys; restore it")
     return public_key_to_bytes(public)
 
 
-def signed_by(key: bytes, words: bytes, signature: bytes) -> bool:
+def is_signed_by(key: bytes, words: bytes, signature: bytes) -> bool:
     """Whether the owner of this registered key signed these words, as Flower's clients sign."""
     public = serialization.load_pem_public_key(key)
     assert isinstance(public, ec.EllipticCurvePublicKey)
@@ -191,22 +191,22 @@ def signed_by(key: bytes, words: bytes, signature: bytes) -> bool:
     return True
 
 
-class Pushed(NamedTuple):
+class PushedMessages(NamedTuple):
     """What a client says in the body of PUSH_MESSAGES: who sends, and which message it answers."""
 
     senders: frozenset[int]
     answers: tuple[str, ...]
 
 
-def read_pushed(body: bytes) -> Pushed:
+def read_pushed_messages(body: bytes) -> PushedMessages:
     """The senders and the messages answered; a body that cannot be read raises an exception."""
     request = PushMessagesRequest.FromString(body)
     named = [message.metadata for message in request.messages_list]
     senders = {request.node.node_id, *(metadata.src_node_id for metadata in named)}
-    return Pushed(frozenset(senders), tuple(metadata.reply_to_message_id for metadata in named))
+    return PushedMessages(frozenset(senders), tuple(metadata.reply_to_message_id for metadata in named))
 
 
-class _OneSecret(ControlAuthnPlugin):
+class _SecretAuthPlugin(ControlAuthnPlugin):
     """The operator is who knows one secret. Flower asks for an account: the one of no accounts."""
 
     def __init__(self, secret: str) -> None:
@@ -251,11 +251,11 @@ class SuperLink:
         with suppress(TypeError):  # raised for a node that never connected, after the fact
             self.state.delete_node(NOOP_FLWR_AID, node)
 
-    def connected(self) -> set[int]:
+    def connected_nodes(self) -> set[int]:
         """The nodes that are there."""
         return {node.node_id for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
 
-    def awaits(self, node: int, message: str) -> bool:
+    def awaits_reply(self, node: int, message: str) -> bool:
         """Whether that message was sent to that node and is still to be answered."""
         asked = self.state.message_ins_store.get(message)
         return asked is not None and asked.metadata.dst_node_id == node
@@ -271,7 +271,7 @@ def _config(secret: str) -> SuperLinkLifespanConfig:
         insecure=False,
         certificates=None,
         superexec_auth_secret=None,
-        authn_plugin=_OneSecret(secret),
+        authn_plugin=_SecretAuthPlugin(secret),
         event_log_plugin=None,
         fleet_event_log_plugin=None,
         enable_event_log=False,
@@ -299,8 +299,8 @@ class MemoryGrid(Grid):
 
     def __init__(self, state: Any, task: Any) -> None:
         self._state, self._task = state, task
-        self._asked: dict[str, Message] = {}
-        self.ended = ""  # why the run was ended from outside, if it was
+        self._sent: dict[str, Message] = {}
+        self.end_reason = ""  # why the run was ended from outside, if it was
 
     def get_nodes(self) -> Iterable[NodeInfo]:
         """Who is connected."""
@@ -314,7 +314,7 @@ class MemoryGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send; the number of every message, "" for one that could not be sent."""
         self._require_running()
-        self.forget()
+        self.clear()
         asked = list(messages)
         if not asked:
             return []
@@ -332,7 +332,7 @@ class MemoryGrid(Grid):
                 content = objects[name].deflate()
                 self._state.store_object(self._task.run_id, sent.session_id, name, content)
         numbers = [str(number) for number in sent.message_ids]
-        self._asked = {
+        self._sent = {
             number: remove_content_from_message(message) for number, message in zip(numbers, asked, strict=True) if number
         }
         return numbers
@@ -374,8 +374,8 @@ class MemoryGrid(Grid):
             if not isinstance(reply, Message):
                 raise TypeError(f"a {type(reply).__name__} was sent as a message")
         except Exception as error:  # whatever a broken or hostile client may send
-            fault = Error(ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({brief(error)})")
-            return Message(fault, reply_to=self._asked[number])
+            fault = Error(ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({describe_error(error)})")
+            return Message(fault, reply_to=self._sent[number])
         reply.__dict__["_metadata"] = message_from_proto(proto).metadata
         return reply
 
@@ -395,20 +395,20 @@ class MemoryGrid(Grid):
             if datetime.fromisoformat(came) > datetime.fromisoformat(given):
                 self._state.delete_messages({number})
                 fault = Error(ErrorCode.NODE_UNAVAILABLE, "it was started anew, or cut off")
-                lost.append(Message(fault, reply_to=self._asked[number]))
+                lost.append(Message(fault, reply_to=self._sent[number]))
         return lost
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Delete what is left of earlier exchanges, replies that come too late included."""
-        self._state.delete_messages({*self._asked})
-        self._asked = {}
+        self._state.delete_messages({*self._sent})
+        self._sent = {}
         self._state.delete_sessions_in_run(self._task.run_id)
         with suppress(KeyError):  # there is nothing
             self._state.object_store.delete_objects_in_run(self._task.run_id)
 
     def _require_running(self) -> None:
-        if self.ended:
-            raise InputError(f"run: {self.ended}")
+        if self.end_reason:
+            raise InputError(f"run: {self.end_reason}")
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Not here: who waits also watches, see `WatchedGrid`."""
@@ -434,10 +434,10 @@ class MemoryGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
-Work = Callable[[Grid, Mapping[str, object]], None]
+RunFunction = Callable[[Grid, Mapping[str, object]], None]
 
 
-def run_tasks(link: SuperLink, work: Work, stop: threading.Event, *, every: float = 0.1) -> None:
+def run_tasks(link: SuperLink, work: RunFunction, stop: threading.Event, *, every: float = 0.1) -> None:
     """Until told to stop: do our own work for every run that an operator starts, in its own thread.
 
     The app that the run came with is not looked at: it can only choose among settings.
@@ -450,7 +450,7 @@ def run_tasks(link: SuperLink, work: Work, stop: threading.Event, *, every: floa
             threading.Thread(target=_run_task, args=arguments, daemon=True).start()
 
 
-def _run_task(state: Any, task: Any, work: Work) -> None:
+def _run_task(state: Any, task: Any, work: RunFunction) -> None:
     grid, over = MemoryGrid(state, task), threading.Event()
     threading.Thread(target=_keep_alive, args=(state, task, grid, over), daemon=True).start()
     outcome, details = SubStatus.FAILED, ""
@@ -462,19 +462,19 @@ def _run_task(state: Any, task: Any, work: Work) -> None:
         outcome = SubStatus.COMPLETED
     except Exception as error:
         logging.getLogger("glocal").error("a run has ended", exc_info=error)
-        details = str(error) if isinstance(error, InputError) else brief(error)
+        details = str(error) if isinstance(error, InputError) else describe_error(error)
     finally:
         over.set()
-        grid.forget()
+        grid.clear()
         finished = PushTaskOutputRequest(sub_status=outcome, details=details)
         runtime.push_task_output(finished, state, task)
 
 
 def _keep_alive(state: Any, task: Any, grid: MemoryGrid, over: threading.Event) -> None:
     """Flower takes a run for dead that gives no sign of life; and tells so that it was stopped."""
-    while not over.wait(_BEAT):
+    while not over.wait(_HEARTBEAT):
         if not state.acknowledge_task_heartbeat(task.task_id):
-            grid.ended = "it was stopped"
+            grid.end_reason = "it was stopped"
 
 
 class RunState(NamedTuple):
@@ -491,7 +491,7 @@ class RunState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Link:
+class ControlConnection:
     """An operator's connection to a running server."""
 
     client: ControlHttpClient
@@ -521,7 +521,7 @@ class Link:
             raise
         return RunState.of(known[number])
 
-    def last_starts(self) -> dict[str, RunState]:
+    def latest_run_states(self) -> dict[str, RunState]:
         """How the last start of every run stands, by our own names for runs."""
         runs = self.client.ListRuns(ListRunsRequest(limit=1000)).run_dict.values()
         starts = sorted(runs, key=lambda run: run.pending_at)
@@ -556,24 +556,24 @@ class _SocketFile(httpx.BaseTransport):
             return httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read())
 
 
-def link_through(web: httpx.Client, secret: str) -> Link:
+def control_connection(web: httpx.Client, secret: str) -> ControlConnection:
     """A connection for who has the operator's secret."""
     version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
     client = ControlHttpClient("http://superlink", interceptors=[version, _Bearer(secret)])
     client.close()  # its own line leads nowhere
     client._client = web
-    return Link(client)
+    return ControlConnection(client)
 
 
 @contextmanager
-def linked(door: Path, secret: str) -> Iterator[Link]:
+def connect_control(door: Path, secret: str) -> Iterator[ControlConnection]:
     """A connection to the server behind a private socket; one that cannot be had is one line."""
     try:
         with httpx.Client(transport=_SocketFile(door)) as web:
-            yield link_through(web, secret)
+            yield control_connection(web, secret)
     except httpx.HTTPStatusError as error:
-        raise InputError(f"deploy: the server behind {door} refuses ({brief(error)}); see its logs/server.log") from error
+        raise InputError(f"deploy: the server behind {door} refuses ({describe_error(error)}); see its logs/server.log") from error
     except (OSError, http.client.HTTPException) as error:
         raise InputError(
-            f"deploy: the server of {door.parent} does not answer ({brief(error)}); start it with `glocal deploy server`"
+            f"deploy: the server of {door.parent} does not answer ({describe_error(error)}); start it with `glocal deploy server`"
         ) from error

@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from flwr.app import ConfigRecord, Message, RecordDict
 from safetensors.torch import load, save
 
-from glocal.core.errors import brief
+from glocal.core.errors import describe_error
 from glocal.core.files import Json
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Answer, Order, Reply
+from glocal.deploy.flower.contract import ClientResult, Instructions, Reply
 from glocal.deploy.flower.inner_client import ErrorCode
 
-_SHARED, _WORDS, _BLOB = "shared", "words", "blob"
-_WORDY = ("note", "fingerprint")  # figures that are words; all others are numbers
-_SHARES = ("test", "validation")  # accuracies
-_LONGEST = 500  # characters of a device's words that are kept
-_MOST = 2**53  # examples that a device may say it has
+_SHARED, _CONFIG, _BLOB = "shared", "config", "blob"
+_TEXT_METRICS = ("note", "fingerprint")  # figures that are words; all others are numbers
+_ACCURACIES = ("test", "validation")  # accuracies
+_MAX_TEXT = 500  # characters of a device's words that are kept
+_MAX_EXAMPLES = 2**53  # examples that a device may say it has
 
 
 def to_record(tree: Params) -> ConfigRecord:
@@ -46,32 +46,32 @@ def from_record(record: ConfigRecord) -> Params:
     return {name: tensor.clone() for name, tensor in load(blob).items()}
 
 
-def asking(shared: ConfigRecord | None, order: Order) -> RecordDict:
+def instructions_to_record(shared: ConfigRecord | None, order: Instructions) -> RecordDict:
     """What goes to a device."""
-    words = {_WORDS: ConfigRecord({"order": order.packed()})}
+    words = {_CONFIG: ConfigRecord({"instructions": order.to_json()})}
     return RecordDict({**words, **({_SHARED: shared} if shared is not None else {})})
 
 
-def asked(content: RecordDict) -> tuple[Params, Order]:
+def read_instructions(content: RecordDict) -> tuple[Params, Instructions]:
     """What a device was sent."""
     shared = content.config_records.get(_SHARED)
-    order = Order.unpacked(str(content.config_records[_WORDS]["order"]))
+    order = Instructions.from_json(str(content.config_records[_CONFIG]["instructions"]))
     return from_record(shared) if shared is not None else {}, order
 
 
-def answering(answer: Answer) -> RecordDict:
+def result_to_record(answer: ClientResult) -> RecordDict:
     """What leaves a device: an upload, its weight, and figures."""
-    words = ConfigRecord({"examples": answer.examples, "figures": json.dumps(answer.figures)})
+    words = ConfigRecord({"num_examples": answer.num_examples, "metrics": json.dumps(answer.metrics)})
     uploaded = {_SHARED: to_record(answer.upload.tensors)} if answer.upload is not None else {}
-    return RecordDict({_WORDS: words, **uploaded})
+    return RecordDict({_CONFIG: words, **uploaded})
 
 
-def refusing(reason: str) -> RecordDict:
+def refusal_to_record(reason: str) -> RecordDict:
     """What a device says that cannot do what it was asked."""
-    return RecordDict({_WORDS: ConfigRecord({"fault": reason})})
+    return RecordDict({_CONFIG: ConfigRecord({"fault": reason})})
 
 
-def reply_of(message: Message) -> Reply:
+def read_reply(message: Message) -> Reply:
     """A reply as it came; one that cannot be read is a fault, not a failure of the server."""
     if message.has_error():
         error = message.error
@@ -81,36 +81,36 @@ def reply_of(message: Message) -> Reply:
         return Reply({}, fault=reason, lost=True)
     try:
         records = message.content.config_records
-        words, shared = records[_WORDS], records.get(_SHARED)
+        words, shared = records[_CONFIG], records.get(_SHARED)
         if "fault" in words:
-            return Reply({}, fault=str(words["fault"])[:_LONGEST])
-        examples = int(str(words["examples"]))
-        if not 0 <= examples <= _MOST:
-            raise ValueError(f"it counts {examples} examples")
-        return Reply(from_record(shared) if shared is not None else {}, examples, read_figures(str(words["figures"])))
+            return Reply({}, fault=str(words["fault"])[:_MAX_TEXT])
+        num_examples = int(str(words["num_examples"]))
+        if not 0 <= num_examples <= _MAX_EXAMPLES:
+            raise ValueError(f"it counts {num_examples} examples")
+        return Reply(from_record(shared) if shared is not None else {}, num_examples, read_metrics(str(words["metrics"])))
     except Exception as error:  # whatever a broken or hostile device may send
-        return Reply({}, fault=f"its reply cannot be read ({brief(error)})")
+        return Reply({}, fault=f"its reply cannot be read ({describe_error(error)})")
 
 
-def read_figures(text: str) -> Json:
+def read_metrics(text: str) -> Json:
     """The figures that a device sent: finite numbers, and words where words belong.
 
-    >>> read_figures('{"loss": "low"}')
+    >>> read_metrics('{"loss": "low"}')
     Traceback (most recent call last):
     ...
     ValueError: its figure 'loss' is 'low'; a finite number was expected
     """
-    figures = json.loads(text)
-    if not isinstance(figures, Mapping):
+    metrics = json.loads(text)
+    if not isinstance(metrics, Mapping):
         raise TypeError("its figures are no table")
-    return {name: _figure(name, value) for name, value in figures.items()}
+    return {name: _check_metric(name, value) for name, value in metrics.items()}
 
 
-def _figure(name: str, value: object) -> object:
-    if name in _WORDY:
-        return str(value)[:_LONGEST]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > _MOST:
+def _check_metric(name: str, value: object) -> object:
+    if name in _TEXT_METRICS:
+        return str(value)[:_MAX_TEXT]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > _MAX_EXAMPLES:
         raise ValueError(f"its figure '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected")
-    if name in _SHARES and not 0 <= value <= 1:
+    if name in _ACCURACIES and not 0 <= value <= 1:
         raise ValueError(f"its figure '{name}' is {value}; a share from 0 to 1 was expected")
     return value

@@ -13,7 +13,7 @@ import torch
 from flwr.app import Context, Message
 
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Answer, Order
+from glocal.deploy.flower.contract import ClientResult, Instructions
 from glocal.deploy.flower.inner_client import (
     SECAGG_RECORD,
     Code,
@@ -26,9 +26,9 @@ from glocal.deploy.flower.inner_client import (
 )
 from glocal.wire import UploadError
 
-RANGE = 8.0  # a number outside of -8 to 8 would be cut off by quantisation
+CLIPPING_RANGE = 8.0  # a number outside of -8 to 8 would be cut off by quantisation
 
-Train = Callable[[Params, Order], Answer]
+TrainFunction = Callable[[Params, Instructions], ClientResult]
 
 
 def is_masked(message: Message) -> bool:
@@ -36,7 +36,7 @@ def is_masked(message: Message) -> bool:
     return SECAGG_RECORD in message.content.config_records
 
 
-def masked_reply(message: Message, context: Context, names: Sequence[str], train: Train) -> Message:
+def masked_reply(message: Message, context: Context, names: Sequence[str], train: TrainFunction) -> Message:
     """A client's part of the protocol; what it trained leaves it masked."""
 
     def fit(asked: Message, _: Context) -> Message:
@@ -44,13 +44,13 @@ def masked_reply(message: Message, context: Context, names: Sequence[str], train
         arrays = parameters_to_ndarrays(ins.parameters)
         named = zip(names, arrays, strict=True)
         shared = {name: torch.from_numpy(np.array(array)) for name, array in named}
-        answer = train(shared, Order.unpacked(str(ins.config["order"])))
+        answer = train(shared, Instructions.from_json(str(ins.config["instructions"])))
         assert answer.upload is not None
         _require_in_range(answer.upload.tensors)
         uploaded = [answer.upload.tensors[name].numpy() for name in names]
-        figures: dict[str, Any] = {"figures": json.dumps(answer.figures)}
+        metrics: dict[str, Any] = {"metrics": json.dumps(answer.metrics)}
         parameters = ndarrays_to_parameters(uploaded)
-        result = FitRes(Status(Code.OK, ""), parameters, answer.examples, figures)
+        result = FitRes(Status(Code.OK, ""), parameters, answer.num_examples, metrics)
         return Message(legacy.fitres_to_recorddict(result, keep_input=True), reply_to=asked)
 
     return secaggplus_mod(message, context, fit)
@@ -58,5 +58,5 @@ def masked_reply(message: Message, context: Context, names: Sequence[str], train
 
 def _require_in_range(tree: Params) -> None:
     for name, tensor in tree.items():
-        if not tensor.is_floating_point() or float(tensor.abs().max()) > RANGE:
-            raise UploadError(f"upload: '{name}' is no float tensor within {-RANGE:g} to {RANGE:g}, as masking needs it")
+        if not tensor.is_floating_point() or float(tensor.abs().max()) > CLIPPING_RANGE:
+            raise UploadError(f"upload: '{name}' is no float tensor within {-CLIPPING_RANGE:g} to {CLIPPING_RANGE:g}, as masking needs it")

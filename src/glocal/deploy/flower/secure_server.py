@@ -12,10 +12,10 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.serverapp import Grid
 
-from glocal.core.errors import brief
+from glocal.core.errors import describe_error
 from glocal.core.files import Json
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Order, Reply
+from glocal.deploy.flower.contract import Instructions, Reply
 from glocal.deploy.flower.inner_server import (
     MAIN_CONFIGS_RECORD,
     MAIN_PARAMS_RECORD,
@@ -28,46 +28,46 @@ from glocal.deploy.flower.inner_server import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from glocal.deploy.flower.records import read_figures
-from glocal.deploy.flower.secure_client import RANGE
+from glocal.deploy.flower.records import read_metrics
+from glocal.deploy.flower.secure_client import CLIPPING_RANGE
 
 _THRESHOLD = 0.5  # of a cohort: fewer cannot unmask anybody, and as many must stay until the end
 
 
-class _Node:
+class _ClientProxy:
     """A device as the legacy workflow knows it."""
 
     def __init__(self, node_id: int) -> None:
         self.node_id = node_id
 
 
-class _Round:
+class _RoundStrategy:
     """A legacy strategy of one round: whom to ask, and what came of it."""
 
-    def __init__(self, orders: Mapping[int, Order]) -> None:
-        self.orders = orders
+    def __init__(self, instructions: Mapping[int, Instructions]) -> None:
+        self.instructions = instructions
         self.arrays: list[Any] | None = None
         self.replies: dict[int, Reply] = {}
 
-    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> list[tuple[_Node, FitIns]]:
-        return [(_Node(node), FitIns(parameters, {"order": order.packed()})) for node, order in self.orders.items()]
+    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> list[tuple[_ClientProxy, FitIns]]:
+        return [(_ClientProxy(node), FitIns(parameters, {"instructions": order.to_json()})) for node, order in self.instructions.items()]
 
-    def aggregate_fit(self, server_round: int, results: list[tuple[_Node, FitRes]], failures: Any) -> tuple[None, dict[str, Any]]:
+    def aggregate_fit(self, server_round: int, results: list[tuple[_ClientProxy, FitRes]], failures: Any) -> tuple[None, dict[str, Any]]:
         for node, result in results:
             self.arrays = parameters_to_ndarrays(result.parameters)
-            self.replies[node.node_id] = Reply({}, result.num_examples, _figures(result))
+            self.replies[node.node_id] = Reply({}, result.num_examples, _client_metrics(result))
         return None, {}
 
 
-def _figures(result: FitRes) -> Json:
+def _client_metrics(result: FitRes) -> Json:
     """What it let leave; its upload is in the mean already, so that figures that cannot be read do not undo the round."""
     try:
-        return read_figures(str(result.metrics.get("figures", "{}")))
+        return read_metrics(str(result.metrics.get("metrics", "{}")))
     except (TypeError, ValueError) as error:
-        return {"note": f"its figures cannot be read ({brief(error)})"}
+        return {"note": f"its figures cannot be read ({describe_error(error)})"}
 
 
-class _Crowd:
+class _ClientManager:
     """A legacy client manager that knows how many there are."""
 
     def __init__(self, number: int) -> None:
@@ -77,7 +77,7 @@ class _Crowd:
         return self.number
 
 
-class _Workflow(SecAggPlusWorkflow):
+class _SecAggWorkflow(SecAggPlusWorkflow):
     """Flower's, which fails when a device is lost before it has handed out its shares: it asks the others for them all the same."""
 
     def share_keys_stage(self, grid: Grid, context: LegacyContext, state: Any) -> bool:
@@ -89,20 +89,20 @@ class _Workflow(SecAggPlusWorkflow):
 
 
 def secure_mean(
-    grid: Grid, shared: Params, orders: Mapping[int, Order], *, wait: float, heaviest: float
+    grid: Grid, shared: Params, instructions: Mapping[int, Instructions], *, wait: float, max_weight: float
 ) -> tuple[Params | None, dict[int, Reply]]:
     """One round: the weighted mean of the uploads (None if too few stayed), and the replies without any upload.
 
-    `heaviest` is the largest weight: the nearer the others are to it, the finer is the mean.
+    `max_weight` is the largest weight: the nearer the others are to it, the finer is the mean.
     """
-    round_ = _Round(orders)
+    round_ = _RoundStrategy(instructions)
     state = RecordDict()
     arrays = ndarrays_to_parameters([tensor.numpy() for tensor in shared.values()])
     state.array_records[MAIN_PARAMS_RECORD] = legacy.parameters_to_arrayrecord(arrays, keep_input=True)
-    number = next(iter(orders.values())).round_index
+    number = next(iter(instructions.values())).round_index
     state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: number})
-    context = LegacyContext(Context(0, 0, {}, state, {}), None, round_, _Crowd(len(orders)))  # type: ignore[arg-type]
-    workflow = _Workflow(1.0, _THRESHOLD, max_weight=heaviest, clipping_range=RANGE, timeout=wait)
+    context = LegacyContext(Context(0, 0, {}, state, {}), None, round_, _ClientManager(len(instructions)))  # type: ignore[arg-type]
+    workflow = _SecAggWorkflow(1.0, _THRESHOLD, max_weight=max_weight, clipping_range=CLIPPING_RANGE, timeout=wait)
     workflow(grid, context)
     if round_.arrays is None:
         return None, {}

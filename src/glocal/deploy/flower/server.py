@@ -8,79 +8,79 @@ from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from glocal.deploy.flower.contract import Conductor, Order, Reply
-from glocal.deploy.flower.records import asking, reply_of, to_record
+from glocal.deploy.flower.contract import Instructions, Reply, Server
+from glocal.deploy.flower.records import instructions_to_record, read_reply, to_record
 from glocal.deploy.flower.secure_server import secure_mean
 
 _POLL = 0.05  # seconds
 _DAY = 24 * 3600.0  # a message's life in seconds; how long it is waited for is the conductor's
-SETTLE = f"{MessageType.TRAIN}.settle"
+ADAPT = f"{MessageType.TRAIN}.settle"
 
 
-class Rounds:
+class RunLoop:
     """The rounds of a run: what its conductor decides, as messages through a grid."""
 
-    def __init__(self, conductor: Conductor, grid: Grid) -> None:
-        self.conductor, self.grid = conductor, WatchedGrid(grid, conductor.heard)
+    def __init__(self, server: Server, grid: Grid) -> None:
+        self.server, self.grid = server, WatchedGrid(grid, server.on_reply)
 
-    def train(self) -> None:
+    def run_round(self) -> None:
         """One round: who is new is greeted and settles, a cohort trains, who is asked tests."""
-        self._gather()
-        if self.conductor.secure:
+        self._wait_for_clients()
+        if self.server.secure_aggregation:
             self._train_masked()
         else:
-            orders = self.conductor.orders()
-            self.conductor.collect(self._exchange(orders, MessageType.TRAIN, self._shared()))
-        self._test()
+            instructions = self.server.configure_train()
+            self.server.aggregate_train(self._send_and_receive(instructions, MessageType.TRAIN, self._shared()))
+        self._evaluate()
 
-    def visit(self) -> None:
+    def adapt(self) -> None:
         """No round: newcomers learn their private part, then everybody tests."""
-        self._gather()
-        self._test()
+        self._wait_for_clients()
+        self._evaluate()
 
     def _shared(self) -> ConfigRecord:
-        return to_record(self.conductor.shared)
+        return to_record(self.server.shared)
 
     def _train_masked(self) -> None:
         """Only the mean of the cohort is unmasked."""
-        orders = self.conductor.orders()
-        wait, heaviest = self.conductor.round_wait, self.conductor.heaviest
-        shared = self.conductor.shared
-        mean = secure_mean(self.grid, shared, orders, wait=wait, heaviest=heaviest)
-        self.conductor.collect_mean(*mean)
+        instructions = self.server.configure_train()
+        wait, max_weight = self.server.round_timeout, self.server.max_weight
+        shared = self.server.shared
+        mean = secure_mean(self.grid, shared, instructions, wait=wait, max_weight=max_weight)
+        self.server.aggregate_masked(*mean)
 
-    def _test(self) -> None:
+    def _evaluate(self) -> None:
         """Every device tests its own model, when it is time to."""
-        questions = self.conductor.questions()
-        if questions:
-            replies = self._exchange(questions, MessageType.EVALUATE, self._shared())
-            self.conductor.tested(replies)
+        configure_evaluate = self.server.configure_evaluate()
+        if configure_evaluate:
+            replies = self._send_and_receive(configure_evaluate, MessageType.EVALUATE, self._shared())
+            self.server.aggregate_evaluate(replies)
 
-    def _gather(self) -> None:
+    def _wait_for_clients(self) -> None:
         """Until enough devices are there, and newcomers have learnt their private part."""
         while True:
             nodes = {node.node_id: ssh_key(node.public_key) for node in self.grid.get_nodes()}
-            strangers = self.conductor.strangers(nodes)
-            wait = self.conductor.greeting_wait
-            self.conductor.meet(self._exchange(strangers, MessageType.QUERY, None, wait=wait))
-            if not self.conductor.lacks():
+            configure_handshake = self.server.configure_handshake(nodes)
+            wait = self.server.handshake_timeout
+            self.server.accept_handshakes(self._send_and_receive(configure_handshake, MessageType.QUERY, None, wait=wait))
+            if not self.server.needs_more_clients():
                 break
             time.sleep(_POLL)
-        newcomers = self.conductor.newcomers()
-        self.conductor.settled(self._exchange(newcomers, SETTLE, self._shared()))
+        configure_adaptation = self.server.configure_adaptation()
+        self.server.aggregate_adaptation(self._send_and_receive(configure_adaptation, ADAPT, self._shared()))
 
-    def _exchange(
+    def _send_and_receive(
         self,
-        orders: Mapping[int, Order],
+        instructions: Mapping[int, Instructions],
         kind: str,
         shared: ConfigRecord | None,
         *,
         wait: float | None = None,
     ) -> dict[int, Reply]:
-        if not orders:
+        if not instructions:
             return {}
-        timeout = self.conductor.round_wait if wait is None else wait
-        return by_node(self.grid.send_and_receive(messages(orders, kind, shared), timeout=timeout))
+        timeout = self.server.round_timeout if wait is None else wait
+        return replies_by_node(self.grid.send_and_receive(messages(instructions, kind, shared), timeout=timeout))
 
 
 def ssh_key(key: bytes) -> str:
@@ -93,14 +93,14 @@ def ssh_key(key: bytes) -> str:
     return line.decode()
 
 
-def messages(orders: Mapping[int, Order], kind: str, shared: ConfigRecord | None) -> list[Message]:
+def messages(instructions: Mapping[int, Instructions], kind: str, shared: ConfigRecord | None) -> list[Message]:
     """One message per node."""
-    return [Message(asking(shared, order), node, kind, group_id=str(order.round_index), ttl=_DAY) for node, order in orders.items()]
+    return [Message(instructions_to_record(shared, order), node, kind, group_id=str(order.round_index), ttl=_DAY) for node, order in instructions.items()]
 
 
-def by_node(replies: Iterable[Message]) -> dict[int, Reply]:
+def replies_by_node(replies: Iterable[Message]) -> dict[int, Reply]:
     """Replies by the node that sent them."""
-    return {message.metadata.src_node_id: reply_of(message) for message in replies}
+    return {message.metadata.src_node_id: read_reply(message) for message in replies}
 
 
 class WatchedGrid(Grid):
@@ -109,8 +109,8 @@ class WatchedGrid(Grid):
     Flower's own errors would come from node 1.
     """
 
-    def __init__(self, grid: Grid, heard: Callable[[int], None]) -> None:
-        self.grid, self.heard = grid, heard
+    def __init__(self, grid: Grid, on_reply: Callable[[int], None]) -> None:
+        self.grid, self.on_reply = grid, on_reply
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send all, and collect replies until all are there or the time is up."""
@@ -124,7 +124,7 @@ class WatchedGrid(Grid):
                 if node is not None:
                     message.metadata.__dict__["_src_node_id"] = node
                     found.append(message)
-                    self.heard(node)
+                    self.on_reply(node)
             if waiting:
                 time.sleep(_POLL)
         return found
@@ -165,26 +165,26 @@ class WatchedGrid(Grid):
         return self.grid.pull_messages(message_ids)
 
 
-def server_app(open_conductor: Callable[[Mapping[str, object]], Conductor]) -> ServerApp:
+def server_app(open_server: Callable[[Mapping[str, object]], Server]) -> ServerApp:
     """A ServerApp for the run that its configuration names, in a Flower installation of others."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        conduct(grid, open_conductor(context.run_config))
+        run_to_end(grid, open_server(context.run_config))
 
     return app
 
 
-def conduct(grid: Grid, conductor: Conductor) -> None:
+def run_to_end(grid: Grid, server: Server) -> None:
     """A run from where it stands to its end; what ends it is written down."""
-    rounds = Rounds(conductor, grid)
+    rounds = RunLoop(server, grid)
     try:
-        if not conductor.rounds_left:
-            rounds.visit()
-        while conductor.rounds_left:
-            rounds.train()
+        if not server.rounds_left:
+            rounds.adapt()
+        while server.rounds_left:
+            rounds.run_round()
     except BaseException as error:
-        conductor.failed(error)
+        server.on_failure(error)
         raise
-    conductor.finish()
+    server.finish()

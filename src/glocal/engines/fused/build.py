@@ -12,15 +12,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from glocal.core.errors import brief
+from glocal.core.errors import describe_error
 from glocal.core.paths import cache_folder
 
 SOURCE = Path(__file__).with_name("step.cpp")
 # no -ffast-math: a diverged loss must come out as NaN
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-_TUNED = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+_NATIVE_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
 _COMPILERS = ("c++", "g++", "clang++")
-_PATIENCE = 300.0  # seconds
+_TIMEOUT = 300.0  # seconds
 
 
 class NoFusedStepError(RuntimeError):
@@ -29,16 +29,16 @@ class NoFusedStepError(RuntimeError):
 
 def load_step() -> ctypes.CDLL:
     """The compiled step, from the cache if it was compiled before."""
-    path = compiled(_compiler())
+    path = compile_library(_compiler())
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NoFusedStepError(f"the compiled step could not be loaded ({brief(error)})") from error
+        raise NoFusedStepError(f"the compiled step could not be loaded ({describe_error(error)})") from error
 
 
-def compiled(compiler: Sequence[str]) -> Path:
+def compile_library(compiler: Sequence[str]) -> Path:
     """The library of this source, compiler and processor; another of any of them has another name."""
-    marks = (SOURCE.read_text(), *_FLAGS, *map(str, _TUNED), *compiler, _version(compiler), _processor())
+    marks = (SOURCE.read_text(), *_FLAGS, *map(str, _NATIVE_FLAGS), *compiler, _version(compiler), _processor_id())
     name = hashlib.sha256("\0".join(marks).encode()).hexdigest()[:16]
     target = cache_folder() / "fused" / f"step-{name}.so"
     if not target.exists():
@@ -47,7 +47,7 @@ def compiled(compiler: Sequence[str]) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, target)
         except OSError as error:
-            raise NoFusedStepError(f"the C++ step could not be compiled ({brief(error)})") from error
+            raise NoFusedStepError(f"the C++ step could not be compiled ({describe_error(error)})") from error
     return target
 
 
@@ -55,8 +55,8 @@ def _compile(compiler: Sequence[str], target: Path) -> None:
     """Compile beside the target and put it in place in one step: another process may be doing the same."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, said = Path(folder) / "step.so", ""
-        for tuned in _TUNED:
-            done = _ran([*compiler, *_FLAGS, *tuned, str(SOURCE), "-o", str(made)])
+        for tuned in _NATIVE_FLAGS:
+            done = _run([*compiler, *_FLAGS, *tuned, str(SOURCE), "-o", str(made)])
             if done.returncode == 0:
                 os.replace(made, target)
                 return
@@ -75,14 +75,14 @@ def _compiler() -> list[str]:
 
 
 def _version(compiler: Sequence[str]) -> str:
-    return _ran([*compiler, "--version"]).stdout
+    return _run([*compiler, "--version"]).stdout
 
 
-def _ran(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE, errors="replace")
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoFusedStepError(f"{command[0]} could not be run ({brief(error)})") from error
+        raise NoFusedStepError(f"{command[0]} could not be run ({describe_error(error)})") from error
 
 
 def _first_error(said: str) -> str:
@@ -90,7 +90,7 @@ def _first_error(said: str) -> str:
     return next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")[:160]
 
 
-def _processor() -> str:
+def _processor_id() -> str:
     """Model and abilities of the processor: what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

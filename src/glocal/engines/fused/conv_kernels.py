@@ -10,10 +10,10 @@ bias. Images are (D, B, channels, height, width). Nothing is added by atomics, s
 import triton
 import triton.language as tl
 
-from glocal.engines.fused.kernels import VARIES, _store_drift, _update
+from glocal.engines.fused.kernels import UNSPECIALIZED, _store_proximal, _update
 
 
-@triton.jit(do_not_specialize=VARIES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def unfold(
     x, rows, columns, batch, step, steps, SHAPE: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def unfold(
 
 @triton.jit
 def pool(
-    full, out, picked, size, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,
+    full, out, argmax, size, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,
     RELU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Out (..., OH, OW): the first maximum of each window of full (..., H, W), rectified; picked (like it) is its place."""
@@ -65,13 +65,13 @@ def pool(
     if RELU:
         best = tl.where(best < 0, 0.0, best)
     tl.store(out + at, best, mask=ok)
-    if picked is not None:
-        tl.store(picked + at, winner.to(picked.dtype.element_ty), mask=ok)
+    if argmax is not None:
+        tl.store(argmax + at, winner.to(argmax.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def unpool(
-    dy, picked, dfull, size, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,
+    dy, argmax, dfull, size, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Dfull (..., H, W): each window's slope where its maximum was, 0 elsewhere."""
@@ -79,7 +79,7 @@ def unpool(
     row, column = at % (H * W) // W, at % W
     ok = (at < size) & (row // POOL < OH) & (column // POOL < OW)
     window = at // (H * W) * (OH * OW) + row // POOL * OW + column // POOL
-    mine = tl.load(picked + window, mask=ok, other=-1) == row % POOL * POOL + column % POOL
+    mine = tl.load(argmax + window, mask=ok, other=-1) == row % POOL * POOL + column % POOL
     tl.store(dfull + at, tl.load(dy + window, mask=ok & mine, other=0.0), mask=at < size)
 
 
@@ -107,33 +107,33 @@ def fold(
     tl.store(dx + at, total, mask=ok)
 
 
-@triton.jit(do_not_specialize=VARIES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def conv_update(
-    parts, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, rates, drift,
+    parts, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, lrs, proximal,
     w_stride, t_stride, bias_stride, bias_t_stride, momentum, weight_decay, strength, bias_strength, step, steps, splits,
     TAPS: tl.constexpr, OC: tl.constexpr, BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the parts (D, splits, OC, taps + 1) in order and move the weights by their sum; the first program moves the biases."""
     device = tl.program_id(1)
     active = tl.load(counts + device * steps + step) > 0
-    rate = tl.load(rates + device)
+    lr = tl.load(lrs + device)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < OC * TAPS
     n = tl.arange(0, BIAS_BLOCK)
     mine = (n < OC) & (tl.program_id(0) == 0)
-    slope = tl.zeros([BLOCK], tl.float32)
+    grad = tl.zeros([BLOCK], tl.float32)
     bias_slope = tl.zeros([BIAS_BLOCK], tl.float32)
     for split in tl.range(0, splits):
         part = parts + (device * splits + split).to(tl.int64) * (OC * (TAPS + 1))
-        slope += tl.load(part + at // TAPS * (TAPS + 1) + at % TAPS, mask=ok, other=0.0)
+        grad += tl.load(part + at // TAPS * (TAPS + 1) + at % TAPS, mask=ok, other=0.0)
         bias_slope += tl.load(part + n * (TAPS + 1) + TAPS, mask=mine, other=0.0)
     ws = tl.load(w + device.to(tl.int64) * w_stride + at, mask=ok, other=0.0)
-    hyper = (rate, momentum, weight_decay, strength, active)
-    away = _update(ws, slope, at, ok, device, w_out, v, t, t_stride, OC * TAPS, step, hyper)
+    hyper = (lr, momentum, weight_decay, strength, active)
+    away = _update(ws, grad, at, ok, device, w_out, v, t, t_stride, OC * TAPS, step, hyper)
     bias_away = tl.zeros([BIAS_BLOCK], tl.float32)
     if bias is not None:
         old = tl.load(bias + device * bias_stride + n, mask=mine, other=0.0)
-        pace = (rate, momentum, weight_decay, bias_strength, active)
+        pace = (lr, momentum, weight_decay, bias_strength, active)
         bias_away = _update(old, bias_slope, n, mine, device, bias_out, bias_v, bias_t, bias_t_stride, OC, step, pace)
-    if drift is not None:
-        _store_drift(drift, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))
+    if proximal is not None:
+        _store_proximal(proximal, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))

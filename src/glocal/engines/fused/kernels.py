@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 # integers that say nothing about alignment: a kernel is not compiled anew for their values
-VARIES = ["step", "steps", "batch", "span", "splits", "bias_stride", "bias_t_stride"]
+UNSPECIALIZED = ["step", "steps", "batch", "span", "splits", "bias_stride", "bias_t_stride"]
 
 
 @triton.jit
@@ -31,36 +31,36 @@ def _if_real(counts, device, step, steps, amount):
 
 
 @triton.jit
-def _update(w, slope, at, ok, device, w_out, velocity, towards, t_stride, size, step, hyper):
-    """Move one tile whose old weights are w; returns its squared distance to `towards`, elementwise.
+def _update(w, grad, at, ok, device, w_out, velocity, anchor, t_stride, size, step, hyper):
+    """Move one tile whose old weights are w; returns its squared distance to `anchor`, elementwise.
 
     pace = momentum * velocity + slope + weight decay * w + strength * (w - towards); w -= rate * pace. A padded step moves none.
     `at` is the place inside a device's tensor of `size` numbers; hyper is (rate, momentum, weight decay, strength, active).
     """
-    rate, momentum, weight_decay, strength, active = hyper
+    lr, momentum, weight_decay, strength, active = hyper
     here = device.to(tl.int64) * size
-    pace = slope + weight_decay * w
+    direction = grad + weight_decay * w
     away = tl.zeros_like(w)
-    if towards is not None:
-        apart = w - tl.load(towards + device.to(tl.int64) * t_stride + at, mask=ok, other=0.0)
-        pace += strength * apart
+    if anchor is not None:
+        apart = w - tl.load(anchor + device.to(tl.int64) * t_stride + at, mask=ok, other=0.0)
+        direction += strength * apart
         away = tl.where(ok, apart * apart, 0.0)
     if velocity is not None:
         v = tl.load(velocity + here + at, mask=ok & (step > 0), other=0.0)  # before the first step it holds nothing yet
-        pace += momentum * v
-        tl.store(velocity + here + at, tl.where(active, pace, v), mask=ok)
-    tl.store(w_out + here + at, tl.where(active, w - rate * pace, w), mask=ok)
+        direction += momentum * v
+        tl.store(velocity + here + at, tl.where(active, direction, v), mask=ok)
+    tl.store(w_out + here + at, tl.where(active, w - lr * direction, w), mask=ok)
     return away
 
 
 @triton.jit
-def _store_drift(drift, step, value):
+def _store_proximal(proximal, step, value):
     """Keep a program's share of strength * ||w - t||^2 in drift (steps, D, programs of a device); its devices are on axis 1."""
     place = (step * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
-    tl.store(drift + place.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), value)
+    tl.store(proximal + place.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), value)
 
 
-@triton.jit(do_not_specialize=VARIES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def linear_forward(
     x, rows, w, bias, keep, out, counts, inputs, outputs, batch, w_stride, w_out_stride, w_in_stride, bias_stride, step, steps,
     RELU: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
@@ -89,9 +89,9 @@ def linear_forward(
     tl.store(out + at, total, mask=ok)
 
 
-@triton.jit(do_not_specialize=VARIES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def linear_loss(
-    x, rows, w, bias, labels, counts, slopes, losses, inputs, outputs, batch, w_stride, bias_stride, step, steps,
+    x, rows, w, bias, labels, counts, grads, losses, inputs, outputs, batch, w_stride, bias_stride, step, steps,
     SOFTMAX: tl.constexpr, PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The last layer, its cross entropy summed into losses (steps, D, tiles), and the mean's slopes by the logits (D, B, outputs).
@@ -126,16 +126,16 @@ def linear_loss(
         norm = tl.sum(powers, axis=1)
     loss = tl.log(norm) - tl.sum(tl.where(hit, logits, 0.0), axis=1)
     tl.store(losses + (step * tl.num_programs(1) + device) * tl.num_programs(2) + tile, tl.sum(tl.where(real, loss, 0.0), axis=0))
-    slope = (powers / norm[:, None] - tl.where(hit, 1.0, 0.0)) / tl.maximum(count, 1).to(tl.float32)
+    grad = (powers / norm[:, None] - tl.where(hit, 1.0, 0.0)) / tl.maximum(count, 1).to(tl.float32)
     if SOFTMAX:
-        slope = logits * (slope - tl.sum(slope * logits, axis=1)[:, None])
+        grad = logits * (grad - tl.sum(grad * logits, axis=1)[:, None])
     at = (device * batch + b).to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(slopes + at, tl.where(real[:, None], slope, 0.0), mask=(b < batch)[:, None] & (n < outputs)[None, :])
+    tl.store(grads + at, tl.where(real[:, None], grad, 0.0), mask=(b < batch)[:, None] & (n < outputs)[None, :])
 
 
-@triton.jit(do_not_specialize=VARIES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def linear_backward(
-    x, rows, dy, dx, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, rates, drift, inputs, outputs,
+    x, rows, dy, dx, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, lrs, proximal, inputs, outputs,
     w_stride, t_stride, bias_stride, bias_t_stride, momentum, weight_decay, strength, bias_strength, step, steps, span,
     RELU: tl.constexpr, BATCH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def linear_backward(
     device = tl.program_id(1)
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     count = tl.load(counts + device * steps + step)
-    rate = tl.load(rates + device)
+    lr = tl.load(lrs + device)
     xs, sums = (), ()
     for b in tl.static_range(BATCH):
         row = _rows_at(x, rows, device, step, steps, BATCH, b, inputs)
@@ -163,39 +163,39 @@ def linear_backward(
         at = n[:, None] * inputs + k[None, :]
         ok = (n < outputs)[:, None] & (k < inputs)[None, :]
         ws = tl.load(w + device.to(tl.int64) * w_stride + at, mask=ok, other=0.0)
-        slope = tl.zeros([BN, BK], tl.float32)
+        grad = tl.zeros([BN, BK], tl.float32)
         more = ()
         for b in tl.static_range(BATCH):
             g = tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=n < outputs, other=0.0)
-            slope += g[:, None] * xs[b][None, :]
+            grad += g[:, None] * xs[b][None, :]
             more = more + (sums[b] + g[:, None] * ws,)  # noqa: RUF005
         sums = more
-        hyper = (rate, momentum, weight_decay, strength, count > 0)
-        away += _update(ws, slope, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper)
+        hyper = (lr, momentum, weight_decay, strength, count > 0)
+        away += _update(ws, grad, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper)
     if bias is not None:
         if tl.program_id(0) == 0:
-            hyper = (rate, momentum, weight_decay, bias_strength, count > 0)
+            hyper = (lr, momentum, weight_decay, bias_strength, count > 0)
             for first in tl.range(begin, end, LANES):
                 n = first + tl.arange(0, LANES)
                 ok = n < end
-                slope = tl.zeros([LANES], tl.float32)
+                grad = tl.zeros([LANES], tl.float32)
                 for b in tl.static_range(BATCH):
-                    slope += tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=ok, other=0.0)
+                    grad += tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=ok, other=0.0)
                 old = tl.load(bias + device * bias_stride + n, mask=ok, other=0.0)
-                bias_away += _update(old, slope, n, ok, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, hyper)
+                bias_away += _update(old, grad, n, ok, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, hyper)
     if dx is not None:
         for b in tl.static_range(BATCH):
             total = tl.sum(sums[b], axis=0)
             if RELU:
                 total = tl.where(xs[b] > 0, total, 0.0)
             tl.store(dx + (device * BATCH + b).to(tl.int64) * inputs + k, total, mask=k < inputs)
-    if drift is not None:
-        _store_drift(drift, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))
+    if proximal is not None:
+        _store_proximal(proximal, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))
 
 
-@triton.jit(do_not_specialize=VARIES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def linear_update(
-    x, rows, dy, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, rates, drift, inputs, outputs, batch,
+    x, rows, dy, w, w_out, v, t, bias, bias_out, bias_v, bias_t, counts, lrs, proximal, inputs, outputs, batch,
     w_stride, t_stride, bias_stride, bias_t_stride, momentum, weight_decay, strength, bias_strength, step, steps,
     PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +203,7 @@ def linear_update(
     device = tl.program_id(1)
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     n = tl.program_id(2) * BN + tl.arange(0, BN)
-    slope = tl.zeros([BN, BK], tl.float32)
+    grad = tl.zeros([BN, BK], tl.float32)
     bias_slope = tl.zeros([BN], tl.float32)
     active = tl.load(counts + device * steps + step) > 0
     for first in tl.range(0, tl.where(active, batch, 0), BB, num_stages=STAGES):
@@ -212,20 +212,20 @@ def linear_update(
         xs = tl.load(row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0)
         where = (device * batch + b).to(tl.int64)[None, :] * outputs + n[:, None]
         g = tl.load(dy + where, mask=(n < outputs)[:, None] & (b < batch)[None, :], other=0.0)
-        slope = tl.dot(g, xs, slope, input_precision=PRECISION)
+        grad = tl.dot(g, xs, grad, input_precision=PRECISION)
         bias_slope += tl.sum(g, axis=1)
-    rate = tl.load(rates + device)
+    lr = tl.load(lrs + device)
     at = n[:, None] * inputs + k[None, :]
     moves = active | (step == 0)  # the first step also brings the weights to where the others look for them
     ok = (n < outputs)[:, None] & (k < inputs)[None, :] & moves
     ws = tl.load(w + device.to(tl.int64) * w_stride + at, mask=ok, other=0.0)
-    hyper = (rate, momentum, weight_decay, strength, active)
-    away = _update(ws, slope, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper)
+    hyper = (lr, momentum, weight_decay, strength, active)
+    away = _update(ws, grad, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper)
     bias_away = tl.zeros([BN], tl.float32)
     if bias is not None:
         mine = (n < outputs) & (tl.program_id(0) == 0) & moves
         old = tl.load(bias + device * bias_stride + n, mask=mine, other=0.0)
-        pace = (rate, momentum, weight_decay, bias_strength, active)
+        pace = (lr, momentum, weight_decay, bias_strength, active)
         bias_away = _update(old, bias_slope, n, mine, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, pace)
-    if drift is not None:
-        _store_drift(drift, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))
+    if proximal is not None:
+        _store_proximal(proximal, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Kind = Literal["forward", "loss", "backward", "update"]
+KernelKind = Literal["forward", "loss", "backward", "update"]
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,20 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Job:
+class KernelLaunch:
     """One launch: what kind, for how many devices, and the sizes of the product behind it."""
 
-    kind: Kind
-    devices: int
+    kind: KernelKind
+    clients: int
     rows: int
     outputs: int
     inputs: int
 
 
-class Choose(Protocol):
+class TileChooser(Protocol):
     """How to cut a job."""
 
-    def __call__(self, job: Job) -> Tile:
+    def __call__(self, job: KernelLaunch) -> Tile:
         """Its tile."""
 
 
@@ -39,19 +39,19 @@ SMALL_BATCH = 16  # up to so many rows a layer's backward pass is one kernel who
 _PROGRAMS = 128  # about one for each of the GPU's processors
 
 
-def tile_for(job: Job) -> Tile:
+def default_tile(job: KernelLaunch) -> Tile:
     """A tile that fills the GPU and whose sums stay in registers: what `benchmarks/gpu_step.py --sweep` found on an H200."""
     rows = min(max(power_of_two(job.rows), 16), 64)
     match job.kind:
         case "backward":
-            many = job.devices * -(-job.inputs // 64) >= _PROGRAMS
+            many = job.clients * -(-job.inputs // 64) >= _PROGRAMS
             return Tile(rows, 8, 64, stages=3) if many else Tile(rows, 16, 32, stages=3)
         case "loss":
             return Tile(16, max(power_of_two(job.outputs), 16), 64, stages=2)
         case "update":
             return Tile(rows, 64, 32)
         case "forward":
-            many = job.devices * -(-job.outputs // 64) >= _PROGRAMS
+            many = job.clients * -(-job.outputs // 64) >= _PROGRAMS
             outputs = 32 if rows == 16 or many else 16
             return Tile(rows, outputs, 64, stages=4)
 

@@ -1,6 +1,6 @@
 """Advice: how much of a network to share, found out within a budget."""
 
 from glocal.personalize.advisor.budget import Budget
-from glocal.personalize.advisor.search import Advice, Counsel, advise
+from glocal.personalize.advisor.search import Advice, AdvisorConfig, advise
 
-__all__ = ["Advice", "Budget", "Counsel", "advise"]
+__all__ = ["Advice", "AdvisorConfig", "Budget", "advise"]

@@ -9,7 +9,7 @@ from glocal.wire import Ledger
 
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
-_MOST = 1e24
+_MAX_AMOUNT = 1e24
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name, limit in (("bytes", self.bytes), ("seconds", self.seconds)):
-            if limit is not None and not 0 < limit < _MOST:
-                raise InputError(f"advise: a budget of {limit:g} {name} is none; it must be above 0 and below {_MOST:.0e}")
+            if limit is not None and not 0 < limit < _MAX_AMOUNT:
+                raise InputError(f"advise: a budget of {limit:g} {name} is none; it must be above 0 and below {_MAX_AMOUNT:.0e}")
 
     @classmethod
-    def of(cls, text: str) -> "Budget":
+    def parse(cls, text: str) -> "Budget":
         """A budget as it is written.
 
-        >>> Budget.of("20 MB"), Budget.of("1.5 min")
+        >>> Budget.parse("20 MB"), Budget.parse("1.5 min")
         (Budget(bytes=20000000, seconds=None), Budget(bytes=None, seconds=90.0))
         """
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
-        amount, unit = (min(float(found[1]), _MOST), found[2]) if found else (0.0, "")
+        amount, unit = (min(float(found[1]), _MAX_AMOUNT), found[2]) if found else (0.0, "")
         if unit in _BYTES:
             return cls(bytes=round(amount * _BYTES[unit]))
         if unit in _SECONDS:
@@ -41,29 +41,29 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Spent:
+class Cost:
     """What crossed the wire, how often a device trained, and since when."""
 
-    began: float
+    started_at: float
     ledger: Ledger = Ledger()
     updates: int = 0
     rounds: int = 0
 
     @classmethod
-    def nothing(cls) -> "Spent":
+    def start(cls) -> "Cost":
         """At the beginning."""
         return cls(time.perf_counter())
 
     @property
     def seconds(self) -> float:
         """How long it has taken."""
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.started_at
 
-    def and_also(self, ledger: Ledger, *, updates: int = 0, rounds: int = 0) -> "Spent":
+    def add(self, ledger: Ledger, *, updates: int = 0, rounds: int = 0) -> "Cost":
         """This and some more."""
         return replace(self, ledger=self.ledger + ledger, updates=self.updates + updates, rounds=self.rounds + rounds)
 
-    def within(self, budget: Budget, *, share: float = 1.0, more: int = 0) -> bool:
+    def within(self, budget: Budget, *, share: float = 1.0, extra_bytes: int = 0) -> bool:
         """Whether a share of a budget is not yet used up, with so many bytes more."""
-        in_bytes = budget.bytes is None or self.ledger.total.bytes + more <= share * budget.bytes
+        in_bytes = budget.bytes is None or self.ledger.total.bytes + extra_bytes <= share * budget.bytes
         return in_bytes and (budget.seconds is None or self.seconds < share * budget.seconds)

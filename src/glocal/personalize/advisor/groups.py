@@ -6,56 +6,56 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from glocal.core.sampling import Integers
-from glocal.evaluate.theory import Estimate, estimate
+from glocal.core.sampling import IntArray
+from glocal.evaluate.theory import ConfidenceInterval, confidence_interval
 from glocal.personalize.advisor.halving import Rung
 
-_FEWEST = 4  # devices that make a group
-_WORTH = 0.01  # a point of accuracy: less is no reason for a second federation
+_MIN_GROUP_SIZE = 4  # devices that make a group
+_MIN_GAIN = 0.01  # a point of accuracy: less is no reason for a second federation
 _CONFIDENCE = 0.95
 
 
-class Group(NamedTuple):
+class ClientGroup(NamedTuple):
     """Devices that another split suits better, and by how much, with its interval."""
 
     candidate: str
-    devices: tuple[int, ...]
-    gain: Estimate
+    clients: tuple[int, ...]
+    gain: ConfidenceInterval
 
 
-def difference(rungs: Sequence[Rung], name: str, other: str) -> Estimate:
+def accuracy_difference(rungs: Sequence[Rung], name: str, other: str) -> ConfidenceInterval:
     """By how much a split is above another: paired over devices, where both raced last, with a 95 % interval."""
-    rung = last_together(rungs, name, other)
-    return estimate(rung.of(name) - rung.of(other))
+    rung = last_common_rung(rungs, name, other)
+    return confidence_interval(rung.accuracies_of(name) - rung.accuracies_of(other))
 
 
-def last_together(rungs: Sequence[Rung], name: str, other: str) -> Rung:
+def last_common_rung(rungs: Sequence[Rung], name: str, other: str) -> Rung:
     """Where two splits were last in the race together."""
     return [rung for rung in rungs if {name, other} <= {*rung.names}][-1]
 
 
-def groups(rungs: Sequence[Rung], choice: str, racers: Integers) -> list[Group]:
+def find_groups(rungs: Sequence[Rung], choice: str, participants: IntArray) -> list[ClientGroup]:
     """Groups that clearly prefer another split to the choice, the largest gain first; a device is in at most one."""
-    found, free = [], np.ones(len(racers), dtype=np.bool_)
+    found, free = [], np.ones(len(participants), dtype=np.bool_)
     others = [name for name in rungs[0].names if name != choice]
     while others:
-        tried = [group for name in others if (group := _group(rungs, choice, (name, racers, free), len(others)))]
+        tried = [group for name in others if (group := _find_group(rungs, choice, (name, participants, free), len(others)))]
         if not tried:
             break
-        best = max(tried, key=lambda group: group.gain.mean * len(group.devices))
+        best = max(tried, key=lambda group: group.gain.mean * len(group.clients))
         found.append(best)
-        free &= ~np.isin(racers, best.devices)
+        free &= ~np.isin(participants, best.clients)
         others.remove(best.candidate)
     return found
 
 
-def _group(rungs: Sequence[Rung], choice: str, among: tuple[str, Integers, npt.NDArray[np.bool_]], trials: int) -> Group | None:
+def _find_group(rungs: Sequence[Rung], choice: str, among: tuple[str, IntArray, npt.NDArray[np.bool_]], trials: int) -> ClientGroup | None:
     """Those who prefer a split on the first half, if on the second they do so too, beyond what so many trials bring by chance."""
-    name, racers, free = among
-    rung = last_together(rungs, choice, name)
+    name, participants, free = among
+    rung = last_common_rung(rungs, choice, name)
     ahead = rung.halves[:, rung.names.index(name)] - rung.halves[:, rung.names.index(choice)]
     members = free & (ahead[0] > 0)
-    if members.sum() < _FEWEST:
+    if members.sum() < _MIN_GROUP_SIZE:
         return None
-    gain = estimate(ahead[1][members], confidence=1 - (1 - _CONFIDENCE) / trials)
-    return Group(name, tuple(racers[members].tolist()), gain) if gain.low > _WORTH else None
+    gain = confidence_interval(ahead[1][members], confidence=1 - (1 - _CONFIDENCE) / trials)
+    return ClientGroup(name, tuple(participants[members].tolist()), gain) if gain.low > _MIN_GAIN else None

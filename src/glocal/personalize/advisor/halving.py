@@ -13,18 +13,18 @@ import torch
 
 from glocal.algorithms.contract import Update, average
 from glocal.core import trees
-from glocal.core.data import Holdings
-from glocal.core.sampling import Integers, Plan, noise_key
+from glocal.core.data import ClientData
+from glocal.core.sampling import IntArray, Plan, client_key
 from glocal.core.trees import Params
-from glocal.engines import OverDevices, Task
+from glocal.engines import ClientTask, Executor
 from glocal.evaluate import Accuracies
-from glocal.federate.rounds import visited
+from glocal.federate.rounds import rows_for_round
 from glocal.personalize.advisor.candidates import Candidate
 from glocal.wire import Ledger, admit
 
 
 @dataclass(frozen=True)
-class Lane:
+class CandidateState:
     """One split in the race: its devices' whole models, the shared tensors of which are one and the same."""
 
     candidate: Candidate
@@ -35,18 +35,18 @@ class Lane:
         """What all its devices have in common."""
         return self.candidate.split.take_shared(self.models[0])
 
-    def bytes_of(self, rounds: int) -> int:
+    def bytes_for(self, rounds: int) -> int:
         """What so many rounds and a validation afterwards will send."""
         return (2 * rounds + 1) * len(self.models) * trees.nbytes(self.shared)
 
 
-class Course(NamedTuple):
+class HalvingSetup(NamedTuple):
     """What is raced on: the plan, who holds what, the devices that race, and the engine."""
 
     plan: Plan
-    train: Holdings
-    racers: Integers
-    over: OverDevices[Update]
+    train: ClientData
+    participants: IntArray
+    executor: Executor[Update]
 
 
 class Rung(NamedTuple):
@@ -63,7 +63,7 @@ class Rung(NamedTuple):
         weights = self.sizes / self.sizes.sum(0)
         return np.asarray(np.nansum(self.halves * weights[:, None], 0))
 
-    def of(self, name: str) -> Accuracies:
+    def accuracies_of(self, name: str) -> Accuracies:
         """One lane's (racers,)."""
         return np.asarray(self.accuracies[self.names.index(name)])
 
@@ -73,49 +73,49 @@ class Rung(NamedTuple):
         return [self.names[place] for place in np.argsort(-means, kind="stable").tolist()]
 
 
-Rounds = tuple[list[Lane], Ledger]
+HalvingRound = tuple[list[CandidateState], Ledger]
 
 
-def start(candidates: Sequence[Candidate], model: Params, racers: int) -> list[Lane]:
+def start_halving(candidates: Sequence[Candidate], model: Params, num_clients: int) -> list[CandidateState]:
     """All splits at the same warm model."""
-    return [Lane(candidate, (model,) * racers) for candidate in candidates]
+    return [CandidateState(candidate, (model,) * num_clients) for candidate in candidates]
 
 
-def run(course: Course, lanes: Sequence[Lane], rounds: range) -> Iterator[Rounds]:
+def run_rounds(setup: HalvingSetup, candidate_states: Sequence[CandidateState], rounds: range) -> Iterator[HalvingRound]:
     """Some rounds of all lanes, one after the other, with what crossed the wire in each."""
     for round_index in rounds:
-        tasks = [task for lane in lanes for task in _tasks(course, lane, round_index)]
-        trained = course.over(tasks, course.train.examples, round_index).stacked().upload
-        lanes, ledger = list(lanes), Ledger()
-        for place, lane in enumerate(lanes):
-            rows = slice(place * len(lane.models), (place + 1) * len(lane.models))
-            lanes[place], traffic = _met(course, lane, {name: tensor[rows].clone() for name, tensor in trained.items()})
+        tasks = [task for candidate_state in candidate_states for task in _tasks(setup, candidate_state, round_index)]
+        trained = setup.executor(tasks, setup.train.examples, round_index).stacked().upload
+        candidate_states, ledger = list(candidate_states), Ledger()
+        for place, candidate_state in enumerate(candidate_states):
+            rows = slice(place * len(candidate_state.models), (place + 1) * len(candidate_state.models))
+            candidate_states[place], traffic = _average_shared(setup, candidate_state, {name: tensor[rows].clone() for name, tensor in trained.items()})
             ledger = ledger + traffic
-        yield lanes, ledger
+        yield candidate_states, ledger
 
 
-def _tasks(course: Course, lane: Lane, round_index: int) -> list[Task]:
+def _tasks(setup: HalvingSetup, candidate_state: CandidateState, round_index: int) -> list[ClientTask]:
     """What a lane's devices do: the same examples in the same order, whichever lane it is."""
     tasks = []
-    for device, model in zip(course.racers.tolist(), lane.models, strict=True):
-        order = visited(course.plan, course.train, round_index, device)
-        tasks.append(Task(model, {}, order, noise_key(course.plan, round_index, device)))
+    for client, model in zip(setup.participants.tolist(), candidate_state.models, strict=True):
+        order = rows_for_round(setup.plan, setup.train, round_index, client)
+        tasks.append(ClientTask(model, {}, order, client_key(setup.plan, round_index, client)))
     return tasks
 
 
-def _met(course: Course, lane: Lane, trained: Params) -> tuple[Lane, Ledger]:
+def _average_shared(setup: HalvingSetup, candidate_state: CandidateState, trained: Params) -> tuple[CandidateState, Ledger]:
     """A lane after its devices' models (racers, ...) were trained: the shared part crosses and is averaged, the rest stays."""
-    split, before = lane.candidate.split, lane.shared
+    split, before = candidate_state.candidate.split, candidate_state.shared
     uploads = admit(split.take_shared(trained), before)
-    traffic = Ledger().after_round(before, uploads, cohort=len(lane.models), devices=course.train.devices)
-    weights = torch.from_numpy(course.train.sizes[course.racers])
+    traffic = Ledger().add_round(before, uploads, num_sampled=len(candidate_state.models), num_clients=setup.train.num_clients)
+    weights = torch.from_numpy(setup.train.sizes[setup.participants])
     after = average(before, uploads, weights.to(next(iter(trained.values())).device)) if before else {}
     local = split.take_local(trained)
-    models = tuple({**{name: tensor[row] for name, tensor in local.items()}, **after} for row in range(len(lane.models)))
-    return replace(lane, models=tuple({name: model[name] for name in trained} for model in models)), traffic
+    models = tuple({**{name: tensor[row] for name, tensor in local.items()}, **after} for row in range(len(candidate_state.models)))
+    return replace(candidate_state, models=tuple({name: model[name] for name in trained} for model in models)), traffic
 
 
-def halved(lanes: Sequence[Lane], rung: Rung) -> list[Lane]:
+def keep_better_half(candidate_states: Sequence[CandidateState], rung: Rung) -> list[CandidateState]:
     """The better half, rounded up, in the order of the race."""
-    kept = {*rung.ranking()[: -(-len(lanes) // 2)]}
-    return [lane for lane in lanes if lane.candidate.name in kept]
+    kept = {*rung.ranking()[: -(-len(candidate_states) // 2)]}
+    return [candidate_state for candidate_state in candidate_states if candidate_state.candidate.name in kept]

@@ -18,17 +18,17 @@ Floats = npt.NDArray[np.float64]
 _NORMAL = 1.96
 
 
-class Variance(NamedTuple):
+class Variances(NamedTuple):
     """Of one layer, or of all: data variance a, device variance b, and alpha* with its 95 % interval, by the jackknife."""
 
-    data: float
-    device: float
+    within_client: float
+    between_client: float
     alpha: float
     low: float
     high: float
 
 
-def variances(first: Params, second: Params, layers: Mapping[str, Sequence[str]]) -> dict[str, Variance]:
+def estimate_variances(first: Params, second: Params, layers: Mapping[str, Sequence[str]]) -> dict[str, Variances]:
     """From updates of the two halves (devices, ...), of the layers by the names of their tensors; "all" is all of them."""
     trees.require_same_names(second, first, "variances")
     products = {layer: _products(first, second, names) for layer, names in layers.items()}
@@ -45,14 +45,14 @@ def _products(first: Params, second: Params, names: Sequence[str]) -> tuple[Floa
     return np.asarray(agreed), np.asarray(noise)
 
 
-def _variance(agreed: Floats, noise: Floats) -> Variance:
+def _variance(agreed: Floats, noise: Floats) -> Variances:
     """The estimates, and their spread over devices that are left out one by one."""
     data, device = _pair(agreed, noise)
     count = len(noise)
     without = [_alpha(*_pair(np.delete(np.delete(agreed, m, 0), m, 1), np.delete(noise, m))) for m in range(count)]
     alpha = _alpha(data, device)
     reach = _NORMAL * float(np.sqrt((count - 1) * np.var(without))) if count > 2 else 1.0
-    return Variance(data, device, *(min(1.0, max(0.0, each)) for each in (alpha, alpha - reach, alpha + reach)))
+    return Variances(data, device, *(min(1.0, max(0.0, each)) for each in (alpha, alpha - reach, alpha + reach)))
 
 
 def _pair(agreed: Floats, noise: Floats) -> tuple[float, float]:

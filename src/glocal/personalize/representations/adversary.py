@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from glocal.core.errors import InputError
-from glocal.core.modules import Forward, TappedForward, tapped_forward, training_forward
-from glocal.core.training import Batch, Objective, PerExample, cross_entropy_of_each, masked_mean
+from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features, training_forward
+from glocal.core.training import Batch, Objective, PerExampleLoss, masked_mean, per_example_cross_entropy
 from glocal.core.trees import Params
-from glocal.personalize.representations.auxiliary import Auxiliary, named, own
+from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
 
 
 @dataclass(frozen=True)
-class Minimax:
+class GradientReversalLoss:
     """The classifier's loss plus the adversary's; towards the encoder the latter counts -strength times.
 
     The encoder's whole gradient is divided by 1 + strength, so that a strong adversary does not speed it up; the classifier's
@@ -26,59 +26,59 @@ class Minimax:
     """
 
     name: str
-    classify: TappedForward
+    classify: ForwardWithFeatures
     attack: Forward
-    per_example: PerExample
+    per_example: PerExampleLoss
     strength: float
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (), and the buffers after the step."""
         output, h, buffers = self.classify(params, batch.x, batch.mask, batch.key)
-        turned = with_slope(h, -self.strength / (1 + self.strength))
-        guess, _ = self.attack(own(self.name, params), turned, batch.mask, batch.key)
-        attack = balanced(guess, _attributes(batch), batch.mask)
+        turned = scale_grad(h, -self.strength / (1 + self.strength))
+        guess, _ = self.attack(without_prefix(self.name, params), turned, batch.mask, batch.key)
+        attack = balanced_cross_entropy(guess, _attributes(batch), batch.mask)
         return masked_mean(self.per_example(output, batch.y), batch.mask) + attack, buffers
 
 
 def adversarial(
-    model: nn.Module, adversary: nn.Module, *, at: str, strength: float, name: str = "adversary"
+    model: nn.Module, adversary: nn.Module, *, layer: str, strength: float, name: str = "adversary"
 ) -> tuple[Objective, Auxiliary]:
-    """Classification, and an adversary that reads one logit per protected attribute (0 or 1) from what the module `at` puts out.
+    """Classification, and an adversary that reads one logit per protected attribute (0 or 1) from what the module `layer` puts out.
 
     The objective is the whole of the minimax; the auxiliary holds the adversary's tensors, and alone is the adversary's own loss.
     """
     if strength < 0:
         raise InputError(f"adversary: the strength is {strength}; it must be at least 0")
-    params, trains = named(name, adversary)
-    slope, attack = 1 / (1 + strength), training_forward(adversary)
-    tapped = tapped_forward(model, at, lambda h: with_slope(h, slope))
-    loss = Minimax(name, tapped, attack, cross_entropy_of_each, strength)
-    moving = frozenset(own_name for own_name, tensor in model.named_parameters() if tensor.requires_grad)
-    auxiliary = Auxiliary(name, params, trains, Attack(name, tapped_forward(model, at), attack))
-    return Objective(loss, moving | trains), auxiliary
+    params, trainable = with_prefix(name, adversary)
+    scale, attack = 1 / (1 + strength), training_forward(adversary)
+    tapped = forward_with_features(model, layer, lambda h: scale_grad(h, scale))
+    loss = GradientReversalLoss(name, tapped, attack, per_example_cross_entropy, strength)
+    trainable = frozenset(own_name for own_name, tensor in model.named_parameters() if tensor.requires_grad)
+    auxiliary = Auxiliary(name, params, trainable, AdversaryLoss(name, forward_with_features(model, layer), attack))
+    return Objective(loss, trainable | trainable), auxiliary
 
 
 @dataclass(frozen=True)
-class Attack:
+class AdversaryLoss:
     """The adversary's loss on a representation that it cannot move."""
 
     name: str
-    encode: TappedForward
+    encode: ForwardWithFeatures
     attack: Forward
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (); no buffers move."""
         _, h, _ = self.encode(params, batch.x, batch.mask, batch.key)
-        guess, _ = self.attack(own(self.name, params), h.detach(), batch.mask, batch.key)
-        return balanced(guess, _attributes(batch), batch.mask), {}
+        guess, _ = self.attack(without_prefix(self.name, params), h.detach(), batch.mask, batch.key)
+        return balanced_cross_entropy(guess, _attributes(batch), batch.mask), {}
 
 
-def with_slope(tensor: Tensor, slope: float) -> Tensor:
-    """The same numbers, whose gradient comes back multiplied by `slope`."""
-    return slope * tensor + (1 - slope) * tensor.detach()
+def scale_grad(tensor: Tensor, scale: float) -> Tensor:
+    """The same numbers, whose gradient comes back multiplied by `scale`."""
+    return scale * tensor + (1 - scale) * tensor.detach()
 
 
-def balanced(logits: Tensor, attributes: Tensor, mask: Tensor) -> Tensor:
+def balanced_cross_entropy(logits: Tensor, attributes: Tensor, mask: Tensor) -> Tensor:
     """Cross entropy of binary attributes (rows, attributes), either value counting for half however rare; the mean over them."""
     wanted = attributes.to(logits.dtype)
     losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")

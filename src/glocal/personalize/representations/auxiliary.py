@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of, trainable
+from glocal.core.modules import params_of, trainable_names
 from glocal.core.split import Split
-from glocal.core.training import Batch, Loss, Objective
+from glocal.core.training import Batch, LossFn, Objective
 from glocal.core.trees import Params
 
 
@@ -18,20 +18,20 @@ class Auxiliary(NamedTuple):
 
     name: str
     params: Params
-    trains: frozenset[str]
-    loss: Loss
+    trainable: frozenset[str]
+    loss: LossFn
 
     def local(self, split: Split) -> Split:
         """The split with this model on the side that stays on the device."""
-        return split.keeping(self.params)
+        return split.with_local(self.params)
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedSumLoss:
     """One loss, and another with a weight; buffers are those of the first."""
 
-    main: Loss
-    other: Loss
+    main: LossFn
+    other: LossFn
     weight: float
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
@@ -40,25 +40,25 @@ class Weighted:
         return value + self.weight * self.other(params, batch)[0], buffers
 
 
-def beside(objective: Objective, auxiliary: Auxiliary, *, weight: float) -> Objective:
+def add_auxiliary(objective: Objective, auxiliary: Auxiliary, *, weight: float) -> Objective:
     """Minimise the main loss plus weight times the auxiliary's, all together."""
     if weight < 0:
         raise InputError(f"{auxiliary.name}: the weight is {weight}; it must be at least 0")
-    loss = Weighted(objective.loss, auxiliary.loss, weight)
-    return objective._replace(loss=loss, trains=objective.trains | auxiliary.trains)
+    loss = WeightedSumLoss(objective.loss, auxiliary.loss, weight)
+    return objective._replace(loss=loss, trainable=objective.trainable | auxiliary.trainable)
 
 
-def alone(objective: Objective, auxiliary: Auxiliary, *, local: Iterable[str]) -> Objective:
+def auxiliary_only(objective: Objective, auxiliary: Auxiliary, *, local: Iterable[str]) -> Objective:
     """Minimise the auxiliary's loss only: what pre-trains the local part of a network on data that have no labels."""
-    return objective._replace(loss=auxiliary.loss, trains=(objective.trains & frozenset(local)) | auxiliary.trains)
+    return objective._replace(loss=auxiliary.loss, trainable=(objective.trainable & frozenset(local)) | auxiliary.trainable)
 
 
-def named(name: str, model: nn.Module) -> tuple[Params, frozenset[str]]:
+def with_prefix(name: str, model: nn.Module) -> tuple[Params, frozenset[str]]:
     """A model's tensors under an auxiliary's name, and those that may move."""
     params = params_of(model)
-    return {f"{name}/{own}": tensor for own, tensor in params.items()}, frozenset(f"{name}/{own}" for own in trainable(model))
+    return {f"{name}/{own}": tensor for own, tensor in params.items()}, frozenset(f"{name}/{own}" for own in trainable_names(model))
 
 
-def own(name: str, params: Params) -> Params:
+def without_prefix(name: str, params: Params) -> Params:
     """The auxiliary's tensors under the names that its model knows."""
     return {full.removeprefix(f"{name}/"): tensor for full, tensor in params.items() if full.startswith(f"{name}/")}

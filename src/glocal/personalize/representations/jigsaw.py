@@ -9,47 +9,47 @@ from torch.nn import functional
 
 from glocal.core import random
 from glocal.core.errors import InputError
-from glocal.core.modules import Forward, TappedForward, tapped_forward, training_forward
+from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features, training_forward
 from glocal.core.training import Batch, masked_mean
 from glocal.core.trees import Params
-from glocal.personalize.representations.auxiliary import Auxiliary, named, own
+from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
 
 _ADDRESS = -2  # of the shuffle among what a step draws
 
 
 @dataclass(frozen=True)
-class Puzzle:
+class JigsawLoss:
     """The mean over the real rows of the cross entropy of which permutation the tiles of an image were put into."""
 
     name: str
-    encode: TappedForward
+    encode: ForwardWithFeatures
     solve: Forward
     side: int
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (); no buffers move."""
-        drawn = random.uniform(random.fold(batch.key, _ADDRESS), (len(batch.x),))
+        drawn = random.uniform(random.fold_in(batch.key, _ADDRESS), (len(batch.x),))
         tiles = self.side * self.side
         which = (drawn * factorial(tiles)).long()
-        _, h, _ = self.encode(params, shuffled(batch.x, ordered(which, tiles), self.side), batch.mask, batch.key)
-        guess, _ = self.solve(own(self.name, params), h, batch.mask, batch.key)
+        _, h, _ = self.encode(params, shuffle_tiles(batch.x, nth_permutation(which, tiles), self.side), batch.mask, batch.key)
+        guess, _ = self.solve(without_prefix(self.name, params), h, batch.mask, batch.key)
         return masked_mean(functional.cross_entropy(guess, which, reduction="none"), batch.mask), {}
 
 
-def jigsaw(model: nn.Module, solver: nn.Module, *, at: str, side: int = 2, name: str = "puzzle") -> Auxiliary:
-    """`solver` tells from what the module `at` puts out which of all orders the side x side tiles are in; 2 x 2 have 24."""
+def jigsaw(model: nn.Module, solver: nn.Module, *, layer: str, side: int = 2, name: str = "jigsaw") -> Auxiliary:
+    """`solver` tells from what the module `layer` puts out which of all orders the side x side tiles are in; 2 x 2 have 24."""
     if side != 2:
         raise InputError(f"jigsaw: side is {side}; 2 was expected: 3 x 3 tiles have 362,880 orders")
-    params, trains = named(name, solver)
-    return Auxiliary(name, params, trains, Puzzle(name, tapped_forward(model, at), training_forward(solver), side))
+    params, trainable = with_prefix(name, solver)
+    return Auxiliary(name, params, trainable, JigsawLoss(name, forward_with_features(model, layer), training_forward(solver), side))
 
 
-def ordered(which: Tensor, tiles: int) -> Tensor:
+def nth_permutation(which: Tensor, tiles: int) -> Tensor:
     """The permutations of so many tiles at these places (rows,) of a dictionary: (rows, tiles).
 
     Worked out where `which` lies: a table would have to be copied there, which a CUDA graph does not allow.
 
-    >>> ordered(torch.tensor([0, 1, 5]), 3)
+    >>> nth_permutation(torch.tensor([0, 1, 5]), 3)
     tensor([[0, 1, 2],
             [0, 2, 1],
             [2, 1, 0]])
@@ -61,10 +61,10 @@ def ordered(which: Tensor, tiles: int) -> Tensor:
     return order
 
 
-def shuffled(images: Tensor, orders: Tensor, side: int) -> Tensor:
+def shuffle_tiles(images: Tensor, orders: Tensor, side: int) -> Tensor:
     """Images (rows, ..., height, width) whose tiles are put into these orders (rows, tiles).
 
-    >>> shuffled(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[3, 2, 1, 0]]), 2)
+    >>> shuffle_tiles(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[3, 2, 1, 0]]), 2)
     tensor([[[4, 3],
              [2, 1]]])
     """
