@@ -17,8 +17,8 @@ from statistics import median
 
 from benchmarks.machine import command, describe
 from glocal.core.files import read_rows, write_json
-from glocal.deploy.layout import DeploymentSpec, create_deployment
-from glocal.deploy.processes import free_port
+from glocal.deploy.preflight import free_port
+from glocal.deploy.scaffold import DeploymentSpec, create_deployment
 from tests.running import kill, pids, running
 from tests.stock import start_request, stock
 

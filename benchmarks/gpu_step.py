@@ -22,8 +22,8 @@ from glocal.core import optimizers, training
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
 from glocal.core.trees import Params
-from glocal.engines.fused.chain import LayerChain, LinearSpec, parse_chain
-from glocal.engines.fused.on_gpu import local_train_batched
+from glocal.engines.fused.gpu import local_train_batched
+from glocal.engines.fused.layer_chain import LayerChain, LinearSpec, parse_chain
 from glocal.engines.fused.tiles import SMALL_BATCH, KernelLaunch, Tile, TileChooser, default_tile
 
 RATE, MOMENTUM, REPLAYS, EXAMPLES = 0.05, 0.5, 20, 6000

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from glocal.datasets import load_texts, partition_texts
 from glocal.datasets.federated import FederatedData
-from glocal.datasets.mood import MAX_WORDS, UNKNOWN_WORD, Texts
+from glocal.datasets.texts import MAX_WORDS, UNKNOWN_WORD, Texts
 from glocal.studies.ordinal import OrdinalSettings, baseline_metrics
 
 MEASURES = ("accuracy", "error", "accuracy_rest", "error_rest")

@@ -28,7 +28,7 @@ from glocal.core.optimizers import sgd
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
-from glocal.datasets.pictures import ImageTable
+from glocal.datasets.image_table import ImageTable
 from glocal.engines import EngineConfig, Executor
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.vqa_model import SHARED, vqa_net

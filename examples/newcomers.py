@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glocal.core.sampling import make_rng
 from glocal.datasets import load
-from glocal.datasets.rotate import rotate_images as turned
+from glocal.datasets.rotation import rotate_images as turned
 
 NewClient = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -10,7 +10,7 @@ from efficientnet_lite_pytorch import EfficientNet
 from torch import Tensor, nn
 from torch.nn import functional
 
-from glocal.datasets.pictures import IMAGENET_MEAN, IMAGENET_STD
+from glocal.datasets.image_table import IMAGENET_MEAN, IMAGENET_STD
 
 SIDE = 224  # pixels of the pictures that it has learnt from
 

@@ -35,9 +35,9 @@ def witness(seen, event, arguments):
 
 
 if __name__ == "__main__":
-    from glocal.deploy import child, client_process
+    from glocal.deploy import child_process, client_process
 
     told = os.open(os.environ["GLOCAL_AUDIT"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.addaudithook(lambda event, arguments: witness(told, event, arguments))
     logging.getLogger().addHandler(client_process._PerClientLogs())
-    child.run(client_process.main)
+    child_process.run(client_process.main)

@@ -8,9 +8,9 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from glocal.deploy.flower.inner_server import public_key_bytes
-from glocal.deploy.layout import DeploymentSpec, create_deployment
-from glocal.deploy.roster import read_registry
+from glocal.deploy.flower.server_internals import public_key_bytes
+from glocal.deploy.registry import read_registry
+from glocal.deploy.scaffold import DeploymentSpec, create_deployment
 
 MODULE = """
 import torch
@@ -66,7 +66,7 @@ def project(
 
 def copy_to_devices(folder):
     """What is on the server, on every device too."""
-    from glocal.deploy.layout import copy_server_files
+    from glocal.deploy.scaffold import copy_server_files
 
     for own in (folder / "clients").iterdir():
         copy_server_files(folder, own)

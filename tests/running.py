@@ -7,11 +7,11 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from glocal.cli.supervised import client_program, server_program
+from glocal.cli.deploy_processes import client_program, server_program
 from glocal.core.errors import InputError
 from glocal.core.files import read_json, read_rows
-from glocal.deploy.operating import connect_server, connected_clients, follow
 from glocal.deploy.project import Project
+from glocal.deploy.runtime import connect_server, connected_clients, follow
 from glocal.deploy.supervision import supervise
 
 

@@ -21,9 +21,9 @@ from flwr.proto.control_pb2 import (
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 
-from glocal.deploy.flower.inner_server import public_key_bytes
-from glocal.deploy.processes import free_port
-from glocal.deploy.roster import read_registry
+from glocal.deploy.flower.server_internals import public_key_bytes
+from glocal.deploy.preflight import free_port
+from glocal.deploy.registry import read_registry
 from glocal.deploy.supervision import child_environment
 
 

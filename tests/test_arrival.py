@@ -11,14 +11,13 @@ import torch
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.datasets import load
-from glocal.datasets.rotate import rotate_images
+from glocal.datasets.rotation import rotate_images
 from glocal.personalize.onboarding import JoinPlan
 from glocal.report import study_markdown, write_study_report
-from glocal.studies import arrival
-from glocal.studies.arrival import NewClientSettings
+from glocal.studies import new_client_trial
 from glocal.studies.findings import Findings, part_folder, read_findings
+from glocal.studies.new_client_trial import NewClientSettings
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import run_parts, write_study
 from glocal.studies.run import run_study
 from glocal.studies.settings import (
     DataSettings,
@@ -30,6 +29,7 @@ from glocal.studies.settings import (
     from_dict,
 )
 from glocal.studies.study import Study
+from glocal.studies.study_parts import run_parts, write_study
 from test_cli import complaint, run
 
 SMALL = Settings(
@@ -225,7 +225,7 @@ def pictures(images):
 
 
 def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_path):
-    seen, dealt = {}, arrival._dealt
+    seen, dealt = {}, new_client_trial._dealt
 
     def spy(case, new_client, part):
         rows, store = dealt(case, new_client, part)
@@ -234,7 +234,7 @@ def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_pa
         seen["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
         return rows, store
 
-    monkeypatch.setattr(arrival, "_dealt", spy)
+    monkeypatch.setattr(new_client_trial, "_dealt", spy)
     data = DataSettings(source="test_arrival:own_source", validation=0.1)
     done(replace(SMALL, data=data, plan=replace(SMALL.plan, seeds=1), experiments={"FedAvg": SMALL.experiments["FedAvg"]}), tmp_path)
     assert not seen["train"] & seen["tests"]

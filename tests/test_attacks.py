@@ -21,11 +21,11 @@ from flwr.proto.node_pb2 import Node
 
 from glocal.deploy import certificates
 from glocal.deploy.certificates import make_authority, make_server_certificate, read_client_key
+from glocal.deploy.client import STATE
 from glocal.deploy.client_process import NODE_FILE
-from glocal.deploy.device import STATE
-from glocal.deploy.flower import inner_server
-from glocal.deploy.operating import connect_server
-from glocal.deploy.processes import free_port
+from glocal.deploy.flower import server_internals
+from glocal.deploy.preflight import free_port
+from glocal.deploy.runtime import connect_server
 from tests import deployed
 from tests.running import pids, running
 from tests.stock import start_request, stock
@@ -157,7 +157,7 @@ def attacked(tmp_path, loot):
 
 def everything():
     """Every route of Flower's server, and the method that it takes."""
-    routes = inner_server.SuperLink("x").app.openapi()["paths"]
+    routes = server_internals.SuperLink("x").app.openapi()["paths"]
     paths = [[next(iter(methods)).upper(), path] for path, methods in routes.items()]
     return [*paths, ["GET", "/docs"], ["GET", "/openapi.json"], ["GET", "/"]]
 
@@ -177,7 +177,7 @@ def test_a_stranger_gets_nothing_from_the_port_nor_from_the_disk(attacked, loot)
     assert {*told["statuses"].values()} == {200, 401, 404}
     assert [path for path, status in told["statuses"].items() if status == 200] == ["/health"]
     answered = {path for path, status in told["statuses"].items() if status == 401}
-    assert answered == {*inner_server.FLEET_ROUTES}, "all other routes are not there"
+    assert answered == {*server_internals.FLEET_ROUTES}, "all other routes are not there"
     assert told["started"] == 404
     assert told["readable"] == []
     time.sleep(3)
@@ -211,12 +211,12 @@ def signed(folder, name="device-0", stamp=None):
     """The headers with which a registered client signs a request."""
     key = read_client_key(folder / f"devices/{name}/device.key")
     stamp = stamp or datetime.now(UTC).isoformat().encode()
-    public = inner_server.public_key_to_bytes(key.public_key())
+    public = server_internals.public_key_to_bytes(key.public_key())
     signature = key.sign(stamp, ec.ECDSA(hashes.SHA256()))
     return {
-        inner_server.KEY_HEADER.decode(): b64encode(public).decode(),
-        inner_server.TIME_HEADER.decode(): stamp.decode(),
-        inner_server.SIGNATURE_HEADER.decode(): b64encode(signature).decode(),
+        server_internals.KEY_HEADER.decode(): b64encode(public).decode(),
+        server_internals.TIME_HEADER.decode(): stamp.decode(),
+        server_internals.SIGNATURE_HEADER.decode(): b64encode(signature).decode(),
     }
 
 
@@ -224,7 +224,7 @@ def test_a_registered_but_hostile_client_reaches_the_fleet_alone(attacked, loot)
     folder, port = attacked.folder, attacked.port
     statuses = {path: post(port, path, b"", signed(folder), method) for method, path in everything()}
     assert {path for path, status in statuses.items() if status not in (401, 404)} <= {
-        "/health", *inner_server.FLEET_ROUTES,
+        "/health", *server_internals.FLEET_ROUTES,
     }  # fmt: skip
     start = evil(loot, folder).SerializeToString()
     assert post(port, "/v1/control/start-run", start, signed(folder)) == 404

@@ -29,10 +29,10 @@ from glocal.evaluate.leakage import (
     train_attackers,
 )
 from glocal.studies import run_study
-from glocal.studies.saved import open_experiment
+from glocal.studies.representation_layer import default_representation, outer_modules
 from glocal.studies.saved_audit import AuditQuery, SavedAudit
+from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import SplitSettings, from_dict
-from glocal.studies.stages import default_representation, outer_modules
 from test_cli import complaint, run
 
 # groups

@@ -15,8 +15,8 @@ from glocal.core.modules import GaussianNoise
 from glocal.personalize.onboarding import JoinPlan
 from glocal.studies.models import bottleneck_mlp
 from glocal.studies.recurrent import mood_lstm
+from glocal.studies.restarts import restarts_of
 from glocal.studies.settings import Settings, from_dict
-from glocal.studies.tries import restarts_of
 from glocal.studies.vqa_model import ResNet
 from test_cli import complaint, run
 

@@ -14,7 +14,7 @@ from glocal.core.modules import params_of
 from glocal.deploy.project import Project
 from glocal.report import write_report
 from glocal.studies import run_study
-from glocal.studies.saved import open_experiment
+from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import from_dict
 from tests import deployed
 

@@ -20,20 +20,20 @@ from flwr.common.serde import user_config_to_proto
 from flwr.proto.run_pb2 import Run, RunStatus
 from safetensors.torch import save
 
-from glocal.cli import supervised
+from glocal.cli import deploy_processes
 from glocal.core.errors import InputError
 from glocal.core.files import append_rows, lock_folder, read_json, read_rows
-from glocal.deploy import certificates, processes, supervision
+from glocal.deploy import certificates, preflight, supervision
 from glocal.deploy.certificates import days_left, make_authority, make_server_certificate
-from glocal.deploy.conductor import RunServer
-from glocal.deploy.device import RunClient
-from glocal.deploy.flower.inner_server import ControlConnection, RunState
-from glocal.deploy.layout import add_client
-from glocal.deploy.operating import follow
+from glocal.deploy.client import RunClient
+from glocal.deploy.flower.server_internals import ControlConnection, RunState
+from glocal.deploy.formatting import format_round
 from glocal.deploy.project import Project
-from glocal.deploy.roster import read_registry, write_registry
+from glocal.deploy.registry import read_registry, write_registry
+from glocal.deploy.runtime import follow
+from glocal.deploy.scaffold import add_client
+from glocal.deploy.server import RunServer
 from glocal.deploy.supervision import ChildProcess, Program, child_environment, supervise
-from glocal.deploy.words import format_round
 from tests import deployed
 from tests.test_cli import complaint, run
 from tests.test_flower import run_here
@@ -47,7 +47,7 @@ def foreign(about):
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("glocal.deploy.flower.server._POLL", 0.01)
+    monkeypatch.setattr("glocal.deploy.flower.server_app._POLL", 0.01)
 
 
 def in_this_process(program, stop, notify, **_):
@@ -60,7 +60,7 @@ def in_this_process(program, stop, notify, **_):
 
 @pytest.fixture(autouse=True)
 def no_process_of_its_own(monkeypatch):
-    monkeypatch.setattr(supervised, "supervise", in_this_process)
+    monkeypatch.setattr(deploy_processes, "supervise", in_this_process)
 
 
 def test_init_writes_a_project_that_trains_and_keeps_secrets_secret(capsys):
@@ -109,7 +109,7 @@ def test_an_algorithm_that_is_made_for_so_many_devices_has_no_place_for_one_more
 
 
 def test_a_device_shuts_what_others_could_read_before_it_connects(capsys):
-    folder = deployed.project(Path("here"), clients=1, port=processes.free_port())
+    folder = deployed.project(Path("here"), clients=1, port=preflight.free_port())
     own = folder / "devices/device-0"
     (own / "device.key").chmod(0o644)
     own.chmod(0o755)
@@ -184,7 +184,7 @@ def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    deployed.project(Path("here"), clients=1, port=processes.free_port())
+    deployed.project(Path("here"), clients=1, port=preflight.free_port())
     capsys.readouterr()
     assert run(*arguments) == 2
     assert message.removesuffix("here") in complaint(capsys).replace(str(Path.cwd()) + "/", "")
@@ -250,7 +250,7 @@ def test_a_study_that_only_the_simulator_can_run_is_refused(old, new, message, c
 )
 @pytest.mark.parametrize("how", ["missing", "damaged"])
 def test_a_key_or_a_certificate_that_is_of_no_use_is_named_before_anything_starts(how, command, lost, message, capsys):
-    deployed.project(Path("here"), clients=1, port=processes.free_port())
+    deployed.project(Path("here"), clients=1, port=preflight.free_port())
     if how == "missing":
         Path(lost).unlink()
     else:
@@ -280,7 +280,7 @@ def _long_ago(folder, monkeypatch):
     ids=["of another authority", "expired", "for another host"],
 )
 def test_a_server_does_not_start_with_a_certificate_that_no_device_would_trust(spoil, message, capsys, monkeypatch):
-    deployed.project(Path("here"), clients=1, port=processes.free_port())
+    deployed.project(Path("here"), clients=1, port=preflight.free_port())
     if "a.org" in message:
         deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
     spoil(Path("here/certificates"), monkeypatch)
@@ -306,7 +306,7 @@ def test_a_certificate_is_not_replaced_by_one_of_another_authoritys_key(capsys):
 
 
 def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(processes, "_RELEASE_TIMEOUT", 0.0)
+    monkeypatch.setattr(preflight, "_RELEASE_TIMEOUT", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         deployed.project(Path("here"), clients=1, port=port)
@@ -316,7 +316,7 @@ def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", [["server", "here"], ["client", "here/devices/device-0"]])
 def test_what_is_run_already_is_not_run_a_second_time(command, capsys):
-    deployed.project(Path("here"), clients=1, port=processes.free_port())
+    deployed.project(Path("here"), clients=1, port=preflight.free_port())
     with lock_folder(Path(command[-1]).resolve()):
         assert run("deploy", *command) == 2
     assert "is being run already; stop that one first" in capsys.readouterr().err
@@ -325,7 +325,7 @@ def test_what_is_run_already_is_not_run_a_second_time(command, capsys):
 def test_a_folder_may_have_any_name_but_not_too_long_a_one(capsys):
     """A name with marks that a shell or a database would read otherwise; a socket's path is short."""
     for name in ('q"uote', "why? not"):
-        deployed.project(Path(name), clients=1, port=processes.free_port())
+        deployed.project(Path(name), clients=1, port=preflight.free_port())
         assert run("deploy", "server", name) == 0
         assert run("deploy", "client", f"{name}/devices/device-0") == 0
     deployed.project(Path("x" * 120), clients=1)
@@ -336,7 +336,7 @@ def test_a_folder_may_have_any_name_but_not_too_long_a_one(capsys):
 
 @pytest.mark.parametrize("command", ["server", "run"])
 def test_a_missing_accountant_is_said_before_anything_is_trained(command, capsys, monkeypatch):
-    folder = deployed.project(Path("here"), clients=1, port=processes.free_port(), weights='weights = "equal"')
+    folder = deployed.project(Path("here"), clients=1, port=preflight.free_port(), weights='weights = "equal"')
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
@@ -345,14 +345,14 @@ def test_a_missing_accountant_is_said_before_anything_is_trained(command, capsys
 
 
 def test_a_model_with_a_mistake_is_named_before_a_run_is_started(capsys):
-    deployed.project(Path("here"), clients=1, port=processes.free_port())
+    deployed.project(Path("here"), clients=1, port=preflight.free_port())
     deployed.change("here/federation.py", "def model():", "def model():\n    1 / 0")
     assert run("deploy", "run", "here") == 2
     assert "ZeroDivisionError" in complaint(capsys)
 
 
 def test_a_run_is_not_resumed_with_other_settings(capsys):
-    folder = deployed.project(Path("here"), rounds=1, port=processes.free_port())
+    folder = deployed.project(Path("here"), rounds=1, port=preflight.free_port())
     run_here(folder)
     deployed.change("here/study.toml", "rounds = 1", "rounds = 2")
     deployed.change("here/study.toml", "rate = 0.1", "rate = 0.2")
@@ -362,7 +362,7 @@ def test_a_run_is_not_resumed_with_other_settings(capsys):
 
 
 def test_a_run_that_cannot_be_started_loses_nothing_of_what_is_known_of_it(capsys):
-    folder = deployed.project(Path("here"), rounds=1, port=processes.free_port())
+    folder = deployed.project(Path("here"), rounds=1, port=preflight.free_port())
     run_here(folder)
     for _ in range(2):
         assert run("deploy", "join", "here") == 2
@@ -409,7 +409,7 @@ def test_a_finished_run_is_not_begun_again_nor_resumed(capsys):
 
 
 def test_status_is_shown_without_a_server_too(capsys):
-    folder = deployed.project(Path("here"), rounds=1, port=processes.free_port())
+    folder = deployed.project(Path("here"), rounds=1, port=preflight.free_port())
     run_here(folder)
     capsys.readouterr()
     assert run("deploy", "status", "here") == 0
@@ -432,7 +432,7 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
         for name, number, status in starts
     }
     client = SimpleNamespace(ListRuns=lambda _: SimpleNamespace(run_dict=told), ListNodes=lambda _: SimpleNamespace(nodes_info=[]))
-    monkeypatch.setattr("glocal.cli.deploys.connect_server", lambda _: nullcontext(ControlConnection(client)))
+    monkeypatch.setattr("glocal.cli.deploy_actions.connect_server", lambda _: nullcontext(ControlConnection(client)))
     capsys.readouterr()
     assert run("deploy", "status", "here") == 0
     printed = capsys.readouterr().out
@@ -454,7 +454,7 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
 )
 @pytest.mark.parametrize("command", ["server", "status", "add-device"])
 def test_a_damaged_roster_is_named_and_left_as_it_is(command, damage, capsys):
-    folder = deployed.project(Path("here"), clients=1, port=processes.free_port())
+    folder = deployed.project(Path("here"), clients=1, port=preflight.free_port())
     (folder / "roster.json").write_bytes(damage)
     assert run("deploy", command, "here") == 2
     assert "roster.json does not hold what glocal writes there" in complaint(capsys)
@@ -462,7 +462,7 @@ def test_a_damaged_roster_is_named_and_left_as_it_is(command, damage, capsys):
 
 
 def test_a_key_in_the_roster_that_is_none_is_named(capsys):
-    folder = deployed.project(Path("here"), clients=1, port=processes.free_port())
+    folder = deployed.project(Path("here"), clients=1, port=preflight.free_port())
     write_registry(folder, {0: read_registry(folder)[0]._replace(key="ssh-rsa nonsense")})
     assert run("deploy", "server", "here") == 2
     assert "'ssh-rsa nonsense' in the roster is no device's key" in complaint(capsys)
@@ -489,7 +489,7 @@ def test_devices_that_are_added_at_the_same_time_get_a_number_each():
     ],
 )
 def test_a_damaged_file_of_a_run_is_named(damaged, damage, command, message, capsys):
-    folder = deployed.project(Path("here"), rounds=1, clients=2, port=processes.free_port())
+    folder = deployed.project(Path("here"), rounds=1, clients=2, port=preflight.free_port())
     run_here(folder)
     (folder / "runs/first" / damaged).write_bytes(damage)
     capsys.readouterr()
@@ -500,7 +500,7 @@ def test_a_damaged_file_of_a_run_is_named(damaged, damage, command, message, cap
 
 
 def test_status_tells_the_last_loss_of_a_device_that_was_away_and_bears_a_last_row_that_is_no_text(capsys):
-    folder = deployed.project(Path("here"), rounds=2, clients=2, port=processes.free_port())
+    folder = deployed.project(Path("here"), rounds=2, clients=2, port=preflight.free_port())
     run_here(folder)
     rows = read_rows(folder / "runs/first/rows.jsonl")
     del rows[1]["losses"]["device-1"]
@@ -511,7 +511,7 @@ def test_status_tells_the_last_loss_of_a_device_that_was_away_and_bears_a_last_r
 
 
 def test_a_run_that_was_killed_while_devices_tested_is_resumed_to_its_result(capsys):
-    folder = deployed.project(Path("here"), rounds=1, clients=2, port=processes.free_port())
+    folder = deployed.project(Path("here"), rounds=1, clients=2, port=preflight.free_port())
     conductor = run_here(folder)
     conductor._write_live("testing")
     capsys.readouterr()
@@ -541,7 +541,7 @@ def test_a_run_that_was_taken_over_is_not_said_to_be_resumed_again(monkeypatch):
     folder = deployed.project(Path("here"), rounds=1, clients=1)
     told = RunState(True, "run: it has been resumed elsewhere; this server has no part in it")
     link = SimpleNamespace(start=lambda _: 1, run=lambda _: told)
-    monkeypatch.setattr("glocal.deploy.operating.connect_server", lambda _: nullcontext(link))
+    monkeypatch.setattr("glocal.deploy.runtime.connect_server", lambda _: nullcontext(link))
     with pytest.raises(InputError) as ended:
         follow(Project.from_folder(folder), "first", print)
     assert str(ended.value) == "run: it has been resumed elsewhere; watch it there, or with `glocal deploy status`"
@@ -554,7 +554,7 @@ def test_a_full_disk_leaves_no_half_a_device(monkeypatch, capsys):
         raise InputError(f"disk: cannot write {path} (No space left on device); free some space or choose another folder")
 
     with monkeypatch.context() as patched:
-        patched.setattr("glocal.deploy.layout.write_text", full)
+        patched.setattr("glocal.deploy.scaffold.write_text", full)
         assert run("deploy", "add-device", "here") == 2
     assert "No space left" in complaint(capsys)
     assert run("deploy", "add-device", "here") == 0

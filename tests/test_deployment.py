@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from glocal.cli.supervised import client_program
+from glocal.cli.deploy_processes import client_program
 from glocal.core.errors import InputError
 from glocal.core.files import read_json
 from glocal.core.trees import same_bits
 from glocal.datasets.fetch import no_progress
-from glocal.deploy.conductor import RunServer
-from glocal.deploy.layout import DeploymentSpec, add_client, create_deployment
-from glocal.deploy.processes import free_port
+from glocal.deploy.preflight import free_port
 from glocal.deploy.project import Project
+from glocal.deploy.scaffold import DeploymentSpec, add_client, create_deployment
+from glocal.deploy.server import RunServer
 from glocal.federate.rounds import simulate
 from glocal.studies.build import build_algorithm, build_components
 from glocal.wire import pack

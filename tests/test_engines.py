@@ -29,12 +29,12 @@ from glocal.core.training import Work, cross_entropy
 from glocal.datasets.federated import from_tensors
 from glocal.engines import EngineConfig, ExecutionPlan, Executor, planning
 from glocal.engines.batched import BatchedTraining, FusedGpuTraining, TracedBatchedTraining, TrainingRequest
+from glocal.engines.config import cache_plan, load_cached_plan
 from glocal.engines.conv_matmul import ConvAsMatmul
-from glocal.engines.engine import cache_plan, load_cached_plan
 from glocal.engines.graphed import _pad_tasks, _round_up
 from glocal.engines.looped import LoopedEngine
 from glocal.engines.planning import ProbeSetup, plan_execution
-from glocal.engines.tasks import ClientTask, unbind_rows
+from glocal.engines.protocol import ClientTask, unbind_rows
 from glocal.engines.traced import TracedTraining
 from glocal.engines.vmapped import stack_rows, vmap_clients
 from glocal.engines.workers import ProcessPool
@@ -526,7 +526,7 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
     objective, params = cross_entropy(model), {name: tensor[None] for name, tensor in params_of(model).items()}
     x, y = world.devices()[0]
     rest = (Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.zeros(1), torch.tensor(0), 1)
-    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
+    monkeypatch.setattr("glocal.engines.fused.gpu.find_spec", lambda name: name)
     monkeypatch.setattr("glocal.engines.batched.local_train_batched", lambda chain, *a, **k: (params, torch.zeros(1)))
     fused = FusedGpuTraining("fp32")
     fused(TrainingRequest(objective, sgd(0.1), params, *rest))
@@ -543,7 +543,7 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
 @pytest.mark.parametrize("name", ["the optimiser is Apart", "the loss is not the cross entropy"])
 def test_fused_steps_do_not_claim_what_they_leave_to_others(monkeypatch, name):
     """A rule of two rates or a loss of one's own is none of theirs: the engine says so, and takes other steps."""
-    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
+    monkeypatch.setattr("glocal.engines.fused.gpu.find_spec", lambda name: name)
     model, rule = world.seeded(world.plain), SGD(0.1)
     objective = cross_entropy(model)
     if "optimizer" in name:

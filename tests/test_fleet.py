@@ -27,15 +27,15 @@ from glocal.core.files import read_json, read_rows
 from glocal.core.trees import same_bits
 from glocal.deploy.certificates import CA, read_client_key
 from glocal.deploy.client_process import prepare_client
-from glocal.deploy.conductor import RunServer
 from glocal.deploy.connection import Connection
-from glocal.deploy.flower.client import client_app
+from glocal.deploy.flower.client_app import client_app
+from glocal.deploy.flower.client_internals import ClientAppRunner, FleetConnection, ServerRejectedError, ServerUnreachableError
 from glocal.deploy.flower.gate import FleetGate, OperatorGate
-from glocal.deploy.flower.inner_client import ClientAppRunner, FleetConnection, ServerRejectedError, ServerUnreachableError
-from glocal.deploy.flower.inner_server import SuperLink, control_connection, run_tasks
-from glocal.deploy.layout import KEY
+from glocal.deploy.flower.server_internals import SuperLink, control_connection, run_tasks
 from glocal.deploy.project import Project
-from glocal.deploy.roster import revoke
+from glocal.deploy.registry import revoke
+from glocal.deploy.scaffold import KEY
+from glocal.deploy.server import RunServer
 from glocal.deploy.server_process import RegisteredNodes, _run_to_end
 from tests import deployed
 from tests.test_flower import private_of, secured, simulated
@@ -491,7 +491,7 @@ def test_the_server_reads_its_files_anew_for_every_run(tmp_path):
 
 
 def test_a_run_that_is_stopped_from_outside_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("glocal.deploy.flower.inner_server._HEARTBEAT", 0.05)
+    monkeypatch.setattr("glocal.deploy.flower.server_internals._HEARTBEAT", 0.05)
     folder = deployed.project(tmp_path / "here", devices=2)
     with federation(folder) as these:
         number = these.operator.start({"run": "first"})

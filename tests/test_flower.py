@@ -24,16 +24,16 @@ from glocal.core.store import PrivateStates, State
 from glocal.core.trees import same_bits
 from glocal.datasets.fetch import no_progress
 from glocal.deploy.apps import client
-from glocal.deploy.conductor import RunServer
-from glocal.deploy.device import RunClient, predict_classes
-from glocal.deploy.flower import inner_client
-from glocal.deploy.flower.contract import Instructions
+from glocal.deploy.client import RunClient, predict_classes
+from glocal.deploy.flower import client_internals
+from glocal.deploy.flower.protocol import Instructions
 from glocal.deploy.flower.records import from_record, read_reply, to_record
-from glocal.deploy.flower.server import RunLoop, messages, run_to_end
-from glocal.deploy.layout import add_client
+from glocal.deploy.flower.server_app import RunLoop, messages, run_to_end
+from glocal.deploy.formatting import format_journal_entry
 from glocal.deploy.project import Project
-from glocal.deploy.roster import read_registry
-from glocal.deploy.words import format_journal_entry
+from glocal.deploy.registry import read_registry
+from glocal.deploy.scaffold import add_client
+from glocal.deploy.server import RunServer
 from glocal.engines import Executor
 from glocal.evaluate.privacy import epsilon
 from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
@@ -46,7 +46,7 @@ from tests.world import distance
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
-    monkeypatch.setattr("glocal.deploy.flower.server._POLL", 0.01)
+    monkeypatch.setattr("glocal.deploy.flower.server_app._POLL", 0.01)
 
 
 def simulated(folder):
@@ -698,7 +698,7 @@ def test_nothing_that_a_masked_message_brings_along_is_run(tmp_path):
     np.lib.format.write_array_header_1_0(buffer, header)
     held = buffer.getvalue() + pickle.dumps(Touches(trace))
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        inner_client.parameters_to_ndarrays(Parameters([held], "numpy.ndarray"))
+        client_internals.parameters_to_ndarrays(Parameters([held], "numpy.ndarray"))
     assert not trace.exists()
     np.load(io.BytesIO(held), allow_pickle=True)
     assert trace.exists(), "the test would not see it"

@@ -13,11 +13,11 @@ from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectSto
 
 import glocal
 from glocal.core.errors import InputError
-from glocal.deploy.flower import inner_client, inner_server
+from glocal.deploy.flower import client_internals, server_internals
 
 DOCUMENTED = {"flwr.app", "flwr.clientapp", "flwr.serverapp"}
 SOURCE = Path(glocal.__file__).parent
-INSIDE = [Path(inner_client.__file__), Path(inner_server.__file__)]
+INSIDE = [Path(client_internals.__file__), Path(server_internals.__file__)]
 
 
 def imports(text):
@@ -81,8 +81,8 @@ USED = {
         "acknowledge_task_heartbeat": ["task_id"],
     },
     InMemoryObjectStore: {"get_object_tree": ["object_id"], "delete_objects_in_run": ["run_id"]},
-    inner_server: {"create_app": ["config", "superlink_lifespan_class"]},
-    inner_server.runtime: {
+    server_internals: {"create_app": ["config", "superlink_lifespan_class"]},
+    server_internals.runtime: {
         "acquire_task": ["request", "state"],
         "pull_task_input": ["request", "state", "task"],
         "push_task_output": ["request", "state", "task"],
@@ -91,14 +91,14 @@ USED = {
         "pull_messages": ["request", "state", "task"],
         "confirm_message_received": ["request", "state", "task"],
     },
-    inner_client.FleetHttpClient: {
+    client_internals.FleetHttpClient: {
         name: ["request"]
         for name in (
             "ActivateNode", "DeactivateNode", "SendNodeHeartbeat", "PullMessages", "PushMessages",
             "PullObject", "PushObject", "ConfirmMessageReceived",
         )
     },
-    inner_server.ControlHttpClient: {
+    server_internals.ControlHttpClient: {
         name: ["request"] for name in ("StartRun", "ListRuns", "ListNodes")
     },
 }  # fmt: skip
@@ -113,35 +113,35 @@ def test_what_is_called_takes_what_it_is_given(owner):
 
 
 def test_the_state_has_what_is_read_of_it():
-    state = inner_server.SuperLink("secret").state
+    state = server_internals.SuperLink("secret").state
     assert isinstance(state, InMemoryLinkState), "uploads would end on disk"
     names = ("nodes", "message_ins_store", "message_ins_id_to_message_res_id", "object_store")
     assert [name for name in names if not hasattr(state, name)] == []
 
 
 def test_flowers_server_is_configured_in_full():
-    given = {field.name for field in fields(inner_server._config("secret"))}
-    taken = {*inspect.signature(inner_server.SuperLinkLifespanConfig).parameters}
+    given = {field.name for field in fields(server_internals._config("secret"))}
+    taken = {*inspect.signature(server_internals.SuperLinkLifespanConfig).parameters}
     assert given == taken
     assert len(taken) == 22, f"flwr {version('flwr')} has other settings; see what the new ones open"
 
 
 def test_flowers_own_locks_are_shut_behind_the_gates_too():
     """Should a gate fail, Flower still asks for keys and for the secret, and starts nothing by itself."""
-    config = inner_server._config("secret")
+    config = server_internals._config("secret")
     assert config.enable_supernode_auth
     assert config.isolation == "process"
     plugin = config.authn_plugin
     for given, known in (("secret", True), ("secre", False), (b"secret", True), ("", False)):
-        shown = [(inner_server.ACCESS_TOKEN_KEY, given)] if given else []
+        shown = [(server_internals.ACCESS_TOKEN_KEY, given)] if given else []
         valid, account = plugin.validate_tokens_in_metadata(shown)
         assert (valid, account is not None) == (known, known)
     assert plugin.get_login_details() is plugin.get_auth_tokens("bottleneck") is None
 
 
 def test_another_version_of_flower_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr("glocal.deploy.processes.version", lambda _: "1.57.0")
-    from glocal.deploy.processes import require_flower
+    monkeypatch.setattr("glocal.deploy.preflight.version", lambda _: "1.57.0")
+    from glocal.deploy.preflight import require_flower
 
     with pytest.raises(InputError, match=r"Flower 1\.57\.0 is installed, 1\.41 or 1\.42 is needed; run: pip install"):
         require_flower()

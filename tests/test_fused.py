@@ -15,9 +15,9 @@ from glocal.core.modules import params_of
 from glocal.core.optimizers import adam, sgd
 from glocal.core.training import Proximal, Work, cross_entropy, local_train, supervised, with_augmentation, with_proximal
 from glocal.datasets import crop_and_flip
-from glocal.engines.fused import build
-from glocal.engines.fused.build import NoFusedStepError, load_step
-from glocal.engines.fused.on_cpu import FusedCpuTraining, merge_pulls
+from glocal.engines.fused import compiler
+from glocal.engines.fused.compiler import NoFusedStepError, load_step
+from glocal.engines.fused.cpu import FusedCpuTraining, merge_pulls
 
 CLASSES = 5
 MANY = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -320,16 +320,16 @@ def test_batched_devices_are_declined(fused):
 
 
 def test_the_step_is_compiled_once(fused, monkeypatch, tmp_path):
-    compiler = build._compiler()
+    command = compiler._compiler()
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "step.cpp")
+    monkeypatch.setattr(compiler, "SOURCE", tmp_path / "step.cpp")
     (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 0; }\n')
-    made = build.compile_library(compiler)
+    made = compiler.compile_library(command)
     stamp = made.stat().st_mtime_ns
-    assert build.compile_library(compiler) == made
+    assert compiler.compile_library(command) == made
     assert made.stat().st_mtime_ns == stamp
     (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 1; }\n')
-    assert build.compile_library(compiler) != made
+    assert compiler.compile_library(command) != made
     assert {path.suffix for path in made.parent.iterdir()} == {".so"}
 
 
@@ -344,7 +344,7 @@ def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
 
 def test_a_compiler_that_fails_is_quoted_in_one_line(fused, monkeypatch, tmp_path):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "step.cpp")
+    monkeypatch.setattr(compiler, "SOURCE", tmp_path / "step.cpp")
     (tmp_path / "step.cpp").write_text("this is no C++\n")
     with pytest.raises(NoFusedStepError, match=r"could not compile the C\+\+ step \(.*error.*\)$") as caught:
         load_step()

@@ -14,8 +14,8 @@ from torch import nn
 from glocal.core import optimizers, training
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
-from glocal.engines.fused.chain import parse_chain
-from glocal.engines.fused.on_gpu import local_train_batched, unsupported_reason
+from glocal.engines.fused.gpu import local_train_batched, unsupported_reason
+from glocal.engines.fused.layer_chain import parse_chain
 from glocal.engines.fused.tiles import Tile, default_tile
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,9 +35,9 @@ def kernels():
         pytest.skip("triton is not installed")
     if WHERE == "cpu" and not INTERPRETER_RUNS:
         pytest.skip("triton's interpreter does not run on this NumPy")
-    from glocal.engines.fused import kernels
+    from glocal.engines.fused import linear_kernels
 
-    if WHERE == "cpu" and type(kernels.linear_forward).__name__ != "InterpretedFunction":
+    if WHERE == "cpu" and type(linear_kernels.linear_forward).__name__ != "InterpretedFunction":
         pytest.skip("triton was imported without its interpreter before")
     return kernels
 
@@ -259,7 +259,7 @@ def test_a_graph_can_hold_a_round():
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: name)
+    monkeypatch.setattr("glocal.engines.fused.gpu.find_spec", lambda name: name)
 
 
 def reason(model, inputs=(9,), *, optimizer=None, dtype=torch.float32, **changes):
@@ -282,10 +282,10 @@ def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
 
 
 def test_without_triton_it_is_declined(monkeypatch):
-    monkeypatch.setattr("glocal.engines.fused.on_gpu.find_spec", lambda name: None)
+    monkeypatch.setattr("glocal.engines.fused.gpu.find_spec", lambda name: None)
     assert reason(mlp(9, 5, CLASSES)) == "triton is not installed"
 
 
 def test_importing_needs_no_triton():
-    code = "import sys; sys.modules['triton'] = None; import glocal.engines.fused.on_gpu"
+    code = "import sys; sys.modules['triton'] = None; import glocal.engines.fused.gpu"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,7 +15,7 @@ from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import Message, Metadata
 from flwr.proto.node_pb2 import Node
 
-from glocal.deploy.flower import gate, inner_server
+from glocal.deploy.flower import gate, server_internals
 
 ORDER_P384 = int(
     "ffffffffffffffffffffffffffffffffffffffffffffffffc7634d81f4372ddf581a0db248b0a77aecec196accc52973",
@@ -37,9 +37,9 @@ class Key:
         stamp = (at or datetime.now(UTC)).isoformat().encode() if stamp is None else stamp
         signature = self.private.sign(stamp, ec.ECDSA(hashes.SHA256()))
         return [
-            (inner_server.KEY_HEADER, b64encode(self.public)),
-            (inner_server.TIME_HEADER, stamp),
-            (inner_server.SIGNATURE_HEADER, b64encode(signature)),
+            (server_internals.KEY_HEADER, b64encode(self.public)),
+            (server_internals.TIME_HEADER, stamp),
+            (server_internals.SIGNATURE_HEADER, b64encode(signature)),
             (b"content-length", str(length).encode()),
         ]
 
@@ -128,10 +128,10 @@ def test_nobody_finds_another_route_than_those_of_the_fleet(path, door):
 
 
 def test_every_route_that_flower_has_is_behind_the_gate_but_the_ten_of_the_fleet(door):
-    routes = inner_server.SuperLink("secret").app.openapi()["paths"]
+    routes = server_internals.SuperLink("secret").app.openapi()["paths"]
     let_through = {path for path in routes if door.ask(path, door.first.headers()) == 200}
-    assert let_through - {"/health"} == {*inner_server.FLEET_ROUTES} - {PUSH}
-    assert {*inner_server.FLEET_ROUTES, *inner_server.CONTROL_ROUTES} <= {*routes}
+    assert let_through - {"/health"} == {*server_internals.FLEET_ROUTES} - {PUSH}
+    assert {*server_internals.FLEET_ROUTES, *server_internals.CONTROL_ROUTES} <= {*routes}
 
 
 def test_the_health_of_the_server_says_nothing_else(door):
@@ -147,9 +147,9 @@ def spoilt(headers, name, value):
 STRANGERS = {
     "no headers": lambda door: [],
     "an unknown key": lambda door: Key().headers(),
-    "another's signature": lambda door: spoilt(door.first.headers(), inner_server.KEY_HEADER, b64encode(door.second.public)),
-    "no signature": lambda door: spoilt(door.first.headers(), inner_server.SIGNATURE_HEADER, b""),
-    "no base64": lambda door: spoilt(door.first.headers(), inner_server.KEY_HEADER, b"###"),
+    "another's signature": lambda door: spoilt(door.first.headers(), server_internals.KEY_HEADER, b64encode(door.second.public)),
+    "no signature": lambda door: spoilt(door.first.headers(), server_internals.SIGNATURE_HEADER, b""),
+    "no base64": lambda door: spoilt(door.first.headers(), server_internals.KEY_HEADER, b"###"),
     "a minute old": lambda door: door.first.headers(datetime.now(UTC) - timedelta(seconds=61)),
     "of the future": lambda door: door.first.headers(datetime.now(UTC) + timedelta(seconds=10)),
     "of no time zone": lambda door: door.first.headers(stamp=b"2026-01-01T00:00:00"),
@@ -175,12 +175,12 @@ def test_a_recorded_request_is_refused_with_a_second_valid_signature_too(door):
     """Of an ECDSA signature (r, s), anybody can make (r, n - s), which is as valid."""
     recorded = door.first.headers()
     assert door.ask(PULL, recorded) == 200
-    signature = dict(recorded)[inner_server.SIGNATURE_HEADER]
+    signature = dict(recorded)[server_internals.SIGNATURE_HEADER]
     r, s = decode_dss_signature(__import__("base64").b64decode(signature))
     twin = encode_dss_signature(r, ORDER_P384 - s)
-    stamp = dict(recorded)[inner_server.TIME_HEADER]
-    assert inner_server.is_signed_by(door.first.public, stamp, twin)
-    again = spoilt(recorded, inner_server.SIGNATURE_HEADER, b64encode(twin))
+    stamp = dict(recorded)[server_internals.TIME_HEADER]
+    assert server_internals.is_signed_by(door.first.public, stamp, twin)
+    again = spoilt(recorded, server_internals.SIGNATURE_HEADER, b64encode(twin))
     assert door.ask(PULL, again) == 401
 
 

@@ -83,8 +83,8 @@ PARTITIONS = {
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_another_seed_deals_examples_otherwise(partition):
-    deal = PARTITIONS[partition]()
-    federations = [glocal.partition(dataset(), partition, seed=seed) for seed in (0, 0, 1)]
+    partitioner = PARTITIONS[partition]()
+    federations = [glocal.partition(dataset(), partitioner, seed=seed) for seed in (0, 0, 1)]
     first, again, other = map(parts, federations)
     assert first == again
     assert all(first[part] != other[part] for part in first)

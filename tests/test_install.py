@@ -21,10 +21,10 @@ IMPORTED_AS = {"scikit-learn": "sklearn", "pillow": "PIL", "dp-accounting": "dp_
 OPTIONAL = (
     "deploy/flower/",
     "deploy/",
-    "cli/deploys.py",
-    "engines/fused/kernels.py",
+    "cli/deploy_actions.py",
+    "engines/fused/linear_kernels.py",
     "engines/fused/conv_kernels.py",
-    "engines/fused/launches.py",
+    "engines/fused/layers.py",
 )
 
 

@@ -34,7 +34,7 @@ from glocal.personalize.onboarding import (
     select_ensemble,
     train_alone,
 )
-from glocal.studies.joins import JoinTrialSettings
+from glocal.studies.join_trial import JoinTrialSettings
 from test_cli import complaint, run
 
 PLAN = Plan(rounds=4, clients_per_round=3, batch_size=4, seed=5)

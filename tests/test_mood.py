@@ -23,20 +23,20 @@ from glocal.core.split import Split
 from glocal.core.training import cross_entropy
 from glocal.datasets import Texts, load, load_texts, partition_texts
 from glocal.datasets.federated import from_tensors
-from glocal.datasets.mood import MAX_WORDS, UNKNOWN_WORD, VOCABULARY_SIZE, build_vocabulary, read_texts, tokenize
-from glocal.evaluate.bag_of_words import baselines
+from glocal.datasets.texts import MAX_WORDS, UNKNOWN_WORD, VOCABULARY_SIZE, build_vocabulary, read_texts, tokenize
 from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
+from glocal.evaluate.text_baselines import baselines
 from glocal.federate.rounds import simulate
 from glocal.report import draw_study, study_markdown
 from glocal.studies.build import build_components, build_split, default_model
 from glocal.studies.findings import read_findings
 from glocal.studies.mood import SHARES
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import run_parts, write_study
 from glocal.studies.recurrent import BiLstm, mood_lstm
+from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.run import read_results, run_study
 from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
-from glocal.studies.tries import best_restarts, restarts_of
+from glocal.studies.study_parts import run_parts, write_study
 
 SECRET = "xylophonist"  # a word that no file and no output may hold
 

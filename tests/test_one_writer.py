@@ -11,7 +11,7 @@ import pytest
 
 import glocal
 import world
-from glocal.cli.joins import reserve_folder
+from glocal.cli.join import reserve_folder
 from glocal.core.errors import InputError
 from glocal.core.files import lock_folder, read_rows
 from glocal.core.sampling import Availability
@@ -19,8 +19,8 @@ from glocal.federate.kinds import Kind, fit_kinds
 from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from glocal.studies import run_study
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import write_study
 from glocal.studies.settings import from_dict
+from glocal.studies.study_parts import write_study
 from test_cli import complaint, run
 
 PLAN = glocal.Plan(rounds=2, clients_per_round=3, batch_size=5)

@@ -15,12 +15,12 @@ from glocal.federate import fitting
 from glocal.federate.fitting import Options
 from glocal.studies import lenet5, mlp, paper
 from glocal.studies.findings import Findings, confidence_interval, part_folder, read_findings
-from glocal.studies.joined import merge_findings
+from glocal.studies.merge_findings import merge_findings
 from glocal.studies.paper import CLASSES, FINE_TUNED, PAPER, published
-from glocal.studies.parts import read_parts, run_parts, write_study
 from glocal.studies.run import resolve
 from glocal.studies.settings import DataSettings, ExperimentSettings, ModelSettings, PlanSettings, Settings, SplitSettings
 from glocal.studies.study import Claim, Measurement, PublishedRow, Score, Study, StudyPart
+from glocal.studies.study_parts import read_parts, run_parts, write_study
 
 MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
 FEDAVG_ROUNDS = {"mnist": 800, "cifar10": 1800}

@@ -13,7 +13,7 @@ from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError
 from glocal.core.sampling import IntArray
 from glocal.datasets import Dataset, Partitioner, class_counts, dirichlet, iid, natural, partition, random_shards, shards
-from glocal.datasets.partition import apportion
+from glocal.datasets.partitions import apportion
 
 
 def fresh(seed: int = 0) -> np.random.Generator:

@@ -8,7 +8,7 @@ from torch import nn
 import glocal
 import world
 from glocal.core.sampling import Availability
-from glocal.evaluate import accuracy
+from glocal.evaluate import evaluation
 from glocal.federate.fitting import Options, Pretraining
 from glocal.federate.kinds import Kind, fit_kinds
 from glocal.federate.scenario import Chapter, Scenario, fit_scenario
@@ -140,15 +140,15 @@ def test_what_another_algorithm_began_with_is_not_taken(tmp_path, caplog):
 
 
 def test_tests_keep_to_the_engine_that_they_began_with(tmp_path, monkeypatch):
-    began, real = [], accuracy.Executor
+    began, real = [], evaluation.Executor
     (algorithm, model), federation = adam(), world.federation()
 
-    def spy(*rest, engine, choice=None, **more):
+    def spy(*rest, engine, execution_plan=None, **more):
         if engine != "looped":  # which the averaged model is tested on
-            began.append(choice and choice.engine)
-        return real(*rest, engine=engine, choice=choice, **more)
+            began.append(execution_plan and execution_plan.engine)
+        return real(*rest, engine=engine, execution_plan=execution_plan, **more)
 
-    monkeypatch.setattr(accuracy, "Executor", spy)
+    monkeypatch.setattr(evaluation, "Executor", spy)
     for rounds in (1, 2):
         plan = glocal.Plan(rounds, clients_per_round=3, batch_size=5)
         glocal.fit(algorithm, model, federation, plan, folder=tmp_path)

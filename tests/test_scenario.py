@@ -19,7 +19,7 @@ from glocal.core.files import read_rows
 from glocal.core.modules import params_of
 from glocal.core.sampling import Availability, Plan, sample_available, sample_clients
 from glocal.datasets.federated import FederatedData
-from glocal.datasets.rotate import add_rotated_copies, rotate_images
+from glocal.datasets.rotation import add_rotated_copies, rotate_images
 from glocal.engines import Executor
 from glocal.evaluate.forgetting import AccuracyHistory
 from glocal.federate.fitting import Case, Options, fit

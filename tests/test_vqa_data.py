@@ -18,7 +18,7 @@ from glocal import datasets
 from glocal.cli import main
 from glocal.core.errors import InputError
 from glocal.datasets.features import extract_features, standardize
-from glocal.datasets.pictures import ImageTable, find_images
+from glocal.datasets.image_table import ImageTable, find_images
 from glocal.datasets.vqa import read_questions, read_vqa
 from glocal.evaluate import vqa_accuracy
 from tests import shapes
@@ -90,7 +90,7 @@ def test_gzipped_files_and_folders_of_pictures_are_read_alike(world, tmp_path):
 
 def test_pictures_are_decoded_once_and_mapped_from_then_on(world, monkeypatch):
     first = read_vqa(*world, size=16)[2].pictures
-    monkeypatch.setattr("glocal.datasets.pictures._decode_into", None)
+    monkeypatch.setattr("glocal.datasets.image_table._decode_into", None)
     assert torch.equal(read_vqa(*world, size=16)[2].pictures.table, first.table)
 
 
@@ -568,7 +568,7 @@ def test_a_table_in_another_order_of_memory_is_seen_alike(on_cpu):
 
 def test_how_far_decoding_has_come_is_told_where_it_takes_long(world, monkeypatch, caplog):
     caplog.set_level("INFO", "glocal")
-    monkeypatch.setattr("glocal.datasets.pictures._LOG_EVERY", 10)
+    monkeypatch.setattr("glocal.datasets.image_table._LOG_EVERY", 10)
     read_vqa(*world, size=12)
     assert caplog.messages == [f"decoding 24 pictures, once: {done} are done" for done in (0, 10, 20)]
 

@@ -19,8 +19,8 @@ from glocal.core.store import PrivateStates
 from glocal.core.training import cross_entropy
 from glocal.datasets.features import extract_features
 from glocal.datasets.federated import from_tensors
-from glocal.datasets.pictures import ImageTable
-from glocal.engines.tasks import ClientTask, run_one
+from glocal.datasets.image_table import ImageTable
+from glocal.engines.protocol import ClientTask, run_one
 from glocal.evaluate import Evaluator, local_test, vqa_accuracy
 from glocal.federate.rounds import simulate
 from glocal.studies.vqa_model import SHARED, Block, Lstm, ResNet, Sizes, Trunk, load_weights, vqa_net

@@ -29,10 +29,9 @@ from glocal.report.goals import draw_goal, goal_cells, ways_to_goal
 from glocal.studies import run_study
 from glocal.studies.build import build_components
 from glocal.studies.findings import Findings, read_findings, write_findings
-from glocal.studies.goals import goal_accuracy, goal_cost
+from glocal.studies.goal_cost import goal_accuracy, goal_cost
 from glocal.studies.paper import PAPER
-from glocal.studies.parts import run_parts, write_study
-from glocal.studies.saved import open_experiment
+from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
@@ -43,6 +42,7 @@ from glocal.studies.settings import (
     SplitSettings,
     with_overrides,
 )
+from glocal.studies.study_parts import run_parts, write_study
 from glocal.studies.vqa_model import ResNet
 from tests import shapes
 

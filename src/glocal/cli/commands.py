@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from glocal.cli.deploy_commands import deploy_app
-from glocal.cli.usage import require_command
+from glocal.cli.typer_compat import require_command
 from glocal.core.errors import InputError, suggest_name
 
 app = typer.Typer(
@@ -51,7 +51,7 @@ def start(context: typer.Context) -> None:
 @app.command()
 def demo(out: Out = None, engine: EngineName = None) -> None:
     """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
-    from glocal.cli.running import free_folder, run_and_report
+    from glocal.cli.run import free_folder, run_and_report
     from glocal.studies import STUDIES, with_overrides
 
     run_and_report(with_overrides(STUDIES["digits"], _overrides(engine=engine)), out or free_folder(Path("runs/demo")))
@@ -110,11 +110,11 @@ def run(
     out: Out = None,
 ) -> None:
     """Run a study and write its report."""
-    from glocal.cli.running import free_folder, run_and_report, start_parts
+    from glocal.cli.run import free_folder, run_and_report, start_parts
     from glocal.studies import STUDIES, from_toml, with_overrides
     from glocal.studies.paper import PAPER
-    from glocal.studies.parts import is_study
     from glocal.studies.run import is_run, slug
+    from glocal.studies.study_parts import is_study
 
     overrides = [*(changes or []), *_overrides(engine=engine, device=device, seeds=seeds)]
     if out is not None and (is_run(out) or is_study(out)):
@@ -137,10 +137,10 @@ def run(
 @app.command()
 def resume(folder: RunFolder, changes: Overrides = None, engine: EngineName = None) -> None:
     """Go on with a run that was stopped, to the same bits as if it never had been."""
-    from glocal.cli.running import resume_parts, run_and_report
+    from glocal.cli.run import resume_parts, run_and_report
     from glocal.studies import with_overrides
-    from glocal.studies.parts import is_study, read_parts
     from glocal.studies.run import read_settings
+    from glocal.studies.study_parts import is_study, read_parts
 
     overrides = [*(changes or []), *_overrides(engine=engine)]
     if is_study(folder):
@@ -156,19 +156,19 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write a paper's study, if not into its own folder.")] = None,
 ) -> None:
     """Write a report anew; what several runs of one paper's study found goes into one."""
-    from glocal.cli.audits import show_audit
-    from glocal.cli.joins import show_join
-    from glocal.cli.running import report_study, show_results
-    from glocal.studies.parts import is_study
+    from glocal.cli.audit import show_audit
+    from glocal.cli.join import show_join
+    from glocal.cli.run import report_study, show_results
+    from glocal.studies.study_parts import is_study
 
     if len(folders) == 1 and (folders[0] / "join.json").exists():
         show_join(folders[0])
         return
     if len(folders) == 1 and (folders[0] / "live.json").exists():
-        from glocal.deploy.processes import require_flower
+        from glocal.deploy.preflight import require_flower
 
         require_flower()  # what shows the result imports it
-        from glocal.cli.deploys import show_result
+        from glocal.cli.deploy_actions import show_result
 
         show_result(folders[0])
         return
@@ -203,7 +203,7 @@ def join(
     out: Annotated[Path | None, typer.Option(help="Where to keep it; by default joined/NAME in the run's folder.")] = None,
 ) -> None:
     """Take a new device into a saved federation, by every way there is; the federation's own files stay as they are."""
-    from glocal.cli.joins import JoinTarget, join_client
+    from glocal.cli.join import JoinTarget, join_client
     from glocal.personalize.onboarding import JoinPlan
 
     target = JoinTarget(folder, experiment, seed, name, out)
@@ -230,7 +230,7 @@ def audit(
     out: Annotated[Path | None, typer.Option(help="Where to keep it; by default under audits/ in the run's folder.")] = None,
 ) -> None:
     """What a saved run gives away about a protected attribute, and how it treats groups; the run's own files stay as they are."""
-    from glocal.cli.audits import AuditTarget, audit_run
+    from glocal.cli.audit import AuditTarget, audit_run
     from glocal.studies.saved_audit import AuditQuery
 
     typed = _command_line(
@@ -357,7 +357,7 @@ def data_draw(
     from glocal.cli.progress import download_bars
     from glocal.cli.tables import print_class_counts
     from glocal.datasets import Texts, class_counts, load_any
-    from glocal.datasets.mood import CLASSES
+    from glocal.datasets.texts import CLASSES
     from glocal.studies import Settings, with_overrides
     from glocal.studies.build import partition_data
     from glocal.studies.settings import DataSettings
@@ -384,7 +384,7 @@ def data_samples(
     """Draw one image of each class, upright above and turned below."""
     from glocal.cli.progress import download_bars
     from glocal.datasets import load
-    from glocal.datasets.rotate import rotate_images
+    from glocal.datasets.rotation import rotate_images
     from glocal.report import draw_samples
 
     if out.suffix != ".png":

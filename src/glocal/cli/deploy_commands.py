@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from glocal.cli.usage import require_command
+from glocal.cli.typer_compat import require_command
 
 deploy_app = typer.Typer(
     invoke_without_command=True,
@@ -26,7 +26,7 @@ ShareMetrics = Annotated[
 @deploy_app.callback()
 def deploy(context: typer.Context) -> None:
     """Train on real devices: a server, devices and runs on Flower, with TLS and keys."""
-    from glocal.deploy.processes import require_flower
+    from glocal.deploy.preflight import require_flower
 
     require_command(context)
     require_flower()  # what the commands load imports it
@@ -42,8 +42,8 @@ def deploy_init(
     share_metrics: ShareMetrics = False,
 ) -> None:
     """Write a new deployment: certificates, keys, model, data function, settings, and a folder for each device."""
-    from glocal.cli.deploys import init
-    from glocal.deploy.layout import DeploymentSpec
+    from glocal.cli.deploy_actions import init
+    from glocal.deploy.scaffold import DeploymentSpec
 
     init(folder, DeploymentSpec(clients, host, port, rounds, share_metrics))
 
@@ -51,7 +51,7 @@ def deploy_init(
 @deploy_app.command("server")
 def deploy_server(folder: ServerFolder) -> None:
     """Run the server until it is stopped: who connects, every round, losses and bytes."""
-    from glocal.cli.supervised import run_server
+    from glocal.cli.deploy_processes import run_server
 
     run_server(folder)
 
@@ -64,7 +64,7 @@ def deploy_client(
 
     A gateway runs several: each has its own folder, key and private state, and they take turns.
     """
-    from glocal.cli.supervised import run_clients
+    from glocal.cli.deploy_processes import run_clients
 
     run_clients(folders)
 
@@ -72,7 +72,7 @@ def deploy_client(
 @deploy_app.command("run")
 def deploy_run(folder: ServerFolder, name: RunName = "first") -> None:
     """Start a run on a running server, and follow it to its report."""
-    from glocal.cli.deploys import run
+    from glocal.cli.deploy_actions import run
 
     run(folder, name)
 
@@ -80,7 +80,7 @@ def deploy_run(folder: ServerFolder, name: RunName = "first") -> None:
 @deploy_app.command("resume")
 def deploy_resume(folder: ServerFolder, name: RunName = "first") -> None:
     """Go on with a run from its last round, after a crash or with more rounds."""
-    from glocal.cli.deploys import resume
+    from glocal.cli.deploy_actions import resume
 
     resume(folder, name)
 
@@ -88,7 +88,7 @@ def deploy_resume(folder: ServerFolder, name: RunName = "first") -> None:
 @deploy_app.command("status")
 def deploy_status(folder: ServerFolder) -> None:
     """Who is connected, and how every run stands."""
-    from glocal.cli.deploys import status
+    from glocal.cli.deploy_actions import status
 
     status(folder)
 
@@ -100,7 +100,7 @@ def deploy_add_client(
     share_metrics: ShareMetrics = False,
 ) -> None:
     """Make a folder with a key for one more device; a running server lets it in."""
-    from glocal.cli.deploys import add
+    from glocal.cli.deploy_actions import add
 
     add(folder, name, share_metrics=share_metrics)
 
@@ -108,7 +108,7 @@ def deploy_add_client(
 @deploy_app.command("revoke")
 def deploy_revoke(folder: ServerFolder, name: Annotated[str, typer.Argument(help="The device, as `status` names it.")]) -> None:
     """Let a device in no longer, from its next request on."""
-    from glocal.cli.deploys import revoke_client
+    from glocal.cli.deploy_actions import revoke_client
 
     revoke_client(folder, name)
 
@@ -116,7 +116,7 @@ def deploy_revoke(folder: ServerFolder, name: Annotated[str, typer.Argument(help
 @deploy_app.command("join")
 def deploy_join(folder: ServerFolder, name: RunName = "first") -> None:
     """After training: newcomers learn their private part against the shared one, and every device tests its own model."""
-    from glocal.cli.deploys import join
+    from glocal.cli.deploy_actions import join
 
     join(folder, name)
 
@@ -129,7 +129,7 @@ def deploy_predict(
     out: Annotated[Path | None, typer.Option(help="Write the classes into this .npy file instead of printing them.")] = None,
 ) -> None:
     """Predict on the device, with its own model."""
-    from glocal.cli.deploys import predict
+    from glocal.cli.deploy_actions import predict
 
     predict(folder, source, name, out)
 
@@ -137,7 +137,7 @@ def deploy_predict(
 @deploy_app.command("renew")
 def deploy_renew_certificate(folder: ServerFolder) -> None:
     """A new certificate for the server under the same authority; devices need nothing new. Restart the server afterwards."""
-    from glocal.cli.deploys import renew_certificate
+    from glocal.cli.deploy_actions import renew_certificate
 
     renew_certificate(folder)
 
@@ -148,7 +148,7 @@ def deploy_demo(
     rounds: Annotated[int, typer.Option(help="How many rounds to train.")] = 3,
 ) -> None:
     """A server and four devices on this machine, for real, with digits: certificates, rounds, a table, a report."""
-    from glocal.cli.deploys import demo
-    from glocal.cli.running import free_folder
+    from glocal.cli.deploy_actions import demo
+    from glocal.cli.run import free_folder
 
     demo(out or free_folder(Path("runs/deploy-demo")), rounds=rounds)

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from glocal.cli.commands import app
-from glocal.cli.usage import UsageError
+from glocal.cli.typer_compat import UsageError
 from glocal.core.errors import GlocalWarning, InputError
 
 

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from glocal.cli.tables import format_bytes, format_percent
 from glocal.studies import StudyEvent
-from glocal.studies.parts import PartEvent
+from glocal.studies.study_parts import PartEvent
 
 
 def experiment_bars() -> Progress:

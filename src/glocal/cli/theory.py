@@ -26,7 +26,7 @@ from glocal.evaluate.theory import (
     unit_inputs,
 )
 from glocal.report.drawing import picture_kind
-from glocal.report.numerals import PERCENT
+from glocal.report.formatting import PERCENT
 from glocal.report.theory import TheoryResult, draw_mixture
 
 _INPUTS = {"uniform": uniform_inputs, "normal": normal_inputs, "unit": unit_inputs}

@@ -2,8 +2,7 @@
 
 from glocal.datasets.augment import crop_and_flip
 from glocal.datasets.fetch import ProgressCallback, RemoteFile
-from glocal.datasets.mood import Texts, partition_texts
-from glocal.datasets.partition import (
+from glocal.datasets.partitions import (
     Partitioner,
     class_counts,
     dirichlet,
@@ -15,6 +14,7 @@ from glocal.datasets.partition import (
     shards,
 )
 from glocal.datasets.sources import SOURCES, Dataset, Source, fetch_source, load, load_any, load_texts, source_status, verify_source
+from glocal.datasets.texts import Texts, partition_texts
 
 __all__ = [
     "SOURCES",

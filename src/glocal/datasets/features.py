@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from glocal.core.errors import InputError
 from glocal.core.paths import cache_folder
+from glocal.datasets.cache import Array, load_array, probe_rows, save_array
 from glocal.datasets.fetch import ProgressCallback, no_progress
-from glocal.datasets.kept import Array, load_array, probe_rows, save_array
-from glocal.datasets.pictures import ImageTable
-from glocal.wire.schema import pack
+from glocal.datasets.image_table import ImageTable
+from glocal.wire.gate import pack
 
 _BATCH_SIZES = {"cpu": 16}  # more at once leave a processor's cache, and take longer
 _DEFAULT_BATCH_SIZE = 256

@@ -23,10 +23,10 @@ from glocal.core.paths import cache_folder
 from glocal.core.sampling import make_rng
 from glocal.datasets import formats
 from glocal.datasets.adult import ATTRIBUTES, read_adult
+from glocal.datasets.cache import load_array, save_array
 from glocal.datasets.fetch import ProgressCallback, RemoteFile, digest, fetch, has_checksum, no_progress
 from glocal.datasets.formats import Bytes
-from glocal.datasets.kept import load_array, save_array
-from glocal.datasets.mood import Texts, read_texts
+from glocal.datasets.texts import Texts, read_texts
 from glocal.datasets.vqa import VQAMetadata, read_easy_vqa, read_vqa
 
 

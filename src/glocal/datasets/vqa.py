@@ -32,7 +32,7 @@ import torch
 from glocal.core.data import Examples
 from glocal.core.errors import InputError, describe_error
 from glocal.core.sampling import IntArray
-from glocal.datasets.pictures import ImageTable, decode_images, find_images, row_by_id
+from glocal.datasets.image_table import ImageTable, decode_images, find_images, row_by_id
 
 QuestionFiles = tuple[str | Path, str | Path]
 ANSWERS_PER_QUESTION = 10

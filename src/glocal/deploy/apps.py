@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from glocal.deploy.conductor import RunServer
-from glocal.deploy.device import RunClient
-from glocal.deploy.flower.client import client_app
-from glocal.deploy.flower.contract import Client, Server
-from glocal.deploy.flower.server import server_app
+from glocal.deploy.client import RunClient
+from glocal.deploy.flower.client_app import client_app
+from glocal.deploy.flower.protocol import Client, Server
+from glocal.deploy.flower.server_app import server_app
 from glocal.deploy.project import Project
+from glocal.deploy.server import RunServer
 
 
 def open_client(node_config: Mapping[str, object]) -> Client:

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from glocal.core.errors import InputError
 from glocal.core.files import lock_folder, restrict_permissions
-from glocal.deploy import child
+from glocal.deploy import child_process
 from glocal.deploy.certificates import CA, read_client_key, require_authority
+from glocal.deploy.client import STATE, RunClient
 from glocal.deploy.connection import Connection
-from glocal.deploy.device import STATE, RunClient
-from glocal.deploy.flower.client import client_app
-from glocal.deploy.flower.inner_client import ClientAppRunner, FleetConnection
-from glocal.deploy.layout import KEY
-from glocal.deploy.words import format_journal_entry
+from glocal.deploy.flower.client_app import client_app
+from glocal.deploy.flower.client_internals import ClientAppRunner, FleetConnection
+from glocal.deploy.formatting import format_journal_entry
+from glocal.deploy.scaffold import KEY
 
 Notify = Callable[[str], None]
 LOGS, NODE_FILE = "logs", "node"
@@ -62,8 +62,8 @@ def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None
         threads = [threading.Thread(target=_run_connection, args=pair) for pair in zip(own, connections, strict=False)]
         for thread in threads:
             thread.start()
-        while not stop.wait(child.ALIVE_INTERVAL):
-            child.send_to_supervisor()
+        while not stop.wait(child_process.ALIVE_INTERVAL):
+            child_process.send_to_supervisor()
         for connection in connections:
             connection.stop.set()
         for thread in threads:
@@ -122,4 +122,4 @@ class _PerClientLogs(logging.Handler):
 
 if __name__ == "__main__":
     logging.getLogger().addHandler(_PerClientLogs())
-    child.run(main)
+    child_process.run(main)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glocal.core.errors import describe_error
-from glocal.deploy.flower.inner_client import (
+from glocal.deploy.flower.client_internals import (
     HEARTBEAT,
     ClientAppRunner,
     FleetConnection,

@@ -27,9 +27,9 @@ from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.deploy.settings import ClientSettings, DeploymentSettings, read_settings
 from glocal.studies.build import OWN_TEST_FRACTION, Components, build_algorithm, build_model
-from glocal.studies.own import call_user_function, import_function
 from glocal.studies.run import plans_of
 from glocal.studies.settings import Settings, from_toml
+from glocal.studies.user_functions import call_user_function, import_function
 from glocal.wire import pack
 
 STUDY, DEPLOYMENT, CLIENT = "study.toml", "deploy.toml", "device.toml"

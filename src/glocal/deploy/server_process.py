@@ -23,18 +23,18 @@ import uvicorn
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.files import lock_folder, read_rows, write_secret
-from glocal.deploy import child
+from glocal.deploy import child_process
 from glocal.deploy.certificates import SERVER, SERVER_KEY, days_left, require_server_certificate
-from glocal.deploy.conductor import ROWS, RUNS, RunServer
 from glocal.deploy.flower.gate import FleetGate, OperatorGate
-from glocal.deploy.flower.inner_server import Grid, SuperLink, public_key_bytes, run_tasks
-from glocal.deploy.flower.server import run_to_end
-from glocal.deploy.layout import CERTIFICATES, SECRET, SOCKET
-from glocal.deploy.operating import require_accountant, server_address
-from glocal.deploy.processes import require_free_port
+from glocal.deploy.flower.server_app import run_to_end
+from glocal.deploy.flower.server_internals import Grid, SuperLink, public_key_bytes, run_tasks
+from glocal.deploy.formatting import format_round
+from glocal.deploy.preflight import require_free_port
 from glocal.deploy.project import Project
-from glocal.deploy.roster import REGISTRY, active_entries, read_registry
-from glocal.deploy.words import format_round
+from glocal.deploy.registry import REGISTRY, active_entries, read_registry
+from glocal.deploy.runtime import require_accountant, server_address
+from glocal.deploy.scaffold import CERTIFICATES, SECRET, SOCKET
+from glocal.deploy.server import ROWS, RUNS, RunServer
 from glocal.studies.run import slug
 
 Notify = Callable[[str], None]
@@ -150,7 +150,7 @@ async def _serve_until_stopped(stop: threading.Event, watch: "_StatusMonitor", *
             watch.registered.nodes()  # a new device is let in before it asks
             with suppress(InputError, OSError, LookupError):  # who reads damaged rows names them
                 await asyncio.to_thread(watch.poll)
-            child.send_to_supervisor()
+            child_process.send_to_supervisor()
     for server in servers:
         server.should_exit = True
 
@@ -266,4 +266,4 @@ class _StatusMonitor:
 
 
 if __name__ == "__main__":
-    child.run(main)
+    child_process.run(main)

@@ -27,8 +27,8 @@ from glocal.core.training import (
 )
 from glocal.core.trees import Params
 from glocal.engines.conv_matmul import ConvAsMatmul
-from glocal.engines.fused.chain import LayerChain, parse_chain
-from glocal.engines.fused.on_gpu import local_train_batched, unsupported_reason
+from glocal.engines.fused.gpu import local_train_batched, unsupported_reason
+from glocal.engines.fused.layer_chain import LayerChain, parse_chain
 from glocal.engines.traced import FlatStep, StepSignature, StepState, is_traceable, make_flat_step, trace_step
 
 StepCompiler = Callable[[FlatStep], FlatStep]

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map
 
 from glocal.core.data import Examples
 from glocal.core.errors import GlocalWarning, InputError, describe_error
-from glocal.engines.engine import EngineConfig, ExecutionPlan, precision
-from glocal.engines.forms import build_engine
+from glocal.engines.config import EngineConfig, ExecutionPlan, precision
+from glocal.engines.factory import build_engine
 from glocal.engines.planning import ProbeSetup, fallbacks_for, plan_execution
-from glocal.engines.tasks import ClientFunction, ClientResults, ClientTask, Engine, ResultT, to_device, tree_bytes
+from glocal.engines.protocol import ClientFunction, ClientResults, ClientTask, Engine, ResultT, to_device, tree_bytes
 
 _CHUNK_BYTES = 2**30
 _CHUNK_SHARE = 0.25  # of a GPU's memory

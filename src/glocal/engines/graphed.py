@@ -11,7 +11,7 @@ from glocal.core.data import Examples
 from glocal.core.sampling import IntArray, pad_and_stack
 from glocal.core.training import LocalTrainer, Work
 from glocal.core.trees import Params
-from glocal.engines.tasks import ClientFunction, ClientResults, ClientTask, ResultT, count_full_steps, to_device
+from glocal.engines.protocol import ClientFunction, ClientResults, ClientTask, ResultT, count_full_steps, to_device
 from glocal.engines.vmapped import vmap_clients
 
 _MAX_GRAPHS = 24

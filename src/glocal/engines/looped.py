@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from glocal.core.data import Examples
-from glocal.engines.tasks import (
+from glocal.engines.protocol import (
     ClientFunction,
     ClientResults,
     ClientTask,

@@ -12,11 +12,11 @@ import torch
 
 from glocal.core.data import Examples
 from glocal.core.errors import describe_error
+from glocal.engines.config import EngineConfig, ExecutionPlan, available_cores, cache_plan, load_cached_plan
 from glocal.engines.conv_matmul import ConvAsMatmul
-from glocal.engines.engine import EngineConfig, ExecutionPlan, available_cores, cache_plan, load_cached_plan
-from glocal.engines.forms import build_engine
-from glocal.engines.fused.build import NoFusedStepError
-from glocal.engines.tasks import ClientFunction, ClientTask
+from glocal.engines.factory import build_engine
+from glocal.engines.fused.compiler import NoFusedStepError
+from glocal.engines.protocol import ClientFunction, ClientTask
 
 _MIN_STEPS_TO_MEASURE = 300  # steps, one after the other, in the whole run
 _MIN_STEPS_TO_COMPILE = 20_000

@@ -10,8 +10,8 @@ from glocal.core.data import Examples
 from glocal.core.optimizers import Optimizer
 from glocal.core.training import Objective, Work
 from glocal.core.trees import Params
-from glocal.engines.fused.on_cpu import FusedCpuTraining
-from glocal.engines.tasks import ClientFunction, ClientResults, ClientTask, ResultT, run_one, use_num_threads
+from glocal.engines.fused.cpu import FusedCpuTraining
+from glocal.engines.protocol import ClientFunction, ClientResults, ClientTask, ResultT, run_one, use_num_threads
 
 
 class ThreadPool(Generic[ResultT]):

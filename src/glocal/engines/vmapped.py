@@ -12,7 +12,7 @@ from glocal.core.data import Examples
 from glocal.core.sampling import pad_and_stack
 from glocal.core.training import Work
 from glocal.core.trees import Params
-from glocal.engines.tasks import (
+from glocal.engines.protocol import (
     ClientFunction,
     ClientResults,
     ClientTask,

@@ -25,7 +25,7 @@ from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.training import LocalTrainer
 from glocal.core.trees import Params
-from glocal.engines.tasks import ClientFunction, ClientResults, ClientTask, ResultT, run_one, seeded_rng, use_num_threads
+from glocal.engines.protocol import ClientFunction, ClientResults, ClientTask, ResultT, run_one, seeded_rng, use_num_threads
 
 _CACHE_LINE = 64  # tensors start at a cache line
 _SPARE_BYTES = 2**20

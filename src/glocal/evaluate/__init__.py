@@ -1,7 +1,7 @@
 """How good the models are, for the devices that trained them and for new ones."""
 
 from glocal.evaluate import leakage, theory
-from glocal.evaluate.accuracy import (
+from glocal.evaluate.evaluation import (
     Accuracies,
     AccuracySummary,
     Evaluator,

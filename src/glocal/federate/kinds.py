@@ -22,7 +22,7 @@ from glocal.core.training import cross_entropy
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, EngineConfig, Executor, ResolvedEngine
-from glocal.engines.tasks import to_device, unstack_rows
+from glocal.engines.protocol import to_device, unstack_rows
 from glocal.evaluate import Evaluator, Metric, accuracy
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import (

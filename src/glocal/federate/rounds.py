@@ -16,9 +16,9 @@ from glocal.core.errors import InputError
 from glocal.core.sampling import Availability, IntArray, Plan, client_batches, client_key, sample_available, sample_clients
 from glocal.core.store import PrivateStates, State, fitting_gpu_rows
 from glocal.core.trees import Params
-from glocal.engines.engine import EngineConfig
+from glocal.engines.config import EngineConfig
 from glocal.engines.executor import Executor
-from glocal.engines.tasks import ClientResults, ClientTask, to_device, unstack_rows
+from glocal.engines.protocol import ClientResults, ClientTask, to_device, unstack_rows
 from glocal.wire import Ledger, admit
 
 

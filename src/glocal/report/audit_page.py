@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from glocal.core.files import Json, read_json
-from glocal.report.audit_words import (
+from glocal.report.audit_text import (
     CHANCE_AUC,
     CLIENTS_NOTE,
     KNOWLEDGE,
@@ -21,9 +21,9 @@ from glocal.report.audit_words import (
     with_interval,
 )
 from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
-from glocal.report.looks import COLOURS, MARKERS, LineStyle, legend, line_sample
-from glocal.report.numerals import PERCENT, pluralize
+from glocal.report.formatting import PERCENT, pluralize
 from glocal.report.page import section, write_page
+from glocal.report.styles import COLOURS, MARKERS, LineStyle, legend, line_sample
 from glocal.report.tables import boxed_table, scrolling
 
 _OPEN = 20  # so many devices are shown unfolded

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 
 from glocal.core.files import Json
-from glocal.report.numerals import mean_std_percent
-from glocal.report.reading import ExperimentRecord, RunData
+from glocal.report.formatting import mean_std_percent
+from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table, grouped_head
 
 AUDITS_NOTE = (

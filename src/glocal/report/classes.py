@@ -11,8 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from glocal.core.errors import InputError
 from glocal.core.sampling import IntArray
 from glocal.report.drawing import Drawing, colour_theme, new_figure, picture_kind, save_picture
-from glocal.report.looks import COLOURS
-from glocal.report.numerals import pluralize
+from glocal.report.formatting import pluralize
+from glocal.report.styles import COLOURS
 
 
 def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:

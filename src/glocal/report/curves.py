@@ -11,9 +11,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, 
 
 from glocal.core.files import Json
 from glocal.report.drawing import Drawing, new_axes, plot_mean_and_range
-from glocal.report.looks import MARKERS, legend, line_sample
-from glocal.report.numerals import PERCENT, pluralize, size, unit_of
-from glocal.report.reading import ExperimentRecord, RunData
+from glocal.report.formatting import PERCENT, pluralize, size, unit_of
+from glocal.report.run_data import ExperimentRecord, RunData
+from glocal.report.styles import MARKERS, legend, line_sample
 
 
 class Curve(NamedTuple):

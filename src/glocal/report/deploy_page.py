@@ -8,9 +8,9 @@ from matplotlib.ticker import MaxNLocator
 
 from glocal.core.files import Json, read_json, read_rows
 from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
-from glocal.report.looks import legend, line_sample, nth_line_style
-from glocal.report.numerals import PERCENT, pluralize, size
+from glocal.report.formatting import PERCENT, pluralize, size
 from glocal.report.page import section, write_page
+from glocal.report.styles import legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
 
 _PURPOSES = {

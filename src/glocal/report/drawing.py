@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from glocal.core.errors import InputError
 from glocal.core.files import atomic_write
-from glocal.report.looks import LineStyle
+from glocal.report.styles import LineStyle
 
 # stand-ins that the page's own colours take the place of, so that a figure follows its theme
 FOREGROUND, BACKGROUND = "#0a0b0c", "#fafbfc"

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from glocal.core.files import Json
 from glocal.report.comparison import row_names
 from glocal.report.drawing import Drawing, new_figure, plot_mean_and_range
-from glocal.report.looks import COLOURS, LineStyle, legend, line_sample, nth_line_style
-from glocal.report.numerals import BILLION, PERCENT, size
+from glocal.report.formatting import BILLION, PERCENT, size
+from glocal.report.styles import COLOURS, LineStyle, legend, line_sample, nth_line_style
 from glocal.studies.findings import Findings
-from glocal.studies.goals import GoalCost, goal_accuracy, goal_cost, mean_over_seeds, without_seed
+from glocal.studies.goal_cost import GoalCost, goal_accuracy, goal_cost, mean_over_seeds, without_seed
 
 GOAL_HEADS = (
     "Method",

@@ -9,9 +9,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from glocal.core.files import Json, atomic_write, read_json
 from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
-from glocal.report.looks import LineStyle, legend, line_sample, nth_line_style
-from glocal.report.numerals import PERCENT, pluralize, size
+from glocal.report.formatting import PERCENT, pluralize, size
 from glocal.report.page import section, write_page
+from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
 
 _DESCRIPTIONS = {

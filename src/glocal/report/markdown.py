@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from glocal.report.comparison import ComparisonTable, sweep_points, table_1, tables_of
 from glocal.report.goals import GOAL_HEADS, goal_cells, goal_text, ways_to_goal
-from glocal.report.words import (
+from glocal.report.study_text import (
     CLAIM_HEADS,
     SPLIT_HEADS,
     SPLITS_NOTE,

@@ -9,8 +9,8 @@ from matplotlib.ticker import MaxNLocator
 
 from glocal.report.comparison import seeds_of
 from glocal.report.drawing import Drawing, new_figure
-from glocal.report.looks import COLOURS, LineStyle, legend, line_sample
-from glocal.report.numerals import PERCENT
+from glocal.report.formatting import PERCENT
+from glocal.report.styles import COLOURS, LineStyle, legend, line_sample
 from glocal.studies.findings import Findings
 from glocal.studies.mood import BASELINES, DIRECTIONS, FINE_TUNED, SHARES
 from glocal.studies.study import Measurement

@@ -9,15 +9,15 @@ from string import Template
 
 from glocal.core.files import write_text
 from glocal.datasets import SOURCES
-from glocal.report.arrivals import GROUPS_NOTE, draw_groups, groups_table
 from glocal.report.audits import AUDITS_NOTE, audits_table
 from glocal.report.classes import draw_partition
 from glocal.report.curves import draw_accuracy_by_bytes, draw_loss, draw_validation
+from glocal.report.dot_plots import draw_bytes_by_purpose, draw_client_accuracy, draw_tests
 from glocal.report.drawing import BACKGROUND, FOREGROUND, colour_theme, figure_html
-from glocal.report.newcomers import NEW_CLIENTS_NOTE, new_clients_table
-from glocal.report.numerals import PERCENT, pluralize
-from glocal.report.reading import ExperimentRecord, RunData, read_run
-from glocal.report.rungs import draw_bytes_by_purpose, draw_client_accuracy, draw_tests
+from glocal.report.formatting import PERCENT, pluralize
+from glocal.report.groups import GROUPS_NOTE, draw_groups, groups_table
+from glocal.report.new_clients import NEW_CLIENTS_NOTE, new_clients_table
+from glocal.report.run_data import ExperimentRecord, RunData, read_run
 from glocal.report.tables import client_table, results_note, results_table, scrolling
 
 

@@ -16,10 +16,10 @@ from matplotlib.ticker import MaxNLocator
 from glocal.core.files import atomic_write
 from glocal.report.comparison import SweepPoint, published_score, seeds_of, sweep_points
 from glocal.report.drawing import Drawing, colour_theme, new_axes, new_figure, plot_mean_and_range
+from glocal.report.formatting import BILLION, PERCENT
 from glocal.report.goals import draw_goal
-from glocal.report.looks import COLOURS, LineStyle, hollow_sample, legend, line_sample
 from glocal.report.mood import draw_mood
-from glocal.report.numerals import BILLION, PERCENT
+from glocal.report.styles import COLOURS, LineStyle, hollow_sample, legend, line_sample
 from glocal.report.tradeoff import draw_tradeoff
 from glocal.studies.findings import Findings
 from glocal.studies.mood import MOOD

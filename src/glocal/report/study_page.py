@@ -10,8 +10,7 @@ from glocal.report.drawing import BACKGROUND, FOREGROUND, colour_theme, figure_h
 from glocal.report.goals import GOAL_HEADS, goal_cells, goal_text, ways_to_goal
 from glocal.report.page import figure_grid, section, write_page
 from glocal.report.study_figures import study_drawings
-from glocal.report.tables import boxed_table, grouped_head, scrolling
-from glocal.report.words import (
+from glocal.report.study_text import (
     CLAIM_HEADS,
     SPLIT_HEADS,
     SPLITS_NOTE,
@@ -33,6 +32,7 @@ from glocal.report.words import (
     split_cells,
     time_rows,
 )
+from glocal.report.tables import boxed_table, grouped_head, scrolling
 from glocal.studies.findings import Findings
 
 

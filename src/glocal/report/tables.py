@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from glocal.core.files import Json
-from glocal.report.looks import line_sample
-from glocal.report.numerals import PERCENT, mean_count, mean_power_of_ten, mean_size, mean_std_percent
-from glocal.report.reading import ExperimentRecord, RunData
+from glocal.report.formatting import PERCENT, mean_count, mean_power_of_ten, mean_size, mean_std_percent
+from glocal.report.run_data import ExperimentRecord, RunData
+from glocal.report.styles import line_sample
 
 
 class Column(NamedTuple):

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from glocal.evaluate.theory import LinearProblem, Trials, finite_sample_closed_form, run_trials, uniform_inputs
 from glocal.report.drawing import colour_theme, new_axes, new_figure, picture_kind, save_picture
-from glocal.report.looks import COLOURS, LineStyle
-from glocal.report.numerals import PERCENT
+from glocal.report.formatting import PERCENT
+from glocal.report.styles import COLOURS, LineStyle
 
 _LINE, _MARKED = np.linspace(0, 1, 201), slice(None, None, 40)
 _TRIALS_STYLE = LineStyle(COLOURS[0], (), "o")

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from glocal.report.comparison import seeds_of
 from glocal.report.drawing import Drawing, new_figure
-from glocal.report.looks import LineStyle, legend, line_sample, nth_line_style
+from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.studies.findings import Findings
 from glocal.studies.study import MEASURES, Measurement
 

@@ -1,7 +1,7 @@
 """Experiments as values: settings, the paper's models, and what makes them run."""
 
+from glocal.studies.builtin import STUDIES
 from glocal.studies.models import lenet5, mlp
-from glocal.studies.named import STUDIES
 from glocal.studies.run import StudyEvent, run_study
 from glocal.studies.settings import Settings, from_toml, with_overrides
 

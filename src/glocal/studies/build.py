@@ -23,21 +23,24 @@ from glocal.core.training import Objective, cross_entropy, with_augmentation
 from glocal.core.trees import Params
 from glocal.datasets import Dataset, Partitioner, Texts
 from glocal.datasets.federated import FederatedData, train_val_test_split
-from glocal.datasets.mood import CLASSES as MOODS
+from glocal.datasets.texts import CLASSES as MOODS
 from glocal.datasets.vqa import VQAMetadata
 from glocal.evaluate import Metric, accuracy, vqa_accuracy
 from glocal.federate.fitting import Pretraining
 from glocal.personalize.representations import Auxiliary, auxiliary_only
-from glocal.studies.learning import (
+from glocal.studies.models import bottleneck_cnn, bottleneck_mlp, lenet5, mlp, softmax_mlp
+from glocal.studies.pretext import (
     SUPERVISED_KINDS,
     PretextSettings,
     build_auxiliary_network,
     build_pretext,
     with_auxiliary_optimizer,
 )
-from glocal.studies.models import bottleneck_cnn, bottleneck_mlp, lenet5, mlp, softmax_mlp
-from glocal.studies.own import call_user_function, import_function
-from glocal.studies.questions import (
+from glocal.studies.recurrent import mood_lstm
+from glocal.studies.restarts import restarts_of
+from glocal.studies.settings import DataSettings, ExperimentSettings, Hyperparameter, ModelSettings, OptimizerSettings, Settings
+from glocal.studies.user_functions import call_user_function, import_function
+from glocal.studies.vqa_settings import (
     build_vqa_net,
     refuse_non_vqa_settings,
     refuse_vqa_settings,
@@ -45,9 +48,6 @@ from glocal.studies.questions import (
     with_frozen_features,
     with_image_control,
 )
-from glocal.studies.recurrent import mood_lstm
-from glocal.studies.settings import DataSettings, ExperimentSettings, Hyperparameter, ModelSettings, OptimizerSettings, Settings
-from glocal.studies.tries import restarts_of
 from glocal.wire import pack
 
 T = TypeVar("T")

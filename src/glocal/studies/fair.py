@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from glocal.federate.fitting import Options
 from glocal.studies.audit import AuditSettings
-from glocal.studies.learning import PretextSettings
+from glocal.studies.pretext import PretextSettings
 from glocal.studies.published import published
 from glocal.studies.settings import (
     DataSettings,

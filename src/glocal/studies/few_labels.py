@@ -7,7 +7,7 @@ own digits, or to tell how their quarters were shuffled, and then takes part in 
 from dataclasses import replace
 
 from glocal.federate.fitting import Options
-from glocal.studies.learning import PretextSettings
+from glocal.studies.pretext import PretextSettings
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,

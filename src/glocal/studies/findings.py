@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from glocal.core.errors import InputError, describe_error, suggest_name
 from glocal.core.files import Json, read_json, read_rows, write_json
-from glocal.studies.goals import validation_curve
+from glocal.studies.goal_cost import validation_curve
 from glocal.studies.paper import PAPER
 from glocal.studies.run import is_run, read_results, read_settings, slug
 from glocal.studies.study import Claim, Measurement, Study, StudyPart

@@ -10,7 +10,7 @@ from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError
 from glocal.core.sampling import Availability
 from glocal.datasets.federated import FederatedData
-from glocal.datasets.rotate import RotatedExamples, add_rotated_copies
+from glocal.datasets.rotation import RotatedExamples, add_rotated_copies
 from glocal.federate.scenario import Chapter, Scenario
 from glocal.studies.settings import GroupSettings
 

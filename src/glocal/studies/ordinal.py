@@ -8,8 +8,8 @@ from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.datasets.federated import FederatedData
 from glocal.evaluate import predict_classes
-from glocal.evaluate.bag_of_words import baselines
 from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
+from glocal.evaluate.text_baselines import baselines
 from glocal.federate.fitting import Case, Options, build_evaluation
 from glocal.federate.result import Result
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from glocal.core.errors import InputError
 from glocal.core.modules import make_dropout
-from glocal.datasets.mood import VOCABULARY_SIZE
+from glocal.datasets.texts import VOCABULARY_SIZE
 from glocal.studies.lstm import lstm_scan
 
 HIDDEN = (512, 512)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from glocal.federate.fitting import Options
 from glocal.personalize.onboarding import JoinPlan
-from glocal.studies.arrival import NewClientSettings
+from glocal.studies.new_client_trial import NewClientSettings
 from glocal.studies.published import published
 from glocal.studies.settings import (
     DataSettings,

@@ -30,13 +30,13 @@ from glocal.federate.fitting import (
 )
 from glocal.federate.result import Result
 from glocal.federate.scenario import Scenario, Story
-from glocal.studies.arrival import join_new_clients, require_new_client
 from glocal.studies.audit import audit_experiment, require_audit
 from glocal.studies.build import Components, build_adversary, build_algorithm, build_auxiliary, build_components, build_pretraining
 from glocal.studies.groups import build_scenario
+from glocal.studies.new_client_trial import join_new_clients, require_new_client
 from glocal.studies.ordinal import baseline_metrics, measure_ordinal, require_ordinal
+from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.settings import ExperimentSettings, Settings, from_dict
-from glocal.studies.tries import best_restarts, restarts_of
 from glocal.wire import Ledger
 
 

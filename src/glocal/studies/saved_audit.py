@@ -28,8 +28,8 @@ from glocal.studies.audit import (
     protected_attributes,
     train_all_attackers,
 )
-from glocal.studies.saved import SavedExperiment
-from glocal.studies.stages import default_representation
+from glocal.studies.representation_layer import default_representation
+from glocal.studies.saved_experiment import SavedExperiment
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from glocal.core.files import Json
 from glocal.core.modules import require_dropout_rate, require_noise_std
 from glocal.federate.fitting import Options
 from glocal.personalize.onboarding import JoinPlan
-from glocal.studies.arrival import NewClientSettings
 from glocal.studies.audit import AuditSettings
-from glocal.studies.learning import PretextSettings
+from glocal.studies.new_client_trial import NewClientSettings
 from glocal.studies.ordinal import OrdinalSettings
+from glocal.studies.pretext import PretextSettings
 
 SettingsT = TypeVar("SettingsT")
 Hyperparameter = int | float | str | bool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from glocal.core.errors import InputError, describe_error, suggest_name
 from glocal.core.modules import make_dropout
-from glocal.datasets.pictures import ImageTable
+from glocal.datasets.image_table import ImageTable
 from glocal.studies.lstm import lstm_scan
 
 WIDTHS = (64, 128, 256, 512)

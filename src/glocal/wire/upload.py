@@ -6,7 +6,7 @@ import torch
 
 from glocal.core import trees
 from glocal.core.trees import Params
-from glocal.wire.schema import admit
+from glocal.wire.gate import admit
 
 
 class UploadError(ValueError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from glocal.deploy.flower.inner_server import (
+from glocal.deploy.flower.server_internals import (
     CONTROL_ROUTES,
     FLEET_ROUTES,
     KEY_HEADER,

@@ -14,8 +14,8 @@ from safetensors.torch import load, save
 from glocal.core.errors import describe_error
 from glocal.core.files import Json
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import ClientResult, Instructions, Reply
-from glocal.deploy.flower.inner_client import ErrorCode
+from glocal.deploy.flower.client_internals import ErrorCode
+from glocal.deploy.flower.protocol import ClientResult, Instructions, Reply
 
 _SHARED, _CONFIG, _BLOB = "shared", "config", "blob"
 _TEXT_METRICS = ("note", "fingerprint")  # figures that are words; all others are numbers

@@ -10,7 +10,7 @@ bias. Images are (D, B, channels, height, width). Nothing is added by atomics, s
 import triton
 import triton.language as tl
 
-from glocal.engines.fused.kernels import UNSPECIALIZED, _store_proximal, _update
+from glocal.engines.fused.linear_kernels import UNSPECIALIZED, _store_proximal, _update
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -3,7 +3,7 @@
 from glocal.personalize.representations.adversary import adversarial
 from glocal.personalize.representations.autoencoder import autoencoder
 from glocal.personalize.representations.auxiliary import Auxiliary, add_auxiliary, auxiliary_only
+from glocal.personalize.representations.classifier import auxiliary_classifier
 from glocal.personalize.representations.jigsaw import jigsaw, shuffle_tiles
-from glocal.personalize.representations.supervised import auxiliary_classifier
 
 __all__ = ["Auxiliary", "add_auxiliary", "adversarial", "autoencoder", "auxiliary_classifier", "auxiliary_only", "jigsaw", "shuffle_tiles"]

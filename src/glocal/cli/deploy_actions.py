@@ -13,16 +13,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from glocal.cli.supervised import client_program, log_line, notify_as, server_program, until_stopped
+from glocal.cli.deploy_processes import client_program, log_line, notify_as, server_program, until_stopped
 from glocal.cli.tables import format_bytes, format_percent
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import atomic_write, read_json, read_rows
 from glocal.deploy.certificates import make_server_certificate
-from glocal.deploy.conductor import LIVE, RESULT, ROWS, RUNS, rounds_done
-from glocal.deploy.device import STATE, RunClient, predict_classes
-from glocal.deploy.flower.inner_server import RunState
-from glocal.deploy.layout import CERTIFICATES, CLIENTS_FOLDER, DeploymentSpec, add_client, create_deployment
-from glocal.deploy.operating import (
+from glocal.deploy.client import STATE, RunClient, predict_classes
+from glocal.deploy.flower.server_internals import RunState
+from glocal.deploy.formatting import format_live, format_round
+from glocal.deploy.preflight import free_port
+from glocal.deploy.project import Project
+from glocal.deploy.registry import REGISTRY, read_registry, revoke
+from glocal.deploy.runtime import (
     connect_server,
     connected_clients,
     follow,
@@ -31,13 +33,11 @@ from glocal.deploy.operating import (
     resume_command,
     server_address,
 )
-from glocal.deploy.processes import free_port
-from glocal.deploy.project import Project
-from glocal.deploy.roster import REGISTRY, read_registry, revoke
+from glocal.deploy.scaffold import CERTIFICATES, CLIENTS_FOLDER, DeploymentSpec, add_client, create_deployment
+from glocal.deploy.server import LIVE, RESULT, ROWS, RUNS, rounds_done
 from glocal.deploy.supervision import Program, supervise
-from glocal.deploy.words import format_live, format_round
 from glocal.report import write_deploy_report
-from glocal.studies.newcomer import read_inputs
+from glocal.studies.new_client import read_inputs
 
 _STARTUP_TIMEOUT = 60.0  # seconds that the demo's server may take to start
 

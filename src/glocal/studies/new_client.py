@@ -12,7 +12,7 @@ from torch import Tensor
 
 from glocal.core.data import Examples, Rows, hold_out
 from glocal.core.errors import InputError, describe_error
-from glocal.studies.own import call_user_function, import_function
+from glocal.studies.user_functions import call_user_function, import_function
 
 TEST_FRACTION = 0.3  # of data that come without a test part
 _NAMES = ("x", "y", "x_test", "y_test")

@@ -8,9 +8,9 @@ from flwr.clientapp import ClientApp
 
 from glocal.core.errors import InputError
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Client, ClientResult, DataError, Instructions
+from glocal.deploy.flower.protocol import Client, ClientResult, DataError, Instructions
 from glocal.deploy.flower.records import read_instructions, refusal_to_record, result_to_record
-from glocal.deploy.flower.secure_client import is_masked, masked_reply
+from glocal.deploy.flower.secagg_client import is_masked, masked_reply
 from glocal.wire import UploadError
 
 OpenClient = Callable[[Mapping[str, object]], Client]

@@ -1,7 +1,7 @@
 """An audit in plain words: what attackers read, and what the differences between groups mean."""
 
 from glocal.core.files import Json
-from glocal.report.numerals import PERCENT, pluralize
+from glocal.report.formatting import PERCENT, pluralize
 
 CHANCE_AUC = 50.0  # percent: the AUC of somebody who knows nothing
 KNOWLEDGE = {"own": "own rows", "pooled": "pooled", "strong": "strong"}

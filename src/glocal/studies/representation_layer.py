@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from glocal.core.errors import InputError
 from glocal.core.split import canonical_names
 from glocal.studies.build import build_split
-from glocal.studies.saved import SavedExperiment
+from glocal.studies.saved_experiment import SavedExperiment
 
 
 def default_representation(saved: SavedExperiment) -> tuple[str, str]:

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from glocal.cli.joins import reserve_folder
+from glocal.cli.join import reserve_folder
 from glocal.cli.progress import download_bars
 from glocal.core.errors import InputError
 from glocal.core.files import Json, read_json
 from glocal.report import write_audit_report
-from glocal.report.audit_words import KNOWLEDGE, audit_headline, differences, with_interval
+from glocal.report.audit_text import KNOWLEDGE, audit_headline, differences, with_interval
 from glocal.studies.run import read_results, slug
-from glocal.studies.saved import open_experiment
 from glocal.studies.saved_audit import AuditQuery, SavedAudit
+from glocal.studies.saved_experiment import open_experiment
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from glocal.core.files import (
 )
 from glocal.core.sampling import Availability, sample_available
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Instructions, Reply
+from glocal.deploy.flower.protocol import Instructions, Reply
 from glocal.deploy.project import Project, TrainingSetup
-from glocal.deploy.roster import RegistryEntry, active_entries, read_registry
+from glocal.deploy.registry import RegistryEntry, active_entries, read_registry
 from glocal.evaluate import summarize
 from glocal.evaluate.privacy import epsilon
 from glocal.wire import Ledger, Upload, UploadError

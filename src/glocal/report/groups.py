@@ -12,9 +12,9 @@ from matplotlib.ticker import MaxNLocator
 from glocal.evaluate.forgetting import AccuracyHistory, Forgetting
 from glocal.federate.scenario import group_history
 from glocal.report.drawing import FOREGROUND, Drawing, new_axes
-from glocal.report.looks import LineStyle, legend, line_sample, nth_line_style
-from glocal.report.numerals import PERCENT, mean_std_percent
-from glocal.report.reading import ExperimentRecord, RunData
+from glocal.report.formatting import PERCENT, mean_std_percent
+from glocal.report.run_data import ExperimentRecord, RunData
+from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
 from glocal.studies.groups import drift_start
 from glocal.studies.settings import GroupSettings

@@ -12,11 +12,11 @@ from torch import Tensor
 from glocal.core.optimizers import SGD, Optimizer
 from glocal.core.training import ModelLoss, Objective, per_example_cross_entropy
 from glocal.core.trees import Params
-from glocal.engines.fused.chain import LayerChain, LinearSpec, Shape, UnsupportedModelError, parse_chain
+from glocal.engines.fused.layer_chain import LayerChain, LinearSpec, Shape, UnsupportedModelError, parse_chain
 from glocal.engines.fused.tiles import TileChooser, default_tile
 
 if TYPE_CHECKING:  # at run time only where Triton is installed
-    from glocal.engines.fused.launches import LastLayer, LaunchContext, Layer, TrainedTensor
+    from glocal.engines.fused.layers import LastLayer, LaunchContext, Layer, TrainedTensor
 
 Precision = Literal["fp32", "ieee", "tf32"]
 # Three products of halves of the numbers, on tensor cores, are as near to float64 as one in fp32 (measured), and far faster
@@ -63,7 +63,7 @@ def local_train_batched(
     rate is () or (D,); a tensor that all devices share may be expanded. Nothing waits for the GPU and no shape depends on values,
     so that a CUDA graph can hold the call.
     """
-    from glocal.engines.fused.launches import LaunchContext
+    from glocal.engines.fused.layers import LaunchContext
 
     with torch.cuda.device_of(x_store):  # type: ignore[no-untyped-call]
         context = LaunchContext(*_batches(y_store, order), _lrs(lr, order), momentum, weight_decay, _TRITON_PRECISION[precision], choose_tile)
@@ -94,7 +94,7 @@ def _batches(y_store: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _trained_tensor(start: Tensor, name: str, proximal: Sequence[tuple[Params, float]], momentum: float) -> TrainedTensor:
     """A tensor (D, ...) with several pulls as one: strengths add up, and it is towards their weighted mean."""
-    from glocal.engines.fused.launches import TrainedTensor
+    from glocal.engines.fused.layers import TrainedTensor
 
     ends = [(anchor[name], strength) for anchor, strength in proximal if strength and name in anchor]
     strength = sum(strength for _, strength in ends)
@@ -120,7 +120,7 @@ def _rowwise(tensor: Tensor) -> Tensor:
 
 def _layers(chain: LayerChain, trained: dict[str, TrainedTensor], context: LaunchContext, x_store: Tensor) -> list[Layer]:
     """The chain's layers, each reading what the one before writes."""
-    from glocal.engines.fused.launches import ConvLayer, LastLayer, LinearLayer
+    from glocal.engines.fused.layers import ConvLayer, LastLayer, LinearLayer
 
     layers: list[Layer] = []
     for spec in chain.layers:

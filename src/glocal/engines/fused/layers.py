@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glocal.engines.fused import conv_kernels, kernels
-from glocal.engines.fused.chain import ConvSpec, LinearSpec
+from glocal.engines.fused import conv_kernels, linear_kernels
+from glocal.engines.fused.layer_chain import ConvSpec, LinearSpec
 from glocal.engines.fused.tiles import SMALL_BATCH, KernelKind, KernelLaunch, Tile, TileChooser, power_of_two
 
 _BLOCK = 1024  # pixels that a program takes at a time
@@ -173,7 +173,7 @@ class LinearLayer(Layer):
         grid = (_ceil(outputs, tile.outputs), self.context.clients, _ceil(self.context.batch, tile.rows))
         sizes = {"inputs": inputs, "outputs": outputs, "batch": self.context.batch, "step": step, "steps": self.context.rows.shape[1]}
         args |= {"counts": self.context.counts, "PRECISION": self.context.precision}
-        kernels.linear_forward[grid](**args, **sizes, BB=tile.rows, **_blocks(tile))
+        linear_kernels.linear_forward[grid](**args, **sizes, BB=tile.rows, **_blocks(tile))
 
     def _back_in_one(self, step: int) -> None:
         spec, batch = self.spec, self.context.batch
@@ -183,7 +183,7 @@ class LinearLayer(Layer):
         grid = (_ceil(spec.inputs, tile.inputs), self.context.clients, _ceil(spec.outputs, span))
         reads = {"x": self.x, "rows": self._rows, "dy": self.dy, "dx": self.dx, "proximal": self._proximal(grid[0] * grid[2])}
         sizes = {"inputs": spec.inputs, "outputs": spec.outputs, "span": span, "BATCH": batch, "RELU": self.x_is_rectified}
-        kernels.linear_backward[grid](**reads, **self._update_args(step), **sizes, **_blocks(tile))
+        linear_kernels.linear_backward[grid](**reads, **self._update_args(step), **sizes, **_blocks(tile))
 
     def _update(self, step: int) -> None:
         spec, batch = self.spec, self.context.batch
@@ -191,7 +191,7 @@ class LinearLayer(Layer):
         grid = (_ceil(spec.inputs, tile.inputs), self.context.clients, _ceil(spec.outputs, tile.outputs))
         reads = {"x": self.x, "rows": self._rows, "dy": self.dy, "proximal": self._proximal(grid[0] * grid[2])}
         sizes = {"inputs": spec.inputs, "outputs": spec.outputs, "batch": batch, "PRECISION": self.context.precision}
-        kernels.linear_update[grid](**reads, **self._update_args(step), **sizes, BB=tile.rows, **_blocks(tile))
+        linear_kernels.linear_update[grid](**reads, **self._update_args(step), **sizes, BB=tile.rows, **_blocks(tile))
 
 
 @dataclass
@@ -218,7 +218,7 @@ class LastLayer(LinearLayer):
         sizes = {"inputs": spec.inputs, "outputs": spec.outputs, "batch": self.context.batch, "step": step, "steps": rows.shape[1]}
         writes = {"grads": self.dy, "losses": self.losses, "SOFTMAX": self.softmax}
         grid = (1, self.context.clients, self.losses.shape[2])
-        kernels.linear_loss[grid](
+        linear_kernels.linear_loss[grid](
             **reads, **self._bias(step), **writes, **sizes, PRECISION=self.context.precision, BB=tile.rows, **_blocks(tile)
         )
 

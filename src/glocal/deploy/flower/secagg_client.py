@@ -13,8 +13,7 @@ import torch
 from flwr.app import Context, Message
 
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import ClientResult, Instructions
-from glocal.deploy.flower.inner_client import (
+from glocal.deploy.flower.client_internals import (
     SECAGG_RECORD,
     Code,
     FitRes,
@@ -24,6 +23,7 @@ from glocal.deploy.flower.inner_client import (
     parameters_to_ndarrays,
     secaggplus_mod,
 )
+from glocal.deploy.flower.protocol import ClientResult, Instructions
 from glocal.wire import UploadError
 
 CLIPPING_RANGE = 8.0  # a number outside of -8 to 8 would be cut off by quantisation

@@ -18,8 +18,8 @@ from glocal.core.sampling import client_key
 from glocal.core.store import PrivateStates, State
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData, validate_data
-from glocal.deploy.flower.contract import ClientResult, DataError, Instructions
-from glocal.deploy.private import NO_ROUND, PrivateState, PrivateStateFile
+from glocal.deploy.flower.protocol import ClientResult, DataError, Instructions
+from glocal.deploy.private_state import NO_ROUND, PrivateState, PrivateStateFile
 from glocal.deploy.project import Project, TrainingSetup
 from glocal.deploy.settings import ClientSettings
 from glocal.engines import ClientTask

@@ -18,8 +18,8 @@ from glocal.core.training import (
     precompute_augmented,
 )
 from glocal.core.trees import Params
-from glocal.engines.fused.build import load_step
-from glocal.engines.fused.chain import ConvSpec, LayerChain, LinearSpec, Shape, UnsupportedModelError, parse_chain
+from glocal.engines.fused.compiler import load_step
+from glocal.engines.fused.layer_chain import ConvSpec, LayerChain, LinearSpec, Shape, UnsupportedModelError, parse_chain
 
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 

@@ -15,8 +15,10 @@ from flwr.serverapp import Grid
 from glocal.core.errors import describe_error
 from glocal.core.files import Json
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Instructions, Reply
-from glocal.deploy.flower.inner_server import (
+from glocal.deploy.flower.protocol import Instructions, Reply
+from glocal.deploy.flower.records import read_metrics
+from glocal.deploy.flower.secagg_client import CLIPPING_RANGE
+from glocal.deploy.flower.server_internals import (
     MAIN_CONFIGS_RECORD,
     MAIN_PARAMS_RECORD,
     FitIns,
@@ -28,8 +30,6 @@ from glocal.deploy.flower.inner_server import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from glocal.deploy.flower.records import read_metrics
-from glocal.deploy.flower.secure_client import CLIPPING_RANGE
 
 _THRESHOLD = 0.5  # of a cohort: fewer cannot unmask anybody, and as many must stay until the end
 

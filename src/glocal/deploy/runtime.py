@@ -8,13 +8,13 @@ from pathlib import Path
 
 from glocal.core.errors import InputError
 from glocal.core.files import Json, read_json, read_rows
-from glocal.deploy.conductor import CHECKPOINT, LIVE, RESUMED_ELSEWHERE, ROWS, RUNS, read_server_state, rounds_done
-from glocal.deploy.flower import inner_server
-from glocal.deploy.flower.inner_server import ControlConnection, public_key_bytes
-from glocal.deploy.layout import SECRET, SOCKET
+from glocal.deploy.flower import server_internals
+from glocal.deploy.flower.server_internals import ControlConnection, public_key_bytes
+from glocal.deploy.formatting import format_live, format_round
 from glocal.deploy.project import Project
-from glocal.deploy.roster import active_entries, read_registry
-from glocal.deploy.words import format_live, format_round
+from glocal.deploy.registry import active_entries, read_registry
+from glocal.deploy.scaffold import SECRET, SOCKET
+from glocal.deploy.server import CHECKPOINT, LIVE, RESUMED_ELSEWHERE, ROWS, RUNS, read_server_state, rounds_done
 from glocal.evaluate.privacy import epsilon
 from glocal.studies.run import slug
 
@@ -40,7 +40,7 @@ def connect_server(folder: Path) -> Iterator[ControlConnection]:
         ) from error
     except (OSError, ValueError) as error:
         raise InputError(f"deploy: {folder / SECRET} cannot be read ({error}); run this as the user who runs the server") from error
-    with inner_server.connect_control(folder / SOCKET, secret) as link:
+    with server_internals.connect_control(folder / SOCKET, secret) as link:
         yield link
 
 

@@ -9,7 +9,7 @@ from glocal.core.errors import InputError
 from glocal.core.files import write_text
 from glocal.deploy.certificates import CA, make_authority, make_client_key, make_server_certificate
 from glocal.deploy.project import CLIENT, DEPLOYMENT, STUDY, Project
-from glocal.deploy.roster import RegistryEntry, locked_folder, read_registry, write_registry
+from glocal.deploy.registry import RegistryEntry, locked_folder, read_registry, write_registry
 from glocal.deploy.settings import ServerSettings
 from glocal.studies.run import slug
 

@@ -22,8 +22,8 @@ from glocal.personalize.onboarding import (
     select_ensemble,
     train_alone,
 )
-from glocal.studies.newcomer import NewClient
-from glocal.studies.saved import SavedExperiment
+from glocal.studies.new_client import NewClient
+from glocal.studies.saved_experiment import SavedExperiment
 
 ENSEMBLES = ("everyone", "confident", "nearest")
 LABEL_COUNTS = (0, 1, 5, 10, 50, None)

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from glocal.report.drawing import BACKGROUND, Drawing, new_axes
-from glocal.report.looks import COLOURS, BarStyle, LineStyle, bar_sample, legend, line_sample
-from glocal.report.numerals import PERCENT, unit_of
-from glocal.report.reading import ExperimentRecord, RunData
+from glocal.report.formatting import PERCENT, unit_of
+from glocal.report.run_data import ExperimentRecord, RunData
+from glocal.report.styles import COLOURS, BarStyle, LineStyle, bar_sample, legend, line_sample
 
 _LOCAL, _NEW = LineStyle(COLOURS[0], (), "o"), LineStyle(COLOURS[1], (), "D")
 _PURPOSES = {

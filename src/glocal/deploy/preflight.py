@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from glocal.core.errors import InputError
 
 _RELEASE_TIMEOUT = 2.0  # seconds that a killed program's port may still be held
-_SUPPORTED = ("1.41.", "1.42.")  # of Flower: others may lack what `inner_server.py` is made of
+_SUPPORTED = ("1.41.", "1.42.")  # of Flower: others may lack what `server_internals.py` is made of
 
 
 def require_flower() -> None:

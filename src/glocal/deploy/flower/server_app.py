@@ -8,9 +8,9 @@ from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from glocal.deploy.flower.contract import Instructions, Reply, Server
+from glocal.deploy.flower.protocol import Instructions, Reply, Server
 from glocal.deploy.flower.records import instructions_to_record, read_reply, to_record
-from glocal.deploy.flower.secure_server import secure_mean
+from glocal.deploy.flower.secagg_server import secure_mean
 
 _POLL = 0.05  # seconds
 _DAY = 24 * 3600.0  # a message's life in seconds; how long it is waited for is the conductor's

@@ -9,7 +9,7 @@ import numpy as np
 
 from glocal.core.files import Json, read_json, read_rows
 from glocal.core.sampling import IntArray, Plan
-from glocal.report.looks import LineStyle, nth_line_style
+from glocal.report.styles import LineStyle, nth_line_style
 from glocal.studies.run import experiment_folder, plans_of, read_results, read_settings
 from glocal.studies.settings import ExperimentSettings, Settings
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glocal.core.errors import InputError, describe_error
 from glocal.core.paths import cache_folder
-from glocal.datasets.kept import Array, atomic_path, mmap_array, probe_rows
+from glocal.datasets.cache import Array, atomic_path, mmap_array, probe_rows
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
 _MAX_ID_DIGITS = 18  # figures

@@ -15,7 +15,7 @@ from glocal.report.comparison import (
     score,
     seeds_of,
 )
-from glocal.report.numerals import PERCENT, duration, mean_power_of_ten, pluralize, signed, size
+from glocal.report.formatting import PERCENT, duration, mean_power_of_ten, pluralize, signed, size
 from glocal.studies.findings import Findings, Verdict
 from glocal.studies.study import MEASURES
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, fx
 
 from glocal.engines.batched import BatchedTraining, FusedGpuTraining, TracedBatchedTraining
-from glocal.engines.engine import EngineConfig, ExecutionPlan
-from glocal.engines.fused.on_cpu import FusedCpuTraining
+from glocal.engines.config import EngineConfig, ExecutionPlan
+from glocal.engines.fused.cpu import FusedCpuTraining
 from glocal.engines.graphed import GraphedEngine
 from glocal.engines.looped import LoopedEngine
-from glocal.engines.tasks import ClientFunction, Engine, ResultT
+from glocal.engines.protocol import ClientFunction, Engine, ResultT
 from glocal.engines.threads import ThreadPool
 from glocal.engines.traced import FlatStep, TracedTraining
 from glocal.engines.vmapped import VmappedEngine

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from glocal.core.errors import InputError
 from glocal.core.files import Json, read_tensors, write_tensors
 from glocal.core.trees import Params
-from glocal.deploy.flower.contract import Instructions
+from glocal.deploy.flower.protocol import Instructions
 from glocal.deploy.project import TrainingSetup
 
 NO_ROUND = -1

@@ -5,8 +5,8 @@ from html import escape
 from statistics import fmean
 
 from glocal.core.files import Json
-from glocal.report.numerals import mean_std_percent, size
-from glocal.report.reading import ExperimentRecord, RunData
+from glocal.report.formatting import mean_std_percent, size
+from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table
 
 NEW_CLIENTS_NOTE = (

@@ -15,10 +15,10 @@ from glocal.datasets import ProgressCallback
 from glocal.report import study_markdown, write_report, write_study_report
 from glocal.studies import Settings
 from glocal.studies.findings import read_findings, write_findings
-from glocal.studies.joined import merge_findings
-from glocal.studies.parts import is_study, record_session, remove_unstarted, run_parts, write_study
+from glocal.studies.merge_findings import merge_findings
 from glocal.studies.run import is_run, read_results, run_study
 from glocal.studies.study import Study
+from glocal.studies.study_parts import is_study, record_session, remove_unstarted, run_parts, write_study
 
 
 def run_and_report(settings: Settings, folder: Path) -> None:

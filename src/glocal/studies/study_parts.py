@@ -16,10 +16,10 @@ from glocal.core.errors import DivergedError, GlocalWarning, InputError
 from glocal.core.files import Json, append_rows, read_json, read_rows, write_json
 from glocal.datasets.fetch import no_progress
 from glocal.studies.findings import part_folder
+from glocal.studies.restarts import restarts_of
 from glocal.studies.run import StudyEvent, experiment_folder, resolve, run_study
 from glocal.studies.settings import Settings, from_dict, with_overrides
 from glocal.studies.study import Study
-from glocal.studies.tries import restarts_of
 
 
 class PartEvent(NamedTuple):

@@ -13,10 +13,10 @@ from glocal.core.sampling import make_rng
 from glocal.datasets import Dataset
 from glocal.datasets.features import extract_features
 from glocal.datasets.fetch import ProgressCallback, no_progress
-from glocal.datasets.pictures import ImageTable
+from glocal.datasets.image_table import ImageTable
 from glocal.datasets.vqa import VQAMetadata
-from glocal.studies.own import call_user_function, import_function
 from glocal.studies.settings import ModelSettings, Settings
+from glocal.studies.user_functions import call_user_function, import_function
 from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, Trunk, VqaNet, load_weights, vqa_net
 
 _CONTROLS = ("own", "shuffled", "none")
@@ -104,7 +104,7 @@ def require_questions(dataset: Dataset) -> None:
         raise InputError(f"data: the questions are a {type(questions).__name__}; glocal.datasets.vqa.Questions was expected")
     if not isinstance(questions.pictures, ImageTable):
         given = type(questions.pictures).__name__
-        raise InputError(f"data: the questions' pictures are a {given}; glocal.datasets.pictures.Pictures was expected")
+        raise InputError(f"data: the questions' pictures are a {given}; glocal.datasets.image_table.Pictures was expected")
     _require_kinds(questions.question_types)
     ranges = {"picture": range(-1, len(questions.pictures)), "word": range(len(questions.words))}  # -1: no picture
     for part, examples in (("training", dataset.train), ("test", dataset.test)):

@@ -16,10 +16,10 @@ from glocal.core.files import Json, lock_folder, read_json
 from glocal.federate.fitting import num_classes
 from glocal.personalize.onboarding import JoinPlan, require_joinable
 from glocal.report import write_join_report
-from glocal.studies.joins import JoinTrial, JoinTrialSettings
-from glocal.studies.newcomer import read_new_client
+from glocal.studies.join_trial import JoinTrial, JoinTrialSettings
+from glocal.studies.new_client import read_new_client
 from glocal.studies.run import slug
-from glocal.studies.saved import open_experiment
+from glocal.studies.saved_experiment import open_experiment
 
 
 @dataclass(frozen=True)

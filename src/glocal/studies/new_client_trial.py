@@ -14,7 +14,7 @@ from glocal.core.files import Json
 from glocal.core.sampling import make_rng
 from glocal.core.store import State
 from glocal.datasets.federated import FederatedData
-from glocal.datasets.rotate import channel_minimum, require_images, rotate_images
+from glocal.datasets.rotation import channel_minimum, require_images, rotate_images
 from glocal.evaluate import Evaluator, ensemble_accuracy, local_test, new_test, summarize
 from glocal.federate.fitting import Case, Options, build_evaluation
 from glocal.federate.result import Result
