@@ -57,7 +57,7 @@ ALGORITHMS = {
     "fedprox": lambda split: {"mu": 0.3},
     "lg_fedavg": lambda split: {"split": split},
     "local_only": lambda split: {},
-    "mtl": lambda split: {"devices": CLIENTS, "lam": 0.2, "ridge": 0.01},
+    "mtl": lambda split: {"num_clients": CLIENTS, "lam": 0.2, "ridge": 0.01},
     "apfl": lambda split: {"alpha": 0.4, "alpha_lr": 0.1},
 }
 
