@@ -29,26 +29,47 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     settings = PAPER["paper-cifar10"].parts["released-3"].settings
-    settings = with_overrides(settings, ["plan.seeds=1", f"plan.seed={given.seed}", 'run.device="cpu"'])
+    settings = with_overrides(
+        settings, ["plan.seeds=1", f"plan.seed={given.seed}", 'run.device="cpu"']
+    )
     parts = build_components(settings, no_progress)
     train, batch_size = parts.federations[0].train, settings.plan.batch_size
     ends = train.sizes % batch_size
     one, full = np.flatnonzero(ends == 1), np.flatnonzero((ends == 0) | (ends > 0.8 * batch_size))
     chosen = replace(train, rows=tuple(train.rows[device] for device in [*one[:10], *full[:10]]))
     algorithm = build_algorithm(settings, settings.experiments["Local only"], parts)
-    plan = replace(plans_of(settings)["Local only"], rounds=given.rounds, clients_per_round=chosen.devices)
-    executor = Executor(algorithm.client_update, engine=settings.run.engine_config(), num_calls=given.rounds)
+    plan = replace(
+        plans_of(settings)["Local only"], rounds=given.rounds, clients_per_round=chosen.clients
+    )
+    executor = Executor(
+        algorithm.client_update, engine=settings.run.engine_config(), num_calls=given.rounds
+    )
     found = {}
-    for moment in simulate_seeds(algorithm, [Seat(plan, chosen, initial_state(algorithm, parts.params[0], 1))], executor):
+    for moment in simulate_seeds(
+        algorithm, [Seat(plan, chosen, initial_state(algorithm, parts.params[0], 1))], executor
+    ):
         report = moment[0][1]
         losses = report.losses.tolist()
         if (report.round_index + 1) % 20 == 0:
-            found[report.round_index + 1] = {"a last batch of one": losses[:10], "a full last batch": losses[10:]}
-            print(report.round_index + 1, *(f"{way}: {np.median(of):.2f}" for way, of in found[report.round_index + 1].items()))
+            found[report.round_index + 1] = {
+                "a last batch of one": losses[:10],
+                "a full last batch": losses[10:],
+            }
+            print(
+                report.round_index + 1,
+                *(
+                    f"{way}: {np.median(of):.2f}"
+                    for way, of in found[report.round_index + 1].items()
+                ),
+            )
     executor.close()
     if given.out:
         command = f"python -m benchmarks.batch_of_one --rounds {given.rounds} --seed {given.seed} --out {given.out}"
-        told = {"command": command, "devices with a last batch of one, of 100": len(one), "training loss by round": found}
+        told = {
+            "command": command,
+            "devices with a last batch of one, of 100": len(one),
+            "training loss by round": found,
+        }
         given.out.write_text(json.dumps(told, indent=1) + "\n")
 
 

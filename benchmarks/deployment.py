@@ -27,7 +27,9 @@ GUIDE = Path(__file__).parents[1] / "docs/deploy.md"
 
 def main() -> None:
     """Measure one after the other, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
     given = parser.parse_args()
@@ -59,7 +61,9 @@ def apart(folder: Path) -> dict[str, object]:
         these.follow("first")
         [server] = pids(folder, "server_process")
         held = {"server": megabytes(server)}
-        held |= {Path(words(pid)[-1]).name: megabytes(pid) for pid in pids(folder, "client_process")}
+        held |= {
+            Path(words(pid)[-1]).name: megabytes(pid) for pid in pids(folder, "client_process")
+        }
     return {**seconds(folder), "MB in memory": held}
 
 
@@ -92,7 +96,9 @@ def kills(folder: Path) -> dict[str, float]:
         kill(folder, "server_process")
         again = [f"{name}: connected again" for name in names(folder)]
         these.until(lambda: all(any(line in said for said in these.said) for line in again))
-        times["seconds until all devices are back at a killed server"] = round(time.monotonic() - began, 1)
+        times["seconds until all devices are back at a killed server"] = round(
+            time.monotonic() - began, 1
+        )
     return times
 
 

@@ -43,7 +43,9 @@ AXES = {
 
 def main() -> None:
     """Draw what was measured."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.draw", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.draw", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--benchmark", type=Path)
     parser.add_argument("--scaling", type=Path)
     parser.add_argument("--into", type=Path, default=Path("."))
@@ -53,7 +55,9 @@ def main() -> None:
         print(path)
 
 
-def drawn(benchmark: Path | None, scaling: Path | None, into: Path, *, prefix: str = "") -> list[Path]:
+def drawn(
+    benchmark: Path | None, scaling: Path | None, into: Path, *, prefix: str = ""
+) -> list[Path]:
     """Every picture that the given files allow, as PNG and as SVG."""
     into.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
@@ -66,7 +70,9 @@ def drawn(benchmark: Path | None, scaling: Path | None, into: Path, *, prefix: s
         paths = [into / f"{prefix}{name}.{kind}" for name in figures for kind in ("png", "svg")]
         for path in paths:
             chosen = figures[path.stem.removeprefix(prefix)]
-            chosen.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+            chosen.savefig(
+                path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None
+            )
     for figure in figures.values():
         pyplot.close(figure)
     return paths
@@ -74,7 +80,11 @@ def drawn(benchmark: Path | None, scaling: Path | None, into: Path, *, prefix: s
 
 def trained(report: Answer, name: str) -> list[Answer]:
     """One workload's training rows that have a time, fastest first."""
-    rows = [row for row in report["rows"] if row["workload"] == name and row["measure"] == "training" and "median" in row]
+    rows = [
+        row
+        for row in report["rows"]
+        if row["workload"] == name and row["measure"] == "training" and "median" in row
+    ]
     return sorted(rows, key=lambda row: row["median"])
 
 
@@ -100,7 +110,12 @@ def distances(report: Answer) -> Figure:
 
 
 def _bars(
-    report: Answer, *, value: Callable[[Answer], float], text: Callable[[Answer], str], heading: str, mark: float | None = None
+    report: Answer,
+    *,
+    value: Callable[[Answer], float],
+    text: Callable[[Answer], str],
+    heading: str,
+    mark: float | None = None,
 ) -> Figure:
     """A panel for each workload, all on one scale; `mark` is a value to draw a line at."""
     names = [name for name in WORKLOADS if trained(report, name)]
@@ -133,7 +148,15 @@ def _horizontal(axes: Axes, rows: list[Answer], values: list[float], texts: list
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     for place, (width, text) in enumerate(zip(values, texts, strict=True)):
-        axes.annotate(text, (width, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+        axes.annotate(
+            text,
+            (width, place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
 
 
 def _colour(row: Answer) -> str:
@@ -148,14 +171,26 @@ def _short(number: float) -> str:
 
 def growth(report: Answer) -> Figure:
     """For every axis a curve of time above a curve of memory; the dashed line grows as the axis does."""
-    axes_of = [axis for axis in AXES if any(row["axis"] == axis and "seconds" in row for row in report["rows"])]
-    figure, places = pyplot.subplots(2, len(axes_of), figsize=(2.6 * len(axes_of) + 0.6, 4.6), squeeze=False, layout="constrained")
+    axes_of = [
+        axis
+        for axis in AXES
+        if any(row["axis"] == axis and "seconds" in row for row in report["rows"])
+    ]
+    figure, places = pyplot.subplots(
+        2,
+        len(axes_of),
+        figsize=(2.6 * len(axes_of) + 0.6, 4.6),
+        squeeze=False,
+        layout="constrained",
+    )
     for (above, below), axis in zip(places.T, axes_of, strict=True):
         rows = [row for row in report["rows"] if row["axis"] == axis and "seconds" in row]
         across = [row["parameters"] if axis == "width" else row["value"] for row in rows]
         times, memory = [1e3 * row["seconds"] for row in rows], [_memory(row) for row in rows]
         if axis != "devices":  # there a round has less to do, the more devices share the examples
-            above.plot(*_in_proportion(across, times), "--", color=OTHERS, lw=1, label="in proportion")
+            above.plot(
+                *_in_proportion(across, times), "--", color=OTHERS, lw=1, label="in proportion"
+            )
         above.set(yscale="log", ylim=(min(times) / 2.2, max(times) * 2.2))
         _curve(above, across, times)
         _curve(below, across, memory)
@@ -180,7 +215,14 @@ def _curve(axes: Axes, across: list[float], up: list[float]) -> None:
     axes.grid(axis="y", color=FAINT, lw=0.5)
     for place in {0, len(up) - 1}:
         offset = (0, -13) if place == 0 else (0, 7)
-        axes.annotate(_short(up[place]), (across[place], up[place]), offset, textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            _short(up[place]),
+            (across[place], up[place]),
+            offset,
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
 
 
 def _in_proportion(across: list[float], up: list[float]) -> tuple[list[float], list[float]]:

@@ -39,7 +39,11 @@ def peer_environment(name: str) -> dict[str, str]:
 
 def _cache() -> Path:
     own = os.environ.get("GLOCAL_CACHE")
-    base = Path(own).expanduser() if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "glocal"
+    base = (
+        Path(own).expanduser()
+        if own
+        else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "glocal"
+    )
     return base / "benchmarks"
 
 

@@ -48,7 +48,7 @@ class Workload:
 
     model: nn.Module
     inputs: tuple[int, ...]
-    devices: int
+    clients: int
     steps: int
     batch: int
 
@@ -63,9 +63,26 @@ def workloads() -> dict[str, Workload]:
     widths = (784, 512, 256, 256, 128)
     hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     mlp = nn.Sequential(*hidden, nn.Linear(128, 10))
-    convs = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    lenet = nn.Sequential(*convs, nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 100), nn.ReLU(), nn.Linear(100, 10))
-    wide = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    convs = [
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    ]
+    lenet = nn.Sequential(
+        *convs, nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 100), nn.ReLU(), nn.Linear(100, 10)
+    )
+    wide = [
+        nn.Conv2d(3, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    ]
     cnn = nn.Sequential(*wide, nn.Linear(12544, 128), nn.ReLU(), nn.Linear(128, 10))
     image = (3, 32, 32)
     return {
@@ -88,8 +105,15 @@ class Round:
     order: Tensor
 
     def fused(self, choose_tile: TileChooser, precision: str) -> tuple[Params, Tensor]:
-        numbers = {"lr": RATE, "momentum": MOMENTUM, "precision": precision, "choose_tile": choose_tile}
-        return local_train_batched(self.work.chain, self.params, self.x, self.y, self.order, **numbers)
+        numbers = {
+            "lr": RATE,
+            "momentum": MOMENTUM,
+            "precision": precision,
+            "choose_tile": choose_tile,
+        }
+        return local_train_batched(
+            self.work.chain, self.params, self.x, self.y, self.order, **numbers
+        )
 
     def shortened(self, steps: int) -> "Round":
         return replace(self, order=self.order[:, :steps].contiguous())
@@ -97,14 +121,17 @@ class Round:
 
 def prepared(work: Workload, device: str) -> Round:
     shared = {name: tensor.detach().to(device) for name, tensor in params_of(work.model).items()}
-    params = {name: tensor.expand(work.devices, *tensor.shape).contiguous() for name, tensor in shared.items()}
+    params = {
+        name: tensor.expand(work.clients, *tensor.shape).contiguous()
+        for name, tensor in shared.items()
+    }
     x = torch.randn(EXAMPLES, *work.inputs, device=device)
     y = torch.randint(0, 10, (EXAMPLES,), device=device)
-    order = torch.randint(0, EXAMPLES, (work.devices, work.steps, work.batch_size), device=device)
+    order = torch.randint(0, EXAMPLES, (work.clients, work.steps, work.batch_size), device=device)
     return Round(work, params, x, y, order)
 
 
-def slow(it: Round, dtype: torch.dtype, devices: int) -> tuple[Params, Tensor]:
+def slow(it: Round, dtype: torch.dtype, clients: int) -> tuple[Params, Tensor]:
     """Eager `local_train` under vmap, for the first devices."""
     model = it.work.model.to(it.x.device, dtype)
     objective, sgd = training.cross_entropy(model), optimizers.sgd(RATE, momentum=MOMENTUM)
@@ -115,12 +142,16 @@ def slow(it: Round, dtype: torch.dtype, devices: int) -> tuple[Params, Tensor]:
         work = training.Work(Examples(x, it.y), order, zero, zero, full_steps=order.shape[0])
         return training.local_train(objective, params, work, sgd)
 
-    return torch.vmap(one)({name: tensor[:devices].to(dtype) for name, tensor in it.params.items()}, it.order[:devices])
+    return torch.vmap(one)(
+        {name: tensor[:clients].to(dtype) for name, tensor in it.params.items()}, it.order[:clients]
+    )
 
 
-def gap(one: tuple[Params, Tensor], other: tuple[Params, Tensor], devices: int) -> float:
-    worst = max((one[0][name][:devices] - other[0][name][:devices]).abs().max().item() for name in other[0])
-    return max(worst, (one[1][:devices] - other[1][:devices]).abs().max().item())
+def gap(one: tuple[Params, Tensor], other: tuple[Params, Tensor], clients: int) -> float:
+    worst = max(
+        (one[0][name][:clients] - other[0][name][:clients]).abs().max().item() for name in other[0]
+    )
+    return max(worst, (one[1][:clients] - other[1][:clients]).abs().max().item())
 
 
 def check(name: str, it: Round, choose_tile: TileChooser, precision: str) -> None:
@@ -156,30 +187,53 @@ def time_graph(it: Round, choose_tile: TileChooser, precision: str) -> float:
     return statistics.median(times[3:])
 
 
-def launches(chain: LayerChain, devices: int, batch: int) -> Iterator[tuple[str, KernelLaunch, float, float]]:
+def launches(
+    chain: LayerChain, clients: int, batch: int
+) -> Iterator[tuple[str, KernelLaunch, float, float]]:
     """The launches of one step's linear layers in order: kernel, job, and its floor in megabytes of weights and GFLOP."""
     linear = [layer for layer in chain.layers if isinstance(layer, LinearSpec)]
     for layer in linear:
-        size = devices * layer.inputs * layer.outputs
-        kernel, kind = ("linear_loss", "loss") if layer is linear[-1] else ("linear_forward", "forward")
-        yield kernel, KernelLaunch(kind, devices, batch, layer.outputs, layer.inputs), 4e-6 * size, 2e-9 * size * batch
+        size = clients * layer.inputs * layer.outputs
+        kernel, kind = (
+            ("linear_loss", "loss") if layer is linear[-1] else ("linear_forward", "forward")
+        )
+        yield (
+            kernel,
+            KernelLaunch(kind, clients, batch, layer.outputs, layer.inputs),
+            4e-6 * size,
+            2e-9 * size * batch,
+        )
     for layer in reversed(linear):
-        yield from backward_of(layer, devices, batch, first=layer is chain.layers[0])
+        yield from backward_of(layer, clients, batch, first=layer is chain.layers[0])
 
 
-def backward_of(layer: LinearSpec, devices: int, batch: int, *, first: bool) -> Iterator[tuple[str, KernelLaunch, float, float]]:
-    size = devices * layer.inputs * layer.outputs
+def backward_of(
+    layer: LinearSpec, clients: int, batch: int, *, first: bool
+) -> Iterator[tuple[str, KernelLaunch, float, float]]:
+    size = clients * layer.inputs * layer.outputs
     flops = 2e-9 * size * batch
     if batch <= SMALL_BATCH:
-        job = KernelLaunch("backward", devices, batch, layer.outputs, layer.inputs)
+        job = KernelLaunch("backward", clients, batch, layer.outputs, layer.inputs)
         yield "linear_backward", job, 16e-6 * size, flops * (1 if first else 2)
         return
     if not first:
-        yield "linear_forward", KernelLaunch("forward", devices, batch, layer.inputs, layer.outputs), 4e-6 * size, flops
-    yield "linear_update", KernelLaunch("update", devices, batch, layer.outputs, layer.inputs), 16e-6 * size, flops
+        yield (
+            "linear_forward",
+            KernelLaunch("forward", clients, batch, layer.inputs, layer.outputs),
+            4e-6 * size,
+            flops,
+        )
+    yield (
+        "linear_update",
+        KernelLaunch("update", clients, batch, layer.outputs, layer.inputs),
+        16e-6 * size,
+        flops,
+    )
 
 
-def profiled(it: Round, choose_tile: TileChooser, precision: str, steps: int = 5) -> tuple[list[Any], int]:
+def profiled(
+    it: Round, choose_tile: TileChooser, precision: str, steps: int = 5
+) -> tuple[list[Any], int]:
     """All kernels of a few steps, in order, and how many steps they are."""
     short = it.shortened(min(steps, it.work.steps))
     short.fused(choose_tile, precision)
@@ -196,7 +250,10 @@ def time_launches(it: Round, choose_tile: TileChooser, precision: str) -> list[f
     found = [event.time_range.elapsed_us() for event in events if event.name in KERNELS]
     each = len(found) // count
     assert each * count == len(found), f"{len(found)} launches in {count} steps"
-    return [statistics.mean(found[step * each + place] for step in range(1, count)) for place in range(each)]
+    return [
+        statistics.mean(found[step * each + place] for step in range(1, count))
+        for place in range(each)
+    ]
 
 
 def show_kernels(it: Round, choose_tile: TileChooser, precision: str) -> None:
@@ -206,13 +263,17 @@ def show_kernels(it: Round, choose_tile: TileChooser, precision: str) -> None:
     for event in events:
         spent.setdefault(event.name[:70], []).append(event.time_range.elapsed_us())
     for name, micros in sorted(spent.items(), key=lambda item: -sum(item[1]))[:14]:
-        print(f"  {sum(micros) / count:8.1f} us a step in {len(micros) / count:5.1f} launches  {name}")
+        print(
+            f"  {sum(micros) / count:8.1f} us a step in {len(micros) / count:5.1f} launches  {name}"
+        )
 
 
 def show_launches(it: Round, choose_tile: TileChooser, precision: str) -> None:
     work = it.work
     times = time_launches(it, choose_tile, precision)
-    for (kernel, job, megabytes, gflop), micros in zip(launches(work.chain, work.devices, work.batch_size), times, strict=True):
+    for (kernel, job, megabytes, gflop), micros in zip(
+        launches(work.chain, work.clients, work.batch_size), times, strict=True
+    ):
         tile, sizes = choose_tile(job), f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}"
         rates = f"{megabytes / micros:6.2f} TB/s {gflop / micros * 1e3:6.1f} TFLOP/s"
         print(f"  {micros:8.1f} us  {rates}  {kernel:16} {sizes:38} {short_form(tile)}")
@@ -223,7 +284,13 @@ def show_launches(it: Round, choose_tile: TileChooser, precision: str) -> None:
 
 
 def short_form(tile: Tile | None) -> str:
-    return "" if tile is None else ",".join(str(value) for value in (tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages))
+    return (
+        ""
+        if tile is None
+        else ",".join(
+            str(value) for value in (tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages)
+        )
+    )
 
 
 def candidates(job: KernelLaunch, usual: Tile) -> list[Tile]:
@@ -233,19 +300,31 @@ def candidates(job: KernelLaunch, usual: Tile) -> list[Tile]:
 
 def sweep(name: str, it: Round, choose_tile: TileChooser, precision: str, until: float) -> None:
     """Try every candidate on all launches of its kind at once; keep the best tile of each job."""
-    jobs = [job for _, job, _, _ in launches(it.work.chain, it.work.devices, it.work.batch_size)]
-    best = {job: (micros, choose_tile(job)) for job, micros in zip(jobs, time_launches(it, choose_tile, precision), strict=True)}
+    jobs = [job for _, job, _, _ in launches(it.work.chain, it.work.clients, it.work.batch_size)]
+    best = {
+        job: (micros, choose_tile(job))
+        for job, micros in zip(jobs, time_launches(it, choose_tile, precision), strict=True)
+    }
     for kind in dict.fromkeys(job.kind for job in best):
         longest = max(len(candidates(job, choose_tile(job))) for job in best if job.kind == kind)
         for number in range(longest):
             if time.monotonic() > until:
                 print("  out of time")
                 break
-            tried = {job: candidates(job, choose_tile(job))[number] for job in best if job.kind == kind}
+            tried = {
+                job: candidates(job, choose_tile(job))[number] for job in best if job.kind == kind
+            }
             try:
-                times = time_launches(it, lambda job, tried=tried: tried.get(job) or choose_tile(job), precision)
-            except Exception as error:  # a tile that does not fit the chip: whatever Triton raises then
-                print(f"  {kind} {short_form(next(iter(tried.values())))}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+                times = time_launches(
+                    it, lambda job, tried=tried: tried.get(job) or choose_tile(job), precision
+                )
+            except (
+                Exception
+            ) as error:  # a tile that does not fit the chip: whatever Triton raises then
+                print(
+                    f"  {kind} {short_form(next(iter(tried.values())))}: {type(error).__name__}: {str(error)[:80]}",
+                    flush=True,
+                )
                 continue
             for job, micros in zip(jobs, times, strict=True):
                 if job in tried:
@@ -256,8 +335,13 @@ def sweep(name: str, it: Round, choose_tile: TileChooser, precision: str, until:
                     best[job] = min(best[job], (micros, tried[job]), key=lambda pair: pair[0])
     print(f"{name}: best tiles")
     for job, (micros, tile) in best.items():
-        print(f"  {micros:8.1f} us {job.kind:12} rows {job.rows} outputs {job.outputs} inputs {job.inputs}: {short_form(tile)}")
-    print(f"{name}: {time_graph(it, lambda job: best[job][1], precision):.2f} ms a round with them", flush=True)
+        print(
+            f"  {micros:8.1f} us {job.kind:12} rows {job.rows} outputs {job.outputs} inputs {job.inputs}: {short_form(tile)}"
+        )
+    print(
+        f"{name}: {time_graph(it, lambda job: best[job][1], precision):.2f} ms a round with them",
+        flush=True,
+    )
 
 
 def chosen(settings: list[str]) -> TileChooser:
@@ -270,13 +354,19 @@ def chosen(settings: list[str]) -> TileChooser:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="A10,A100,B10,B100,C50", help="workloads, with commas")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "ieee", "tf32"))
-    parser.add_argument("--set", action="append", default=[], metavar="KIND=rows,outputs,inputs,warps,stages")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KIND=rows,outputs,inputs,warps,stages"
+    )
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--seconds", type=float, default=230.0, help="no new candidate is tried after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=230.0, help="no new candidate is tried after this long"
+    )
     given = parser.parse_args()
     start, choose_tile = time.monotonic(), chosen(given.set)
     known = workloads()
@@ -288,7 +378,10 @@ def main() -> None:
         print(f"{name}: compiled in {time.monotonic() - begin:.1f} s", flush=True)
         if not given.no_check:
             check(name, it, choose_tile, given.precision)
-        print(f"{name}: {time_graph(it, choose_tile, given.precision):.2f} ms a round ({given.precision})", flush=True)
+        print(
+            f"{name}: {time_graph(it, choose_tile, given.precision):.2f} ms a round ({given.precision})",
+            flush=True,
+        )
         show_kernels(it, choose_tile, given.precision)
         show_launches(it, choose_tile, given.precision)
         if given.sweep:

@@ -70,7 +70,11 @@ def timed(rounds: Iterator[object], job: Job, settle: Callable[[], object] | Non
     while len(seconds) < job.rounds and (len(seconds) < job.fewest or sum(seconds) < job.seconds):
         seconds.append(_clocked(rounds, 1, wait))
     in_a_row = _clocked(rounds, len(seconds), wait) / len(seconds) if settle else None
-    return {"seconds_per_round": seconds, "in_a_row": in_a_row, "rounds": job.warm_up + len(seconds) * (2 if settle else 1)}
+    return {
+        "seconds_per_round": seconds,
+        "in_a_row": in_a_row,
+        "rounds": job.warm_up + len(seconds) * (2 if settle else 1),
+    }
 
 
 def _clocked(rounds: Iterator[object], count: int, wait: Callable[[], object]) -> float:
@@ -91,4 +95,6 @@ def own_peak() -> int:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

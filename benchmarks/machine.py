@@ -22,14 +22,21 @@ def describe(device: str) -> dict[str, object]:
 
 def command(module: str, words: list[str]) -> str:
     """What was typed, without the folders of this machine."""
-    return " ".join([f"python -m {module}", *(Path(word).name if Path(word).is_absolute() else word for word in words)])
+    return " ".join(
+        [
+            f"python -m {module}",
+            *(Path(word).name if Path(word).is_absolute() else word for word in words),
+        ]
+    )
 
 
 def _processor() -> str:
     """The model as the system names it; of a virtual machine also family and model, for its name says little."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    fields = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    fields = dict(
+        reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line])
+    )
     name = fields.get("model name") or platform.processor() or platform.machine()
     wide = [unit for unit in ("avx2", "avx512f") if unit in fields.get("flags", "").split()]
     return " ".join([name, *wide])

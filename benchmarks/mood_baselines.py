@@ -22,7 +22,11 @@ def lost(texts: Texts, people: int | None) -> float:
     for person in texts.person:
         written[person] += 1
     kept = {*sorted(written, key=lambda person: (-written[person], person))[:people]}
-    lengths = [len(words) for words, person in zip(texts.words, texts.person, strict=True) if person in kept]
+    lengths = [
+        len(words)
+        for words, person in zip(texts.words, texts.person, strict=True)
+        if person in kept
+    ]
     return round(100 * sum(max(0, length - MAX_WORDS) for length in lengths) / sum(lengths), 1)
 
 
@@ -41,11 +45,19 @@ def main() -> None:
     texts, told = load_texts("mood_essays"), {}
     for part, people in (("14-people", 14), ("all-people", None)):
         dealt = partition_texts(texts, seeds=range(given.seeds), people=people)
-        rows = [baseline_metrics(federation, OrdinalSettings(bag_of_words=True)) for federation in dealt]
+        rows = [
+            baseline_metrics(federation, OrdinalSettings(bag_of_words=True)) for federation in dealt
+        ]
         told[part] = {
             "words lost, %": lost(texts, people),
             "unknown words in tests, %": round(100 * fmean(map(unknown, dealt)), 1),
-            **{name: {key: round(fmean(row[name]["ordinal"][key] for row in rows), 4) for key in MEASURES} for name in rows[0]},
+            **{
+                name: {
+                    key: round(fmean(row[name]["ordinal"][key] for row in rows), 4)
+                    for key in MEASURES
+                }
+                for name in rows[0]
+            },
         }
         print(part, json.dumps(told[part], indent=1), flush=True)
     if given.out:

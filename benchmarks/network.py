@@ -20,19 +20,29 @@ def build(workload: Workload) -> nn.Sequential:
     weighted = 0
     for place, layer in enumerate(workload.layers):
         weighted += layer[0] in ("linear", "conv")
-        parts[f"layer{weighted}" if layer[0] in ("linear", "conv") else f"{layer[0]}_{place}"] = _module(layer)
+        parts[f"layer{weighted}" if layer[0] in ("linear", "conv") else f"{layer[0]}_{place}"] = (
+            _module(layer)
+        )
     return nn.Sequential(parts)
 
 
 def _module(layer: Layer) -> nn.Module:
-    makers = {"linear": nn.Linear, "conv": nn.Conv2d, "pool": nn.MaxPool2d, "relu": nn.ReLU, "flatten": nn.Flatten}
+    makers = {
+        "linear": nn.Linear,
+        "conv": nn.Conv2d,
+        "pool": nn.MaxPool2d,
+        "relu": nn.ReLU,
+        "flatten": nn.Flatten,
+    }
     return makers[layer[0]](*layer[1:])
 
 
 @torch.no_grad()
 def probe(model: nn.Module, arrays: tuple[np.ndarray, np.ndarray]) -> float:
     """The loss on the first thousand examples after training: shows that every tool did the work."""
-    x, y = (torch.from_numpy(array.reshape(-1, *array.shape[2:])[:PROBE].copy()) for array in arrays)
+    x, y = (
+        torch.from_numpy(array.reshape(-1, *array.shape[2:])[:PROBE].copy()) for array in arrays
+    )
     device = next(model.parameters()).device
     return float(functional.cross_entropy(model(x.to(device)), y.to(device)))
 
@@ -50,4 +60,8 @@ def settle_on(device: str) -> Callable[[], object] | None:
 
 def device_peak(device: str) -> dict[str, int]:
     """The most memory of an accelerator that this process has held."""
-    return {"peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 1e6)} if device == "cuda" else {}
+    return (
+        {"peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 1e6)}
+        if device == "cuda"
+        else {}
+    )

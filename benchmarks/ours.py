@@ -25,7 +25,13 @@ Loaded = tuple[Algorithm, nn.Module, Params, ClientData]
 def main() -> None:
     """Run the job named on the command line."""
     job = given()
-    answer({"version": glocal.__version__, **MEASURES[str(job.options["measure"])](job), **network.device_peak(job.device)})
+    answer(
+        {
+            "version": glocal.__version__,
+            **MEASURES[str(job.options["measure"])](job),
+            **network.device_peak(job.device),
+        }
+    )
 
 
 def training(job: Job) -> Answer:
@@ -35,7 +41,9 @@ def training(job: Job) -> Answer:
     states: list[State] = []
 
     def rounds() -> Iterator[None]:
-        for moment in simulate_seeds(algorithm, [Seat(plan(job), train, initial_state(algorithm, params))], executor):
+        for moment in simulate_seeds(
+            algorithm, [Seat(plan(job), train, initial_state(algorithm, params))], executor
+        ):
             states[:] = [moment[0][0]]
             yield
 
@@ -50,7 +58,9 @@ def side_by_side(job: Job) -> Answer:
     algorithm, _, params, train = loaded(job)
     seeds = int(job.options["seeds"])
     executor = Executor(algorithm.client_update, engine=engine(job), num_calls=LONG)
-    seats = [Seat(plan(job, seed), train, initial_state(algorithm, params)) for seed in range(seeds)]
+    seats = [
+        Seat(plan(job, seed), train, initial_state(algorithm, params)) for seed in range(seeds)
+    ]
     told = timed(simulate_seeds(algorithm, seats, executor), job, network.settle_on(job.device))
     in_a_row = told["in_a_row"] / seeds if told["in_a_row"] else None
     each = [seconds / seeds for seconds in told["seconds_per_round"]]
@@ -61,7 +71,10 @@ def testing(job: Job) -> Answer:
     """Seconds of a Local Test: every device's own model on its first hundred examples."""
     algorithm, model, params, train = loaded(job)
     state = initial_state(algorithm, params)
-    own = [{name: tensor.clone() for name, tensor in state.private.initial.items()} for _ in range(train.num_clients)]
+    own = [
+        {name: tensor.clone() for name, tensor in state.private.initial.items()}
+        for _ in range(train.num_clients)
+    ]
     state = state._replace(private=state.private.put(range(train.num_clients), own))
     held = ClientData(train.examples, tuple(rows[:TESTED] for rows in train.rows))
     evaluation = Evaluator(algorithm, predictor(model), engine=engine(job))
@@ -75,7 +88,10 @@ MEASURES = {"training": training, "seeds": side_by_side, "local test": testing}
 def loaded(job: Job) -> Loaded:
     """Algorithm, model, first weights and who holds what, on the computing device."""
     model = network.build(job.workload)
-    objective, optimizer = glocal.cross_entropy(model), glocal.sgd(job.workload.lr, momentum=job.workload.momentum)
+    objective, optimizer = (
+        glocal.cross_entropy(model),
+        glocal.sgd(job.workload.lr, momentum=job.workload.momentum),
+    )
     split = glocal.Split.of(model, shared=job.workload.shared)
     makers = {
         "fedavg": lambda: glocal.fedavg(objective, optimizer),
@@ -84,7 +100,12 @@ def loaded(job: Job) -> Loaded:
     x, y = network.as_tensors(job.arrays(), job.device)
     rows = np.arange(y.numel()).reshape(y.shape)
     params = {name: tensor.to(job.device) for name, tensor in glocal.params_of(model).items()}
-    return makers[str(job.options["algorithm"])](), model, params, ClientData(Examples(x.flatten(0, 1), y.flatten()), tuple(rows))
+    return (
+        makers[str(job.options["algorithm"])](),
+        model,
+        params,
+        ClientData(Examples(x.flatten(0, 1), y.flatten()), tuple(rows)),
+    )
 
 
 def engine(job: Job) -> EngineConfig:
@@ -95,7 +116,13 @@ def engine(job: Job) -> EngineConfig:
 def plan(job: Job, seed: int = 0) -> glocal.Plan:
     """As many rounds as the job may ask for."""
     work = job.workload
-    return glocal.Plan(rounds=job.all_rounds, clients_per_round=work.clients_per_round, local_epochs=work.local_epochs, batch_size=work.batch_size, seed=seed)
+    return glocal.Plan(
+        rounds=job.all_rounds,
+        clients_per_round=work.clients_per_round,
+        local_epochs=work.local_epochs,
+        batch_size=work.batch_size,
+        seed=seed,
+    )
 
 
 if __name__ == "__main__":

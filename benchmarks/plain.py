@@ -38,7 +38,10 @@ def testing(job: Job) -> Answer:
     """Seconds of a Local Test: every device's own model on its first hundred examples, one after the other."""
     model = network.build(job.workload).to(job.device)
     x, y = network.as_tensors(job.arrays(), job.device)
-    own = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for _ in range(job.workload.devices)]
+    own = [
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for _ in range(job.workload.clients)
+    ]
 
     @torch.no_grad()
     def score(device: int) -> float:
@@ -57,7 +60,9 @@ def train(model: nn.Module, workload: Workload, x: Tensor, y: Tensor) -> Iterato
     generator = torch.Generator().manual_seed(0)
     shared = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     while True:
-        clients_per_round = torch.randperm(workload.devices, generator=generator)[: workload.clients_per_round].tolist()
+        clients_per_round = torch.randperm(workload.clients, generator=generator)[
+            : workload.clients_per_round
+        ].tolist()
         total = {name: torch.zeros_like(tensor) for name, tensor in shared.items()}
         for device in clients_per_round:
             model.load_state_dict(shared)

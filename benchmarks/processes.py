@@ -24,12 +24,16 @@ class ToolError(Exception):
     """A tool that did not install or run; the message is one line."""
 
 
-def ask(command: Sequence[str], job: Job, *, environment: Mapping[str, str], limit: float = 900.0) -> Answer:
+def ask(
+    command: Sequence[str], job: Job, *, environment: Mapping[str, str], limit: float = 900.0
+) -> Answer:
     """A tool's answer to a job, and the largest memory of all its processes together."""
     with tempfile.TemporaryDirectory() as scratch:
         save(job, Path(scratch) / "job.json")
         with open(Path(scratch) / "output", "w+") as output:
-            status, peak = _watched([*command, f"{scratch}/job.json"], output.fileno(), environment, limit)
+            status, peak = _watched(
+                [*command, f"{scratch}/job.json"], output.fileno(), environment, limit
+            )
             output.seek(0)
             told = output.read()
     answers = [line for line in told.splitlines() if line.startswith('{"')]
@@ -49,9 +53,18 @@ def our_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
 
 
-def _watched(command: Sequence[str], output: int, environment: Mapping[str, str], limit: float) -> tuple[int, int]:
+def _watched(
+    command: Sequence[str], output: int, environment: Mapping[str, str], limit: float
+) -> tuple[int, int]:
     """Exit status and peak bytes of a command; it and its children are ended when the limit has passed."""
-    child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
+    child = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+    )
     timer = threading.Timer(limit, _end, [child.pid])
     timer.start()
     peak, due = 0, time.monotonic() + _BETWEEN_READINGS

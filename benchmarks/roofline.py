@@ -33,14 +33,21 @@ _LARGE = {"cpu": 2**28, "cuda": 2**31}
 def operations(workload: Workload) -> int:
     """Floating-point operations of one round."""
     products = list(_products(workload))
-    return workload.clients_per_round * workload.local_epochs * workload.examples * (6 * sum(products) - 2 * products[0])
+    return (
+        workload.clients_per_round
+        * workload.local_epochs
+        * workload.examples
+        * (6 * sum(products) - 2 * products[0])
+    )
 
 
 def least_bytes(workload: Workload) -> int:
     """Bytes that one round must move."""
     passes = 5 if workload.momentum else 3
     weights = workload.steps * passes * 4 * parameters(workload)
-    return workload.clients_per_round * (weights + workload.local_epochs * workload.examples * 4 * prod(workload.shape))
+    return workload.clients_per_round * (
+        weights + workload.local_epochs * workload.examples * 4 * prod(workload.shape)
+    )
 
 
 def _products(workload: Workload) -> Iterator[int]:
@@ -82,19 +89,28 @@ def measure(workloads: list[Workload], device: str) -> Figures:
     counts = sorted({1, torch.get_num_threads()}) if device == "cpu" else [1]
     matrix = {count: matrix_rate(device, count) for count in counts}
     large = {count: copy_rate(_LARGE[device], device, count) for count in counts}
-    small = {work.name: max(_device_copy(work, device, count, large) for count in counts) for work in workloads}
+    small = {
+        work.name: max(_device_copy(work, device, count, large) for count in counts)
+        for work in workloads
+    }
     return {
         "device": device,
         "matrix_gflops": {_label(device, count): rate / 1e9 for count, rate in matrix.items()},
         "large_copy_gbs": {_label(device, count): rate / 1e9 for count, rate in large.items()},
         "copy_of_a_device_gbs": {name: rate / 1e9 for name, rate in small.items()},
-        "workloads": {work.name: floor(work, max(matrix.values()), small[work.name]) for work in workloads},
+        "workloads": {
+            work.name: floor(work, max(matrix.values()), small[work.name]) for work in workloads
+        },
     }
 
 
 def _device_copy(workload: Workload, device: str, threads: int, large: dict[int, float]) -> float:
     """The bandwidth that training can have: on a CPU that of one device's state per thread, on a GPU that of a large copy."""
-    return copy_rate(threads * _state(workload), device, threads) if device == "cpu" else large[threads]
+    return (
+        copy_rate(threads * _state(workload), device, threads)
+        if device == "cpu"
+        else large[threads]
+    )
 
 
 def _label(device: str, threads: int) -> str:
@@ -142,4 +158,8 @@ def _shortest(action: Callable[[], object], device: str, threads: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(list(WORKLOADS.values()), sys.argv[1] if len(sys.argv) > 1 else "cpu"), indent=2))
+    print(
+        json.dumps(
+            measure(list(WORKLOADS.values()), sys.argv[1] if len(sys.argv) > 1 else "cpu"), indent=2
+        )
+    )

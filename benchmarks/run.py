@@ -49,25 +49,51 @@ def main() -> None:
 
 def arguments(given: list[str]) -> argparse.Namespace:
     """What the user asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=7, help="counted rounds; the first one is run besides and not counted")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=7,
+        help="counted rounds; the first one is run besides and not counted",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmark.json"))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with cuda the peers are left out")
-    parser.add_argument("--seeds", type=int, default=1, help="also measure so many seeds side by side")
-    parser.add_argument("--only", nargs="+", default=[], help="rows whose name holds one of these words")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="with cuda the peers are left out"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="also measure so many seeds side by side"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="rows whose name holds one of these words"
+    )
     return parser.parse_args(given)
 
 
 def measured(workload: Workload, folder: str, asked: argparse.Namespace) -> Iterator[Row]:
     """A row for each tool, with the plain loop run before and after it."""
-    job = Job(workload, folder, asked.rounds, warm_up=3 if asked.device == "cuda" else 1, device=asked.device)
+    job = Job(
+        workload,
+        folder,
+        asked.rounds,
+        warm_up=3 if asked.device == "cuda" else 1,
+        device=asked.device,
+    )
     brief = Job(workload, folder, rounds=5, fewest=1, seconds=5.0, device=asked.device)
     before = _seconds(REFERENCE.ask(brief))
     for tool in everything(workload, device=asked.device, seeds=asked.seeds):
-        if asked.only and not any(word.lower() in f"{tool.name} {tool.setting}".lower() for word in asked.only):
+        if asked.only and not any(
+            word.lower() in f"{tool.name} {tool.setting}".lower() for word in asked.only
+        ):
             continue
-        row = {"workload": workload.name, "tool": tool.name, "setting": tool.setting, "measure": tool.measure}
+        row = {
+            "workload": workload.name,
+            "tool": tool.name,
+            "setting": tool.setting,
+            "measure": tool.measure,
+        }
         told = tried(tool, job)
         if "note" in told:
             yield {**row, **told}
@@ -91,14 +117,22 @@ def tried(tool: Tool, job: Job) -> Answer:
 
 def compared(seconds: float, before: float, after: float) -> Row:
     """The median round, and how many times as fast as the plain loop was just before and just after."""
-    return {"median": seconds, "reference_before": before, "reference_after": after, "speed_up": (before + after) / 2 / seconds}
+    return {
+        "median": seconds,
+        "reference_before": before,
+        "reference_after": after,
+        "speed_up": (before + after) / 2 / seconds,
+    }
 
 
 def with_floor(row: Row, figures: roofline.Figures) -> Row:
     """Training rows also say how many times the floor they take."""
     if "median" not in row or row["measure"] != "training":
         return {key: value for key, value in row.items() if key != "speed_up"}
-    return {**row, "times_floor": 1e3 * row["median"] / figures["workloads"][row["workload"]]["floor_ms"]}
+    return {
+        **row,
+        "times_floor": 1e3 * row["median"] / figures["workloads"][row["workload"]]["floor_ms"],
+    }
 
 
 def _seconds(told: Answer) -> float:
@@ -117,19 +151,30 @@ def line(row: Row) -> str:
     """Progress, one line a row."""
     about = f"{row['workload']}  {row['tool']}, {row['setting']}, {row['measure']}: "
     return about + (
-        row.get("note") or f"{row['median']:.4f} s (plain loop {row['reference_before']:.3f}, {row['reference_after']:.3f})"
+        row.get("note")
+        or f"{row['median']:.4f} s (plain loop {row['reference_before']:.3f}, {row['reference_after']:.3f})"
     )
 
 
 def table(report: Answer, workload: Workload) -> Table:
     """One workload's rows."""
     floor = report["roofline"]["workloads"][workload.name]
-    title = (
-        f"{workload.name}: {workload.summary}\n{report['data'][workload.name]}; floor {floor['floor_ms']:.1f} ms ({floor['bound']})"
-    )
+    title = f"{workload.name}: {workload.summary}\n{report['data'][workload.name]}; floor {floor['floor_ms']:.1f} ms ({floor['bound']})"
     shown = Table(title=title, title_justify="left")
-    for heading in ("tool", "setting", "ms per round", "x plain loop", "x floor", "memory MB", "loss", "version or reason"):
-        shown.add_column(heading, justify="left" if heading in ("tool", "setting", "version or reason") else "right")
+    for heading in (
+        "tool",
+        "setting",
+        "ms per round",
+        "x plain loop",
+        "x floor",
+        "memory MB",
+        "loss",
+        "version or reason",
+    ):
+        shown.add_column(
+            heading,
+            justify="left" if heading in ("tool", "setting", "version or reason") else "right",
+        )
     for row in report["rows"]:
         if row["workload"] == workload.name:
             shown.add_row(*cells(row))
@@ -138,9 +183,18 @@ def table(report: Answer, workload: Workload) -> Table:
 
 def cells(row: Row) -> list[str]:
     """A row as text; what does not apply is empty."""
-    formats = {"speed_up": "{:.2f}", "times_floor": "{:.1f}", "peak_memory_mb": "{:.0f}", "loss": "{:.3f}"}
-    figures = [form.format(row[key]) if row.get(key) is not None else "" for key, form in formats.items()]
-    setting = row["setting"] if row["measure"] == "training" else f"{row['setting']}, {row['measure']}"
+    formats = {
+        "speed_up": "{:.2f}",
+        "times_floor": "{:.1f}",
+        "peak_memory_mb": "{:.0f}",
+        "loss": "{:.3f}",
+    }
+    figures = [
+        form.format(row[key]) if row.get(key) is not None else "" for key, form in formats.items()
+    ]
+    setting = (
+        row["setting"] if row["measure"] == "training" else f"{row['setting']}, {row['measure']}"
+    )
     time = f"{1e3 * row['median']:.1f}" if "median" in row else ""
     return [row["tool"], setting, time, *figures, row.get("note") or row["version"]]
 

@@ -40,9 +40,14 @@ def points(rounds: int) -> Iterator[Point]:
     """Every place on every axis; the MNIST workload where nothing else is said."""
     for cohort in COHORTS:
         yield Point("clients_per_round", cohort, replace(MLP, clients_per_round=cohort), rounds)
-    for devices in DEVICES:
+    for clients in DEVICES:
         # the same 60,000 examples in ever smaller hands
-        yield Point("devices", devices, replace(MLP, devices=devices, examples=60_000 // devices), DEVICE_ROUNDS)
+        yield Point(
+            "devices",
+            clients,
+            replace(MLP, clients=clients, examples=60_000 // clients),
+            DEVICE_ROUNDS,
+        )
     for width in WIDTHS:
         yield Point("width", width, widened(MLP, width), rounds)
     for seeds in SEEDS:
@@ -53,7 +58,12 @@ def measure(point: Point, engine: str, device: str) -> Answer:
     """Seconds per round (all seeds together) and peak memory, in a fresh process."""
     kind = "seeds" if point.axis == "seeds" else "training"
     options = {"engine": engine, "algorithm": "lg_fedavg", "measure": kind, "seeds": point.seeds}
-    row = {"axis": point.axis, "value": point.value, "engine": engine, "parameters": parameters(point.workload)}
+    row = {
+        "axis": point.axis,
+        "value": point.value,
+        "engine": engine,
+        "parameters": parameters(point.workload),
+    }
     with tempfile.TemporaryDirectory() as folder:
         write_arrays(point.workload, Path(folder))
         job = Job(point.workload, folder, point.rounds, seconds=600.0, device=device)
@@ -67,12 +77,22 @@ def measure(point: Point, engine: str, device: str) -> Answer:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help=f"counted rounds; {DEVICE_ROUNDS} on the axis of devices")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help=f"counted rounds; {DEVICE_ROUNDS} on the axis of devices",
+    )
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
-        "--axes", nargs="+", choices=("clients_per_round", "devices", "width", "seeds"), default=["clients_per_round", "devices", "width", "seeds"]
+        "--axes",
+        nargs="+",
+        choices=("clients_per_round", "devices", "width", "seeds"),
+        default=["clients_per_round", "devices", "width", "seeds"],
     )
     parser.add_argument("--out", type=Path, default=Path("scaling.json"))
     asked = parser.parse_args()

@@ -31,28 +31,53 @@ def measured(
 ) -> tuple[dict[str, float], tuple[Params, ...]]:
     """Local Test in percent of a case's last round, of its best common round and of every device's own best round on test data."""
     parts = build_components(settings, no_progress)
-    algorithm, plan = build_algorithm(settings, settings.experiments[name], parts), plans_of(settings)[name]
+    algorithm, plan = (
+        build_algorithm(settings, settings.experiments[name], parts),
+        plans_of(settings)[name],
+    )
     ledgers = tuple(Ledger() for _ in parts.seeds)
-    case = move_to_device(Case(algorithm, parts.model, plan, parts.seeds, starts or parts.params, parts.federations, ledgers), settings.run)
-    executor = Executor(algorithm.client_update, engine=settings.run.engine_config(), num_calls=plan.rounds)
+    experiment = move_to_device(
+        Case(
+            algorithm,
+            parts.model,
+            plan,
+            parts.seeds,
+            starts or parts.params,
+            parts.federations,
+            ledgers,
+        ),
+        settings.run,
+    )
+    executor = Executor(
+        algorithm.client_update, engine=settings.run.engine_config(), num_calls=plan.rounds
+    )
     evaluation = Evaluator(algorithm, predictor(parts.model), engine=settings.run.engine_config())
-    states = [initial_state(algorithm, params, len(parts.seeds)) for params in case.params]
-    seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, states, strict=True)]
-    tests, seen = [fed.test for fed in case.federations], []
+    states = [initial_state(algorithm, params, len(parts.seeds)) for params in experiment.params]
+    seats = [
+        Seat(plan, fed.train, state)
+        for plan, fed, state in zip(experiment.plans(), experiment.federations, states, strict=True)
+    ]
+    tests, seen = [fed.test for fed in experiment.federations], []
     for moment in simulate_seeds(algorithm, seats, executor):
         states = [state for state, _ in moment]
         if algorithm.name != "fedavg":
             seen.append(local_tests(evaluation, states, tests))
     executor.close()
     evaluation.close()
-    models = tuple(warm_start_params(algorithm, state) for state in states) if states[0].shared else ()
+    models = (
+        tuple(warm_start_params(algorithm, state) for state in states) if states[0].shared else ()
+    )
     return _summed_up(np.array(seen)) if seen else {}, models
 
 
 def _summed_up(seen: np.ndarray) -> dict[str, float]:
     """From accuracies (rounds, seeds, devices) to percent."""
     common = seen.mean(2)
-    ways = {"last round": common[-1], "best round on test data": common.max(0), "each device's own best": seen.max(0).mean(1)}
+    ways = {
+        "last round": common[-1],
+        "best round on test data": common.max(0),
+        "each device's own best": seen.max(0).mean(1),
+    }
     return {way: round(100 * fmean(values.tolist()), 2) for way, values in ways.items()}
 
 
@@ -69,13 +94,20 @@ def main() -> None:
     found = {}
     for classes in given.classes:
         part = PAPER["paper-cifar10"].parts[f"released-{classes}"]
-        settings = with_overrides(part.settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set])
-        settings = resolve(with_overrides(settings, ["cases.FedAvg.rounds=1800"]))
+        settings = with_overrides(
+            part.settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set]
+        )
+        settings = resolve(with_overrides(settings, ["experiments.FedAvg.rounds=1800"]))
         rows = {}
         for name in given.experiments:
             starts = None
             if settings.experiments[name].start_from:
-                first = Settings(**{**vars(settings), "experiments": {"FedAvg": ExperimentSettings("fedavg", rounds=1000)}})
+                first = Settings(
+                    **{
+                        **vars(settings),
+                        "experiments": {"FedAvg": ExperimentSettings("fedavg", rounds=1000)},
+                    }
+                )
                 starts = measured(first, "FedAvg")[1]
             rows[name], _ = measured(settings, name, starts)
             published = part.published[name].scores[0].mean
@@ -84,7 +116,9 @@ def main() -> None:
         found[classes] = rows
     if given.out:
         command = f"python -m benchmarks.selection_on_test --seeds {given.seeds} --device {given.device} --out {given.out}"
-        given.out.write_text(json.dumps({"command": command, "classes per device": found}, indent=1) + "\n")
+        given.out.write_text(
+            json.dumps({"command": command, "classes per device": found}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ class Tool:
         """Run the job in a fresh process."""
         job = replace(job, options=self.options)
         if not self.peer:
-            return processes.ask(processes.module(self.module), job, environment=processes.our_environment())
+            return processes.ask(
+                processes.module(self.module), job, environment=processes.our_environment()
+            )
         command = [environments.python_of(self.peer), "-m", f"benchmarks.{self.module}"]
         return processes.ask(command, job, environment=environments.peer_environment(self.peer))
 
@@ -65,12 +67,22 @@ def _glocal(workload: Workload, device: str, seeds: int) -> Iterator[Tool]:
             yield Tool(f"glocal {algorithm}", setting, "ours", {**told, "measure": "training"})
             if seeds > 1 and setting == "auto" and workload.name != "C":
                 many = f"{setting}, {seeds} seeds, each"
-                yield Tool(f"glocal {algorithm}", many, "ours", {**told, "measure": "seeds", "seeds": seeds})
+                yield Tool(
+                    f"glocal {algorithm}",
+                    many,
+                    "ours",
+                    {**told, "measure": "seeds", "seeds": seeds},
+                )
 
 
 def _local_tests(device: str) -> Iterator[Tool]:
     yield Tool("plain loop", "1 thread", "plain", {"threads": 1, "measure": "local test"})
-    yield Tool("glocal", "auto", "ours", {**ENGINES[device]["auto"], "algorithm": "lg_fedavg", "measure": "local test"})
+    yield Tool(
+        "glocal",
+        "auto",
+        "ours",
+        {**ENGINES[device]["auto"], "algorithm": "lg_fedavg", "measure": "local test"},
+    )
 
 
 # what each device can run: engines as they come, and without the fused steps where they have them

@@ -26,7 +26,7 @@ class Workload:
     shape: Shape
     layers: tuple[Layer, ...]
     shared: tuple[str, ...]
-    devices: int
+    clients: int
     examples: int
     clients_per_round: int
     batch_size: int
@@ -57,7 +57,7 @@ MLP = Workload(
     shape=(1, 28, 28),
     layers=(("flatten",), *dense(784, 512, 256, 256, 128, CLASSES)),
     shared=("layer3", "layer4", "layer5"),
-    devices=100,
+    clients=100,
     examples=600,
     clients_per_round=10,
     batch_size=10,
@@ -69,9 +69,16 @@ LENET = Workload(
     summary="CIFAR-10, LeNet-5, 100 devices x 500, cohort 10, batch 50",
     source="cifar10",
     shape=(3, 32, 32),
-    layers=(("conv", 3, 6, 5), *_RELU_POOL, ("conv", 6, 16, 5), *_RELU_POOL, ("flatten",), *dense(400, 120, 100, CLASSES)),
+    layers=(
+        ("conv", 3, 6, 5),
+        *_RELU_POOL,
+        ("conv", 6, 16, 5),
+        *_RELU_POOL,
+        ("flatten",),
+        *dense(400, 120, 100, CLASSES),
+    ),
     shared=("layer1", "layer2"),
-    devices=100,
+    clients=100,
     examples=500,
     clients_per_round=10,
     batch_size=50,
@@ -84,9 +91,16 @@ WIDE_CNN = Workload(
     summary="CIFAR-10, conv 32 - conv 64 - dense 128 (1.6 M), 1,000 devices x 50, cohort 50, batch 10",
     source="cifar10",
     shape=(3, 32, 32),
-    layers=(("conv", 3, 32, 3), ("relu",), ("conv", 32, 64, 3), *_RELU_POOL, ("flatten",), *dense(12544, 128, CLASSES)),
+    layers=(
+        ("conv", 3, 32, 3),
+        ("relu",),
+        ("conv", 32, 64, 3),
+        *_RELU_POOL,
+        ("flatten",),
+        *dense(12544, 128, CLASSES),
+    ),
     shared=("layer1", "layer2"),
-    devices=1000,
+    clients=1000,
     examples=50,
     clients_per_round=50,
     batch_size=10,
@@ -116,7 +130,7 @@ def _size(layer: Layer) -> int:
 
 def write_arrays(workload: Workload, folder: Path) -> str:
     """Deal the data once, x.npy (devices, examples, ...) and y.npy (devices, examples); returns what the data are."""
-    held = (workload.devices, workload.examples)
+    held = (workload.clients, workload.examples)
     x, y, told = _real(workload) or _random(workload)
     rows = np.random.default_rng(0).permutation(len(y))[: prod(held)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,15 +146,22 @@ def _real(workload: Workload) -> Data | None:
     """The training set, where GLOCAL_DATA or the cache has it and it is large enough."""
     from glocal import datasets
 
-    if workload.source not in datasets.SOURCES or datasets.status(workload.source) == "not downloaded":
+    if (
+        workload.source not in datasets.SOURCES
+        or datasets.status(workload.source) == "not downloaded"
+    ):
         return None
     examples = datasets.load(workload.source).train
-    enough = len(examples.y) >= workload.devices * workload.examples
+    enough = len(examples.y) >= workload.clients * workload.examples
     return (examples.x.numpy(), examples.y.numpy(), f"{workload.source}, real") if enough else None
 
 
 def _random(workload: Workload) -> Data:
     """Noise of the same shape: the time is the same, the loss means nothing."""
-    generator, count = np.random.default_rng(0), workload.devices * workload.examples
+    generator, count = np.random.default_rng(0), workload.clients * workload.examples
     x = generator.standard_normal((count, *workload.shape), dtype=np.float32)
-    return x, generator.integers(CLASSES, size=count), f"random numbers in the shape of {workload.source}"
+    return (
+        x,
+        generator.integers(CLASSES, size=count),
+        f"random numbers in the shape of {workload.source}",
+    )

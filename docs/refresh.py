@@ -19,7 +19,9 @@ def refreshed(text: str) -> str:
         found = read_findings(DOCS / "results" / match["name"])
         return f"<!-- findings of {match['name']} -->\n\n{study_markdown(found).strip()}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- findings of (?P<name>[\w.-]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- findings of (?P<name>[\w.-]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL
+    )
 
 
 def main() -> None:

@@ -28,11 +28,15 @@ OPTIMISER = glocal.sgd(0.05, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--source", default="mnist", choices=["mnist", "digits"])
     parser.add_argument("--devices", type=int, default=10, help="of each kind")
     parser.add_argument("--images", type=int, default=30, help="on each device")
-    parser.add_argument("--warm", type=int, default=40, help="rounds of FedAvg within each kind; 0 for none")
+    parser.add_argument(
+        "--warm", type=int, default=40, help="rounds of FedAvg within each kind; 0 for none"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="rounds of all kinds together")
     parser.add_argument("--seeds", type=int, default=1, help="how often everything is repeated")
     parser.add_argument("--out", type=Path, help="a .json file for the figures")
@@ -43,9 +47,16 @@ def arguments() -> argparse.Namespace:
 def few_images(given: argparse.Namespace, seed: int) -> FederatedData:
     """So many images for each device of all kinds, dealt out at random; a fifth of them is for validation."""
     loaded = glocal.load(given.source)
-    devices = 3 * given.devices
-    chosen = glocal.make_rng(seed, "images").permutation(len(loaded.train.y))[: devices * given.images]
-    return glocal.partition(loaded._replace(train=loaded.train.take(chosen)), glocal.iid(devices), validation=0.2, seed=seed)
+    clients = 3 * given.clients
+    chosen = glocal.make_rng(seed, "images").permutation(len(loaded.train.y))[
+        : clients * given.images
+    ]
+    return glocal.partition(
+        loaded._replace(train=loaded.train.take(chosen)),
+        glocal.iid(clients),
+        validation=0.2,
+        seed=seed,
+    )
 
 
 def share(everybody: FederatedData, place: int, see: Callable[[Tensor], Tensor]) -> FederatedData:
@@ -53,7 +64,9 @@ def share(everybody: FederatedData, place: int, see: Callable[[Tensor], Tensor])
 
     def part(holdings: ClientData) -> ClientData:
         third = holdings.num_clients // 3
-        return ClientData(seen[id(holdings.examples)], holdings.rows[place * third : (place + 1) * third])
+        return ClientData(
+            seen[id(holdings.examples)], holdings.rows[place * third : (place + 1) * third]
+        )
 
     parts = (everybody.train, everybody.val, everybody.test)
     seen = {id(each.examples): each.examples._replace(x=see(each.examples.x)) for each in parts}
@@ -73,14 +86,18 @@ def cnn(side: int) -> nn.Module:
         nn.ReLU(),
         nn.MaxPool2d(2),
     ]
-    return nn.Sequential(*filters, nn.Flatten(), nn.Linear(16 * (side // 4) ** 2, FEATURES), nn.ReLU())
+    return nn.Sequential(
+        *filters, nn.Flatten(), nn.Linear(16 * (side // 4) ** 2, FEATURES), nn.ReLU()
+    )
 
 
 def network(encoder: nn.Module) -> nn.Module:
     """An encoder of its own, and the head: the last three layers of the paper's network for MNIST."""
     model = nn.Sequential()
     model.add_module("encoder", encoder)
-    head = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, CLASSES))
+    head = nn.Sequential(
+        nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, CLASSES)
+    )
     model.add_module("head", head)
     return model
 
@@ -94,7 +111,9 @@ def alone(model: nn.Module) -> glocal.Algorithm:
     return glocal.local_only(glocal.cross_entropy(model), OPTIMISER)
 
 
-def kinds(given: argparse.Namespace, algorithm: Callable[[nn.Module], glocal.Algorithm], seed: int) -> list[glocal.Kind]:
+def kinds(
+    given: argparse.Namespace, algorithm: Callable[[nn.Module], glocal.Algorithm], seed: int
+) -> list[glocal.Kind]:
     """The same devices and first weights, whatever the algorithm."""
     torch.manual_seed(seed)
     everybody = few_images(given, seed)
@@ -105,25 +124,39 @@ def kinds(given: argparse.Namespace, algorithm: Callable[[nn.Module], glocal.Alg
         (f"MLP-{side // 2}x{side // 2}", network(mlp((side // 2) ** 2)), share(everybody, 1, half)),
         ("CNN", network(cnn(side)), share(everybody, 2, lambda x: x)),
     ]
-    return [glocal.Kind(name, algorithm(model), model, federation) for name, model, federation in parts]
+    return [
+        glocal.Kind(name, algorithm(model), model, federation) for name, model, federation in parts
+    ]
 
 
-def trained(given: argparse.Namespace, seed: int) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
+def trained(
+    given: argparse.Namespace, seed: int
+) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
     """All kinds together, and every device alone for as many rounds."""
     options = glocal.Options(engine=given.engine)
-    plan = glocal.Plan(rounds=given.rounds, clients_per_round=3 * given.devices, seed=seed)
+    plan = glocal.Plan(rounds=given.rounds, clients_per_round=3 * given.clients, seed=seed)
     ready = kinds(given, together, seed)
     if given.warm:
-        ready = glocal.warm_kinds(ready, OPTIMISER, replace(plan, rounds=given.warm, clients_per_round=given.devices), options=options)
+        ready = glocal.warm_kinds(
+            ready,
+            OPTIMISER,
+            replace(plan, rounds=given.warm, clients_per_round=given.clients),
+            options=options,
+        )
     shared = glocal.fit_kinds(ready, replace(plan, first_round=given.warm), options=options)
-    own = glocal.fit_kinds(kinds(given, alone, seed), replace(plan, rounds=given.warm + given.rounds), options=options)
+    own = glocal.fit_kinds(
+        kinds(given, alone, seed), replace(plan, rounds=given.warm + given.rounds), options=options
+    )
     return shared, own
 
 
 def main() -> None:
     given = arguments()
     pairs = [trained(given, seed) for seed in range(given.seeds)]
-    rows = [summed_up(name, [(shared[name], own[name]) for shared, own in pairs]) for name in pairs[0][0]]
+    rows = [
+        summed_up(name, [(shared[name], own[name]) for shared, own in pairs])
+        for name in pairs[0][0]
+    ]
     report(rows, given.out)
 
 

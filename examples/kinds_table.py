@@ -21,7 +21,9 @@ def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, An
         "together": [round(shared.local_spread.mean, 4) for shared, _ in pairs],
         "alone": [round(own.local_spread.mean, 4) for _, own in pairs],
         "gain": round(float(np.mean(gains)), 4),
-        "gain_standard_error": round(float(np.std(gains, ddof=1) / len(gains) ** 0.5), 4) if len(gains) > 1 else None,
+        "gain_standard_error": round(float(np.std(gains, ddof=1) / len(gains) ** 0.5), 4)
+        if len(gains) > 1
+        else None,
         "at_least_as_good": as_good,
         "devices": sum(len(shared.times_sampled) for shared, _ in pairs),
         "bytes": round(float(np.mean(sent))),
@@ -36,4 +38,6 @@ def report(rows: Sequence[dict[str, Any]], out: Path | None) -> None:
         as_good = f"{row['at_least_as_good']} of {row['devices']}"
         print(f"{row['kind']:<10}  {tests}  {as_good:>16}  {row['bytes'] / 1e6:>9,.1f} MB")
     if out:
-        out.write_text(json.dumps({"command": f"python {' '.join(sys.argv)}", "kinds": rows}, indent=1) + "\n")
+        out.write_text(
+            json.dumps({"command": f"python {' '.join(sys.argv)}", "kinds": rows}, indent=1) + "\n"
+        )

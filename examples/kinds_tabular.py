@@ -22,17 +22,27 @@ from torch import Tensor, nn
 import glocal
 
 MEANS, ERRORS, WORST = range(10), range(10, 20), range(20, 30)
-COLUMNS = {"all": [*MEANS, *ERRORS, *WORST], "no-errors": [*MEANS, *WORST], "no-worst": [*MEANS, *ERRORS]}
+COLUMNS = {
+    "all": [*MEANS, *ERRORS, *WORST],
+    "no-errors": [*MEANS, *WORST],
+    "no-worst": [*MEANS, *ERRORS],
+}
 FEATURES, CLASSES = 16, 2
 OPTIMISER = glocal.sgd(0.1, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hospitals", type=int, default=10, help="of each kind")
-    parser.add_argument("--warm", type=int, default=30, help="rounds of FedAvg within each kind; 0 for none")
+    parser.add_argument(
+        "--warm", type=int, default=30, help="rounds of FedAvg within each kind; 0 for none"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="rounds of all kinds together")
-    parser.add_argument("--dealings", type=int, default=10, help="how often patients are dealt out anew")
+    parser.add_argument(
+        "--dealings", type=int, default=10, help="how often patients are dealt out anew"
+    )
     parser.add_argument("--out", type=Path, help="a .json file for the figures")
     parser.add_argument("--engine", default="auto")
     return parser.parse_args()
@@ -50,43 +60,64 @@ def network(start: Tensor, columns: Sequence[int]) -> nn.Module:
 
 
 def together(model: nn.Module) -> glocal.Algorithm:
-    return glocal.lg_fedavg(glocal.cross_entropy(model), OPTIMISER, split=glocal.Split.of(model, local="encoder"))
+    return glocal.lg_fedavg(
+        glocal.cross_entropy(model), OPTIMISER, split=glocal.Split.of(model, local="encoder")
+    )
 
 
 def alone(model: nn.Module) -> glocal.Algorithm:
     return glocal.local_only(glocal.cross_entropy(model), OPTIMISER)
 
 
-def kinds(algorithm: Callable[[nn.Module], glocal.Algorithm], *, hospitals: int, seed: int) -> list[glocal.Kind]:
+def kinds(
+    algorithm: Callable[[nn.Module], glocal.Algorithm], *, hospitals: int, seed: int
+) -> list[glocal.Kind]:
     """The same hospitals, patients and first weights, whatever the algorithm; half of the patients are for the test."""
     torch.manual_seed(seed)
     start = nn.Linear(30, FEATURES).weight.detach()
     x, y = load_breast_cancer(return_X_y=True)
-    patients = np.array_split(glocal.make_rng(seed, "patients").permutation(len(y)), len(COLUMNS) * hospitals)
+    patients = np.array_split(
+        glocal.make_rng(seed, "patients").permutation(len(y)), len(COLUMNS) * hospitals
+    )
     made = []
     for place, (name, columns) in enumerate(COLUMNS.items()):
         own = patients[place * hospitals : (place + 1) * hospitals]
-        federation = glocal.from_tensors([(x[rows][:, columns], y[rows]) for rows in own], test=0.5, validation=0.2, seed=seed)
+        federation = glocal.from_tensors(
+            [(x[rows][:, columns], y[rows]) for rows in own], test=0.5, validation=0.2, seed=seed
+        )
         model = network(start, columns)
         made.append(glocal.Kind(name, algorithm(model), model, federation))
     return made
 
 
-def trained(given: argparse.Namespace, seed: int) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
+def trained(
+    given: argparse.Namespace, seed: int
+) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
     """All kinds together, and every hospital alone for as many rounds."""
     options = glocal.Options(engine=given.engine)
-    plan = glocal.Plan(rounds=given.rounds, clients_per_round=len(COLUMNS) * given.hospitals, seed=seed)
+    plan = glocal.Plan(
+        rounds=given.rounds, clients_per_round=len(COLUMNS) * given.hospitals, seed=seed
+    )
     ready, own = (kinds(way, hospitals=given.hospitals, seed=seed) for way in (together, alone))
     if given.warm:
-        ready = glocal.warm_kinds(ready, OPTIMISER, replace(plan, rounds=given.warm, clients_per_round=given.hospitals), options=options)
+        ready = glocal.warm_kinds(
+            ready,
+            OPTIMISER,
+            replace(plan, rounds=given.warm, clients_per_round=given.hospitals),
+            options=options,
+        )
     shared = glocal.fit_kinds(ready, replace(plan, first_round=given.warm), options=options)
-    return shared, glocal.fit_kinds(own, replace(plan, rounds=given.warm + given.rounds), options=options)
+    return shared, glocal.fit_kinds(
+        own, replace(plan, rounds=given.warm + given.rounds), options=options
+    )
 
 
 def main() -> None:
     given = arguments()
     pairs = [trained(given, seed) for seed in range(given.dealings)]
-    rows = [summed_up(name, [(shared[name], own[name]) for shared, own in pairs]) for name in COLUMNS]
+    rows = [
+        summed_up(name, [(shared[name], own[name]) for shared, own in pairs]) for name in COLUMNS
+    ]
     report(rows, given.out)
 
 

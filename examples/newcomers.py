@@ -17,7 +17,10 @@ NewClient = tuple[Tensor, Tensor, Tensor, Tensor]
 def upright() -> NewClient:
     """3,000 digits to learn from and 500 to be tested on: x, y, x_test, y_test."""
     mnist = load("mnist")
-    train, test = (make_rng(0, f"newcomer, {part}").choice(rows, count, replace=False) for part, rows, count in _PARTS)
+    train, test = (
+        make_rng(0, f"newcomer, {part}").choice(rows, count, replace=False)
+        for part, rows, count in _PARTS
+    )
     return mnist.train.x[train], mnist.train.y[train], mnist.test.x[test], mnist.test.y[test]
 
 

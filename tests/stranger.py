@@ -23,7 +23,11 @@ def become_nobody():
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    rights = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    rights = dict(
+        line.split(":\t", 1)
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if ":\t" in line
+    )
     assert {*rights["Uid"].split()} == {str(NOBODY)}
     assert int(rights["CapEff"], 16) == int(rights["CapPrm"], 16) == 0
 

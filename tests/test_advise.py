@@ -46,18 +46,22 @@ def federation(*, own_labels, examples=60):
     """Devices with one rule for all, or each with the classes renamed in its own way: then a shared last layer can only guess."""
     generator = torch.Generator().manual_seed(0)
     teacher = torch.randn(FEATURES, CLASSES, generator=generator)
-    devices = []
+    clients = []
     for _ in range(DEVICES):
         x = torch.randn(examples, FEATURES, generator=generator)
-        renamed = torch.randperm(CLASSES, generator=generator) if own_labels else torch.arange(CLASSES)
-        devices.append((x, renamed[(x @ teacher).argmax(1)]))
-    return glocal.from_tensors(devices)
+        renamed = (
+            torch.randperm(CLASSES, generator=generator) if own_labels else torch.arange(CLASSES)
+        )
+        clients.append((x, renamed[(x @ teacher).argmax(1)]))
+    return glocal.from_tensors(clients)
 
 
 def asked(fed, *, plan=None, **config):
     model = world.seeded(two_layers)
     algorithm = fedavg(cross_entropy(model), SGD)
-    return advise(algorithm, model, fed, plan or Plan(10, 4, batch_size=10), config=replace(QUICK, **config))
+    return advise(
+        algorithm, model, fed, plan or Plan(10, 4, batch_size=10), config=replace(QUICK, **config)
+    )
 
 
 def test_devices_that_name_classes_differently_keep_the_last_layer():
@@ -84,14 +88,22 @@ def test_every_boundary_is_a_candidate_in_both_directions():
     names = [each.name for each in make_candidates(lenet5())]
     assert names[0] == "nothing shared"
     assert names[-1] == "all shared"
-    assert {f"{end} {count} shared" for end in ("first", "last") for count in range(1, 5)} == {*names[1:-1]}
+    assert {f"{end} {count} shared" for end in ("first", "last") for count in range(1, 5)} == {
+        *names[1:-1]
+    }
 
 
 def test_of_a_deep_network_only_some_depths_race():
     deep = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
     made = make_candidates(deep, max_candidates=12)
     assert len(made) == 12
-    assert {each.name for each in made} >= {"first 1 shared", "first 39 shared", "last 1 shared", "nothing shared", "all shared"}
+    assert {each.name for each in made} >= {
+        "first 1 shared",
+        "first 39 shared",
+        "last 1 shared",
+        "nothing shared",
+        "all shared",
+    }
 
 
 def test_tied_weights_are_never_split():
@@ -120,23 +132,41 @@ def test_devices_without_a_difference_have_no_device_variance():
     assert found.low == 0 < found.high < 0.1
 
 
-@pytest.mark.parametrize("name", ["nothing shared", "first 1 shared", "last 1 shared", "all shared"])
+@pytest.mark.parametrize(
+    "name", ["nothing shared", "first 1 shared", "last 1 shared", "all shared"]
+)
 def test_a_lane_of_the_race_is_lg_fedavg(name):
     """Side by side with other lanes it takes the steps that the simulator would."""
-    model, fed, plan = world.seeded(two_layers), federation(own_labels=True), Plan(3, DEVICES, batch_size=10)
+    model, fed, plan = (
+        world.seeded(two_layers),
+        federation(own_labels=True),
+        Plan(3, DEVICES, batch_size=10),
+    )
     objective, participants = cross_entropy(model), np.arange(DEVICES)
     rivals = make_candidates(model)
     executor = Executor(fedavg(objective, SGD).client_update, engine="vmapped")
     candidate_states = start_halving(rivals, params_of(model), DEVICES)
     ledger = Ledger()
-    for moved, traffic in run_rounds(HalvingSetup(plan, fed.train, participants, executor), candidate_states, range(3)):
+    for moved, traffic in run_rounds(
+        HalvingSetup(plan, fed.train, participants, executor), candidate_states, range(3)
+    ):
         candidate_states, ledger = moved, ledger + traffic
-    (candidate_state,) = (candidate_state for candidate_state in candidate_states if candidate_state.candidate.name == name)
+    (candidate_state,) = (
+        candidate_state
+        for candidate_state in candidate_states
+        if candidate_state.candidate.name == name
+    )
     algorithm = lg_fedavg(objective, SGD, split=candidate_state.candidate.split)
     alone = Executor(algorithm.client_update, engine="vmapped")
-    state = world.last(simulate_seeds(algorithm, [Seat(plan, fed.train, initial_state(algorithm, params_of(model)))], alone))[0][0]
+    state = world.last(
+        simulate_seeds(
+            algorithm, [Seat(plan, fed.train, initial_state(algorithm, params_of(model)))], alone
+        )
+    )[0][0]
     for device, ours in enumerate(candidate_state.models):
-        assert world.distance(ours, algorithm.personal(state.shared, state.private.of(device))) < 1e-5
+        assert (
+            world.distance(ours, algorithm.personal(state.shared, state.private.of(device))) < 1e-5
+        )
     sent = sum(trees.nbytes(each.split.take_shared(params_of(model))) for each in rivals)
     assert ledger.total.bytes == 3 * 2 * DEVICES * sent
 
@@ -154,8 +184,16 @@ def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    spy(halving, "admit", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
-    spy(search, "variances", lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()})
+    spy(
+        halving,
+        "admit",
+        lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()},
+    )
+    spy(
+        search,
+        "variances",
+        lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()},
+    )
     spy(search, "keep_better_half", lambda arguments: arguments[1])
     asked(federation(own_labels=True))
     shapes = {name: tuple(tensor.shape) for name, tensor in params_of(two_layers()).items()}
@@ -173,7 +211,9 @@ def test_what_crosses_is_counted():
     warm, halves = 10 * 4 * 2 * whole, 8 * 3 * whole
     shares = {row.candidate.name: row.sent_fraction * whole for row in advice.rows}
     later = [row for row in advice.rows if 3 in row.accuracy]
-    racing = sum(3 * 8 * sent for sent in shares.values()) + sum(5 * 8 * shares[row.candidate.name] for row in later)
+    racing = sum(3 * 8 * sent for sent in shares.values()) + sum(
+        5 * 8 * shares[row.candidate.name] for row in later
+    )
     assert advice.cost.ledger.total.bytes == pytest.approx(warm + halves + racing)
     assert advice.cost.updates == 10 * 4 + 8 + 4 * 8 + 2 * 2 * 8
 
@@ -200,11 +240,16 @@ def test_a_budget_of_bytes_is_kept(limit):
 
 @pytest.mark.parametrize("limit", [6_300, 7_000, 9_000, 9_500])
 def test_a_budget_with_room_for_little_more_than_variances_is_kept(limit):
-    assert asked(federation(own_labels=True), budget=Budget(bytes=limit)).cost.ledger.total.bytes <= limit
+    assert (
+        asked(federation(own_labels=True), budget=Budget(bytes=limit)).cost.ledger.total.bytes
+        <= limit
+    )
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_before_anything_is_sent():
-    with pytest.raises(InputError, match="a round of FedAvg and two updates of 3 devices send 6,256 bytes at least"):
+    with pytest.raises(
+        InputError, match="a round of FedAvg and two updates of 3 devices send 6,256 bytes at least"
+    ):
         asked(federation(own_labels=True), budget=Budget(bytes=6_000))
 
 
@@ -225,7 +270,9 @@ def rung(ahead, *, names=("all shared", "first 1 shared"), noise=0.0, rows=50):
     """A rung in which the second split is ahead of the first by so much on each device."""
     generator = np.random.default_rng(0)
     base = np.full((2, len(ahead)), 0.5)
-    halves = np.stack([base, base + ahead + noise * generator.standard_normal((2, len(ahead)))], axis=1)
+    halves = np.stack(
+        [base, base + ahead + noise * generator.standard_normal((2, len(ahead)))], axis=1
+    )
     return Rung(4, names, halves, np.full((2, len(ahead)), rows))
 
 
@@ -233,7 +280,7 @@ def test_a_group_that_clearly_prefers_another_split_is_found():
     ahead = np.array([0.1] * 10 + [-0.1] * 20)
     (group,) = find_groups([rung(ahead, noise=0.02)], "all shared", np.arange(30) + 100)
     assert group.candidate == "first 1 shared"
-    assert group.devices == tuple(range(100, 110))
+    assert group.clients == tuple(range(100, 110))
     assert group.gain.low < 0.1 < group.gain.high
 
 
@@ -242,18 +289,46 @@ def test_chance_makes_no_group():
 
 
 def test_a_difference_is_paired_where_both_raced_last():
-    first, last = rung(np.full(10, 0.2)), rung(np.full(10, 0.1), names=("all shared", "last 1 shared"))
-    assert accuracy_difference([first, last], "first 1 shared", "all shared").mean == pytest.approx(0.2)
-    assert accuracy_difference([first, last], "last 1 shared", "all shared").mean == pytest.approx(0.1)
+    first, last = (
+        rung(np.full(10, 0.2)),
+        rung(np.full(10, 0.1), names=("all shared", "last 1 shared")),
+    )
+    assert accuracy_difference([first, last], "first 1 shared", "all shared").mean == pytest.approx(
+        0.2
+    )
+    assert accuracy_difference([first, last], "last 1 shared", "all shared").mean == pytest.approx(
+        0.1
+    )
 
 
 def test_of_those_that_are_as_good_the_one_that_shares_most_is_chosen_or_one_that_sends_half_as_much():
-    sent_fraction = {"first 1 shared": 0.1, "first 2 shared": 0.3, "last 1 shared": 0.9, "all shared": 1.0}
+    sent_fraction = {
+        "first 1 shared": 0.1,
+        "first 2 shared": 0.3,
+        "last 1 shared": 0.9,
+        "all shared": 1.0,
+    }
     errs = {"first 1 shared": 3.0, "first 2 shared": 2.0, "last 1 shared": 1.0, "all shared": 4.0}
-    assert search.choose_candidate(["first 1 shared", "last 1 shared", "first 2 shared"], sent_fraction, errs, "accuracy") == "last 1 shared"
-    assert search.choose_candidate(["all shared", "first 1 shared"], sent_fraction, errs, "bytes") == "first 1 shared"
-    assert search.choose_candidate(["all shared", "first 1 shared", "first 2 shared"], sent_fraction, errs, "bytes") == "first 2 shared"
-    assert search.choose_candidate(["all shared", "last 1 shared"], sent_fraction, errs, "bytes") == "all shared"
+    assert (
+        search.choose_candidate(
+            ["first 1 shared", "last 1 shared", "first 2 shared"], sent_fraction, errs, "accuracy"
+        )
+        == "last 1 shared"
+    )
+    assert (
+        search.choose_candidate(["all shared", "first 1 shared"], sent_fraction, errs, "bytes")
+        == "first 1 shared"
+    )
+    assert (
+        search.choose_candidate(
+            ["all shared", "first 1 shared", "first 2 shared"], sent_fraction, errs, "bytes"
+        )
+        == "first 2 shared"
+    )
+    assert (
+        search.choose_candidate(["all shared", "last 1 shared"], sent_fraction, errs, "bytes")
+        == "all shared"
+    )
 
 
 def test_an_unknown_preference_is_refused():
@@ -266,7 +341,10 @@ def test_a_tolerance_that_is_no_number_is_refused():
         search.AdvisorConfig(tolerance=float("nan"))
 
 
-@pytest.mark.parametrize(("ahead", "expected"), [(-0.02, "nothing shared"), (-0.002, "first 1 shared"), (0.02, "first 1 shared")])
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [(-0.02, "nothing shared"), (-0.002, "first 1 shared"), (0.02, "first 1 shared")],
+)
 def test_to_share_nothing_has_to_be_clearly_ahead(ahead, expected):
     close = rung(np.full(30, ahead), names=("nothing shared", "first 1 shared"), noise=0.02)
     assert search._equally_good([close], 0.01) == [expected]
@@ -286,16 +364,38 @@ def judged(*, ahead):
     advice = asked(federation(own_labels=False), plan=Plan(2, 2), rungs=(1,), max_candidates=2)
     gap = ConfidenceInterval(ahead, ahead - 0.02, ahead + 0.02)
     nothing, everything = advice.rows
-    rows = (nothing._replace(difference=gap, accuracy={1: 0.5 + ahead}), everything._replace(accuracy={1: 0.5}))
-    return replace(advice, choice=everything.candidate, equally_good=("all shared",), rows=rows, by_variances="nothing shared", rounds=1)
+    rows = (
+        nothing._replace(difference=gap, accuracy={1: 0.5 + ahead}),
+        everything._replace(accuracy={1: 0.5}),
+    )
+    return replace(
+        advice,
+        choice=everything.candidate,
+        equally_good=("all shared",),
+        rows=rows,
+        by_variances="nothing shared",
+        rounds=1,
+    )
 
 
 @pytest.mark.parametrize(
     ("ahead", "why", "sure"),
     [
-        (0.01, "was ahead, but not clearly, in the race", "not very. 'nothing shared' was ahead by 1.0 points (-1.0 to +3.0)"),
-        (0.0, "did about as well in the race", "not very. 'nothing shared' did as well in 1 round."),
-        (-0.01, "did worse in the race", "not clearly ahead of 'nothing shared', by 1.0 points (-1.0 to +3.0)"),
+        (
+            0.01,
+            "was ahead, but not clearly, in the race",
+            "not very. 'nothing shared' was ahead by 1.0 points (-1.0 to +3.0)",
+        ),
+        (
+            0.0,
+            "did about as well in the race",
+            "not very. 'nothing shared' did as well in 1 round.",
+        ),
+        (
+            -0.01,
+            "did worse in the race",
+            "not clearly ahead of 'nothing shared', by 1.0 points (-1.0 to +3.0)",
+        ),
     ],
 )
 def test_what_is_said_of_sharing_nothing_is_what_the_race_showed(ahead, why, sure):
@@ -313,10 +413,15 @@ def test_a_table_keeps_its_digits_where_lines_are_short(capsys, monkeypatch):
 def test_what_is_clearly_below_is_not_as_good_and_neither_is_what_is_far_below():
     assert search._equally_good([rung(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
     assert search._equally_good([rung(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
-    assert search._equally_good([rung(np.full(30, 0.005), noise=0.05)], 0.01) == ["first 1 shared", "all shared"]
+    assert search._equally_good([rung(np.full(30, 0.005), noise=0.05)], 0.01) == [
+        "first 1 shared",
+        "all shared",
+    ]
 
 
-@pytest.mark.parametrize("text", ["20", "MB", "-1 MB", "0 s", "2 parsec", "", "9" * 400 + " MB", "9" * 400 + " s"])
+@pytest.mark.parametrize(
+    "text", ["20", "MB", "-1 MB", "0 s", "2 parsec", "", "9" * 400 + " MB", "9" * 400 + " s"]
+)
 def test_a_budget_that_is_none_is_refused(text):
     with pytest.raises(InputError, match="budget"):
         Budget.parse(text)
@@ -326,13 +431,24 @@ def test_an_algorithm_with_private_parts_is_refused():
     model = world.seeded(two_layers)
     split = glocal.Split.of(model, local="0")
     with pytest.raises(InputError, match="begin with one that shares all"):
-        advise(lg_fedavg(cross_entropy(model), SGD, split=split), model, federation(own_labels=True), Plan(2, 2))
+        advise(
+            lg_fedavg(cross_entropy(model), SGD, split=split),
+            model,
+            federation(own_labels=True),
+            Plan(2, 2),
+        )
 
 
 def test_no_advice_comes_of_a_training_that_diverged():
     model = world.seeded(two_layers)
     with pytest.raises(InputError, match=r"training diverged; lower optimiser\.rate"):
-        advise(fedavg(cross_entropy(model), glocal.sgd(1e30)), model, federation(own_labels=True), Plan(3, 4), config=QUICK)
+        advise(
+            fedavg(cross_entropy(model), glocal.sgd(1e30)),
+            model,
+            federation(own_labels=True),
+            Plan(3, 4),
+            config=QUICK,
+        )
 
 
 def test_too_few_devices_or_examples_are_refused():
@@ -377,8 +493,15 @@ def test_two_times_the_same_question_leaves_the_same_bytes(tmp_path, monkeypatch
 
 
 def test_what_it_says_to_paste_is_a_setting(capsys):
-    assert command("advise", "digits", "--rounds", 2, "--racers", 5, "--set", "data.partition=iid") == 0
-    (line,) = (line.strip() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("split.local"))
+    assert (
+        command("advise", "digits", "--rounds", 2, "--racers", 5, "--set", "data.partition=iid")
+        == 0
+    )
+    (line,) = (
+        line.strip()
+        for line in capsys.readouterr().out.splitlines()
+        if line.strip().startswith("split.local")
+    )
     assert with_overrides(STUDIES["digits"], [line.replace(" = ", "=")]).split.local is not None
 
 
@@ -398,10 +521,12 @@ def test_what_it_says_to_paste_is_a_setting(capsys):
         (["nowhere.toml"], "cannot read nowhere.toml"),
         (["digits", "--budget", ""], "the budget is ''; bytes or seconds were expected"),
         (["paper-mood"], "'paper-mood' is a study of several parts"),
-        (["digits", "--set", "plan.tokens=100"], "max_tokens"),
+        (["digits", "--set", "plan.max_tokens=100"], "max_tokens"),
     ],
 )
-def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, capsys, tmp_path, monkeypatch):
+def test_what_a_user_can_put_right_is_one_line_and_code_two(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert command("advise", *arguments) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: ")]
@@ -411,7 +536,9 @@ def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, 
 
 def test_a_stop_is_met_politely_and_lets_go_of_the_engine(capsys, monkeypatch):
     closed = []
-    monkeypatch.setattr(search, "_estimate_variances", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        search, "_estimate_variances", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     real = Executor.close
     monkeypatch.setattr(Executor, "close", lambda self: (closed.append(1), real(self))[1])
     assert command("advise", "digits", "--rounds", 2) == 130
@@ -421,7 +548,7 @@ def test_a_stop_is_met_politely_and_lets_go_of_the_engine(capsys, monkeypatch):
 
 def test_a_study_of_ones_own_is_advised_on(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mine.toml").write_text('[data]\nsource = "digits"\ndevices = 6\n[model]\nhidden = [16]\n')
+    Path("mine.toml").write_text('[data]\nsource = "digits"\nclients = 6\n[model]\nhidden = [16]\n')
     assert command("advise", "mine.toml", "--rounds", 2) == 0
     assert "6 devices with" in capsys.readouterr().out
 

@@ -47,7 +47,9 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: import by full name"
             yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "glocal")
+            yield from (
+                f"{node.module}.{alias.name}" for alias in node.names if node.module == "glocal"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -55,7 +57,9 @@ def test_imports_only_go_down_the_list(path):
     own = part(path)
     if own == "__init__":
         return
-    used = {name.split(".")[1] for name in imports(path) if name.startswith("glocal.")} - {"__version__"}
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("glocal.")} - {
+        "__version__"
+    }
     upward = {name for name in used if name != own and ORDER.index(name) >= ORDER.index(own)}
     assert not upward, f"{own} may not import {upward}"
 
@@ -81,19 +85,29 @@ HOMES = {
 
 @pytest.mark.parametrize(("library", "home"), HOMES.items())
 def test_heavy_libraries_stay_where_they_belong(library, home):
-    users = {part(path) for path in FILES if any(name.split(".")[0] == library for name in imports(path))}
+    users = {
+        part(path) for path in FILES if any(name.split(".")[0] == library for name in imports(path))
+    }
     assert users <= {*(home or "").split(", ")}
 
 
 def test_only_its_own_folder_imports_flower():
-    users = {path for path in FILES if any(name.split(".")[0] in ("flwr", "httpx") for name in imports(path))}
+    users = {
+        path
+        for path in FILES
+        if any(name.split(".")[0] in ("flwr", "httpx") for name in imports(path))
+    }
     assert {path.relative_to(SOURCE).parts[:2] for path in users} == {("deploy", "flower")}
 
 
 def test_importing_glocal_has_no_cost_and_no_side_effect():
     code = "import sys; before = set(sys.modules); import glocal; print(*sorted(set(sys.modules) - before))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()
-    assert not {"torch", "numpy", "matplotlib", "sklearn", "rich", "typer"} & {name.split(".")[0] for name in loaded}
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+    assert not {"torch", "numpy", "matplotlib", "sklearn", "rich", "typer"} & {
+        name.split(".")[0] for name in loaded
+    }
 
 
 STUB = (SOURCE / "__init__.pyi").read_text()
@@ -142,14 +156,20 @@ def test_what_is_exported_is_there_and_the_stub_agrees():
         glocal.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["algorithms", "datasets", "engines", "evaluate", "studies", "wire", "report"])
+@pytest.mark.parametrize(
+    "package", ["algorithms", "datasets", "engines", "evaluate", "studies", "wire", "report"]
+)
 def test_every_package_exports_what_it_says(package):
     module = __import__(f"glocal.{package}", fromlist=["__all__"])
-    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert module.__all__ == sorted(
+        module.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "algorithms").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((SOURCE / "algorithms").glob("*.py")), ids=lambda path: path.stem
+)
 def test_an_algorithm_is_a_small_file(path):
     assert len(path.read_text().splitlines()) <= 60
 
@@ -182,12 +202,23 @@ def test_a_new_algorithm_is_one_small_file_and_its_export(name, file, tmp_path):
     names = sorted([*glocal.algorithms.__all__, name])
     export = "".join(f"from glocal.algorithms.{each} import {each}\n" for each in names)
     (copy / "algorithms/__init__.py").write_text(f"{export}\n__all__ = {names}\n")
-    (tmp_path / "study.toml").write_text(f'[split]\nlocal = ["layer5"]\n[plan]\nrounds = 2\n[cases.P]\nalgorithm = "{name}"\n')
-    here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{tests}"}, "capture_output": True, "text": True}
-    ran = subprocess.run([sys.executable, "-m", "glocal", "run", "study.toml", "--out", "run"], timeout=120, **here)
+    (tmp_path / "study.toml").write_text(
+        f'[split]\nlocal = ["layer5"]\n[plan]\nrounds = 2\n[experiments.P]\nalgorithm = "{name}"\n'
+    )
+    here = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{tests}"},
+        "capture_output": True,
+        "text": True,
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "glocal", "run", "study.toml", "--out", "run"], timeout=120, **here
+    )
     assert ran.returncode == 0, ran.stderr
     files = [str(tests / "test_contract.py"), str(tests / "test_fit.py")]
     chosen = [*files, "-k", f"{name} and (plain or batch)"]
-    checked = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], timeout=300, **here)
+    checked = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *chosen], timeout=300, **here
+    )
     assert checked.returncode == 0, checked.stdout
     assert "passed" in checked.stdout

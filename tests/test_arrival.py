@@ -34,14 +34,18 @@ from test_cli import complaint, run
 
 SMALL = Settings(
     name="small",
-    data=DataSettings(devices=6, classes_per_client=4),
+    data=DataSettings(clients=6, classes_per_client=4),
     model=ModelSettings(hidden=(16, 16)),
     split=SplitSettings(local=("layer1",)),
     plan=PlanSettings(rounds=4, clients_per_round=2, batch_size=8, seeds=2),
     new_client=NewClientSettings(rotate=90, train=60, test=40),
     experiments={
         "FedAvg": ExperimentSettings("fedavg", join_plan=JoinPlan(epochs=0, rounds=2)),
-        "LG": ExperimentSettings("lg_fedavg", start_from="FedAvg", join_plan=JoinPlan(epochs=2, rounds=2, existing_clients=2)),
+        "LG": ExperimentSettings(
+            "lg_fedavg",
+            start_from="FedAvg",
+            join_plan=JoinPlan(epochs=2, rounds=2, existing_clients=2),
+        ),
         "Quiet": ExperimentSettings("lg_fedavg", start_from="FedAvg", join_plan=JoinPlan(epochs=2)),
     },
 )
@@ -50,7 +54,10 @@ SMALL = Settings(
 def done(settings, folder):
     for _ in run_study(settings, folder):
         pass
-    return {name: json.loads((folder / "experiments" / name.lower() / "result.json").read_text()) for name in settings.experiments}
+    return {
+        name: json.loads((folder / "experiments" / name.lower() / "result.json").read_text())
+        for name in settings.experiments
+    }
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,9 @@ def test_every_seed_tells_what_the_newcomers_coming_came_to(results):
     for seeds in results.values():
         assert len(seeds) == 2
         for result in seeds:
-            assert {"normal", "normal_local", "rotated", "rotated_before", "ledger"} == {*result["arrival"]}
+            assert {"normal", "normal_local", "rotated", "rotated_before", "ledger"} == {
+                *result["arrival"]
+            }
 
 
 def test_a_newcomer_that_only_settles_leaves_the_old_devices_as_they_were(results):
@@ -86,7 +95,9 @@ def test_two_runs_of_an_arrival_give_the_same_bits(results, tmp_path):
 def test_seeds_side_by_side_change_no_newcomer(results, tmp_path):
     alone = done(replace(SMALL, plan=replace(SMALL.plan, seeds=1, seed=1)), tmp_path)
     for name, seeds in results.items():
-        assert alone[name][0]["arrival"]["rotated"] == pytest.approx(seeds[1]["arrival"]["rotated"], abs=1e-6)
+        assert alone[name][0]["arrival"]["rotated"] == pytest.approx(
+            seeds[1]["arrival"]["rotated"], abs=1e-6
+        )
 
 
 def test_a_quarter_turn_only_moves_pixels():
@@ -98,10 +109,22 @@ def test_a_quarter_turn_only_moves_pixels():
 
 
 WRONG = {
-    "no newcomer": (replace(SMALL, new_client=None), r"cases.FedAvg has a welcome, but there is no \[newcomer\]"),
-    "too many": (replace(SMALL, new_client=NewClientSettings(train=10**6)), "newcomer.train is 1000000; it must be from 1 to 1347"),
-    "no angle": (replace(SMALL, new_client=NewClientSettings(float("nan"), 9, 9)), "newcomer.rotate is nan"),
-    "none to test": (replace(SMALL, new_client=NewClientSettings(train=9, test=0)), "newcomer.test is 0; it must be from 1 to 450"),
+    "no newcomer": (
+        replace(SMALL, new_client=None),
+        r"cases.FedAvg has a welcome, but there is no \[newcomer\]",
+    ),
+    "too many": (
+        replace(SMALL, new_client=NewClientSettings(train=10**6)),
+        "new_client.train is 1000000; it must be from 1 to 1347",
+    ),
+    "no angle": (
+        replace(SMALL, new_client=NewClientSettings(float("nan"), 9, 9)),
+        "new_client.rotate is nan",
+    ),
+    "none to test": (
+        replace(SMALL, new_client=NewClientSettings(train=9, test=0)),
+        "new_client.test is 0; it must be from 1 to 450",
+    ),
 }
 
 
@@ -118,11 +141,16 @@ def test_settings_with_a_newcomer_come_back_from_json():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("cases.LG.welcome.epoch=3", "unknown option 'cases.LG.welcome.epoch'"), ("newcomer.rotate=far", "newcomer.rotate is 'far'")],
+    [
+        ("experiments.LG.join_plan.epoch=3", "unknown option 'experiments.LG.join_plan.epoch'"),
+        ("new_client.rotate=far", "new_client.rotate is 'far'"),
+    ],
 )
 def test_a_misspelt_welcome_is_named(change, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.toml").write_text('[newcomer]\n[cases.LG]\nalgorithm = "lg_fedavg"\nwelcome = {rounds = 1}\n')
+    (tmp_path / "a.toml").write_text(
+        '[new_client]\n[experiments.LG]\nalgorithm = "lg_fedavg"\njoin_plan = {rounds = 1}\n'
+    )
     assert run("run", "a.toml", "--set", change) == 2
     assert words in complaint(capsys)
 
@@ -130,7 +158,10 @@ def test_a_misspelt_welcome_is_named(change, words, tmp_path, capsys, monkeypatc
 def test_a_run_cannot_go_on_with_another_welcome(tmp_path):
     folder = tmp_path / "run"
     done(SMALL, folder)
-    experiments = {**SMALL.experiments, "LG": replace(SMALL.experiments["LG"], join_plan=JoinPlan(epochs=9))}
+    experiments = {
+        **SMALL.experiments,
+        "LG": replace(SMALL.experiments["LG"], join_plan=JoinPlan(epochs=9)),
+    }
     with pytest.raises(InputError, match="another welcome"):
         done(replace(SMALL, experiments=experiments), folder)
 
@@ -140,15 +171,27 @@ def test_a_run_cannot_go_on_with_another_welcome(tmp_path):
 
 def test_table_3_is_published_whole():
     parts = PAPER["paper-rotated"].parts
-    rows = {"FedAvg, C = 0.0", "FedAvg, C = 0.1", "FedProx, C = 0.1", "LG-FedAvg, C = 0.0", "LG-FedAvg, C = 0.1"}
+    rows = {
+        "FedAvg, C = 0.0",
+        "FedAvg, C = 0.1",
+        "FedProx, C = 0.1",
+        "LG-FedAvg, C = 0.0",
+        "LG-FedAvg, C = 0.1",
+    }
     assert [{*part.published} for part in parts.values()] == [rows, rows]
     assert parts["iid"].published["FedAvg, C = 0.0"].scores == ((32.0, 6.2), (91.8, 3.0))
     assert parts["2-classes"].published["LG-FedAvg, C = 0.1"].scores == ((98.2, 0.7), (93.9, 1.4))
     for part in parts.values():
         assert rows <= {*part.settings.experiments}
         assert part.settings.new_client == NewClientSettings(90, 3000, 500)
-        existing_clients = {name: case.join_plan.existing_clients for name, case in part.settings.experiments.items() if case.join_plan}
-        assert all(count == (10 if name.endswith("0.1") else 0) for name, count in existing_clients.items())
+        existing_clients = {
+            name: experiment.join_plan.existing_clients
+            for name, experiment in part.settings.experiments.items()
+            if experiment.join_plan
+        }
+        assert all(
+            count == (10 if name.endswith("0.1") else 0) for name, count in existing_clients.items()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -156,21 +199,40 @@ def found(tmp_path_factory) -> tuple[Findings, Path]:
     """The study in small, run as it would be."""
     study = PAPER["paper-rotated"]
     folder = tmp_path_factory.mktemp("rotated")
-    changes = ["data.source=digits", "data.devices=12", "model.hidden=[16,16,16,16]", "newcomer.train=60", "newcomer.test=40"]
-    parts = write_study(study, folder, changes=[*changes, "plan.clients_per_round=3", "plan.seeds=2"])
-    small = {name: replace(settings, experiments=_short(settings.experiments)) for name, settings in parts.items()}
+    changes = [
+        "data.source=digits",
+        "data.clients=12",
+        "model.hidden=[16,16,16,16]",
+        "new_client.train=60",
+        "new_client.test=40",
+    ]
+    parts = write_study(
+        study, folder, changes=[*changes, "plan.clients_per_round=3", "plan.seeds=2"]
+    )
+    small = {
+        name: replace(settings, experiments=_short(settings.experiments))
+        for name, settings in parts.items()
+    }
     for _ in run_parts(small, folder):
         pass
     return read_findings(folder), folder
 
 
-def _short(cases):
+def _short(experiments):
     short = {}
-    for name, case in cases.items():
-        join_plan = case.join_plan and replace(
-            case.join_plan, rounds=1, epochs=min(case.join_plan.epochs, 1), existing_clients=min(case.join_plan.existing_clients, 2)
+    for name, experiment in experiments.items():
+        join_plan = experiment.join_plan and replace(
+            experiment.join_plan,
+            rounds=1,
+            epochs=min(experiment.join_plan.epochs, 1),
+            existing_clients=min(experiment.join_plan.existing_clients, 2),
         )
-        short[name] = replace(case, rounds=2, start_round=2 if case.start_from else None, join_plan=join_plan)
+        short[name] = replace(
+            experiment,
+            rounds=2,
+            start_round=2 if experiment.start_from else None,
+            join_plan=join_plan,
+        )
     return short
 
 
@@ -181,7 +243,9 @@ def test_the_report_has_normal_and_rotated_beside_the_papers_own(found):
     assert "97.70 ± 0.80" in row
     assert "93.20 ± 1.30" in row
     assert "Sent for the arrival" in text
-    assert "Local Test" not in text.partition("### What the paper claims")[2].partition("Normal:")[0]
+    assert (
+        "Local Test" not in text.partition("### What the paper claims")[2].partition("Normal:")[0]
+    )
     page = write_study_report(findings, folder).read_text()
     assert "Rotated, %" in page
     assert "FedProx, C = 0.0" in page
@@ -194,11 +258,15 @@ def test_every_claim_of_table_3_gets_a_verdict(found):
 
 def test_the_figures_are_the_runs_own(found):
     findings, folder = found
-    case = findings.parts["iid"]["cases"]["FedAvg, C = 0.0"]
-    kept = json.loads((part_folder(folder, "iid") / "cases" / "fedavg-c-0-0" / "result.json").read_text())
-    assert case["rotated"] == pytest.approx([result["arrival"]["rotated"] for result in kept], abs=1e-6)
-    assert case["arrival_bytes"] == kept[0]["arrival"]["ledger"]["total"]["bytes"]
-    assert np.isfinite(case["normal"]).all()
+    experiment = findings.parts["iid"]["cases"]["FedAvg, C = 0.0"]
+    kept = json.loads(
+        (part_folder(folder, "iid") / "cases" / "fedavg-c-0-0" / "result.json").read_text()
+    )
+    assert experiment["rotated"] == pytest.approx(
+        [result["arrival"]["rotated"] for result in kept], abs=1e-6
+    )
+    assert experiment["arrival_bytes"] == kept[0]["arrival"]["ledger"]["total"]["bytes"]
+    assert np.isfinite(experiment["normal"]).all()
 
 
 def test_show_tells_of_table_3(capsys):
@@ -227,16 +295,24 @@ def pictures(images):
 def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_path):
     seen, dealt = {}, new_client_trial._dealt
 
-    def spy(case, new_client, part):
-        rows, store = dealt(case, new_client, part)
-        fed = case.federations[0]
+    def spy(experiment, new_client, part):
+        rows, store = dealt(experiment, new_client, part)
+        fed = experiment.federations[0]
         seen[part] = pictures(rotate_images(store.x[rows[0]], 270))
         seen["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
         return rows, store
 
     monkeypatch.setattr(new_client_trial, "_dealt", spy)
     data = DataSettings(source="test_arrival:own_source", validation=0.1)
-    done(replace(SMALL, data=data, plan=replace(SMALL.plan, seeds=1), experiments={"FedAvg": SMALL.experiments["FedAvg"]}), tmp_path)
+    done(
+        replace(
+            SMALL,
+            data=data,
+            plan=replace(SMALL.plan, seeds=1),
+            experiments={"FedAvg": SMALL.experiments["FedAvg"]},
+        ),
+        tmp_path,
+    )
     assert not seen["train"] & seen["tests"]
     assert seen["test"] <= seen["tests"]
 

@@ -145,7 +145,7 @@ def server_of(folder):
 @pytest.fixture
 def attacked(tmp_path, loot):
     """A deployment of two devices that has done a round."""
-    folder = deployed.project(tmp_path / "link", devices=2, rounds=1, port=free_port())
+    folder = deployed.project(tmp_path / "link", clients=2, rounds=1, port=free_port())
     with running(folder) as these:
         these.server()
         these.device("device-0")
@@ -222,7 +222,9 @@ def signed(folder, name="device-0", stamp=None):
 
 def test_a_registered_but_hostile_client_reaches_the_fleet_alone(attacked, loot):
     folder, port = attacked.folder, attacked.port
-    statuses = {path: post(port, path, b"", signed(folder), method) for method, path in everything()}
+    statuses = {
+        path: post(port, path, b"", signed(folder), method) for method, path in everything()
+    }
     assert {path for path, status in statuses.items() if status not in (401, 404)} <= {
         "/health", *server_internals.FLEET_ROUTES,
     }  # fmt: skip
@@ -234,7 +236,7 @@ def test_a_registered_but_hostile_client_reaches_the_fleet_alone(attacked, loot)
 def test_a_recorded_request_is_of_no_use(tmp_path):
     """Somebody who ends TLS with the server's own certificate records a heartbeat, and sends it again."""
     port = free_port()
-    folder = deployed.project(tmp_path / "link", devices=1, rounds=1, port=port)
+    folder = deployed.project(tmp_path / "link", clients=1, rounds=1, port=port)
     tap = Wiretap(port, folder / "certificates")
     own = folder / "devices/device-0/deploy.toml"
     deployed.change(own, f"port = {port}", f"port = {tap.port}")
@@ -253,7 +255,10 @@ def test_a_recorded_request_is_of_no_use(tmp_path):
 def replayed(port, request):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", port), 10) as plain, context.wrap_socket(plain) as line:
+    with (
+        socket.create_connection(("127.0.0.1", port), 10) as plain,
+        context.wrap_socket(plain) as line,
+    ):
         line.sendall(request)
         answer = b""
         while part := line.recv(65536):
@@ -301,23 +306,27 @@ def for_another_host(folder, monkeypatch):
 @pytest.mark.parametrize("kind", [foreign, expired, for_another_host])
 def test_a_client_tells_nothing_to_a_server_with_a_wrong_certificate(kind, tmp_path, monkeypatch):
     port = free_port()
-    folder = deployed.project(tmp_path / "link", devices=1, rounds=1, port=port)
+    folder = deployed.project(tmp_path / "link", clients=1, rounds=1, port=port)
     if kind is for_another_host:
         monkeypatch.setattr(certificates, "LOCAL_HOSTS", ())
     kind(folder / "certificates", monkeypatch)
-    make_server_certificate(folder / "certificates", ["elsewhere.org" if kind is for_another_host else "127.0.0.1"])
+    make_server_certificate(
+        folder / "certificates", ["elsewhere.org" if kind is for_another_host else "127.0.0.1"]
+    )
     impostor = Impostor(port, folder / "certificates")
     with running(folder) as these:
         these.device("device-0")
         these.until(lambda: impostor.tries >= 2)
     impostor.door.close()
     assert impostor.heard == b""
-    assert any("does not answer" in words and "certificate" in words for words in these.said), these.said
+    assert any("does not answer" in words and "certificate" in words for words in these.said), (
+        these.said
+    )
 
 
 def test_a_positive_control_an_impostor_with_the_right_certificate_is_told_something(tmp_path):
     port = free_port()
-    folder = deployed.project(tmp_path / "link", devices=1, rounds=1, port=port)
+    folder = deployed.project(tmp_path / "link", clients=1, rounds=1, port=port)
     impostor = Impostor(port, folder / "certificates")
     with running(folder) as these:
         these.device("device-0")
@@ -327,7 +336,9 @@ def test_a_positive_control_an_impostor_with_the_right_certificate_is_told_somet
 
 
 @pytest.mark.parametrize("run", ["second", "first", "../../loot"])
-def test_a_malicious_app_that_is_started_with_the_operators_secret_runs_nowhere(run, attacked, loot):
+def test_a_malicious_app_that_is_started_with_the_operators_secret_runs_nowhere(
+    run, attacked, loot
+):
     """A run of a new name trains with our code, one of an old name goes on, another is refused."""
     with connect_server(attacked.folder) as link:
         number = link.client.StartRun(evil(loot, attacked.folder, run=run)).run_id
@@ -339,7 +350,7 @@ def test_a_malicious_app_that_is_started_with_the_operators_secret_runs_nowhere(
 
 def test_a_positive_control_the_same_attacks_succeed_on_a_plain_flower_installation(tmp_path, loot):
     """So that the tests above would see a breach: an app that a stranger started runs on server and client."""
-    folder = deployed.project(tmp_path / "link", devices=1, rounds=1)
+    folder = deployed.project(tmp_path / "link", clients=1, rounds=1)
     with stock(folder) as these:
         these.node("device-0")
         these.until_online(1)

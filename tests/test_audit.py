@@ -44,7 +44,9 @@ def judged(y, guess, group):
 
 def test_group_metrics_are_those_computed_by_hand():
     """Group 0: one of two positives found, one of two negatives taken. Group 1: both of two found, none of one taken."""
-    found = fairness_metrics(judged([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1]))
+    found = fairness_metrics(
+        judged([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1])
+    )
     one, other = found.groups
     assert one == (0, 4, 0.5, 0.5, 0.5, 0.5)
     assert other == (1, 3, 1.0, pytest.approx(2 / 3), 1.0, 0.0)
@@ -84,7 +86,9 @@ def test_what_is_not_defined_is_left_open():
     assert [rates.group for rates in alone.groups] == [1]
     assert (alone.demographic_parity_difference, alone.equalized_odds_difference) == (None, None)
     one_class = fairness_metrics(judged([0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]))
-    assert one_class.groups[1].false_positive_rate is None, "nobody there is of class 0, which is not a rate of 0"
+    assert one_class.groups[1].false_positive_rate is None, (
+        "nobody there is of class 0, which is not a rate of 0"
+    )
     assert one_class.demographic_parity_difference == 0
     assert one_class.equalized_odds_difference is None
     three = fairness_metrics(judged([0, 1, 2, 2], [0, 1, 2, 0], [0, 0, 1, 1]), classes=3)
@@ -100,7 +104,10 @@ def test_what_is_not_defined_is_left_open():
 @pytest.mark.parametrize("rows", [3, 10, 11, 40])
 def test_attackers_learn_from_a_handful_too(rows, rare):
     attribute = (np.arange(rows) < rare).astype(np.int64)
-    assert len(train_attackers(AttackData(np.random.default_rng(0).normal(size=(rows, 2)), attribute))) == 3
+    assert (
+        len(train_attackers(AttackData(np.random.default_rng(0).normal(size=(rows, 2)), attribute)))
+        == 3
+    )
 
 
 def test_the_interval_of_a_mean_is_narrower_than_those_of_its_parts():
@@ -117,7 +124,9 @@ def test_the_interval_of_a_mean_is_narrower_than_those_of_its_parts():
 def test_a_guesser_is_beyond_chance_once_in_twenty_audits_and_a_reader_always():
     """Nine attackers in an audit, each judged on three devices of forty people."""
     generator, labels = np.random.default_rng(0), np.arange(40) % 2
-    [even] = run_attacks({"it": lambda h: h[:, 0]}, AttackData(generator.normal(size=(40, 1)), labels)).values()
+    [even] = run_attacks(
+        {"it": lambda h: h[:, 0]}, AttackData(generator.normal(size=(40, 1)), labels)
+    ).values()
 
     def found(strength=0.0):
         scores = generator.normal(size=(3, 40)) + strength * labels
@@ -131,14 +140,23 @@ def test_a_guesser_is_beyond_chance_once_in_twenty_audits_and_a_reader_always():
 # runs
 
 
-def people(classes=2, devices=3):
+def people(classes=2, clients=3):
     """A label in the first input, the first attribute in the second; the second attribute is nowhere."""
     generator = torch.Generator().manual_seed(0)
     made = []
-    for _ in range(devices):
-        x, group = torch.randn(120, 5, generator=generator), torch.randint(2, (120, 2), generator=generator)
+    for _ in range(clients):
+        x, group = (
+            torch.randn(120, 5, generator=generator),
+            torch.randint(2, (120, 2), generator=generator),
+        )
         x[:, 1] += 3 * group[:, 0]
-        made.append((x, torch.bucketize(x[:, 0].contiguous(), torch.linspace(-0.5, 0.5, classes + 1)[1:-1]), group))
+        made.append(
+            (
+                x,
+                torch.bucketize(x[:, 0].contiguous(), torch.linspace(-0.5, 0.5, classes + 1)[1:-1]),
+                group,
+            )
+        )
     return made
 
 
@@ -157,7 +175,12 @@ def all_alike():
 def uneven():
     """The first device has one group only, the second one class only, the last two people and no test; there is one attribute."""
     (x, y, group), (x1, y1, group1), third = ((x, y, group[:, 0]) for x, y, group in people())
-    return [(x, y, torch.ones_like(group)), (x1, torch.ones_like(y1), group1), third, tuple(part[:2] for part in third)]
+    return [
+        (x, y, torch.ones_like(group)),
+        (x1, torch.ones_like(y1), group1),
+        third,
+        tuple(part[:2] for part in third),
+    ]
 
 
 class Constant(nn.Module):
@@ -187,14 +210,14 @@ source = "test_audit:people"
 [model]
 name = "coded_mlp"
 hidden = [8]
-code = 3
-blur = 0.05
+bottleneck = 3
+noise_std = 0.05
 [split]
 local = ["encoder"]
 [plan]
 rounds = 2
 clients_per_round = 3
-batch = 25
+batch_size = 25
 [run]
 engine = "looped"
 """
@@ -203,7 +226,10 @@ CASES = {
     "Local": {"algorithm": "local_only"},
     "MTL": {"algorithm": "mtl"},
     "LG": {"algorithm": "lg_fedavg"},
-    "LG + Adv": {"algorithm": "lg_fedavg", "pretext": {"kind": "adversary", "layer": "encoder", "weight": 2, "hidden": [8]}},
+    "LG + Adv": {
+        "algorithm": "lg_fedavg",
+        "pretext": {"kind": "adversary", "layer": "encoder", "weight": 2, "hidden": [8]},
+    },
 }
 
 
@@ -231,7 +257,11 @@ def found_in(folder):
 
 
 def checksums(folder):
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "audits" not in path.relative_to(folder).parts]
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "audits" not in path.relative_to(folder).parts
+    ]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -240,19 +270,39 @@ def aucs(found, knowledge):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_algorithm_can_be_audited(kept, case):
-    audit = SavedAudit(open_experiment(kept, case), AuditQuery("0", encoders=1))
+def test_every_algorithm_can_be_audited(kept, experiment):
+    audit = SavedAudit(open_experiment(kept, experiment), AuditQuery("0", encoders=1))
     found = audit.figures()
-    assert (audit.name, audit.settings.layer, audit.chosen) == ("attribute 0", "encoder", "the last module that stays on the devices")
-    assert [(row["knowledge"], row["over"]) for row in found["leaks"][::3]] == [("own", 3), ("pooled", 1), ("strong", 1)]
+    assert (audit.name, audit.settings.layer, audit.chosen) == (
+        "attribute 0",
+        "encoder",
+        "the last module that stays on the devices",
+    )
+    assert [(row["knowledge"], row["over"]) for row in found["leaks"][::3]] == [
+        ("own", 3),
+        ("pooled", 1),
+        ("strong", 1),
+    ]
     assert len(found["leaks"]) == 9
     assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in found["leaks"])
-    [result] = json.loads((kept / "cases" / audit.saved.case.lower().replace(" + ", "-") / "result.json").read_text())
-    assert [row["accuracy"] for row in found["clients"]] == [pytest.approx(of["local_test"]) for of in result["clients"]]
-    assert sum(row["people"] for row in found["groups"]) == sum(sum(row["people"]) for row in found["clients"]) == 72
+    [result] = json.loads(
+        (
+            kept / "cases" / audit.saved.experiment.lower().replace(" + ", "-") / "result.json"
+        ).read_text()
+    )
+    assert [row["accuracy"] for row in found["clients"]] == [
+        pytest.approx(of["local_test"]) for of in result["clients"]
+    ]
+    assert (
+        sum(row["people"] for row in found["groups"])
+        == sum(sum(row["people"]) for row in found["clients"])
+        == 72
+    )
     assert 0 <= found["demographic_parity_difference"] <= 1
-    if case != "LG + Adv":
-        assert max(aucs(found, "pooled").values()) > 0.7, "a few steps do not hide what stands in the input"
+    if experiment != "LG + Adv":
+        assert max(aucs(found, "pooled").values()) > 0.7, (
+            "a few steps do not hide what stands in the input"
+        )
 
 
 @pytest.mark.parametrize(("model", "reads"), [("open_model", True), ("closed_model", False)])
@@ -260,11 +310,18 @@ def test_an_open_code_is_read_and_a_constant_one_says_nothing(tmp_path, model, r
     made(tmp_path, "plan.rounds=1", f"model.name=test_audit:{model}", "split.local=[]")
     found = SavedAudit(open_experiment(tmp_path), AuditQuery("attribute 0", encoders=1)).figures()
     if reads:
-        assert all(row["beyond_chance"] for row in found["leaks"] if row["attacker"] == "logistic regression")
+        assert all(
+            row["beyond_chance"]
+            for row in found["leaks"]
+            if row["attacker"] == "logistic regression"
+        )
         assert max(aucs(found, "pooled").values()) > 0.95
     else:
         assert {(row["auc"], row["beyond_chance"]) for row in found["leaks"]} == {(0.5, False)}
-        assert (found["demographic_parity_difference"], found["equalized_odds_difference"]) == (0, 0)
+        assert (found["demographic_parity_difference"], found["equalized_odds_difference"]) == (
+            0,
+            0,
+        )
         assert {row["leak"] for row in found["clients"]} == {0.5}
 
 
@@ -284,7 +341,11 @@ def test_a_device_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
     found = found_in(tmp_path / "audits" / "attribute-0-lg")
     alone, one_class, plain, tiny = found["clients"]
     assert alone["people"][0] == 0
-    assert (alone["demographic_parity_difference"], alone["equalized_odds_difference"], alone["leak"]) == (None, None, None)
+    assert (
+        alone["demographic_parity_difference"],
+        alone["equalized_odds_difference"],
+        alone["leak"],
+    ) == (None, None, None)
     assert one_class["demographic_parity_difference"] is not None
     assert one_class["equalized_odds_difference"] is None
     assert None not in plain.values()
@@ -317,11 +378,29 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
     place, printed = saved / "audits" / "attribute-0-lg", capsys.readouterr().out
     assert checksums(saved) == before
     assert sorted(path.name for path in place.iterdir()) == ["audit.json", "report.html"]
-    for words in ("what 'encoder' puts out", "50 is guessing", "logistic regression", "own rows", "Equalised odds", "report: "):
+    for words in (
+        "what 'encoder' puts out",
+        "50 is guessing",
+        "logistic regression",
+        "own rows",
+        "Equalised odds",
+        "report: ",
+    ):
         assert words in printed
-    found, first, page = found_in(place), (place / "audit.json").read_bytes(), (place / "report.html").read_text()
-    assert found["command"] == f"glocal audit {saved} --attribute 'attribute 0' --case LG --encoders 2"
-    assert (found["run"], found["case"], found["algorithm"], found["seed"]) == ("run", "LG", "lg_fedavg", 0)
+    found, first, page = (
+        found_in(place),
+        (place / "audit.json").read_bytes(),
+        (place / "report.html").read_text(),
+    )
+    assert (
+        found["command"] == f"glocal audit {saved} --attribute 'attribute 0' --case LG --encoders 2"
+    )
+    assert (found["run"], found["case"], found["algorithm"], found["seed"]) == (
+        "run",
+        "LG",
+        "lg_fedavg",
+        0,
+    )
     best = max(found["leaks"], key=lambda row: row["auc"])
     for words in (
         f"AUC of {100 * best['auc']:.1f} [{100 * best['low']:.1f}, {100 * best['high']:.1f}]",
@@ -339,15 +418,39 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
     (place / "report.html").unlink()
     assert run("report", place) == 0
     assert (place / "report.html").read_text() == page
-    assert run("audit", saved, "--attribute", "0", "--case", "LG", "--encoders", "2") == 0, "anew, over the old one"
-    assert json.loads((place / "audit.json").read_text()) == {**json.loads(first), "command": found_in(place)["command"]}
+    assert run("audit", saved, "--attribute", "0", "--case", "LG", "--encoders", "2") == 0, (
+        "anew, over the old one"
+    )
+    assert json.loads((place / "audit.json").read_text()) == {
+        **json.loads(first),
+        "command": found_in(place)["command"],
+    }
     assert checksums(saved) == before
 
 
 def test_what_is_nowhere_is_not_told(kept, tmp_path):
-    assert run("audit", kept, "--attribute", "1", "--case", "FedAvg", "--encoders", "1", "--out", tmp_path / "kept") == 0
-    assert max(row["low"] for row in found_in(tmp_path / "kept")["leaks"]) > 0.5, "the best of nine looks good by chance"
-    assert "attribute 1 cannot be told better than by guessing" in (tmp_path / "kept" / "report.html").read_text()
+    assert (
+        run(
+            "audit",
+            kept,
+            "--attribute",
+            "1",
+            "--case",
+            "FedAvg",
+            "--encoders",
+            "1",
+            "--out",
+            tmp_path / "kept",
+        )
+        == 0
+    )
+    assert max(row["low"] for row in found_in(tmp_path / "kept")["leaks"]) > 0.5, (
+        "the best of nine looks good by chance"
+    )
+    assert (
+        "attribute 1 cannot be told better than by guessing"
+        in (tmp_path / "kept" / "report.html").read_text()
+    )
 
 
 def test_each_seed_has_a_folder(tmp_path):
@@ -358,7 +461,10 @@ def test_each_seed_has_a_folder(tmp_path):
 
 
 MISTAKES = {
-    "attribute": (["--attribute", "age"], "audit: there is no attribute 'age'; there are attribute 0, attribute 1"),
+    "attribute": (
+        ["--attribute", "age"],
+        "audit: there is no attribute 'age'; there are attribute 0, attribute 1",
+    ),
     "number": (["--attribute", "2"], "there is no attribute '2'"),
     "module": (
         ["--attribute", "0", "--at", "encodr"],
@@ -379,15 +485,24 @@ def test_mistakes_are_one_line_and_nothing_is_written(kept, capsys, options, wor
 
 
 WRONG_DATA = {
-    "no columns": ("digits", "these data (digits) have no protected columns; those of adult have race, sex"),
-    "values": ("test_audit:with_twos", "attribute 0 is 2 for somebody; a protected attribute must be 0 or 1"),
-    "one group": ("test_audit:all_alike", "everybody in the training data has the same attribute 0"),
+    "no columns": (
+        "digits",
+        "these data (digits) have no protected columns; those of adult have race, sex",
+    ),
+    "values": (
+        "test_audit:with_twos",
+        "attribute 0 is 2 for somebody; a protected attribute must be 0 or 1",
+    ),
+    "one group": (
+        "test_audit:all_alike",
+        "everybody in the training data has the same attribute 0",
+    ),
 }
 
 
 @pytest.mark.parametrize(("source", "words"), WRONG_DATA.values(), ids=WRONG_DATA)
 def test_data_that_cannot_be_audited_are_refused(tmp_path, capsys, source, words):
-    made(tmp_path / "run", "plan.rounds=1", f"data.source={source}", "data.devices=5")
+    made(tmp_path / "run", "plan.rounds=1", f"data.source={source}", "data.clients=5")
     assert run("audit", tmp_path / "run", "--attribute", "0") == 2
     assert words in complaint(capsys)
     assert not (tmp_path / "run" / "audits").exists()
@@ -410,7 +525,7 @@ def test_places_that_hold_something_else_are_refused(kept, tmp_path, capsys):
 
 
 def test_runs_that_kept_their_figures_only_are_refused(tmp_path, capsys):
-    made(tmp_path, "plan.rounds=1", "run.keep=figures")
+    made(tmp_path, "plan.rounds=1", "run.save=figures")
     assert run("audit", tmp_path, "--attribute", "0") == 2
     assert "kept its figures only" in complaint(capsys)
     assert run("audit", tmp_path / "none", "--attribute", "0") == 2
@@ -425,7 +540,9 @@ def test_stages_are_the_outermost_modules_as_they_are_called():
         def __init__(self):
             super().__init__()
             self.last = nn.Linear(3, 2)
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 3)])
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 3)]
+            )
             self.never = nn.Linear(9, 9)
 
         def forward(self, x):
@@ -434,7 +551,11 @@ def test_stages_are_the_outermost_modules_as_they_are_called():
             return self.last(x)
 
     assert outer_modules(Late(), torch.zeros(1, 4)) == ["blocks.0", "blocks.1", "last"]
-    assert outer_modules(nn.Sequential(Late()), torch.zeros(1, 4)) == ["0.blocks.0", "0.blocks.1", "0.last"]
+    assert outer_modules(nn.Sequential(Late()), torch.zeros(1, 4)) == [
+        "0.blocks.0",
+        "0.blocks.1",
+        "0.last",
+    ]
     assert outer_modules(nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)) == ["0"]
 
 
@@ -467,10 +588,17 @@ def test_a_network_of_layers_is_looked_at_before_its_last(kept):
     saved = saved._replace(trained_federation=saved.trained_federation._replace(model=model))
     for local, layer in names.items():
         split = SplitSettings(local=None if local is None else (local,))
-        assert default_representation(saved._replace(settings=replace(saved.settings, split=split)))[0] == layer
-    single = saved._replace(trained_federation=saved.trained_federation._replace(model=nn.Sequential(nn.Linear(5, 2))))
+        assert (
+            default_representation(saved._replace(settings=replace(saved.settings, split=split)))[0]
+            == layer
+        )
+    single = saved._replace(
+        trained_federation=saved.trained_federation._replace(model=nn.Sequential(nn.Linear(5, 2)))
+    )
     with pytest.raises(InputError, match="no module before its output"):
-        default_representation(single._replace(settings=replace(saved.settings, split=SplitSettings())))
+        default_representation(
+            single._replace(settings=replace(saved.settings, split=SplitSettings()))
+        )
 
 
 def test_a_module_that_puts_out_no_rows_is_refused(kept):
@@ -483,20 +611,29 @@ def test_a_module_that_puts_out_no_rows_is_refused(kept):
             return self.head(self.memory(x)[0])
 
     saved, model = open_experiment(kept, "FedAvg"), world.seeded(Recurrent)
-    trained_federation = saved.trained_federation._replace(model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()}))
+    trained_federation = saved.trained_federation._replace(
+        model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()})
+    )
     for layer in ("memory", "idle"):
         with pytest.raises(InputError, match=f"the module '{layer}' does not put out one tensor"):
-            SavedAudit(saved._replace(trained_federation=trained_federation), AuditQuery("0", layer=layer))
+            SavedAudit(
+                saved._replace(trained_federation=trained_federation), AuditQuery("0", layer=layer)
+            )
 
 
 @pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
 def test_adult_is_audited_by_the_names_of_its_columns(tmp_path, capsys):
-    few = ("data.partition=iid", "data.devices=40", "data.keep_clients=3", "plan.rounds=4")
+    few = ("data.partition=iid", "data.clients=40", "data.keep_clients=3", "plan.rounds=4")
     made(tmp_path, "data.source=adult", *few, experiments=("FedAvg",))
     assert run("audit", tmp_path, "--attribute", "age") == 2
     assert "there is no attribute 'age'; there are race, sex" in complaint(capsys)
     assert run("audit", tmp_path, "--attribute", "sex", "--encoders", "1") == 0
     found = found_in(tmp_path / "audits" / "sex-fedavg")
     assert sum(row["people"] for row in found["groups"]) == pytest.approx(3 * 15_470 / 40, abs=3)
-    assert max(aucs(found, "pooled").values()) > 0.6, "what says something of income says something of sex"
-    assert "people with sex = Female" in (tmp_path / "audits" / "sex-fedavg" / "report.html").read_text()
+    assert max(aucs(found, "pooled").values()) > 0.6, (
+        "what says something of income says something of sex"
+    )
+    assert (
+        "people with sex = Female"
+        in (tmp_path / "audits" / "sex-fedavg" / "report.html").read_text()
+    )

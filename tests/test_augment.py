@@ -13,9 +13,15 @@ from glocal.core.errors import InputError
 from glocal.datasets import crop_and_flip
 
 
-def images(rows: int, *, channels: int = 3, height: int = 6, width: int = 5, devices: int | None = None) -> Tensor:
+def images(
+    rows: int, *, channels: int = 3, height: int = 6, width: int = 5, clients: int | None = None
+) -> Tensor:
     """Images in which no two pixels are alike."""
-    shape = (rows, channels, height, width) if devices is None else (devices, rows, channels, height, width)
+    shape = (
+        (rows, channels, height, width)
+        if clients is None
+        else (clients, rows, channels, height, width)
+    )
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
 
 
@@ -23,7 +29,9 @@ def looped(x: Tensor, key: Tensor, padding: int, fill: tuple[float, ...]) -> Ten
     """The same augmentation, one image at a time, by padding, slicing and flipping."""
     _, _, height, width = x.shape
     made = []
-    for image, (first, second, third) in zip(x, random.uniform(key, (len(x), 3)).tolist(), strict=True):
+    for image, (first, second, third) in zip(
+        x, random.uniform(key, (len(x), 3)).tolist(), strict=True
+    ):
         background = torch.tensor(fill).reshape(-1, 1, 1)
         padded = functional.pad(image - background, (padding,) * 4) + background
         top, left = int(first * (2 * padding + 1)), int(second * (2 * padding + 1))
@@ -32,19 +40,38 @@ def looped(x: Tensor, key: Tensor, padding: int, fill: tuple[float, ...]) -> Ten
     return torch.stack(made)
 
 
-@given(rows=st.integers(1, 9), padding=st.integers(0, 7), key=st.integers(0, 2**62), channels=st.integers(1, 3))
-def test_batched_augmentation_is_padding_slicing_and_flipping(rows: int, padding: int, key: int, channels: int) -> None:
+@given(
+    rows=st.integers(1, 9),
+    padding=st.integers(0, 7),
+    key=st.integers(0, 2**62),
+    channels=st.integers(1, 3),
+)
+def test_batched_augmentation_is_padding_slicing_and_flipping(
+    rows: int, padding: int, key: int, channels: int
+) -> None:
     x, fill = images(rows, channels=channels), (-1.0, -2.0, -3.0)[:channels]
     with_augmentation = crop_and_flip(padding, fill)(x, torch.tensor(key))
-    torch.testing.assert_close(with_augmentation, looped(x, torch.tensor(key), padding, fill), rtol=0, atol=0)
+    torch.testing.assert_close(
+        with_augmentation, looped(x, torch.tensor(key), padding, fill), rtol=0, atol=0
+    )
 
 
 def test_many_devices_at_once_get_what_each_gets_alone() -> None:
-    x, keys, augment = images(7, devices=4), torch.tensor([3, 1, 4, 1]), crop_and_flip(2, (-1.0, -2.0, -3.0))
+    x, keys, augment = (
+        images(7, clients=4),
+        torch.tensor([3, 1, 4, 1]),
+        crop_and_flip(2, (-1.0, -2.0, -3.0)),
+    )
     alone = torch.stack([augment(own, key) for own, key in zip(x, keys, strict=True)])
     assert torch.equal(vmap(augment)(x, keys), alone)
-    assert torch.equal(vmap(augment, in_dims=(0, None))(x, keys[0]), torch.stack([augment(own, keys[0]) for own in x]))
-    assert torch.equal(vmap(augment, in_dims=(None, 0))(x[0], keys), torch.stack([augment(x[0], key) for key in keys]))
+    assert torch.equal(
+        vmap(augment, in_dims=(0, None))(x, keys[0]),
+        torch.stack([augment(own, keys[0]) for own in x]),
+    )
+    assert torch.equal(
+        vmap(augment, in_dims=(None, 0))(x[0], keys),
+        torch.stack([augment(x[0], key) for key in keys]),
+    )
 
 
 @given(rows=st.integers(1, 20), more=st.integers(1, 20), key=st.integers(0, 2**62))
@@ -80,7 +107,10 @@ def test_what_comes_in_from_outside_is_zero_unless_told() -> None:
     x = torch.full((200, 2, 4, 4), 9.0)
     assert set(crop_and_flip(2)(x, torch.tensor(0)).flatten().tolist()) == {0.0, 9.0}
     filled = crop_and_flip(2, (1.0, 2.0))(x, torch.tensor(0))
-    assert [set(channel.flatten().tolist()) for channel in filled.unbind(1)] == [{1.0, 9.0}, {2.0, 9.0}]
+    assert [set(channel.flatten().tolist()) for channel in filled.unbind(1)] == [
+        {1.0, 9.0},
+        {2.0, 9.0},
+    ]
 
 
 def test_a_padding_or_fill_that_makes_no_sense_is_refused() -> None:

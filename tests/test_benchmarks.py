@@ -16,7 +16,7 @@ TINY = Workload(
     shape=(1, 2, 3),
     layers=(("flatten",), *dense(6, 5, 10)),
     shared=("layer2",),
-    devices=4,
+    clients=4,
     examples=7,
     clients_per_round=2,
     batch=3,
@@ -32,9 +32,15 @@ def tiny(tmp_path):
     return job.Job(TINY, str(tmp_path), rounds=2)
 
 
-@pytest.mark.parametrize(("workload", "expected"), [(MLP, 633_226), (LENET, 64_102), (WIDE_CNN, 1_626_442)])
+@pytest.mark.parametrize(
+    ("workload", "expected"), [(MLP, 633_226), (LENET, 64_102), (WIDE_CNN, 1_626_442)]
+)
 def test_the_networks_have_the_published_sizes(workload, expected):
-    assert parameters(workload) == expected == sum(tensor.numel() for tensor in network.build(workload).parameters())
+    assert (
+        parameters(workload)
+        == expected
+        == sum(tensor.numel() for tensor in network.build(workload).parameters())
+    )
 
 
 def test_operations_of_the_mlp_are_as_counted_by_hand():
@@ -43,7 +49,11 @@ def test_operations_of_the_mlp_are_as_counted_by_hand():
 
 
 def test_operations_of_lenet_are_as_counted_by_hand():
-    first, second, dense_part = 3 * 25 * 6 * 28 * 28, 6 * 25 * 16 * 10 * 10, 400 * 120 + 120 * 100 + 100 * 10
+    first, second, dense_part = (
+        3 * 25 * 6 * 28 * 28,
+        6 * 25 * 16 * 10 * 10,
+        400 * 120 + 120 * 100 + 100 * 10,
+    )
     assert roofline.operations(LENET) == 10 * 500 * (4 * first + 6 * (second + dense_part))
 
 
@@ -58,7 +68,9 @@ def test_without_momentum_no_velocity_is_moved():
 
 def test_the_floor_is_the_slower_of_arithmetic_and_traffic():
     assert roofline.floor(MLP, lr=1e9, bandwidth=1e15)["bound"] == "arithmetic"
-    assert roofline.floor(MLP, lr=1e15, bandwidth=1e9)["floor_ms"] == pytest.approx(roofline.least_bytes(MLP) / 1e6)
+    assert roofline.floor(MLP, lr=1e15, bandwidth=1e9)["floor_ms"] == pytest.approx(
+        roofline.least_bytes(MLP) / 1e6
+    )
 
 
 def test_a_job_survives_its_file(tiny, tmp_path):
@@ -74,7 +86,12 @@ def test_data_are_dealt_once_and_said_to_be_random_where_there_are_none(tmp_path
 def test_one_round_of_the_plain_loop_is_one_round_of_glocal(tmp_path):
     everyone = replace(TINY, clients_per_round=4, batch=7)
     write_arrays(everyone, tmp_path)
-    asked = job.Job(everyone, str(tmp_path), rounds=3, options={"engine": "looped", "algorithm": "fedavg", "measure": "training"})
+    asked = job.Job(
+        everyone,
+        str(tmp_path),
+        rounds=3,
+        options={"engine": "looped", "algorithm": "fedavg", "measure": "training"},
+    )
     assert plain.training(asked)["loss"] == pytest.approx(ours.training(asked)["loss"], rel=1e-5)
 
 
@@ -84,7 +101,9 @@ def test_rounds_are_cut_short_when_time_is_up_but_not_below_the_fewest():
 
 
 def test_rounds_on_an_accelerator_are_also_timed_in_a_row():
-    told = job.timed(iter(range(99)), job.Job(TINY, "", rounds=3, device="cuda"), settle=lambda: None)
+    told = job.timed(
+        iter(range(99)), job.Job(TINY, "", rounds=3, device="cuda"), settle=lambda: None
+    )
     assert told["rounds"] == 7
     assert told["in_a_row"] >= 0
 
@@ -102,7 +121,12 @@ def test_a_tool_in_a_process_of_its_own_tells_time_and_memory(tiny):
 
 
 def test_a_tool_that_fails_becomes_a_line_of_the_table(tiny):
-    broken = tools.Tool("glocal fedavg", "warp", "ours", {"engine": "warp", "algorithm": "fedavg", "measure": "training"})
+    broken = tools.Tool(
+        "glocal fedavg",
+        "warp",
+        "ours",
+        {"engine": "warp", "algorithm": "fedavg", "measure": "training"},
+    )
     assert run.tried(broken, tiny)["note"].startswith("does not run: ")
 
 
@@ -112,12 +136,23 @@ def test_peers_are_left_out_on_a_gpu(tiny):
 
 def test_every_engine_of_glocal_has_a_row():
     rows = list(tools.everything(MLP, device="cpu", seeds=1))
-    assert {row.setting for row in rows if row.name == "glocal lg_fedavg"} == set(tools.ENGINES["cpu"])
+    assert {row.setting for row in rows if row.name == "glocal lg_fedavg"} == set(
+        tools.ENGINES["cpu"]
+    )
 
 
 def row(tool, seconds):
-    about = {"workload": "A", "tool": tool, "setting": "1 thread", "measure": "training", "version": "1", "peak_memory_mb": 100}
-    return run.with_floor({**about, "seconds_per_round": [seconds], **run.compared(seconds, 0.5, 1.5)}, RATES)
+    about = {
+        "workload": "A",
+        "tool": tool,
+        "setting": "1 thread",
+        "measure": "training",
+        "version": "1",
+        "peak_memory_mb": 100,
+    }
+    return run.with_floor(
+        {**about, "seconds_per_round": [seconds], **run.compared(seconds, 0.5, 1.5)}, RATES
+    )
 
 
 def test_a_ratio_is_to_the_plain_loop_just_before_and_just_after():
@@ -125,14 +160,36 @@ def test_a_ratio_is_to_the_plain_loop_just_before_and_just_after():
 
 
 def test_a_command_is_kept_without_the_folders_of_the_machine():
-    assert machine.command("benchmarks.run", ["--out", "/somewhere/mine/a.json"]) == "python -m benchmarks.run --out a.json"
+    assert (
+        machine.command("benchmarks.run", ["--out", "/somewhere/mine/a.json"])
+        == "python -m benchmarks.run --out a.json"
+    )
 
 
 @pytest.fixture
 def files(tmp_path):
-    failed = {"workload": "A", "tool": "FedJAX", "setting": "jit", "measure": "training", "note": "does not run: why"}
-    report = {"rows": [row("plain loop", 1.0), row("glocal fedavg", 0.1), failed], "roofline": RATES, "data": {"A": "random"}}
-    curve = [{"axis": "clients_per_round", "value": n, "seconds": n / 10, "peak_memory_mb": 100 + n, "parameters": 10} for n in (5, 10, 20)]
+    failed = {
+        "workload": "A",
+        "tool": "FedJAX",
+        "setting": "jit",
+        "measure": "training",
+        "note": "does not run: why",
+    }
+    report = {
+        "rows": [row("plain loop", 1.0), row("glocal fedavg", 0.1), failed],
+        "roofline": RATES,
+        "data": {"A": "random"},
+    }
+    curve = [
+        {
+            "axis": "clients_per_round",
+            "value": n,
+            "seconds": n / 10,
+            "peak_memory_mb": 100 + n,
+            "parameters": 10,
+        }
+        for n in (5, 10, 20)
+    ]
     benchmark, growth = tmp_path / "benchmark.json", tmp_path / "scaling.json"
     run.write(report, benchmark)
     growth.write_text(json.dumps({"rows": curve}))
@@ -151,4 +208,7 @@ def test_pictures_are_drawn_from_the_files(files, tmp_path):
 
 
 def test_every_axis_of_scaling_holds_the_data_there_are():
-    assert all(point.workload.devices * point.workload.examples <= 60_000 for point in scaling.points(rounds=1))
+    assert all(
+        point.workload.clients * point.workload.examples <= 60_000
+        for point in scaling.points(rounds=1)
+    )

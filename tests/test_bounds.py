@@ -39,15 +39,15 @@ def test_a_share_to_drop_outside_0_to_1_is_refused_for_every_model(share, model,
 @pytest.mark.parametrize("deviation", [-0.1, "1e30", "inf", "nan"])
 def test_noise_outside_its_bounds_is_refused_for_every_model(std, capsys, tmp_path):
     for model in MODELS:
-        changes = ("--set", f'model.name="{model}"', "--set", f"model.blur={std}")
+        changes = ("--set", f'model.name="{model}"', "--set", f"model.noise_std={std}")
         assert run("run", "digits", *changes, "--out", tmp_path / "run") == 2
-        assert "model.blur is " in (told := complaint(capsys))
+        assert "model.noise_std is " in (told := complaint(capsys))
         assert "from 0 to 1000" in told
 
 
 def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
     for line in ("dropout = 3.0", "dropout = -0.5", "blur = -1.0"):
-        text = f'[model]\nname = "coded_mlp"\n{line}\n[cases.A]\nalgorithm = "fedavg"\n'
+        text = f'[model]\nname = "coded_mlp"\n{line}\n[experiments.A]\nalgorithm = "fedavg"\n'
         (tmp_path / "study.toml").write_text(text)
         assert run("run", tmp_path / "study.toml", "--out", tmp_path / "run") == 2
         assert f"model.{line.split()[0]} is {line.split()[2]}" in complaint(capsys)
@@ -124,8 +124,17 @@ LEARNS = {"kind": "decoder", "layer": "layer1"}
 
 
 def test_the_counts_of_every_table_are_known_here():
-    assert {"plan.epochs", "cases.only.rounds", "groups.only.leaves", "run.workers"} <= {*COUNTS}
-    assert {"cases.only.learns.hidden", "cases.only.welcome.guests", "audit.encoders"} <= {*COUNTS}
+    assert {
+        "plan.local_epochs",
+        "experiments.only.rounds",
+        "groups.only.leave_round",
+        "run.workers",
+    } <= {*COUNTS}
+    assert {
+        "experiments.only.pretext.hidden",
+        "experiments.only.join_plan.existing_clients",
+        "audit.encoders",
+    } <= {*COUNTS}
     assert len(COUNTS) > 35
 
 
@@ -134,10 +143,10 @@ def test_the_counts_of_every_table_are_known_here():
 def test_every_count_in_the_settings_has_bounds(name, value):
     """Without them it hangs, or fills the memory."""
     pretext = {"pretext": LEARNS} if ".learns." in name else {}
-    case = {"algorithm": "lg_fedavg", **pretext}
+    experiment = {"algorithm": "lg_fedavg", **pretext}
     written = f"[{value}]" if COUNTS[name] else f"{value}"
     with pytest.raises(InputError) as refused:
-        from_dict({**NEEDED, "cases": {"only": case}}, [f"{name}={written}"])
+        from_dict({**NEEDED, "cases": {"only": experiment}}, [f"{name}={written}"])
     told = str(refused.value)
     assert name.split(".")[-1] in told
     assert "from " in told
@@ -147,7 +156,15 @@ def test_every_count_in_the_settings_has_bounds(name, value):
 
 
 PLAN = {"rounds": 2, "clients_per_round": 2}
-PLAN_COUNTS = ["rounds", "clients_per_round", "epochs", "batch", "seed", "first_round", "max_tokens"]
+PLAN_COUNTS = [
+    "rounds",
+    "clients_per_round",
+    "epochs",
+    "batch",
+    "seed",
+    "first_round",
+    "max_tokens",
+]
 
 
 @pytest.mark.parametrize("value", [10**18, -1, 1.5, math.nan, pytest.param(10**5000, id="long")])
@@ -175,18 +192,20 @@ def test_what_else_counts_in_python_is_held_to_them_too(make):
 
 
 def test_seeds_times_tries_are_bounded_too():
-    with pytest.raises(InputError, match=r"plan.seeds x plan.tries is 90000; .* from 1 to 1,000"):
+    with pytest.raises(
+        InputError, match=r"plan.seeds x plan.restarts is 90000; .* from 1 to 1,000"
+    ):
         restarts_of(from_dict({"plan": {"seeds": 900, "restarts": 100}}).plan)
 
 
 @pytest.mark.parametrize("change", [
-    "plan.epochs=1000000000000000000",
+    "plan.local_epochs=1000000000000000000",
     "plan.seeds=1000000000000000000",
     "plan.rounds=-1",
     "model.hidden=[1000000000000000000]",
-    "data.devices=1000000000000000000",
-    "cases.FedAvg.rounds=1000000000000000000",
-    pytest.param(f"plan.batch={'9' * 5000}", id="long"),
+    "data.clients=1000000000000000000",
+    "experiments.FedAvg.rounds=1000000000000000000",
+    pytest.param(f"plan.batch_size={'9' * 5000}", id="long"),
 ])  # fmt: skip
 def test_the_command_line_refuses_them_in_one_line(change, capsys, tmp_path):
     assert run("run", "digits", "--set", change, "--out", tmp_path / "run") == 2
@@ -196,6 +215,6 @@ def test_the_command_line_refuses_them_in_one_line(change, capsys, tmp_path):
 
 
 def test_a_file_with_a_number_of_thousands_of_digits_is_refused_in_one_line(capsys, tmp_path):
-    (tmp_path / "study.toml").write_text(f"[plan]\nepochs = {'9' * 5000}\n")
+    (tmp_path / "study.toml").write_text(f"[plan]\nlocal_epochs = {'9' * 5000}\n")
     assert run("run", tmp_path / "study.toml", "--out", tmp_path / "run") == 2
     assert "is not TOML" in complaint(capsys)

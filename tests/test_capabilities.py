@@ -18,7 +18,7 @@ from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import from_dict
 from tests import deployed
 
-PRIVACY = "\n[privacy]\nclip = 0.5\nnoise = 2.0\n"
+PRIVACY = "\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n"
 OWN = """
 from glocal import algorithms
 
@@ -127,20 +127,23 @@ def run_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "renamed.py").write_text(RENAMED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    cases = {"Mine": {"algorithm": "renamed:parts"}, "Yours": {"algorithm": "renamed:everything"}}
+    experiments = {
+        "Mine": {"algorithm": "renamed:parts"},
+        "Yours": {"algorithm": "renamed:everything"},
+    }
     table = {
         "data": {"devices": 6},
         "plan": {"rounds": 3, "clients_per_round": 3},
         "split": {"local": ["layer1"]},
-        "cases": cases,
+        "cases": experiments,
     }
     list(run_study(from_dict(table), tmp_path / "run"))
     return tmp_path / "run"
 
 
 def test_a_newcomer_meets_the_last_case_that_has_local_and_shared_parts(run_of_ones_own):
-    assert open_experiment(run_of_ones_own).case == "Mine"
-    assert open_experiment(run_of_ones_own, "Yours").case == "Yours"
+    assert open_experiment(run_of_ones_own).experiment == "Mine"
+    assert open_experiment(run_of_ones_own, "Yours").experiment == "Yours"
 
 
 def test_the_report_says_what_is_shared_in_a_case_that_shares_a_part(run_of_ones_own):

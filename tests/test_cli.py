@@ -15,7 +15,13 @@ from glocal.cli import main
 from glocal.cli.progress import download_bars
 from glocal.core import files
 
-CHANGES = ["plan.rounds=3", "plan.seeds=1", "run.validate_every=2", "cases.LG-FedAvg.after_round=2", "cases.LG-FedAvg.rounds=2"]
+CHANGES = [
+    "plan.rounds=3",
+    "plan.seeds=1",
+    "run.validate_every=2",
+    "experiments.LG-FedAvg.start_round=2",
+    "experiments.LG-FedAvg.rounds=2",
+]
 QUICK = [word for change in CHANGES for word in ("--set", change)]
 
 
@@ -35,7 +41,11 @@ def complaint(capsys):
     """What was printed to standard error: it must be one line."""
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     # a bar, or what the engine is, is no complaint
-    lines = [line for line in lines if not line.startswith(("keeping everything", "glocal: engine:")) and "━" not in line]
+    lines = [
+        line
+        for line in lines
+        if not line.startswith(("keeping everything", "glocal: engine:")) and "━" not in line
+    ]
     assert len(lines) == 1, lines
     assert lines[0].startswith("glocal: ")
     return lines[0]
@@ -44,7 +54,17 @@ def complaint(capsys):
 def test_a_study_runs_prints_its_table_and_writes_its_report(capsys):
     assert run("run", "digits", *QUICK, "--out", "kept") == 0
     printed = capsys.readouterr().out
-    for word in ("FedAvg", "FedProx", "Local only", "MTL", "LG-FedAvg", "Local", "New", "kB", "report: kept/report.html"):
+    for word in (
+        "FedAvg",
+        "FedProx",
+        "Local only",
+        "MTL",
+        "LG-FedAvg",
+        "Local",
+        "New",
+        "kB",
+        "report: kept/report.html",
+    ):
         assert word in printed
     assert Path("kept/report.html").read_text().count("<figure") >= 4
     assert run("report", "kept") == 0
@@ -76,24 +96,34 @@ def test_a_model_and_data_of_ones_own_run_from_a_toml_file(capsys):
         "    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))\n"
     )
     Path("mine.toml").write_text(
-        '[data]\nsource = "mine:data"\n[model]\nname = "mine:model"\n[split]\nlocal = ["0", "1"]\n[plan]\nrounds = 2\ncohort = 2\n'
-        '[cases.LG]\nalgorithm = "lg_fedavg"\n'
+        '[data]\nsource = "mine:data"\n[model]\nname = "mine:model"\n[split]\nlocal = ["0", "1"]\n[plan]\nrounds = 2\nclients_per_round = 2\n'
+        '[experiments.LG]\nalgorithm = "lg_fedavg"\n'
     )
     assert run("run", "mine.toml", "--out", "kept") == 0
     assert "LG" in capsys.readouterr().out
     # of another length too: Python looks at that and at the second to tell whether it has compiled a file
-    wider = Path("mine.py").read_text().replace("5, 4)", "5, 12)").replace("1d(4)", "1d(12)").replace("4, 2)", "12, 2)")
+    wider = (
+        Path("mine.py")
+        .read_text()
+        .replace("5, 4)", "5, 12)")
+        .replace("1d(4)", "1d(12)")
+        .replace("4, 2)", "12, 2)")
+    )
     Path("mine.py").write_text(wider)
     del sys.modules["mine"]
     assert run("resume", "kept", "--set", "plan.rounds=4") == 2
-    assert "was made with another model (shared '3.weight' (2, 4)) than the one given (shared '3.weight' (2, 12))" in complaint(
-        capsys
+    assert (
+        "was made with another model (shared '3.weight' (2, 4)) than the one given (shared '3.weight' (2, 12))"
+        in complaint(capsys)
     )
 
 
 def test_the_split_of_a_model_is_shown(capsys):
     assert run("split", "mlp", "--shared", "layer[3-5]") == 0
-    assert "15.79 % of the model is sent each round: 99,978 of 633,226 parameters" in capsys.readouterr().out
+    assert (
+        "15.79 % of the model is sent each round: 99,978 of 633,226 parameters"
+        in capsys.readouterr().out
+    )
     assert run("split", "lenet5", "--local", "fc*") == 0
     assert "2,872 of 64,102" in capsys.readouterr().out
 
@@ -101,7 +131,7 @@ def test_the_split_of_a_model_is_shown(capsys):
 def test_data_are_listed_and_drawn(capsys):
     assert run("data") == 0
     assert re.search(r"digits .* bundled", capsys.readouterr().out)
-    assert run("data", "draw", "digits", "--set", "data.devices=5", "--out", "who.svg") == 0
+    assert run("data", "draw", "digits", "--set", "data.clients=5", "--out", "who.svg") == 0
     assert "█" in capsys.readouterr().out
     assert Path("who.svg").read_text().startswith("<?xml")
     assert run("data", "check", "digits") == 0
@@ -113,7 +143,10 @@ def test_data_are_listed_and_drawn(capsys):
         (["run", "digit"], "there is no study 'digit'; did you mean 'digits'"),
         (["run", "nowhere.toml"], "cannot read nowhere.toml"),
         (["run", "digits", "--set", "plan.roundz=3"], "did you mean 'rounds'"),
-        (["run", "digits", "--set", "split.local=encoder"], "'encoder' matches no parameter or buffer"),
+        (
+            ["run", "digits", "--set", "split.local=encoder"],
+            "'encoder' matches no parameter or buffer",
+        ),
         (["resume", "nowhere"], "nowhere/settings.json does not exist"),
         (["report", "nowhere"], "nowhere/settings.json does not exist"),
         (["split", "mlp"], "neither side given"),
@@ -121,7 +154,7 @@ def test_data_are_listed_and_drawn(capsys):
         (["split", "mpl", "--local", "x"], "did you mean 'mlp'"),
         (["data", "fetch", "minst"], "did you mean 'mnist'"),
         (["data", "check", "cifar"], "did you mean 'cifar10'"),
-        (["data", "draw", "digits", "--set", "data.devices=0"], "devices"),
+        (["data", "draw", "digits", "--set", "data.clients=0"], "devices"),
         (["data", "draw", "digits", "--out", "who.doc"], "who.doc"),
     ],
 )
@@ -171,7 +204,11 @@ def test_a_corrupt_file_in_the_data_folder_is_one_line(capsys, monkeypatch):
 def test_a_full_disk_is_one_line_and_loses_nothing(capsys, monkeypatch):
     assert run("run", "digits", *QUICK, "--out", "kept") == 0
     grows = ("rows.jsonl", "timing.jsonl", "settings.json")
-    before = {file: file.read_bytes() for file in Path("kept").rglob("*") if file.is_file() and file.name not in grows}
+    before = {
+        file: file.read_bytes()
+        for file in Path("kept").rglob("*")
+        if file.is_file() and file.name not in grows
+    }
     capsys.readouterr()
 
     def full(*_, **__):
@@ -201,11 +238,15 @@ def test_a_model_that_cannot_be_batched_says_so_in_one_line(capsys):
         "        return self.layer(x.flatten(1)) * (1 if x.sum().item() > 0 else 2)\n"
     )
     Path("branchy.toml").write_text(
-        '[model]\nname = "branchy:Branchy"\n[plan]\nrounds = 2\n[run]\nvalidate_every = 9\n[cases.a]\nalgorithm = "fedavg"\n'
+        '[model]\nname = "branchy:Branchy"\n[plan]\nrounds = 2\n[run]\nvalidate_every = 9\n[experiments.a]\nalgorithm = "fedavg"\n'
     )
     assert run("run", "branchy.toml", "--out", "kept") == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: engine")]
-    assert lines[0] == "glocal: engine: all devices in one batched step (too short a run to measure)"
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: engine")
+    ]
+    assert (
+        lines[0] == "glocal: engine: all devices in one batched step (too short a run to measure)"
+    )
     assert lines[1].endswith("now one device after the other")
     assert "data-dependent" in lines[1]
 
@@ -222,7 +263,12 @@ def test_without_a_command_the_commands_are_listed(typed, listed, capsys):
 
 
 def test_help_is_code_zero_and_shows_its_brackets_as_they_are():
-    ran = subprocess.run([sys.executable, "-m", "glocal", "advise", "--help"], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-m", "glocal", "advise", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert ran.returncode == 0
     assert "  [required]" in ran.stdout
 
@@ -239,7 +285,9 @@ def test_a_mistake_is_told_without_an_empty_line(capfd):
 
 
 def test_a_stop_before_anything_is_kept_promises_nothing_to_go_on_with(capsys, monkeypatch):
-    monkeypatch.setattr("glocal.datasets.load_any", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "glocal.datasets.load_any", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     assert run("run", "digits", "--out", "early") == 130
     errors = capsys.readouterr().err
     assert "stopped; nothing was kept" in errors
@@ -247,7 +295,9 @@ def test_a_stop_before_anything_is_kept_promises_nothing_to_go_on_with(capsys, m
     assert not Path("early").exists()
 
 
-def test_bars_of_progress_come_back_for_more_and_leave_no_line_where_nothing_was_shown(capsys, monkeypatch):
+def test_bars_of_progress_come_back_for_more_and_leave_no_line_where_nothing_was_shown(
+    capsys, monkeypatch
+):
     started = []
     real = Progress.start
     monkeypatch.setattr(Progress, "start", lambda bars: (started.append(1), real(bars)))

@@ -59,7 +59,11 @@ def test_batched_over_devices_equals_one_by_one(name, kind):
 def test_the_batched_form_is_really_batched(name, kind):
     algorithm, state = start(name, kind)
     executor = Executor(algorithm.client_update, engine="vmapped")
-    list(simulate_seeds(algorithm, [Seat(Plan(1, 4, batch_size=5), world.federation().train, state)], executor))
+    list(
+        simulate_seeds(
+            algorithm, [Seat(Plan(1, 4, batch_size=5), world.federation().train, state)], executor
+        )
+    )
     assert executor.execution_plan.engine == "vmapped"
 
 
@@ -87,10 +91,16 @@ def test_padding_changes_nothing(name, kind):
         companion = ClientTask(state.shared, state.private.initial, pad_and_stack[:1])
         executor = Executor(algorithm.client_update, engine="vmapped")
         together = executor([task, companion], train.examples).stacked()
-        if pad_and_stack is longer or kind != "dropout":  # dropout is addressed by step and by place in the batch
+        if (
+            pad_and_stack is longer or kind != "dropout"
+        ):  # dropout is addressed by step and by place in the batch
             assert world.distance(trees.row(together.upload, 0), trees.row(plain.upload, 0)) < 1e-5
             assert (
-                world.distance({n: t[0] for n, t in together.private.items()}, {n: t[0] for n, t in plain.private.items()}) < 1e-5
+                world.distance(
+                    {n: t[0] for n, t in together.private.items()},
+                    {n: t[0] for n, t in plain.private.items()},
+                )
+                < 1e-5
             )
 
 
@@ -99,9 +109,15 @@ def test_padding_changes_nothing(name, kind):
 def test_seeds_side_by_side_equal_seeds_alone(name, kind):
     model = world.seeded(world.MODELS[kind])
     algorithm = world.algorithm(name, model)
-    train, plans = world.federation().train, [Plan(3, 4, batch_size=5, seed=seed) for seed in (0, 1, 2)]
+    train, plans = (
+        world.federation().train,
+        [Plan(3, 4, batch_size=5, seed=seed) for seed in (0, 1, 2)],
+    )
     params = [params_of(world.seeded(world.MODELS[kind], plan.seed)) for plan in plans]
-    seats = [Seat(plan, train, initial_state(algorithm, tree)) for plan, tree in zip(plans, params, strict=True)]
+    seats = [
+        Seat(plan, train, initial_state(algorithm, tree))
+        for plan, tree in zip(plans, params, strict=True)
+    ]
     together = world.last(simulate_seeds(algorithm, seats, Executor(algorithm.client_update)))
     for plan, tree, (state, _) in zip(plans, params, together, strict=True):
         assert world.gap(state, world.last(simulate(algorithm, tree, train, plan))[0]) < 1e-6
@@ -112,14 +128,22 @@ def test_seeds_side_by_side_equal_seeds_alone(name, kind):
 def test_devices_outside_the_cohort_keep_their_bits(name, kind):
     algorithm, before = start(name, kind)
     executor = Executor(algorithm.client_update)
-    for moment in simulate_seeds(algorithm, [Seat(PLAN, world.federation().train, before)], executor):
+    for moment in simulate_seeds(
+        algorithm, [Seat(PLAN, world.federation().train, before)], executor
+    ):
         after, report = moment[0]
         outside = set(range(len(world.SIZES))) - set(report.clients_per_round.tolist())
         assert outside
-        assert all(trees.same_bits(before.private.of(device), after.private.of(device)) for device in outside)
+        assert all(
+            trees.same_bits(before.private.of(device), after.private.of(device))
+            for device in outside
+        )
         if before.private.initial:
             clients_per_round = report.clients_per_round.tolist()
-            assert not all(trees.same_bits(before.private.of(device), after.private.of(device)) for device in clients_per_round)
+            assert not all(
+                trees.same_bits(before.private.of(device), after.private.of(device))
+                for device in clients_per_round
+            )
         before = after
 
 
@@ -131,7 +155,10 @@ def test_the_same_seed_gives_the_same_bits(name, kind):
 
 @every_algorithm
 def test_another_seed_gives_other_bits(name):
-    assert not world.same_bits(baseline(name, "plain"), run(name, "plain", plan=Plan(5, 4, local_epochs=2, batch_size=5, seed=1)))
+    assert not world.same_bits(
+        baseline(name, "plain"),
+        run(name, "plain", plan=Plan(5, 4, local_epochs=2, batch_size=5, seed=1)),
+    )
 
 
 @every_algorithm
@@ -150,13 +177,21 @@ def test_nothing_but_the_shared_tree_is_uploaded(name, kind):
     local = state.private.initial.keys() - state.shared.keys()
     for moment in simulate_seeds(spied, [Seat(PLAN, world.federation().train, state)], executor):
         private = moment[0][0].private
-        kept = [tree[key] for tree in (private.initial, *private.trained.values()) for key in tree if key in local]
+        kept = [
+            tree[key]
+            for tree in (private.initial, *private.trained.values())
+            for key in tree
+            if key in local
+        ]
         places = {tensor.untyped_storage().data_ptr() for tensor in kept}
         for key, uploads in arrived[-1].items():
             assert key in state.shared
             assert uploads.untyped_storage().data_ptr() not in places
             for upload in uploads:
-                assert not any(upload.shape == own.shape and torch.equal(upload, own) and bool(own.any()) for own in kept)
+                assert not any(
+                    upload.shape == own.shape and torch.equal(upload, own) and bool(own.any())
+                    for own in kept
+                )
 
 
 @every_model
@@ -168,7 +203,11 @@ def test_an_upload_with_a_local_tensor_is_refused(kind):
         return update._replace(upload={**update.upload, **update.private})
 
     with pytest.raises(ValueError, match="an upload may hold the shared tensors and nothing else"):
-        list(simulate_seeds(algorithm, [Seat(PLAN, world.federation().train, state)], Executor(leaky)))
+        list(
+            simulate_seeds(
+                algorithm, [Seat(PLAN, world.federation().train, state)], Executor(leaky)
+            )
+        )
 
 
 @every_algorithm
@@ -186,7 +225,9 @@ def test_the_ledger_holds_the_bytes_of_what_is_serialised(name, kind):
         return algorithm.aggregate(shared, uploads, weights)
 
     spied, ledger = algorithm._replace(aggregate=spy), Ledger()
-    for moment in simulate_seeds(spied, [Seat(PLAN, world.federation().train, state)], Executor(spied.client_update)):
+    for moment in simulate_seeds(
+        spied, [Seat(PLAN, world.federation().train, state)], Executor(spied.client_update)
+    ):
         ledger = ledger + moment[0][1].traffic
     assert (ledger.download.bytes, ledger.upload.bytes) == (crossed["down"], crossed["up"])
     assert ledger.total.parameters == crossed["parameters"]
@@ -200,12 +241,24 @@ def test_the_order_of_devices_changes_nothing(name):
     train = world.federation().train
     state = initial_state(algorithm, params_of(model))
     executor = Executor(algorithm.client_update)
-    orders = [rows[batch_order(Plan(1, 1, batch_size=40), len(rows), 0, 0)[:, : len(rows)]] for rows in train.rows]
-    orders = [np.pad(order, ((0, 0), (0, 40 - order.shape[1])), constant_values=-1) for order in orders]
+    orders = [
+        rows[batch_order(Plan(1, 1, batch_size=40), len(rows), 0, 0)[:, : len(rows)]]
+        for rows in train.rows
+    ]
+    orders = [
+        np.pad(order, ((0, 0), (0, 40 - order.shape[1])), constant_values=-1) for order in orders
+    ]
     means = []
     for turn in (list(range(6)), [5, 3, 1, 0, 2, 4]):
-        update = executor([ClientTask(state.shared, state.private.initial, orders[device]) for device in turn], train.examples).stacked()
-        means.append(algorithm.aggregate(state.shared, update.upload, torch.tensor([train.sizes[device] for device in turn])))
+        update = executor(
+            [ClientTask(state.shared, state.private.initial, orders[device]) for device in turn],
+            train.examples,
+        ).stacked()
+        means.append(
+            algorithm.aggregate(
+                state.shared, update.upload, torch.tensor([train.sizes[device] for device in turn])
+            )
+        )
     assert world.distance(*means) < 1e-6
 
 
@@ -213,7 +266,9 @@ def test_the_order_of_devices_changes_nothing(name):
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(1, 9), st.integers(1, 7))
 def test_devices_of_any_sizes_agree_over_engines(sizes, batch, chunk):
     plan = Plan(2, len(sizes), batch_size=batch)
-    federation = from_tensors(world.devices(sizes), test=0.0, validation=0.0)
+    federation = from_tensors(world.clients(sizes), test=0.0, validation=0.0)
     one_by_one = run("lg_fedavg", "plain", plan=plan, engine="looped", federation=federation)
-    batched = run("lg_fedavg", "plain", plan=plan, engine="vmapped", chunk_size=chunk, federation=federation)
+    batched = run(
+        "lg_fedavg", "plain", plan=plan, engine="vmapped", chunk_size=chunk, federation=federation
+    )
     assert world.gap(one_by_one, batched, len(sizes)) < 1e-5

@@ -68,7 +68,10 @@ def test_init_writes_a_project_that_trains_and_keeps_secrets_secret(capsys):
     printed = capsys.readouterr().out
     assert "glocal deploy server clinics" in printed
     assert "on all of this machine's addresses, port 9443; only registered devices pass" in printed
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in [Path("clinics"), *Path("clinics/devices").iterdir()])
+    assert all(
+        stat.S_IMODE(path.stat().st_mode) == 0o700
+        for path in [Path("clinics"), *Path("clinics/devices").iterdir()]
+    )
     secrets = [*Path("clinics").rglob("*.key")]
     assert len(secrets) == 5
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in secrets)
@@ -95,7 +98,10 @@ def test_a_device_is_revoked_once_and_its_name_and_key_are_not_used_again(capsys
     assert run("deploy", "revoke", "here", "device-1") == 0
     assert "device-1 is refused from its next request on" in capsys.readouterr().out
     assert [entry.revoked for entry in read_registry(folder).values()] == [False, True]
-    for name, words in (("device-1", "was revoked before"), ("device-7", "'device-7' is no device of here; did you mean")):
+    for name, words in (
+        ("device-1", "was revoked before"),
+        ("device-7", "'device-7' is no device of here; did you mean"),
+    ):
         assert run("deploy", "revoke", "here", name) == 2
         assert words in complaint(capsys)
     assert run("deploy", "add-device", "here", "--name", "device-1") == 2
@@ -129,7 +135,18 @@ def test_a_device_predicts_on_the_command_line(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed[-2].split()) == len(own.y)
     assert printed[-1].startswith("right: ")
-    assert run("deploy", "predict", "here/devices/device-0", "--data", "new.npz", "--out", "made/classes") == 0
+    assert (
+        run(
+            "deploy",
+            "predict",
+            "here/devices/device-0",
+            "--data",
+            "new.npz",
+            "--out",
+            "made/classes",
+        )
+        == 0
+    )
     assert "written: made/classes" in capsys.readouterr().out
     assert np.load("made/classes").tolist() == [int(word) for word in printed[-2].split()]
     np.savez("none.npz", x=own.x.numpy()[:0])
@@ -152,7 +169,10 @@ def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
     ("arguments", "message"),
     [
         (["deploy", "init", "here"], "here is not empty; choose another folder"),
-        (["deploy", "init", "new", "--devices", "0"], "deploy: devices is 0; a whole number from 1 to 1,000 was expected"),
+        (
+            ["deploy", "init", "new", "--devices", "0"],
+            "deploy: devices is 0; a whole number from 1 to 1,000 was expected",
+        ),
         (
             ["deploy", "init", "new", "--devices", "1000000000000000000"],
             "devices is 1000000000000000000; a whole number from 1 to 1,000",
@@ -170,15 +190,30 @@ def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
         (["deploy", "client", "here"], "cannot read here/device.toml"),
         (["deploy", "run", "here"], "does not answer"),
         (["deploy", "run", "here", "--run", "../Up"], "'../Up' is no plain name"),
-        (["deploy", "resume", "here"], "'first' has not begun; start it with `glocal deploy run here"),
+        (
+            ["deploy", "resume", "here"],
+            "'first' has not begun; start it with `glocal deploy run here",
+        ),
         (["deploy", "join", "here"], "there is no run 'first' in here"),
-        (["deploy", "predict", "here/devices/device-0", "--data", "x.npz"], "has taken part in no run yet"),
+        (
+            ["deploy", "predict", "here/devices/device-0", "--data", "x.npz"],
+            "has taken part in no run yet",
+        ),
         (["deploy", "add-device", "here", "--name", "device-0"], "'device-0' is taken"),
         (["deploy", "add-device", "nowhere"], "cannot read nowhere/study.toml"),
-        (["deploy", "server", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
+        (
+            ["deploy", "server", "here/devices/device-0"],
+            "here/devices/device-0 is no server's folder",
+        ),
         (["deploy", "run", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
-        (["deploy", "status", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
-        (["deploy", "add-device", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
+        (
+            ["deploy", "status", "here/devices/device-0"],
+            "here/devices/device-0 is no server's folder",
+        ),
+        (
+            ["deploy", "add-device", "here/devices/device-0"],
+            "here/devices/device-0 is no server's folder",
+        ),
         (["deploy", "rum"], "No such command 'rum'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -195,18 +230,42 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
     [
         ("devices = 1", "devicez = 1", "unknown option 'devicez'"),
         ("devices = 1", "devices = 'two'", "devices is 'two'; a whole number was expected"),
-        ("round = 600.0", "round = 0.0", "limits.round_timeout is 0.0; seconds above 0 and at most 100,000,000 were expected"),
+        (
+            "round = 600.0",
+            "round = 0.0",
+            "limits.round_timeout is 0.0; seconds above 0 and at most 100,000,000 were expected",
+        ),
         ("round = 600.0", "round = 1e18", "limits.round_timeout is 1e+18; seconds above 0"),
-        ("devices = 1", "devices = 1000000000000000000", "devices is 1000000000000000000; a whole number from 1 to 1,000,000"),
-        ("settle = 20", "settle = 1000000000", "settle is 1000000000; a whole number from 0 to 1,000"),
+        (
+            "devices = 1",
+            "devices = 1000000000000000000",
+            "devices is 1000000000000000000; a whole number from 1 to 1,000,000",
+        ),
+        (
+            "settle = 20",
+            "settle = 1000000000",
+            "settle is 1000000000; a whole number from 0 to 1,000",
+        ),
         ("enough = 1", "enough = 0", "limits.min_clients is 0; a whole number from 1"),
         ("round = 600.0", "round = nan", "limits.round_timeout is nan; seconds above 0"),
         ("port = 9443", "port = 99999", "the port is 99999; a number from 1 to 65535 was expected"),
         ('host = "127.0.0.1"', 'host = "münchen"', "the host is 'münchen'"),
         ('bind = "127.0.0.1"', 'bind = ""', "server.bind is ''"),
-        ('bind = "127.0.0.1"', 'bind = "::1"', "server.bind is '::1'; an IPv4 address or a name was expected"),
-        ("enough = 1", "enough = 1\n[privacy]\nclip = nan\nnoise = 1.0", "privacy has clip nan"),
-        ('data = "federation:data"', 'data = "federation:nothing"', "'federation:nothing' cannot be found"),
+        (
+            'bind = "127.0.0.1"',
+            'bind = "::1"',
+            "server.bind is '::1'; an IPv4 address or a name was expected",
+        ),
+        (
+            "enough = 1",
+            "enough = 1\n[privacy]\nclip_norm = nan\nnoise_multiplier = 1.0",
+            "privacy has clip nan",
+        ),
+        (
+            'data = "federation:data"',
+            'data = "federation:nothing"',
+            "'federation:nothing' cannot be found",
+        ),
     ],
 )
 def test_a_mistake_in_deploy_toml_is_named(old, new, message, capsys):
@@ -222,9 +281,13 @@ def test_a_mistake_in_deploy_toml_is_named(old, new, message, capsys):
     [
         ('name = "federation:model"', 'name = "mlp"', "a function of yours was expected"),
         ("seed = 3", "seed = 3\nseeds = 2", "plan.seeds, which only the simulator knows"),
-        ("seed = 3", "seed = 3\ntries = 2", "plan.tries, which only the simulator knows"),
+        ("seed = 3", "seed = 3\ntries = 2", "plan.restarts, which only the simulator knows"),
         ("rounds = 3", "rounds = 0", "rounds is 0"),
-        ("[cases.Case]", '[cases.Other]\nalgorithm = "fedavg"\n[cases.Case]', "has 2 cases; a deployment trains one"),
+        (
+            "[experiments.Case]",
+            '[experiments.Other]\nalgorithm = "fedavg"\n[experiments.Case]',
+            "has 2 cases; a deployment trains one",
+        ),
     ],
 )
 def test_a_study_that_only_the_simulator_can_run_is_refused(old, new, message, capsys):
@@ -238,9 +301,21 @@ def test_a_study_that_only_the_simulator_can_run_is_refused(old, new, message, c
 @pytest.mark.parametrize(
     ("command", "lost", "message"),
     [
-        (["server", "here"], "here/certificates/server.key", "server.crt and server.key in here/certificates are of no use"),
-        (["server", "here"], "here/certificates/ca.crt", "the authority here/certificates/ca.crt cannot be read"),
-        (["client", "here/devices/device-0"], "here/devices/device-0/ca.crt", "the authority here/devices/device-0/ca.crt cannot"),
+        (
+            ["server", "here"],
+            "here/certificates/server.key",
+            "server.crt and server.key in here/certificates are of no use",
+        ),
+        (
+            ["server", "here"],
+            "here/certificates/ca.crt",
+            "the authority here/certificates/ca.crt cannot be read",
+        ),
+        (
+            ["client", "here/devices/device-0"],
+            "here/devices/device-0/ca.crt",
+            "the authority here/devices/device-0/ca.crt cannot",
+        ),
         (
             ["client", "here/devices/device-0"],
             "here/devices/device-0/device.key",
@@ -249,7 +324,9 @@ def test_a_study_that_only_the_simulator_can_run_is_refused(old, new, message, c
     ],
 )
 @pytest.mark.parametrize("how", ["missing", "damaged"])
-def test_a_key_or_a_certificate_that_is_of_no_use_is_named_before_anything_starts(how, command, lost, message, capsys):
+def test_a_key_or_a_certificate_that_is_of_no_use_is_named_before_anything_starts(
+    how, command, lost, message, capsys
+):
     deployed.project(Path("here"), clients=1, port=preflight.free_port())
     if how == "missing":
         Path(lost).unlink()
@@ -273,13 +350,21 @@ def _long_ago(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder, monkeypatch: _signed_by_another(folder), "server.crt is not signed by the authority in ca.crt"),
+        (
+            lambda folder, monkeypatch: _signed_by_another(folder),
+            "server.crt is not signed by the authority in ca.crt",
+        ),
         (_long_ago, "server.crt ended on 20"),
-        (lambda folder, monkeypatch: make_server_certificate(folder, ["b.org"]), "server.crt is not for a.org; make a"),
+        (
+            lambda folder, monkeypatch: make_server_certificate(folder, ["b.org"]),
+            "server.crt is not for a.org; make a",
+        ),
     ],
     ids=["of another authority", "expired", "for another host"],
 )
-def test_a_server_does_not_start_with_a_certificate_that_no_device_would_trust(spoil, message, capsys, monkeypatch):
+def test_a_server_does_not_start_with_a_certificate_that_no_device_would_trust(
+    spoil, message, capsys, monkeypatch
+):
     deployed.project(Path("here"), clients=1, port=preflight.free_port())
     if "a.org" in message:
         deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
@@ -336,9 +421,11 @@ def test_a_folder_may_have_any_name_but_not_too_long_a_one(capsys):
 
 @pytest.mark.parametrize("command", ["server", "run"])
 def test_a_missing_accountant_is_said_before_anything_is_trained(command, capsys, monkeypatch):
-    folder = deployed.project(Path("here"), clients=1, port=preflight.free_port(), weights='weights = "equal"')
+    folder = deployed.project(
+        Path("here"), clients=1, port=preflight.free_port(), weights='weights = "equal"'
+    )
     with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
+        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     assert run("deploy", command, "here") == 2
     assert "pip install 'glocal[privacy]'" in complaint(capsys)
@@ -393,9 +480,13 @@ for command in ("init", "server", "device", "run", "resume", "status", "add-devi
 
 def test_without_flower_every_command_says_how_to_install_it():
     """In a process of its own, in which Flower and what comes with it cannot be imported."""
-    ended = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True
+    )
     assert ended.stdout.split() == ["2"] * 11
-    assert {*ended.stderr.splitlines()} == {"glocal: deploy: Flower is not installed; run: pip install 'glocal[flower]'"}
+    assert {*ended.stderr.splitlines()} == {
+        "glocal: deploy: Flower is not installed; run: pip install 'glocal[flower]'"
+    }
 
 
 def test_a_finished_run_is_not_begun_again_nor_resumed(capsys):
@@ -420,9 +511,19 @@ def test_status_is_shown_without_a_server_too(capsys):
 
 def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkeypatch):
     folder = deployed.project(Path("here"), rounds=1, clients=1)
-    for name, state in (("first", "training"), ("second", "done"), ("third", "training"), ("lost", "training")):
+    for name, state in (
+        ("first", "training"),
+        ("second", "done"),
+        ("third", "training"),
+        ("lost", "training"),
+    ):
         run_here(folder, run=name)._write_live(state)
-    starts = [("first", 1, "finished"), ("second", 2, "finished"), ("third", 3, "finished"), ("third", 4, "running")]
+    starts = [
+        ("first", 1, "finished"),
+        ("second", 2, "finished"),
+        ("third", 3, "finished"),
+        ("third", 4, "running"),
+    ]
     told = {
         number: Run(
             pending_at=f"2026-01-0{number}",
@@ -431,8 +532,13 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
         )
         for name, number, status in starts
     }
-    client = SimpleNamespace(ListRuns=lambda _: SimpleNamespace(run_dict=told), ListNodes=lambda _: SimpleNamespace(nodes_info=[]))
-    monkeypatch.setattr("glocal.cli.deploy_actions.connect_server", lambda _: nullcontext(ControlConnection(client)))
+    client = SimpleNamespace(
+        ListRuns=lambda _: SimpleNamespace(run_dict=told),
+        ListNodes=lambda _: SimpleNamespace(nodes_info=[]),
+    )
+    monkeypatch.setattr(
+        "glocal.cli.deploy_actions.connect_server", lambda _: nullcontext(ControlConnection(client))
+    )
     capsys.readouterr()
     assert run("deploy", "status", "here") == 0
     printed = capsys.readouterr().out
@@ -474,15 +580,28 @@ def test_devices_that_are_added_at_the_same_time_get_a_number_each():
         added = [*at_once.map(lambda _: add_client(folder), range(8))]
     roster = read_registry(folder)
     assert {own.name for own in added} == {f"device-{number}" for number in range(1, 9)}
-    assert all(RunClient.from_folder(folder / "clients" / entry.name).settings.number == number for number, entry in roster.items())
+    assert all(
+        RunClient.from_folder(folder / "clients" / entry.name).settings.number == number
+        for number, entry in roster.items()
+    )
     assert len(roster) == 9
 
 
 @pytest.mark.parametrize(
     ("damaged", "damage", "command", "message"),
     [
-        ("live.json", b'{"state": "training", "updated": 1.0}', "status", "does not hold what glocal writes there"),
-        ("live.json", b'{"state": "done", "updated": "now"}', "status", "does not hold what glocal writes there"),
+        (
+            "live.json",
+            b'{"state": "training", "updated": 1.0}',
+            "status",
+            "does not hold what glocal writes there",
+        ),
+        (
+            "live.json",
+            b'{"state": "done", "updated": "now"}',
+            "status",
+            "does not hold what glocal writes there",
+        ),
         ("rows.jsonl", b'{"round": 0}\n', "status", "does not hold what glocal writes there"),
         ("checkpoint.safetensors", foreign({}), "resume", "was not written by glocal"),
         ("checkpoint.safetensors", foreign([1]), "join", "is damaged (its header holds no table)"),
@@ -499,12 +618,16 @@ def test_a_damaged_file_of_a_run_is_named(damaged, damage, command, message, cap
     assert damaged in told
 
 
-def test_status_tells_the_last_loss_of_a_device_that_was_away_and_bears_a_last_row_that_is_no_text(capsys):
+def test_status_tells_the_last_loss_of_a_device_that_was_away_and_bears_a_last_row_that_is_no_text(
+    capsys,
+):
     folder = deployed.project(Path("here"), rounds=2, clients=2, port=preflight.free_port())
     run_here(folder)
     rows = read_rows(folder / "runs/first/rows.jsonl")
     del rows[1]["losses"]["device-1"]
-    (folder / "runs/first/rows.jsonl").write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode() + b"\xff")
+    (folder / "runs/first/rows.jsonl").write_bytes(
+        "".join(json.dumps(row) + "\n" for row in rows).encode() + b"\xff"
+    )
     capsys.readouterr()
     assert run("deploy", "status", "here") == 0
     assert re.search(rf"device-1 +\? +{rows[0]['losses']['device-1']:.4f}", capsys.readouterr().out)
@@ -534,7 +657,9 @@ def test_a_run_that_was_taken_over_stops_by_itself():
     with pytest.raises(ValueError, match="resumed elsewhere") as taken:
         first._save()
     first.on_failure(taken.value)
-    assert read_json(first.folder / "live.json", dict)["state"] == "waiting for devices", "it speaks for the new one"
+    assert read_json(first.folder / "live.json", dict)["state"] == "waiting for devices", (
+        "it speaks for the new one"
+    )
 
 
 def test_a_run_that_was_taken_over_is_not_said_to_be_resumed_again(monkeypatch):
@@ -544,14 +669,19 @@ def test_a_run_that_was_taken_over_is_not_said_to_be_resumed_again(monkeypatch):
     monkeypatch.setattr("glocal.deploy.runtime.connect_server", lambda _: nullcontext(link))
     with pytest.raises(InputError) as ended:
         follow(Project.from_folder(folder), "first", print)
-    assert str(ended.value) == "run: it has been resumed elsewhere; watch it there, or with `glocal deploy status`"
+    assert (
+        str(ended.value)
+        == "run: it has been resumed elsewhere; watch it there, or with `glocal deploy status`"
+    )
 
 
 def test_a_full_disk_leaves_no_half_a_device(monkeypatch, capsys):
     folder = deployed.project(Path("here"), clients=1)
 
     def full(path, *_):
-        raise InputError(f"disk: cannot write {path} (No space left on device); free some space or choose another folder")
+        raise InputError(
+            f"disk: cannot write {path} (No space left on device); free some space or choose another folder"
+        )
 
     with monkeypatch.context() as patched:
         patched.setattr("glocal.deploy.scaffold.write_text", full)
@@ -583,7 +713,9 @@ def importable(monkeypatch):
 
 def test_a_program_that_ends_is_started_again_ever_more_patiently(importable, monkeypatch):
     waits, said, stop = [], [], threading.Event()
-    monkeypatch.setattr(supervision, "restart_delay", lambda failures: waits.append(failures) or 0.01)
+    monkeypatch.setattr(
+        supervision, "restart_delay", lambda failures: waits.append(failures) or 0.01
+    )
 
     def notify(words):
         said.append(words)
@@ -592,11 +724,15 @@ def test_a_program_that_ends_is_started_again_ever_more_patiently(importable, mo
 
     supervise(program("raise SystemExit(3)"), stop, notify)
     assert {*waits} == {1, 2, 3, 4}
-    assert said[0].startswith("it ended (exit code 3); starting again in 0.01 s; logs/it.log has more")
+    assert said[0].startswith(
+        "it ended (exit code 3); starting again in 0.01 s; logs/it.log has more"
+    )
 
 
 def test_a_program_that_refuses_its_input_is_not_started_again(importable):
-    refusing = program("""print('{"refused": "that will not do"}', flush=True); raise SystemExit(2)""")
+    refusing = program(
+        """print('{"refused": "that will not do"}', flush=True); raise SystemExit(2)"""
+    )
     with pytest.raises(InputError, match="that will not do"):
         supervise(refusing, threading.Event(), print)
     assert not Path("logs").exists(), "nothing is left of it"
@@ -605,13 +741,17 @@ def test_a_program_that_refuses_its_input_is_not_started_again(importable):
 def test_a_program_that_refuses_leaves_the_log_of_one_that_runs(importable):
     Path("logs").mkdir()
     Path("logs/it.log").touch()
-    refusing = program("""print('{"refused": "it runs already"}', flush=True); raise SystemExit(2)""")
+    refusing = program(
+        """print('{"refused": "it runs already"}', flush=True); raise SystemExit(2)"""
+    )
     with pytest.raises(InputError, match="it runs already"):
         supervise(refusing, threading.Event(), print)
     assert Path("logs/it.log").exists()
 
 
-def test_a_program_that_falls_silent_is_started_again_and_what_it_said_is_passed_on(importable, monkeypatch):
+def test_a_program_that_falls_silent_is_started_again_and_what_it_said_is_passed_on(
+    importable, monkeypatch
+):
     monkeypatch.setattr(supervision, "_MAX_SILENCE", 0.3)
     monkeypatch.setattr(supervision, "restart_delay", lambda failures: 0.01)
     said, stop = [], threading.Event()
@@ -653,7 +793,12 @@ child.run(main)
 
 def test_a_program_ends_with_its_supervisor(importable):
     """Whose other end of its input is closed when it is killed."""
-    running = ChildProcess.start(program("from glocal.deploy import child; child.run(lambda *_: __import__('time').sleep(60))"), print)
+    running = ChildProcess.start(
+        program(
+            "from glocal.deploy import child; child.run(lambda *_: __import__('time').sleep(60))"
+        ),
+        print,
+    )
     running.process.stdin.close()
     assert running.process.wait(30) == 1
     running.stop()
@@ -682,4 +827,7 @@ def test_a_round_is_told_with_who_was_dropped_and_why():
         "notes": {},
         "away": ["c"],
     }
-    assert format_round(row) == "round 5: 1 devices, 3.2 s, 12,000 bytes so far; dropped b: NaN; away: c"
+    assert (
+        format_round(row)
+        == "round 5: 1 devices, 3.2 s, 12,000 bytes so far; dropped b: NaN; away: c"
+    )

@@ -39,7 +39,9 @@ def rounds_of(folder):
     project = Project.from_folder(folder)
     project.make_importable()
     parts = build_components(project.study, no_progress)
-    algorithm = build_algorithm(project.study, next(iter(project.study.experiments.values())), parts)
+    algorithm = build_algorithm(
+        project.study, next(iter(project.study.experiments.values())), parts
+    )
     train = parts.federations[0].train
     rounds = simulate(algorithm, parts.params[0], train, project.plan, engine="looped")
     return [state for state, _ in rounds]
@@ -55,9 +57,11 @@ def windows(tree, width=32):
                 yield window
 
 
-def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_crosses_the_wire(tmp_path):
+def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_crosses_the_wire(
+    tmp_path,
+):
     port = free_port()
-    folder = deployed.project(tmp_path / "link", devices=3, rounds=3, port=port, out=12000)
+    folder = deployed.project(tmp_path / "link", clients=3, rounds=3, port=port, out=12000)
     tap = Wiretap(port, folder / "certificates")
     for own in (folder / "clients").iterdir():
         deployed.change(own / "deploy.toml", f"port = {port}", f"port = {tap.port}")
@@ -120,7 +124,7 @@ def spoil(folder, device, what):
 
 def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path):
     """Round 2: a device is killed at work, another sends NaN. Round 3: a wrong shape, and the server is killed. Then one joins."""
-    folder = deployed.project(tmp_path / "link", devices=4, rounds=4, port=free_port())
+    folder = deployed.project(tmp_path / "link", clients=4, rounds=4, port=free_port())
     spoil(folder, "device-1", SLOW_IN_THE_SECOND_ROUND)
     spoil(folder, "device-3", NAN_THEN_WRONG_SHAPE)
     with running(folder) as these:
@@ -133,7 +137,9 @@ def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path):
         these.until((folder / "devices/device-1/was-slow").exists)
         kill(folder / "devices/device-1", "client_process")
         these.until(lambda: len(these.rows("first")) == 2)
-        these.until(lambda: these.live("first").get("round") == 2 and these.live("first").get("answered"))
+        these.until(
+            lambda: these.live("first").get("round") == 2 and these.live("first").get("answered")
+        )
         kill(folder, "server_process")
         run.join(60)
         assert outcome, these.said
@@ -146,7 +152,10 @@ def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path):
         these.device("late")
         these.until(lambda: "late" in (these.connected_or_none() or ()))
         these.follow("first", adapt=True)
-    absent = {row["round"]: [number for number in range(4) if f"device-{number}" not in row["clients"]] for row in rows}
+    absent = {
+        row["round"]: [number for number in range(4) if f"device-{number}" not in row["clients"]]
+        for row in rows
+    }
     assert absent == {0: [], 1: [1, 3], 2: [3], 3: []}
     assert "it was started anew" in rows[1]["dropped"]["device-1"]
     assert "'6.bias' holds NaN" in rows[1]["dropped"]["device-3"]
@@ -168,21 +177,23 @@ def _ended(these, run):
 
 
 def test_secure_aggregation_works_on_real_devices(tmp_path):
-    folder = secured(deployed.project(tmp_path / "link", devices=3, rounds=2, port=free_port()))
+    folder = secured(deployed.project(tmp_path / "link", clients=3, rounds=2, port=free_port()))
     states = rounds_of(folder)
     names = [f"device-{number}" for number in range(3)]
     with running(folder) as these:
         these.server()
         these.device(*names, who="gateway")
         these.follow("first")
-    assert distance(RunServer(Project.from_folder(folder), "first").shared, states[-1].shared) <= 1e-3
+    assert (
+        distance(RunServer(Project.from_folder(folder), "first").shared, states[-1].shared) <= 1e-3
+    )
     assert [row["clients"] for row in these.rows("first")] == [names, names]
 
 
 def test_a_device_comes_back_by_itself_when_a_line_that_was_cut_is_mended(tmp_path):
     """A proxy that accepts and closes every connection."""
     port = free_port()
-    folder = deployed.project(tmp_path / "link", devices=1, port=port)
+    folder = deployed.project(tmp_path / "link", clients=1, port=port)
     tap = Wiretap(port, folder / "certificates")
     own = folder / "devices/device-0/deploy.toml"
     deployed.change(own, f"port = {port}", f"port = {tap.port}")
@@ -198,7 +209,7 @@ def test_a_device_comes_back_by_itself_when_a_line_that_was_cut_is_mended(tmp_pa
 
 
 def test_a_device_and_a_server_that_are_killed_come_back_and_whoever_is_left_goes_on(tmp_path):
-    folder = deployed.project(tmp_path / "link", devices=2, rounds=2, port=free_port())
+    folder = deployed.project(tmp_path / "link", clients=2, rounds=2, port=free_port())
     with running(folder) as these:
         these.server()
         these.device("device-0")
@@ -221,19 +232,27 @@ def test_a_device_and_a_server_that_are_killed_come_back_and_whoever_is_left_goe
 def listening(pid):
     """The ports that a process listens on."""
     inodes = {
-        match[1] for place in Path(f"/proc/{pid}/fd").iterdir() if (match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(place)))
+        match[1]
+        for place in Path(f"/proc/{pid}/fd").iterdir()
+        if (match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(place)))
     }
     rows = [
         line.split()
         for table in ("tcp", "tcp6", "udp", "udp6")
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
     ]
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[9] in inodes and row[3] in ("0A", "07")]
+    return [
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[9] in inodes and row[3] in ("0A", "07")
+    ]
 
 
-def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to_itself(tmp_path, monkeypatch):
+def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to_itself(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the owner's")
-    folder = deployed.project(tmp_path / "link", devices=2, rounds=1, port=(port := free_port()))
+    folder = deployed.project(tmp_path / "link", clients=2, rounds=1, port=(port := free_port()))
     own = folder / "devices/device-0"
     (own / "state").mkdir(mode=0o755)
     (own / "device.key").chmod(0o644)
@@ -265,7 +284,9 @@ def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to
 
 
 def test_twenty_devices_of_a_gateway_share_one_process_and_nothing_else(tmp_path):
-    folder = create_deployment(tmp_path / "link", DeploymentSpec(clients=20, port=free_port(), rounds=3)).folder
+    folder = create_deployment(
+        tmp_path / "link", DeploymentSpec(clients=20, port=free_port(), rounds=3)
+    ).folder
     names = [f"device-{number}" for number in range(20)]
     with running(folder) as these:
         these.server()
@@ -277,17 +298,21 @@ def test_twenty_devices_of_a_gateway_share_one_process_and_nothing_else(tmp_path
         seconds = [row["seconds"] for row in these.rows("first")]
         print(f"memory {memory / 1000:.0f} MB, rounds {seconds}")
         assert memory < 400_000
-    states = {(folder / "clients" / name / "state/first.safetensors").read_bytes() for name in names}
+    states = {
+        (folder / "clients" / name / "state/first.safetensors").read_bytes() for name in names
+    }
     assert len(states) == 20
     assert [len(row["clients"]) for row in these.rows("first")] == [20, 20, 20]
 
 
-def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_that_came_to_it(tmp_path, monkeypatch):
+def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_that_came_to_it(
+    tmp_path, monkeypatch
+):
     """In a gateway, where it could. Each has a module of its own under one name, which imports another late."""
     audit = tmp_path / "audit"
     monkeypatch.setenv("GLOCAL_AUDIT", str(audit))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-    folder = deployed.project(tmp_path / "link", devices=3, rounds=2, port=free_port())
+    folder = deployed.project(tmp_path / "link", clients=3, rounds=2, port=free_port())
     names = [f"device-{number}" for number in range(3)]
     for name in names:
         own = folder / "clients" / name
@@ -300,18 +325,28 @@ def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_tha
         these.begin("gateway", replace(program, module="tests.audited_client"))
         these.follow("first")
     events = [json.loads(line) for line in audit.read_text().splitlines()]
-    devices, opened = str(folder / "clients"), {name: set() for name in names}
+    clients, opened = str(folder / "clients"), {name: set() for name in names}
     for current, event, what in events:
-        if what.startswith(devices):
+        if what.startswith(clients):
             assert current, (event, what)
             assert Path(what).is_relative_to(current), (current, event, what)
             opened[Path(current).name].add(Path(what).name)
-        assert not what.startswith(str(folder)) or what.startswith(devices), "the server's own folder"
+        assert not what.startswith(str(folder)) or what.startswith(clients), (
+            "the server's own folder"
+        )
     for name in names:
         assert {"device.key", "federation.py", "helper.py", "journal.jsonl"} <= opened[name]
         assert (folder / "clients" / name / "owner").read_text() == name, "it got another's module"
-    started = {event for _, event, _ in events} - {"open", "import", "os.listdir", "os.scandir", "os.mkdir"}
-    assert started <= {"os.remove", "os.rename", "os.chmod"}, "no program was started, no port bound"
+    started = {event for _, event, _ in events} - {
+        "open",
+        "import",
+        "os.listdir",
+        "os.scandir",
+        "os.mkdir",
+    }
+    assert started <= {"os.remove", "os.rename", "os.chmod"}, (
+        "no program was started, no port bound"
+    )
 
 
 LATE_IMPORT = """
@@ -330,7 +365,7 @@ BUNDLE = re.compile(r"```toml\n(# pyproject.toml.*?)```", re.DOTALL)
 
 def test_glocals_apps_run_on_a_plain_flower_installation_too_to_the_same_bits(tmp_path):
     """Flower's own SuperLink and SuperNodes, and the app as the guide has it."""
-    folder = deployed.project(tmp_path / "link", devices=2, rounds=2)
+    folder = deployed.project(tmp_path / "link", clients=2, rounds=2)
     states = rounds_of(folder)
     guide = (Path(__file__).parents[1] / "docs/deploy.md").read_text()
     app = {"pyproject.toml": BUNDLE.search(guide)[1]}

@@ -23,14 +23,18 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     names = {}
     for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name
+)
 def test_the_settings_of_a_page_are_settings(page):
     settings = [block for block in blocks(page, "toml") if not block.startswith("# pyproject.toml")]
     for block in settings:
@@ -117,7 +121,9 @@ def committed(name):
 def test_the_readme_quotes_the_demo_as_it_was_measured():
     results = committed("digits.json")["results"]
     text = (ROOT / "README.md").read_text().replace("*", "")
-    table = re.findall(r"^\| ([^|:]+): [^|]*\| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) MB", text, re.MULTILINE)
+    table = re.findall(
+        r"^\| ([^|:]+): [^|]*\| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) MB", text, re.MULTILINE
+    )
     assert len(table) == len(results) == 5
     for name, local, new, sent in table:
         seeds = results[name]
@@ -128,7 +134,10 @@ def test_the_readme_quotes_the_demo_as_it_was_measured():
 
 def test_the_demo_shows_what_the_method_promises():
     mean = {
-        name: {key: fmean(seed[key][part] for seed in seeds) for key, part in (("local_test", "mean"), ("new_test", "logits"))}
+        name: {
+            key: fmean(seed[key][part] for seed in seeds)
+            for key, part in (("local_test", "mean"), ("new_test", "logits"))
+        }
         | {"bytes": fmean(seed["ledger"]["total"]["bytes"] for seed in seeds)}
         for name, seeds in committed("digits.json")["results"].items()
     }
@@ -146,11 +155,19 @@ def test_the_reproduction_shows_what_was_found():
 
 def test_the_readme_quotes_mnist_as_it_was_measured():
     result = committed("mnist-200-50.json")["results"]["LG-FedAvg"][0]
-    quoted = re.search(r"reaches ([\d.]+) % on Local Test and ([\d.]+) % on New Test", (ROOT / "README.md").read_text()).groups()
-    assert quoted == (f"{100 * result['local_test']['mean']:.1f}", f"{100 * result['new_test']['logits']:.1f}")
+    quoted = re.search(
+        r"reaches ([\d.]+) % on Local Test and ([\d.]+) % on New Test",
+        (ROOT / "README.md").read_text(),
+    ).groups()
+    assert quoted == (
+        f"{100 * result['local_test']['mean']:.1f}",
+        f"{100 * result['new_test']['logits']:.1f}",
+    )
 
 
-@pytest.mark.parametrize(("name", "study"), [("digits.json", "digits"), ("mnist-200-50.json", "mnist")])
+@pytest.mark.parametrize(
+    ("name", "study"), [("digits.json", "digits"), ("mnist-200-50.json", "mnist")]
+)
 def test_results_name_the_command_that_made_them(name, study):
     made = committed(name)
     assert made["command"].startswith("glocal ")
@@ -169,7 +186,8 @@ def test_the_page_of_kinds_quotes_what_was_measured(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "quoted"), [("upright", ("97.0 %", "93.4 %", "96.4 %")), ("rotated", ("14.0 %", "94.0 %", "94.2 %"))]
+    ("name", "quoted"),
+    [("upright", ("97.0 %", "93.4 %", "96.4 %")), ("rotated", ("14.0 %", "94.0 %", "94.2 %"))],
 )
 def test_the_page_of_newcomers_quotes_what_was_measured(name, quoted):
     page = (ROOT / "docs/newcomers.md").read_text()
@@ -180,6 +198,8 @@ def test_the_page_of_newcomers_quotes_what_was_measured(name, quoted):
 
 def test_the_page_of_deployment_quotes_the_demo_as_it_was_recorded():
     recorded = (ROOT / "docs/results/deploy-demo.txt").read_text().splitlines()
-    quoted = next(block for block in blocks(ROOT / "docs/deploy.md", "console") if "has connected" in block).splitlines()
+    quoted = next(
+        block for block in blocks(ROOT / "docs/deploy.md", "console") if "has connected" in block
+    ).splitlines()
     assert {*quoted} <= {*recorded}
     assert int(re.search(r"^(\d+) s in all", "\n".join(recorded), re.MULTILINE)[1]) < 180

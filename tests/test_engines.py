@@ -28,7 +28,12 @@ from glocal.core.sampling import Plan, pad_and_stack
 from glocal.core.training import Work, cross_entropy
 from glocal.datasets.federated import from_tensors
 from glocal.engines import EngineConfig, ExecutionPlan, Executor, planning
-from glocal.engines.batched import BatchedTraining, FusedGpuTraining, TracedBatchedTraining, TrainingRequest
+from glocal.engines.batched import (
+    BatchedTraining,
+    FusedGpuTraining,
+    TracedBatchedTraining,
+    TrainingRequest,
+)
 from glocal.engines.config import cache_plan, load_cached_plan
 from glocal.engines.conv_matmul import ConvAsMatmul
 from glocal.engines.graphed import _pad_tasks, _round_up
@@ -43,7 +48,9 @@ from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 
 PLAN = Plan(rounds=2, clients_per_round=4, local_epochs=2, batch_size=5)
 every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no compiler here")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no compiler here"
+)
 
 
 def images():
@@ -59,7 +66,9 @@ every_model = pytest.mark.parametrize("kind", MODELS)
 def run(name, kind, engine, *, plan=PLAN, optimizer=None):
     model = world.seeded(MODELS[kind])
     algorithm = world.algorithm(name, model, optimizer=optimizer)
-    return world.last(simulate(algorithm, params_of(model), world.federation().train, plan, engine=engine))[0]
+    return world.last(
+        simulate(algorithm, params_of(model), world.federation().train, plan, engine=engine)
+    )[0]
 
 
 @every_algorithm
@@ -67,7 +76,9 @@ def run(name, kind, engine, *, plan=PLAN, optimizer=None):
 @pytest.mark.parametrize("fused", [True, False])
 def test_workers_give_what_the_loop_gives(name, kind, fused):
     looped = run(name, kind, "looped")
-    assert world.gap(run(name, kind, EngineConfig("workers", workers=2, fused=fused)), looped) < 1e-5
+    assert (
+        world.gap(run(name, kind, EngineConfig("workers", workers=2, fused=fused)), looped) < 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["lg_fedavg", "mtl"])
@@ -79,14 +90,23 @@ def test_traced_steps_of_many_devices_give_what_the_loop_gives(name, kind, conv_
     algorithm = world.algorithm(name, model)
     state, train = initial_state(algorithm, params_of(model)), world.federation().train
     tasks = [
-        ClientTask(state.shared, state.private.initial, rows.reshape(1, -1)[:, :5].repeat(3, 0), key)
+        ClientTask(
+            state.shared, state.private.initial, rows.reshape(1, -1)[:, :5].repeat(3, 0), key
+        )
         for key, rows in enumerate(train.rows)
     ]
     tasks[1] = tasks[1]._replace(order=np.full_like(tasks[1].order, -1))
     tasks[1].order[:2, :2] = train.rows[1][:2]
     orders = pad_and_stack([task.order for task in tasks])
     trainer = BatchedTraining(TracedBatchedTraining(conv_as_matmul=conv_as_matmul))
-    work = Work(train.examples, torch.from_numpy(orders), torch.tensor([task.key for task in tasks]), torch.tensor(3), 2, trainer)
+    work = Work(
+        train.examples,
+        torch.from_numpy(orders),
+        torch.tensor([task.key for task in tasks]),
+        torch.tensor(3),
+        2,
+        trainer,
+    )
     rows = stack_rows([task.shared for task in tasks]), stack_rows([task.private for task in tasks])
     together = vmap_clients(algorithm.client_update, *rows, work)
     alone = LoopedEngine(algorithm.client_update)(tasks, train.examples, 3).stacked()
@@ -95,17 +115,28 @@ def test_traced_steps_of_many_devices_give_what_the_loop_gives(name, kind, conv_
     assert torch.allclose(together.loss, alone.loss, atol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", [adam(0.01), sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.1, lr_decay=0.5)])
+@pytest.mark.parametrize(
+    "optimizer", [adam(0.01), sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.1, lr_decay=0.5)]
+)
 @pytest.mark.parametrize("fused", [True, False])
 def test_workers_know_every_optimiser(optimizer, fused):
     looped = run("lg_fedavg", "plain", "looped", optimizer=optimizer)
-    assert world.gap(run("lg_fedavg", "plain", EngineConfig("workers", fused=fused), optimizer=optimizer), looped) < 1e-5
+    assert (
+        world.gap(
+            run("lg_fedavg", "plain", EngineConfig("workers", fused=fused), optimizer=optimizer),
+            looped,
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "dropout"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_number_of_workers_changes_no_bit(kind, fused):
-    states = [run("lg_fedavg", kind, EngineConfig("workers", workers=number, fused=fused)) for number in (1, 2, 3)]
+    states = [
+        run("lg_fedavg", kind, EngineConfig("workers", workers=number, fused=fused))
+        for number in (1, 2, 3)
+    ]
     assert world.same_bits(states[0], states[1])
     assert world.same_bits(states[0], states[2])
 
@@ -116,11 +147,20 @@ def test_workers_run_seeds_side_by_side():
     train = world.federation().train
     for engine in (EngineConfig("workers", fused=False), EngineConfig("workers")):
         executor = Executor(algorithm.client_update, engine=engine)
-        seats = [Seat(Plan(2, 3, batch_size=5, seed=seed), train, initial_state(algorithm, params_of(model))) for seed in (0, 1)]
+        seats = [
+            Seat(
+                Plan(2, 3, batch_size=5, seed=seed),
+                train,
+                initial_state(algorithm, params_of(model)),
+            )
+            for seed in (0, 1)
+        ]
         together = [state for state, _ in world.last(simulate_seeds(algorithm, seats, executor))]
         executor.close()
         for seat, state in zip(seats, together, strict=True):
-            alone = world.last(simulate(algorithm, params_of(model), train, seat.plan, engine=engine))[0]
+            alone = world.last(
+                simulate(algorithm, params_of(model), train, seat.plan, engine=engine)
+            )[0]
             assert world.same_bits(state, alone)
 
 
@@ -130,11 +170,23 @@ def test_an_algorithm_that_draws_numbers_of_torchs_own_gets_the_same_ones_everyw
 
     def noisy(shared, private, work):
         update = plain.client_update(shared, private, work)
-        return update._replace(upload={name: tensor + torch.randn_like(tensor) for name, tensor in update.upload.items()})
+        return update._replace(
+            upload={
+                name: tensor + torch.randn_like(tensor) for name, tensor in update.upload.items()
+            }
+        )
 
     algorithm, train = plain._replace(client_update=noisy), world.federation().train
-    engines = ("looped", EngineConfig("workers", workers=1), EngineConfig("workers", workers=2), EngineConfig("workers", fused=False))
-    states = [world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0] for engine in engines]
+    engines = (
+        "looped",
+        EngineConfig("workers", workers=1),
+        EngineConfig("workers", workers=2),
+        EngineConfig("workers", fused=False),
+    )
+    states = [
+        world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0]
+        for engine in engines
+    ]
     assert all(world.gap(states[0], state) < 1e-5 for state in states)
 
 
@@ -143,7 +195,9 @@ def crew(function, tasks_of=4, **options):
     train = world.federation().train
     model = world.seeded(world.plain)
     shared = params_of(model)
-    tasks = [ClientTask(shared, {}, train.rows[device].reshape(1, -1)) for device in range(tasks_of)]
+    tasks = [
+        ClientTask(shared, {}, train.rows[device].reshape(1, -1)) for device in range(tasks_of)
+    ]
     return ProcessPool(function, workers=2, trainer=None, **options), tasks, train.examples
 
 
@@ -168,7 +222,9 @@ def test_a_killed_worker_is_one_line():
 
     parent = os.getpid()
     workers, tasks, examples = crew(dying)
-    with pytest.raises(InputError, match=r"a worker was killed \(is the memory full\?\); use fewer"):
+    with pytest.raises(
+        InputError, match=r"a worker was killed \(is the memory full\?\); use fewer"
+    ):
         workers(tasks, examples, 0)
 
 
@@ -211,7 +267,9 @@ def test_a_result_that_does_not_fit_comes_another_way():
         return torch.arange(3_000_000) + work.key
 
     workers, tasks, examples = crew(large)
-    found = workers([task._replace(key=key) for key, task in enumerate(tasks)], examples, 0).stacked()
+    found = workers(
+        [task._replace(key=key) for key, task in enumerate(tasks)], examples, 0
+    ).stacked()
     workers.close()
     assert torch.equal(found, torch.arange(3_000_000) + torch.arange(4)[:, None])
 
@@ -219,9 +277,11 @@ def test_a_result_that_does_not_fit_comes_another_way():
 def test_a_step_is_traced_once_and_slopes_go_straight_into_velocities():
     model = world.seeded(world.plain)
     trainer = TracedTraining()
-    x, y = world.devices()[0]
+    x, y = world.clients()[0]
     order = torch.arange(20).reshape(4, 5)
-    work = Work(glocal.datasets.federated.Examples(x, y), order, torch.tensor(0), torch.tensor(0), 4)
+    work = Work(
+        glocal.datasets.federated.Examples(x, y), order, torch.tensor(0), torch.tensor(0), 4
+    )
     assert trainer(cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5)) is not None
     (step,) = trainer.steps.values()
     assert step.__self__.code.count("Tensor_addmm_(") == 2
@@ -242,7 +302,9 @@ def test_what_cannot_be_traced_is_run_as_it_is():
 def test_graphs_without_a_gpu_fall_back_in_sight():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    with pytest.warns(GlocalWarning, match="graphs need an NVIDIA GPU.*now all devices in one batched step"):
+    with pytest.warns(
+        GlocalWarning, match="graphs need an NVIDIA GPU.*now all devices in one batched step"
+    ):
         state = run("lg_fedavg", "plain", "graphed")
     assert world.gap(state, run("lg_fedavg", "plain", "looped")) < 1e-5
 
@@ -262,8 +324,11 @@ def test_the_line_says_which_layer_the_fused_steps_do_not_know(caplog):
     with caplog.at_level(logging.INFO, "glocal"):
         run("lg_fedavg", "batch norm", EngineConfig("workers"))
     (line,) = [record.message for record in caplog.records]
-    assert line == "engine: 2 processes, one device at a time each (no fused steps: layer '1' is BatchNorm1d on (8,))".replace(
-        "2", str(EngineConfig().crew), 1
+    assert (
+        line
+        == "engine: 2 processes, one device at a time each (no fused steps: layer '1' is BatchNorm1d on (8,))".replace(
+            "2", str(EngineConfig().crew), 1
+        )
     )
 
 
@@ -272,18 +337,27 @@ def bench(kind="batch norm", engine="auto", steps=4):
     algorithm = world.algorithm("fedavg", model)
     train = world.federation().train
     state = initial_state(algorithm, params_of(model))
-    tasks = [ClientTask(state.shared, {}, np.resize(train.rows[device], (steps, 5))) for device in (0, 2)]
+    tasks = [
+        ClientTask(state.shared, {}, np.resize(train.rows[device], (steps, 5))) for device in (0, 2)
+    ]
     return ProbeSetup(algorithm.client_update, EngineConfig(engine), tasks, train.examples, 0)
 
 
 @needs_compiler
 def test_auto_takes_fused_steps_where_it_can():
-    assert plan_execution(bench("plain"), num_calls=1, trains=True)[0] == ExecutionPlan("workers", fused=True, reason="they know all its layers")
+    assert plan_execution(bench("plain"), num_calls=1, trains=True)[0] == ExecutionPlan(
+        "workers", fused=True, reason="they know all its layers"
+    )
 
 
 @every_algorithm
 def test_chunks_of_one_give_what_the_loop_gives(name):
-    assert world.gap(run(name, "plain", EngineConfig("vmapped", chunk_size=1)), run(name, "plain", "looped")) < 1e-5
+    assert (
+        world.gap(
+            run(name, "plain", EngineConfig("vmapped", chunk_size=1)), run(name, "plain", "looped")
+        )
+        < 1e-5
+    )
 
 
 def test_no_more_is_tried_out_than_a_chunk():
@@ -293,7 +367,9 @@ def test_no_more_is_tried_out_than_a_chunk():
 
 
 def test_auto_does_not_measure_for_a_short_run():
-    assert plan_execution(bench(), num_calls=2, trains=True)[0] == ExecutionPlan("vmapped", reason="too short a run to measure")
+    assert plan_execution(bench(), num_calls=2, trains=True)[0] == ExecutionPlan(
+        "vmapped", reason="too short a run to measure"
+    )
 
 
 def test_auto_measures_for_a_long_run_says_so_and_remembers(monkeypatch, tmp_path):
@@ -302,18 +378,29 @@ def test_auto_measures_for_a_long_run_says_so_and_remembers(monkeypatch, tmp_pat
     assert "measured, ms a step: workers" in first.reason
     assert load_cached_plan(bench().cache_key()) == first
     cache_plan(bench().cache_key(), ExecutionPlan("looped", reason="because"))
-    assert plan_execution(bench(), num_calls=1000, trains=True)[0] == ExecutionPlan("looped", reason="because")
+    assert plan_execution(bench(), num_calls=1000, trains=True)[0] == ExecutionPlan(
+        "looped", reason="because"
+    )
 
 
 @pytest.mark.parametrize(("long", "calls", "lines"), [(-1, 4, 1), (1000, 8, 0)])
-def test_what_takes_long_is_tried_no_more_than_twice_and_told(monkeypatch, caplog, long, calls, lines):
+def test_what_takes_long_is_tried_no_more_than_twice_and_told(
+    monkeypatch, caplog, long, calls, lines
+):
     caplog.set_level("INFO", "glocal")
     form = Mock()
     monkeypatch.setattr(planning, "build", lambda *_: form)
     monkeypatch.setattr(planning, "_LONG_SECONDS", long)
-    assert "measured, ms a step: vmapped" in planning._fastest(bench(), [ExecutionPlan("vmapped"), ExecutionPlan("looped")]).reason
+    assert (
+        "measured, ms a step: vmapped"
+        in planning._fastest(bench(), [ExecutionPlan("vmapped"), ExecutionPlan("looped")]).reason
+    )
     assert form.call_count == calls
-    told = [line for line in caplog.messages if "trying out what is fastest, which takes a while: 2 steps took 0 s" in line]
+    told = [
+        line
+        for line in caplog.messages
+        if "trying out what is fastest, which takes a while: 2 steps took 0 s" in line
+    ]
     assert len(told) == lines
 
 
@@ -332,13 +419,29 @@ def test_a_run_goes_on_with_the_engine_it_began_with(tmp_path, monkeypatch):
     """Else a stop and a change of mind between would change the rounding."""
     model, federation = world.seeded(world.plain), world.federation()
     algorithm = world.algorithm("lg_fedavg", model)
-    glocal.fit(algorithm, model, federation, Plan(2, 4, batch_size=5), options=Options(checkpoint_every=1), folder=tmp_path)
+    glocal.fit(
+        algorithm,
+        model,
+        federation,
+        Plan(2, 4, batch_size=5),
+        options=Options(checkpoint_every=1),
+        folder=tmp_path,
+    )
     began = []
     monkeypatch.setattr(
         "glocal.federate.fitting.Executor",
-        lambda *a, execution_plan=None, **k: began.append(execution_plan) or Executor(*a, execution_plan=execution_plan, **k),
+        lambda *a, execution_plan=None, **k: (
+            began.append(execution_plan) or Executor(*a, execution_plan=execution_plan, **k)
+        ),
     )
-    glocal.fit(algorithm, model, federation, Plan(4, 4, batch_size=5), options=Options(checkpoint_every=1), folder=tmp_path)
+    glocal.fit(
+        algorithm,
+        model,
+        federation,
+        Plan(4, 4, batch_size=5),
+        options=Options(checkpoint_every=1),
+        folder=tmp_path,
+    )
     assert [(choice.engine, choice.fused) for choice in began] == [("workers", True)]
 
 
@@ -349,7 +452,9 @@ def test_a_convolution_as_a_product_is_the_convolution(stride, padding, dilation
     x, weight, bias = torch.randn(3, 2, 9, 8), torch.randn(4, 2, 3, 2), torch.randn(4)
     expected = torch.conv2d(x, weight, bias, stride, padding, dilation)
     with ConvAsMatmul():
-        assert torch.allclose(torch.conv2d(x, weight, bias, stride, padding, dilation), expected, atol=1e-5)
+        assert torch.allclose(
+            torch.conv2d(x, weight, bias, stride, padding, dilation), expected, atol=1e-5
+        )
         grouped = torch.conv2d(x, torch.ones(2, 1, 3, 3), groups=2, padding="same")
     assert grouped.shape == x.shape
 
@@ -388,32 +493,51 @@ def test_a_wrong_engine_is_one_line(settings, message):
 
 
 def test_halves_are_near_and_not_the_same():
-    half, full = (run("fedavg", "plain", EngineConfig("vmapped", precision=name)) for name in ("bf16", "fp32"))
+    half, full = (
+        run("fedavg", "plain", EngineConfig("vmapped", precision=name)) for name in ("bf16", "fp32")
+    )
     assert 1e-5 < world.gap(half, full) < 0.1
     assert all(tensor.dtype == torch.float32 for tensor in half.shared.values())
 
 
 def test_very_unequal_devices_do_not_wait_for_each_other():
-    federation = from_tensors(world.devices((400, 3, 4, 5)), test=0.0, validation=0.0)
+    federation = from_tensors(world.clients((400, 3, 4, 5)), test=0.0, validation=0.0)
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model, total=4)
     states = [
-        world.last(simulate(algorithm, params_of(model), federation.train, Plan(1, 4, batch_size=5), engine=engine))[0]
-        for engine in ("looped", "vmapped", EngineConfig("workers"), EngineConfig("workers", fused=False))
+        world.last(
+            simulate(
+                algorithm,
+                params_of(model),
+                federation.train,
+                Plan(1, 4, batch_size=5),
+                engine=engine,
+            )
+        )[0]
+        for engine in (
+            "looped",
+            "vmapped",
+            EngineConfig("workers"),
+            EngineConfig("workers", fused=False),
+        )
     ]
     assert all(world.gap(states[0], state, 4) < 1e-4 for state in states)
 
 
 def test_only_devices_that_took_part_take_memory():
     sizes = [6] * 300
-    federation = from_tensors(world.devices(sizes), test=0.0, validation=0.0)
+    federation = from_tensors(world.clients(sizes), test=0.0, validation=0.0)
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model, total=300)
-    state = world.last(simulate(algorithm, params_of(model), federation.train, Plan(3, 2, batch_size=5)))[0]
+    state = world.last(
+        simulate(algorithm, params_of(model), federation.train, Plan(3, 2, batch_size=5))
+    )[0]
     stored = list(state.private.trained.values())
     assert len(stored) <= 6
     storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tree in stored for tensor in tree.values()
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tree in stored
+        for tensor in tree.values()
     }
     assert sum(storages.values()) <= 6 * trees.nbytes(state.private.initial)
 
@@ -437,16 +561,27 @@ def test_a_weight_is_not_changed_while_a_view_of_it_is_still_to_be_read(optimize
     algorithm = fedavg(cross_entropy(model), optimizer)
     train = world.federation().train
     engines = ("looped", EngineConfig("workers", workers=1))
-    states = [world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0] for engine in engines]
+    states = [
+        world.last(simulate(algorithm, params_of(model), train, PLAN, engine=engine))[0]
+        for engine in engines
+    ]
     assert world.gap(*states) < 1e-5
 
 
 def test_who_traces_a_step_draws_no_numbers_for_it():
-    federation = from_tensors(world.devices((20, 20, 7, 7, 7, 7)), test=0.0, validation=0.0)
+    federation = from_tensors(world.clients((20, 20, 7, 7, 7, 7)), test=0.0, validation=0.0)
     model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     states = [
-        world.last(simulate(algorithm, params_of(model), federation.train, Plan(2, 6, batch_size=10), engine=engine))[0]
+        world.last(
+            simulate(
+                algorithm,
+                params_of(model),
+                federation.train,
+                Plan(2, 6, batch_size=10),
+                engine=engine,
+            )
+        )[0]
         for engine in ("looped", *(EngineConfig("workers", workers=number) for number in (1, 2, 3)))
     ]
     assert world.same_bits(states[1], states[2])
@@ -462,7 +597,9 @@ def test_trees_go_to_workers_by_name():
     ones = {"a": torch.full((3,), 2.0), "b": torch.full((3,), 2.0)}
     tasks = [task._replace(private=ones) for task in tasks]
     once = trees.unstack(workers(tasks, examples, 0).stacked(), len(tasks))
-    again = workers([task._replace(private=row) for task, row in zip(tasks, once, strict=True)], examples, 0).stacked()
+    again = workers(
+        [task._replace(private=row) for task, row in zip(tasks, once, strict=True)], examples, 0
+    ).stacked()
     assert (again["a"] == 2.0).all()
     assert (again["b"] == 22.0).all()
     workers.close()
@@ -472,7 +609,11 @@ def test_a_shared_tree_may_be_an_upload_as_it_came():
     """What workers leave in their memory is written over in the next round, and must not be what was averaged."""
     model = world.seeded(world.plain)
     algorithm = world.algorithm("fedavg", model)
-    last = algorithm._replace(aggregate=lambda shared, uploads, weights: {name: tensor[-1] for name, tensor in uploads.items()})
+    last = algorithm._replace(
+        aggregate=lambda shared, uploads, weights: {
+            name: tensor[-1] for name, tensor in uploads.items()
+        }
+    )
     train, params = world.federation().train, params_of(model)
     found = [
         world.last(simulate(last, params, train, glocal.Plan(4, 3, batch_size=5), engine=engine))[0]
@@ -483,9 +624,20 @@ def test_a_shared_tree_may_be_an_upload_as_it_came():
 
 def test_losses_last_longer_than_a_round():
     model = world.seeded(world.plain)
-    train, params, plan = world.federation().train, params_of(model), glocal.Plan(4, 3, batch_size=5)
+    train, params, plan = (
+        world.federation().train,
+        params_of(model),
+        glocal.Plan(4, 3, batch_size=5),
+    )
     told = [
-        torch.stack([report.losses for _, report in simulate(world.algorithm("fedavg", model), params, train, plan, engine=engine)])
+        torch.stack(
+            [
+                report.losses
+                for _, report in simulate(
+                    world.algorithm("fedavg", model), params, train, plan, engine=engine
+                )
+            ]
+        )
         for engine in (EngineConfig("workers", workers=2, fused=False), "looped")
     ]
     torch.testing.assert_close(*told)
@@ -495,13 +647,27 @@ def test_a_run_goes_on_where_there_is_no_compiler(tmp_path, monkeypatch):
     model, federation = world.seeded(world.plain), world.federation()
     algorithm, options = world.algorithm("lg_fedavg", model), Options(checkpoint_every=1)
     whole = glocal.fit(algorithm, model, federation, Plan(4, 4, batch_size=5), options=options)
-    glocal.fit(algorithm, model, federation, Plan(2, 4, batch_size=5), options=options, folder=tmp_path / "run")
+    glocal.fit(
+        algorithm,
+        model,
+        federation,
+        Plan(2, 4, batch_size=5),
+        options=options,
+        folder=tmp_path / "run",
+    )
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "cache"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GlocalWarning)
-        resumed = glocal.fit(algorithm, model, federation, Plan(4, 4, batch_size=5), options=options, folder=tmp_path / "run")
+        resumed = glocal.fit(
+            algorithm,
+            model,
+            federation,
+            Plan(4, 4, batch_size=5),
+            options=options,
+            folder=tmp_path / "run",
+        )
     assert world.gap(whole.state, resumed.state) < 1e-5
 
 
@@ -511,27 +677,52 @@ def test_a_frozen_private_tensor_can_be_kept(tmp_path):
     algorithm = world.algorithm("lg_fedavg", model)
     for engine in ("looped", "workers"):
         options = Options(engine=engine, checkpoint_every=1)
-        glocal.fit(algorithm, model, world.federation(), Plan(2, 4, batch_size=5), options=options, folder=tmp_path / engine)
+        glocal.fit(
+            algorithm,
+            model,
+            world.federation(),
+            Plan(2, 4, batch_size=5),
+            options=options,
+            folder=tmp_path / engine,
+        )
 
 
 def test_a_partial_function_may_be_an_update(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     plain = bench()
-    assert plan_execution(plain._replace(function=partial(plain.function)), num_calls=1000, trains=True)
+    assert plan_execution(
+        plain._replace(function=partial(plain.function)), num_calls=1000, trains=True
+    )
 
 
 def test_fused_steps_look_at_every_journey(monkeypatch):
     """A second descent on the head alone is not the first one's business."""
     model = world.seeded(world.plain)
-    objective, params = cross_entropy(model), {name: tensor[None] for name, tensor in params_of(model).items()}
-    x, y = world.devices()[0]
-    rest = (Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.zeros(1), torch.tensor(0), 1)
+    objective, params = (
+        cross_entropy(model),
+        {name: tensor[None] for name, tensor in params_of(model).items()},
+    )
+    x, y = world.clients()[0]
+    rest = (
+        Examples(x, y),
+        torch.zeros(1, 1, 5, dtype=torch.int64),
+        torch.zeros(1),
+        torch.tensor(0),
+        1,
+    )
     monkeypatch.setattr("glocal.engines.fused.gpu.find_spec", lambda name: name)
-    monkeypatch.setattr("glocal.engines.batched.local_train_batched", lambda chain, *a, **k: (params, torch.zeros(1)))
+    monkeypatch.setattr(
+        "glocal.engines.batched.local_train_batched",
+        lambda chain, *a, **k: (params, torch.zeros(1)),
+    )
     fused = FusedGpuTraining("fp32")
     fused(TrainingRequest(objective, sgd(0.1), params, *rest))
     with pytest.raises(NotImplementedError, match="some of the model's weights stay as they are"):
-        fused(TrainingRequest(objective._replace(trainable=frozenset({"2.weight"})), sgd(0.1), params, *rest))
+        fused(
+            TrainingRequest(
+                objective._replace(trainable=frozenset({"2.weight"})), sgd(0.1), params, *rest
+            )
+        )
 
     class Clipped(SGD):
         pass
@@ -551,12 +742,24 @@ def test_fused_steps_do_not_claim_what_they_leave_to_others(monkeypatch, name):
     else:
         inner = objective.loss
         objective = objective._replace(loss=lambda params, batch: inner(params, batch))
-    algorithm, (x, y) = fedavg(objective, rule), world.devices()[0]
+    algorithm, (x, y) = fedavg(objective, rule), world.clients()[0]
     state = initial_state(algorithm, params_of(model))
 
     def trained(trainer):
-        work = Work(Examples(x, y), torch.zeros(1, 1, 5, dtype=torch.int64), torch.tensor([0]), torch.tensor(0), 1, trainer)
-        return vmap_clients(algorithm.client_update, stack_rows([state.shared]), stack_rows([state.private.initial]), work)
+        work = Work(
+            Examples(x, y),
+            torch.zeros(1, 1, 5, dtype=torch.int64),
+            torch.tensor([0]),
+            torch.tensor(0),
+            1,
+            trainer,
+        )
+        return vmap_clients(
+            algorithm.client_update,
+            stack_rows([state.shared]),
+            stack_rows([state.private.initial]),
+            work,
+        )
 
     assert trained(BatchedTraining(TracedBatchedTraining())).loss.isfinite().all()
     with pytest.raises(NotImplementedError, match=name):
@@ -568,5 +771,8 @@ def test_large_rows_of_a_stack_have_memory_of_their_own_and_small_ones_are_views
     for stack, views in ((small, True), (large, False)):
         rows = unbind_rows(stack)
         assert torch.equal(torch.stack(list(rows)), stack)
-        assert all((row.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()) == views for row in rows)
+        assert all(
+            (row.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr()) == views
+            for row in rows
+        )
     assert list(unbind_rows(torch.zeros(0, 2**18))) == []

@@ -17,23 +17,32 @@ from glocal.datasets.federated import from_tensors, validate_data
 PLAN = glocal.Plan(rounds=2, clients_per_round=2)
 
 
-def fitted(devices, model=None, **options):
+def fitted(clients, model=None, **options):
     model = model or world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
-    return glocal.fit(algorithm, model, from_tensors(devices), glocal.Plan(2, min(2, len(devices))), **options)
+    return glocal.fit(
+        algorithm, model, from_tensors(clients), glocal.Plan(2, min(2, len(clients))), **options
+    )
 
 
-def devices(*sizes):
-    return world.devices(sizes)
+def clients(*sizes):
+    return world.clients(sizes)
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.floats(0, 0.9), st.floats(0, 0.9), st.integers(0, 5))
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    st.floats(0, 0.9),
+    st.floats(0, 0.9),
+    st.integers(0, 5),
+)
 def test_every_example_is_on_one_device_and_in_one_part(sizes, test, validation, seed):
-    federation = from_tensors(world.devices(sizes), test=test, validation=validation, seed=seed)
+    federation = from_tensors(world.clients(sizes), test=test, validation=validation, seed=seed)
     ends = np.cumsum(sizes)
     for device, size in enumerate(sizes):
         parts = [part.rows[device] for part in (federation.train, federation.val, federation.test)]
-        assert sorted(np.concatenate(parts).tolist()) == list(range(ends[device] - size, ends[device]))
+        assert sorted(np.concatenate(parts).tolist()) == list(
+            range(ends[device] - size, ends[device])
+        )
         assert len(parts[0]) >= 1
 
 
@@ -52,17 +61,17 @@ def test_numpy_arrays_lists_of_tests_and_groups_are_welcome():
 
 
 def test_a_device_with_one_example_works():
-    result = fitted(devices(1, 20, 20))
+    result = fitted(clients(1, 20, 20))
     assert result.sizes["train"][0] == 1
     assert result.as_dict()["devices"][0]["local_test"] is None
 
 
 def test_devices_of_very_different_sizes_work():
-    assert fitted(devices(1, 2, 500)).new_test is not None
+    assert fitted(clients(1, 2, 500)).new_test is not None
 
 
 def spoilt(change):
-    given = devices(20, 20)
+    given = clients(20, 20)
     change(given)
     return given
 
@@ -103,7 +112,10 @@ def with_nothing(given):
         (with_label(-1), "device 1 has the train label -1"),
         (with_float_labels, r"labels are torch.float32; class numbers 0..2 were expected"),
         (with_other_lengths, "device 1 gave arrays of lengths 20, 19"),
-        (with_other_inputs, r"device 1 has 2 arrays, inputs \(5,\), but device 0 2 arrays, inputs \(6,\)"),
+        (
+            with_other_inputs,
+            r"device 1 has 2 arrays, inputs \(5,\), but device 0 2 arrays, inputs \(6,\)",
+        ),
         (with_nothing, "device 1 has no training examples"),
         (list.clear, "no devices given"),
     ],
@@ -116,32 +128,36 @@ def test_data_that_would_train_on_nonsense_are_refused(change, message):
 @pytest.mark.parametrize("share", [-0.1, 1.0, 2.0])
 def test_a_share_outside_zero_to_one_is_refused(share):
     with pytest.raises(InputError, match="must be at least 0 and below 1"):
-        from_tensors(devices(5, 5), validation=share)
+        from_tensors(clients(5, 5), validation=share)
 
 
 def test_one_test_set_per_device_is_expected():
     with pytest.raises(InputError, match="2 devices but 1 test sets"):
-        from_tensors(devices(5, 5), test=devices(5))
+        from_tensors(clients(5, 5), test=clients(5))
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused():
     with pytest.raises(InputError, match=r"it cannot take inputs of shape \(6,\)"):
-        fitted(devices(20, 20), nn.Linear(7, 3))
+        fitted(clients(20, 20), nn.Linear(7, 3))
     with pytest.raises(InputError, match=r"it puts out \(1, 6, 3\) for one example"):
-        fitted(devices(20, 20), nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 3)))
+        fitted(clients(20, 20), nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 3)))
 
 
 def test_a_cohort_larger_than_the_federation_is_refused():
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
-    with pytest.raises(InputError, match="the cohort is 9, but there are 6 devices; choose at most 6"):
+    with pytest.raises(
+        InputError, match="the cohort is 9, but there are 6 devices; choose at most 6"
+    ):
         glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 9))
 
 
 def test_training_that_diverges_says_so():
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(1e9))
-    with pytest.raises(InputError, match=r"training diverged in round \d+: device \d+'s loss is not finite; lower"):
+    with pytest.raises(
+        InputError, match=r"training diverged in round \d+: device \d+'s loss is not finite; lower"
+    ):
         glocal.fit(algorithm, model, world.federation(), glocal.Plan(5, 3))
 
 
@@ -154,14 +170,20 @@ def test_checking_names_the_part_that_is_wrong():
 
 def test_text_models_with_whole_number_inputs_train():
     generator = torch.Generator().manual_seed(0)
-    texts = [(torch.randint(50, (30, 7), generator=generator), torch.randint(3, (30,), generator=generator)) for _ in range(4)]
+    texts = [
+        (
+            torch.randint(50, (30, 7), generator=generator),
+            torch.randint(3, (30,), generator=generator),
+        )
+        for _ in range(4)
+    ]
     model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(28, 3))
     assert fitted(texts, model).local_test is not None
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int32, torch.int64])
 def test_labels_of_any_whole_number_type_are_welcome(kind):
-    assert fitted([(x, y.to(kind)) for x, y in devices(20, 20)]).local_test is not None
+    assert fitted([(x, y.to(kind)) for x, y in clients(20, 20)]).local_test is not None
 
 
 def test_lists_are_welcome():
@@ -184,24 +206,34 @@ def words(given):
     given[:] = [(np.array([["a"] * 6] * 20), y) for x, y in given]
 
 
-@pytest.mark.parametrize(("change", "message"), [(wrong_shapes, "one label per input"), (words, "device 0 cannot be read")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(wrong_shapes, "one label per input"), (words, "device 0 cannot be read")],
+)
 def test_arrays_of_the_wrong_form_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         fitted(spoilt(change))
 
 
 def test_tests_unlike_the_training_data_are_refused():
-    federation = from_tensors(devices(20, 20), test=[(x[:, :5], y) for x, y in devices(5, 5)])
-    with pytest.raises(InputError, match=r"test inputs are \(5,\) torch.float32, training inputs \(6,\)"):
+    federation = from_tensors(clients(20, 20), test=[(x[:, :5], y) for x, y in clients(5, 5)])
+    with pytest.raises(
+        InputError, match=r"test inputs are \(5,\) torch.float32, training inputs \(6,\)"
+    ):
         validate_data(federation, 3)
 
 
 def test_rows_in_two_places_or_outside_are_refused():
     federation = world.federation()
     twice = replace(federation, test=federation.train)
-    with pytest.raises(InputError, match="is on two devices, or in two of train, validation and test"):
+    with pytest.raises(
+        InputError, match="is on two devices, or in two of train, validation and test"
+    ):
         validate_data(twice, 3)
-    outside = replace(federation, test=replace(federation.test, rows=(np.array([10**6]), *federation.test.rows[1:])))
+    outside = replace(
+        federation,
+        test=replace(federation.test, rows=(np.array([10**6]), *federation.test.rows[1:])),
+    )
     with pytest.raises(InputError, match="row 1000000 is outside"):
         validate_data(outside, 3)
 
@@ -219,7 +251,7 @@ class Broken(nn.Module):
 
 def test_a_model_that_fails_only_in_training_is_refused_before_it_starts():
     with pytest.raises(InputError, match=r"it cannot be trained \(ZeroDivisionError"):
-        fitted(devices(20, 20), Broken())
+        fitted(clients(20, 20), Broken())
 
 
 def test_a_frozen_model_is_refused():
@@ -227,7 +259,7 @@ def test_a_frozen_model_is_refused():
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     with pytest.raises(InputError, match="every parameter is frozen"):
-        fitted(devices(20, 20), model)
+        fitted(clients(20, 20), model)
 
 
 def test_a_module_given_as_a_selector_is_refused_by_name():

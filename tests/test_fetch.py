@@ -52,7 +52,11 @@ class Handler(BaseHTTPRequestHandler):
         (answers.pop(0) if len(answers) > 1 else answers[0])(self)
 
     def start(self) -> int:
-        return int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.headers["Range"] else 0
+        return (
+            int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            if self.headers["Range"]
+            else 0
+        )
 
     def head(self, status: int, **headers: object) -> None:
         self.send_response(status)
@@ -63,7 +67,11 @@ class Handler(BaseHTTPRequestHandler):
     def head_of_rest(self) -> bytes:
         start, total = self.start(), len(BODY)
         if start:
-            self.head(206, Content_Length=total - start, Content_Range=f"bytes {start}-{total - 1}/{total}")
+            self.head(
+                206,
+                Content_Length=total - start,
+                Content_Range=f"bytes {start}-{total - 1}/{total}",
+            )
         else:
             self.head(200, Content_Length=total)
         return BODY[start:]
@@ -107,7 +115,9 @@ def refusing_range(handler: Handler) -> None:
 
 
 def misplacing_range(handler: Handler) -> None:
-    handler.head(206, Content_Length=len(BODY), Content_Range=f"bytes 0-{len(BODY) - 1}/{len(BODY)}")
+    handler.head(
+        206, Content_Length=len(BODY), Content_Range=f"bytes 0-{len(BODY) - 1}/{len(BODY)}"
+    )
     handler.wfile.write(BODY)
 
 
@@ -132,7 +142,9 @@ def missing_but_on_the_mirror(handler: Handler) -> None:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Server]:
     with Server() as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         yield server
         server.over.set()
         server.shutdown()
@@ -145,7 +157,12 @@ def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def remote_on(server: Server, *paths: str) -> RemoteFile:
-    return RemoteFile("file", tuple(server.url(path) for path in paths or ("/file",)), hashlib.sha256(BODY).hexdigest(), len(BODY))
+    return RemoteFile(
+        "file",
+        tuple(server.url(path) for path in paths or ("/file",)),
+        hashlib.sha256(BODY).hexdigest(),
+        len(BODY),
+    )
 
 
 def left_in(folder: Path) -> dict[str, bytes]:
@@ -155,7 +172,9 @@ def left_in(folder: Path) -> dict[str, bytes]:
 def test_a_file_is_fetched_whole_and_every_byte_is_reported(server: Server, tmp_path: Path) -> None:
     server.script(well)
     reports: list[tuple[str, int, int]] = []
-    path = fetch(remote_on(server), tmp_path / "new" / "folder", report=lambda *seen: reports.append(seen))
+    path = fetch(
+        remote_on(server), tmp_path / "new" / "folder", report=lambda *seen: reports.append(seen)
+    )
     assert left_in(path.parent) == {"file": BODY}
     assert reports[-1] == ("file", len(BODY), len(BODY))
     assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
@@ -189,7 +208,9 @@ def test_a_complete_part_is_checked_without_asking(server: Server, tmp_path: Pat
     [(BODY + b"x", [None]), (bytes(len(BODY)), [None]), (bytes(10), ["bytes=10-", None])],
     ids=["too long", "wrong", "wrong and short"],
 )
-def test_a_useless_part_is_thrown_away(server: Server, tmp_path: Path, leftover: bytes, asked: list[str | None]) -> None:
+def test_a_useless_part_is_thrown_away(
+    server: Server, tmp_path: Path, leftover: bytes, asked: list[str | None]
+) -> None:
     server.script(well)
     (tmp_path / "file.part").write_bytes(leftover)
     fetch(remote_on(server), tmp_path)
@@ -206,7 +227,9 @@ def test_a_stalled_download_times_out_and_is_resumed(server: Server, tmp_path: P
 
 @settings(max_examples=25)
 @given(held=st.integers(0, len(BODY)), cuts=st.lists(st.integers(0, len(BODY)), max_size=3))
-def test_wherever_a_download_breaks_off_the_file_ends_up_whole(running: Server, held: int, cuts: list[int]) -> None:
+def test_wherever_a_download_breaks_off_the_file_ends_up_whole(
+    running: Server, held: int, cuts: list[int]
+) -> None:
     running.script(*(cut_after(count) for count in cuts), well)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("glocal.datasets.fetch._BACKOFF", 0)
@@ -215,7 +238,9 @@ def test_wherever_a_download_breaks_off_the_file_ends_up_whole(running: Server, 
         assert left_in(Path(folder)) == {"file": BODY}
 
 
-def test_a_truncated_download_stays_as_a_part_when_attempts_run_out(server: Server, tmp_path: Path) -> None:
+def test_a_truncated_download_stays_as_a_part_when_attempts_run_out(
+    server: Server, tmp_path: Path
+) -> None:
     server.script(cut_after(1000))
     with pytest.raises(InputError, match="broke off after 3000 of 300000 bytes"):
         fetch(remote_on(server), tmp_path)
@@ -229,13 +254,17 @@ def test_a_corrupt_download_is_thrown_away_and_begun_again(server: Server, tmp_p
     assert left_in(tmp_path) == {"file": BODY}
 
 
-def test_a_file_that_is_always_corrupt_is_one_line_with_both_checksums(server: Server, tmp_path: Path) -> None:
+def test_a_file_that_is_always_corrupt_is_one_line_with_both_checksums(
+    server: Server, tmp_path: Path
+) -> None:
     server.script(corrupting)
     wrong = hashlib.sha256(BODY[:-1] + bytes([BODY[-1] ^ 1])).hexdigest()
     with pytest.raises(InputError) as caught:
         fetch(remote_on(server), tmp_path)
     message = str(caught.value)
-    assert message.startswith(f"data: could not download file (tried {server.url()} got checksum {wrong[:12]}..")
+    assert message.startswith(
+        f"data: could not download file (tried {server.url()} got checksum {wrong[:12]}.."
+    )
     assert remote_on(server).sha256[:12] in message
     assert str(tmp_path) in message
     assert "GLOCAL_DATA" in message
@@ -244,7 +273,9 @@ def test_a_file_that_is_always_corrupt_is_one_line_with_both_checksums(server: S
 
 
 @pytest.mark.parametrize("answer", [ignoring_range, refusing_range])
-def test_a_server_that_cannot_resume_sends_it_all(server: Server, tmp_path: Path, answer: Callable[[Handler], None]) -> None:
+def test_a_server_that_cannot_resume_sends_it_all(
+    server: Server, tmp_path: Path, answer: Callable[[Handler], None]
+) -> None:
     server.script(answer)
     (tmp_path / "file.part").write_bytes(b"?" * 5000)
     fetch(remote_on(server), tmp_path, attempts=1)
@@ -289,14 +320,19 @@ def test_every_url_gets_its_turns_and_is_named_at_the_end(server: Server, tmp_pa
     with pytest.raises(InputError) as caught:
         fetch(remote_on(server, "/one", "/two"), tmp_path, attempts=2)
     assert [path for path, _ in server.asked] == ["/one", "/two"] * 2
-    assert f"{server.url('/one')} answered 404 Not Found; {server.url('/two')} answered 404 Not Found" in str(caught.value)
+    assert (
+        f"{server.url('/one')} answered 404 Not Found; {server.url('/two')} answered 404 Not Found"
+        in str(caught.value)
+    )
 
 
 def test_a_server_that_is_not_there_is_one_line(server: Server, tmp_path: Path) -> None:
     with socket.socket() as bound:  # bound but not listening: connections are refused
         bound.bind(("127.0.0.1", 0))
         remote = RemoteFile("file", (f"http://127.0.0.1:{bound.getsockname()[1]}/file",), "00", 1)
-        with pytest.raises(InputError, match=r"could not download file \(tried http://.* failed: .*refused"):
+        with pytest.raises(
+            InputError, match=r"could not download file \(tried http://.* failed: .*refused"
+        ):
             fetch(remote, tmp_path, attempts=1)
 
 
@@ -321,7 +357,9 @@ def test_two_at_once_download_it_once(server: Server, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_one_line(server: Server, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file, not a folder")
-    with pytest.raises(InputError, match=r"could not write .*occupied.* set GLOCAL_CACHE to another folder"):
+    with pytest.raises(
+        InputError, match=r"could not write .*occupied.* set GLOCAL_CACHE to another folder"
+    ):
         fetch(remote_on(server), tmp_path / "occupied" / "folder")
 
 
@@ -329,7 +367,9 @@ def test_a_folder_that_cannot_be_made_is_one_line(server: Server, tmp_path: Path
 def test_a_full_disk_is_one_line_and_not_tried_again(server: Server, tmp_path: Path) -> None:
     server.script(well)
     (tmp_path / "file.part").symlink_to("/dev/full")
-    with pytest.raises(InputError, match=r"could not write .*file\.part \(No space left on device\); make room") as caught:
+    with pytest.raises(
+        InputError, match=r"could not write .*file\.part \(No space left on device\); make room"
+    ) as caught:
         fetch(remote_on(server), tmp_path)
     assert "\n" not in str(caught.value)
     assert len(server.asked) == 1

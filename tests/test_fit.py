@@ -24,7 +24,15 @@ from glocal.core.errors import InputError
 from glocal.core.files import read_rows
 from glocal.core.modules import params_of
 from glocal.federate.checkpoint import _require_same_fingerprint
-from glocal.federate.fitting import Case, Options, fit_case, move_to_device, start_or_resume, train, warm_start_params
+from glocal.federate.fitting import (
+    Case,
+    Options,
+    fit_case,
+    move_to_device,
+    start_or_resume,
+    train,
+    warm_start_params,
+)
 from glocal.studies import run_study, with_overrides
 from glocal.studies.run import read_settings
 from glocal.studies.settings import from_dict
@@ -34,57 +42,85 @@ PLAN = glocal.Plan(rounds=7, clients_per_round=3, batch_size=5)
 OFTEN = Options(validate_every=2, checkpoint_every=3)
 
 
-def fitted(name, *, folder=None, plan=PLAN, options=OFTEN, make=world.with_batch_norm, start_from=None):
+def fitted(
+    name, *, folder=None, plan=PLAN, options=OFTEN, make=world.with_batch_norm, start_from=None
+):
     model = world.seeded(make)
     algorithm = world.algorithm(name, model)
-    return glocal.fit(algorithm, model, world.federation(), plan, options=options, folder=folder, start_from=start_from)
+    return glocal.fit(
+        algorithm,
+        model,
+        world.federation(),
+        plan,
+        options=options,
+        folder=folder,
+        start_from=start_from,
+    )
 
 
-def case(name, seeds=(0,)):
+def experiment(name, seeds=(0,)):
     models = [world.seeded(world.with_batch_norm, seed) for seed in seeds]
     federation = world.federation()
     params, ledgers = tuple(params_of(model) for model in models), tuple(Ledger() for _ in seeds)
-    return Case(world.algorithm(name, models[0]), models[0], PLAN, seeds, params, tuple(federation for _ in seeds), ledgers)
+    return Case(
+        world.algorithm(name, models[0]),
+        models[0],
+        PLAN,
+        seeds,
+        params,
+        tuple(federation for _ in seeds),
+        ledgers,
+    )
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
 @pytest.mark.parametrize("stop_after", [1, 3, 4])
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, stop_after, tmp_path):
-    whole = fit_case(case(name), OFTEN, tmp_path / "whole")[0]
-    broken = move_to_device(case(name), OFTEN)
-    rounds = train(broken, OFTEN, start_or_resume(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
+    whole = fit_case(experiment(name), OFTEN, tmp_path / "whole")[0]
+    broken = move_to_device(experiment(name), OFTEN)
+    rounds = train(
+        broken, OFTEN, start_or_resume(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken"
+    )
     for _ in range(stop_after):
         next(rounds)
     rounds.close()
-    resumed = fit_case(case(name), OFTEN, tmp_path / "broken")[0]
+    resumed = fit_case(experiment(name), OFTEN, tmp_path / "broken")[0]
     assert world.same_bits(whole.state, resumed.state)
     assert whole.as_dict() == resumed.as_dict()
-    assert (tmp_path / "whole/rows.jsonl").read_bytes() == (tmp_path / "broken/rows.jsonl").read_bytes()
-    assert (tmp_path / "whole/checkpoint.safetensors").read_bytes() == (tmp_path / "broken/checkpoint.safetensors").read_bytes()
+    assert (tmp_path / "whole/rows.jsonl").read_bytes() == (
+        tmp_path / "broken/rows.jsonl"
+    ).read_bytes()
+    assert (tmp_path / "whole/checkpoint.safetensors").read_bytes() == (
+        tmp_path / "broken/checkpoint.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_a_crash_without_warning_goes_on_from_the_last_checkpoint(name, tmp_path):
     """Rows after the checkpoint, and half a row, are what a kill leaves behind."""
-    whole = fit_case(case(name, (0, 1)), OFTEN, tmp_path / "whole")
-    broken = move_to_device(case(name, (0, 1)), OFTEN)
-    rounds = train(broken, OFTEN, start_or_resume(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken")
+    whole = fit_case(experiment(name, (0, 1)), OFTEN, tmp_path / "whole")
+    broken = move_to_device(experiment(name, (0, 1)), OFTEN)
+    rounds = train(
+        broken, OFTEN, start_or_resume(broken, OFTEN, tmp_path / "broken"), tmp_path / "broken"
+    )
     for _ in range(5):
         next(rounds)
-    crashed = tmp_path / "crashed"  # as the disk was after five rounds: the checkpoint is of round three
+    crashed = (
+        tmp_path / "crashed"
+    )  # as the disk was after five rounds: the checkpoint is of round three
     crashed.mkdir()
     for file in ("rows.jsonl", "checkpoint.safetensors"):
         (crashed / file).write_bytes((tmp_path / "broken" / file).read_bytes())
     with (crashed / "rows.jsonl").open("a") as rows:
         rows.write('{"seed": 0, "rou')
-    resumed = fit_case(case(name, (0, 1)), OFTEN, crashed)
+    resumed = fit_case(experiment(name, (0, 1)), OFTEN, crashed)
     assert all(world.same_bits(a.state, b.state) for a, b in zip(whole, resumed, strict=True))
     assert (tmp_path / "whole/rows.jsonl").read_bytes() == (crashed / "rows.jsonl").read_bytes()
 
 
 STUDY = """
 [data]
-devices = 6
+clients = 6
 [plan]
 rounds = 12
 clients_per_round = 3
@@ -94,28 +130,35 @@ local = ["layer1"]
 [run]
 checkpoint_every = 2
 validate_every = 4
-[cases.first]
+[experiments.first]
 algorithm = "fedavg"
-[cases.second]
+[experiments.second]
 algorithm = "lg_fedavg"
-after = "first"
-after_round = 8
-[cases.third]
+start_from = "first"
+start_round = 8
+[experiments.third]
 algorithm = "mtl"
 """
 
 
 def command(*arguments):
-    return [sys.executable, "-c", "import sys; from glocal.cli import main; main(sys.argv[1:])", *map(str, arguments)]
+    return [
+        sys.executable,
+        "-c",
+        "import sys; from glocal.cli import main; main(sys.argv[1:])",
+        *map(str, arguments),
+    ]
 
 
 def kept(folder: Path):
     """Everything a run keeps, but for the seconds it took."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != "timing.jsonl"]
+    files = [
+        file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != "timing.jsonl"
+    ]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-ADAM = '[optimiser]\nname = "adam"\nrate = 0.003\n[plan]'  # measured, for its steps are not fused
+ADAM = '[optimizer]\nname = "adam"\nlr = 0.003\n[plan]'  # measured, for its steps are not fused
 
 
 @pytest.mark.slow
@@ -123,7 +166,13 @@ ADAM = '[optimiser]\nname = "adam"\nrate = 0.003\n[plan]'  # measured, for its s
 def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(plan, tmp_path):
     (tmp_path / "study.toml").write_text(STUDY.replace("[plan]", plan))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    run = {
+        "cwd": tmp_path,
+        "env": environment,
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     started = time.monotonic()
     subprocess.run(command("run", "study.toml", "--out", "whole"), check=True, timeout=120, **run)
     usual = time.monotonic() - started
@@ -135,7 +184,11 @@ def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(plan
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
         process.communicate()
-        verb = ["resume", broken] if (broken / "settings.json").exists() else ["run", "study.toml", "--out", broken]
+        verb = (
+            ["resume", broken]
+            if (broken / "settings.json").exists()
+            else ["run", "study.toml", "--out", broken]
+        )
         subprocess.run(command(*verb), check=True, timeout=120, **run)
         assert kept(broken) == kept(tmp_path / "whole")
 
@@ -150,7 +203,9 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which it ignores if the tests are run in the background
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # which it ignores if the tests are run in the background
     )
     rows = tmp_path / "stopped/cases/first/rows.jsonl"
     deadline = time.monotonic() + 60
@@ -165,11 +220,18 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp
 
 
 def test_a_longer_plan_continues_a_finished_run(tmp_path):
-    fitted("lg_fedavg", folder=tmp_path / "short", plan=glocal.Plan(4, 3, batch_size=5), options=Options(validate_every=1))
+    fitted(
+        "lg_fedavg",
+        folder=tmp_path / "short",
+        plan=glocal.Plan(4, 3, batch_size=5),
+        options=Options(validate_every=1),
+    )
     longer = fitted("lg_fedavg", folder=tmp_path / "short", options=Options(validate_every=1))
     whole = fitted("lg_fedavg", folder=tmp_path / "whole", options=Options(validate_every=1))
     assert world.same_bits(longer.state, whole.state)
-    assert (tmp_path / "short/rows.jsonl").read_bytes() == (tmp_path / "whole/rows.jsonl").read_bytes()
+    assert (tmp_path / "short/rows.jsonl").read_bytes() == (
+        tmp_path / "whole/rows.jsonl"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -220,7 +282,7 @@ def test_a_warm_start_continues_from_the_averaged_model_and_counts_its_traffic()
     assert second.plan.first_round == 7
     assert second.ledger.paper.parameters > first.ledger.paper.parameters
     model = world.seeded(world.with_batch_norm)
-    fresh = case("lg_fedavg")
+    fresh = experiment("lg_fedavg")
     again = fit_case(
         Case(
             fresh.algorithm,
@@ -242,10 +304,21 @@ def test_the_best_round_is_chosen_on_validation_data_alone(tmp_path):
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.5, momentum=0.9))
     results = []
     for turned in (0, 1):
-        federation = world.federation(sizes=(60, 60, 60), test=world.devices((30, 30, 30), seed=turned + 5), validation=0.3)
+        federation = world.federation(
+            sizes=(60, 60, 60), test=world.clients((30, 30, 30), seed=turned + 5), validation=0.3
+        )
         federation.test.examples.y.copy_((federation.test.examples.y + turned) % world.CLASSES)
         options = Options(validate_every=1, select="best")
-        results.append(glocal.fit(algorithm, model, federation, glocal.Plan(12, 2), options=options, folder=tmp_path / str(turned)))
+        results.append(
+            glocal.fit(
+                algorithm,
+                model,
+                federation,
+                glocal.Plan(12, 2),
+                options=options,
+                folder=tmp_path / str(turned),
+            )
+        )
     scores = [row["validation"] for row in read_rows(tmp_path / "0/rows.jsonl")]
     assert results[0].selected_round == results[1].selected_round == scores.index(max(scores)) + 1
     assert results[0].validation.mean == pytest.approx(max(scores))
@@ -254,7 +327,9 @@ def test_the_best_round_is_chosen_on_validation_data_alone(tmp_path):
 
 def test_choosing_without_validation_data_is_refused():
     model = world.seeded(world.plain)
-    with pytest.raises(InputError, match="select = 'best' needs validation data, and nobody has any"):
+    with pytest.raises(
+        InputError, match="select = 'best' needs validation data, and nobody has any"
+    ):
         glocal.fit(
             glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1)),
             model,
@@ -283,7 +358,15 @@ def test_rows_are_json_with_what_was_sent_so_far(tmp_path):
     fitted("lg_fedavg", folder=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == list(range(7))
-    assert [row["validation"] is not None for row in rows] == [False, True, False, True, False, True, False]
+    assert [row["validation"] is not None for row in rows] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert all(before["bytes"] < after["bytes"] for before, after in pairwise(rows))
 
 
@@ -338,7 +421,9 @@ def test_a_stop_while_a_row_is_written_loses_no_row(tmp_path, monkeypatch):
     monkeypatch.undo()
     resumed = fitted("lg_fedavg", folder=tmp_path / "stopped")
     assert world.same_bits(whole.state, resumed.state)
-    assert (tmp_path / "whole/rows.jsonl").read_bytes() == (tmp_path / "stopped/rows.jsonl").read_bytes()
+    assert (tmp_path / "whole/rows.jsonl").read_bytes() == (
+        tmp_path / "stopped/rows.jsonl"
+    ).read_bytes()
 
 
 def test_uneven_parts_are_tested_the_same_on_every_engine():
@@ -347,7 +432,13 @@ def test_uneven_parts_are_tested_the_same_on_every_engine():
     algorithm = world.algorithm("lg_fedavg", model, total=4)
     figures = []
     for options in ({}, {"engine": "looped"}, {"chunk": 1}, {"chunk": 3}):
-        result = glocal.fit(algorithm, model, federation, glocal.Plan(1, 4, batch_size=50), options=Options(validate_every=1, **options))
+        result = glocal.fit(
+            algorithm,
+            model,
+            federation,
+            glocal.Plan(1, 4, batch_size=50),
+            options=Options(validate_every=1, **options),
+        )
         figures.append((result.accuracies.tolist()[:3], result.new_spread))
     assert figures.count(figures[0]) == 4
 
@@ -381,7 +472,9 @@ def test_a_folder_is_not_continued_with_another_optimiser_data_or_choice(other, 
 
 def test_a_warm_start_from_mtl_is_its_mean_and_from_local_only_is_refused():
     mtl = fitted("mtl")
-    assert trees.same_bits(trees.pick(warm_start_params(mtl.algorithm, mtl.state), mtl.state.shared), mtl.state.shared)
+    assert trees.same_bits(
+        trees.pick(warm_start_params(mtl.algorithm, mtl.state), mtl.state.shared), mtl.state.shared
+    )
     with pytest.raises(InputError, match="local_only shares nothing"):
         fitted("lg_fedavg", start_from=fitted("local_only"))
 
@@ -401,7 +494,9 @@ def test_a_split_of_another_model_is_refused():
     split = world.first_half(world.with_batch_norm())
     model = world.seeded(world.plain)
     with pytest.raises(InputError, match="the split is of another model"):
-        glocal.fit(world.algorithm("lg_fedavg", model, split=split), model, world.federation(), PLAN)
+        glocal.fit(
+            world.algorithm("lg_fedavg", model, split=split), model, world.federation(), PLAN
+        )
 
 
 def test_a_longer_run_costs_what_a_straight_one_does(tmp_path):
@@ -410,15 +505,19 @@ def test_a_longer_run_costs_what_a_straight_one_does(tmp_path):
 
 
 def test_a_study_that_is_refused_leaves_its_folder_as_it_was(tmp_path):
-    study = from_dict(tomllib.loads(STUDY.replace("rounds = 12", "rounds = 4").replace("after_round = 8", "after_round = 2")))
+    study = from_dict(
+        tomllib.loads(
+            STUDY.replace("rounds = 12", "rounds = 4").replace("after_round = 8", "after_round = 2")
+        )
+    )
     list(run_study(study, tmp_path))
     before = kept(tmp_path)
     changes = [
         "model.hidden=[9]",
-        "optimiser.rate=0.5",
+        "optimizer.lr=0.5",
         "plan.rounds=2",
-        "plan.batch=3",
-        "cases.second.after_round=3",
+        "plan.batch_size=3",
+        "experiments.second.start_round=3",
         "run.select=best",
     ]
     for change in changes:
@@ -440,26 +539,44 @@ def test_a_study_goes_on_for_longer_and_its_later_cases_stay_where_they_started(
 
 def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path):
     figures = Options(validate_every=2, checkpoint_every=3, save="figures")
-    whole, light = (fitted("lg_fedavg", folder=tmp_path / o.keep, options=o) for o in (OFTEN, figures))
+    whole, light = (
+        fitted("lg_fedavg", folder=tmp_path / o.keep, options=o) for o in (OFTEN, figures)
+    )
     assert light.as_dict() == whole.as_dict()
-    assert (tmp_path / "figures/result.json").read_bytes() == (tmp_path / "everything/result.json").read_bytes()
+    assert (tmp_path / "figures/result.json").read_bytes() == (
+        tmp_path / "everything/result.json"
+    ).read_bytes()
     assert not (tmp_path / "figures/models").exists()
-    sizes = [(tmp_path / name / "checkpoint.safetensors").stat().st_size for name in ("figures", "everything")]
+    sizes = [
+        (tmp_path / name / "checkpoint.safetensors").stat().st_size
+        for name in ("figures", "everything")
+    ]
     assert sizes[0] < sizes[1] / 2
     with pytest.raises(InputError, match="kept its figures only, so it cannot go on"):
-        fitted("lg_fedavg", folder=tmp_path / "figures", options=figures, plan=glocal.Plan(9, 3, batch_size=5))
+        fitted(
+            "lg_fedavg",
+            folder=tmp_path / "figures",
+            options=figures,
+            plan=glocal.Plan(9, 3, batch_size=5),
+        )
 
 
 def test_a_run_that_keeps_figures_only_goes_on_after_a_stop(tmp_path):
     figures = Options(validate_every=2, checkpoint_every=3, save="figures")
-    now = move_to_device(case("lg_fedavg"), figures)
+    now = move_to_device(experiment("lg_fedavg"), figures)
     for moment in train(now, figures, start_or_resume(now, figures, tmp_path), tmp_path):
         if moment.progress.done == 4:
             break
-    assert fitted("lg_fedavg", folder=tmp_path, options=figures).as_dict() == fitted("lg_fedavg", options=figures).as_dict()
+    assert (
+        fitted("lg_fedavg", folder=tmp_path, options=figures).as_dict()
+        == fitted("lg_fedavg", options=figures).as_dict()
+    )
 
 
-@pytest.mark.parametrize("data", [{2: [2], True: [3], None: []}, {'a "quoted" name': {"é": [1, [2]]}}, [[], [{}]], {}, "text"])
+@pytest.mark.parametrize(
+    "data",
+    [{2: [2], True: [3], None: []}, {'a "quoted" name': {"é": [1, [2]]}}, [[], [{}]], {}, "text"],
+)
 def test_json_of_a_line_an_entry_says_what_json_says(data):
     assert json.loads(files.format_json(data)) == json.loads(json.dumps(data))
 
@@ -472,7 +589,7 @@ def test_json_of_a_line_an_entry_refuses_names_that_json_refuses():
 WARM = """
 [data]
 source = "digits"
-devices = 6
+clients = 6
 validation = 0.3
 [model]
 hidden = [8]
@@ -484,16 +601,16 @@ clients_per_round = 3
 [run]
 validate_every = 1
 select = "best"
-[cases.first]
+[experiments.first]
 algorithm = "fedavg"
-[cases.early]
+[experiments.early]
 algorithm = "lg_fedavg"
-after = "first"
-after_round = 3
+start_from = "first"
+start_round = 3
 rounds = 1
-[cases.late]
+[experiments.late]
 algorithm = "lg_fedavg"
-after = "first"
+start_from = "first"
 rounds = 1
 """
 
@@ -502,46 +619,70 @@ def test_a_case_starts_from_the_best_so_far_where_rounds_are_chosen(tmp_path):
     settings = from_dict(tomllib.loads(WARM))
     models: dict[int, trees.Params] = {}
     for step in run_study(settings, tmp_path):
-        if step.case == "first" and step.moment is not None:
+        if step.experiment == "first" and step.moment is not None:
             models[step.moment.progress.done] = step.moment.progress.states[0].shared
     scores = [row["validation"] for row in read_rows(tmp_path / "cases/first/rows.jsonl")]
     for start in (3, 6):
         kept_model = load_file(tmp_path / f"cases/first/snapshots/round-{start:05d}.safetensors")
         best = 1 + scores.index(max(scores[:start]))
-        assert trees.same_bits({name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[best])
+        assert trees.same_bits(
+            {name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[best]
+        )
     assert scores.index(max(scores)) not in (2, 5), "else the last round would do"
 
 
-def test_a_case_may_start_from_the_round_itself_beside_one_that_starts_from_the_best_so_far(tmp_path):
-    last = from_dict(tomllib.loads(WARM), ["cases.early.after_model=last"])
+def test_a_case_may_start_from_the_round_itself_beside_one_that_starts_from_the_best_so_far(
+    tmp_path,
+):
+    last = from_dict(tomllib.loads(WARM), ["experiments.early.start_model=last"])
     models = {}
     for step in run_study(last, tmp_path):
-        if step.case == "first" and step.moment is not None:
+        if step.experiment == "first" and step.moment is not None:
             models[step.moment.progress.done] = step.moment.progress.states[0].shared
     snapshots = sorted(path.name for path in (tmp_path / "cases/first/snapshots").iterdir())
     assert snapshots == ["round-00003-last.safetensors", "round-00006.safetensors"]
     kept_model = load_file(tmp_path / "cases/first/snapshots/round-00003-last.safetensors")
-    assert trees.same_bits({name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[3])
+    assert trees.same_bits(
+        {name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[3]
+    )
     with pytest.raises(InputError, match="past round 3 and has not kept the best model of it"):
         list(run_study(from_dict(tomllib.loads(WARM)), tmp_path))
 
 
 @pytest.mark.parametrize(("given", "then"), [("best", "last"), ("last", "best")])
 def test_a_case_that_has_begun_keeps_the_model_it_started_from(given, then, tmp_path):
-    both = ["cases.late.after_round=3", f"cases.late.after_model={then}"]  # so that either model is at hand
-    list(run_study(from_dict(tomllib.loads(WARM), [*both, f"cases.early.after_model={given}"]), tmp_path))
+    both = [
+        "experiments.late.start_round=3",
+        f"experiments.late.start_model={then}",
+    ]  # so that either model is at hand
+    list(
+        run_study(
+            from_dict(tomllib.loads(WARM), [*both, f"experiments.early.start_model={given}"]),
+            tmp_path,
+        )
+    )
     with pytest.raises(InputError, match="early was made with another after_model"):
-        list(run_study(from_dict(tomllib.loads(WARM), [*both, f"cases.early.after_model={then}"]), tmp_path))
+        list(
+            run_study(
+                from_dict(tomllib.loads(WARM), [*both, f"experiments.early.start_model={then}"]),
+                tmp_path,
+            )
+        )
 
 
 def test_a_case_that_has_begun_keeps_the_case_it_started_from(tmp_path):
     warm = from_dict(tomllib.loads(WARM))
     first, late = warm.experiments["first"], warm.experiments["late"]
-    both = {"first": first, "other": replace(first, algorithm="fedprox", hyperparameters={"mu": 1.0})}
+    both = {
+        "first": first,
+        "other": replace(first, algorithm="fedprox", hyperparameters={"mu": 1.0}),
+    }
     settings = replace(warm, experiments={**both, "late": late})
     list(run_study(settings, tmp_path))
     moved = replace(settings, experiments={**both, "late": replace(late, after="other", rounds=2)})
-    with pytest.raises(InputError, match=r"late was made with another after \(first\) than the one given \(other\)"):
+    with pytest.raises(
+        InputError, match=r"late was made with another after \(first\) than the one given \(other\)"
+    ):
         list(run_study(moved, tmp_path))
 
 
@@ -553,31 +694,53 @@ def test_a_run_that_is_done_is_not_taken_for_one_with_other_tests(tmp_path):
 
 
 def test_what_a_run_was_made_with_may_not_be_left_out(tmp_path):
-    with pytest.raises(InputError, match=r"was made with another audit \(all\) than the one given \(None\)"):
+    with pytest.raises(
+        InputError, match=r"was made with another audit \(all\) than the one given \(None\)"
+    ):
         _require_same_fingerprint({"plan": 1, "audit": "all"}, {"plan": 1}, tmp_path)
 
 
-def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it_says_so_or_not(tmp_path):
-    for folder, said in (("silent", []), ("said", ["cases.early.after_model=last"])):
-        list(run_study(from_dict(tomllib.loads(WARM), ["run.select=last", *said]), tmp_path / folder))
-        list(run_study(from_dict(tomllib.loads(WARM), ["run.select=last"]), tmp_path / folder))  # as good as the same settings
-    kept = [(tmp_path / folder / "cases/early/result.json").read_text() for folder in ("silent", "said")]
+def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it_says_so_or_not(
+    tmp_path,
+):
+    for folder, said in (("silent", []), ("said", ["experiments.early.start_model=last"])):
+        list(
+            run_study(from_dict(tomllib.loads(WARM), ["run.select=last", *said]), tmp_path / folder)
+        )
+        list(
+            run_study(from_dict(tomllib.loads(WARM), ["run.select=last"]), tmp_path / folder)
+        )  # as good as the same settings
+    kept = [
+        (tmp_path / folder / "cases/early/result.json").read_text() for folder in ("silent", "said")
+    ]
     assert kept[0] == kept[1]
 
 
 def test_a_case_can_be_added_after_one_that_is_done(tmp_path):
     whole = from_dict(tomllib.loads(WARM))
     list(run_study(whole, tmp_path / "whole"))
-    first = replace(whole, experiments={name: case for name, case in whole.experiments.items() if name != "late"})
+    first = replace(
+        whole,
+        experiments={
+            name: experiment for name, experiment in whole.experiments.items() if name != "late"
+        },
+    )
     list(run_study(first, tmp_path / "added"))
     list(run_study(whole, tmp_path / "added"))
-    kept = [(tmp_path / folder / "cases/late/result.json").read_text() for folder in ("whole", "added")]
+    kept = [
+        (tmp_path / folder / "cases/late/result.json").read_text() for folder in ("whole", "added")
+    ]
     assert kept[0] == kept[1]
 
 
 def test_a_case_cannot_be_added_where_figures_alone_were_kept(tmp_path):
-    whole = from_dict(tomllib.loads(WARM), ["run.keep=figures"])
-    first = replace(whole, experiments={name: case for name, case in whole.experiments.items() if name != "late"})
+    whole = from_dict(tomllib.loads(WARM), ["run.save=figures"])
+    first = replace(
+        whole,
+        experiments={
+            name: experiment for name, experiment in whole.experiments.items() if name != "late"
+        },
+    )
     list(run_study(first, tmp_path))
     before = (tmp_path / "settings.json").read_text()
     with pytest.raises(InputError, match="figures"):

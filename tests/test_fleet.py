@@ -29,7 +29,12 @@ from glocal.deploy.certificates import CA, read_client_key
 from glocal.deploy.client_process import prepare_client
 from glocal.deploy.connection import Connection
 from glocal.deploy.flower.client_app import client_app
-from glocal.deploy.flower.client_internals import ClientAppRunner, FleetConnection, ServerRejectedError, ServerUnreachableError
+from glocal.deploy.flower.client_internals import (
+    ClientAppRunner,
+    FleetConnection,
+    ServerRejectedError,
+    ServerUnreachableError,
+)
 from glocal.deploy.flower.gate import FleetGate, OperatorGate
 from glocal.deploy.flower.server_internals import SuperLink, control_connection, run_tasks
 from glocal.deploy.project import Project
@@ -89,14 +94,20 @@ class FederatedData:
         self.registered.nodes()
         self.gate = FleetGate(self.link.app, self.registered.nodes, self.link.awaits_reply, 2**20)
         operator = OperatorGate(self.link.app, "secret")
-        self.operator = control_connection(httpx.Client(transport=Calls(lambda: operator)), "secret")
+        self.operator = control_connection(
+            httpx.Client(transport=Calls(lambda: operator)), "secret"
+        )
         work = lambda grid, config: _run_to_end(self.folder, self.gate, grid, config)  # noqa: E731
-        serving = threading.Thread(target=run_tasks, args=(self.link, work, self.stop), kwargs={"every": 0.01}, daemon=True)
+        serving = threading.Thread(
+            target=run_tasks, args=(self.link, work, self.stop), kwargs={"every": 0.01}, daemon=True
+        )
         serving.start()
 
     def fleet(self, name):
         own = self.folder / "clients" / name
-        fleet = FleetConnection.to("127.0.0.1:1", (own / CA).read_bytes(), read_client_key(own / KEY))
+        fleet = FleetConnection.to(
+            "127.0.0.1:1", (own / CA).read_bytes(), read_client_key(own / KEY)
+        )
         fleet.client._client = httpx.Client(transport=Calls(lambda: self.gate))
         return fleet
 
@@ -106,7 +117,9 @@ class FederatedData:
             member = prepare_client(own, self.said.append)
             app = client_app(lambda _, member=member: member)
             handler = ClientAppRunner(app, {"folder": str(own)}, member.project.importable)
-            connection = make(self.fleet(name), handler, own / "state/node", self.said.append, self.lock)
+            connection = make(
+                self.fleet(name), handler, own / "state/node", self.said.append, self.lock
+            )
             self.connections[name] = connection
             self.threads.append(threading.Thread(target=connection.run, daemon=True))
             self.threads[-1].start()
@@ -205,7 +218,11 @@ def push(connection, received, node, root, *others, metadata=None):
     children = [ObjectTree(object_id=get_object_id(other)) for other in others]
     request = PushMessagesRequest(
         node=Node(node_id=node),
-        messages_list=[ProtoMessage(metadata=Metadata(**{**proper, **(metadata or {})}), content=ProtoRecordDict())],
+        messages_list=[
+            ProtoMessage(
+                metadata=Metadata(**{**proper, **(metadata or {})}), content=ProtoRecordDict()
+            )
+        ],
         message_object_trees=[ObjectTree(object_id=get_object_id(root), children=children)],
     )
     client = connection.fleet.client
@@ -247,7 +264,7 @@ def with_a_deep_tree(connection, received, node):
     ids=["unreadable", "of another class", "too deep"],
 )
 def test_a_reply_that_cannot_be_read_is_dropped_and_the_round_goes_on(attack, words, tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=3)
+    folder = deployed.project(tmp_path / "here", clients=3)
     with federation(folder) as these:
         these.connect("device-0", "device-1")
         these.connect("device-2", make=hostile(attack))
@@ -267,7 +284,7 @@ def test_a_reply_counts_for_who_sent_it_whatever_its_content_says(tmp_path):
         own = [record.deflate() for record in records]
         push(connection, received, node, reply.deflate(), reply.content.deflate(), *own)
 
-    folder = deployed.project(tmp_path / "here", devices=2)
+    folder = deployed.project(tmp_path / "here", clients=2)
     with federation(folder) as these:
         these.connect("device-0")
         these.connect("device-1", make=hostile(forged))
@@ -283,7 +300,7 @@ def refused(work, *rest, **more):
 
 def test_a_client_cannot_speak_for_another_nor_take_what_is_anothers(tmp_path):
     """It knows the other's number and message, which no client is told."""
-    folder = deployed.project(tmp_path / "here", devices=2)
+    folder = deployed.project(tmp_path / "here", clients=2)
     seen, statuses = {}, []
 
     def attack(connection, received, node):
@@ -316,7 +333,9 @@ def test_a_client_cannot_speak_for_another_nor_take_what_is_anothers(tmp_path):
     assert [[*row["dropped"]] for row in these.rows()] == [[], [], []]
 
 
-@pytest.mark.parametrize("when", [("1", "train"), ("3", "evaluate")], ids=["in a round", "at the end"])
+@pytest.mark.parametrize(
+    "when", [("1", "train"), ("3", "evaluate")], ids=["in a round", "at the end"]
+)
 def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(when, tmp_path):
     def hoarding(connection, received, node):
         extra = [content("ConfigRecord", bytes([number]) * 1000) for number in range(50)]
@@ -330,7 +349,7 @@ def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(when,
             patch.setattr(connection.fleet.client, "PushObject", counted)
             push(connection, received, node, content("Message", b"x", extra), *extra)
 
-    held, folder = [], deployed.project(tmp_path / "here", devices=2)
+    held, folder = [], deployed.project(tmp_path / "here", clients=2)
     with federation(folder) as these:
         these.connect("device-0")
         these.connect("device-1", make=hostile(hoarding, when))
@@ -341,7 +360,7 @@ def test_what_a_client_leaves_on_the_server_is_gone_with_the_next_exchange(when,
 
 
 def test_a_reply_that_comes_too_late_is_refused_and_its_client_goes_on(tmp_path, monkeypatch):
-    folder = deployed.project(tmp_path / "here", devices=2, rounds=3)
+    folder = deployed.project(tmp_path / "here", clients=2, rounds=3)
     short = property(lambda self: 2.0 if self.round_index == 1 else 60.0)
     monkeypatch.setattr(RunServer, "round_timeout", short)
 
@@ -358,7 +377,7 @@ def test_a_reply_that_comes_too_late_is_refused_and_its_client_goes_on(tmp_path,
 
 
 def test_a_revoked_client_is_refused_from_its_next_request_and_the_run_goes_on_without_it(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=3, rounds=4)
+    folder = deployed.project(tmp_path / "here", clients=3, rounds=4)
 
     def stolen(connection, received, node):
         revoke(folder, "device-2")
@@ -375,14 +394,16 @@ def test_a_revoked_client_is_refused_from_its_next_request_and_the_run_goes_on_w
     assert statuses == [401, 2]
     assert [len(row["clients"]) for row in these.rows()] == [3, 2, 2, 2]
     assert "device-2 may connect no longer" in these.said
-    assert all("device-2" not in row["offline"] for row in these.rows()[2:]), "it is nobody's to wait for"
+    assert all("device-2" not in row["offline"] for row in these.rows()[2:]), (
+        "it is nobody's to wait for"
+    )
 
 
 def test_clients_go_on_by_themselves_with_a_server_that_was_started_anew(tmp_path, monkeypatch):
     """It knows them by their keys, gives them new numbers, and the run goes on from its checkpoint."""
     monkeypatch.setattr("glocal.deploy.connection._RETRY", 0.05)
-    folder = deployed.project(tmp_path / "here", devices=2, rounds=2)
-    whole = deployed.project(tmp_path / "whole", devices=2, rounds=3)
+    folder = deployed.project(tmp_path / "here", clients=2, rounds=2)
+    whole = deployed.project(tmp_path / "whole", clients=2, rounds=3)
     with federation(folder) as these:
         these.connect("device-0", "device-1")
         assert these.run() == "completed"
@@ -397,7 +418,7 @@ def test_clients_go_on_by_themselves_with_a_server_that_was_started_anew(tmp_pat
 
 
 def test_a_client_that_was_killed_takes_its_old_place_at_once(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=1)
+    folder = deployed.project(tmp_path / "here", clients=1)
     with federation(folder) as these:
         killed = these.fleet("device-0")
         number = killed.connect(0)
@@ -414,7 +435,7 @@ def test_a_client_that_is_killed_at_work_is_not_waited_for(tmp_path):
     def killed(connection, received, node):
         connection.fleet.connect(node)
 
-    folder = deployed.project(tmp_path / "here", devices=2)
+    folder = deployed.project(tmp_path / "here", clients=2)
     with federation(folder) as these:
         these.connect("device-0")
         these.connect("device-1", make=hostile(killed))
@@ -427,7 +448,7 @@ def test_a_client_that_is_killed_at_work_is_not_waited_for(tmp_path):
 
 def test_an_answer_is_sent_again_when_the_line_was_down(tmp_path, monkeypatch):
     monkeypatch.setattr("glocal.deploy.connection._RETRY", 0.01)
-    folder = deployed.project(tmp_path / "here", devices=2)
+    folder = deployed.project(tmp_path / "here", clients=2)
 
     def cut(connection, received, node):
         web, lost = connection.fleet.client._client, []
@@ -458,7 +479,7 @@ def test_a_client_that_dies_in_the_middle_of_its_answer_is_not_waited_for(tmp_pa
             push(connection, received, node, root, part)
         connection.fleet.client.DeactivateNode(DeactivateNodeRequest(node_id=node))
 
-    folder = deployed.project(tmp_path / "here", devices=2, rounds=2)
+    folder = deployed.project(tmp_path / "here", clients=2, rounds=2)
     with federation(folder) as these:
         these.connect("device-0")
         these.connect("device-1", make=hostile(half))
@@ -468,8 +489,8 @@ def test_a_client_that_dies_in_the_middle_of_its_answer_is_not_waited_for(tmp_pa
 
 def test_a_run_chooses_its_name_and_nothing_else(tmp_path):
     """Not the folder, whose Python files would be run; not a place outside of it."""
-    folder = deployed.project(tmp_path / "here", devices=1, rounds=1)
-    evil = deployed.project(tmp_path / "evil", devices=1)
+    folder = deployed.project(tmp_path / "here", clients=1, rounds=1)
+    evil = deployed.project(tmp_path / "evil", clients=1)
     with (evil / "federation.py").open("a") as module:
         module.write(f"\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
     with federation(folder) as these:
@@ -482,7 +503,7 @@ def test_a_run_chooses_its_name_and_nothing_else(tmp_path):
 
 
 def test_the_server_reads_its_files_anew_for_every_run(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=1, rounds=1)
+    folder = deployed.project(tmp_path / "here", clients=1, rounds=1)
     with federation(folder) as these:
         these.connect("device-0")
         assert these.run() == "completed"
@@ -492,7 +513,7 @@ def test_the_server_reads_its_files_anew_for_every_run(tmp_path):
 
 def test_a_run_that_is_stopped_from_outside_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("glocal.deploy.flower.server_internals._HEARTBEAT", 0.05)
-    folder = deployed.project(tmp_path / "here", devices=2)
+    folder = deployed.project(tmp_path / "here", clients=2)
     with federation(folder) as these:
         number = these.operator.start({"run": "first"})
         live = folder / "runs/first/live.json"
@@ -503,7 +524,7 @@ def test_a_run_that_is_stopped_from_outside_ends(tmp_path, monkeypatch):
 
 
 def test_a_damaged_roster_lets_nobody_new_in_and_keeps_who_was_in(tmp_path):
-    folder = deployed.project(tmp_path / "here", devices=1)
+    folder = deployed.project(tmp_path / "here", clients=1)
     with federation(folder) as these:
         (folder / "roster.json").write_text("[]garbage")
         assert len(these.registered.nodes()) == 1
@@ -513,7 +534,7 @@ def test_a_damaged_roster_lets_nobody_new_in_and_keeps_who_was_in(tmp_path):
 def test_a_server_that_cannot_be_reached_is_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr("glocal.deploy.connection._RETRY", 0.01)
     monkeypatch.setattr("glocal.deploy.connection._MAX_RETRY", 0.02)
-    folder = deployed.project(tmp_path / "here", devices=1)
+    folder = deployed.project(tmp_path / "here", clients=1)
     with federation(folder) as these:
         fleet = these.fleet("device-0")
         fleet.client._client = httpx.Client(transport=httpx.MockTransport(unreachable))
@@ -550,7 +571,9 @@ class Refusing:
     ],
     ids=["unknown", "refused", "unreachable"],
 )
-def test_a_server_that_does_not_know_a_client_is_asked_again_slowly(error, waits, tmp_path, monkeypatch):
+def test_a_server_that_does_not_know_a_client_is_asked_again_slowly(
+    error, waits, tmp_path, monkeypatch
+):
     """A clock, a roster or a server may be put right; one that cannot be reached is tried more often."""
     monkeypatch.setattr("random.uniform", lambda low, high: 1.0)
     connection = Connection(Refusing(error), None, tmp_path / "node", lambda words: None, None)

@@ -54,8 +54,14 @@ def simulated(folder):
     project = Project.from_folder(folder)
     project.make_importable()
     parts = build_components(project.study, no_progress)
-    algorithm = build_algorithm(project.study, next(iter(project.study.experiments.values())), parts)
-    rounds = list(simulate(algorithm, parts.params[0], parts.federations[0].train, project.plan, engine="looped"))
+    algorithm = build_algorithm(
+        project.study, next(iter(project.study.experiments.values())), parts
+    )
+    rounds = list(
+        simulate(
+            algorithm, parts.params[0], parts.federations[0].train, project.plan, engine="looped"
+        )
+    )
     return rounds[-1][0], sum(report.traffic.total.bytes for _, report in rounds)
 
 
@@ -88,25 +94,34 @@ def with_attendance(folder, absent):
     project = Project.from_folder(folder)
     project.make_importable()
     parts = build_components(project.study, no_progress)
-    algorithm = build_algorithm(project.study, next(iter(project.study.experiments.values())), parts)
+    algorithm = build_algorithm(
+        project.study, next(iter(project.study.experiments.values())), parts
+    )
     train, state = parts.federations[0].train, initial_state(algorithm, parts.params[0])
     for round_index in range(project.plan.rounds):
         everyone = range(train.num_clients)
         attendance = Availability.of(everyone, dropouts=absent.get(round_index, []))
         plan = replace(project.plan, rounds=1, first_round=round_index)
         seat = Seat(plan, train, state, attendance)
-        state, _ = next(simulate_seeds(algorithm, [seat], Executor(algorithm.client_update, engine="looped")))[0]
+        state, _ = next(
+            simulate_seeds(algorithm, [seat], Executor(algorithm.client_update, engine="looped"))
+        )[0]
     return state
 
 
-def same_as(folder, state, devices=range(4), run="first"):
-    return max(distance(private_of(folder, device, run).after, state.private.of(device)) for device in devices)
+def same_as(folder, state, clients=range(4), run="first"):
+    return max(
+        distance(private_of(folder, device, run).after, state.private.of(device))
+        for device in clients
+    )
 
 
 def during(round_index, device):
     """Whether a message trains that device in that round."""
     return lambda number, message: (
-        number == device and message.metadata.message_type == "train" and message.metadata.group_id == str(round_index)
+        number == device
+        and message.metadata.message_type == "train"
+        and message.metadata.group_id == str(round_index)
     )
 
 
@@ -119,9 +134,15 @@ def poisoned(reply, change):
 
 BAD = {
     "NaN": (lambda tree: {**tree, "6.bias": tree["6.bias"] * float("nan")}, "'6.bias' holds NaN"),
-    "shape": (lambda tree: {**tree, "6.bias": tree["6.bias"][:1]}, "'6.bias' is (1,) torch.float32"),
+    "shape": (
+        lambda tree: {**tree, "6.bias": tree["6.bias"][:1]},
+        "'6.bias' is (1,) torch.float32",
+    ),
     "type": (lambda tree: {**tree, "6.bias": tree["6.bias"].double()}, "torch.float64"),
-    "missing": (lambda tree: {name: tensor for name, tensor in tree.items() if name != "6.bias"}, "missing ['6.bias']"),
+    "missing": (
+        lambda tree: {name: tensor for name, tensor in tree.items() if name != "6.bias"},
+        "missing ['6.bias']",
+    ),
     "extra": (lambda tree: {**tree, "0.weight": torch.zeros(8, 6)}, "unexpected ['0.weight']"),
 }
 
@@ -130,7 +151,11 @@ BAD = {
 def test_a_bad_answer_is_dropped_and_named_and_the_round_goes_on_without_it(kind, tmp_path):
     change, message = BAD[kind]
     folder, bad = deployed.project(tmp_path / "here"), during(1, 2)
-    grid = deployed.HereGrid(folder, client, lambda device, asked, reply: poisoned(reply, change) if bad(device, asked) else reply)
+    grid = deployed.HereGrid(
+        folder,
+        client,
+        lambda device, asked, reply: poisoned(reply, change) if bad(device, asked) else reply,
+    )
     conductor = run_here(folder, grid)
     rows = read_rows(conductor.folder / "rows.jsonl")
     assert [[*row["dropped"]] for row in rows] == [[], ["device-2"], []]
@@ -147,8 +172,14 @@ def worded(reply, **words):
 
 
 WORDS = {
-    "a figure that is no number": ({"metrics": '{"loss": "low"}'}, "figure 'loss' is 'low'; a finite number was expected"),
-    "a figure that is NaN": ({"metrics": '{"loss": NaN}'}, "figure 'loss' is 'nan'; a finite number was expected"),
+    "a figure that is no number": (
+        {"metrics": '{"loss": "low"}'},
+        "figure 'loss' is 'low'; a finite number was expected",
+    ),
+    "a figure that is NaN": (
+        {"metrics": '{"loss": NaN}'},
+        "figure 'loss' is 'nan'; a finite number was expected",
+    ),
     "figures that are no table": ({"metrics": "[]"}, "its figures are no table"),
     "examples beyond counting": ({"num_examples": str(10**30)}, f"it counts {10**30} examples"),
     "fewer examples than none": ({"num_examples": -5}, "it counts -5 examples"),
@@ -159,7 +190,11 @@ WORDS = {
 def test_words_that_make_no_sense_are_dropped_and_named_too(kind, tmp_path):
     words, message = WORDS[kind]
     folder, bad = deployed.project(tmp_path / "here", rounds=2), during(1, 2)
-    grid = deployed.HereGrid(folder, client, lambda device, asked, reply: worded(reply, **words) if bad(device, asked) else reply)
+    grid = deployed.HereGrid(
+        folder,
+        client,
+        lambda device, asked, reply: worded(reply, **words) if bad(device, asked) else reply,
+    )
     rows = read_rows(run_here(folder, grid).folder / "rows.jsonl")
     assert [[*row["dropped"]] for row in rows] == [[], ["device-2"]]
     assert message in rows[1]["dropped"]["device-2"]
@@ -184,10 +219,17 @@ def test_a_greeting_that_makes_no_sense_is_refused_and_named(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
 
     def tamper(device, asked, reply):
-        return worded(reply, metrics='{"weight": "heavy"}') if device == 1 and asked.metadata.message_type == "query" else reply
+        return (
+            worded(reply, metrics='{"weight": "heavy"}')
+            if device == 1 and asked.metadata.message_type == "query"
+            else reply
+        )
 
     conductor = run_here(folder, deployed.HereGrid(folder, client, tamper))
-    assert "'weight' is 'heavy'" in read_json(conductor.folder / "live.json", dict)["refused"]["device-1"]
+    assert (
+        "'weight' is 'heavy'"
+        in read_json(conductor.folder / "live.json", dict)["refused"]["device-1"]
+    )
 
 
 def test_an_answer_that_is_lost_on_its_way_leaves_no_trace_on_the_device(tmp_path):
@@ -195,7 +237,11 @@ def test_an_answer_that_is_lost_on_its_way_leaves_no_trace_on_the_device(tmp_pat
     folder, lost = deployed.project(tmp_path / "here"), during(1, 0)
     failed = Error(0, "lost on its way")
     grid = deployed.HereGrid(
-        folder, client, lambda device, asked, reply: Message(failed, reply_to=asked) if lost(device, asked) else reply
+        folder,
+        client,
+        lambda device, asked, reply: (
+            Message(failed, reply_to=asked) if lost(device, asked) else reply
+        ),
     )
     conductor = run_here(folder, grid)
     assert "lost on its way" in read_rows(conductor.folder / "rows.jsonl")[1]["dropped"]["device-0"]
@@ -224,7 +270,11 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(moment, tmp_path, monk
     if moment == "after the answers":
         aggregate_train, calls = conductor.aggregate_train, []
         monkeypatch.setattr(
-            conductor, "aggregate_train", lambda replies: aggregate_train(replies) if not calls.append(0) and len(calls) < 2 else 1 / 0
+            conductor,
+            "aggregate_train",
+            lambda replies: (
+                aggregate_train(replies) if not calls.append(0) and len(calls) < 2 else 1 / 0
+            ),
         )
     with pytest.raises((Killed, ZeroDivisionError)):
         run_to_end(grid, conductor)
@@ -239,9 +289,15 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(moment, tmp_path, monk
 def test_a_round_without_a_valid_answer_fails_the_run(tmp_path):
     folder = deployed.project(tmp_path / "here")
     grid = deployed.HereGrid(
-        folder, client, lambda device, asked, reply: poisoned(reply, BAD["NaN"][0]) if during(1, device)(device, asked) else reply
+        folder,
+        client,
+        lambda device, asked, reply: (
+            poisoned(reply, BAD["NaN"][0]) if during(1, device)(device, asked) else reply
+        ),
     )
-    with pytest.raises(InputError, match=r"round 2 has no valid answer \(device-0: upload: '6.bias' holds NaN"):
+    with pytest.raises(
+        InputError, match=r"round 2 has no valid answer \(device-0: upload: '6.bias' holds NaN"
+    ):
         run_here(folder, grid)
     live = read_json(folder / "runs/first/live.json", dict)
     assert live["state"] == "failed"
@@ -282,14 +338,20 @@ def test_a_run_does_not_go_on_with_fewer_than_enough_because_the_others_are_refu
     folder = deployed.project(tmp_path / "here")
     for number in (1, 2, 3):
         deployed.change(folder / f"devices/device-{number}/study.toml", "batch = 5", "batch = 6")
-    with pytest.raises(InputError, match=r"1 devices are there .* 2 are needed \(refused: device-1: .*; device-3: its study.toml"):
+    with pytest.raises(
+        InputError,
+        match=r"1 devices are there .* 2 are needed \(refused: device-1: .*; device-3: its study.toml",
+    ):
         run_here(folder)
     assert not read_rows(folder / "runs/first/rows.jsonl")
 
 
 def test_a_long_round_leaves_the_whole_wait_for_devices(tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here")
-    conductor, grid = RunServer(Project.from_folder(folder), "first"), deployed.HereGrid(folder, client)
+    conductor, grid = (
+        RunServer(Project.from_folder(folder), "first"),
+        deployed.HereGrid(folder, client),
+    )
     RunLoop(conductor, grid)._wait_for_clients()
     now = time.monotonic() + 10 * conductor.project.deployment.limits.connect_timeout
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -307,7 +369,10 @@ def test_private_state_of_another_model_is_refused_by_name(tmp_path):
     conductor = run_here(folder)
     told = conductor.live["refused"]["device-1"]
     assert "private state: state/first.safetensors" in told
-    assert "belongs to another model (shared '4.weight' [7, 9, 'torch.float32']) than this one (shared '4.weight' [7, 8, " in told
+    assert (
+        "belongs to another model (shared '4.weight' [7, 9, 'torch.float32']) than this one (shared '4.weight' [7, 8, "
+        in told
+    )
     assert conductor.state.rounds_included == {0: 3, 2: 3, 3: 3}
 
 
@@ -316,13 +381,19 @@ def test_private_state_whose_tensors_are_not_what_it_says_is_refused(tmp_path):
     run_here(folder)
     file = RunClient.from_folder(folder / "devices/device-1").private("first")
     tensors, about = read_tensors(file.path)
-    write_tensors(file.path, {name: tensor for name, tensor in tensors.items() if name != "after/0.weight"}, about)
+    write_tensors(
+        file.path,
+        {name: tensor for name, tensor in tensors.items() if name != "after/0.weight"},
+        about,
+    )
     with pytest.raises(InputError, match=r"is damaged \('after/0.weight' is missing\)"):
         file.load()
     write_tensors(file.path, {**tensors, "before/0.bias": torch.zeros(3)}, about)
     with pytest.raises(InputError, match=r"is damaged \('before/0.bias' is \[3\] torch.float32\)"):
         file.load()
-    write_tensors(file.path, tensors, {key: value for key, value in about.items() if key != "start_round"})
+    write_tensors(
+        file.path, tensors, {key: value for key, value in about.items() if key != "start_round"}
+    )
     with pytest.raises(InputError, match="was not written by glocal"):
         file.load()
 
@@ -347,10 +418,16 @@ def test_private_state_that_was_lost_is_said(tmp_path):
     deployed.change(folder / "study.toml", "rounds = 2", "rounds = 3")
     deployed.copy_to_devices(folder)
     conductor = run_here(folder, grid)
-    assert "its private state is gone" in read_rows(conductor.folder / "rows.jsonl")[2]["notes"]["device-1"]
+    assert (
+        "its private state is gone"
+        in read_rows(conductor.folder / "rows.jsonl")[2]["notes"]["device-1"]
+    )
 
 
-@pytest.mark.parametrize(("old", "new"), [('local = ["0", "1"]', 'local = ["0"]'), ("batch = 5", "batch = 5\ntokens = 40")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('local = ["0", "1"]', 'local = ["0"]'), ("batch = 5", "batch = 5\ntokens = 40")],
+)
 def test_a_device_with_other_settings_is_refused(old, new, tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
     deployed.change(folder / "devices/device-2/study.toml", old, new)
@@ -375,7 +452,12 @@ def test_a_late_joiner_learns_its_private_part_as_join_does_and_takes_part(tmp_p
         State(shared, PrivateStates(member.setup.algorithm.init(member.setup.params)[1], {})),
         4,
     )
-    joined = join(trained_federation, member.data().train.of(0), join_plan=JoinPlan(epochs=20), engine="looped")
+    joined = join(
+        trained_federation,
+        member.data().train.of(0),
+        join_plan=JoinPlan(epochs=20),
+        engine="looped",
+    )
     assert distance(private_of(folder, 4).after, joined.state.private.of(4)) <= 1e-6
     table = read_json(client_batches.folder / "result.json", dict)["clients"]
     assert [row["name"] for row in table if row["new_client"]] == ["late"]
@@ -413,7 +495,9 @@ def test_an_accuracy_that_is_none_does_not_enter_the_mean(tmp_path):
         return reply
 
     folder = deployed.project(tmp_path / "here", clients=2, rounds=1)
-    result = read_json(run_here(folder, deployed.HereGrid(folder, client, boast)).folder / "result.json", dict)
+    result = read_json(
+        run_here(folder, deployed.HereGrid(folder, client, boast)).folder / "result.json", dict
+    )
     assert result["clients"][1]["test"] is None
     assert result["local_test"]["mean"] == pytest.approx(result["clients"][0]["test"])
 
@@ -424,7 +508,9 @@ def test_a_device_predicts_with_its_own_model(tmp_path):
     member = RunClient.from_folder(folder / "devices/device-1")
     x = member.data().test.of(0).x
     params = member.setup.algorithm.personal(conductor.shared, private_of(folder, 1).after)
-    expected = predictor(member.setup.model)(params, x, torch.ones(len(x), dtype=torch.bool)).argmax(-1)
+    expected = predictor(member.setup.model)(
+        params, x, torch.ones(len(x), dtype=torch.bool)
+    ).argmax(-1)
     assert predict_classes(member, "first", x) == expected.tolist()
     with pytest.raises(InputError, match="has taken part in no round of 'second' yet"):
         predict_classes(member, "second", x)
@@ -433,7 +519,9 @@ def test_a_device_predicts_with_its_own_model(tmp_path):
 def test_a_device_finds_its_files_in_its_own_folder_wherever_it_is_started(tmp_path, monkeypatch):
     own = deployed.project(tmp_path / "here", clients=1) / "devices/device-0"
     with (own / "federation.py").open("a") as module:
-        module.write("\nimport numpy as np\n\ndef data(device):\n    mine = np.load('mine.npz')\n    return mine['x'], mine['y']\n")
+        module.write(
+            "\nimport numpy as np\n\ndef data(device):\n    mine = np.load('mine.npz')\n    return mine['x'], mine['y']\n"
+        )
     np.savez(own / "mine.npz", x=np.ones((20, 6), dtype=np.float32), y=np.arange(20) % 3)
     monkeypatch.chdir(tmp_path)
     assert len(RunClient.from_folder(Path("here/devices/device-0")).data().train.examples.y) == 20
@@ -446,7 +534,9 @@ def test_what_leaves_a_device_is_its_upload_and_figures_and_the_journal_says_so(
     left = []
     grid.tamper = lambda device, message, reply: left.append((device, reply)) or reply
     run_here(folder, grid)
-    local = RunClient.from_folder(folder / "devices/device-0").setup.algorithm.init(RunClient.from_folder(folder / "devices/device-0").setup.params)[1]
+    local = RunClient.from_folder(folder / "devices/device-0").setup.algorithm.init(
+        RunClient.from_folder(folder / "devices/device-0").setup.params
+    )[1]
     for _, reply in left:
         assert not reply.content.array_records
         records = reply.content.config_records.values()
@@ -458,9 +548,15 @@ def test_what_leaves_a_device_is_its_upload_and_figures_and_the_journal_says_so(
     assert [row["num_examples"] for row in sent] == [16, 16]
 
 
-def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about_its_state(tmp_path):
+def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about_its_state(
+    tmp_path,
+):
     folder = deployed.project(tmp_path / "here", clients=3, rounds=2)
-    deployed.change(folder / "devices/device-1/federation.py", "def data(device):", "def data(device):\n    {}['Jane Doe, 41']")
+    deployed.change(
+        folder / "devices/device-1/federation.py",
+        "def data(device):",
+        "def data(device):\n    {}['Jane Doe, 41']",
+    )
     grid = deployed.HereGrid(folder, client)
 
     def lose(device, message, reply):
@@ -470,12 +566,17 @@ def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about
 
     grid.tamper = lose
     run_here(folder, grid)
-    refused, odd = (read_rows(folder / f"devices/device-{number}/journal.jsonl")[-1] for number in (1, 2))
+    refused, odd = (
+        read_rows(folder / f"devices/device-{number}/journal.jsonl")[-1] for number in (1, 2)
+    )
     assert format_journal_entry(refused).startswith(
         "first, after 0 rounds: could not do what it was asked: federation:data: the function fail"
     )
     assert "Jane Doe, 41" in format_journal_entry(refused)
-    assert "; the server is told: its private state is gone, it begins anew (round 2 had counted)" in format_journal_entry(odd)
+    assert (
+        "; the server is told: its private state is gone, it begins anew (round 2 had counted)"
+        in format_journal_entry(odd)
+    )
 
 
 @pytest.mark.parametrize(
@@ -489,7 +590,9 @@ def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about
     ids=["raised", "left", "unreadable", "not finite"],
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_no_example_leaves_a_device_in_the_words_of_an_error(fails, words, masked, tmp_path, caplog):
+def test_no_example_leaves_a_device_in_the_words_of_an_error(
+    fails, words, masked, tmp_path, caplog
+):
     """Data that fail in the second round, with a row of them in what is raised; the owner reads it, the server does not."""
     folder = deployed.project(tmp_path / "here", rounds=2)
     if masked:
@@ -514,13 +617,21 @@ def test_no_example_leaves_a_device_in_the_words_of_an_error(fails, words, maske
     assert words in caplog.text
 
 
-@pytest.mark.parametrize("fails", ["raise ValueError('Jane Doe, 41')", "raise SystemExit('Jane Doe, 41')"], ids=["raised", "left"])
-def test_no_example_leaves_a_device_whose_module_reads_them_while_it_is_imported(fails, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "fails",
+    ["raise ValueError('Jane Doe, 41')", "raise SystemExit('Jane Doe, 41')"],
+    ids=["raised", "left"],
+)
+def test_no_example_leaves_a_device_whose_module_reads_them_while_it_is_imported(
+    fails, tmp_path, caplog
+):
     folder = deployed.project(tmp_path / "here", clients=3, rounds=1)
     with (folder / "devices/device-1/federation.py").open("a") as module:
         module.write(f"\n{fails}\n")
     conductor = run_here(folder)
-    assert conductor.live["refused"] == {"device-1": "its model or data cannot be used; the device's own log says why"}
+    assert conductor.live["refused"] == {
+        "device-1": "its model or data cannot be used; the device's own log says why"
+    }
     assert "Jane Doe, 41" in caplog.text
 
 
@@ -540,7 +651,9 @@ def test_of_an_error_that_nobody_foresaw_the_server_learns_the_kind(tmp_path, mo
     folder = deployed.project(tmp_path / "here", rounds=1)
     monkeypatch.setattr(RunClient, "handshake", lambda self, order: {}["Jane Doe, 41"])
     asked = messages({1000: Instructions("first", 0)}, "query", None)[0]
-    with pytest.raises(RuntimeError, match=r"^it failed \(KeyError\); the device's own log says why$"):
+    with pytest.raises(
+        RuntimeError, match=r"^it failed \(KeyError\); the device's own log says why$"
+    ):
         client(asked, deployed.HereGrid(folder, client).context(0))
     assert "Jane Doe, 41" in caplog.text
 
@@ -553,12 +666,20 @@ def secured(folder):
 
 @pytest.mark.parametrize(
     "lost",
-    [{}, {2: "setup"}, {2: "share_keys"}, {2: "collect_masked_vectors"}, {0: "share_keys", 2: "collect_masked_vectors"}],
+    [
+        {},
+        {2: "setup"},
+        {2: "share_keys"},
+        {2: "collect_masked_vectors"},
+        {0: "share_keys", 2: "collect_masked_vectors"},
+    ],
     ids=["nobody", "at once", "before it trains", "before it sends", "two"],
 )
 def test_secure_aggregation_is_plain_averaging_also_when_a_device_drops_out(lost, tmp_path):
     """SecAgg+ with four devices, or five; one or two are gone in round 1, before they have sent their masked uploads."""
-    folder = secured(deployed.project(tmp_path / "here", rounds=2, clients=4 if len(lost) < 2 else 5))
+    folder = secured(
+        deployed.project(tmp_path / "here", rounds=2, clients=4 if len(lost) < 2 else 5)
+    )
 
     def tamper(device, message, reply):
         stage = message.content.config_records.get("secaggplus_configs", {}).get("stage")
@@ -576,12 +697,19 @@ def test_secure_aggregation_is_plain_averaging_also_when_a_device_drops_out(lost
 
 def test_a_device_is_not_hidden_among_itself_alone(tmp_path):
     folder = secured(deployed.project(tmp_path / "here", clients=1))
-    with pytest.raises(InputError, match="secure hides a device among others, but a cohort is of 1"):
+    with pytest.raises(
+        InputError, match="secure hides a device among others, but a cohort is of 1"
+    ):
         Project.from_folder(folder).setup  # noqa: B018
 
 
 def test_no_upload_is_seen_in_secure_aggregation(tmp_path, monkeypatch):
-    folder, seen, uploads, train = secured(deployed.project(tmp_path / "here", rounds=1)), [], [], RunClient.train
+    folder, seen, uploads, train = (
+        secured(deployed.project(tmp_path / "here", rounds=1)),
+        [],
+        [],
+        RunClient.train,
+    )
 
     def training(self, shared, order):
         uploads.append(train(self, shared, order))
@@ -603,7 +731,9 @@ def test_no_upload_is_seen_in_secure_aggregation(tmp_path, monkeypatch):
 def test_a_device_that_masks_refuses_to_send_in_the_clear(tmp_path):
     """Whatever the server asks for: a server that does not mask is refused by all that do, and the other way round."""
     folder = deployed.project(tmp_path / "here", rounds=1)
-    deployed.change(folder / "devices/device-0/deploy.toml", "settle = 20", "settle = 20\nsecure = true")
+    deployed.change(
+        folder / "devices/device-0/deploy.toml", "settle = 20", "settle = 20\nsecure = true"
+    )
     grid = deployed.HereGrid(folder, client)
     conductor = run_here(folder, grid)
     assert "is not the server's" in conductor.live["refused"]["device-0"]
@@ -614,7 +744,7 @@ def test_a_device_that_masks_refuses_to_send_in_the_clear(tmp_path):
 def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=2, weights='weights = "equal"')
     with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
+        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
     deployed.copy_to_devices(folder)
     left = []
     grid = deployed.HereGrid(folder, client)
@@ -627,7 +757,13 @@ def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
     uploads = [from_record(found["shared"]) for found in records if "shared" in found]
     setup = Project.from_folder(folder).setup
     began = setup.algorithm.init(setup.params)[0]
-    moved = torch.cat([(upload[name] - tensor).flatten() for upload in uploads[:4] for name, tensor in began.items()])
+    moved = torch.cat(
+        [
+            (upload[name] - tensor).flatten()
+            for upload in uploads[:4]
+            for name, tensor in began.items()
+        ]
+    )
     # 348 numbers of nobody's choosing: their deviation is itself known to 0.04
     assert moved.std() == pytest.approx(1.0, rel=0.2)
 
@@ -635,9 +771,13 @@ def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
 def test_the_accountant_counts_what_was_sent_and_did_not_count(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=2, weights='weights = "equal"')
     with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
+        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
     deployed.copy_to_devices(folder)
-    grid = deployed.HereGrid(folder, client, lambda device, asked, reply: None if during(1, device)(device, asked) else reply)
+    grid = deployed.HereGrid(
+        folder,
+        client,
+        lambda device, asked, reply: None if during(1, device)(device, asked) else reply,
+    )
     deployed.change(folder / "deploy.toml", "round = 600.0", "round = 0.1")
     with pytest.raises(InputError, match="round 2 has no valid answer"):
         run_here(folder, grid)
@@ -650,7 +790,7 @@ def test_the_accountant_counts_what_was_sent_and_did_not_count(tmp_path):
 def test_privacy_needs_equal_weights(tmp_path):
     folder = deployed.project(tmp_path / "here")
     with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
+        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
     with pytest.raises(InputError, match=r"set plan\.weights = 'equal'"):
         Project.from_folder(folder).setup  # noqa: B018
 
@@ -684,7 +824,9 @@ def test_nothing_that_a_message_brings_along_is_run(where, tmp_path):
         records["shared"]["blob"] = pickle.dumps(Touches(trace))
     if where == "in the order":
         records["config"]["instructions"] = f"__import__('os').mkdir({str(trace)!r})"
-    expected = nullcontext() if where == "beside" else pytest.raises(RuntimeError, match="it failed")
+    expected = (
+        nullcontext() if where == "beside" else pytest.raises(RuntimeError, match="it failed")
+    )
     with expected:
         reply = read_reply(client(message, grid.context(0)))
         assert not reply.fault

@@ -26,7 +26,9 @@ def imports(text):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flwr":
             yield from ((node.module, alias.name) for alias in node.names)
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "flwr")
+            yield from (
+                (alias.name, "") for alias in node.names if alias.name.split(".")[0] == "flwr"
+            )
 
 
 def missing(text):
@@ -54,7 +56,10 @@ def test_every_name_that_is_taken_of_flowers_inside_is_there(path):
 
 def test_a_name_that_an_upgrade_took_away_is_named():
     text = "from flwr.superlink.main import create_app, gone\nfrom flwr.nowhere import x\n"
-    assert [words.split(" ")[0] for words in missing(text)] == ["flwr.superlink.main.gone", "flwr.nowhere"]
+    assert [words.split(" ")[0] for words in missing(text)] == [
+        "flwr.superlink.main.gone",
+        "flwr.nowhere",
+    ]
 
 
 def test_nothing_else_knows_flowers_inside():
@@ -123,7 +128,9 @@ def test_flowers_server_is_configured_in_full():
     given = {field.name for field in fields(server_internals._config("secret"))}
     taken = {*inspect.signature(server_internals.SuperLinkLifespanConfig).parameters}
     assert given == taken
-    assert len(taken) == 22, f"flwr {version('flwr')} has other settings; see what the new ones open"
+    assert len(taken) == 22, (
+        f"flwr {version('flwr')} has other settings; see what the new ones open"
+    )
 
 
 def test_flowers_own_locks_are_shut_behind_the_gates_too():
@@ -143,5 +150,8 @@ def test_another_version_of_flower_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr("glocal.deploy.preflight.version", lambda _: "1.57.0")
     from glocal.deploy.preflight import require_flower
 
-    with pytest.raises(InputError, match=r"Flower 1\.57\.0 is installed, 1\.41 or 1\.42 is needed; run: pip install"):
+    with pytest.raises(
+        InputError,
+        match=r"Flower 1\.57\.0 is installed, 1\.41 or 1\.42 is needed; run: pip install",
+    ):
         require_flower()

@@ -13,7 +13,15 @@ from glocal.core import random, trees
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
 from glocal.core.optimizers import adam, sgd
-from glocal.core.training import Proximal, Work, cross_entropy, local_train, supervised, with_augmentation, with_proximal
+from glocal.core.training import (
+    Proximal,
+    Work,
+    cross_entropy,
+    local_train,
+    supervised,
+    with_augmentation,
+    with_proximal,
+)
 from glocal.datasets import crop_and_flip
 from glocal.engines.fused import compiler
 from glocal.engines.fused.compiler import NoFusedStepError, load_step
@@ -39,7 +47,9 @@ def work_of(shape, order, *, seed=0, round_index=0):
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(30, *shape, generator=draw)
     y = torch.randint(CLASSES, (30,), generator=draw)
-    return Work(Examples(x, y, None), torch.as_tensor(order), torch.tensor(seed), torch.tensor(round_index))
+    return Work(
+        Examples(x, y, None), torch.as_tensor(order), torch.tensor(seed), torch.tensor(round_index)
+    )
 
 
 def random_order(steps, batch, *, seed, padding=0.0):
@@ -59,7 +69,12 @@ def in_double(objective, params, work, optimizer):
     """The general path in float64: the fairest judge of two ways to compute in float32."""
     examples = work.examples._replace(x=work.examples.x.double())
     proximal = tuple(Proximal(doubled(anchor), strength) for anchor, strength in objective.proximal)
-    return local_train(objective._replace(proximal=proximal), doubled(params), work._replace(examples=examples), optimizer)
+    return local_train(
+        objective._replace(proximal=proximal),
+        doubled(params),
+        work._replace(examples=examples),
+        optimizer,
+    )
 
 
 def assert_agrees(fused, objective, params, work, optimizer):
@@ -78,7 +93,9 @@ def assert_agrees(fused, objective, params, work, optimizer):
 
 
 def mlp(*widths, bias=True):
-    layers = [layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m, bias=bias), nn.ReLU())]
+    layers = [
+        layer for n, m in pairwise(widths) for layer in (nn.Linear(n, m, bias=bias), nn.ReLU())
+    ]
     return nn.Sequential(*layers[:-1])
 
 
@@ -102,23 +119,35 @@ rules = st.builds(
     round_index=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_linear_chains_agree_with_the_general_path(fused, widths, batch, steps, padding, rule, bias, round_index, seed):
+def test_linear_chains_agree_with_the_general_path(
+    fused, widths, batch, steps, padding, rule, bias, round_index, seed
+):
     torch.manual_seed(seed)
     model = mlp(*widths, CLASSES, bias=bias)
-    work = work_of((widths[0],), random_order(steps, batch, seed=seed, padding=padding), seed=seed, round_index=round_index)
+    work = work_of(
+        (widths[0],),
+        random_order(steps, batch, seed=seed, padding=padding),
+        seed=seed,
+        round_index=round_index,
+    )
     assert_agrees(fused, cross_entropy(model), params_of(model), work, rule)
 
 
 @st.composite
 def conv_layers(draw):
     """A convolution with whatever may follow it."""
-    kernel, stride = draw(st.tuples(st.integers(1, 5), st.integers(1, 5))), draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))
+    kernel, stride = (
+        draw(st.tuples(st.integers(1, 5), st.integers(1, 5))),
+        draw(st.tuples(st.integers(1, 3), st.integers(1, 2))),
+    )
     return {
         "outputs": draw(st.sampled_from([1, 2, 3, 5, 6, 16, 19, 33])),
         "kernel": kernel,
         "stride": draw(st.sampled_from([(1, 1), stride])),
         "padding": draw(st.sampled_from([(0, 0), (kernel[0] // 2, kernel[1] // 2)])),
-        "after": draw(st.permutations(draw(st.sampled_from([[], ["relu"], ["pool"], ["relu", "pool"]])))),
+        "after": draw(
+            st.permutations(draw(st.sampled_from([[], ["relu"], ["pool"], ["relu", "pool"]])))
+        ),
         "side": draw(st.integers(1, 4)),
         "bias": draw(st.booleans()),
     }
@@ -129,8 +158,12 @@ def conv_net(shape, convs, hidden):
     layers, entered = [], torch.zeros(1, *shape)
     for conv in convs:
         kernel, stride, padding = conv["kernel"], conv["stride"], conv["padding"]
-        piece = [nn.Conv2d(entered.shape[1], conv["outputs"], kernel, stride, padding, bias=conv["bias"])]
-        piece += [nn.ReLU() if kind == "relu" else nn.MaxPool2d(conv["side"]) for kind in conv["after"]]
+        piece = [
+            nn.Conv2d(entered.shape[1], conv["outputs"], kernel, stride, padding, bias=conv["bias"])
+        ]
+        piece += [
+            nn.ReLU() if kind == "relu" else nn.MaxPool2d(conv["side"]) for kind in conv["after"]
+        ]
         try:
             entered = nn.Sequential(*piece)(entered).detach()
         except RuntimeError:  # torch refuses an image that shrinks to nothing
@@ -148,7 +181,9 @@ def conv_net(shape, convs, hidden):
     rule=rules,
     seed=st.integers(0, 2**20),
 )
-def test_convolutional_chains_agree_with_the_general_path(fused, shape, convs, hidden, batch, rule, seed):
+def test_convolutional_chains_agree_with_the_general_path(
+    fused, shape, convs, hidden, batch, rule, seed
+):
     torch.manual_seed(seed)
     model = conv_net(shape, convs, hidden)
     # one step: two correct paths part ways for good where two outputs are nearly the greatest of their window
@@ -157,7 +192,15 @@ def test_convolutional_chains_agree_with_the_general_path(fused, shape, convs, h
 
 
 def lenet():
-    features = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    features = [
+        nn.Conv2d(3, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*features, mlp(400, 120, 100, CLASSES))
 
 
@@ -177,15 +220,32 @@ def brightened(x, key):
 def test_augmented_examples_agree_with_the_general_path(fused, augment):
     torch.manual_seed(0)
     side = augment(torch.zeros(1, 2, 6, 6), torch.tensor(0)).shape[-1]
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * (side - 2) ** 2, CLASSES))
-    work = work_of((2, 6, 6), random_order(3, 5, seed=1, padding=0.3))._replace(key=torch.tensor(11))
-    assert_agrees(fused, with_augmentation(cross_entropy(model), augment), params_of(model), work, sgd(0.1, momentum=0.5))
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * (side - 2) ** 2, CLASSES)
+    )
+    work = work_of((2, 6, 6), random_order(3, 5, seed=1, padding=0.3))._replace(
+        key=torch.tensor(11)
+    )
+    assert_agrees(
+        fused,
+        with_augmentation(cross_entropy(model), augment),
+        params_of(model),
+        work,
+        sgd(0.1, momentum=0.5),
+    )
 
 
 def test_equal_values_in_a_window_share_nothing_as_in_torch(fused):
     """The background of a drawing: every output of a window is the same, and the first of them gets the slope."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(4, 16, 2), nn.MaxPool2d(2), nn.Flatten())
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.MaxPool2d(2),
+        nn.ReLU(),
+        nn.Conv2d(4, 16, 2),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
     model = nn.Sequential(*model, nn.Linear(64, CLASSES))
     work = work_of((1, 12, 12), random_order(1, 8, seed=0))
     work.examples.x[:] = torch.where(work.examples.x > 1.5, work.examples.x, 0)
@@ -193,44 +253,81 @@ def test_equal_values_in_a_window_share_nothing_as_in_torch(fused):
 
 
 @MANY
-@given(strengths=st.lists(st.sampled_from([0.0, 0.1, 2.0]), min_size=1, max_size=3), momentum=st.sampled_from([0.0, 0.9]))
+@given(
+    strengths=st.lists(st.sampled_from([0.0, 0.1, 2.0]), min_size=1, max_size=3),
+    momentum=st.sampled_from([0.0, 0.9]),
+)
 def test_pulls_are_part_of_slopes_and_loss(fused, strengths, momentum):
     torch.manual_seed(0)
-    for model, shape in ((mlp(9, 12, 7, CLASSES), (9,)), (conv_net((2, 8, 8), [PLAIN], [6]), (2, 8, 8))):
+    for model, shape in (
+        (mlp(9, 12, 7, CLASSES), (9,)),
+        (conv_net((2, 8, 8), [PLAIN], [6]), (2, 8, 8)),
+    ):
         objective, params = cross_entropy(model), params_of(model)
         for strength in strengths:
             objective = with_proximal(
-                objective, {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()}, strength
+                objective,
+                {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in params.items()},
+                strength,
             )
-        objective = objective._replace(proximal=(*objective.proximal, Proximal({"0.weight": params["0.weight"] + 0.3}, 0.5)))
-        assert_agrees(fused, objective, params, work_of(shape, random_order(2, 7, seed=0)), sgd(0.1, momentum=momentum))
+        objective = objective._replace(
+            proximal=(*objective.proximal, Proximal({"0.weight": params["0.weight"] + 0.3}, 0.5))
+        )
+        assert_agrees(
+            fused,
+            objective,
+            params,
+            work_of(shape, random_order(2, 7, seed=0)),
+            sgd(0.1, momentum=momentum),
+        )
 
 
-PLAIN = {"outputs": 4, "kernel": (3, 3), "stride": (1, 1), "padding": (0, 0), "after": ["relu", "pool"], "side": 2, "bias": True}
+PLAIN = {
+    "outputs": 4,
+    "kernel": (3, 3),
+    "stride": (1, 1),
+    "padding": (0, 0),
+    "after": ["relu", "pool"],
+    "side": 2,
+    "bias": True,
+}
 
 
 def test_many_pulls_are_one_pull_and_a_floor():
     w, *anchors = torch.randn(4, 6, dtype=torch.float64)
-    proximal = [Proximal({"w": anchor}, strength) for anchor, strength in zip(anchors, (0.5, 1.0, 0.25), strict=True)]
+    proximal = [
+        Proximal({"w": anchor}, strength)
+        for anchor, strength in zip(anchors, (0.5, 1.0, 0.25), strict=True)
+    ]
     strengths, middle, floor = merge_pulls(proximal)
     apart = sum(strength / 2 * (w - anchor["w"]).square().sum() for anchor, strength in proximal)
-    torch.testing.assert_close(strengths["w"] / 2 * (w - middle["w"]).square().sum() + floor, apart, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        strengths["w"] / 2 * (w - middle["w"]).square().sum() + floor, apart, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_work_that_is_all_padding_leaves_everything_as_it_was(fused):
     model = mlp(4, 3, CLASSES)
     params = params_of(model)
-    trained, loss = fused(cross_entropy(model), params, work_of((4,), torch.full((2, 3), -1)), sgd(0.1, momentum=0.9))
+    trained, loss = fused(
+        cross_entropy(model), params, work_of((4,), torch.full((2, 3), -1)), sgd(0.1, momentum=0.9)
+    )
     assert trees.same_bits(trained, params)
     assert loss == 0
     assert all(trained[name].data_ptr() != params[name].data_ptr() for name in params)
 
 
-@pytest.mark.parametrize("model", [mlp(30, 50, 20, CLASSES), conv_net((3, 16, 16), [PLAIN, PLAIN], [10])], ids=["mlp", "conv"])
+@pytest.mark.parametrize(
+    "model",
+    [mlp(30, 50, 20, CLASSES), conv_net((3, 16, 16), [PLAIN, PLAIN], [10])],
+    ids=["mlp", "conv"],
+)
 def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
     shape = (30,) if isinstance(model[0], nn.Linear) else (3, 16, 16)
     objective, params = cross_entropy(model), params_of(model)
-    works = [work_of(shape, random_order(8, 12, seed=seed, padding=0.1), seed=seed) for seed in range(6)]
+    works = [
+        work_of(shape, random_order(8, 12, seed=seed, padding=0.1), seed=seed) for seed in range(6)
+    ]
 
     def run(work):
         return fused(objective, params, work, sgd(0.1, momentum=0.5))
@@ -243,7 +340,9 @@ def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
         assert loss == other_loss
 
 
-@pytest.mark.parametrize("model", [mlp(6, 7, CLASSES), conv_net((2, 6, 6), [PLAIN], [])], ids=["mlp", "conv"])
+@pytest.mark.parametrize(
+    "model", [mlp(6, 7, CLASSES), conv_net((2, 6, 6), [PLAIN], [])], ids=["mlp", "conv"]
+)
 def test_what_diverges_has_a_loss_that_says_so(fused, model):
     shape = (6,) if isinstance(model[0], nn.Linear) else (2, 6, 6)
     work = work_of(shape, random_order(6, 5, seed=0))
@@ -282,14 +381,24 @@ X, Y = work_of((4,), [[0]]).examples[:2]
 DECLINED = {
     "the optimiser is Adam, not Sgd": declined_case(rule=adam(0.1)),
     "the loss is AugmentedLoss, not a model's own": declined_case(
-        with_augmentation(with_augmentation(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x)
+        with_augmentation(
+            with_augmentation(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x
+        )
     ),
-    "the loss is not the cross entropy": declined_case(supervised(LINEAR, lambda output, y: output.square().sum(1))),
+    "the loss is not the cross entropy": declined_case(
+        supervised(LINEAR, lambda output, y: output.square().sum(1))
+    ),
     "layer '1' is BatchNorm1d on (6,)": declined_case(model=NORMED),
     "some of its weights are frozen": declined_case(model=FROZEN),
-    "it ends in a softmax": declined_case(model=nn.Sequential(*mlp(4, 6, CLASSES), nn.Softmax(dim=1))),
-    "layer '1' is Softmax on (6,)": declined_case(model=nn.Sequential(nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, CLASSES))),
-    "not every weight of the model is trained": declined_case(cross_entropy(LINEAR)._replace(trainable=frozenset({"0.weight"}))),
+    "it ends in a softmax": declined_case(
+        model=nn.Sequential(*mlp(4, 6, CLASSES), nn.Softmax(dim=1))
+    ),
+    "layer '1' is Softmax on (6,)": declined_case(
+        model=nn.Sequential(nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, CLASSES))
+    ),
+    "not every weight of the model is trained": declined_case(
+        cross_entropy(LINEAR)._replace(trainable=frozenset({"0.weight"}))
+    ),
     "'0.weight' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(tree=doubled),
     "'x' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(x=X.double()),
     "'y' is torch.int32 on cpu, not torch.int64 on cpu": declined_case(y=Y.int()),
@@ -297,7 +406,9 @@ DECLINED = {
     "there is no batch": declined_case(order=torch.zeros(0, 3, dtype=torch.int64)),
     "a row of the order is outside the examples": declined_case(order=torch.tensor([[0, 30]])),
     "a label is no class of the model": declined_case(y=Y - 100),
-    "'0.weight' asks for a gradient": declined_case(tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}),
+    "'0.weight' asks for a gradient": declined_case(
+        tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}
+    ),
     "a pull pushes": declined_case(with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)),
 }
 
@@ -337,7 +448,8 @@ def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        NoFusedStepError, match=r"^there is no C\+\+ compiler \(looked for c\+\+, g\+\+, clang\+\+; CXX may name another\)$"
+        NoFusedStepError,
+        match=r"^there is no C\+\+ compiler \(looked for c\+\+, g\+\+, clang\+\+; CXX may name another\)$",
     ):
         load_step()
 
@@ -346,7 +458,9 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(fused, monkeypatch, tmp_pat
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "SOURCE", tmp_path / "step.cpp")
     (tmp_path / "step.cpp").write_text("this is no C++\n")
-    with pytest.raises(NoFusedStepError, match=r"could not compile the C\+\+ step \(.*error.*\)$") as caught:
+    with pytest.raises(
+        NoFusedStepError, match=r"could not compile the C\+\+ step \(.*error.*\)$"
+    ) as caught:
         load_step()
     assert "\n" not in str(caught.value)
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -26,7 +26,9 @@ if WHERE == "cpu" and "triton" not in sys.modules:
 
 # Triton 3.6's interpreter makes an int of an array with one number, which NumPy 2.4 no longer allows
 INTERPRETER_RUNS = np.lib.NumpyVersion(np.__version__) < "2.4.0"
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,37 +48,57 @@ needs_kernels = pytest.mark.usefixtures("kernels")
 
 
 def mlp(*widths, bias=True):
-    hidden = [layer for pair in pairwise(widths[:-1]) for layer in (nn.Linear(*pair, bias=bias), nn.ReLU())]
+    hidden = [
+        layer
+        for pair in pairwise(widths[:-1])
+        for layer in (nn.Linear(*pair, bias=bias), nn.ReLU())
+    ]
     return nn.Sequential(*hidden, nn.Linear(widths[-2], widths[-1], bias=bias))
 
 
 def small_lenet():
     first = [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2)]
     second = [nn.Conv2d(3, 5, 2), nn.MaxPool2d(2), nn.ReLU()]
-    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(20, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+    return nn.Sequential(
+        *first, *second, nn.Flatten(), nn.Linear(20, 7), nn.ReLU(), nn.Linear(7, CLASSES)
+    )
 
 
 def strided():
-    convs = [nn.Conv2d(1, 3, 3, stride=2, padding=1, bias=False), nn.ReLU(), nn.Conv2d(3, 9, (3, 2), stride=(2, 1), padding=(2, 1))]
+    convs = [
+        nn.Conv2d(1, 3, 3, stride=2, padding=1, bias=False),
+        nn.ReLU(),
+        nn.Conv2d(3, 9, (3, 2), stride=(2, 1), padding=(2, 1)),
+    ]
     return nn.Sequential(*convs, nn.Flatten(), nn.Linear(9 * 4 * 6, CLASSES))
 
 
 def odd_pool():
-    return nn.Sequential(nn.Conv2d(1, 2, 2, padding=1), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(8, CLASSES, bias=False))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 2, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3),
+        nn.Flatten(),
+        nn.Linear(8, CLASSES, bias=False),
+    )
 
 
-IMAGES = {"lenet": (small_lenet, (2, 12, 12)), "strided": (strided, (1, 9, 9)), "odd pool": (odd_pool, (1, 7, 7))}
+IMAGES = {
+    "lenet": (small_lenet, (2, 12, 12)),
+    "strided": (strided, (1, 9, 9)),
+    "odd pool": (odd_pool, (1, 7, 7)),
+}
 
 
 class Trial:
     """A model, D devices that start apart, examples, and an order with padding at the end of a step and one wholly padded step."""
 
-    def __init__(self, model, inputs, *, devices=3, steps=3, batch=5, ragged=True):
+    def __init__(self, model, inputs, *, clients=3, steps=3, batch=5, ragged=True):
         torch.manual_seed(0)
         self.model, self.inputs, self.chain = model, inputs, parse_chain(model, inputs)
         self.x = torch.randn(ROWS, *inputs, device=WHERE)
         self.y = torch.randint(0, CLASSES, (ROWS,), device=WHERE)
-        self.order = torch.randint(0, ROWS, (devices, steps, batch), device=WHERE)
+        self.order = torch.randint(0, ROWS, (clients, steps, batch), device=WHERE)
         if ragged:
             self.order[0, 1, batch // 2 + 1 :] = -1
             self.order[-1, -1] = -1
@@ -84,33 +106,42 @@ class Trial:
 
     def near(self, params, distance):
         """One tree for each device, (D, ...)."""
-        devices = range(self.order.shape[0])
+        clients = range(self.order.shape[0])
         return {
-            n: torch.stack([t.to(WHERE) + distance * torch.randn(t.shape, device=WHERE) for _ in devices])
+            n: torch.stack(
+                [t.to(WHERE) + distance * torch.randn(t.shape, device=WHERE) for _ in clients]
+            )
             for n, t in params.items()
         }
 
     def fused(self, *, lr=0.1, **settings):
-        return local_train_batched(self.chain, self.params, self.x, self.y, self.order, lr=lr, **settings)
+        return local_train_batched(
+            self.chain, self.params, self.x, self.y, self.order, lr=lr, **settings
+        )
 
     def truth(self, *, lr=0.1, momentum=0.0, weight_decay=0.0, proximal=()):
         """`local_train` in float64, one device after the other: params (D, ...) and losses (D,)."""
         model = self.model.to(WHERE).double()
         sgd = optimizers.sgd(lr, momentum=momentum, weight_decay=weight_decay)
-        found = [self.truth_of(device, model, sgd, proximal) for device in range(self.order.shape[0])]
+        found = [
+            self.truth_of(device, model, sgd, proximal) for device in range(self.order.shape[0])
+        ]
         model.float()
-        return {name: torch.stack([trained[name] for trained, _ in found]) for name in self.params}, torch.stack(
-            [loss for _, loss in found]
-        )
+        return {
+            name: torch.stack([trained[name] for trained, _ in found]) for name in self.params
+        }, torch.stack([loss for _, loss in found])
 
     def truth_of(self, device, model, sgd, proximal):
         ends = tuple(
-            training.Proximal({name: end[device].double() for name, end in ends.items()}, strength) for ends, strength in proximal
+            training.Proximal({name: end[device].double() for name, end in ends.items()}, strength)
+            for ends, strength in proximal
         )
         zero = torch.tensor(0, device=WHERE)
         work = training.Work(Examples(self.x.double(), self.y), self.order[device], zero, zero)
         params = {name: tensor[device].double() for name, tensor in self.params.items()}
-        return training.local_train(training.cross_entropy(model)._replace(proximal=ends), params, work, sgd)
+        return training.local_train(
+            training.cross_entropy(model)._replace(proximal=ends), params, work, sgd
+        )
 
 
 def assert_same(one, other, tolerance=1e-5):
@@ -126,8 +157,8 @@ def assert_same_bits(one, other):
 
 @needs_kernels
 @pytest.mark.parametrize(("devices", "batch"), [(3, 1), (2, 10), (1, 16), (3, 17), (1, 70)])
-def test_an_mlp_of_odd_widths_takes_the_same_steps(devices, batch):
-    trial = Trial(mlp(67, 35, CLASSES), (67,), batch=batch, devices=devices, steps=2)
+def test_an_mlp_of_odd_widths_takes_the_same_steps(clients, batch):
+    trial = Trial(mlp(67, 35, CLASSES), (67,), batch=batch, clients=clients, steps=2)
     assert_same(trial.fused(momentum=0.5), trial.truth(momentum=0.5))
 
 
@@ -142,19 +173,23 @@ def test_a_softmax_before_the_cross_entropy_takes_the_same_steps(batch):
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 20])
 @pytest.mark.parametrize(
-    "settings", [{}, {"momentum": 0.5}, {"weight_decay": 0.1}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str
+    "settings",
+    [{}, {"momentum": 0.5}, {"weight_decay": 0.1}, {"momentum": 0.9, "weight_decay": 0.1}],
+    ids=str,
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_setting_of_sgd_is_kept(batch, settings, bias):
-    trial = Trial(mlp(9, 5, CLASSES, bias=bias), (9,), batch=batch, devices=10)
+    trial = Trial(mlp(9, 5, CLASSES, bias=bias), (9,), batch=batch, clients=10)
     assert_same(trial.fused(**settings), trial.truth(**settings))
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kind", "batch"), [("lenet", 3), ("strided", 3), ("odd pool", 3), ("odd pool", 18)])
+@pytest.mark.parametrize(
+    ("kind", "batch"), [("lenet", 3), ("strided", 3), ("odd pool", 3), ("odd pool", 18)]
+)
 def test_convolutions_take_the_same_steps(kind, batch):
     make, inputs = IMAGES[kind]
-    trial = Trial(make(), inputs, batch=batch, devices=2, steps=2)
+    trial = Trial(make(), inputs, batch=batch, clients=2, steps=2)
     assert_same(trial.fused(momentum=0.5), trial.truth(momentum=0.5))
 
 
@@ -163,15 +198,17 @@ def test_convolutions_take_the_same_steps(kind, batch):
 @pytest.mark.parametrize(("kind", "batch"), [("mlp", 3), ("mlp", 18), ("odd pool", 3)])
 def test_pulls_act_on_weights_and_count_in_the_loss(kind, batch, strengths):
     make, inputs = IMAGES.get(kind, (lambda: mlp(9, 5, CLASSES), (9,)))
-    trial = Trial(make(), inputs, batch=batch, devices=2, steps=2)
+    trial = Trial(make(), inputs, batch=batch, clients=2, steps=2)
     proximal = [(trial.near(params_of(trial.model), 0.2), strength) for strength in strengths]
-    assert_same(trial.fused(momentum=0.5, proximal=proximal), trial.truth(momentum=0.5, proximal=proximal))
+    assert_same(
+        trial.fused(momentum=0.5, proximal=proximal), trial.truth(momentum=0.5, proximal=proximal)
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 18])
 def test_a_pull_may_leave_names_out(batch):
-    trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, devices=2)
+    trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, clients=2)
     ends = trial.near(params_of(trial.model), 0.2)
     proximal = [({name: ends[name] for name in ("0.weight", "2.bias")}, 0.5), (ends, 0.25)]
     assert_same(trial.fused(proximal=proximal), trial.truth(proximal=proximal))
@@ -180,7 +217,7 @@ def test_a_pull_may_leave_names_out(batch):
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 18])
 def test_a_device_without_examples_stays_as_it_is(batch):
-    trial = Trial(odd_pool(), (1, 7, 7), batch=batch, devices=2)
+    trial = Trial(odd_pool(), (1, 7, 7), batch=batch, clients=2)
     trial.order[1] = -1
     trained, loss = trial.fused(momentum=0.5, weight_decay=0.1)
     assert all(torch.equal(trained[name][1], trial.params[name][1]) for name in trained)
@@ -190,19 +227,23 @@ def test_a_device_without_examples_stays_as_it_is(batch):
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 18])
 def test_a_padded_step_keeps_weights_and_momentum(batch):
-    trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, devices=2, steps=4, ragged=False)
+    trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, clients=2, steps=4, ragged=False)
     without = trial.fused(momentum=0.9)
     padding = torch.full_like(trial.order[:, :1], -1)
     trial.order = torch.cat([trial.order[:, :2], padding, trial.order[:, 2:], padding], dim=1)
     pad_and_stack = trial.fused(momentum=0.9)
     assert all(torch.equal(pad_and_stack[0][name], tensor) for name, tensor in without[0].items())
-    assert_same(pad_and_stack, without, 1e-6)  # the mean loss is summed over more numbers, in another order
+    assert_same(
+        pad_and_stack, without, 1e-6
+    )  # the mean loss is summed over more numbers, in another order
 
 
 @needs_kernels
 def test_devices_may_share_where_they_start_and_what_pulls_them():
-    trial = Trial(odd_pool(), (1, 7, 7), devices=2)
-    shared = {name: tensor[:1].expand(2, *tensor.shape[1:]) for name, tensor in trial.params.items()}
+    trial = Trial(odd_pool(), (1, 7, 7), clients=2)
+    shared = {
+        name: tensor[:1].expand(2, *tensor.shape[1:]) for name, tensor in trial.params.items()
+    }
     copies = {name: tensor.contiguous() for name, tensor in shared.items()}
     trial.params = shared
     one = trial.fused(momentum=0.5, proximal=[(shared, 0.5)])
@@ -212,7 +253,7 @@ def test_devices_may_share_where_they_start_and_what_pulls_them():
 
 @needs_kernels
 def test_the_callers_tensors_stay_as_they_are_and_bits_repeat():
-    trial = Trial(odd_pool(), (1, 7, 7), devices=2)
+    trial = Trial(odd_pool(), (1, 7, 7), clients=2)
     before = {name: tensor.clone() for name, tensor in trial.params.items()}
     assert_same_bits(trial.fused(momentum=0.5), trial.fused(momentum=0.5))
     assert all(torch.equal(before[name], tensor) for name, tensor in trial.params.items())
@@ -220,19 +261,26 @@ def test_the_callers_tensors_stay_as_they_are_and_bits_repeat():
 
 @needs_kernels
 def test_a_device_trains_the_same_whoever_is_beside_it():
-    trial = Trial(odd_pool(), (1, 7, 7), devices=3)
+    trial = Trial(odd_pool(), (1, 7, 7), clients=3)
     together = trial.fused(momentum=0.5)
-    trial.params, trial.order = {name: tensor[1:2] for name, tensor in trial.params.items()}, trial.order[1:2]
+    trial.params, trial.order = (
+        {name: tensor[1:2] for name, tensor in trial.params.items()},
+        trial.order[1:2],
+    )
     alone = trial.fused(momentum=0.5)
-    assert_same(alone, ({name: tensor[1:2] for name, tensor in together[0].items()}, together[1][1:2]), 1e-6)
+    assert_same(
+        alone, ({name: tensor[1:2] for name, tensor in together[0].items()}, together[1][1:2]), 1e-6
+    )
 
 
 @needs_kernels
 def test_every_device_may_have_its_own_rate():
-    trial = Trial(mlp(9, 5, CLASSES), (9,), devices=2)
+    trial = Trial(mlp(9, 5, CLASSES), (9,), clients=2)
     trained, _ = trial.fused(lr=torch.tensor([0.1, 0.3], device=WHERE))
     for device, lr in enumerate((0.1, 0.3)):
-        assert (trained["0.weight"][device] - trial.truth(lr=lr)[0]["0.weight"][device]).abs().max() < 1e-5
+        assert (
+            trained["0.weight"][device] - trial.truth(lr=lr)[0]["0.weight"][device]
+        ).abs().max() < 1e-5
 
 
 @needs_kernels
@@ -241,7 +289,7 @@ def test_tiles_are_only_a_matter_of_speed(batch):
     def choose_tile(job):
         return Tile(16, 32, 16) if job.kind != "loss" else default_tile(job)
 
-    trial = Trial(odd_pool(), (1, 7, 7), batch=batch, devices=2, steps=2)
+    trial = Trial(odd_pool(), (1, 7, 7), batch=batch, clients=2, steps=2)
     assert_same(trial.fused(momentum=0.5, choose_tile=choose_tile), trial.fused(momentum=0.5), 1e-6)
 
 
@@ -275,10 +323,17 @@ def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
     assert reason(model, optimizer=optimizers.adam(0.1)) == "the optimiser is Adam, not Sgd"
     assert reason(model, dtype=torch.float64) == "the weights are torch.float64, not torch.float32"
     assert "layer '1' is Tanh" in reason(nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2)))
-    assert reason(model, trainable=frozenset({"0.weight"})) == "some of the model's weights stay as they are"
-    assert reason(model, proximal=(training.Proximal({}, -1.0),)) == "a pull has a negative strength"
+    assert (
+        reason(model, trainable=frozenset({"0.weight"}))
+        == "some of the model's weights stay as they are"
+    )
+    assert (
+        reason(model, proximal=(training.Proximal({}, -1.0),)) == "a pull has a negative strength"
+    )
     with_augmentation = training.with_augmentation(training.cross_entropy(model), lambda x, key: x)
-    assert reason(model, loss=with_augmentation.loss) == "the loss is not the cross entropy of a model"
+    assert (
+        reason(model, loss=with_augmentation.loss) == "the loss is not the cross entropy of a model"
+    )
 
 
 def test_without_triton_it_is_declined(monkeypatch):

@@ -21,7 +21,9 @@ ORDER_P384 = int(
     "ffffffffffffffffffffffffffffffffffffffffffffffffc7634d81f4372ddf581a0db248b0a77aecec196accc52973",
     16,
 )
-PULL, PUSH, OBJECT = (f"/v1/fleet/{name}" for name in ("pull-messages", "push-messages", "push-object"))
+PULL, PUSH, OBJECT = (
+    f"/v1/fleet/{name}" for name in ("pull-messages", "push-messages", "push-object")
+)
 ASKED = {"message-to-7": 7, "message-to-8": 8}
 
 
@@ -95,7 +97,9 @@ def door():
 
 def reply(node=7, sender=7, answers="message-to-7", run=1):
     metadata = Metadata(run_id=run, src_node_id=sender, reply_to_message_id=answers)
-    request = PushMessagesRequest(node=Node(node_id=node), messages_list=[Message(metadata=metadata)])
+    request = PushMessagesRequest(
+        node=Node(node_id=node), messages_list=[Message(metadata=metadata)]
+    )
     return request.SerializeToString()
 
 
@@ -147,8 +151,12 @@ def spoilt(headers, name, value):
 STRANGERS = {
     "no headers": lambda door: [],
     "an unknown key": lambda door: Key().headers(),
-    "another's signature": lambda door: spoilt(door.first.headers(), server_internals.KEY_HEADER, b64encode(door.second.public)),
-    "no signature": lambda door: spoilt(door.first.headers(), server_internals.SIGNATURE_HEADER, b""),
+    "another's signature": lambda door: spoilt(
+        door.first.headers(), server_internals.KEY_HEADER, b64encode(door.second.public)
+    ),
+    "no signature": lambda door: spoilt(
+        door.first.headers(), server_internals.SIGNATURE_HEADER, b""
+    ),
     "no base64": lambda door: spoilt(door.first.headers(), server_internals.KEY_HEADER, b"###"),
     "a minute old": lambda door: door.first.headers(datetime.now(UTC) - timedelta(seconds=61)),
     "of the future": lambda door: door.first.headers(datetime.now(UTC) + timedelta(seconds=10)),
@@ -322,7 +330,9 @@ OPERATOR = [(b"authorization", b"Bearer right"), (b"content-length", b"0")]
         ("/docs", OPERATOR, 404),
     ],
 )
-def test_an_operator_needs_the_secret_and_finds_the_routes_of_glocals_commands(path, headers, status):
+def test_an_operator_needs_the_secret_and_finds_the_routes_of_glocals_commands(
+    path, headers, status
+):
     door = Door()
     door.gate = gate.OperatorGate(door.behind, "right")
     assert door.ask(path, headers) == status

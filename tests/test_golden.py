@@ -14,7 +14,9 @@ def same(found, expected, where=""):
     """Where two of these differ: tables, lists and numbers, by more than 1e-9."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
-        return [gap for key in expected for gap in same(found[key], expected[key], f"{where}/{key}")]
+        return [
+            gap for key in expected for gap in same(found[key], expected[key], f"{where}/{key}")
+        ]
     if isinstance(expected, list):
         assert len(found) == len(expected), where
         pairs = enumerate(zip(found, expected, strict=True))

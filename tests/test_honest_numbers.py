@@ -21,7 +21,7 @@ def test_the_last_round_is_held_against_the_best_on_validation_data_too():
     """Two tests that differ in their labels only: all right by the last model, and all wrong."""
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.5, momentum=0.9))
-    own, inputs = world.devices((60, 60, 60)), [x for x, _ in world.devices((30, 30, 30), seed=5)]
+    own, inputs = world.clients((60, 60, 60)), [x for x, _ in world.clients((30, 30, 30), seed=5)]
 
     def chosen(labels, select):
         test = list(zip(inputs, labels, strict=True))
@@ -51,7 +51,7 @@ def parts(federation):
 
 
 def test_another_seed_holds_out_other_examples():
-    own = world.devices((40,) * DEVICES)
+    own = world.clients((40,) * DEVICES)
     federations = [from_tensors(own, validation=0.3, seed=seed) for seed in (0, 0, 1)]
     first, again, other = map(parts, federations)
     assert first == again
@@ -60,7 +60,7 @@ def test_another_seed_holds_out_other_examples():
 
 
 def test_every_device_holds_out_examples_by_a_draw_of_its_own():
-    held = parts(from_tensors(world.devices((40,) * DEVICES), validation=0.3))
+    held = parts(from_tensors(world.clients((40,) * DEVICES), validation=0.3))
     for part in ("validation", "test"):
         places = [tuple(row - 40 * device for row in own) for device, own in enumerate(held[part])]
         assert len(set(places)) == DEVICES

@@ -43,13 +43,23 @@ NEW = world.DEVICES
 
 def examples(rows=20, seed=9, classes=world.CLASSES):
     generator = torch.Generator().manual_seed(seed)
-    return Examples(torch.randn(rows, world.FEATURES, generator=generator), torch.arange(rows) % classes)
+    return Examples(
+        torch.randn(rows, world.FEATURES, generator=generator), torch.arange(rows) % classes
+    )
 
 
 def trained(name="lg_fedavg", make=world.plain, **hyperparameters):
     """A federation after a few rounds, with its data."""
     model, fed = world.seeded(make), world.federation()
-    return TrainedFederation.of(fit(world.algorithm(name, model, **hyperparameters), model, fed, PLAN, options=Options(engine="looped"))), fed
+    return TrainedFederation.of(
+        fit(
+            world.algorithm(name, model, **hyperparameters),
+            model,
+            fed,
+            PLAN,
+            options=Options(engine="looped"),
+        )
+    ), fed
 
 
 def row(state, device):
@@ -59,14 +69,22 @@ def row(state, device):
 @pytest.mark.parametrize("make", world.MODELS.values(), ids=world.MODELS)
 def test_learning_the_local_part_changes_nothing_but_the_newcomer(make):
     trained_federation, _ = trained(make=make)
-    shared, before = dict(trained_federation.state.shared), [row(trained_federation.state, device) for device in range(NEW)]
+    shared, before = (
+        dict(trained_federation.state.shared),
+        [row(trained_federation.state, device) for device in range(NEW)],
+    )
     joined = join(trained_federation, examples(), join_plan=JoinPlan(epochs=3), engine="looped")
     assert trees.same_bits(joined.state.shared, shared)
-    assert all(trees.same_bits(joined.state.private.of(device), before[device]) for device in range(NEW))
+    assert all(
+        trees.same_bits(joined.state.private.of(device), before[device]) for device in range(NEW)
+    )
     assert NEW not in trained_federation.state.private.trained
     learnt = joined.state.private.of(NEW)
     assert world.distance(learnt, trained_federation.state.private.initial) > 0
-    assert world.distance(joined.params(trained_federation.algorithm), trees.merge(learnt, shared)) == 0
+    assert (
+        world.distance(joined.params(trained_federation.algorithm), trees.merge(learnt, shared))
+        == 0
+    )
 
 
 def test_the_shared_part_is_frozen_while_the_newcomer_settles():
@@ -74,15 +92,26 @@ def test_the_shared_part_is_frozen_while_the_newcomer_settles():
     model = world.seeded(world.plain)
     trained_federation, _ = trained()
     only_local = cross_entropy(model)._replace(trainable=world.first_half(model).local)
-    by_hand = lg_fedavg(only_local, sgd(0.1, momentum=0.5), split=world.first_half(model)).client_update
+    by_hand = lg_fedavg(
+        only_local, sgd(0.1, momentum=0.5), split=world.first_half(model)
+    ).client_update
     joined, expected = (
         join(
-            trained_federation._replace(algorithm=trained_federation.algorithm._replace(adapt=adapt)), examples(), join_plan=JoinPlan(epochs=2), engine="looped"
+            trained_federation._replace(
+                algorithm=trained_federation.algorithm._replace(adapt=adapt)
+            ),
+            examples(),
+            join_plan=JoinPlan(epochs=2),
+            engine="looped",
         )
         for adapt in (trained_federation.algorithm.adapt, by_hand)
     )
     assert trees.same_bits(joined.state.private.of(NEW), expected.state.private.of(NEW))
-    both = trained_federation._replace(algorithm=trained_federation.algorithm._replace(adapt=trained_federation.algorithm.client_update))
+    both = trained_federation._replace(
+        algorithm=trained_federation.algorithm._replace(
+            adapt=trained_federation.algorithm.client_update
+        )
+    )
     unfrozen = join(both, examples(), join_plan=JoinPlan(epochs=2), engine="looped")
     assert not trees.same_bits(joined.state.private.of(NEW), unfrozen.state.private.of(NEW))
 
@@ -90,15 +119,29 @@ def test_the_shared_part_is_frozen_while_the_newcomer_settles():
 @pytest.mark.parametrize("name", ["lg_fedavg", "local_only"])
 def test_a_newcomer_learns_the_same_on_every_engine(name):
     trained_federation, _ = trained(name)
-    one, other = (join(trained_federation, examples(), join_plan=JoinPlan(epochs=5), engine=engine) for engine in ("looped", "vmapped"))
-    assert world.distance(one.params(trained_federation.algorithm), other.params(trained_federation.algorithm)) < 1e-5
+    one, other = (
+        join(trained_federation, examples(), join_plan=JoinPlan(epochs=5), engine=engine)
+        for engine in ("looped", "vmapped")
+    )
+    assert (
+        world.distance(
+            one.params(trained_federation.algorithm), other.params(trained_federation.algorithm)
+        )
+        < 1e-5
+    )
 
 
 def test_joining_twice_gives_the_same_bits_and_the_number_is_then_taken():
     trained_federation, _ = trained()
     first, second = (join(trained_federation, examples(), engine="looped") for _ in range(2))
-    assert trees.same_bits(first.params(trained_federation.algorithm), second.params(trained_federation.algorithm))
-    seat = Seat(trained_federation.plan, append_client(examples(), None, trained_federation.devices), first.state)
+    assert trees.same_bits(
+        first.params(trained_federation.algorithm), second.params(trained_federation.algorithm)
+    )
+    seat = Seat(
+        trained_federation.plan,
+        append_client(examples(), None, trained_federation.clients),
+        first.state,
+    )
     with pytest.raises(InputError, match=f"device {NEW} is in this federation already"):
         join_many(trained_federation.algorithm, [seat], JoinPlan())
 
@@ -106,9 +149,20 @@ def test_joining_twice_gives_the_same_bits_and_the_number_is_then_taken():
 def test_without_guests_the_rounds_are_the_newcomers_own():
     """It always takes part, and the average over one device is that device."""
     trained_federation, fed = trained()
-    joined = join(trained_federation, examples(), existing_data=fed.train, join_plan=JoinPlan(epochs=0, rounds=2), engine="looped")
-    assert sorted({*joined.state.private.trained} - {*trained_federation.state.private.trained}) == [NEW]
-    assert all(joined.state.private.trained[device] is row for device, row in trained_federation.state.private.trained.items())
+    joined = join(
+        trained_federation,
+        examples(),
+        existing_data=fed.train,
+        join_plan=JoinPlan(epochs=0, rounds=2),
+        engine="looped",
+    )
+    assert sorted(
+        {*joined.state.private.trained} - {*trained_federation.state.private.trained}
+    ) == [NEW]
+    assert all(
+        joined.state.private.trained[device] is row
+        for device, row in trained_federation.state.private.trained.items()
+    )
     assert world.distance(joined.state.shared, trained_federation.state.shared) > 0
     assert joined.ledger.upload.bytes == 2 * trees.nbytes(trained_federation.state.shared)
 
@@ -116,11 +170,24 @@ def test_without_guests_the_rounds_are_the_newcomers_own():
 def test_guests_take_part_and_everything_they_receive_and_send_is_counted():
     trained_federation, fed = trained()
     join_plan = JoinPlan(epochs=1, rounds=3, existing_clients=2)
-    joined = join(trained_federation, examples(), existing_data=fed.train, join_plan=join_plan, engine="looped")
-    shared, local = trees.nbytes(trained_federation.state.shared), trees.nbytes(trained_federation.state.private.initial)
+    joined = join(
+        trained_federation,
+        examples(),
+        existing_data=fed.train,
+        join_plan=join_plan,
+        engine="looped",
+    )
+    shared, local = (
+        trees.nbytes(trained_federation.state.shared),
+        trees.nbytes(trained_federation.state.private.initial),
+    )
     assert joined.ledger.upload.bytes == 3 * 3 * shared
     assert joined.ledger.download.bytes == shared + local + 3 * 3 * shared
-    moved = [device for device in range(NEW) if joined.state.private.of(device) is not trained_federation.state.private.of(device)]
+    moved = [
+        device
+        for device in range(NEW)
+        if joined.state.private.of(device) is not trained_federation.state.private.of(device)
+    ]
     assert moved, "guests train"
     with pytest.raises(InputError, match="2 guests were asked for, but not their data"):
         join(trained_federation, examples(), join_plan=join_plan)
@@ -128,16 +195,31 @@ def test_guests_take_part_and_everything_they_receive_and_send_is_counted():
 
 def test_starting_from_the_average_shows_every_local_part_once():
     trained_federation, _ = trained()
-    joined = join(trained_federation, examples(), join_plan=JoinPlan(epochs=0, rounds=1, start="average"), engine="looped")
+    joined = join(
+        trained_federation,
+        examples(),
+        join_plan=JoinPlan(epochs=0, rounds=1, start="average"),
+        engine="looped",
+    )
     count = len(trained_federation.state.private.trained)
-    assert joined.ledger.ensemble.bytes == count * trees.nbytes(trained_federation.state.private.initial)
+    assert joined.ledger.ensemble.bytes == count * trees.nbytes(
+        trained_federation.state.private.initial
+    )
 
 
 def test_an_algorithm_without_private_parts_has_nothing_to_settle():
     trained_federation, fed = trained("fedavg")
-    with pytest.raises(InputError, match="fedavg keeps nothing local, so that nothing would be learnt"):
+    with pytest.raises(
+        InputError, match="fedavg keeps nothing local, so that nothing would be learnt"
+    ):
         join(trained_federation, examples(), join_plan=JoinPlan(epochs=7))
-    joined = join(trained_federation, examples(), existing_data=fed.train, join_plan=JoinPlan(epochs=0, rounds=1), engine="looped")
+    joined = join(
+        trained_federation,
+        examples(),
+        existing_data=fed.train,
+        join_plan=JoinPlan(epochs=0, rounds=1),
+        engine="looped",
+    )
     assert NEW in joined.state.private.trained
 
 
@@ -156,14 +238,30 @@ def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
         return client_batches(plan, *rest, **lengths)
 
     monkeypatch.setattr(sys.modules["glocal.federate.rounds"], "client_batches", spy)
-    trained_federation = trained_federation._replace(plan=replace(trained_federation.plan, epochs=4))
-    join(trained_federation, examples(120), existing_data=fed.train, join_plan=JoinPlan(epochs=2, rounds=1), engine="looped")
-    assert seen == [1, 1, 1, 1, 4], "a settling epoch is one, and a hundred steps are taken at least"
+    trained_federation = trained_federation._replace(
+        plan=replace(trained_federation.plan, epochs=4)
+    )
+    join(
+        trained_federation,
+        examples(120),
+        existing_data=fed.train,
+        join_plan=JoinPlan(epochs=2, rounds=1),
+        engine="looped",
+    )
+    assert seen == [1, 1, 1, 1, 4], (
+        "a settling epoch is one, and a hundred steps are taken at least"
+    )
 
 
 WRONG_EXAMPLES = {
-    "shape": (Examples(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)), "cannot take inputs of shape"),
-    "label": (examples()._replace(y=torch.full((20,), 99)), "labels from 0 to 2 were expected; the device has 99 to 99"),
+    "shape": (
+        Examples(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)),
+        "cannot take inputs of shape",
+    ),
+    "label": (
+        examples()._replace(y=torch.full((20,), 99)),
+        "labels from 0 to 2 were expected; the device has 99 to 99",
+    ),
 }
 
 
@@ -177,7 +275,12 @@ def test_examples_that_do_not_fit_are_refused(wrong, words):
 def test_more_guests_than_devices_are_refused():
     trained_federation, fed = trained()
     with pytest.raises(InputError, match="9 guests were asked for, but there are 6 devices"):
-        join(trained_federation, examples(), existing_data=fed.train, join_plan=JoinPlan(rounds=1, existing_clients=9))
+        join(
+            trained_federation,
+            examples(),
+            existing_data=fed.train,
+            join_plan=JoinPlan(rounds=1, existing_clients=9),
+        )
 
 
 def test_training_that_diverges_is_told():
@@ -189,19 +292,36 @@ def test_training_that_diverges_is_told():
 
 def test_the_ensemble_of_everyone_is_the_new_test():
     model, fed = world.seeded(world.plain), world.federation()
-    result = fit(world.algorithm("lg_fedavg", model), model, fed, PLAN, options=Options(engine="looped"))
+    result = fit(
+        world.algorithm("lg_fedavg", model), model, fed, PLAN, options=Options(engine="looped")
+    )
     trained_federation = TrainedFederation.of(result)
     test = fed.test.examples.take(fed.test.all_rows())
-    assert select_ensemble(trained_federation, test.x) == sorted(trained_federation.state.private.trained)
-    assert new_client_ensemble_accuracy(trained_federation, select_ensemble(trained_federation, test.x), test) == result.new_spread.logits
-    guesses = torch.tensor(new_client_ensemble_classes(trained_federation, select_ensemble(trained_federation, test.x), test.x))
+    assert select_ensemble(trained_federation, test.x) == sorted(
+        trained_federation.state.private.trained
+    )
+    assert (
+        new_client_ensemble_accuracy(
+            trained_federation, select_ensemble(trained_federation, test.x), test
+        )
+        == result.new_spread.logits
+    )
+    guesses = torch.tensor(
+        new_client_ensemble_classes(
+            trained_federation, select_ensemble(trained_federation, test.x), test.x
+        )
+    )
     assert float((guesses == test.y).double().mean()) == result.new_spread.logits
 
 
 def test_the_most_confident_have_the_lowest_entropy_and_the_nearest_agree_most():
     trained_federation, _ = trained()
     sure = {name: 50 * tensor for name, tensor in trained_federation.state.private.of(0).items()}
-    trained_federation = trained_federation._replace(state=trained_federation.state._replace(private=trained_federation.state.private.put([0], [sure])))
+    trained_federation = trained_federation._replace(
+        state=trained_federation.state._replace(
+            private=trained_federation.state.private.put([0], [sure])
+        )
+    )
     sample = examples().x
     assert select_ensemble(trained_federation, sample, by="confident", count=1) == [0]
     assert 0 not in select_ensemble(trained_federation, sample, by="nearest", count=1)
@@ -229,23 +349,39 @@ def test_a_device_without_labels_can_learn_nothing():
 
 def test_more_labels_are_a_superset_of_fewer():
     whole = examples()
-    sets = [{tuple(x.tolist()) for x in sample_labeled(whole, labels, seed=3).x} for labels in (1, 5, 20)]
+    sets = [
+        {tuple(x.tolist()) for x in sample_labeled(whole, labels, seed=3).x}
+        for labels in (1, 5, 20)
+    ]
     assert sets[0] < sets[1] < sets[2]
     assert sample_labeled(whole, None, seed=3) is whole
-    with pytest.raises(InputError, match="21 labelled examples were asked for, but the device has 20"):
+    with pytest.raises(
+        InputError, match="21 labelled examples were asked for, but the device has 20"
+    ):
         sample_labeled(whole, 21, seed=3)
 
 
 def test_alone_is_training_on_its_own_data_from_fresh_weights():
     trained_federation, _ = trained()
     lonely = train_alone(trained_federation, examples(), epochs=2, engine="looped")
-    changed = trained_federation._replace(state=trained_federation.state._replace(shared={n: t + 1 for n, t in trained_federation.state.shared.items()}))
+    changed = trained_federation._replace(
+        state=trained_federation.state._replace(
+            shared={n: t + 1 for n, t in trained_federation.state.shared.items()}
+        )
+    )
     other = train_alone(changed, examples(), epochs=2, engine="looped")
-    assert trees.same_bits(lonely.params(trained_federation.algorithm), other.params(trained_federation.algorithm)), "the federation plays no part in it"
+    assert trees.same_bits(
+        lonely.params(trained_federation.algorithm), other.params(trained_federation.algorithm)
+    ), "the federation plays no part in it"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [({"epochs": -1}, "epochs is -1"), ({"existing_clients": -2}, "guests is -2"), ({"start": "middle"}, "'middle'")]
+    ("wrong", "words"),
+    [
+        ({"epochs": -1}, "epochs is -1"),
+        ({"existing_clients": -2}, "guests is -2"),
+        ({"start": "middle"}, "'middle'"),
+    ],
 )
 def test_a_welcome_that_makes_no_sense_is_refused(wrong, words):
     with pytest.raises(InputError, match=words):
@@ -260,7 +396,7 @@ def test_a_joining_needs_members_and_a_sample():
 def test_old_data_and_the_newcomers_go_into_one_store():
     _, fed = trained()
     crowd = append_client(examples(), fed.train, NEW)
-    assert crowd.devices == NEW + 1
+    assert crowd.clients == NEW + 1
     assert torch.equal(crowd.of(NEW).x, examples().x)
     assert all(torch.equal(crowd.of(device).y, fed.train.of(device).y) for device in range(NEW))
     assert isinstance(crowd, ClientData)
@@ -269,13 +405,20 @@ def test_old_data_and_the_newcomers_go_into_one_store():
 # the command
 
 
-SMALL = ["plan.rounds=4", "plan.seeds=2", "data.devices=6", "model.hidden=[16,16]", "split.local=layer1", "run.validate_every=2"]
+SMALL = [
+    "plan.rounds=4",
+    "plan.seeds=2",
+    "data.clients=6",
+    "model.hidden=[16,16]",
+    "split.local=layer1",
+    "run.validate_every=2",
+]
 CASES = """
-[cases.FedAvg]
+[experiments.FedAvg]
 algorithm = "fedavg"
-[cases.LG]
+[experiments.LG]
 algorithm = "lg_fedavg"
-after = "FedAvg"
+start_from = "FedAvg"
 """
 
 
@@ -300,7 +443,11 @@ def digits(rows=60, **changes):
 
 
 def checksums(folder):
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "joined" not in path.relative_to(folder).parts]
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "joined" not in path.relative_to(folder).parts
+    ]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -312,7 +459,13 @@ def test_join_tries_every_way_and_leaves_the_run_as_it_was(saved, tmp_path, caps
     assert checksums(saved) == before
     found = json.loads((saved / "joined" / "ward-7" / "join.json").read_text())
     ways = [(row["way"], row["labels"]) for row in found["rows"]]
-    learnt = [("local part", 5), ("alone", 5), ("local part", 42), ("alone", 42), ("in the rounds", 42)]
+    learnt = [
+        ("local part", 5),
+        ("alone", 5),
+        ("local part", 42),
+        ("alone", 42),
+        ("in the rounds", 42),
+    ]
     assert ways == [("everyone", 0), ("confident", 0), ("nearest", 0), *learnt]
     assert found["case"] == "LG"
     assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
@@ -341,12 +494,17 @@ def test_a_device_without_any_label_gets_predictions(saved, tmp_path):
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "blind") == 0
     lines = (saved / "joined" / "blind" / "predictions.csv").read_text().splitlines()
     assert len(lines) == 61
-    assert json.loads((saved / "joined" / "blind" / "join.json").read_text())["rows"][0]["accuracy"] is None
+    assert (
+        json.loads((saved / "joined" / "blind" / "join.json").read_text())["rows"][0]["accuracy"]
+        is None
+    )
 
 
 def test_a_device_without_labels_of_its_own_can_be_tested(saved, tmp_path):
     whole = digits()
-    np.savez(tmp_path / "new.npz", x=whole["x"][:40], x_test=whole["x"][40:], y_test=whole["y"][40:])
+    np.savez(
+        tmp_path / "new.npz", x=whole["x"][:40], x_test=whole["x"][40:], y_test=whole["y"][40:]
+    )
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "tested") == 0
     rows = json.loads((saved / "joined" / "tested" / "join.json").read_text())["rows"]
     assert [row["way"] for row in rows] == ["everyone", "confident", "nearest"]
@@ -356,9 +514,15 @@ def test_a_device_without_labels_of_its_own_can_be_tested(saved, tmp_path):
 def test_arrays_of_any_order_and_layout_are_read(saved, tmp_path):
     whole = digits()
     found = []
-    for name, x in (("plain", whole["x"]), ("big", whole["x"].astype(">f4")), ("wide", whole["x"].astype(np.float64))):
+    for name, x in (
+        ("plain", whole["x"]),
+        ("big", whole["x"].astype(">f4")),
+        ("wide", whole["x"].astype(np.float64)),
+    ):
         np.savez(tmp_path / "new.npz", x=np.asfortranarray(x), y=whole["y"].astype(np.int32))
-        assert run("join", saved, "--data", tmp_path / "new.npz", "--name", name, "--labels", "0") == 0
+        assert (
+            run("join", saved, "--data", tmp_path / "new.npz", "--name", name, "--labels", "0") == 0
+        )
         found.append(json.loads((saved / "joined" / name / "join.json").read_text())["rows"])
     assert found[0] == found[1] == found[2]
 
@@ -366,13 +530,29 @@ def test_arrays_of_any_order_and_layout_are_read(saved, tmp_path):
 def test_what_cannot_be_written_is_told_before_anything_is_computed(saved, tmp_path, capsys):
     np.savez(tmp_path / "new.npz", **digits())
     (tmp_path / "file").write_text("in the way")
-    assert run("join", saved, "--data", tmp_path / "new.npz", "--out", tmp_path / "file" / "new") == 2
+    assert (
+        run("join", saved, "--data", tmp_path / "new.npz", "--out", tmp_path / "file" / "new") == 2
+    )
     assert "choose another place with --out" in complaint(capsys)
 
 
 def test_a_number_of_labels_that_is_not_there_is_told(saved, tmp_path, capsys):
     np.savez(tmp_path / "new.npz", **digits())
-    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "asks", "--labels", "1,5000", "--rounds", "0") == 0
+    assert (
+        run(
+            "join",
+            saved,
+            "--data",
+            tmp_path / "new.npz",
+            "--name",
+            "asks",
+            "--labels",
+            "1,5000",
+            "--rounds",
+            "0",
+        )
+        == 0
+    )
     assert "left out: 5000 labelled examples, for the device has 42" in capsys.readouterr().err
     rows = json.loads((saved / "joined" / "asks" / "join.json").read_text())["rows"]
     assert {row["labels"] for row in rows} == {1}, "without 0 nothing is borrowed"
@@ -392,22 +572,45 @@ def test_a_device_with_one_class_and_one_example_joins(saved, tmp_path):
     one = digits()
     mine = one["y"] == 3
     np.savez(tmp_path / "new.npz", x=one["x"][mine], y=one["y"][mine])
-    assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "threes", "--labels", "1,all", "--rounds", "0") == 0
+    assert (
+        run(
+            "join",
+            saved,
+            "--data",
+            tmp_path / "new.npz",
+            "--name",
+            "threes",
+            "--labels",
+            "1,all",
+            "--rounds",
+            "0",
+        )
+        == 0
+    )
     found = json.loads((saved / "joined" / "threes" / "join.json").read_text())
     assert found["new_client"]["classes"] == [3]
     assert found["rows"][-2]["accuracy"] == 1.0
 
 
 WRONG = {
-    "shape": ({"x": np.zeros((60, 1, 28, 28), dtype=np.float32)}, "x is (60, 1, 28, 28) torch.float32, but this federation takes"),
+    "shape": (
+        {"x": np.zeros((60, 1, 28, 28), dtype=np.float32)},
+        "x is (60, 1, 28, 28) torch.float32, but this federation takes",
+    ),
     "type": ({"x": np.zeros((60, 1, 8, 8), dtype=np.uint8)}, "torch.uint8"),
     "label": ({"y": np.full(60, 10)}, "y holds 10, but this federation knows the classes 0..9"),
     "length": ({"y": np.zeros(3, dtype=np.int64)}, "y is (3,) for 60 inputs"),
     "NaN": ({"x": np.full((60, 1, 8, 8), np.nan, dtype=np.float32)}, "NaN or infinity"),
     "words": ({"x": np.full((60, 1, 8, 8), "a")}, "x cannot be read as numbers"),
-    "fractions": ({"y": np.full(60, 0.5)}, "y is torch.float32; class numbers 0..9 as whole numbers"),
+    "fractions": (
+        {"y": np.full(60, 0.5)},
+        "y is torch.float32; class numbers 0..9 as whole numbers",
+    ),
     "half a test": ({"x_test": np.zeros((2, 1, 8, 8), dtype=np.float32)}, "x_test with y_test"),
-    "nothing": ({"x": np.zeros((0, 1, 8, 8), dtype=np.float32), "y": np.zeros(0, dtype=np.int64)}, "no examples"),
+    "nothing": (
+        {"x": np.zeros((0, 1, 8, 8), dtype=np.float32), "y": np.zeros(0, dtype=np.int64)},
+        "no examples",
+    ),
 }
 
 
@@ -426,7 +629,10 @@ MISTAKES = {
     "labels": (["--data", "new.npz", "--labels", "many"], "labels is 'many'"),
     "case": (["--data", "new.npz", "--case", "LGG"], "did you mean 'LG'?"),
     "seed": (["--data", "new.npz", "--seed", "7"], "there is no seed 7; this run has 0, 1"),
-    "existing_clients": (["--data", "new.npz", "--guests", "7"], "7 guests were asked for, but there are 6 devices"),
+    "existing_clients": (
+        ["--data", "new.npz", "--guests", "7"],
+        "7 guests were asked for, but there are 6 devices",
+    ),
     "start": (["--data", "new.npz", "--start", "top"], "'initial' or 'average'"),
 }
 

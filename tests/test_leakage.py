@@ -23,7 +23,10 @@ def people(rows, seed, *, hidden):
 
 
 def found(hidden):
-    return {leak.attacker: leak for leak in estimate_leakage(people(1500, 0, hidden=hidden), people(1500, 1, hidden=hidden))}
+    return {
+        leak.attacker: leak
+        for leak in estimate_leakage(people(1500, 0, hidden=hidden), people(1500, 1, hidden=hidden))
+    }
 
 
 def test_what_stands_open_is_read_by_everybody():
@@ -44,9 +47,9 @@ def test_where_there_is_nothing_the_interval_holds_one_half():
 
 
 def test_the_same_seed_finds_the_same():
-    assert estimate_leakage(people(300, 0, hidden="openly"), people(300, 1, hidden="openly")) == estimate_leakage(
+    assert estimate_leakage(
         people(300, 0, hidden="openly"), people(300, 1, hidden="openly")
-    )
+    ) == estimate_leakage(people(300, 0, hidden="openly"), people(300, 1, hidden="openly"))
 
 
 def test_an_attribute_with_one_value_cannot_be_attacked():
@@ -63,6 +66,9 @@ def test_attributes_must_be_zero_or_one_for_everybody(wrong):
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=4, max_size=40))
 def test_the_area_is_that_of_scikit_learn(pairs):
-    scores, labels = np.array([score for score, _ in pairs], dtype=np.float64), np.array([int(one) for _, one in pairs])
+    scores, labels = (
+        np.array([score for score, _ in pairs], dtype=np.float64),
+        np.array([int(one) for _, one in pairs]),
+    )
     if 0 < labels.sum() < len(labels):
         assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores))

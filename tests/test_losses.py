@@ -86,8 +86,8 @@ def test_a_loss_that_reduces_is_refused_before_anything_is_written(loss, batch, 
 @pytest.mark.parametrize("loss", [reduced, kept_axis, by_class])
 def test_it_is_refused_where_every_device_holds_one_example(loss):
     made, model = algorithm(loss)
-    test = world.devices((5, 5, 5), seed=1)
-    federation = glocal.from_tensors(world.devices((1, 1, 1)), test=test, validation=0.0)
+    test = world.clients((5, 5, 5), seed=1)
+    federation = glocal.from_tensors(world.clients((1, 1, 1)), test=test, validation=0.0)
     with pytest.raises(InputError, match=REFUSED):
         glocal.fit(made, model, federation, PLAN)
 
@@ -96,7 +96,7 @@ def test_it_is_refused_where_every_device_holds_one_example(loss):
 def test_as_many_classes_as_rows_do_not_hide_it(classes):
     """One value per class has the shape of one per row where a batch is as large."""
     model = world.seeded(lambda: nn.Linear(world.FEATURES, classes))
-    labels = [(x, y % 2) for x, y in world.devices((12, 12, 12))]
+    labels = [(x, y % 2) for x, y in world.clients((12, 12, 12))]
     made = glocal.fedavg(supervised(model, by_class), glocal.sgd(0.1))
     plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=classes)
     with pytest.raises(InputError, match=REFUSED):
@@ -129,9 +129,9 @@ def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, mo
     (tmp_path / "reducing.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    cases = {"first": {"algorithm": "fedavg"}, "own": {"algorithm": "reducing:made"}}
+    experiments = {"first": {"algorithm": "fedavg"}, "own": {"algorithm": "reducing:made"}}
     plan = {"rounds": 1, "clients_per_round": 2}
-    settings = from_dict({"data": {"devices": 6}, "plan": plan, "cases": cases})
+    settings = from_dict({"data": {"devices": 6}, "plan": plan, "cases": experiments})
     with pytest.raises(InputError, match=REFUSED):
         next(run_study(settings, tmp_path / "run"))
     assert not (tmp_path / "run").exists()

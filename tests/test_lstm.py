@@ -77,7 +77,9 @@ def test_it_is_torchs_own_layer():
     torch.testing.assert_close(cell, expected_cell[0])
 
 
-@pytest.mark.parametrize("way", [lambda function: function, lambda function: vmap(function, in_dims=(0, 0, 0))])
+@pytest.mark.parametrize(
+    "way", [lambda function: function, lambda function: vmap(function, in_dims=(0, 0, 0))]
+)
 def test_in_bfloat16_states_are_kept_in_full(way):
     asked, of_state, real = drawn(0, (2,))
     asked, of_state = asked.float(), of_state.float()

@@ -18,7 +18,10 @@ from glocal.federate.rounds import initial_state
 
 MODEL = nn.Linear(1, 3)
 LABELS = torch.tensor([0, 0, 1, 2, 2, 2])
-TEST = ClientData(Examples(torch.zeros(6, 1), LABELS), (np.array([0, 1, 2]), np.array([3, 4, 5]), np.array([], dtype=np.int64)))
+TEST = ClientData(
+    Examples(torch.zeros(6, 1), LABELS),
+    (np.array([0, 1, 2]), np.array([3, 4, 5]), np.array([], dtype=np.int64)),
+)
 
 
 def says(logits):
@@ -39,7 +42,11 @@ def test_local_test_asks_each_device_its_own_model():
     accuracies = local_test(evaluation(local_only), state, TEST)
     assert accuracies[:2].tolist() == [pytest.approx(2 / 3), 1.0]
     assert np.isnan(accuracies[2])
-    assert summarize(accuracies, TEST.sizes) == (pytest.approx(5 / 6), pytest.approx(2 / 3), pytest.approx(5 / 6))
+    assert summarize(accuracies, TEST.sizes) == (
+        pytest.approx(5 / 6),
+        pytest.approx(2 / 3),
+        pytest.approx(5 / 6),
+    )
 
 
 def test_a_shared_model_is_tested_on_each_devices_data():
@@ -66,7 +73,9 @@ def test_before_any_training_the_initial_model_answers():
     algorithm = world.algorithm("lg_fedavg", model)
     asked = Evaluator(algorithm, predictor(model))
     state, test = initial_state(algorithm, params_of(model)), world.federation().test
-    assert new_test(asked, state, test).votes == pytest.approx(summarize(local_test(asked, state, test), test.sizes).pooled)
+    assert new_test(asked, state, test).votes == pytest.approx(
+        summarize(local_test(asked, state, test), test.sizes).pooled
+    )
 
 
 def test_evaluation_agrees_over_engines_and_chunks():
@@ -89,7 +98,9 @@ def test_evaluation_is_what_the_plain_module_says():
     model = world.seeded(world.with_batch_norm)
     algorithm = world.algorithm("fedavg", model)
     test = world.federation().test
-    ours = local_test(Evaluator(algorithm, predictor(model)), initial_state(algorithm, params_of(model)), test)
+    ours = local_test(
+        Evaluator(algorithm, predictor(model)), initial_state(algorithm, params_of(model)), test
+    )
     model.eval()
     for device in np.flatnonzero(test.sizes):
         x, y, _ = test.of(device)
@@ -97,6 +108,8 @@ def test_evaluation_is_what_the_plain_module_says():
 
 
 def test_the_worst_tenth_is_at_least_one_device():
-    assert summarize(np.linspace(0, 1, 31), np.full(31, 5)).worst_tenth == pytest.approx((0 + 1 / 30 + 2 / 30) / 3)
+    assert summarize(np.linspace(0, 1, 31), np.full(31, 5)).worst_tenth == pytest.approx(
+        (0 + 1 / 30 + 2 / 30) / 3
+    )
     assert summarize(np.array([0.5]), np.array([2])).worst_tenth == 0.5
     assert summarize(np.array([np.nan]), np.array([0])) == (None, None, None)

@@ -26,7 +26,7 @@ EXERCISE = {
 STUDY = """
 [plan]
 rounds = 2
-[cases.FedAvgM]
+[experiments.FedAvgM]
 algorithm = "solved:fedavgm"
 momentum = 0.5
 server_rate = 0.5

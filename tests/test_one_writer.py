@@ -27,14 +27,14 @@ PLAN = glocal.Plan(rounds=2, clients_per_round=3, batch_size=5)
 HELD = "is being run already; stop that one first"
 STUDY = """
 [data]
-devices = 6
+clients = 6
 [plan]
 rounds = 20000
 clients_per_round = 3
 [run]
 checkpoint_every = 5
 validate_every = 20000
-[cases.Only]
+[experiments.Only]
 algorithm = "fedavg"
 """
 
@@ -131,7 +131,7 @@ def test_training_in_python_is_refused_there_and_goes_on_elsewhere(fit, held, tm
 
 
 def test_a_study_in_parts_is_held_as_a_whole(tmp_path, capsys):
-    short = ["plan.rounds=1", "data.devices=10"]
+    short = ["plan.rounds=1", "data.clients=10"]
     write_study(PAPER["paper-mnist"], tmp_path / "study", patterns=["paper-2"], changes=short)
     before = bytes_of(tmp_path / "study")
     with lock_folder(tmp_path / "study"):
@@ -173,7 +173,11 @@ def test_a_worker_that_outlives_a_killed_process_holds_nothing(tmp_path):
 
 @pytest.mark.parametrize("work", ["join", "audit"])
 def test_what_is_kept_beside_a_run_is_written_by_one_process_too(work, tmp_path):
-    with lock_folder(tmp_path), pytest.raises(InputError, match=HELD), reserve_folder(tmp_path, work):
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(InputError, match=HELD),
+        reserve_folder(tmp_path, work),
+    ):
         pass
 
 

@@ -18,7 +18,14 @@ from glocal.studies.findings import Findings, confidence_interval, part_folder, 
 from glocal.studies.merge_findings import merge_findings
 from glocal.studies.paper import CLASSES, FINE_TUNED, PAPER, published
 from glocal.studies.run import resolve
-from glocal.studies.settings import DataSettings, ExperimentSettings, ModelSettings, PlanSettings, Settings, SplitSettings
+from glocal.studies.settings import (
+    DataSettings,
+    ExperimentSettings,
+    ModelSettings,
+    PlanSettings,
+    Settings,
+    SplitSettings,
+)
 from glocal.studies.study import Claim, Measurement, PublishedRow, Score, Study, StudyPart
 from glocal.studies.study_parts import read_parts, run_parts, write_study
 
@@ -33,12 +40,12 @@ def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes
     model, shared = MODELS[data]
     params = params_of(model)
     whole, part = numel(params), numel(Split.of(model, shared=shared).take_shared(params))
-    for case, row in published(data, classes).items():
-        fedavg, _, lg = case.removeprefix("LG ").partition("+")
-        sent = 110 * whole * FEDAVG_ROUNDS[data] if case == "FedAvg" else 0
+    for experiment, row in published(data, classes).items():
+        fedavg, _, lg = experiment.removeprefix("LG ").partition("+")
+        sent = 110 * whole * FEDAVG_ROUNDS[data] if experiment == "FedAvg" else 0
         if lg:
             sent = 110 * (whole * int(fedavg) + part * int(lg)) + 100 * whole
-        assert row.parameters_printed(sent) == row.parameters_text, case
+        assert row.parameters_printed(sent) == row.parameters_text, experiment
 
 
 def test_the_published_tables_are_whole():
@@ -49,7 +56,9 @@ def test_the_published_tables_are_whole():
     assert published("cifar10", 2)["FedAvg"].scores == ((58.99, 1.50), (58.99, 1.50))
     assert published("cifar10", 10)["LG 1800+100"].scores == ((69.89, 0.48), (69.76, 0.49))
     assert published("table1", 2)["MTL"] == (((89.68, 0.75), (10.06, 0.11)), 12.0e9, "12.0e9")
-    assert [[*published("table4", classes)] for classes in (10, 2)] == [["FedAvg", "LG", "LG + Adv"]] * 2
+    assert [[*published("table4", classes)] for classes in (10, 2)] == [
+        ["FedAvg", "LG", "LG + Adv"]
+    ] * 2
     assert published("table4", 10)["FedAvg"] == (((83.7, 3.1), (89.4, 1.9), (65.5, 1.6)), 0.0, "")
     assert published("table4", 2)["LG + Adv"].scores == ((80.1, 2.0), (84.1, 2.3), (49.8, 2.2))
 
@@ -63,16 +72,20 @@ def test_a_study_runs_every_row_of_the_paper_from_one_fedavg_per_seed(name):
         assert {*part.published} <= rows or part.protocol == "tuned"
         assert {*part.splits.values()} <= {*experiments}
         assert part.settings.plan.seeds == 10
-        starts = {case.start_from for row, case in experiments.items() if row.startswith("LG")} - {None}
-        assert len(starts) == {"tuned": len(paper.LEARNING_RATES)}.get(part.protocol, int("FedAvg" in experiments))
+        starts = {
+            experiment.start_from for row, experiment in experiments.items() if row.startswith("LG")
+        } - {None}
+        assert len(starts) == {"tuned": len(paper.LEARNING_RATES)}.get(
+            part.protocol, int("FedAvg" in experiments)
+        )
 
 
 @pytest.mark.parametrize("study", PAPER.values(), ids=PAPER)
 def test_claims_are_about_what_a_study_measures(study):
     for claim in study.claims:
-        for part, case, measure in (*claim.more, *claim.less):
+        for part, experiment, measure in (*claim.more, *claim.less):
             of = study.parts[part]
-            assert case in {*of.settings.experiments, *of.candidates, *of.baselines}
+            assert experiment in {*of.settings.experiments, *of.candidates, *of.baselines}
             assert measure in {*study.measures, "fresh"}
 
 
@@ -80,10 +93,22 @@ def test_claims_are_about_what_a_study_measures(study):
 def test_the_protocols_differ_in_what_they_say_and_in_nothing_else(data):
     parts = PAPER[f"paper-{data}"].parts
     ours, theirs = (parts[f"{protocol}-3"].settings.as_dict() for protocol in ("paper", "released"))
-    changed = {f"{of}.{key}" for of in ours if isinstance(ours[of], dict) for key in ours[of] if ours[of][key] != theirs[of][key]}
-    expected = {"data.validation", "plan.weights", "run.select"}
-    assert changed - expected == ({"model.name", "cases.FedAvg"} if data == "mnist" else {"optimiser.rate"})
-    assert (theirs["plan"]["weights"], theirs["run"]["select"], theirs["data"]["validation"]) == ("equal", "last", 0.0)
+    changed = {
+        f"{of}.{key}"
+        for of in ours
+        if isinstance(ours[of], dict)
+        for key in ours[of]
+        if ours[of][key] != theirs[of][key]
+    }
+    expected = {"data.validation", "plan.weighting", "run.select"}
+    assert changed - expected == (
+        {"model.name", "cases.FedAvg"} if data == "mnist" else {"optimizer.lr"}
+    )
+    assert (theirs["plan"]["weights"], theirs["run"]["select"], theirs["data"]["validation"]) == (
+        "equal",
+        "last",
+        0.0,
+    )
     assert theirs["cases"]["FedAvg"].get("lr", theirs["optimizer"]["lr"]) == 0.1
 
 
@@ -92,16 +117,27 @@ def test_the_splits_are_swept_from_nothing_to_everything_in_both_directions(data
     part, (model, tables) = PAPER[f"paper-{data}"].parts["paper-2"], MODELS[data]
     whole, shared = {"local_only": 0, "fedavg": numel(params_of(model))}, {}
     for words, name in part.splits.items():
-        case = part.settings.experiments[name]
-        split = None if case.algorithm in whole else Split.of(model, shared=case.shared or tables)
-        shared[words] = whole[case.algorithm] if split is None else numel(split.take_shared(params_of(model)))
-    ends = [[shared["none"], *(shared[f"{end} {n} shared"] for n in range(1, 5)), shared["all"]] for end in ("first", "last")]
+        experiment = part.settings.experiments[name]
+        split = (
+            None
+            if experiment.algorithm in whole
+            else Split.of(model, shared=experiment.shared or tables)
+        )
+        shared[words] = (
+            whole[experiment.algorithm]
+            if split is None
+            else numel(split.take_shared(params_of(model)))
+        )
+    ends = [
+        [shared["none"], *(shared[f"{end} {n} shared"] for n in range(1, 5)), shared["all"]]
+        for end in ("first", "last")
+    ]
     assert all(sizes == sorted(set(sizes)) for sizes in ends)
     assert ends[0][1] + ends[1][4] == shared["all"]
 
 
 DEALT = Settings(
-    data=DataSettings(source="digits", devices=6, validation=0.2),
+    data=DataSettings(source="digits", clients=6, validation=0.2),
     model=ModelSettings(hidden=(16,)),
     split=SplitSettings(local=("layer1",)),
     plan=PlanSettings(clients_per_round=3, seeds=2),
@@ -122,12 +158,24 @@ SMALL = Study(
     source="nobody 2026, table 0",
     statement="LG is above FedAvg.",
     parts={
-        "paper-2": StudyPart("2 classes per device", "paper", DEALT, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}),
+        "paper-2": StudyPart(
+            "2 classes per device", "paper", DEALT, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}
+        ),
         "tuned-2": StudyPart(
-            "2 classes per device", "tuned", replace(DEALT, experiments=RATES), {"FedAvg": ROW}, candidates={"FedAvg": tuple(RATES)}
+            "2 classes per device",
+            "tuned",
+            replace(DEALT, experiments=RATES),
+            {"FedAvg": ROW},
+            candidates={"FedAvg": tuple(RATES)},
         ),
     },
-    claims=(Claim("LG is above FedAvg", (Measurement("paper-2", "LG 2+2", "local"),), (Measurement("paper-2", "FedAvg", "local"),)),),
+    claims=(
+        Claim(
+            "LG is above FedAvg",
+            (Measurement("paper-2", "LG 2+2", "local"),),
+            (Measurement("paper-2", "FedAvg", "local"),),
+        ),
+    ),
 )
 
 
@@ -147,7 +195,10 @@ def run(*arguments):
 def found_in(folder):
     """What a study found, but for how long it took."""
     parts = read_findings(Path(folder)).parts
-    return {name: {key: value for key, value in part.items() if key != "seconds"} for name, part in parts.items()}
+    return {
+        name: {key: value for key, value in part.items() if key != "seconds"}
+        for name, part in parts.items()
+    }
 
 
 def test_studies_are_listed_and_shown(capsys):
@@ -168,12 +219,16 @@ def test_a_study_runs_resumes_and_reports_and_keeps_figures_only(capsys):
     assert "60.00 ± 1.00" in printed
     assert "LG is above FedAvg: " in printed
     found = found_in("kept")
-    assert {len(case["local"]) for part in found.values() for case in part["cases"].values()} == {2}
+    assert {
+        len(experiment["local"]) for part in found.values() for experiment in part["cases"].values()
+    } == {2}
     assert "LG 2+2" in Path("kept/tables.md").read_text()
     assert "LG 2+2" in Path("kept/report.html").read_text()
-    cases = part_folder(Path("kept"), "paper-2") / "cases"
-    assert not list(cases.glob("*/models"))
-    assert max(path.stat().st_size for path in cases.glob("*/checkpoint.safetensors")) < 10_000
+    experiments = part_folder(Path("kept"), "paper-2") / "cases"
+    assert not list(experiments.glob("*/models"))
+    assert (
+        max(path.stat().st_size for path in experiments.glob("*/checkpoint.safetensors")) < 10_000
+    )
     seconds = len(Path("kept/timing.jsonl").read_text().splitlines())
     assert run("resume", "kept") == 0
     assert found_in("kept") == found
@@ -182,7 +237,10 @@ def test_a_study_runs_resumes_and_reports_and_keeps_figures_only(capsys):
 
 def test_two_runs_of_a_study_find_the_same():
     for folder in ("one", "other"):
-        assert run("run", "small", "--part", "paper-2", "--set", "run.device=cpu", "--out", folder) == 0
+        assert (
+            run("run", "small", "--part", "paper-2", "--set", "run.device=cpu", "--out", folder)
+            == 0
+        )
     assert found_in("one") == found_in("other")
     assert [*found_in("one")] == ["paper-2"]
 
@@ -203,7 +261,9 @@ def test_a_study_that_is_stopped_goes_on_to_the_same_figures():
 
 def test_runs_of_parts_are_reported_as_one(capsys):
     for part in ("paper-2", "tuned-2"):
-        assert run("run", "small", "--part", part, "--seeds", 1, "--device", "cpu", "--out", part) == 0
+        assert (
+            run("run", "small", "--part", part, "--seeds", 1, "--device", "cpu", "--out", part) == 0
+        )
     assert run("report", "paper-2", "tuned-2/findings.json", "--out", "all") == 0
     assert [*found_in("all/findings.json")] == ["paper-2", "tuned-2"]
     assert len(json.loads(Path("all/findings.json").read_text())["command"]) == 2
@@ -216,24 +276,47 @@ def test_seeds_that_ran_apart_are_reported_as_if_they_had_run_side_by_side():
     plain = ("--part", "paper-2", "--device", "cpu", "--set", "run.engine=looped")
     assert run("run", "small", *plain, "--seeds", 2, "--out", "whole") == 0
     for seed in (1, 0):
-        assert run("run", "small", *plain, "--seeds", 1, "--set", f"plan.seed={seed}", "--out", f"seed-{seed}") == 0
+        assert (
+            run(
+                "run",
+                "small",
+                *plain,
+                "--seeds",
+                1,
+                "--set",
+                f"plan.seed={seed}",
+                "--out",
+                f"seed-{seed}",
+            )
+            == 0
+        )
     assert run("report", "seed-1", "seed-0", "--out", "joined") == 0
     assert found_in("joined/findings.json") == found_in("whole")
 
 
-def told(case="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
+def told(experiment="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
     """Findings of one part, with a course, as a run of these seeds of one case would have them."""
     course = [{"seed": seed, "round": 1, "validation": local} for seed in seeds]
-    figures = {"seeds": [*seeds], "local": [local for _ in seeds], "validation": [0.5 for _ in seeds], "bytes": 8, "course": course}
+    figures = {
+        "seeds": [*seeds],
+        "local": [local for _ in seeds],
+        "validation": [0.5 for _ in seeds],
+        "bytes": 8,
+        "course": course,
+    }
     made = settings or {
         "plan": {"seed": seeds[0], "seeds": len(seeds), "rounds": 4},
-        "cases": {case: {"algorithm": "fedavg", **about}},
+        "cases": {experiment: {"algorithm": "fedavg", **about}},
     }
-    return Findings(SMALL, {}, {"paper-2": {"seconds": 1.0, "settings": made, "cases": {case: figures}}})
+    return Findings(
+        SMALL, {}, {"paper-2": {"seconds": 1.0, "settings": made, "cases": {experiment: figures}}}
+    )
 
 
 def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once():
-    part = merge_findings([told(seeds=(0, 1)), told("LG 2+2", seeds=(0,)), told(seeds=(1, 2))]).parts["paper-2"]
+    part = merge_findings(
+        [told(seeds=(0, 1)), told("LG 2+2", seeds=(0,)), told(seeds=(1, 2))]
+    ).parts["paper-2"]
     assert [*part["cases"]] == ["FedAvg", "LG 2+2"]
     assert part["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
     assert [row["seed"] for row in part["cases"]["FedAvg"]["course"]] == [0, 1, 2]
@@ -244,14 +327,24 @@ def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once()
 def test_figures_without_their_seeds_are_those_from_0_on():
     old = told(seeds=(0, 1))
     del old.parts["paper-2"]["cases"]["FedAvg"]["seeds"]
-    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
+    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["cases"]["FedAvg"]["seeds"] == [
+        0,
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (told(seeds=(0, 1), local=0.6), "part 'paper-2', FedAvg: two runs of seed 0 have other figures; leave one of the two out"),
-        (told(seeds=(1,), start_round=7), "part 'paper-2' was run with two settings of cases.FedAvg; report them one by one"),
+        (
+            told(seeds=(0, 1), local=0.6),
+            "part 'paper-2', FedAvg: two runs of seed 0 have other figures; leave one of the two out",
+        ),
+        (
+            told(seeds=(1,), start_round=7),
+            "part 'paper-2' was run with two settings of cases.FedAvg; report them one by one",
+        ),
         (
             told(seeds=(1,), settings={"plan": {"rounds": 5}, "cases": {}}),
             "part 'paper-2' was run with two settings of plan.rounds",
@@ -267,15 +360,24 @@ def test_runs_that_contradict_each_other_are_not_mixed(other, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "small", "--part", "paper-3"], "small has no part 'paper-3'; did you mean 'paper-2'"),
+        (
+            ["run", "small", "--part", "paper-3"],
+            "small has no part 'paper-3'; did you mean 'paper-2'",
+        ),
         (["run", "digits", "--part", "paper-2"], "'digits' is none"),
         (["run", "small", "--set", "plan.roundz=3"], "did you mean 'rounds'"),
         (["show", "smal"], "there is no study 'smal'; did you mean 'small'"),
         (["run", "small", "--seeds", "0"], "plan.seeds is 0"),
-        (["run", "small", "--set", "run.keep=nothing"], "keep is 'nothing'"),
-        (["run", "small", "--set", "plan.weights=none"], "plan.weights is 'none'"),
-        (["run", "small", "--set", "data.keep_clients=7"], "data.keep_clients is 7; it must be from 1 to 6"),
-        (["run", "small", "--part", "paper-2", "--set", 'cases.FedAvg.shared=["layer1"]'], "fedavg has no split"),
+        (["run", "small", "--set", "run.save=nothing"], "keep is 'nothing'"),
+        (["run", "small", "--set", "plan.weighting=none"], "plan.weighting is 'none'"),
+        (
+            ["run", "small", "--set", "data.keep_clients=7"],
+            "data.keep_clients is 7; it must be from 1 to 6",
+        ),
+        (
+            ["run", "small", "--part", "paper-2", "--set", 'experiments.FedAvg.shared=["layer1"]'],
+            "fedavg has no split",
+        ),
     ],
 )
 def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, capsys):
@@ -285,15 +387,21 @@ def test_what_a_user_can_put_right_is_one_line_and_code_two(arguments, message, 
 
 
 def test_a_study_is_not_started_over_another(capsys):
-    assert run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    assert (
+        run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
+        == 0
+    )
     assert run("run", "small", "--out", "kept") == 2
     assert "go on with `glocal resume kept`" in capsys.readouterr().err
 
 
 def findings(**figures):
     """Findings of the small study: case = (local seed by seed, validation)."""
-    cases = {name: {"local": local, "new": local, "validation": [validation]} for name, (local, validation) in figures.items()}
-    return Findings(SMALL, {}, {"paper-2": {"cases": cases}})
+    experiments = {
+        name: {"local": local, "new": local, "validation": [validation]}
+        for name, (local, validation) in figures.items()
+    }
+    return Findings(SMALL, {}, {"paper-2": {"cases": experiments}})
 
 
 def made(fedavg, lg):
@@ -325,7 +433,9 @@ def test_like_allows_for_a_margin():
 def test_the_interval_is_students():
     """t(0.975, 4) = 2.776; a sample with mean 3 and variance 2.5."""
     mean, low, high = confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (mean, low, high) == pytest.approx((3.0, 3 - 2.776 * 0.5**0.5, 3 + 2.776 * 0.5**0.5), abs=1e-3)
+    assert (mean, low, high) == pytest.approx(
+        (3.0, 3 - 2.776 * 0.5**0.5, 3 + 2.776 * 0.5**0.5), abs=1e-3
+    )
 
 
 def test_a_rate_is_chosen_on_validation_data_alone():
@@ -341,16 +451,27 @@ LEAKS = {"FedAvg, rate 0.01": (0.6, [0.5, 0.625]), "FedAvg, rate 0.1": (0.7, [0.
 
 def tuned(leaks, limit):
     """Findings of the tuned part with so many choices, of which some were audited."""
-    part = replace(SMALL.parts["tuned-2"], candidates={"FedAvg": tuple(leaks)}, leak_limits={} if limit is None else {"FedAvg": limit})
-    cases = {name: {"validation": [of], **({"validation_leak": leak} if leak else {})} for name, (of, leak) in leaks.items()}
-    return Findings(replace(SMALL, parts={"tuned-2": part}), {}, {"tuned-2": {"cases": cases}})
+    part = replace(
+        SMALL.parts["tuned-2"],
+        candidates={"FedAvg": tuple(leaks)},
+        leak_limits={} if limit is None else {"FedAvg": limit},
+    )
+    experiments = {
+        name: {"validation": [of], **({"validation_leak": leak} if leak else {})}
+        for name, (of, leak) in leaks.items()
+    }
+    return Findings(
+        replace(SMALL, parts={"tuned-2": part}), {}, {"tuned-2": {"cases": experiments}}
+    )
 
 
 @pytest.mark.parametrize(
     ("limit", "lr"),
     [(None, "0.1"), (0.7, "0.1"), (0.625, "0.1"), (0.62, "0.01"), (0.5625, "0.01"), (0.5, "0.01")],
 )
-def test_the_best_within_the_limit_stands_for_a_row_or_else_the_one_that_gives_least_away(limit, lr):
+def test_the_best_within_the_limit_stands_for_a_row_or_else_the_one_that_gives_least_away(
+    limit, lr
+):
     assert tuned(LEAKS, limit).name_of("tuned-2", "FedAvg") == f"FedAvg, rate {lr}"
 
 
@@ -362,23 +483,37 @@ def test_of_several_within_the_limit_validation_decides():
 
 @pytest.mark.parametrize("leak", [None, [None, None]])
 def test_what_was_not_audited_is_within_every_limit(leak):
-    assert tuned({**LEAKS, "FedAvg, rate 0.2": (0.5, leak)}, 0.3).name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.2"
-    assert tuned({}, 0.3).case("tuned-2", "FedAvg") is None
+    assert (
+        tuned({**LEAKS, "FedAvg, rate 0.2": (0.5, leak)}, 0.3).name_of("tuned-2", "FedAvg")
+        == "FedAvg, rate 0.2"
+    )
+    assert tuned({}, 0.3).experiment("tuned-2", "FedAvg") is None
 
 
 def audit(**changes):
     """What an audit of two attributes found."""
     first = {"joint": 0.52, "own": 0.61, "pooled": 0.62, "strong": 0.63, "validation": {}}
     second = {"joint": 0.54, "own": None, "pooled": 0.7, "strong": 0.6, "validation": {}}
-    return {"accuracy": 0.84, "auc": 0.88, "attributes": [first, {**second, **changes}], "validation": {"auc": 0.87, "leak": 0.66}}
+    return {
+        "accuracy": 0.84,
+        "auc": 0.88,
+        "attributes": [first, {**second, **changes}],
+        "validation": {"auc": 0.87, "leak": 0.66},
+    }
 
 
 def test_the_figures_of_an_audit_are_kept_seed_by_seed():
-    assert run("run", "small", "--part", "tuned-2", "--seeds", 2, "--device", "cpu", "--out", "kept") == 0
+    assert (
+        run("run", "small", "--part", "tuned-2", "--seeds", 2, "--device", "cpu", "--out", "kept")
+        == 0
+    )
     path = part_folder(Path("kept"), "tuned-2") / "cases/fedavg-rate-0-1/result.json"
     plain = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
     audits = [audit(), {**audit(joint=None, strong=0.9), "auc": None}]
-    results = [{**result, "audit": of} for result, of in zip(json.loads(path.read_text()), audits, strict=True)]
+    results = [
+        {**result, "audit": of}
+        for result, of in zip(json.loads(path.read_text()), audits, strict=True)
+    ]
     path.write_text(json.dumps(results))
     found = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
     assert {key: value for key, value in found.items() if key not in plain} == {
@@ -399,7 +534,10 @@ def test_the_figures_of_an_audit_are_kept_seed_by_seed():
 
 
 def test_an_audit_without_an_adversary_has_none():
-    assert run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    assert (
+        run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
+        == 0
+    )
     path = part_folder(Path("kept"), "tuned-2") / "cases/fedavg-rate-0-1/result.json"
     blind = {
         "accuracy": 0.84,
@@ -407,32 +545,51 @@ def test_an_audit_without_an_adversary_has_none():
         "attributes": [dict.fromkeys(("joint", "own", "pooled", "strong"))],
         "validation": dict.fromkeys(("auc", "leak")),
     }
-    path.write_text(json.dumps([{**result, "audit": blind} for result in json.loads(path.read_text())]))
+    path.write_text(
+        json.dumps([{**result, "audit": blind} for result in json.loads(path.read_text())])
+    )
     found = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
-    assert [found[key] for key in ("adversary", "own_0", "fresh", "validation_leak")] == [[None]] * 4
+    assert [found[key] for key in ("adversary", "own_0", "fresh", "validation_leak")] == [
+        [None]
+    ] * 4
 
 
 def test_runs_on_different_machines_are_not_mixed():
-    one, other = (Findings(SMALL, {"machine": {"device": name}}, {name: {}}) for name in ("paper-2", "tuned-2"))
+    one, other = (
+        Findings(SMALL, {"machine": {"device": name}}, {name: {}})
+        for name in ("paper-2", "tuned-2")
+    )
     with pytest.raises(InputError, match="different machines"):
         merge_findings([one, other])
 
 
 def test_a_case_that_diverged_in_some_seeds_does_not_stand_for_a_row_where_another_did_not():
     rates = SMALL.parts["tuned-2"].candidates["FedAvg"]
-    cases = {rates[0]: {"validation": [0.5, 0.5]}, rates[1]: {"validation": [0.9], "seeds": [1]}}
-    assert Findings(SMALL, {}, {"tuned-2": {"cases": cases}}).name_of("tuned-2", "FedAvg") == rates[0]
+    experiments = {
+        rates[0]: {"validation": [0.5, 0.5]},
+        rates[1]: {"validation": [0.9], "seeds": [1]},
+    }
+    assert (
+        Findings(SMALL, {}, {"tuned-2": {"cases": experiments}}).name_of("tuned-2", "FedAvg")
+        == rates[0]
+    )
 
 
 def complaints(capsys):
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: ") and "engine:" not in line]
+    return [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("glocal: ") and "engine:" not in line
+    ]
 
 
 def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_others_run(capsys):
-    wild = ["--set", "cases.FedAvg.rate=1e30", "--seeds", 1, "--device", "cpu"]
+    wild = ["--set", "experiments.FedAvg.lr=1e30", "--seeds", 1, "--device", "cpu"]
     assert run("run", "small", "--part", "paper-2", *wild, "--out", "kept") == 0
     lines = complaints(capsys)
-    assert any("paper-2, FedAvg: training diverged" in line and "left out" in line for line in lines)
+    assert any(
+        "paper-2, FedAvg: training diverged" in line and "left out" in line for line in lines
+    )
     assert [*found_in("kept")["paper-2"]["cases"]] == ["Local only"]
     told = Path("kept/tables.md").read_text()
     assert "Left out, for training diverged: `paper-2`: FedAvg (all seeds), LG" in told
@@ -441,11 +598,15 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     assert complaints(capsys) == []
 
 
-def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(capsys, monkeypatch):
+def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
+    capsys, monkeypatch
+):
     row = fitting._row
 
     def diverging(seed, report, score, ledger):
-        if seed == 1 and report.round_index == 5:  # the last round of those that start after round 4
+        if (
+            seed == 1 and report.round_index == 5
+        ):  # the last round of those that start after round 4
             report = report._replace(losses=report.losses * float("nan"))
         return row(seed, report, score, ledger)
 
@@ -453,18 +614,31 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
     assert run("run", "small", *small, "--out", "whole") == 0
     monkeypatch.setattr(fitting, "_row", diverging)
     assert run("run", "small", *small, "--out", "kept") == 0
-    assert [line for line in complaints(capsys) if "LG 4+2: training diverged" in line and "seed 1 is left out" in line]
+    assert [
+        line
+        for line in complaints(capsys)
+        if "LG 4+2: training diverged" in line and "seed 1 is left out" in line
+    ]
     whole, kept = found_in("whole")["paper-2"]["cases"], found_in("kept")["paper-2"]["cases"]
     late = ("LG 4+2", FINE_TUNED)
-    assert {name: case["seeds"] for name, case in kept.items()} == {name: [0, 2] if name in late else [0, 1, 2] for name in whole}
-    assert all(kept[name]["local"] == [whole[name]["local"][place] for place in (0, 2)] for name in late)
+    assert {name: experiment["seeds"] for name, experiment in kept.items()} == {
+        name: [0, 2] if name in late else [0, 1, 2] for name in whole
+    }
+    assert all(
+        kept[name]["local"] == [whole[name]["local"][place] for place in (0, 2)] for name in late
+    )
     told = Path("kept/tables.md").read_text()
-    assert f"Left out, for training diverged: `paper-2`: LG 4+2 (seed 1), {FINE_TUNED} (seed 1)." in told
+    assert (
+        f"Left out, for training diverged: `paper-2`: LG 4+2 (seed 1), {FINE_TUNED} (seed 1)."
+        in told
+    )
     assert "Still open: `paper-2`" not in told
     assert ".without" not in told
 
 
-@pytest.mark.parametrize("change", ["data.keep_clients=7", "split.local=nonsense", "plan.clients_per_round=77"])
+@pytest.mark.parametrize(
+    "change", ["data.keep_clients=7", "split.local=nonsense", "plan.clients_per_round=77"]
+)
 def test_a_study_that_is_refused_leaves_nothing_behind(change, capsys):
     assert run("run", "small", "--set", change, "--device", "cpu", "--out", "x") == 2
     assert not Path("x").exists()
@@ -472,28 +646,49 @@ def test_a_study_that_is_refused_leaves_nothing_behind(change, capsys):
 
 
 def test_changes_of_a_resumed_study_are_kept_and_told(capsys):
-    once = ["--part", "paper-2", "--seeds", 1, "--device", "cpu", "--set", "run.keep=everything", "--out", "kept"]
+    once = [
+        "--part",
+        "paper-2",
+        "--seeds",
+        1,
+        "--device",
+        "cpu",
+        "--set",
+        "run.save=everything",
+        "--out",
+        "kept",
+    ]
     assert run("run", "small", *once) == 0
-    for changes in (["--set", "cases.LG 4+2.rounds=3"], []):
+    for changes in (["--set", "experiments.LG 4+2.rounds=3"], []):
         assert run("resume", "kept", *changes) == 0
     assert found_in("kept")["paper-2"]["cases"]["LG 4+2"]["selected_round"][0] >= 5
-    assert "cases.LG 4+2.rounds = 3" in Path("kept/tables.md").read_text()
+    assert "experiments.LG 4+2.rounds = 3" in Path("kept/tables.md").read_text()
     commands = json.loads(Path("kept/study.json").read_text())["command"]
-    assert commands[0].startswith("glocal run small --part paper-2 --seeds 1 --device cpu --set run.keep=everything")
+    assert commands[0].startswith(
+        "glocal run small --part paper-2 --seeds 1 --device cpu --set run.save=everything"
+    )
     assert len(commands) == 3
 
 
 def test_a_study_that_kept_figures_only_refuses_to_be_longer_and_stays_as_it_was(capsys):
-    assert run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    assert (
+        run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
+        == 0
+    )
     found = found_in("kept")
-    assert run("resume", "kept", "--set", "cases.FedAvg.rounds=6") == 2
+    assert run("resume", "kept", "--set", "experiments.FedAvg.rounds=6") == 2
     assert "kept its figures only" in complaints(capsys)[0]
     assert run("resume", "kept") == 0
     assert found_in("kept") == found
 
 
 DAMAGED = {
-    "study.json": ["{}", '{"parts": {}}', '{"study": ["small"], "parts": {"paper-2": {}}, "command": []}', "nonsense"],
+    "study.json": [
+        "{}",
+        '{"parts": {}}',
+        '{"study": ["small"], "parts": {"paper-2": {}}, "command": []}',
+        "nonsense",
+    ],
     "findings.json": [
         '{"study": "small", "parts": {"paper-2": "text"}}',
         '{"study": ["small"], "parts": {}}',
@@ -503,9 +698,14 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in DAMAGED.items() for text in texts])
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in DAMAGED.items() for text in texts]
+)
 def test_a_damaged_file_is_one_line(name, text, capsys):
-    assert run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    assert (
+        run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
+        == 0
+    )
     Path("kept", name).write_text(text)
     capsys.readouterr()
     assert run("report", "kept/findings.json" if name == "findings.json" else "kept") == 2
@@ -513,14 +713,20 @@ def test_a_damaged_file_is_one_line(name, text, capsys):
 
 
 def test_odd_rows_of_the_timing_are_passed_over():
-    assert run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    assert (
+        run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
+        == 0
+    )
     with Path("kept/timing.jsonl").open("a") as file:
         file.write('{"seconds": 1}\n{"part": "paper-2"}\n')
     assert run("report", "kept") == 0
 
 
 def test_reporting_names_the_folder_that_is_none(capsys):
-    assert run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept") == 0
+    assert (
+        run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
+        == 0
+    )
     capsys.readouterr()
     assert run("report", "kept", "nowhere") == 2
     assert "nowhere is no study of a paper" in complaints(capsys)[0]

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError
 from glocal.core.sampling import IntArray
-from glocal.datasets import Dataset, Partitioner, class_counts, dirichlet, iid, natural, partition, random_shards, shards
+from glocal.datasets import (
+    Dataset,
+    Partitioner,
+    class_counts,
+    dirichlet,
+    iid,
+    natural,
+    partition,
+    random_shards,
+    shards,
+)
 from glocal.datasets.partitions import apportion
 
 
@@ -24,9 +34,9 @@ def balanced(per_class: int, classes: int = 10) -> IntArray:
     return np.arange(per_class * classes, dtype=np.int64) % classes
 
 
-def assert_cover(shares: list[Rows], total: int, devices: int) -> None:
+def assert_cover(shares: list[Rows], total: int, clients: int) -> None:
     """Every row on exactly one device, every device's rows ascending."""
-    assert len(shares) == devices
+    assert len(shares) == clients
     assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in shares)
     np.testing.assert_array_equal(np.sort(np.concatenate(shares)), np.arange(total))
 
@@ -35,45 +45,62 @@ def counts_of(labels: IntArray, shares: list[Rows], classes: int = 10) -> IntArr
     return np.stack([np.bincount(labels[rows], minlength=classes) for rows in shares])
 
 
-labels_of_any_kind = st.lists(st.integers(0, 6), min_size=12, max_size=80).map(lambda values: np.array(values, dtype=np.int64))
-few_labels = st.lists(st.integers(0, 6), max_size=40).map(lambda values: np.array(values, dtype=np.int64))
+labels_of_any_kind = st.lists(st.integers(0, 6), min_size=12, max_size=80).map(
+    lambda values: np.array(values, dtype=np.int64)
+)
+few_labels = st.lists(st.integers(0, 6), max_size=40).map(
+    lambda values: np.array(values, dtype=np.int64)
+)
 
 
-@given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), seed=st.integers(0, 99))
-def test_equal_shares_lose_nothing_and_differ_by_one_at_most(train: IntArray, test: IntArray, devices: int, seed: int) -> None:
-    train_rows, test_rows = iid(devices)(train, test, fresh(seed))
+@given(
+    train=labels_of_any_kind, test=few_labels, clients=st.integers(1, 12), seed=st.integers(0, 99)
+)
+def test_equal_shares_lose_nothing_and_differ_by_one_at_most(
+    train: IntArray, test: IntArray, clients: int, seed: int
+) -> None:
+    train_rows, test_rows = iid(clients)(train, test, fresh(seed))
     for rows, labels in ((train_rows, train), (test_rows, test)):
-        assert_cover(rows, len(labels), devices)
+        assert_cover(rows, len(labels), clients)
         sizes = [len(own) for own in rows]
         assert max(sizes) - min(sizes) <= 1
 
 
-@given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), alpha=st.floats(1e-6, 1e6), seed=st.integers(0, 99))
+@given(
+    train=labels_of_any_kind,
+    test=few_labels,
+    clients=st.integers(1, 12),
+    alpha=st.floats(1e-6, 1e6),
+    seed=st.integers(0, 99),
+)
 def test_dirichlet_shares_lose_nothing_and_feed_every_device(
-    train: IntArray, test: IntArray, devices: int, alpha: float, seed: int
+    train: IntArray, test: IntArray, clients: int, alpha: float, seed: int
 ) -> None:
-    train_rows, test_rows = dirichlet(devices, alpha)(train, test, fresh(seed))
-    assert_cover(train_rows, len(train), devices)
-    assert_cover(test_rows, len(test), devices)
+    train_rows, test_rows = dirichlet(clients, alpha)(train, test, fresh(seed))
+    assert_cover(train_rows, len(train), clients)
+    assert_cover(test_rows, len(test), clients)
     assert min(len(rows) for rows in train_rows) >= 1
 
 
 @given(
     sizes=st.lists(st.tuples(st.integers(14, 40), st.integers(14, 25)), min_size=1, max_size=8),
-    devices=st.integers(1, 14),
+    clients=st.integers(1, 14),
     each=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
 def test_shards_give_every_device_so_many_classes_the_same_in_training_and_test(
-    sizes: list[tuple[int, int]], devices: int, each: int, seed: int
+    sizes: list[tuple[int, int]], clients: int, each: int, seed: int
 ) -> None:
     classes = len(sizes)
-    if devices * min(each, classes) < classes:
-        devices = classes
-    train, test = (fresh(seed).permutation(np.repeat(np.arange(classes), column)) for column in zip(*sizes, strict=True))
-    train_rows, test_rows = shards(devices, each)(train, test, fresh(seed))
-    assert_cover(train_rows, len(train), devices)
-    assert_cover(test_rows, len(test), devices)
+    if clients * min(each, classes) < classes:
+        clients = classes
+    train, test = (
+        fresh(seed).permutation(np.repeat(np.arange(classes), column))
+        for column in zip(*sizes, strict=True)
+    )
+    train_rows, test_rows = shards(clients, each)(train, test, fresh(seed))
+    assert_cover(train_rows, len(train), clients)
+    assert_cover(test_rows, len(test), clients)
     in_train, in_test = counts_of(train, train_rows, classes), counts_of(test, test_rows, classes)
     np.testing.assert_array_equal(in_train > 0, in_test > 0)
     assert ((in_train > 0).sum(axis=1) == min(each, classes)).all()
@@ -83,14 +110,16 @@ def test_shards_give_every_device_so_many_classes_the_same_in_training_and_test(
         assert all(np.ptp(column[column > 0]) <= 1 for column in counts.T)
 
 
-@given(devices=st.integers(1, 40), each=st.integers(1, 6), seed=st.integers(0, 2**20))
-def test_random_shards_give_every_device_at_most_so_many_classes(devices: int, each: int, seed: int) -> None:
+@given(clients=st.integers(1, 40), each=st.integers(1, 6), seed=st.integers(0, 2**20))
+def test_random_shards_give_every_device_at_most_so_many_classes(
+    clients: int, each: int, seed: int
+) -> None:
     train, test = balanced(240), balanced(240)
-    if devices * each < 10:
+    if clients * each < 10:
         return
-    train_rows, test_rows = random_shards(devices, each)(train, test, fresh(seed))
-    assert_cover(train_rows, len(train), devices)
-    assert_cover(test_rows, len(test), devices)
+    train_rows, test_rows = random_shards(clients, each)(train, test, fresh(seed))
+    assert_cover(train_rows, len(train), clients)
+    assert_cover(test_rows, len(test), clients)
     for own, tested in zip(train_rows, test_rows, strict=True):
         assert 1 <= len(np.unique(train[own])) <= each
         assert {*test[tested]} == {*train[own]}
@@ -104,19 +133,30 @@ def test_random_shards_leave_some_devices_with_one_class() -> None:
     assert np.mean(single) == pytest.approx(100 * 19 / 199, abs=2.5)
 
 
-@given(train=labels_of_any_kind, test=few_labels, devices=st.integers(1, 12), each=st.integers(1, 9), seed=st.integers(0, 99))
-def test_shards_of_any_labels_lose_nothing_or_say_why(train: IntArray, test: IntArray, devices: int, each: int, seed: int) -> None:
+@given(
+    train=labels_of_any_kind,
+    test=few_labels,
+    clients=st.integers(1, 12),
+    each=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_shards_of_any_labels_lose_nothing_or_say_why(
+    train: IntArray, test: IntArray, clients: int, each: int, seed: int
+) -> None:
     refusal = ""
     try:
-        train_rows, test_rows = shards(devices, each)(train, test, fresh(seed))
+        train_rows, test_rows = shards(clients, each)(train, test, fresh(seed))
     except InputError as error:
         refusal = str(error)
     if refusal:
         assert "cannot hold" in refusal or "no training example" in refusal
         return
-    assert_cover(train_rows, len(train), devices)
-    assert_cover(test_rows, len(test), devices)
-    held = [set(train[own]) | set(test[tested]) for own, tested in zip(train_rows, test_rows, strict=True)]
+    assert_cover(train_rows, len(train), clients)
+    assert_cover(test_rows, len(test), clients)
+    held = [
+        set(train[own]) | set(test[tested])
+        for own, tested in zip(train_rows, test_rows, strict=True)
+    ]
     assert max(len(classes) for classes in held) <= each
     assert min(len(rows) for rows in train_rows) >= 1
 
@@ -154,7 +194,9 @@ def test_what_does_not_divide_evenly_goes_to_either_device() -> None:
 
 
 @pytest.mark.parametrize("partitioner", [iid(2), shards(2, 1), dirichlet(2, 1e6)])
-def test_which_examples_of_a_class_a_device_gets_is_left_to_chance(partitioner: Partitioner) -> None:
+def test_which_examples_of_a_class_a_device_gets_is_left_to_chance(
+    partitioner: Partitioner,
+) -> None:
     train = np.zeros(100, dtype=np.int64)
     (once, _), _ = partitioner(train, train, fresh(0))
     (again, _), _ = partitioner(train, train, fresh(1))
@@ -164,26 +206,34 @@ def test_which_examples_of_a_class_a_device_gets_is_left_to_chance(partitioner: 
 
 
 def test_too_few_slots_for_the_classes_are_refused_with_a_way_out() -> None:
-    with pytest.raises(InputError, match="4 devices with 2 classes each cannot hold 10 classes; use at least 5 devices"):
+    with pytest.raises(
+        InputError,
+        match="4 devices with 2 classes each cannot hold 10 classes; use at least 5 devices",
+    ):
         shards(4, 2)(balanced(5), balanced(5), fresh())
 
 
 def test_a_class_too_small_for_its_devices_is_refused() -> None:
     train = np.array([0] * 15 + [1])
-    with pytest.raises(InputError, match=r"no training example \(4 such devices\); use fewer devices"):
+    with pytest.raises(
+        InputError, match=r"no training example \(4 such devices\); use fewer devices"
+    ):
         shards(10, 1)(train, train, fresh())
 
 
 def test_dirichlet_proportions_are_the_same_in_training_and_test() -> None:
     train, test = balanced(1000), balanced(200)
     train_rows, test_rows = dirichlet(8, 0.5)(train, test, fresh())
-    assert np.abs(counts_of(train, train_rows) / 1000 - counts_of(test, test_rows) / 200).max() < 0.01
+    assert (
+        np.abs(counts_of(train, train_rows) / 1000 - counts_of(test, test_rows) / 200).max() < 0.01
+    )
 
 
 def test_dirichlet_goes_from_one_owner_per_class_to_equal_shares() -> None:
     train = balanced(300)
     largest_share = [
-        counts_of(train, dirichlet(10, alpha)(train, train, fresh())[0]).max(axis=0).mean() / 300 for alpha in (0.01, 1, 1e5)
+        counts_of(train, dirichlet(10, alpha)(train, train, fresh())[0]).max(axis=0).mean() / 300
+        for alpha in (0.01, 1, 1e5)
     ]
     assert largest_share[0] > 0.9
     assert 0.15 < largest_share[1] < 0.6
@@ -202,8 +252,13 @@ def test_what_is_left_over_goes_to_the_largest_remainders() -> None:
     assert apportion(np.array([0.5, 0.3, 0.2]), 9).tolist() == [4, 3, 2]
 
 
-@given(weights=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30).filter(any), total=st.integers(0, 500))
-def test_apportioned_counts_add_up_and_are_within_one_of_their_quotas(weights: list[float], total: int) -> None:
+@given(
+    weights=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30).filter(any),
+    total=st.integers(0, 500),
+)
+def test_apportioned_counts_add_up_and_are_within_one_of_their_quotas(
+    weights: list[float], total: int
+) -> None:
     proportions = np.array(weights) / sum(weights)
     counts = apportion(proportions, total)
     assert counts.sum() == total
@@ -211,13 +266,19 @@ def test_apportioned_counts_add_up_and_are_within_one_of_their_quotas(weights: l
 
 
 @given(train=st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=40), data=st.data())
-def test_a_natural_partition_gives_everyone_their_own(train: list[str], data: st.DataObject) -> None:
+def test_a_natural_partition_gives_everyone_their_own(
+    train: list[str], data: st.DataObject
+) -> None:
     test = data.draw(st.lists(st.sampled_from(sorted(set(train))), max_size=20))
     people = sorted(set(train))
-    train_rows, test_rows = natural(train, test)(np.zeros(len(train), np.int64), np.zeros(len(test), np.int64), fresh())
+    train_rows, test_rows = natural(train, test)(
+        np.zeros(len(train), np.int64), np.zeros(len(test), np.int64), fresh()
+    )
     for rows, ids in ((train_rows, train), (test_rows, test)):
         assert_cover(rows, len(ids), len(people))
-        assert [[ids[row] for row in own] for own in rows] == [[person] * ids.count(person) for person in people]
+        assert [[ids[row] for row in own] for own in rows] == [
+            [person] * ids.count(person) for person in people
+        ]
 
 
 def test_a_person_who_is_only_tested_is_refused() -> None:
@@ -232,7 +293,9 @@ def test_ids_that_do_not_match_the_examples_are_refused() -> None:
 
 @pytest.mark.parametrize("partitioner", [iid(11), shards(11, 1), dirichlet(11, 1.0)])
 def test_more_devices_than_examples_are_refused(partitioner: Partitioner) -> None:
-    with pytest.raises(InputError, match="11 devices but 10 training examples; use at most 10 devices"):
+    with pytest.raises(
+        InputError, match="11 devices but 10 training examples; use at most 10 devices"
+    ):
         partitioner(balanced(1), balanced(1), fresh())
 
 
@@ -249,7 +312,9 @@ def test_more_devices_than_examples_are_refused(partitioner: Partitioner) -> Non
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: Callable[[], Partitioner]) -> None:
-    with pytest.raises(InputError, match=r"^partition: (devices|classes_per_device|alpha) is .*; it must be "):
+    with pytest.raises(
+        InputError, match=r"^partition: (devices|classes_per_device|alpha) is .*; it must be "
+    ):
         make()
 
 
@@ -261,10 +326,16 @@ def small_dataset() -> Dataset:
     return Dataset(examples(40), examples(8), 10)
 
 
-@pytest.mark.parametrize("partitioner", [iid(20), shards(20, 2), random_shards(20, 2), dirichlet(20, 0.3)])
-def test_a_dealt_federation_uses_the_stores_as_they_are_and_repeats_with_its_seed(partitioner: Partitioner) -> None:
+@pytest.mark.parametrize(
+    "partitioner", [iid(20), shards(20, 2), random_shards(20, 2), dirichlet(20, 0.3)]
+)
+def test_a_dealt_federation_uses_the_stores_as_they_are_and_repeats_with_its_seed(
+    partitioner: Partitioner,
+) -> None:
     dataset = small_dataset()
-    federation, again, other = (partition(dataset, partitioner, validation=0.25, seed=seed) for seed in (5, 5, 6))
+    federation, again, other = (
+        partition(dataset, partitioner, validation=0.25, seed=seed) for seed in (5, 5, 6)
+    )
     assert federation.train.examples is federation.val.examples is dataset.train
     assert federation.test.examples is dataset.test
     assert_cover(list(federation.train.rows + federation.val.rows), 400, 40)
@@ -281,5 +352,13 @@ def test_a_quarter_of_every_device_is_set_aside_for_validation() -> None:
 
 def test_class_counts_are_counted_per_device() -> None:
     examples = Examples(torch.zeros(5, 1), torch.tensor([0, 2, 2, 1, 0]))
-    rows: tuple[npt.NDArray[np.int64], ...] = (np.array([0, 1, 2]), np.array([], dtype=np.int64), np.array([3, 4]))
-    assert class_counts(ClientData(examples, rows), 4).tolist() == [[1, 0, 2, 0], [0, 0, 0, 0], [1, 1, 0, 0]]
+    rows: tuple[npt.NDArray[np.int64], ...] = (
+        np.array([0, 1, 2]),
+        np.array([], dtype=np.int64),
+        np.array([3, 4]),
+    )
+    assert class_counts(ClientData(examples, rows), 4).tolist() == [
+        [1, 0, 2, 0],
+        [0, 0, 0, 0],
+        [1, 1, 0, 0],
+    ]

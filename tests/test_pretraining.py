@@ -22,35 +22,41 @@ from glocal.studies.settings import from_dict
 STUDY = """
 [data]
 source = "digits"
-devices = 6
+clients = 6
 validation = 0.1
-labelled = {labelled}
+labeled_fraction = {labelled}
 [model]
 name = "coded_mlp"
 hidden = [16]
-code = 8
+bottleneck = 8
 [split]
 local = ["encoder"]
-[optimiser]
+[optimizer]
 name = "adam"
-rate = 0.005
+lr = 0.005
 [plan]
 rounds = 4
 clients_per_round = 3
 seeds = 2
-batch = 40
+batch_size = 40
 [run]
 engine = "looped"
-[cases.Plain]
+[experiments.Plain]
 algorithm = "lg_fedavg"
-[cases.First]
+[experiments.First]
 algorithm = "{algorithm}"
-learns = {{kind = "{kind}", at = "encoder", weight = 0, hidden = [8], pretrain = {epochs}}}
+pretext = {{kind = "{kind}", layer = "encoder", weight = 0, hidden = [8], pretrain_epochs = {epochs}}}
 """
 
 
 def settings_of(*, kind="decoder", epochs=2, labeled_fraction=0.1, algorithm="lg_fedavg", **plan):
-    settings = from_dict(tomllib.loads(STUDY.format(kind=kind, epochs=epochs, labeled_fraction=labeled_fraction, algorithm=algorithm)))
+    settings = from_dict(
+        tomllib.loads(
+            STUDY.format(
+                kind=kind, epochs=epochs, labeled_fraction=labeled_fraction, algorithm=algorithm
+            )
+        )
+    )
     return replace(settings, plan=replace(settings.plan, **plan))
 
 
@@ -62,35 +68,39 @@ def studied(folder, settings):
 
 def begun(settings):
     """The case before its first round, and where it starts."""
-    case = initial_case(settings, "First", build_components(settings, no_progress))
-    return case, start_or_resume(case, settings.run, None)
+    experiment = initial_case(settings, "First", build_components(settings, no_progress))
+    return experiment, start_or_resume(experiment, settings.run, None)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "jigsaw", "classifier"])
 def test_everybodys_private_part_moves_the_shared_one_does_not_and_nothing_is_sent(kind):
-    case, progress = begun(settings_of(kind=kind))
+    experiment, progress = begun(settings_of(kind=kind))
     _, fresh = begun(settings_of(kind=kind, epochs=0))
     for state, start, ledger in zip(progress.states, fresh.states, progress.ledgers, strict=True):
         assert trees.same_bits(state.shared, start.shared)
         assert sorted(state.private.trained) == [*range(6)]
         for number in range(6):
             own = state.private.of(number)
-            assert all(not torch.equal(own[name], start.private.initial[name]) for name in own), "encoder and auxiliary alike"
+            assert all(not torch.equal(own[name], start.private.initial[name]) for name in own), (
+                "encoder and auxiliary alike"
+            )
         assert ledger.total.bytes == 0
-    assert case.pretraining.labels == (kind == "classifier")
+    assert experiment.pretraining.labels == (kind == "classifier")
 
 
 def test_an_adversary_comes_along_from_the_start():
     settings = settings_of(kind="adversary", labeled_fraction=1.0)
     settings = replace(settings, data=replace(settings.data, source="test_representations:census"))
-    case, progress = begun(settings)
-    assert case.pretraining.labels
+    experiment, progress = begun(settings)
+    assert experiment.pretraining.labels
     names = {*progress.states[0].private.of(0)}
     assert {name.partition("/")[0].partition(".")[0] for name in names} == {"encoder", "adversary"}
 
 
 def test_what_was_learnt_before_changes_the_run(tmp_path):
-    plain, first = (studied(tmp_path / str(epochs), settings_of(epochs=epochs)) for epochs in (0, 3))
+    plain, first = (
+        studied(tmp_path / str(epochs), settings_of(epochs=epochs)) for epochs in (0, 3)
+    )
     assert plain.keys() <= first.keys()
     assert not trees.same_bits(plain, {name: first[name] for name in plain})
 
@@ -99,7 +109,7 @@ def test_a_study_that_was_stopped_comes_to_the_same_bits(tmp_path):
     settings = settings_of()
     whole = studied(tmp_path / "whole", settings)
     for step in run_study(settings, tmp_path / "parts"):
-        if step.case == "First" and step.moment and step.moment.progress.done == 2:
+        if step.experiment == "First" and step.moment and step.moment.progress.done == 2:
             break
     assert trees.same_bits(whole, studied(tmp_path / "parts", settings))
 
@@ -108,7 +118,9 @@ def test_labels_are_known_of_a_share_and_inputs_of_all():
     fed = datasets.partition(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
     some = fed.subsample_labels(0.05, seed=3)
     assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
-    assert all(np.isin(few, own).all() for few, own in zip(some.train.rows, fed.train.rows, strict=True))
+    assert all(
+        np.isin(few, own).all() for few, own in zip(some.train.rows, fed.train.rows, strict=True)
+    )
     assert some.unlabeled is fed.train
     assert some.val is fed.val
     assert fed.subsample_labels(1e-9, seed=0).train.sizes.tolist() == [1] * 5
@@ -156,7 +168,12 @@ def test_the_networks_are_as_wide_as_they_are_asked_to_be():
     with pytest.raises(InputError, match="at least 16 x 16"):
         bottleneck_cnn((1, 8, 8))
     make_dropout = bottleneck_mlp(dropout=0.5)
-    assert [type(layer).__name__ for layer in make_dropout.head] == ["Linear", "ReLU", "Dropout", "Linear"]
+    assert [type(layer).__name__ for layer in make_dropout.head] == [
+        "Linear",
+        "ReLU",
+        "Dropout",
+        "Linear",
+    ]
     assert sum("Dropout" in type(layer).__name__ for layer in make_dropout.encoder) == 2
     with pytest.raises(InputError, match=r"dropout is 1\.5"):
         bottleneck_mlp(dropout=1.5)

@@ -58,9 +58,15 @@ def lengths(tree):
 
 def test_no_move_is_longer_than_the_clip_and_its_direction_stays():
     clip_norm = 0.01
-    for plain, clipped in zip(moves(None), moves(DifferentialPrivacy(clip_norm, NO_NOISE)), strict=True):
-        assert bool((lengths(plain) > 5 * clip_norm).all()), "the test needs moves that are too long"
-        assert torch.allclose(lengths(clipped), torch.full((PLAN.clients_per_round,), clip_norm), rtol=1e-3)
+    for plain, clipped in zip(
+        moves(None), moves(DifferentialPrivacy(clip_norm, NO_NOISE)), strict=True
+    ):
+        assert bool((lengths(plain) > 5 * clip_norm).all()), (
+            "the test needs moves that are too long"
+        )
+        assert torch.allclose(
+            lengths(clipped), torch.full((PLAN.clients_per_round,), clip_norm), rtol=1e-3
+        )
         for name, tensor in plain.items():
             scale = (clip_norm / lengths(plain)).reshape(-1, *[1] * (tensor.dim() - 1))
             assert torch.allclose(clipped[name], tensor * scale, atol=1e-6)
@@ -99,7 +105,7 @@ def test_the_noise_is_as_strong_as_it_is_said_to_be():
 def deployment(tmp_path):
     folder = deployed.project(tmp_path / "here", weights='weights = "equal"')
     with (folder / "deploy.toml").open("a") as file:
-        file.write("\n[privacy]\nclip = 0.5\nnoise = 2.0\n")
+        file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
     return folder
 
 
@@ -109,7 +115,7 @@ def test_nobody_can_draw_a_deployed_devices_noise_again(deployment, monkeypatch)
     monkeypatch.setattr(time, "time_ns", lambda: 17 * 10**17)
     setup = Project.from_folder(deployment).setup
     shared, private = setup.algorithm.init(setup.params)
-    examples = glocal.from_tensors(world.devices((9,)), validation=0.0).train.examples
+    examples = glocal.from_tensors(world.clients((9,)), validation=0.0).train.examples
     order, key = torch.arange(5)[None], torch.tensor(7)
 
     def upload():

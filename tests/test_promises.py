@@ -13,7 +13,9 @@ import pytest
 def results(tmp_path, *arguments):
     command = [sys.executable, "-m", "glocal", *arguments, "--out", str(tmp_path / "run")]
     # one thread: slower alone, but threads wait for each other for seconds where a neighbour takes a core
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=3000)
+    subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=3000
+    )
     assert (tmp_path / "run/report.html").read_text().count("<figure") >= 4
     return json.loads((tmp_path / "run/results.json").read_text())
 
@@ -21,20 +23,29 @@ def results(tmp_path, *arguments):
 @pytest.mark.slow
 def test_the_demo_beats_both_extremes(tmp_path):
     """LG-FedAvg: above FedAvg on Local Test, 20 points above local only on New Test, fewer bytes than FedAvg."""
-    cases = results(tmp_path, "demo")
-    assert len(cases) == 5
-    local = {name: fmean(seed["local_test"]["mean"] for seed in seeds) for name, seeds in cases.items()}
-    new = {name: fmean(seed["new_test"]["logits"] for seed in seeds) for name, seeds in cases.items()}
-    sent = {name: seeds[0]["ledger"]["total"]["bytes"] for name, seeds in cases.items()}
+    experiments = results(tmp_path, "demo")
+    assert len(experiments) == 5
+    local = {
+        name: fmean(seed["local_test"]["mean"] for seed in seeds)
+        for name, seeds in experiments.items()
+    }
+    new = {
+        name: fmean(seed["new_test"]["logits"] for seed in seeds)
+        for name, seeds in experiments.items()
+    }
+    sent = {name: seeds[0]["ledger"]["total"]["bytes"] for name, seeds in experiments.items()}
     assert local["LG-FedAvg"] > local["FedAvg"]
     assert new["LG-FedAvg"] > new["Local only"] + 0.2
     assert sent["LG-FedAvg"] < sent["FedAvg"]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (Path(os.environ.get("GLOCAL_DATA", "nowhere")) / "mnist").exists(), reason="GLOCAL_DATA has no MNIST")
+@pytest.mark.skipif(
+    not (Path(os.environ.get("GLOCAL_DATA", "nowhere")) / "mnist").exists(),
+    reason="GLOCAL_DATA has no MNIST",
+)
 def test_mnist_with_two_classes_per_device_in_one_command(tmp_path):
     """100 devices, 200 rounds of FedAvg, then 50 of LG-FedAvg: Local at least 98.5, New at least 96.5."""
-    case = results(tmp_path, "run", "mnist")["LG-FedAvg"][0]
-    assert case["local_test"]["mean"] >= 0.985
-    assert case["new_test"]["logits"] >= 0.965
+    experiment = results(tmp_path, "run", "mnist")["LG-FedAvg"][0]
+    assert experiment["local_test"]["mean"] >= 0.985
+    assert experiment["new_test"]["logits"] >= 0.965

@@ -22,20 +22,49 @@ DEVICES, CLASSES, SHARED, LOCAL = 6, 4, 30, 70
 
 
 def ledger(rounds: int) -> dict[str, dict[str, int]]:
-    sent = {"download": 2 * SHARED * rounds, "upload": 2 * SHARED * rounds, "evaluation": 40, "ensemble": LOCAL * DEVICES}
-    amounts = {**sent, "total": sum(sent.values()), "paper": SHARED * (DEVICES + 2) * rounds + (SHARED + LOCAL) * DEVICES}
+    sent = {
+        "download": 2 * SHARED * rounds,
+        "upload": 2 * SHARED * rounds,
+        "evaluation": 40,
+        "ensemble": LOCAL * DEVICES,
+    }
+    amounts = {
+        **sent,
+        "total": sum(sent.values()),
+        "paper": SHARED * (DEVICES + 2) * rounds + (SHARED + LOCAL) * DEVICES,
+    }
     return {part: {"parameters": count, "bytes": 4 * count} for part, count in amounts.items()}
 
 
 def result(seed: int, quality: float, rounds: int) -> dict[str, Any]:
-    devices = [
-        {"client": device, "train": 30 + device, "val": 3, "test": 9, "times_sampled": device, "local_test": quality - device / 50}
+    clients = [
+        {
+            "client": device,
+            "train": 30 + device,
+            "val": 3,
+            "test": 9,
+            "times_sampled": device,
+            "local_test": quality - device / 50,
+        }
         for device in range(DEVICES)
     ]
     spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality}
     ways = {"logits": quality - 0.2, "votes": quality - 0.3, "weights": quality - 0.4}
-    figures = {"local_test": spread, "new_test": ways, "validation": spread, "never_sampled": 1, "ledger": ledger(rounds)}
-    return {"seed": seed, "algorithm": "any", "rounds": rounds, "selected_round": rounds, **figures, "clients": devices}
+    figures = {
+        "local_test": spread,
+        "new_test": ways,
+        "validation": spread,
+        "never_sampled": 1,
+        "ledger": ledger(rounds),
+    }
+    return {
+        "seed": seed,
+        "algorithm": "any",
+        "rounds": rounds,
+        "selected_round": rounds,
+        **figures,
+        "clients": clients,
+    }
 
 
 def rows(seeds: int, rounds: int, quality: float) -> list[dict[str, Any]]:
@@ -60,14 +89,20 @@ def write(path: Path, data: object) -> None:
 
 def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path:
     """A finished run of these cases, LG-FedAvg all of them, each a little better than the one before."""
-    cases = {name: {"algorithm": "lg_fedavg"} for name in names}
+    experiments = {name: {"algorithm": "lg_fedavg"} for name in names}
     plan = {"rounds": rounds, "clients_per_round": 2, "seeds": seeds}
-    write(folder / "settings.json", {"name": "toy", "data": {"clients": DEVICES}, "plan": plan, "cases": cases})
+    write(
+        folder / "settings.json",
+        {"name": "toy", "data": {"clients": DEVICES}, "plan": plan, "cases": experiments},
+    )
     counts = (np.arange(DEVICES * CLASSES).reshape(DEVICES, CLASSES) % 3).tolist()
     write(folder / "federation.json", {"classes": CLASSES, "train": counts, "test": counts})
     for place, name in enumerate(names):
         home, quality = experiment_folder(folder, name), 0.7 + 0.05 * place
-        write(home / "result.json", [result(seed, quality + seed / 100, rounds) for seed in range(seeds)])
+        write(
+            home / "result.json",
+            [result(seed, quality + seed / 100, rounds) for seed in range(seeds)],
+        )
         lines = [json.dumps(row) + "\n" for row in rows(seeds, rounds, quality)]
         (home / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
@@ -100,7 +135,11 @@ class Outline(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "data")]
+        self.addresses += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href", "srcset", "data")
+        ]
         if tag not in ("meta", "br", "link", "img"):
             self.open.append(tag)
 
@@ -130,8 +169,16 @@ def test_tags_are_closed_ids_unique_and_headings_in_order(tmp_path: Path) -> Non
     outline = Outline(page_of(fake_run(tmp_path, "FedAvg", "LG")))
     assert outline.open == []
     assert len(outline.ids) == len(set(outline.ids))
-    assert [tag for tag in outline.tags if re.fullmatch(r"h\d", tag)] == ["h1", "h2", "h2", "h2", "h2"]
-    assert {address[1:] for address in outline.addresses if address.startswith("#")} <= set(outline.ids)
+    assert [tag for tag in outline.tags if re.fullmatch(r"h\d", tag)] == [
+        "h1",
+        "h2",
+        "h2",
+        "h2",
+        "h2",
+    ]
+    assert {address[1:] for address in outline.addresses if address.startswith("#")} <= set(
+        outline.ids
+    )
 
 
 def test_axes_and_words_of_figures_follow_the_theme(tmp_path: Path) -> None:
@@ -149,7 +196,16 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ['<script>alert("x")</script>', "a & b's", "$x^2$ _{", "_hidden", ' id="f1-axes_1" #0a0b0c', "学習 🙂", "n" * 200]
+    "name",
+    [
+        '<script>alert("x")</script>',
+        "a & b's",
+        "$x^2$ _{",
+        "_hidden",
+        ' id="f1-axes_1" #0a0b0c',
+        "学習 🙂",
+        "n" * 200,
+    ],
 )
 def test_any_name_is_shown_as_it_is(tmp_path: Path, name: str) -> None:
     page = page_of(fake_run(tmp_path, name, "other"))
@@ -186,7 +242,7 @@ def test_without_test_data_the_table_has_dashes(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg")
     device = {"client": 0, "train": 30, "val": 0, "test": 0, "times_sampled": 1, "local_test": None}
     nothing = {"mean": None, "worst_tenth": None, "pooled": None}
-    change_results(folder, "FedAvg", local_test=nothing, new_test=None, devices=[device])
+    change_results(folder, "FedAvg", local_test=nothing, new_test=None, clients=[device])
     page = page_of(folder)
     assert page.count("<td>–</td>") == 6
     assert "Local Test over devices" not in page
@@ -229,7 +285,9 @@ def test_a_run_that_has_only_begun_can_be_reported(tmp_path: Path) -> None:
 def test_a_case_that_sends_nothing_is_a_level_line(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg", "alone")
     path = experiment_folder(folder, "alone") / "rows.jsonl"
-    silent = [json.dumps({**row, "bytes": 0, "paper_parameters": 0}) + "\n" for row in rows(2, 6, 0.9)]
+    silent = [
+        json.dumps({**row, "bytes": 0, "paper_parameters": 0}) + "\n" for row in rows(2, 6, 0.9)
+    ]
     path.write_text("".join(silent), encoding="utf-8")
     assert "sends nothing while it trains is a level line" in page_of(folder)
 
@@ -302,7 +360,13 @@ def seen_on_a_phone(page: Path, folder: Path, scheme: int) -> dict[str, Any]:
     """What a browser makes of a page in a frame of 360 px; scheme 0 is dark, 1 light."""
     copy = folder / "measure.html"
     copy.write_text(MEASURE.format(page=escape(page.read_text(encoding="utf-8"))), encoding="utf-8")
-    quiet = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
+    quiet = (
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
+    )
     modes = (
         "--headless",
         "--no-sandbox",
@@ -320,8 +384,12 @@ def seen_on_a_phone(page: Path, folder: Path, scheme: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_a_phone_shows_the_page_without_scrolling_sideways_in_light_and_dark(tmp_path: Path) -> None:
-    page = write_report(fake_run(tmp_path / "run", "FedAvg", "a case with a long name that says all" * 3, "x" * 120))
+def test_a_phone_shows_the_page_without_scrolling_sideways_in_light_and_dark(
+    tmp_path: Path,
+) -> None:
+    page = write_report(
+        fake_run(tmp_path / "run", "FedAvg", "a case with a long name that says all" * 3, "x" * 120)
+    )
     dark, light = (seen_on_a_phone(page, tmp_path, scheme) for scheme in (0, 1))
     for seen in (dark, light):
         assert seen["window"] == 360

@@ -64,7 +64,13 @@ def pretrained(folder, stop=None):
     algorithm, model = adam(stop=stop)
     federation, before = world.federation((450,) * 4), Pretraining(adam()[0], epochs=1)
     how = {"options": OFTEN, "folder": folder, "pretraining": before}
-    return glocal.fit(algorithm, model, federation, glocal.Plan(rounds=5, clients_per_round=2, batch_size=1), **how)
+    return glocal.fit(
+        algorithm,
+        model,
+        federation,
+        glocal.Plan(rounds=5, clients_per_round=2, batch_size=1),
+        **how,
+    )
 
 
 def engines(caplog):
@@ -115,7 +121,9 @@ def test_a_stop_before_the_first_checkpoint_changes_no_engine(
 def test_an_engine_that_is_asked_for_is_taken_all_the_same(tmp_path, caplog):
     caplog.set_level("INFO", "glocal")
     (algorithm, model), federation = adam(), world.federation()
-    short, longer = (glocal.Plan(rounds=rounds, clients_per_round=3, batch_size=5) for rounds in (3, 4))
+    short, longer = (
+        glocal.Plan(rounds=rounds, clients_per_round=3, batch_size=5) for rounds in (3, 4)
+    )
     for engine in ("vmapped", "looped", "auto"):
         folder, options = tmp_path / engine, Options(engine=engine, checkpoint_every=1)
         glocal.fit(algorithm, model, federation, short, options=options, folder=folder)

@@ -51,13 +51,23 @@ def told(story, name="lg_fedavg", plan=PLAN, **where):
 
 
 def seats(attendance, plan=PLAN, train=None, name="lg_fedavg"):
-    return [Seat(plan, train or federation().train, initial_state(algorithm(name, MODEL), params_of(MODEL)), attendance)]
+    return [
+        Seat(
+            plan,
+            train or federation().train,
+            initial_state(algorithm(name, MODEL), params_of(MODEL)),
+            attendance,
+        )
+    ]
 
 
 def rounds(attendance, **what):
     made = algorithm("lg_fedavg", MODEL)
     return [
-        moment[0] for moment in simulate_seeds(made, seats(attendance, **what), Executor(made.client_update, engine="looped"))
+        moment[0]
+        for moment in simulate_seeds(
+            made, seats(attendance, **what), Executor(made.client_update, engine="looped")
+        )
     ]
 
 
@@ -77,7 +87,10 @@ def test_a_device_named_twice_is_refused(part):
 
 def test_with_all_present_a_cohort_is_the_plain_one():
     for index in range(20):
-        assert sample_available(PLAN, ALL, index).tolist() == sample_clients(PLAN, DEVICES, index).tolist()
+        assert (
+            sample_available(PLAN, ALL, index).tolist()
+            == sample_clients(PLAN, DEVICES, index).tolist()
+        )
 
 
 def test_where_fewer_are_present_than_a_cohort_all_of_them_take_part():
@@ -109,7 +122,9 @@ def test_a_device_without_rows_may_be_absent_and_not_present():
     fed = without_rows_of(federation(), 2)
     with pytest.raises(InputError, match="device 2 is present and has no training examples"):
         rounds(Availability.of([2]), train=fed.train)
-    with pytest.raises(InputError, match="device 2 is present from round 0 on and has no training examples"):
+    with pytest.raises(
+        InputError, match="device 2 is present from round 0 on and has no training examples"
+    ):
         told(scenario((0, ALL), fed=fed))
     assert told(scenario((0, Availability.of([0, 1, 4, 5])), fed=fed)).result.times_sampled[2] == 0
 
@@ -139,7 +154,9 @@ def test_a_device_that_leaves_in_a_round_changes_nothing_and_only_its_download_i
 
 def test_a_round_that_everybody_leaves_changes_nothing():
     before = initial_state(algorithm("lg_fedavg", MODEL), params_of(MODEL))
-    [(after, report)] = rounds(Availability.of(range(DEVICES), dropouts=range(DEVICES)), plan=replace(PLAN, rounds=1))
+    [(after, report)] = rounds(
+        Availability.of(range(DEVICES), dropouts=range(DEVICES)), plan=replace(PLAN, rounds=1)
+    )
     assert same_bits(before, after)
     assert not after.private.trained
     assert report.traffic.upload.bytes == 0
@@ -147,14 +164,24 @@ def test_a_round_that_everybody_leaves_changes_nothing():
 
 
 def test_training_goes_on_after_all_have_left_and_others_have_come():
-    story = scenario((0, Availability.of([0, 1])), (2, Availability.of([0, 1], dropouts=[0, 1])), (3, Availability.of([])), (4, ALL))
+    story = scenario(
+        (0, Availability.of([0, 1])),
+        (2, Availability.of([0, 1], dropouts=[0, 1])),
+        (3, Availability.of([])),
+        (4, ALL),
+    )
     result, courses = told(story)
     assert result.times_sampled[0] >= 2
     assert courses["all"].present == [2, 2, 0, 0, DEVICES, DEVICES]
 
 
 def test_a_group_that_arrives_late_has_the_initial_row_until_then(tmp_path):
-    story = scenario((0, Availability.of([0, 1, 2])), (4, Availability.of([3, 4, 5])), old=(0, 1, 2), new=(3, 4, 5))
+    story = scenario(
+        (0, Availability.of([0, 1, 2])),
+        (4, Availability.of([3, 4, 5])),
+        old=(0, 1, 2),
+        new=(3, 4, 5),
+    )
     before = told(story, plan=replace(PLAN, rounds=4)).result.state
     assert {*before.private.trained} == {0, 1, 2}
     after, courses = told(story)
@@ -163,7 +190,10 @@ def test_a_group_that_arrives_late_has_the_initial_row_until_then(tmp_path):
     assert courses["old"].rounds == [1, 2, 4, 5, 6]
     assert courses["old"].present == [3, 3, 3, 0, 0]
     assert same_bits(before, after.state, total=3) is False  # the shared part went on
-    assert all(trees.same_bits(before.private.of(device), after.state.private.of(device)) for device in (0, 1, 2))
+    assert all(
+        trees.same_bits(before.private.of(device), after.state.private.of(device))
+        for device in (0, 1, 2)
+    )
 
 
 def test_whoever_left_is_tested_with_its_own_part_and_todays_shared_one():
@@ -184,18 +214,31 @@ def test_chapters_in_which_nothing_changes_are_one_plain_fit():
     plain_fit = fit(algorithm("lg_fedavg", MODEL), MODEL, federation(), PLAN, options=QUICK)
     through = told(scenario((0, ALL), (1, ALL), (4, ALL))).result
     assert same_bits(plain_fit.state, through.state)
-    assert (plain_fit.local_spread, plain_fit.new_spread, plain_fit.times_sampled) == (through.local_spread, through.new_spread, through.times_sampled)
-    assert (plain_fit.ledger.download, plain_fit.ledger.upload) == (through.ledger.download, through.ledger.upload)
+    assert (plain_fit.local_spread, plain_fit.new_spread, plain_fit.times_sampled) == (
+        through.local_spread,
+        through.new_spread,
+        through.times_sampled,
+    )
+    assert (plain_fit.ledger.download, plain_fit.ledger.upload) == (
+        through.ledger.download,
+        through.ledger.upload,
+    )
 
 
-CHANGING = ((0, Availability.of([0, 1, 2, 3])), (2, Availability.of([0, 1, 2, 3], dropouts=[3])), (3, Availability.of([0, 2, 4, 5])))
+CHANGING = (
+    (0, Availability.of([0, 1, 2, 3])),
+    (2, Availability.of([0, 1, 2, 3], dropouts=[3])),
+    (3, Availability.of([0, 2, 4, 5])),
+)
 
 
 def test_the_same_seed_gives_the_same_bits():
     first, second = told(scenario(*CHANGING)), told(scenario(*CHANGING))
     assert same_bits(first.result.state, second.result.state)
     assert first.courses == second.courses
-    assert not same_bits(first.result.state, told(scenario(*CHANGING), plan=replace(PLAN, seed=1)).result.state)
+    assert not same_bits(
+        first.result.state, told(scenario(*CHANGING), plan=replace(PLAN, seed=1)).result.state
+    )
 
 
 def stopping_after(done, error):
@@ -211,7 +254,10 @@ def stopping_after(done, error):
 
 
 # a crash leaves what the last checkpoint holds, after four rounds; Ctrl-C leaves what was done
-@pytest.mark.parametrize(("done", "error"), [(1, KeyboardInterrupt), (3, KeyboardInterrupt), (3, MemoryError), (5, MemoryError)])
+@pytest.mark.parametrize(
+    ("done", "error"),
+    [(1, KeyboardInterrupt), (3, KeyboardInterrupt), (3, MemoryError), (5, MemoryError)],
+)
 def test_a_scenario_that_was_stopped_goes_on_to_the_same_bits(done, error, tmp_path, monkeypatch):
     whole = told(scenario(*CHANGING), folder=tmp_path / "whole")
     with monkeypatch.context() as patched:
@@ -232,16 +278,27 @@ def test_a_scenario_goes_on_for_longer_to_the_same_bits(tmp_path):
 
 
 def test_whoever_arrives_after_a_warm_start_is_sent_the_local_part_it_gives():
-    made, old, plan = algorithm("lg_fedavg", MODEL), Availability.of([0, 1, 2]), replace(PLAN, first_round=2, rounds=4)
+    made, old, plan = (
+        algorithm("lg_fedavg", MODEL),
+        Availability.of([0, 1, 2]),
+        replace(PLAN, first_round=2, rounds=4),
+    )
 
     def downloaded(story):
         federations = story.chapters[0].federations
-        telling = Story(Case(made, MODEL, plan, (0,), (params_of(MODEL),), federations, (Ledger(),)), story, QUICK).move_to_device()
+        telling = Story(
+            Case(made, MODEL, plan, (0,), (params_of(MODEL),), federations, (Ledger(),)),
+            story,
+            QUICK,
+        ).move_to_device()
         *_, last = telling.train(telling.start_or_resume(None), None)
         return last.progress.ledgers[0].download.bytes
 
     local = trees.nbytes(made.init(params_of(MODEL))[1])
-    assert downloaded(scenario((0, old), (4, ALL))) == downloaded(scenario((0, ALL), (1, old), (4, ALL))) + 3 * local
+    assert (
+        downloaded(scenario((0, old), (4, ALL)))
+        == downloaded(scenario((0, ALL), (1, old), (4, ALL))) + 3 * local
+    )
 
 
 def test_a_folder_is_not_continued_with_another_scenario(tmp_path):
@@ -258,10 +315,15 @@ def test_a_folder_is_not_continued_with_another_scenario(tmp_path):
         (lambda: scenario((0, ALL), odd=(9,)), "the group 'odd' has device 9; name some of 0..5"),
         (lambda: scenario((0, ALL), none=()), "the group 'none' has no device"),
         (
-            lambda: Scenario((Chapter(0, ALL, (federation(),)), Chapter(1, ALL, (federation(),))), {}),
+            lambda: Scenario(
+                (Chapter(0, ALL, (federation(),)), Chapter(1, ALL, (federation(),))), {}
+            ),
             "different stores of examples",
         ),
-        (lambda: told(scenario((0, ALL)), options=replace(QUICK, select="best")), "select = 'best' compares rounds with different"),
+        (
+            lambda: told(scenario((0, ALL)), options=replace(QUICK, select="best")),
+            "select = 'best' compares rounds with different",
+        ),
     ],
 )
 def test_a_scenario_that_cannot_be_is_refused(make, message):
@@ -272,7 +334,9 @@ def test_a_scenario_that_cannot_be_is_refused(make, message):
 def test_forgetting_is_the_best_earlier_accuracy_less_the_last():
     assert AccuracyHistory([], [], []).summary() is None
     assert AccuracyHistory([1], [0.5], [1]).summary().forgetting == 0
-    assert AccuracyHistory([1, 2, 3], [0.5, 0.7, 0.9], [1, 1, 1]).summary().forgetting == pytest.approx(-0.2)
+    assert AccuracyHistory(
+        [1, 2, 3], [0.5, 0.7, 0.9], [1, 1, 1]
+    ).summary().forgetting == pytest.approx(-0.2)
 
 
 # turning and drifting
@@ -299,28 +363,47 @@ def test_an_album_holds_the_originals_and_the_turned_copies():
     assert made.examples.y.tolist() == [0, 1, 2, 3, 1, 3]
 
 
-def pictures(devices=4, each=10):
+def pictures(clients=4, each=10):
     """A federation of small images."""
     generator = torch.Generator().manual_seed(0)
-    count = devices * each
+    count = clients * each
     store = Examples(torch.rand(count, 1, 4, 4, generator=generator), torch.arange(count) % 2)
-    rows = np.arange(count).reshape(devices, each)
-    return FederatedData(*(ClientData(store, tuple(rows[:, part])) for part in (slice(6), slice(6, 8), slice(8, 10))))
+    rows = np.arange(count).reshape(clients, each)
+    return FederatedData(
+        *(ClientData(store, tuple(rows[:, part])) for part in (slice(6), slice(6, 8), slice(8, 10)))
+    )
 
 
 def test_a_drift_gives_a_device_other_rows_from_its_round_on_only():
-    groups = {"still": GroupSettings(2), "drift": GroupSettings(2, drift=30.0, drift_start=5, drift_end=30)}
+    groups = {
+        "still": GroupSettings(2),
+        "drift": GroupSettings(2, drift=30.0, drift_start=5, drift_end=30),
+    }
     story = build_scenario(groups, [pictures()], 40)
     assert [chapter.first_round for chapter in story.chapters] == [0, 15, 25]
-    assert [rotation_angle(groups["drift"], index) for index in (0, 14, 15, 24, 25, 39)] == [0.0, 0.0, 30.0, 30.0, 60.0, 60.0]
+    assert [rotation_angle(groups["drift"], index) for index in (0, 14, 15, 24, 25, 39)] == [
+        0.0,
+        0.0,
+        30.0,
+        30.0,
+        60.0,
+        60.0,
+    ]
     first, second, third = (chapter.federations[0] for chapter in story.chapters)
     for part in ("train", "val", "test"):
         own = [getattr(each, part) for each in (first, second, third)]
-        assert all(np.array_equal(own[0].rows[device], each.rows[device]) for each in own for device in (0, 1))
+        assert all(
+            np.array_equal(own[0].rows[device], each.rows[device])
+            for each in own
+            for device in (0, 1)
+        )
         assert not np.array_equal(own[0].rows[2], own[1].rows[2])
         assert torch.equal(own[1].of(2).y, own[0].of(2).y)
         before, after = own[0].of(3).x, own[2].of(3).x
-        assert torch.allclose(after, rotate_images(before, 60, story.chapters[0].federations[0].train.examples.x[:40].min()))
+        assert torch.allclose(
+            after,
+            rotate_images(before, 60, story.chapters[0].federations[0].train.examples.x[:40].min()),
+        )
 
 
 def test_a_group_that_leaves_is_asked_once_more_and_turns_no_further():
@@ -355,12 +438,12 @@ def test_groups_survive_being_written_and_read():
 
 
 TINY = (
-    '[data]\ndevices = 6\n[model]\nhidden = [8]\n[split]\nlocal = ["layer1"]\n'
-    "[plan]\nrounds = 14\ncohort = 2\nbatch = 50\nseeds = 2\n"
-    "[run]\nvalidate_every = 5\nkeep_every = 4\nengine = 'looped'\n"
-    "[groups.old]\ndevices = 3\nleaves = 4\n[groups.new]\ndevices = 2\narrives = 2\nrotate = 90\n"
-    "[groups.drift]\ndevices = 1\ndrift = 20\n"
-    '[cases.FedAvg]\nalgorithm = "fedavg"\n[cases.LG]\nalgorithm = "lg_fedavg"\nafter = "FedAvg"\nafter_round = 3\nrounds = 11\n'
+    '[data]\nclients = 6\n[model]\nhidden = [8]\n[split]\nlocal = ["layer1"]\n'
+    "[plan]\nrounds = 14\nclients_per_round = 2\nbatch_size = 50\nseeds = 2\n"
+    "[run]\nvalidate_every = 5\ncheckpoint_every = 4\nengine = 'looped'\n"
+    "[groups.old]\nclients = 3\nleave_round = 4\n[groups.new]\nclients = 2\njoin_round = 2\nrotate = 90\n"
+    "[groups.drift]\nclients = 1\ndrift = 20\n"
+    '[experiments.FedAvg]\nalgorithm = "fedavg"\n[experiments.LG]\nalgorithm = "lg_fedavg"\nstart_from = "FedAvg"\nstart_round = 3\nrounds = 11\n'
 )
 
 
@@ -412,15 +495,21 @@ def test_a_study_stopped_in_a_scenario_goes_on_to_the_same_results(monkeypatch):
     ("change", "message"),
     [
         ("groups.old.leave=3", "unknown option 'groups.old.leave'; did you mean 'leaves'"),
-        ("groups.old.leaves=0", "groups.old arrives in round 0 and leaves in round 0; let it leave later than it arrives"),
-        ("groups.old.devices=30", "the groups have 33 devices together, the data 6; let both be the same"),
-        ("groups.old.devices=0", "groups.old.devices is 0; a whole number from 1 to"),
-        ("groups.new.arrives=14", "groups.new.arrives is 14, but rounds go from 0 to 13"),
-        ("groups.old.drifts_from=3", "groups.old says when it drifts, and not how far"),
-        ("groups.drift.drifts_until=0", "groups.drift drifts from round 0 until 0"),
+        (
+            "groups.old.leave_round=0",
+            "groups.old arrives in round 0 and leaves in round 0; let it leave later than it arrives",
+        ),
+        (
+            "groups.old.clients=30",
+            "the groups have 33 devices together, the data 6; let both be the same",
+        ),
+        ("groups.old.clients=0", "groups.old.clients is 0; a whole number from 1 to"),
+        ("groups.new.join_round=14", "groups.new.join_round is 14, but rounds go from 0 to 13"),
+        ("groups.old.drift_start=3", "groups.old says when it drifts, and not how far"),
+        ("groups.drift.drift_end=0", "groups.drift drifts from round 0 until 0"),
         ("groups.old.rotate=nan", "groups.old.rotate is nan; a number of degrees was expected"),
-        ("groups.drift.drifts_from=-5", "groups.drift.drifts_from is -5; a whole number from 0 to"),
-        ("groups.drift.drifts_from=8", "groups.drift would turn in round 18 for the first time"),
+        ("groups.drift.drift_start=-5", "groups.drift.drift_start is -5; a whole number from 0 to"),
+        ("groups.drift.drift_start=8", "groups.drift would turn in round 18 for the first time"),
         ("groups.more.rotate=3", "groups.more does not say how many devices it has"),
         ("groups.old=3", "groups.old is 3; a table was expected"),
         ("groups=3", "groups is 3; tables [groups.NAME] were expected"),
@@ -439,7 +528,10 @@ def test_a_drift_of_what_is_no_image_is_refused(capsys):
         "import torch\ndef data():\n    return [(torch.zeros(20, 5), torch.arange(20) % 2) for _ in range(6)]\n"
     )
     assert run("run", "tiny.toml", "--set", "data.source=table_of_mine:data", "--out", "kept") == 2
-    assert "rotate: one example is (5,) torch.float32; an image (height, width)" in capsys.readouterr().err
+    assert (
+        "rotate: one example is (5,) torch.float32; an image (height, width)"
+        in capsys.readouterr().err
+    )
 
 
 # what the page says
@@ -456,10 +548,12 @@ def quoted(seeds, group, column):
 
 def test_the_page_quotes_every_group_as_it_was_measured():
     page = (ROOT / "docs/arrivals.md").read_text()
-    for case, seeds in committed()["results"].items():
+    for experiment, seeds in committed()["results"].items():
         for group in seeds[0]["groups"]:
-            cells = [quoted(seeds, group, column) for column in ("arrival", "best", "last", "forgetting")]
-            assert f"| {case} | {group} | {' | '.join(cells)} |" in page
+            cells = [
+                quoted(seeds, group, column) for column in ("arrival", "best", "last", "forgetting")
+            ]
+            assert f"| {experiment} | {group} | {' | '.join(cells)} |" in page
 
 
 def test_the_numbers_of_the_page_name_the_command_that_made_them():
@@ -472,7 +566,7 @@ def test_the_numbers_of_the_page_name_the_command_that_made_them():
 WARM = """
 [data]
 source = "digits"
-devices = 8
+clients = 8
 [model]
 hidden = [16, 16]
 [split]
@@ -480,24 +574,24 @@ local = ["layer1"]
 [plan]
 rounds = 16
 clients_per_round = 3
-batch = 5
+batch_size = 5
 [run]
 validate_every = 4
 engine = "looped"
 [groups.gone]
-devices = 2
-leaves = 3
+clients = 2
+leave_round = 3
 [groups.old]
-devices = 4
+clients = 4
 [groups.new]
-devices = 2
-arrives = 8
-[cases.FedAvg]
+clients = 2
+join_round = 8
+[experiments.FedAvg]
 algorithm = "fedavg"
-[cases.LG]
+[experiments.LG]
 algorithm = "lg_fedavg"
-after = "FedAvg"
-after_round = 8
+start_from = "FedAvg"
+start_round = 8
 rounds = 8
 """
 
@@ -513,11 +607,17 @@ def warm_started(folder, *changes):
 def test_a_warm_start_is_sent_to_those_who_are_there_and_to_whoever_comes(tmp_path):
     """The local layer has 65 x 16 numbers; two newcomers lack it whenever they come, and whoever left is sent nothing."""
     sent = {}
-    for name, changes in {"at once": (), "later": ["groups.new.arrives=9"], "unvalidated": ["data.validation=0"]}.items():
+    for name, changes in {
+        "at once": (),
+        "later": ["groups.new.join_round=9"],
+        "unvalidated": ["data.validation=0"],
+    }.items():
         (tmp_path / name).mkdir()
         sent[name] = warm_started(tmp_path / name, *changes)["ledger"]["download"]["parameters"]
     assert sent["at once"] == sent["later"]
-    assert sent["unvalidated"] - sent["at once"] == 4 * 65 * 16, "the four who stayed have not been sent it by a validation"
+    assert sent["unvalidated"] - sent["at once"] == 4 * 65 * 16, (
+        "the four who stayed have not been sent it by a validation"
+    )
 
 
 def test_a_group_that_left_before_a_warm_start_has_no_part_in_it(tmp_path):
@@ -528,7 +628,10 @@ def test_a_group_that_left_before_a_warm_start_has_no_part_in_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"present": [0, -1]}, "names device -1"), ({"present": [0], "dropouts": [7]}, "device 7 leaves, and was not there")],
+    [
+        ({"present": [0, -1]}, "names device -1"),
+        ({"present": [0], "dropouts": [7]}, "device 7 leaves, and was not there"),
+    ],
 )
 def test_an_attendance_that_cannot_be_is_refused(wrong, words):
     with pytest.raises(InputError, match=words):

@@ -27,12 +27,26 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from glocal.core.errors import InputError
-from glocal.datasets import SOURCES, Dataset, RemoteFile, fetch_source, formats, load, source_status, sources, verify_source
+from glocal.datasets import (
+    SOURCES,
+    Dataset,
+    RemoteFile,
+    fetch_source,
+    formats,
+    load,
+    source_status,
+    sources,
+    verify_source,
+)
 from glocal.datasets.adult import read_adult
 
 REAL = Path(os.environ.get("GLOCAL_DATA") or "nowhere")
-needs_mnist = pytest.mark.skipif(not (REAL / "mnist").is_dir(), reason="set GLOCAL_DATA to a folder that holds mnist/")
-needs_cifar10 = pytest.mark.skipif(not (REAL / "cifar10").is_dir(), reason="set GLOCAL_DATA to a folder that holds cifar10/")
+needs_mnist = pytest.mark.skipif(
+    not (REAL / "mnist").is_dir(), reason="set GLOCAL_DATA to a folder that holds mnist/"
+)
+needs_cifar10 = pytest.mark.skipif(
+    not (REAL / "cifar10").is_dir(), reason="set GLOCAL_DATA to a folder that holds cifar10/"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +58,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_idx(array: npt.NDArray[np.uint8]) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}i", *array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + struct.pack(f">{array.ndim}i", *array.shape)
+        + array.tobytes()
+    )
 
 
 def published(files: dict[str, bytes], site: str) -> tuple[RemoteFile, ...]:
     return tuple(
-        RemoteFile(name, (f"{site}/{name}",), hashlib.sha256(content).hexdigest(), len(content)) for name, content in files.items()
+        RemoteFile(name, (f"{site}/{name}",), hashlib.sha256(content).hexdigest(), len(content))
+        for name, content in files.items()
     )
 
 
@@ -62,8 +81,12 @@ def site(tmp_path: Path) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "site"))) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "site"))
+    ) as server:
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -84,7 +107,9 @@ def small_mnist(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> d
     return files
 
 
-def given_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, files: dict[str, bytes]) -> Path:
+def given_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, files: dict[str, bytes]
+) -> Path:
     """A folder GLOCAL_DATA that holds these files of one source."""
     folder = tmp_path / "given" / source
     folder.mkdir(parents=True)
@@ -101,7 +126,8 @@ def test_importing_the_data_package_does_not_import_scikit_learn() -> None:
 
 def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
     assert {name: source.name for name, source in SOURCES.items()} == {
-        name: name for name in ("digits", "mnist", "cifar10", "adult", "mood_essays", "vqav2", "easy_vqa")
+        name: name
+        for name in ("digits", "mnist", "cifar10", "adult", "mood_essays", "vqav2", "easy_vqa")
     }
     assert all(source.summary and "\n" not in source.summary for source in SOURCES.values())
 
@@ -156,7 +182,9 @@ def test_mnist_is_scaled_by_its_mean_and_deviation(small_mnist: dict[str, bytes]
     assert float(test.x[0, 0, 0, 1]) == pytest.approx((101 / 255 - 0.1307) / 0.3081, abs=1e-6)
 
 
-def test_a_wrong_file_in_the_cache_is_downloaded_again(small_mnist: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_wrong_file_in_the_cache_is_downloaded_again(
+    small_mnist: dict[str, bytes], tmp_path: Path
+) -> None:
     folder = fetch_source("mnist")
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(b"rot")
     assert verify_source("mnist")[-1] == ("t10k-labels-idx1-ubyte.gz", False)
@@ -164,12 +192,19 @@ def test_a_wrong_file_in_the_cache_is_downloaded_again(small_mnist: dict[str, by
     assert all(right for _, right in verify_source("mnist"))
 
 
-def test_what_cannot_be_downloaded_is_one_line(small_mnist: dict[str, bytes], tmp_path: Path) -> None:
+def test_what_cannot_be_downloaded_is_one_line(
+    small_mnist: dict[str, bytes], tmp_path: Path
+) -> None:
     (tmp_path / "site" / "t10k-images-idx3-ubyte.gz").unlink()
-    with pytest.raises(InputError, match=r"could not download t10k-images-idx3-ubyte\.gz .* 404 .* set GLOCAL_DATA"):
+    with pytest.raises(
+        InputError, match=r"could not download t10k-images-idx3-ubyte\.gz .* 404 .* set GLOCAL_DATA"
+    ):
         load("mnist")
     assert source_status("mnist") == "not downloaded"
-    assert verify_source("mnist") == [("train-images-idx3-ubyte.gz", True), ("train-labels-idx1-ubyte.gz", True)]
+    assert verify_source("mnist") == [
+        ("train-images-idx3-ubyte.gz", True),
+        ("train-labels-idx1-ubyte.gz", True),
+    ]
 
 
 def test_the_folder_given_is_read_before_the_cache(
@@ -192,14 +227,18 @@ def test_a_folder_given_that_lacks_a_file_is_passed_over(
     assert source_status("mnist") == "in the cache"
 
 
-def test_a_folder_given_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_given_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOCAL_DATA", str(tmp_path / "gone"))
     for function in (load, source_status, verify_source):
         with pytest.raises(InputError, match=r"GLOCAL_DATA is .*gone, which is not a folder"):
             function("mnist")
 
 
-def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert sources.cache_folder() == tmp_path / "cache"
@@ -214,7 +253,11 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
 def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObject) -> None:
     content = gzip.compress(as_idx(np.zeros((3, 2, 2), dtype=np.uint8)), mtime=0)
     place = data.draw(st.integers(0, len(content) - 1))
-    flipped = content[:place] + bytes([content[place] ^ data.draw(st.integers(1, 255))]) + content[place + 1 :]
+    flipped = (
+        content[:place]
+        + bytes([content[place] ^ data.draw(st.integers(1, 255))])
+        + content[place + 1 :]
+    )
     damaged = data.draw(st.sampled_from([flipped, content[:place], content + b"x"]))
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         files = published({"train-images-idx3-ubyte.gz": content}, "http://127.0.0.1")
@@ -222,7 +265,9 @@ def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObjec
         folder = given_data(Path(name), patch, "mnist", {"train-images-idx3-ubyte.gz": damaged})
         with pytest.raises(InputError) as caught:
             load("mnist")
-        assert str(caught.value).startswith(f"data: {folder / 'train-images-idx3-ubyte.gz'} has {len(damaged)} bytes and checksum ")
+        assert str(caught.value).startswith(
+            f"data: {folder / 'train-images-idx3-ubyte.gz'} has {len(damaged)} bytes and checksum "
+        )
         assert f"expected {len(content)} bytes" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert verify_source("mnist") == [("train-images-idx3-ubyte.gz", False)]
@@ -230,7 +275,9 @@ def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObjec
 
 @settings(max_examples=60)
 @given(content=st.binary(max_size=60), packed=st.booleans())
-def test_bytes_that_are_no_array_are_refused_without_a_traceback(content: bytes, packed: bool) -> None:
+def test_bytes_that_are_no_array_are_refused_without_a_traceback(
+    content: bytes, packed: bool
+) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "labels.gz"
         path.write_bytes(gzip.compress(content) if packed else content)
@@ -239,12 +286,18 @@ def test_bytes_that_are_no_array_are_refused_without_a_traceback(content: bytes,
             formats.read_idx(path)
         except InputError as error:
             refusal = str(error)
-        assert refusal.startswith(f"data: {path} could not be decoded (") or (packed and not refusal)
+        assert refusal.startswith(f"data: {path} could not be decoded (") or (
+            packed and not refusal
+        )
         assert "\n" not in refusal
 
 
-@pytest.mark.parametrize("damage", [lambda packed: packed[:-20], lambda packed: packed[:20] + b"rot" * 5 + packed[35:]])
-def test_an_array_whose_compression_is_damaged_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda packed: packed[:-20], lambda packed: packed[:20] + b"rot" * 5 + packed[35:]]
+)
+def test_an_array_whose_compression_is_damaged_is_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (3, 8, 8), dtype=np.uint8)
     (tmp_path / "images.gz").write_bytes(damage(gzip.compress(as_idx(noise // 16))))
     with pytest.raises(InputError, match=r"images\.gz could not be decoded \((EOFError|error): "):
@@ -253,23 +306,37 @@ def test_an_array_whose_compression_is_damaged_is_refused(tmp_path: Path, damage
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"not an archive", gzip.compress(b"not an archive"), gzip.compress(bytes(10240)), gzip.compress(bytes(5000))[:20]],
+    [
+        b"",
+        b"not an archive",
+        gzip.compress(b"not an archive"),
+        gzip.compress(bytes(10240)),
+        gzip.compress(bytes(5000))[:20],
+    ],
     ids=["empty", "text", "gzipped text", "no members", "cut short"],
 )
-def test_what_is_no_cifar_archive_is_refused_without_a_traceback(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_cifar_archive_is_refused_without_a_traceback(
+    tmp_path: Path, content: bytes
+) -> None:
     (tmp_path / "archive").write_bytes(content)
     with pytest.raises(InputError, match="archive could not be decoded"):
         formats.read_cifar_binary(tmp_path / "archive")
     with pytest.raises(InputError, match="archive could not be decoded"):
-        formats.read_cifar_repacked({f"{name}.xz": tmp_path / "archive" for name in formats.CIFAR_BATCHES})
+        formats.read_cifar_repacked(
+            {f"{name}.xz": tmp_path / "archive" for name in formats.CIFAR_BATCHES}
+        )
 
 
 @pytest.mark.parametrize("raw", [b"", bytes(10), bytes(30730 + 1)])
-def test_a_repacked_batch_of_the_wrong_length_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+def test_a_repacked_batch_of_the_wrong_length_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
+) -> None:
     monkeypatch.setattr(formats, "CIFAR_IMAGES", 10)
     (tmp_path / "batch.xz").write_bytes(lzma.compress(raw))
     with pytest.raises(InputError, match=r"batch\.xz could not be decoded"):
-        formats.read_cifar_repacked({f"{name}.xz": tmp_path / "batch.xz" for name in formats.CIFAR_BATCHES})
+        formats.read_cifar_repacked(
+            {f"{name}.xz": tmp_path / "batch.xz" for name in formats.CIFAR_BATCHES}
+        )
 
 
 def archive_of(members: dict[str, bytes]) -> bytes:
@@ -286,15 +353,21 @@ def repacked(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8]) -> bytes:
     """The encoding undone by `read_cifar_repacked`: planes G, R-G, B-G, each less its neighbour above and to the left (mod 256)."""
     planes = np.stack([x[:, 1], x[:, 0] - x[:, 1], x[:, 2] - x[:, 1]])
     planes = np.diff(planes, axis=2, prepend=np.uint8(0))
-    return lzma.compress(y.tobytes() + np.diff(planes, axis=3, prepend=np.uint8(0)).tobytes(), preset=0)
+    return lzma.compress(
+        y.tobytes() + np.diff(planes, axis=3, prepend=np.uint8(0)).tobytes(), preset=0
+    )
 
 
 @pytest.fixture
-def small_cifar10(monkeypatch: pytest.MonkeyPatch) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+def small_cifar10(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Random images and labels for six batches of 7 instead of 10,000."""
     monkeypatch.setattr(formats, "CIFAR_IMAGES", 7)
     generator = np.random.default_rng(0)
-    return generator.integers(0, 256, (42, 3, 32, 32), dtype=np.uint8), generator.integers(0, 10, 42, dtype=np.uint8)
+    return generator.integers(0, 256, (42, 3, 32, 32), dtype=np.uint8), generator.integers(
+        0, 10, 42, dtype=np.uint8
+    )
 
 
 def official(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8]) -> bytes:
@@ -302,7 +375,13 @@ def official(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8]) -> bytes:
     records = np.concatenate([y[:, None], x.reshape(len(x), -1)], axis=1)
     batches = zip(formats.CIFAR_BATCHES, np.split(records, 6), strict=True)
     members = {f"cifar-10-batches-bin/{name}.bin": batch.tobytes() for name, batch in batches}
-    return archive_of({"../evil": b"?", "cifar-10-batches-bin/readme.html": b"?", **dict(reversed(members.items()))})
+    return archive_of(
+        {
+            "../evil": b"?",
+            "cifar-10-batches-bin/readme.html": b"?",
+            **dict(reversed(members.items())),
+        }
+    )
 
 
 def test_both_packings_of_cifar_give_the_same_arrays_and_nothing_is_extracted(
@@ -310,11 +389,15 @@ def test_both_packings_of_cifar_give_the_same_arrays_and_nothing_is_extracted(
 ) -> None:
     x, y = small_cifar10
     (tmp_path / "official").write_bytes(official(x, y))
-    for name, images, labels in zip(formats.CIFAR_BATCHES, np.split(x, 6), np.split(y, 6), strict=True):
+    for name, images, labels in zip(
+        formats.CIFAR_BATCHES, np.split(x, 6), np.split(y, 6), strict=True
+    ):
         (tmp_path / f"{name}.xz").write_bytes(repacked(images, labels))
     before = sorted(tmp_path.parent.rglob("*"))
     from_archive = formats.read_cifar_binary(tmp_path / "official")
-    from_repacked = formats.read_cifar_repacked({f"{name}.xz": tmp_path / f"{name}.xz" for name in formats.CIFAR_BATCHES})
+    from_repacked = formats.read_cifar_repacked(
+        {f"{name}.xz": tmp_path / f"{name}.xz" for name in formats.CIFAR_BATCHES}
+    )
     for read in (from_archive, from_repacked):
         np.testing.assert_array_equal(read[0], x)
         np.testing.assert_array_equal(read[1], y)
@@ -323,7 +406,9 @@ def test_both_packings_of_cifar_give_the_same_arrays_and_nothing_is_extracted(
 
 @pytest.fixture
 def decoded(
-    small_cifar10: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_cifar10: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> list[Path]:
     """Small CIFAR-10 in GLOCAL_DATA; returns the list of archives decoded so far."""
     calls: list[Path] = []
@@ -336,12 +421,18 @@ def decoded(
     archive = {"cifar-10-binary.tar.gz": official(*small_cifar10)}
     given_data(tmp_path, monkeypatch, "cifar10", archive)
     monkeypatch.setattr(formats, "read_cifar_binary", counted)
-    monkeypatch.setitem(SOURCES, "cifar10", replace(SOURCES["cifar10"], files=published(archive, "http://127.0.0.1")))
+    monkeypatch.setitem(
+        SOURCES,
+        "cifar10",
+        replace(SOURCES["cifar10"], files=published(archive, "http://127.0.0.1")),
+    )
     return calls
 
 
 def test_a_decoded_copy_is_kept_and_used(
-    decoded: list[Path], small_cifar10: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], tmp_path: Path
+    decoded: list[Path],
+    small_cifar10: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
+    tmp_path: Path,
 ) -> None:
     x, y = small_cifar10
     for train, test, classes, _ in (load("cifar10"), load("cifar10")):
@@ -350,7 +441,10 @@ def test_a_decoded_copy_is_kept_and_used(
         scaled = (x[0, :, 5, 9] / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
         assert train.x[0, :, 5, 9].tolist() == pytest.approx(scaled.tolist(), abs=1e-5)
     assert len(decoded) == 1
-    assert sorted(path.name[-6:] for path in (tmp_path / "cache" / "cifar10").iterdir()) == ["-x.npy", "-y.npy"]
+    assert sorted(path.name[-6:] for path in (tmp_path / "cache" / "cifar10").iterdir()) == [
+        "-x.npy",
+        "-y.npy",
+    ]
 
 
 @pytest.mark.parametrize("damage", ["emptied", "cut short", "of another shape"])
@@ -359,13 +453,17 @@ def test_a_damaged_copy_is_decoded_again(decoded: list[Path], tmp_path: Path, da
     (copy,) = (tmp_path / "cache" / "cifar10").glob("*-y.npy")
     right, other = copy.read_bytes(), io.BytesIO()
     np.save(other, np.zeros(5, dtype=np.uint8))
-    copy.write_bytes({"emptied": b"", "cut short": right[:-1], "of another shape": other.getvalue()}[damage])
+    copy.write_bytes(
+        {"emptied": b"", "cut short": right[:-1], "of another shape": other.getvalue()}[damage]
+    )
     load("cifar10")
     assert len(decoded) == 2
     assert copy.read_bytes() == right
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(decoded: list[Path], tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_costs_time_only(
+    decoded: list[Path], tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     assert len(load("cifar10").train.y) == 35
     assert len(decoded) == 1
@@ -381,12 +479,26 @@ def loaded_from_real_data(name: str, cache: Path) -> Dataset:
 @needs_mnist
 def test_mnist_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
     train, test, *_ = loaded_from_real_data("mnist", tmp_path)
-    assert train.y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert train.y.bincount().tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
     assert test.y.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert abs(float(train.x.mean())) < 1e-3
     assert abs(float(train.x.std()) - 1) < 1e-3
     # md5 sums of the four unpacked files, as published with MNIST
-    pixels = [((part.x * 0.3081 + 0.1307) * 255).round().to(torch.uint8).squeeze(1) for part in (train, test)]
+    pixels = [
+        ((part.x * 0.3081 + 0.1307) * 255).round().to(torch.uint8).squeeze(1)
+        for part in (train, test)
+    ]
     unpacked = [pixels[0], train.y.to(torch.uint8), pixels[1], test.y.to(torch.uint8)]
     assert [hashlib.md5(as_idx(array.numpy())).hexdigest() for array in unpacked] == [
         "6bbc9ace898e44ae57da46a324031adb",
@@ -404,7 +516,9 @@ def test_cifar10_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
     deviations, means = torch.std_mean(train.x, dim=(0, 2, 3))
     assert means.abs().max() < 1e-3
     assert (deviations - 1).abs().max() < 1e-3
-    mean, deviation = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(2, 3, 1, 1)
+    mean, deviation = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]]).reshape(
+        2, 3, 1, 1
+    )
 
     def binary(x: Tensor, y: Tensor) -> bytes:
         pixels = (x * (255 * deviation)).add_(255 * mean + 0.5).byte()
@@ -441,7 +555,9 @@ def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
         ("?", "White", "Female", 10),
     ]
     rows = [words.format(*person, income) for person in people for income in ("<=50K", ">50K")]
-    (tmp_path / "adult.data").write_text("\n".join([*rows, words.format("Sales", "Other", "Male", 1, "<=50K"), ""]))
+    (tmp_path / "adult.data").write_text(
+        "\n".join([*rows, words.format("Sales", "Other", "Male", 1, "<=50K"), ""])
+    )
     train, test = read_adult(tmp_path / "adult.data")
     assert len(train.y) == len(test.y) == 4
     assert train.y.sum() == test.y.sum() == 2
@@ -453,7 +569,9 @@ def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
 def test_the_digits_are_scikit_learns_and_it_is_not_imported_for_them() -> None:
     """It takes seconds and 100 MB, which a small device may not have."""
     script = "import sys, glocal; glocal.load('digits'); print('sklearn' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert ended.stdout.strip() == "False"
     theirs, ours = load_digits(), load("digits")
     everything = torch.cat([ours.train.x, ours.test.x]) * 0.3759 + 0.3049

@@ -25,7 +25,9 @@ def test_the_papers_mnist_network_shares_its_last_three_layers():
     model = mlp()
     split = Split.of(model, shared=last_layers(model, 3))
     table = split.describe(params_of(model))
-    assert table.splitlines()[-1].startswith("15.79 % of the model is sent each round: 99,978 of 633,226 parameters, 399,912 bytes")
+    assert table.splitlines()[-1].startswith(
+        "15.79 % of the model is sent each round: 99,978 of 633,226 parameters, 399,912 bytes"
+    )
 
 
 def test_the_papers_cifar_network_shares_its_convolutions():
@@ -40,7 +42,15 @@ def starts_with_encoder(name, tensor):
 
 
 @pytest.mark.parametrize(
-    "selector", ["encoder", "encoder.*", ["encoder.0", "encoder.1"], ("encoder",), {"encoder"}, starts_with_encoder]
+    "selector",
+    [
+        "encoder",
+        "encoder.*",
+        ["encoder.0", "encoder.1"],
+        ("encoder",),
+        {"encoder"},
+        starts_with_encoder,
+    ],
 )
 def test_every_way_to_name_the_encoder_means_the_same(selector):
     model = net()
@@ -51,7 +61,11 @@ def test_every_way_to_name_the_encoder_means_the_same(selector):
 
 
 def test_a_glob_can_choose_among_numbered_blocks():
-    assert {name.split(".")[1] for name in Split.of(net(), local="blocks.[0-2].*").local} == {"0", "1", "2"}
+    assert {name.split(".")[1] for name in Split.of(net(), local="blocks.[0-2].*").local} == {
+        "0",
+        "1",
+        "2",
+    }
 
 
 def test_every_parameter_and_buffer_is_on_exactly_one_side():
@@ -63,7 +77,9 @@ def test_every_parameter_and_buffer_is_on_exactly_one_side():
 
 
 def test_a_predicate_sees_the_tensor():
-    assert Split.of(net(), local=lambda name, tensor: not tensor.is_floating_point()).local == {"encoder.1.num_batches_tracked"}
+    assert Split.of(net(), local=lambda name, tensor: not tensor.is_floating_point()).local == {
+        "encoder.1.num_batches_tracked"
+    }
 
 
 def test_layers_are_counted_from_either_end():
@@ -71,7 +87,9 @@ def test_layers_are_counted_from_either_end():
     assert first_layers(model, 2) == ("layer1", "layer2")
     assert last_layers(model, 1) == ("layer4",)
     assert first_layers(model, 0) == last_layers(model, 0) == ()
-    assert Split.of(model, local=first_layers(model, 2)) == Split.of(model, shared=last_layers(model, 2))
+    assert Split.of(model, local=first_layers(model, 2)) == Split.of(
+        model, shared=last_layers(model, 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +97,10 @@ def test_layers_are_counted_from_either_end():
     [
         ({"local": "encodr"}, "did you mean 'encoder'"),
         ({"local": ["encoder", "nothing.*"]}, r"'nothing.\*' matches no parameter"),
-        ({"shared": lambda name, tensor: False}, "the predicate matches no parameter.*encoder.0.bias"),
+        (
+            {"shared": lambda name, tensor: False},
+            "the predicate matches no parameter.*encoder.0.bias",
+        ),
         ({}, "neither side given"),
         ({"local": "encoder", "shared": "head"}, "is on neither side"),
         ({"local": "encoder", "shared": "*"}, "would be both local and shared"),
@@ -96,9 +117,17 @@ def test_too_many_layers_are_refused():
 
 
 def test_tied_tensors_must_be_on_one_side():
-    model = nn.ModuleDict({"encoder": nn.Linear(3, 3, bias=False), "decoder": nn.Linear(3, 3, bias=False), "head": nn.Linear(3, 2)})
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.Linear(3, 3, bias=False),
+            "decoder": nn.Linear(3, 3, bias=False),
+            "head": nn.Linear(3, 2),
+        }
+    )
     model["decoder"].weight = model["encoder"].weight
-    with pytest.raises(InputError, match=r"'decoder.weight' and 'encoder.weight' are one tied tensor"):
+    with pytest.raises(
+        InputError, match=r"'decoder.weight' and 'encoder.weight' are one tied tensor"
+    ):
         Split.of(model, local="encoder")
     split = Split.of(model, local=["encoder", "decoder"])
     assert split.local == {"encoder.weight"}
@@ -109,5 +138,7 @@ def test_the_table_names_every_tensor_and_its_bytes():
     model = net()
     lines = Split.of(model, local="encoder").describe(params_of(model)).splitlines()
     assert len(lines) == len(params_of(model)) + 2
-    assert any(line.split() == ["encoder.1.num_batches_tracked", "local", "1", "8"] for line in lines)
+    assert any(
+        line.split() == ["encoder.1.num_batches_tracked", "local", "1", "8"] for line in lines
+    )
     assert torch.tensor(0).element_size() == 8

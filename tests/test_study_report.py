@@ -13,7 +13,14 @@ import pytest
 
 from glocal.cli.tables import print_findings, show_study
 from glocal.report import draw_study, study_markdown, write_study_report
-from glocal.report.comparison import changes_of, row_names, rows_of, sweep_points, table_1, tables_of
+from glocal.report.comparison import (
+    changes_of,
+    row_names,
+    rows_of,
+    sweep_points,
+    table_1,
+    tables_of,
+)
 from glocal.report.study_figures import study_drawings
 from glocal.studies.findings import Findings
 from glocal.studies.paper import FINE_TUNED, PAPER
@@ -24,33 +31,46 @@ from test_report import Outline
 
 MODELS = {"paper-mnist": 633_226, "paper-cifar10": 64_102}
 SHARED = {"paper-mnist": 99_978, "paper-cifar10": 2_872}
-ABOUT = {"command": "glocal run paper", "version": "0.1.0", "machine": {"device": "a GPU", "torch": "2.11", "python": "3.12"}}
+ABOUT = {
+    "command": "glocal run paper",
+    "version": "0.1.0",
+    "machine": {"device": "a GPU", "torch": "2.11", "python": "3.12"},
+}
 EXTRA = PublishedRow((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0, "0")
 
 
-def counted(study: str, case: str) -> int:
+def counted(study: str, experiment: str) -> int:
     """As the paper counts: in a round 100 devices receive and 10 send; for the ensemble each of the 100 sends its model."""
     whole, last = MODELS[study], 800 if study == "paper-mnist" else 1800
-    if case.startswith("LG"):
-        start = int(case.removeprefix("LG ").partition("+")[0])
+    if experiment.startswith("LG"):
+        start = int(experiment.removeprefix("LG ").partition("+")[0])
         return whole * (start * 110 + 100) + SHARED[study] * 100 * 110
-    return 0 if case.startswith("Local only") else whole * 110 * last
+    return 0 if experiment.startswith("Local only") else whole * 110 * last
 
 
-def fake_case(study: str, case: str, row: PublishedRow, seeds: int) -> dict[str, Any]:
-    noise = np.random.default_rng(crc32(case.encode())).normal(size=seeds)
+def fake_case(study: str, experiment: str, row: PublishedRow, seeds: int) -> dict[str, Any]:
+    noise = np.random.default_rng(crc32(experiment.encode())).normal(size=seeds)
     noise -= noise.mean()  # so that the mean is the printed one
     local, new = ((mean + 0.1 * noise) / 100 for mean, _ in row.scores)
-    figures = {"local": local.round(6).tolist(), "new": new.round(6).tolist(), "validation": local.round(6).tolist()}
-    sent = counted(study, case)
+    figures = {
+        "local": local.round(6).tolist(),
+        "new": new.round(6).tolist(),
+        "validation": local.round(6).tolist(),
+    }
+    sent = counted(study, experiment)
     return {**figures, "paper_parameters": sent, "parameters": sent // 5, "bytes": 4 * sent // 5}
 
 
 def fake_part(study: str, name: str, seeds: int) -> dict[str, Any]:
     part = PAPER[study].parts[name]
-    rows = {case: part.published.get(re.sub(", (rate|tie) .*", "", case), EXTRA) for case in part.settings.experiments}
-    cases = {case: fake_case(study, case, row, seeds) for case, row in rows.items()}
-    return {"seconds": 61.5, "settings": part.settings.as_dict(), "cases": cases}
+    rows = {
+        experiment: part.published.get(re.sub(", (rate|tie) .*", "", experiment), EXTRA)
+        for experiment in part.settings.experiments
+    }
+    experiments = {
+        experiment: fake_case(study, experiment, row, seeds) for experiment, row in rows.items()
+    }
+    return {"seconds": 61.5, "settings": part.settings.as_dict(), "cases": experiments}
 
 
 def fake(study: str = "paper-mnist", *, parts: tuple[str, ...] = (), seeds: int = 10) -> Findings:
@@ -58,23 +78,30 @@ def fake(study: str = "paper-mnist", *, parts: tuple[str, ...] = (), seeds: int 
     return Findings(PAPER[study], ABOUT, {name: fake_part(study, name, seeds) for name in names})
 
 
-def shifted(findings: Findings, part: str, case: str, **points: float) -> Findings:
+def shifted(findings: Findings, part: str, experiment: str, **points: float) -> Findings:
     """The same with some figures of a case moved by so many points."""
-    cases = findings.parts[part]["cases"]
-    moved = {measure: [value + by / 100 for value in cases[case][measure]] for measure, by in points.items()}
-    return changed_case(findings, part, case, **moved)
+    experiments = findings.parts[part]["cases"]
+    moved = {
+        measure: [value + by / 100 for value in experiments[experiment][measure]]
+        for measure, by in points.items()
+    }
+    return changed_case(findings, part, experiment, **moved)
 
 
-def changed_case(findings: Findings, part: str, case: str, **changes: object) -> Findings:
+def changed_case(findings: Findings, part: str, experiment: str, **changes: object) -> Findings:
     of = findings.parts[part]
-    cases = {**of["cases"], case: {**of["cases"][case], **changes}}
-    return replace(findings, parts={**findings.parts, part: {**of, "cases": cases}})
+    experiments = {**of["cases"], experiment: {**of["cases"][experiment], **changes}}
+    return replace(findings, parts={**findings.parts, part: {**of, "cases": experiments}})
 
 
 def lines_of(text: str, title: str) -> dict[str, list[str]]:
     """The cells of a table of the text by the first one of each row."""
     _, _, after = text.partition(f"### {title}\n")
-    rows = [line.strip("| ").split(" | ") for line in after.partition("\n### ")[0].splitlines() if line.startswith("|")]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in after.partition("\n### ")[0].splitlines()
+        if line.startswith("|")
+    ]
     return {cells[0]: cells[1:] for cells in rows}
 
 
@@ -82,7 +109,9 @@ def lines_of(text: str, title: str) -> dict[str, list[str]]:
 def test_every_published_number_is_in_its_row_of_the_text(study: str) -> None:
     text = study_markdown(fake(study))
     for part in PAPER[study].parts.values():
-        table = lines_of(text, part.title if "FedAvg" in part.published else "Table 1 of the main text")
+        table = lines_of(
+            text, part.title if "FedAvg" in part.published else "Table 1 of the main text"
+        )
         for name, row in part.published.items():
             cells = table[name if name in table else f"{name}, M = 10"]
             (first, first_std), (second, second_std) = row.scores
@@ -93,13 +122,20 @@ def test_every_published_number_is_in_its_row_of_the_text(study: str) -> None:
 
 @pytest.mark.parametrize("study", MODELS)
 def test_counted_the_papers_way_every_row_of_its_tables_agrees(study: str) -> None:
-    rows = [row for part in PAPER[study].parts if not part.startswith("mtl") for row in rows_of(fake(study), part)]
+    rows = [
+        row
+        for part in PAPER[study].parts
+        if not part.startswith("mtl")
+        for row in rows_of(fake(study), part)
+    ]
     assert all(row.measured and row.sent.agrees for row in rows)
     assert {row.sent.ours for row in rows if row.name == FINE_TUNED} <= {"5.6e10", "12.7e9"}
 
 
 def test_another_count_is_marked_and_told() -> None:
-    found = changed_case(fake(parts=("paper-2",)), "paper-2", "LG 400+100", paper_parameters=31 * 10**9)
+    found = changed_case(
+        fake(parts=("paper-2",)), "paper-2", "LG 400+100", paper_parameters=31 * 10**9
+    )
     text = study_markdown(found)
     assert "3.1e10 ≠" in lines_of(text, "2 classes per device")["LG 400+100"]
     assert "than it prints: LG 400+100 (3.1e10, published 2.9e10)." in text
@@ -107,21 +143,34 @@ def test_another_count_is_marked_and_told() -> None:
 
 def test_a_row_has_mean_deviation_difference_and_the_honest_count() -> None:
     found = changed_case(
-        fake(parts=("paper-2",), seeds=2), "paper-2", "FedAvg", local=[0.98, 0.99], parameters=10**10, bytes=4 * 10**10
+        fake(parts=("paper-2",), seeds=2),
+        "paper-2",
+        "FedAvg",
+        local=[0.98, 0.99],
+        parameters=10**10,
+        bytes=4 * 10**10,
     )
     row = rows_of(found, "paper-2")[0]
-    assert (row.name, str(row.scores["local"].ours), row.scores["local"].difference) == ("FedAvg", "98.50 ± 0.71", 0.3)
+    assert (row.name, str(row.scores["local"].ours), row.scores["local"].difference) == (
+        "FedAvg",
+        "98.50 ± 0.71",
+        0.3,
+    )
     cells = lines_of(study_markdown(found), "2 classes per device")["FedAvg"]
     assert cells[:2] == ["98.20 ± 0.05", "98.50 ± 0.71 (+0.30)"]
     assert cells[-1] == "1.00e10 (40.0 GB)"
 
 
 @pytest.mark.parametrize(("below", "marked"), [(0.09, False), (0.10, True), (0.31, True)])
-def test_what_is_below_the_papers_mean_less_its_deviation_is_marked(below: float, marked: bool) -> None:
+def test_what_is_below_the_papers_mean_less_its_deviation_is_marked(
+    below: float, marked: bool
+) -> None:
     found = shifted(fake(parts=("paper-2",)), "paper-2", "LG 400+100", local=-below)  # 98.77 ± 0.09
     text = study_markdown(found)
     assert ("↓" in lines_of(text, "2 classes per device")["LG 400+100"][1]) == marked
-    assert (f"LG 400+100 on Local Test by {below - 0.09:.2f} ({98.77 - below:.2f}" in text) == marked
+    assert (
+        f"LG 400+100 on Local Test by {below - 0.09:.2f} ({98.77 - below:.2f}" in text
+    ) == marked
     assert ("Nothing measured in `paper` is below" in text) != marked
 
 
@@ -134,7 +183,9 @@ def test_sweep_only_cases_are_no_rows_and_fine_tuning_comes_last() -> None:
 
 def test_the_rate_that_is_best_on_validation_data_stands_for_a_tuned_row() -> None:
     found = fake(parts=("tuned-3",))
-    best = changed_case(found, "tuned-3", "FedAvg, rate 0.1", validation=[1.0] * 10, local=[0.5] * 10)
+    best = changed_case(
+        found, "tuned-3", "FedAvg, rate 0.1", validation=[1.0] * 10, local=[0.5] * 10
+    )
     row = rows_of(best, "tuned-3")[0]
     assert (row.choice, str(row.scores["local"].ours)) == ("rate 0.1", "50.00 ± 0.00")
     assert "50.00 ± 0.00 (rate 0.1) ↓" in study_markdown(best)
@@ -143,7 +194,14 @@ def test_the_rate_that_is_best_on_validation_data_stands_for_a_tuned_row() -> No
 def test_table_1_is_that_of_the_main_text() -> None:
     table = table_1(fake("paper-cifar10"))
     assert table is not None
-    assert list(table.rows) == ["FedAvg", "Local only", "MTL, M = 10", "MTL, M = 100", "LG 1200+100", "LG 1800+100"]
+    assert list(table.rows) == [
+        "FedAvg",
+        "Local only",
+        "MTL, M = 10",
+        "MTL, M = 100",
+        "LG 1200+100",
+        "LG 1800+100",
+    ]
     assert str(table.rows["LG 1200+100"]["paper"].scores["local"].paper) == "91.07 ± 0.50"
     assert str(rows_of(fake("paper-cifar10"), "paper-2")[3].scores["local"].paper) == "90.77 ± 0.50"
     assert table_1(fake("paper-mnist")) is None
@@ -151,7 +209,9 @@ def test_table_1_is_that_of_the_main_text() -> None:
 
 
 def test_table_1_with_only_one_mtl_has_dashes_for_the_rest() -> None:
-    cells = lines_of(study_markdown(fake("paper-cifar10", parts=("mtl-10",))), "Table 1 of the main text")
+    cells = lines_of(
+        study_markdown(fake("paper-cifar10", parts=("mtl-10",))), "Table 1 of the main text"
+    )
     assert cells["MTL, M = 10"][1].startswith("89.68 ± ")
     assert cells["LG 1800+100"] == ["91.77 ± 0.56", "–", "60.79 ± 1.45", "–", "12.7e9", "–", "–"]
 
@@ -165,20 +225,30 @@ def test_one_part_and_one_seed_can_be_reported(tmp_path: Path) -> None:
     assert "`tuned-10`, `mtl-10`" in text
     assert lines_of(text, "4 classes per device")["FedAvg"][1] == "65.54"
     assert write_study_report(found, tmp_path).exists()
-    assert [path.name for path in draw_study(found, tmp_path)] == ["paper-cifar10-classes.png", "paper-cifar10-traffic.png"]
+    assert [path.name for path in draw_study(found, tmp_path)] == [
+        "paper-cifar10-classes.png",
+        "paper-cifar10-traffic.png",
+    ]
     assert "One seed was run." in study_drawings(found)["classes"].caption
 
 
 def test_a_study_of_which_nothing_was_run_can_be_reported(tmp_path: Path) -> None:
     found = Findings(PAPER["paper-cifar10"], {}, {})
     assert "Nothing has been run yet." in study_markdown(found)
-    assert "Nothing has been run yet." in write_study_report(found, tmp_path).read_text(encoding="utf-8")
+    assert "Nothing has been run yet." in write_study_report(found, tmp_path).read_text(
+        encoding="utf-8"
+    )
     assert draw_study(found, tmp_path) == []
 
 
 def test_claims_of_one_seed_are_open_and_have_no_interval() -> None:
     rows = lines_of(study_markdown(fake(parts=("paper-2",), seeds=1)), "What the paper claims")
-    assert rows["2 classes per device: LG 400+100 is above FedAvg on Local Test"] == ["open", "+0.57", "+0.57", "–"]
+    assert rows["2 classes per device: LG 400+100 is above FedAvg on Local Test"] == [
+        "open",
+        "+0.57",
+        "+0.57",
+        "–",
+    ]
 
 
 def test_claims_have_verdict_lead_and_interval() -> None:
@@ -209,7 +279,10 @@ def test_other_settings_than_the_studys_are_told() -> None:
     assert changes_of(found, "paper-2") == []
     assert len(sweep_points(found, "paper-2")) == 10
     found.parts["paper-3"]["settings"]["plan"]["clients_per_round"] = 5
-    assert "Not run with the study’s own settings: `paper-3` with plan.clients_per_round = 5." in study_markdown(found)
+    assert (
+        "Not run with the study’s own settings: `paper-3` with plan.clients_per_round = 5."
+        in study_markdown(found)
+    )
     del found.parts["paper-2"]["settings"]["cases"]["LG 800+100"]["after"]
     assert changes_of(found, "paper-2") == ["cases.LG 800+100 without after = FedAvg"]
 
@@ -221,7 +294,10 @@ def test_the_sweep_goes_from_nothing_to_everything_and_counts_the_models_paramet
         assert splits["none"].parameters == 0
         assert splits["all"].parameters == splits[own].whole == MODELS[study]
         assert splits[own].parameters == SHARED[study]
-        assert splits["first 1 shared"].parameters + splits["last 4 shared"].parameters == MODELS[study]
+        assert (
+            splits["first 1 shared"].parameters + splits["last 4 shared"].parameters
+            == MODELS[study]
+        )
 
 
 def test_the_sweep_of_another_model_is_left_out() -> None:
@@ -232,11 +308,19 @@ def test_the_sweep_of_another_model_is_left_out() -> None:
 
 
 def test_figures_show_our_means_and_the_papers_numbers_as_hollow_markers() -> None:
-    found = shifted(fake("paper-cifar10", parts=("paper-2", "paper-10")), "paper-2", "FedAvg", local=1.0)
+    found = shifted(
+        fake("paper-cifar10", parts=("paper-2", "paper-10")), "paper-2", "FedAvg", local=1.0
+    )
     lines = study_drawings(found)["classes"].figure.axes[0].lines
-    ours = {line.get_label(): line.get_xydata() for line in lines if not str(line.get_label()).startswith("_")}
+    ours = {
+        line.get_label(): line.get_xydata()
+        for line in lines
+        if not str(line.get_label()).startswith("_")
+    }
     assert np.allclose(ours["FedAvg"], [[0, 59.99], [4, 67.74]], atol=1e-3)
-    hollow = [line.get_xydata().tolist()[0] for line in lines if line.get_markerfacecolor() == "none"]
+    hollow = [
+        line.get_xydata().tolist()[0] for line in lines if line.get_markerfacecolor() == "none"
+    ]
     assert len(hollow) == 15
     assert [0, 58.99] in hollow
     assert [4, 69.89] in hollow
@@ -246,7 +330,9 @@ def test_figures_of_nothing_are_none_and_png_files_are_the_same_each_time(tmp_pa
     assert study_drawings(fake(parts=("tuned-2",))) == {}
     found = fake(parts=("paper-2",))
     paths = draw_study(found, tmp_path / "new")
-    assert [path.name for path in paths] == [f"paper-mnist-{name}.png" for name in ("classes", "traffic", "splits")]
+    assert [path.name for path in paths] == [
+        f"paper-mnist-{name}.png" for name in ("classes", "traffic", "splits")
+    ]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     before = paths[0].read_bytes()
     assert draw_study(found, tmp_path / "new")[0].read_bytes() == before
@@ -255,8 +341,15 @@ def test_figures_of_nothing_are_none_and_png_files_are_the_same_each_time(tmp_pa
 # a study of more measures than the paper prints, two of them better if less, with an adversary of several strengths
 
 CODES = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
-NAMES = tuple(f"LG + Adv, code {width}, strength {strength:g}" for width, of in CODES.items() for strength in of)
-FAIR_SETTINGS = Settings(name="fair", experiments={name: ExperimentSettings("fedavg", rounds=2) for name in ("FedAvg", *NAMES)})
+NAMES = tuple(
+    f"LG + Adv, code {width}, strength {strength:g}"
+    for width, of in CODES.items()
+    for strength in of
+)
+FAIR_SETTINGS = Settings(
+    name="fair",
+    experiments={name: ExperimentSettings("fedavg", rounds=2) for name in ("FedAvg", *NAMES)},
+)
 FAIR = Study(
     name="fair",
     title="Adult",
@@ -273,7 +366,12 @@ FAIR = Study(
         )
         for name, classes in {"iid": 10, "non-iid": 2}.items()
     },
-    measures={"local": "Accuracy", "auc": "Income AUC", "adversary": "Adversary AUC", "fresh": "Fresh AUC"},
+    measures={
+        "local": "Accuracy",
+        "auc": "Income AUC",
+        "adversary": "Adversary AUC",
+        "fresh": "Fresh AUC",
+    },
     lower_is_better=frozenset({"adversary", "fresh"}),
     caption="Figures.",
 )
@@ -289,18 +387,23 @@ def fair_case(accuracy: float, read: float, adversary: float | None) -> dict[str
         "validation": accuracy,
         "validation_leak": read,
     }
-    seeds = {key: [None if mean is None else round(mean + by, 6) for by in (0.01, -0.01)] for key, mean in figures.items()}
+    seeds = {
+        key: [None if mean is None else round(mean + by, 6) for by in (0.01, -0.01)]
+        for key, mean in figures.items()
+    }
     return {**seeds, "paper_parameters": 10**9, "parameters": 10**8, "bytes": 4 * 10**8}
 
 
 def fair_part() -> dict[str, Any]:
     """The stronger the adversary, the less is read and the less is known."""
-    cases = {"FedAvg": fair_case(0.84, 0.8, None)}
+    experiments = {"FedAvg": fair_case(0.84, 0.8, None)}
     for width, strengths in CODES.items():
         for place, strength in enumerate(strengths):
             read, accuracy = 0.75 - 0.1 * place + width / 1000, 0.84 - 0.01 * place
-            cases[f"LG + Adv, code {width}, strength {strength:g}"] = fair_case(accuracy, read, 0.52)
-    return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "cases": cases}
+            experiments[f"LG + Adv, code {width}, strength {strength:g}"] = fair_case(
+                accuracy, read, 0.52
+            )
+    return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "cases": experiments}
 
 
 @pytest.fixture
@@ -308,23 +411,41 @@ def fair() -> Findings:
     return Findings(FAIR, ABOUT, {name: fair_part() for name in FAIR.parts})
 
 
-def test_a_table_has_any_number_of_measures_and_a_published_column_only_where_something_was(fair: Findings) -> None:
+def test_a_table_has_any_number_of_measures_and_a_published_column_only_where_something_was(
+    fair: Findings,
+) -> None:
     table = lines_of(study_markdown(fair), "iid data")
     assert table["Method"] == [
-        *(f"{words}, {head}" for words in ("Accuracy", "Income AUC", "Adversary AUC") for head in ("published", "`paper`")),
+        *(
+            f"{words}, {head}"
+            for words in ("Accuracy", "Income AUC", "Adversary AUC")
+            for head in ("published", "`paper`")
+        ),
         "Fresh AUC, `paper`",
         "SentTotals",
     ]
-    scores = ["83.70 ± 3.10", "84.00 ± 1.41 (+0.30)", "89.40 ± 1.90", "88.00 ± 1.41 (−1.40)", "65.50 ± 1.60", "–", "80.00 ± 1.41"]
+    scores = [
+        "83.70 ± 3.10",
+        "84.00 ± 1.41 (+0.30)",
+        "89.40 ± 1.90",
+        "88.00 ± 1.41 (−1.40)",
+        "65.50 ± 1.60",
+        "–",
+        "80.00 ± 1.41",
+    ]
     assert table["FedAvg"] == [*scores, "400.0 MB"]
 
 
 def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> None:
     text = study_markdown(fair)
     row = lines_of(text, "iid data")["LG + Adv"]  # published: 50.1 ± 1.3
-    assert row[1].endswith("(code 4, strength 10)"), "what was chosen stands beside the first figure only"
+    assert row[1].endswith("(code 4, strength 10)"), (
+        "what was chosen stands beside the first figure only"
+    )
     assert row[5] == "52.00 ± 1.41 (+1.90) ↑"
-    assert "↑ is above the published mean plus its standard deviation, where less is better." in text
+    assert (
+        "↑ is above the published mean plus its standard deviation, where less is better." in text
+    )
     told = "LG + Adv on Adversary AUC by 0.60 (52.00 ± 1.41, published 50.10 ± 1.30)"
     assert f"- ↑ `paper`, above the published mean plus its standard deviation: {told}.\n" in text
     assert (
@@ -338,22 +459,34 @@ def test_far_below_is_no_shortfall_where_less_is_better(fair: Findings) -> None:
     hidden = changed_case(fair, "iid", "LG + Adv, code 4, strength 10", adversary=[0.3, 0.3])
     table = study_markdown(hidden).partition("### non-iid data")[0]
     assert lines_of(table, "iid data")["LG + Adv"][5] == "30.00 ± 0.00 (−20.10)"
-    assert "Nothing measured in `paper` is above the published mean plus its standard deviation on Adversary AUC." in table
+    assert (
+        "Nothing measured in `paper` is above the published mean plus its standard deviation on Adversary AUC."
+        in table
+    )
 
 
 def test_another_audit_than_the_studys_is_told(fair: Findings) -> None:
     fair.parts["iid"]["settings"]["audit"] = {"layer": "layer1", "encoders": 1}
-    assert changes_of(fair, "iid") == ["audit.at = layer1", "audit.encoders = 1"]
+    assert changes_of(fair, "iid") == ["audit.layer = layer1", "audit.encoders = 1"]
     assert changes_of(fair, "non-iid") == []
 
 
-def test_a_study_without_starts_has_neither_their_figures_nor_a_paper_to_stand_beside(tmp_path: Path) -> None:
+def test_a_study_without_starts_has_neither_their_figures_nor_a_paper_to_stand_beside(
+    tmp_path: Path,
+) -> None:
     study = PAPER["few-labels"]
-    case = {"local": [0.6, 0.61], "new": [0.7, 0.7], "validation": [0.6, 0.6], "paper_parameters": 0, "parameters": 1, "bytes": 4}
+    experiment = {
+        "local": [0.6, 0.61],
+        "new": [0.7, 0.7],
+        "validation": [0.6, 0.6],
+        "paper_parameters": 0,
+        "parameters": 1,
+        "bytes": 4,
+    }
     part = {
         "seconds": 1.0,
         "settings": study.parts["mnist"].settings.as_dict(),
-        "cases": dict.fromkeys(("LG", "LG + decoder"), case),
+        "cases": dict.fromkeys(("LG", "LG + decoder"), experiment),
     }
     found = Findings(study, ABOUT, {"mnist": part})
     page = write_study_report(found, tmp_path).read_text(encoding="utf-8")
@@ -375,7 +508,9 @@ def test_a_newcomers_arrival_is_what_was_sent(fair: Findings) -> None:
     assert (table["Method"][-1], table["FedAvg"][-1]) == ("Sent for the arrival", "5.0 MB")
 
 
-def test_the_terminal_has_the_same_columns(fair: Findings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_has_the_same_columns(
+    fair: Findings, capsys: pytest.CaptureFixture[str]
+) -> None:
     print_findings(fair)
     heads, first, *_ = capsys.readouterr().out.splitlines()
     assert re.split(r"\s{2,}", heads.strip()) == [
@@ -383,7 +518,17 @@ def test_the_terminal_has_the_same_columns(fair: Findings, capsys: pytest.Captur
         *("Adversary AUC %", "paper", "apart", "Fresh AUC %"),
     ]
     assert re.split(r"\s{2,}", first.strip())[2:] == [
-        *("84.00 ± 1.41", "83.70 ± 3.10", "+0.30", "88.00 ± 1.41", "89.40 ± 1.90", "-1.40", "-", "65.50 ± 1.60", "80.00 ± 1.41")
+        *(
+            "84.00 ± 1.41",
+            "83.70 ± 3.10",
+            "+0.30",
+            "88.00 ± 1.41",
+            "89.40 ± 1.90",
+            "-1.40",
+            "-",
+            "65.50 ± 1.60",
+            "80.00 ± 1.41",
+        )
     ]
     show_study(FAIR)
     shown = capsys.readouterr().out
@@ -394,12 +539,22 @@ def test_the_terminal_has_the_same_columns(fair: Findings, capsys: pytest.Captur
 def test_a_study_of_which_the_paper_prints_nothing_has_our_columns_only(
     fair: Findings, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    bare = replace(FAIR, parts={name: replace(part, published={}) for name, part in FAIR.parts.items()})
+    bare = replace(
+        FAIR, parts={name: replace(part, published={}) for name, part in FAIR.parts.items()}
+    )
     found = replace(fair, study=bare)
     text = study_markdown(found)
-    assert lines_of(text, "iid data")["FedAvg"] == ["84.00 ± 1.41", "88.00 ± 1.41", "–", "80.00 ± 1.41", "400.0 MB"]
+    assert lines_of(text, "iid data")["FedAvg"] == [
+        "84.00 ± 1.41",
+        "88.00 ± 1.41",
+        "–",
+        "80.00 ± 1.41",
+        "400.0 MB",
+    ]
     assert "Nothing measured" not in text
-    assert '<th scope="col">published</th>' not in write_study_report(found, tmp_path).read_text(encoding="utf-8")
+    assert '<th scope="col">published</th>' not in write_study_report(found, tmp_path).read_text(
+        encoding="utf-8"
+    )
     print_findings(found)
     show_study(bare)
     assert "paper" not in capsys.readouterr().out.replace("paper-", "")
@@ -428,10 +583,13 @@ def test_the_trade_off_is_in_the_page_and_among_the_files(fair: Findings, tmp_pa
 
 def test_no_trade_off_is_drawn_of_what_was_not_audited(fair: Findings) -> None:
     for part in fair.parts.values():
-        for case in part["cases"].values():
-            case["fresh"] = [None, None]
+        for experiment in part["cases"].values():
+            experiment["fresh"] = [None, None]
     assert study_drawings(fair) == {}
-    only = {name: {**part, "cases": {"FedAvg": part["cases"]["FedAvg"]}} for name, part in fair.parts.items()}
+    only = {
+        name: {**part, "cases": {"FedAvg": part["cases"]["FedAvg"]}}
+        for name, part in fair.parts.items()
+    }
     assert study_drawings(replace(fair, parts=only)) == {}
 
 
@@ -445,7 +603,9 @@ def test_the_page_is_whole_and_refers_to_nothing_outside_itself(page: str) -> No
     outline = Outline(page.replace("<br>", ""))
     assert outline.open == []
     assert len(outline.ids) == len(set(outline.ids))
-    assert not re.findall(r"\$\w|\{\w+\}|None|nan\b|`", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
+    assert not re.findall(
+        r"\$\w|\{\w+\}|None|nan\b|`", re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    )
     assert not re.findall(r"https?://", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
     assert not {"script", "link", "iframe", "img"} & set(outline.tags)
     assert page.count("<figure") == 3
@@ -458,12 +618,24 @@ def test_the_pages_numbers_are_those_of_the_comparison(page: str) -> None:
         for name, of in table.rows.items():
             cells = box.partition(f">{escape(name)}</th>")[2].partition("</tr>")[0]
             for row in of.values():
-                numbers = [score for pair in row.scores.values() for score in (pair.paper, pair.ours) if score]
+                numbers = [
+                    score
+                    for pair in row.scores.values()
+                    for score in (pair.paper, pair.ours)
+                    if score
+                ]
                 assert all(f">{number}" in cells for number in [*numbers, row.sent.ours])
     assert '<span class="below">65.21 ± ' in page
 
 
 def test_the_page_tells_source_claim_machine_and_time(page: str) -> None:
     study = PAPER["paper-cifar10"]
-    for words in (study.title, study.source, study.statement, "on a GPU (PyTorch 2.11", "add up to 17 min 26 s", "glocal run paper"):
+    for words in (
+        study.title,
+        study.source,
+        study.statement,
+        "on a GPU (PyTorch 2.11",
+        "add up to 17 min 26 s",
+        "glocal run paper",
+    ):
         assert escape(words) in page

@@ -39,7 +39,7 @@ SURE = 0.99999  # some six hundred intervals are looked at
 
 def paper(rho, sigma):
     """The paper's own experiment."""
-    return LinearProblem(uniform_inputs(20), devices=100, n=2000, rho=rho, sigma=sigma)
+    return LinearProblem(uniform_inputs(20), clients=100, n=2000, rho=rho, sigma=sigma)
 
 
 def skewed(d):
@@ -52,8 +52,10 @@ def skewed(d):
 SHAPES = [(2, 3, 240), (3, 3, 320), (4, 2, 400), (6, 2, 560), (8, 2, 720)]
 VARIANCES = [(0.5, 1.0), (0.1, 1.5), (0.2, 2.25), (0.05, 0.5)]
 GRID = [
-    LinearProblem(inputs(d), devices, n, rho, sigma)
-    for (d, devices, n), (rho, sigma), inputs in product(SHAPES, VARIANCES, (uniform_inputs, skewed))
+    LinearProblem(inputs(d), clients, n, rho, sigma)
+    for (d, clients, n), (rho, sigma), inputs in product(
+        SHAPES, VARIANCES, (uniform_inputs, skewed)
+    )
 ]
 
 
@@ -68,7 +70,10 @@ def forms(of):
         "covariance": of.shared_variance(),
         "best": of.mixture_error(best),
         **{f"mixture {alpha}": of.mixture_error(alpha) for alpha in (0.25, 0.5, 0.75)},
-        **{f"bias and variance {alpha}": of.bias(alpha) + of.variance(alpha) for alpha in (0.25, 0.5, 0.75)},
+        **{
+            f"bias and variance {alpha}": of.bias(alpha) + of.variance(alpha)
+            for alpha in (0.25, 0.5, 0.75)
+        },
         "variance": of.variance(0.5),
         "bias": of.bias(0.5),
     }
@@ -76,10 +81,15 @@ def forms(of):
 
 def measured(tried, best):
     return {
-        **{name: getattr(tried, name) for name in ("local", "shared", "discrepancy", "shared_variance", "covariance")},
+        **{
+            name: getattr(tried, name)
+            for name in ("local", "shared", "discrepancy", "shared_variance", "covariance")
+        },
         "best": tried.mixture_errors(best),
         **{f"mixture {alpha}": tried.mixture_errors(alpha) for alpha in (0.25, 0.5, 0.75)},
-        **{f"bias and variance {alpha}": tried.mixture_errors(alpha) for alpha in (0.25, 0.5, 0.75)},
+        **{
+            f"bias and variance {alpha}": tried.mixture_errors(alpha) for alpha in (0.25, 0.5, 0.75)
+        },
         "variance": tried.variances(0.5),
         "bias": 0.25 * tried.discrepancy,
     }
@@ -94,19 +104,26 @@ def test_every_closed_form_is_within_three_percent_of_trials(place):
     """With 20,000 / d repeats the standard error of Var[f_v], the widest, is one percent."""
     problem = GRID[place]
     this, large = finite_sample_closed_form(problem), forms(closed_form(problem))
-    found = measured(run_trials(problem, repeats=20_000 // problem.inputs.d, seed=place), this.best_alpha())
+    found = measured(
+        run_trials(problem, repeats=20_000 // problem.inputs.d, seed=place), this.best_alpha()
+    )
     for name, exact in forms(this).items():
         tried = confidence_interval(found[name], confidence=SURE)
         assert tried.low <= exact <= tried.high, name
         assert exact == pytest.approx(tried.mean, rel=CLOSE), name
         # off by (d + 1) / N, more than a percent here: the trials' own error comes on top of the three percent
-        assert large[name] == pytest.approx(np.clip(large[name], *confidence_interval(found[name])[1:]), rel=CLOSE), name
+        assert large[name] == pytest.approx(
+            np.clip(large[name], *confidence_interval(found[name])[1:]), rel=CLOSE
+        ), name
 
 
 @pytest.mark.parametrize(("rho", "sigma"), [(0.5, 1.5), (0.1, 1.5), (0.06, 2.25), (0.02, 2.25)])
 def test_closed_forms_hold_in_the_papers_own_experiment(rho, sigma):
     problem = paper(rho, sigma)
-    best, tried = finite_sample_closed_form(problem).best_alpha(), run_trials(problem, repeats=16, seed=1)
+    best, tried = (
+        finite_sample_closed_form(problem).best_alpha(),
+        run_trials(problem, repeats=16, seed=1),
+    )
     for of in (closed_form(problem), finite_sample_closed_form(problem)):
         assert of.local_error() == pytest.approx(tried.local.mean(), rel=CLOSE)
         assert of.global_error() == pytest.approx(tried.shared.mean(), rel=CLOSE)
@@ -116,66 +133,88 @@ def test_closed_forms_hold_in_the_papers_own_experiment(rho, sigma):
 @pytest.mark.parametrize("place", [0, 13, 27, 39])
 def test_trials_find_the_best_mixture_where_the_closed_form_has_it(place):
     problem = GRID[place]
-    found = confidence_interval(run_trials(problem, repeats=300, seed=place).best_alphas(), confidence=SURE)
+    found = confidence_interval(
+        run_trials(problem, repeats=300, seed=place).best_alphas(), confidence=SURE
+    )
     assert found.low <= finite_sample_closed_form(problem).best_alpha() <= found.high
 
 
 @pytest.mark.parametrize("n", [12, 16, 24, 40])
 def test_with_few_examples_the_form_for_any_n_still_holds(n):
-    problem = LinearProblem(normal_inputs(5), devices=4, n=n, rho=0.3, sigma=1.0)
+    problem = LinearProblem(normal_inputs(5), clients=4, n=n, rho=0.3, sigma=1.0)
     tried = run_trials(problem, repeats=6000, seed=n)
     this = finite_sample_closed_form(problem)
     for name, exact in forms(this).items():
         found = confidence_interval(measured(tried, this.best_alpha())[name], confidence=SURE)
         assert found.low <= exact <= found.high, name
-    assert closed_form(problem).local_error() < confidence_interval(tried.local, confidence=SURE).low
+    assert (
+        closed_form(problem).local_error() < confidence_interval(tried.local, confidence=SURE).low
+    )
 
 
 def plain_errors(covariance, problem, generator):
     """One trial as one writes it down: correlated inputs, least squares device by device and over all, a thousand tests each."""
     d = len(covariance)
     v = generator.random(d)
-    teachers = [v + problem.rho * generator.standard_normal(d) for _ in range(problem.devices)]
+    teachers = [v + problem.rho * generator.standard_normal(d) for _ in range(problem.num_clients)]
     examples = [generator.multivariate_normal(np.zeros(d), covariance, problem.n) for _ in teachers]
-    labels = [x @ u + problem.sigma * generator.standard_normal(problem.n) for x, u in zip(examples, teachers, strict=True)]
+    labels = [
+        x @ u + problem.sigma * generator.standard_normal(problem.n)
+        for x, u in zip(examples, teachers, strict=True)
+    ]
     students = [np.linalg.lstsq(x, y, rcond=None)[0] for x, y in zip(examples, labels, strict=True)]
     together = np.linalg.lstsq(np.concatenate(examples), np.concatenate(labels), rcond=None)[0]
     tests = [generator.multivariate_normal(np.zeros(d), covariance, 1000) for _ in teachers]
 
     def error(models):
-        return np.mean([np.mean((x @ (w - u)) ** 2) for x, w, u in zip(tests, models, teachers, strict=True)])
+        return np.mean(
+            [np.mean((x @ (w - u)) ** 2) for x, w, u in zip(tests, models, teachers, strict=True)]
+        )
 
-    return [error(students), error([together] * problem.devices), error([0.5 * student + 0.5 * together for student in students])]
+    return [
+        error(students),
+        error([together] * problem.num_clients),
+        error([0.5 * student + 0.5 * together for student in students]),
+    ]
 
 
 def test_a_plain_loop_with_correlated_inputs_finds_the_same():
     covariance = np.array([[1.0, 0.6, 0.0], [0.6, 0.8, -0.3], [0.0, -0.3, 2.0]])
-    problem = LinearProblem(correlated_inputs(covariance), devices=8, n=250, rho=0.2, sigma=1.5)
+    problem = LinearProblem(correlated_inputs(covariance), clients=8, n=250, rho=0.2, sigma=1.5)
     generator = np.random.default_rng(0)
     found = np.array([plain_errors(covariance, problem, generator) for _ in range(400)]).T
-    exact = (finite_sample_closed_form(problem).local_error(), finite_sample_closed_form(problem).global_error(), finite_sample_closed_form(problem).mixture_error(0.5))
+    exact = (
+        finite_sample_closed_form(problem).local_error(),
+        finite_sample_closed_form(problem).global_error(),
+        finite_sample_closed_form(problem).mixture_error(0.5),
+    )
     for values, closed in zip(found, exact, strict=True):
         low, high = confidence_interval(values, confidence=SURE)[1:]
         assert low <= closed <= high
 
 
 def test_least_squares_over_all_examples_is_the_mean_of_local_models_where_examples_are_many():
-    problem = LinearProblem(uniform_inputs(5), devices=10, n=1000, rho=0.1, sigma=1.5)
-    at_once, mean = (run_trials(problem, repeats=400, weighting=weighting) for weighting in (gram_weights, equal_weights))
+    problem = LinearProblem(uniform_inputs(5), clients=10, n=1000, rho=0.1, sigma=1.5)
+    at_once, mean = (
+        run_trials(problem, repeats=400, weighting=weighting)
+        for weighting in (gram_weights, equal_weights)
+    )
     assert np.allclose(at_once.local, mean.local)
     assert at_once.shared.mean() == pytest.approx(mean.shared.mean(), rel=0.005)
-    assert at_once.mixture_errors(0.5).mean() == pytest.approx(mean.mixture_errors(0.5).mean(), rel=0.005)
+    assert at_once.mixture_errors(0.5).mean() == pytest.approx(
+        mean.mixture_errors(0.5).mean(), rel=0.005
+    )
 
 
 def test_the_same_seed_gives_the_same_trials_and_more_repeats_go_on_from_them():
-    problem = LinearProblem(uniform_inputs(3), devices=4, n=20, rho=0.1, sigma=1.0)
+    problem = LinearProblem(uniform_inputs(3), clients=4, n=20, rho=0.1, sigma=1.0)
     few, many = run_trials(problem, repeats=3, seed=5), run_trials(problem, repeats=6, seed=5)
     assert all(np.array_equal(one, other[:3]) for one, other in zip(few, many, strict=True))
     assert not np.allclose(few.local, run_trials(problem, repeats=3, seed=6).local)
 
 
 def test_devices_drawn_in_blocks_are_devices_all_the_same(monkeypatch):
-    problem = LinearProblem(normal_inputs(3), devices=7, n=20, rho=0.1, sigma=1.0)
+    problem = LinearProblem(normal_inputs(3), clients=7, n=20, rho=0.1, sigma=1.0)
     monkeypatch.setattr("glocal.evaluate.theory._CHUNK_SIZE", 3 * 20 * 3)
     found = confidence_interval(run_trials(problem, repeats=2000).shared, confidence=SURE)
     assert found.low <= finite_sample_closed_form(problem).global_error() <= found.high
@@ -184,7 +223,9 @@ def test_devices_drawn_in_blocks_are_devices_all_the_same(monkeypatch):
 AMOUNTS = st.floats(1e-6, 1e6)
 LAWS = st.builds(ClosedForm, AMOUNTS, AMOUNTS, st.integers(2, 10**6))
 WORLDS = st.builds(
-    lambda variances, devices, more, rho, sigma: LinearProblem(InputDistribution(tuple(variances)), devices, len(variances) + 2 + more, rho, sigma),
+    lambda variances, clients, more, rho, sigma: LinearProblem(
+        InputDistribution(tuple(variances)), clients, len(variances) + 2 + more, rho, sigma
+    ),
     st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30),
     st.integers(2, 10**6),
     st.integers(0, 10**6),
@@ -196,7 +237,11 @@ WORLDS = st.builds(
 @given(WORLDS)
 def test_where_devices_differ_and_labels_are_noisy_the_best_mixture_beats_both(problem):
     """The paper's Corollary 1; where one extreme is nearly best, rounding leaves only 'not worse' of it."""
-    for of in (closed_form(problem), finite_sample_closed_form(problem), published_closed_form(problem)):
+    for of in (
+        closed_form(problem),
+        finite_sample_closed_form(problem),
+        published_closed_form(problem),
+    ):
         over_local, over_shared = of.gains()
         assert over_local > 0
         assert over_shared > 0
@@ -217,7 +262,9 @@ def test_gains_are_what_is_left_of_the_errors(of):
 @given(LAWS)
 def test_the_slope_is_zero_at_the_best_alpha_and_only_there(of):
     best, scale = of.best_alpha(), of.within_variance + of.between_variance
-    assert 0 < best < 1 or max(of.within_variance, of.between_variance) > 1e11 * min(of.within_variance, of.between_variance)
+    assert 0 < best < 1 or max(of.within_variance, of.between_variance) > 1e11 * min(
+        of.within_variance, of.between_variance
+    )
     assert of.derivative(best) == pytest.approx(0, abs=1e-12 * scale)
     assert of.derivative(best - 0.1) < 0 < of.derivative(best + 0.1)
 
@@ -225,14 +272,22 @@ def test_the_slope_is_zero_at_the_best_alpha_and_only_there(of):
 @given(LAWS, st.floats(0, 1))
 def test_the_slope_is_that_of_the_error(of, alpha):
     step = 1e-3
-    rise = (of.mixture_error(alpha + step) - of.mixture_error(alpha - step)) / (2 * step)  # exact for a parabola
-    assert of.derivative(alpha) == pytest.approx(rise, abs=1e-9 * (of.within_variance + of.between_variance))
+    rise = (of.mixture_error(alpha + step) - of.mixture_error(alpha - step)) / (
+        2 * step
+    )  # exact for a parabola
+    assert of.derivative(alpha) == pytest.approx(
+        rise, abs=1e-9 * (of.within_variance + of.between_variance)
+    )
 
 
 @given(LAWS, st.floats(0, 1))
 def test_no_mixture_is_better_than_the_best(of, alpha):
-    assert of.mixture_error(alpha) >= of.best_error() - 1e-12 * (of.within_variance + of.between_variance)
-    assert of.mixture_error(of.best_alpha()) == pytest.approx(of.best_error(), abs=1e-12 * (of.within_variance + of.between_variance))
+    assert of.mixture_error(alpha) >= of.best_error() - 1e-12 * (
+        of.within_variance + of.between_variance
+    )
+    assert of.mixture_error(of.best_alpha()) == pytest.approx(
+        of.best_error(), abs=1e-12 * (of.within_variance + of.between_variance)
+    )
 
 
 @given(LAWS, st.floats(0, 1))
@@ -248,21 +303,31 @@ def test_an_error_is_bias_and_variance(of, alpha):
 def test_with_enough_examples_local_beats_shared(problem):
     this, enough = finite_sample_closed_form(problem), break_even_examples(problem)
     if abs(problem.n - enough) > 1e-6 * enough:
-        assert (problem.n > enough) == (this.local_error() < this.global_error()) == (this.best_alpha() > 0.5)
+        assert (
+            (problem.n > enough)
+            == (this.local_error() < this.global_error())
+            == (this.best_alpha() > 0.5)
+        )
 
 
 def test_the_papers_formulas_are_those_for_inputs_of_trace_one():
-    problem = LinearProblem(unit_inputs(20), devices=100, n=2000, rho=0.1, sigma=1.5)
+    problem = LinearProblem(unit_inputs(20), clients=100, n=2000, rho=0.1, sigma=1.5)
     assert problem.inputs.trace == pytest.approx(1)
     assert closed_form(problem) == pytest.approx(published_closed_form(problem))
-    assert closed_form(problem).best_alpha() == pytest.approx(0.1**2 / (0.1**2 + 20 / 2000 * 1.5**2))
-    assert closed_form(problem).global_error() == pytest.approx(99 / 100 * 0.1**2 + 20 / (100 * 2000) * 1.5**2)
+    assert closed_form(problem).best_alpha() == pytest.approx(
+        0.1**2 / (0.1**2 + 20 / 2000 * 1.5**2)
+    )
+    assert closed_form(problem).global_error() == pytest.approx(
+        99 / 100 * 0.1**2 + 20 / (100 * 2000) * 1.5**2
+    )
 
 
 def test_traces_are_those_of_the_inputs():
     assert uniform_inputs(21).trace == pytest.approx(7)
     assert normal_inputs(20).trace == pytest.approx(20)
-    drawn = uniform_inputs(2).sample(np.random.default_rng(0), (100_000, 2)) * np.sqrt(uniform_inputs(2).variances)
+    drawn = uniform_inputs(2).sample(np.random.default_rng(0), (100_000, 2)) * np.sqrt(
+        uniform_inputs(2).variances
+    )
     assert -1 <= drawn.min() < -0.99 < 0.99 < drawn.max() <= 1
     assert (drawn**2).sum(1).mean() == pytest.approx(2 / 3, rel=0.01)
 
@@ -271,7 +336,9 @@ def test_the_papers_experiment_in_numbers():
     """Worked out by hand: d = 20, N = 2000, M = 100, x ~ U[-1, 1]^20, noise 2.25, rho = .06."""
     of = closed_form(paper(0.06, 2.25))
     assert of.best_alpha() == pytest.approx(0.322, abs=5e-4)
-    assert [of.mixture_error(alpha) for alpha in (0.0, 0.4, 1.0)] == pytest.approx([0.0243, 0.0171, 0.0506], abs=5e-5)
+    assert [of.mixture_error(alpha) for alpha in (0.0, 0.4, 1.0)] == pytest.approx(
+        [0.0243, 0.0171, 0.0506], abs=5e-5
+    )
 
 
 def test_the_shared_model_is_better_at_little_variance_only_under_the_noise_of_the_released_code():
@@ -307,7 +374,10 @@ def test_the_papers_formula_misses_its_own_experiment():
         (lambda: LinearProblem(uniform_inputs(3), 2, 4, 0.1, 1.0), r"n is 4; from d \+ 2 = 5"),
         (lambda: run_trials(paper(0.1, 1.5), repeats=1), "repeats is 1"),
         (lambda: run_trials(paper(0.1, 1.5), seed=-1), "seed is -1"),
-        (lambda: run_trials(LinearProblem(uniform_inputs(100), 1000, 10_000, 0.1, 1.0)), "a trial would draw"),
+        (
+            lambda: run_trials(LinearProblem(uniform_inputs(100), 1000, 10_000, 0.1, 1.0)),
+            "a trial would draw",
+        ),
     ],
 )
 def test_a_world_that_cannot_be_is_refused(make, words):
@@ -370,7 +440,9 @@ def test_the_command_says_what_to_keep_local(capsys):
     assert "interval" not in printed
 
 
-@pytest.mark.parametrize(("option", "words"), [("--rho", "Keep nothing local"), ("--sigma", "Keep all of it local")])
+@pytest.mark.parametrize(
+    ("option", "words"), [("--rho", "Keep nothing local"), ("--sigma", "Keep all of it local")]
+)
 def test_without_spread_or_noise_one_extreme_is_best(option, words, capsys):
     assert run(*QUICK, option, 0) == 0
     assert words in capsys.readouterr().out
@@ -394,8 +466,13 @@ def test_the_command_draws_its_curve(kind, repeats, tmp_path, capsys):
 
 def test_the_papers_figures_have_six_panels_with_both_readings_of_the_noise(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, half, **about: (drawn.append(figure), half.touch()))
-    monkeypatch.setattr("glocal.report.theory.run_trials", lambda problem, **about: run_trials(LinearProblem(*small(problem)), repeats=3))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, half, **about: (drawn.append(figure), half.touch())
+    )
+    monkeypatch.setattr(
+        "glocal.report.theory.run_trials",
+        lambda problem, **about: run_trials(LinearProblem(*small(problem)), repeats=3),
+    )
     draw_theory(tmp_path / "theory.png")
     panels = drawn[0].axes
     assert [axes.get_title(loc="left") for axes in panels] == [
@@ -413,13 +490,22 @@ def small(problem):
 
 
 def test_the_same_trials_give_the_same_picture(tmp_path):
-    problem = LinearProblem(uniform_inputs(3), devices=4, n=20, rho=0.1, sigma=1.0)
-    one, other = (draw_mixture(TheoryResult(problem, run_trials(problem, repeats=3)), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    problem = LinearProblem(uniform_inputs(3), clients=4, n=20, rho=0.1, sigma=1.0)
+    one, other = (
+        draw_mixture(
+            TheoryResult(problem, run_trials(problem, repeats=3)), tmp_path / name
+        ).read_bytes()
+        for name in ("a.svg", "b.svg")
+    )
     assert one == other
 
 
 def test_the_page_shows_what_the_command_prints(capsys):
-    command, shown = re.search(r"^\$ glocal theory (.*?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL).groups()
+    command, shown = re.search(
+        r"^\$ glocal theory (.*?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+    ).groups()
     assert run(*command.split()) == 0
     printed = capsys.readouterr().out
-    assert [line.rstrip() for line in printed.splitlines()] == [line.rstrip() for line in shown.splitlines()]
+    assert [line.rstrip() for line in printed.splitlines()] == [
+        line.rstrip() for line in shown.splitlines()
+    ]

@@ -40,7 +40,9 @@ def test_an_example_is_the_number_of_its_picture_and_the_words_of_its_question(w
     assert [questions.words[word] for word in first[1:] if word] == ["what", "color", "is", "it"]
     answer = questions.answers[train.y[0]]
     seen = questions.pictures.table[first[0]].float().mean((1, 2))
-    assert int(np.abs(np.array([*shapes.COLOURS.values()]) - seen.numpy()).sum(1).argmin()) == [*shapes.COLOURS].index(answer)
+    assert int(np.abs(np.array([*shapes.COLOURS.values()]) - seen.numpy()).sum(1).argmin()) == [
+        *shapes.COLOURS
+    ].index(answer)
 
 
 def test_words_and_answers_come_from_training_questions_alone(world):
@@ -51,16 +53,25 @@ def test_words_and_answers_come_from_training_questions_alone(world):
     assert "purple" not in questions.words
     assert "zebra" not in questions.answers
     longest = test.x.shape[1] - 1
-    assert test.x[0, 1:].tolist()[:3] == [questions.words.index("is"), questions.words.index("it"), 1]
+    assert test.x[0, 1:].tolist()[:3] == [
+        questions.words.index("is"),
+        questions.words.index("it"),
+        1,
+    ]
     assert longest == 4  # a longer question is cut
     assert test.group.tolist() == [[-1] * 10]  # nobody can get it right, and it still counts
-    assert not vqa_accuracy(torch.arange(len(questions.answers)), test.y, test.group.expand(len(questions.answers), 10)).any()
+    assert not vqa_accuracy(
+        torch.arange(len(questions.answers)), test.y, test.group.expand(len(questions.answers), 10)
+    ).any()
 
 
 def test_a_rare_answer_gives_way_to_what_some_people_said_or_is_left_out_of_training(world):
     paths = world[0][0]
     told = [shapes.asked(number, 1, "red") for number in range(30)]
-    few = [({"question_id": number, "image_id": 2, "question": "What is it?"}, "scarlet") for number in (900, 901)]
+    few = [
+        ({"question_id": number, "image_id": 2, "question": "What is it?"}, "scarlet")
+        for number in (900, 901)
+    ]
     shapes.write_pair(paths, [*told, *few])
     table = json.loads(paths[1].read_text())
     table["annotations"][-1]["answers"][0]["answer"] = "red"
@@ -71,7 +82,9 @@ def test_a_rare_answer_gives_way_to_what_some_people_said_or_is_left_out_of_trai
     assert len(train.y) == 31
 
 
-@pytest.mark.parametrize(("votes", "worth"), [(0, 0.0), (1, 1 / 3), (2, 2 / 3), (3, 1.0), (10, 1.0)])
+@pytest.mark.parametrize(
+    ("votes", "worth"), [(0, 0.0), (1, 1 / 3), (2, 2 / 3), (3, 1.0), (10, 1.0)]
+)
 def test_an_answer_counts_as_much_as_people_agree(votes, worth):
     people = torch.tensor([[5] * votes + [6] * (10 - votes)])
     assert vqa_accuracy(torch.tensor([5]), torch.tensor([6]), people).item() == pytest.approx(worth)
@@ -100,7 +113,10 @@ def zeros_from_the_middle_on(raw):
 
 @pytest.mark.parametrize(
     "damage",
-    [zeros_from_the_middle_on, lambda raw: raw.replace(b"'fortran_order': False", b"'fortran_order': True ")],
+    [
+        zeros_from_the_middle_on,
+        lambda raw: raw.replace(b"'fortran_order': False", b"'fortran_order': True "),
+    ],
     ids=["zeros", "order"],
 )
 def test_kept_pictures_that_are_damaged_are_decoded_anew(world, tmp_path, damage):
@@ -120,7 +136,9 @@ def test_what_a_killed_process_left_in_the_cache_is_cleared_after_a_day(world, t
         (left / "part.npy").write_bytes(b"0" * 100)
         os.utime(left, (time.time() - age, time.time() - age))
     read_vqa(*world, size=16)
-    assert sorted(path.name for path in (tmp_path / "cache" / "pictures").iterdir() if path.is_dir()) == ["half-young"]
+    assert sorted(
+        path.name for path in (tmp_path / "cache" / "pictures").iterdir() if path.is_dir()
+    ) == ["half-young"]
 
 
 def test_a_cache_that_cannot_be_written_costs_memory_only(world, tmp_path, monkeypatch):
@@ -166,7 +184,9 @@ def test_no_picture_of_any_question_is_an_error(world, tmp_path):
 def test_no_picture_of_any_test_question_is_an_error_that_says_so(world):
     question = {"question_id": 7, "image_id": 99, "question": "Is it red?"}
     shapes.write_pair(world[1][0], [(question, "no")])
-    with pytest.raises(InputError, match=r"has the picture of no test question .question 7 is about 99"):
+    with pytest.raises(
+        InputError, match=r"has the picture of no test question .question 7 is about 99"
+    ):
         read_vqa(*world, size=16)
 
 
@@ -174,7 +194,10 @@ def test_pictures_may_lie_in_folders_within_a_folder_as_the_official_ones_do(wor
     with zipfile.ZipFile(world[2]) as archive:
         for place, name in enumerate(archive.namelist()):
             archive.extract(name, tmp_path / "pictures" / ("train2014" if place % 2 else "val2014"))
-    one, other = (read_vqa(*world[:2], place, size=16)[2].pictures.table for place in (world[2], tmp_path / "pictures"))
+    one, other = (
+        read_vqa(*world[:2], place, size=16)[2].pictures.table
+        for place in (world[2], tmp_path / "pictures")
+    )
     assert torch.equal(one, other)
 
 
@@ -232,7 +255,9 @@ def test_pictures_of_every_kind_become_red_green_and_blue(world, tmp_path):
 def test_a_picture_of_fractions_is_refused(world, tmp_path):
     (tmp_path / "kinds").mkdir()
     Image.fromarray(np.full((9, 5), 0.5, np.float32)).save(tmp_path / "kinds" / "1.tif")
-    with pytest.raises(InputError, match=r"picture 1.tif cannot be decoded .*its pixels are fractions"):
+    with pytest.raises(
+        InputError, match=r"picture 1.tif cannot be decoded .*its pixels are fractions"
+    ):
         read_vqa(*world[:2], tmp_path / "kinds", size=4)
 
 
@@ -276,7 +301,9 @@ def later_version(path):
     return raw[:place] + b"\x71\x00" + raw[place + 2 :]
 
 
-@pytest.mark.parametrize("content", [lambda path: b"no zip", later_version], ids=["no zip", "of a later version"])
+@pytest.mark.parametrize(
+    "content", [lambda path: b"no zip", later_version], ids=["no zip", "of a later version"]
+)
 def test_a_zip_of_something_else_is_refused(tmp_path, content):
     (tmp_path / "images.zip").write_bytes(content(tmp_path / "images.zip"))
     with pytest.raises(InputError, match="no folder or zip of pictures"):
@@ -286,26 +313,62 @@ def test_a_zip_of_something_else_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, a: q["info"].update(version="1.0"), "of version 1.0 of VQA; version 2.0 was expected"),
+        (
+            lambda q, a: q["info"].update(version="1.0"),
+            "of version 1.0 of VQA; version 2.0 was expected",
+        ),
         (lambda q, a: a["info"].update(version="1.0"), "of version 1.0 of VQA"),
         (lambda q, a: (q.pop("info"), q.update(version=1)), "of version 1 of VQA"),
-        (lambda q, a: a["annotations"][0].update(multiple_choice_answer=True), "in short True; ten words were expected"),
+        (
+            lambda q, a: a["annotations"][0].update(multiple_choice_answer=True),
+            "in short True; ten words were expected",
+        ),
         (lambda q, a: q.pop("questions"), "holds no list of questions"),
         (lambda q, a: q["questions"][0].pop("image_id"), "has no 'image_id'"),
-        (lambda q, a: q["questions"][3].update(question=" ?! "), "question 3 is ' \\?! ' and has no words"),
+        (
+            lambda q, a: q["questions"][3].update(question=" ?! "),
+            "question 3 is ' \\?! ' and has no words",
+        ),
         (lambda q, a: q["questions"].pop(), "does not ask"),
         (lambda q, a: a["annotations"].pop(), "does not answer"),
-        (lambda q, a: a["annotations"][4].update(image_id=999), "question 4 is about picture 999 in .*a_train.json and about"),
+        (
+            lambda q, a: a["annotations"][4].update(image_id=999),
+            "question 4 is about picture 999 in .*a_train.json and about",
+        ),
         (lambda q, a: a["annotations"][0].update(answers=[]), "question 0 has 0 answers"),
         (lambda q, a: a["annotations"][0].update(answers=["yes"]), "the answers to question 0 are"),
-        (lambda q, a: a["annotations"][0].pop("multiple_choice_answer"), "has no 'multiple_choice_answer'"),
-        (lambda q, a: a["annotations"][0].update(multiple_choice_answer=None), "in short None; ten words were expected"),
-        (lambda q, a: a["annotations"][0]["answers"][4].update(answer=None), "the answers to question 0 are"),
-        (lambda q, a: q["questions"][3].update(question=None), "question 3 is None and has no words"),
-        (lambda q, a: q["questions"][0].update(question_id=[1]), "'question_id' is \\[1\\] .*a whole number was expected"),
-        (lambda q, a: q["questions"][0].update(image_id="1"), "'image_id' is '1' .*a whole number was expected"),
-        (lambda q, a: q["questions"].append(q["questions"][5]), "q_train.json has question 5 twice"),
-        (lambda q, a: a["annotations"].append(a["annotations"][5]), "a_train.json has question 5 twice"),
+        (
+            lambda q, a: a["annotations"][0].pop("multiple_choice_answer"),
+            "has no 'multiple_choice_answer'",
+        ),
+        (
+            lambda q, a: a["annotations"][0].update(multiple_choice_answer=None),
+            "in short None; ten words were expected",
+        ),
+        (
+            lambda q, a: a["annotations"][0]["answers"][4].update(answer=None),
+            "the answers to question 0 are",
+        ),
+        (
+            lambda q, a: q["questions"][3].update(question=None),
+            "question 3 is None and has no words",
+        ),
+        (
+            lambda q, a: q["questions"][0].update(question_id=[1]),
+            "'question_id' is \\[1\\] .*a whole number was expected",
+        ),
+        (
+            lambda q, a: q["questions"][0].update(image_id="1"),
+            "'image_id' is '1' .*a whole number was expected",
+        ),
+        (
+            lambda q, a: q["questions"].append(q["questions"][5]),
+            "q_train.json has question 5 twice",
+        ),
+        (
+            lambda q, a: a["annotations"].append(a["annotations"][5]),
+            "a_train.json has question 5 twice",
+        ),
     ],
 )
 def test_files_that_are_something_else_are_refused_with_the_reason(world, change, message):
@@ -320,9 +383,13 @@ def test_files_that_are_something_else_are_refused_with_the_reason(world, change
 
 def test_a_file_that_is_not_there_or_still_packed_is_named(world):
     questions, annotations = world[0][0]
-    with pytest.raises(InputError, match=r"absent.json cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        InputError, match=r"absent.json cannot be read \(No such file or directory\)"
+    ):
         read_questions(questions.with_name("absent.json"), annotations)
-    with pytest.raises(InputError, match=r"images.zip is a zip; unpack it, and give the JSON in it"):
+    with pytest.raises(
+        InputError, match=r"images.zip is a zip; unpack it, and give the JSON in it"
+    ):
         read_questions(world[2], annotations)
 
 
@@ -341,7 +408,10 @@ def test_files_that_name_no_version_are_read(world):
         ({"size": 16.0}, "size is 16.0; a whole number"),
         ({"size": 200_000}, "size is 200000; a whole number from 1 to 2048"),
         ({"train": []}, "the files are \\[\\]; a list of pairs was expected"),
-        ({"test": ("q.json", "a.json")}, "the files are .'q.json', 'a.json'.; a list of pairs was expected"),
+        (
+            {"test": ("q.json", "a.json")},
+            "the files are .'q.json', 'a.json'.; a list of pairs was expected",
+        ),
         ({"test": None}, "the files are None; a list of pairs"),
     ],
 )
@@ -351,9 +421,13 @@ def test_what_cannot_be_read_from_is_refused(world, change, message):
         read_vqa(**{**given, **change})
 
 
-@pytest.mark.parametrize("twice", [lambda train, test: (train * 2, test), lambda train, test: (train, test + train)])
+@pytest.mark.parametrize(
+    "twice", [lambda train, test: (train * 2, test), lambda train, test: (train, test + train)]
+)
 def test_a_question_in_two_pairs_of_files_is_refused(world, twice):
-    with pytest.raises(InputError, match="question 0 is in two pairs of files; let each question be in one"):
+    with pytest.raises(
+        InputError, match="question 0 is in two pairs of files; let each question be in one"
+    ):
         read_vqa(*twice(*world[:2]), world[2], size=16)
 
 
@@ -382,7 +456,14 @@ def test_words_may_be_of_any_script_and_an_endless_question_is_cut(world):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no json", b"[]", b"\x1f\x8b damaged", gzip.compress(b"{}" * 90)[:-12] + b"\xff" * 12, b"[" * 99999],
+    [
+        b"",
+        b"no json",
+        b"[]",
+        b"\x1f\x8b damaged",
+        gzip.compress(b"{}" * 90)[:-12] + b"\xff" * 12,
+        b"[" * 99999,
+    ],
     # by name: compressed bytes hold the second they were made in
     ids=["empty", "text", "another kind", "damaged", "damaged at its end", "too deep"],
 )
@@ -417,7 +498,9 @@ class Scaled(nn.Module):
     def forward(self, pictures):
         self.shown += len(pictures)
         means = pictures.mean((2, 3))
-        return self.weight * torch.stack([means[:, 0], self.turn * means[:, 1] + (1 - self.turn) * means[:, 2]], 1)
+        return self.weight * torch.stack(
+            [means[:, 0], self.turn * means[:, 1] + (1 - self.turn) * means[:, 2]], 1
+        )
 
 
 def some_pictures(seed=0):
@@ -430,7 +513,9 @@ def on_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "own"))
 
     def seen(network, pictures=None, report=lambda *_: None):
-        table = extract_features(pictures or some_pictures(), network, torch.device("cpu"), report=report).table
+        table = extract_features(
+            pictures or some_pictures(), network, torch.device("cpu"), report=report
+        ).table
         return table, network.shown
 
     return seen
@@ -444,7 +529,9 @@ def test_a_frozen_encoder_sees_every_picture_once_and_is_only_asked_for_a_few_fr
     assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("other", [{"network": Scaled(weight=2.0)}, {"network": Scaled(), "pictures": some_pictures(1)}])
+@pytest.mark.parametrize(
+    "other", [{"network": Scaled(weight=2.0)}, {"network": Scaled(), "pictures": some_pictures(1)}]
+)
 def test_features_of_other_weights_or_of_other_pictures_are_not_taken(on_cpu, other):
     on_cpu(Scaled())
     assert on_cpu(**other)[1] == 16 + 40
@@ -518,9 +605,18 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda x, turn: x.flatten(1) * torch.nan, "what it made of picture 0 is not finite; check its weights"),
-        (lambda x, turn: x.flatten(1)[:, :0], "it made (16, 0) of torch.float32 of 16 pictures; real numbers (pictures, width)"),
-        (lambda x, turn: torch.complex(x.mean((2, 3)), x.mean((2, 3))), "of torch.complex64 of 16 pictures; real numbers"),
+        (
+            lambda x, turn: x.flatten(1) * torch.nan,
+            "what it made of picture 0 is not finite; check its weights",
+        ),
+        (
+            lambda x, turn: x.flatten(1)[:, :0],
+            "it made (16, 0) of torch.float32 of 16 pictures; real numbers (pictures, width)",
+        ),
+        (
+            lambda x, turn: torch.complex(x.mean((2, 3)), x.mean((2, 3))),
+            "of torch.complex64 of 16 pictures; real numbers",
+        ),
         (lambda x, turn: (x.flatten(1),), "it made tuple of 16 pictures"),
         (
             lambda x, turn: x.flatten(1)[:, :turn],
@@ -534,7 +630,9 @@ def test_what_an_encoder_makes_must_be_numbers(on_cpu, made, message):
         on_cpu(Odd(made))
 
 
-def test_an_encoder_may_keep_more_than_tensors_and_return_nothing_when_it_is_set_to_evaluate(on_cpu):
+def test_an_encoder_may_keep_more_than_tensors_and_return_nothing_when_it_is_set_to_evaluate(
+    on_cpu,
+):
     assert on_cpu(Odd(lambda x, turn: x.mean((2, 3)).double()))[0].shape == (40, 3)
 
 
@@ -549,7 +647,10 @@ def test_a_feature_that_is_the_same_everywhere_is_zero_and_a_tiny_one_is_not():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (np.zeros((2, 4, 4, 3), np.uint8), "the table is uint8 (2, 4, 4, 3); bytes (pictures, 3, height, width) or float32"),
+        (
+            np.zeros((2, 4, 4, 3), np.uint8),
+            "the table is uint8 (2, 4, 4, 3); bytes (pictures, 3, height, width) or float32",
+        ),
         (np.zeros((0, 5), np.float32), "the table is float32 (0, 5)"),
         (np.zeros((2, 5)), "the table is float64 (2, 5)"),
         (np.full((2, 5), np.inf, np.float32), "a feature is not finite"),
@@ -570,7 +671,9 @@ def test_how_far_decoding_has_come_is_told_where_it_takes_long(world, monkeypatc
     caplog.set_level("INFO", "glocal")
     monkeypatch.setattr("glocal.datasets.image_table._LOG_EVERY", 10)
     read_vqa(*world, size=12)
-    assert caplog.messages == [f"decoding 24 pictures, once: {done} are done" for done in (0, 10, 20)]
+    assert caplog.messages == [
+        f"decoding 24 pictures, once: {done} are done" for done in (0, 10, 20)
+    ]
 
 
 def test_how_far_an_encoder_has_come_is_told(on_cpu):
@@ -607,11 +710,16 @@ def test_nobody_is_told_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatc
         datasets.load_any("easy_vqa")
     with pytest.raises(SystemExit, match="2"):
         main(["data", "check", "easy_vqa"])
-    assert "easy_vqa has damaged files; copy them again from their origin\n" in capsys.readouterr().err
+    assert (
+        "easy_vqa has damaged files; copy them again from their origin\n" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (Path(os.environ.get("GLOCAL_DATA", "")) / "vqav2").is_dir(), reason="GLOCAL_DATA has no vqav2")
+@pytest.mark.skipif(
+    not (Path(os.environ.get("GLOCAL_DATA", "")) / "vqav2").is_dir(),
+    reason="GLOCAL_DATA has no vqav2",
+)
 def test_the_real_questions_are_as_hard_as_known():
     """Always "no" .223, the commonest answer by the first two words .361, at best .904: counted by hand once."""
     dataset = datasets.load("vqav2")
@@ -620,10 +728,21 @@ def test_the_real_questions_are_as_hard_as_known():
     assert len(dataset.train.y) + questions.dropped_without_answer == 26598
     no = torch.full((len(people),), questions.answers.index("no"))
     assert vqa_accuracy(no, dataset.test.y, people).mean().item() == pytest.approx(0.223, abs=5e-4)
-    commonest = np.full(max(part.max() for part in questions.question_types) + 1, int(dataset.train.y.mode().values))
+    commonest = np.full(
+        max(part.max() for part in questions.question_types) + 1, int(dataset.train.y.mode().values)
+    )
     for kind in np.unique(questions.question_types[0]):
-        commonest[kind] = np.bincount(dataset.train.y.numpy()[questions.question_types[0] == kind]).argmax()
+        commonest[kind] = np.bincount(
+            dataset.train.y.numpy()[questions.question_types[0] == kind]
+        ).argmax()
     guesses = torch.from_numpy(commonest[questions.question_types[1]])
-    assert vqa_accuracy(guesses, dataset.test.y, people).mean().item() == pytest.approx(0.361, abs=5e-4)
-    best = torch.stack([vqa_accuracy(people[:, place], dataset.test.y, people) * (people[:, place] >= 0) for place in range(10)])
+    assert vqa_accuracy(guesses, dataset.test.y, people).mean().item() == pytest.approx(
+        0.361, abs=5e-4
+    )
+    best = torch.stack(
+        [
+            vqa_accuracy(people[:, place], dataset.test.y, people) * (people[:, place] >= 0)
+            for place in range(10)
+        ]
+    )
     assert best.amax(0).mean().item() == pytest.approx(0.904, abs=5e-4)

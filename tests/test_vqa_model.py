@@ -23,7 +23,16 @@ from glocal.datasets.image_table import ImageTable
 from glocal.engines.protocol import ClientTask, run_one
 from glocal.evaluate import Evaluator, local_test, vqa_accuracy
 from glocal.federate.rounds import simulate
-from glocal.studies.vqa_model import SHARED, Block, Lstm, ResNet, Sizes, Trunk, load_weights, vqa_net
+from glocal.studies.vqa_model import (
+    SHARED,
+    Block,
+    Lstm,
+    ResNet,
+    Sizes,
+    Trunk,
+    load_weights,
+    vqa_net,
+)
 from glocal.wire import Ledger
 
 PAPER_WORDS = 64_437
@@ -31,7 +40,9 @@ TINY = {"sizes": Sizes(6, 5, 8, 7), "words": 9, "answers": 4}
 
 
 def random_pictures(number=6, size=32):
-    return ImageTable(np.random.default_rng(0).integers(0, 255, (number, 3, size, size), dtype=np.uint8))
+    return ImageTable(
+        np.random.default_rng(0).integers(0, 255, (number, 3, size, size), dtype=np.uint8)
+    )
 
 
 def tiny(seed=0, **changes):
@@ -44,7 +55,9 @@ def full():
     """On no device: only shapes are asked for."""
     with torch.device("meta"):
         model = vqa_net(ImageTable(np.zeros((1, 3, 128, 128), np.uint8)), words=PAPER_WORDS)
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}, Split.of(model, shared=SHARED)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}, Split.of(
+        model, shared=SHARED
+    )
 
 
 def test_the_network_has_as_many_parameters_as_the_paper_says(full):
@@ -55,10 +68,17 @@ def test_the_network_has_as_many_parameters_as_the_paper_says(full):
     layers = {}
     for name, tensor in shared.items():
         layers[name.rpartition(".")[0]] = layers.get(name.rpartition(".")[0], 0) + tensor.numel()
-    assert layers == {"image.fc": 1_025_024, "question.fc": 2_098_176, "answer.fc1": 1_025_000, "answer.fc2": 1_001_000}
+    assert layers == {
+        "image.fc": 1_025_024,
+        "question.fc": 2_098_176,
+        "answer.fc1": 1_025_000,
+        "answer.fc2": 1_001_000,
+    }
     assert trees.numel(shared) == 5_149_200
     resnet = {name: tensor for name, tensor in params.items() if name.startswith("image.resnet.")}
-    assert trees.numel(resnet) == 11_689_512 + 9_620  # torchvision's ResNet-18, and its batch norms' buffers
+    assert (
+        trees.numel(resnet) == 11_689_512 + 9_620
+    )  # torchvision's ResNet-18, and its batch norms' buffers
 
 
 def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
@@ -77,7 +97,9 @@ def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
     assert f"{alone.paper.parameters / 1e10:.2f}" == "13.97"
     assert f"{both.paper.parameters / 1e10:.2f}" == "9.99"
     assert f"{both.paper.parameters / alone.paper.parameters:.3f}" == "0.715"
-    assert both.total.bytes == 4 * 10 * (32 * 54_042_572 + 17 * 5_149_200) + 32 * 10 * 4 * 20  # 20 counters of 8 bytes, not 4
+    assert (
+        both.total.bytes == 4 * 10 * (32 * 54_042_572 + 17 * 5_149_200) + 32 * 10 * 4 * 20
+    )  # 20 counters of 8 bytes, not 4
 
 
 def test_the_lstm_is_torchs_own_where_all_words_are_there():
@@ -92,7 +114,9 @@ def test_the_lstm_is_torchs_own_where_all_words_are_there():
 def test_padding_after_a_question_changes_nothing():
     model = tiny().eval()
     rows = torch.tensor([[2, 5, 3, 8]])
-    assert torch.equal(model(rows), model(torch.cat([rows, torch.zeros(1, 3, dtype=torch.int64)], 1)))
+    assert torch.equal(
+        model(rows), model(torch.cat([rows, torch.zeros(1, 3, dtype=torch.int64)], 1))
+    )
 
 
 def test_pictures_are_no_part_of_a_model_and_shared_by_its_copies():
@@ -101,31 +125,50 @@ def test_pictures_are_no_part_of_a_model_and_shared_by_its_copies():
     assert copy.deepcopy(model).image.pictures is model.image.pictures
 
 
-def rows_and_answers(devices=4, count=12):
+def rows_and_answers(clients=4, count=12):
     generator = np.random.default_rng(1)
-    rows = [np.concatenate([generator.integers(0, 6, (count, 1)), generator.integers(1, 9, (count, 4))], 1) for _ in range(devices)]
+    rows = [
+        np.concatenate(
+            [generator.integers(0, 6, (count, 1)), generator.integers(1, 9, (count, 4))], 1
+        )
+        for _ in range(clients)
+    ]
     return from_tensors([(x, (x[:, 0] % 4), np.tile((x[:, 0] % 4)[:, None], 10)) for x in rows])
 
 
 def after_rounds(algorithm, model, fed, engine="looped", rounds=2):
-    return list(simulate(algorithm, params_of(model), fed.train, Plan(rounds, 2, batch_size=5), engine=engine))[-1]
+    return list(
+        simulate(
+            algorithm, params_of(model), fed.train, Plan(rounds, 2, batch_size=5), engine=engine
+        )
+    )[-1]
 
 
 @pytest.mark.parametrize("encoder", ["trained", "frozen"])
 def test_all_devices_in_one_batch_train_as_one_after_the_other(encoder):
     model, fed = tiny(dropout=0.2), rows_and_answers()
     if encoder == "frozen":
-        features = extract_features(model.image.pictures, Trunk(model.image.resnet), torch.device("cpu"))
+        features = extract_features(
+            model.image.pictures, Trunk(model.image.resnet), torch.device("cpu")
+        )
         model = vqa_net(features, **TINY)
-    algorithm = lg_fedavg(cross_entropy(model), sgd(0.05, momentum=0.9), split=Split.of(model, shared=SHARED))
-    (one, _), (other, _) = (after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped"))
+    algorithm = lg_fedavg(
+        cross_entropy(model), sgd(0.05, momentum=0.9), split=Split.of(model, shared=SHARED)
+    )
+    (one, _), (other, _) = (
+        after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped")
+    )
     for name, tensor in one.shared.items():
         assert torch.allclose(tensor, other.shared[name], atol=2e-5), name
     for device, row in one.private.trained.items():
         for name, tensor in row.items():
             assert torch.allclose(tensor, other.private.trained[device][name], atol=2e-4), name
     scores = [
-        local_test(Evaluator(algorithm, predictor(model), engine=engine, metric=vqa_accuracy), one, fed.test)
+        local_test(
+            Evaluator(algorithm, predictor(model), engine=engine, metric=vqa_accuracy),
+            one,
+            fed.test,
+        )
         for engine in ("looped", "vmapped")
     ]
     assert np.allclose(*scores)
@@ -145,8 +188,12 @@ def test_statistics_of_batch_norm_go_where_the_split_says():
     kept, report = after_rounds(lg_fedavg(objective, rule, split=encoders), model, fed)
     assert not norms(kept.shared)
     trained = [kept.private.trained[device] for device in report.clients_per_round]
-    assert not torch.equal(trained[0]["image.resnet.bn1.running_mean"], trained[1]["image.resnet.bn1.running_mean"])
-    norms_alone = Split.of(model, local=["*.bn[12]*", "image.resnet.bn1", "image.resnet.layer*.downsample.1"])
+    assert not torch.equal(
+        trained[0]["image.resnet.bn1.running_mean"], trained[1]["image.resnet.bn1.running_mean"]
+    )
+    norms_alone = Split.of(
+        model, local=["*.bn[12]*", "image.resnet.bn1", "image.resnet.layer*.downsample.1"]
+    )
     bn_only, _ = after_rounds(lg_fedavg(objective, rule, split=norms_alone), model, fed)
     assert norms(bn_only.private.initial) == norms(params_of(model))
     assert not norms(bn_only.shared)
@@ -172,7 +219,10 @@ def test_encoders_beyond_what_there_is_room_for_wait_elsewhere_and_those_never_a
     local = Split.of(model, shared=SHARED).take_local(params_of(model))
     rows = PrivateStates(local, {}, max_gpu_rows=2)
     for device in range(6):
-        rows = rows.put([device], [trees.add(local, {name: torch.ones_like(tensor) for name, tensor in local.items()})])
+        rows = rows.put(
+            [device],
+            [trees.add(local, {name: torch.ones_like(tensor) for name, tensor in local.items()})],
+        )
     assert len(rows.trained) == 6
     assert all(trees.same_bits(rows.of(device), rows.trained[device]) for device in range(6))
     assert rows.of(10_000) is local
@@ -181,19 +231,32 @@ def test_encoders_beyond_what_there_is_room_for_wait_elsewhere_and_those_never_a
 def test_pretrained_weights_are_read_from_a_file_with_torchvisions_names(tmp_path):
     source = ResNet((4, 4, 6, 6))
     state = source.state_dict()
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "all.safetensors")
-    torch.save({name: tensor for name, tensor in state.items() if not name.startswith("fc.")}, tmp_path / "trunk.pth")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "all.safetensors"
+    )
+    torch.save(
+        {name: tensor for name, tensor in state.items() if not name.startswith("fc.")},
+        tmp_path / "trunk.pth",
+    )
     torch.save({"state_dict": state, "epoch": 7}, tmp_path / "checkpoint.pth")
     for name in ("all.safetensors", "trunk.pth", "checkpoint.pth"):
         other = ResNet((4, 4, 6, 6))
         load_weights(other, str(tmp_path / name))
         assert torch.equal(other.conv1.weight, source.conv1.weight)
-        assert torch.equal(other.get_submodule("layer2.0.downsample.1").running_var, state["layer2.0.downsample.1.running_var"])
+        assert torch.equal(
+            other.get_submodule("layer2.0.downsample.1").running_var,
+            state["layer2.0.downsample.1.running_var"],
+        )
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
-    save_file({name: tensor.contiguous() for name, tensor in ResNet((4, 4, 6, 6)).state_dict().items()}, tmp_path / "w.safetensors")
-    with pytest.raises(InputError, match=r"'conv1.weight' is \(4, 3, 7, 7\) in .*, and \(5, 3, 7, 7\) here"):
+    save_file(
+        {name: tensor.contiguous() for name, tensor in ResNet((4, 4, 6, 6)).state_dict().items()},
+        tmp_path / "w.safetensors",
+    )
+    with pytest.raises(
+        InputError, match=r"'conv1.weight' is \(4, 3, 7, 7\) in .*, and \(5, 3, 7, 7\) here"
+    ):
         load_weights(ResNet((5, 4, 6, 6)), str(tmp_path / "w.safetensors"))
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(InputError, match=r"have no 'conv1.weight'"):
@@ -214,7 +277,9 @@ ODD = [
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["conv1.weight", "fc.weight"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, on what is odd here
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning"
+)  # torch's own, on what is odd here
 def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd, name):
     state = ResNet((4, 4, 6, 6)).state_dict()
     torch.save({**state, name: odd(state[name])}, tmp_path / "w.pth")
@@ -225,15 +290,24 @@ def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd, name):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: nested tensors are a prototype
 def test_nested_weights_are_refused(tmp_path):
     state = ResNet((4, 4, 6, 6)).state_dict()
-    torch.save({**state, "conv1.weight": torch.nested.nested_tensor([*state["conv1.weight"]])}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match=r"'conv1.weight' in .*w.pth is not of plain, finite numbers"):
+    torch.save(
+        {**state, "conv1.weight": torch.nested.nested_tensor([*state["conv1.weight"]])},
+        tmp_path / "w.pth",
+    )
+    with pytest.raises(
+        InputError, match=r"'conv1.weight' in .*w.pth is not of plain, finite numbers"
+    ):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
 
 
 def test_a_count_of_batches_that_is_none_is_refused(tmp_path):
     state = ResNet((4, 4, 6, 6)).state_dict()
-    torch.save({**state, "bn1.num_batches_tracked": torch.zeros(3, dtype=torch.int64)}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match=r"'bn1.num_batches_tracked' is \(3,\) in .*, and \(\) here"):
+    torch.save(
+        {**state, "bn1.num_batches_tracked": torch.zeros(3, dtype=torch.int64)}, tmp_path / "w.pth"
+    )
+    with pytest.raises(
+        InputError, match=r"'bn1.num_batches_tracked' is \(3,\) in .*, and \(\) here"
+    ):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
 
 
@@ -241,7 +315,10 @@ def test_a_last_layer_of_another_kind_is_left_as_it_was(tmp_path):
     source, other = ResNet((4, 4, 6, 6)), ResNet((4, 4, 6, 6))
     state, own = source.state_dict(), other.fc.weight.clone()
     trunk = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
-    torch.save({**trunk, "fc.0.weight": torch.zeros(3, 6), "fc.weight": torch.zeros(10, 6), "epoch": 7}, tmp_path / "w.pth")
+    torch.save(
+        {**trunk, "fc.0.weight": torch.zeros(3, 6), "fc.weight": torch.zeros(10, 6), "epoch": 7},
+        tmp_path / "w.pth",
+    )
     load_weights(other, str(tmp_path / "w.pth"))
     assert torch.equal(other.conv1.weight, source.conv1.weight)
     assert torch.equal(other.fc.weight, own)
@@ -251,7 +328,10 @@ def test_weights_of_a_deeper_network_are_refused(tmp_path):
     deeper = ResNet((4, 4, 6, 6))
     deeper.get_submodule("layer1").append(Block(4, 4, 1))
     torch.save(deeper.state_dict(), tmp_path / "resnet34.pth")
-    with pytest.raises(InputError, match=r"have 'layer1.2.bn1.bias', which ResNet-18 has not; give weights of ResNet-18"):
+    with pytest.raises(
+        InputError,
+        match=r"have 'layer1.2.bn1.bias', which ResNet-18 has not; give weights of ResNet-18",
+    ):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "resnet34.pth"))
 
 

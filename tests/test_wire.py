@@ -12,25 +12,48 @@ from glocal.studies import lenet5, mlp
 from glocal.wire import Ledger, Traffic, admit, pack, unpack
 
 
-def rounds(ledger, tree, count, *, devices, cohort):
+def rounds(ledger, tree, count, *, clients, cohort):
     uploads = {name: tensor.expand(cohort, *tensor.shape) for name, tensor in tree.items()}
     for _ in range(count):
-        ledger = ledger.add_round(tree, uploads, num_sampled=cohort, num_clients=devices)
+        ledger = ledger.add_round(tree, uploads, num_sampled=cohort, num_clients=clients)
     return ledger
 
 
-def counted(model, split, fedavg_rounds, lg_rounds, *, devices=100, clients_per_round=10):
+def counted(model, split, fedavg_rounds, lg_rounds, *, clients=100, clients_per_round=10):
     """FedAvg, then LG-FedAvg, then one sending of every model for the New Test."""
     params = params_of(model)
-    ledger = rounds(Ledger(), params, fedavg_rounds, devices=devices, clients_per_round=clients_per_round)
+    ledger = rounds(
+        Ledger(), params, fedavg_rounds, clients=clients, clients_per_round=clients_per_round
+    )
     if lg_rounds:
-        ledger = rounds(ledger, split.take_shared(params), lg_rounds, devices=devices, clients_per_round=clients_per_round)
-        ledger = ledger.add_ensemble(split.take_local(params), params, num_trained=devices, num_clients=devices)
+        ledger = rounds(
+            ledger,
+            split.take_shared(params),
+            lg_rounds,
+            clients=clients,
+            clients_per_round=clients_per_round,
+        )
+        ledger = ledger.add_ensemble(
+            split.take_local(params), params, num_trained=clients, num_clients=clients
+        )
     return ledger
 
 
-MNIST = [(800, 0, "5.57"), (400, 100, "2.90"), (500, 100, "3.60"), (600, 100, "4.30"), (700, 100, "4.99"), (800, 100, "5.69")]
-CIFAR = [(1800, 0, "12.69"), (1000, 100, "7.09"), (1200, 100, "8.50"), (1400, 100, "9.91"), (1600, 100, "11.32")]
+MNIST = [
+    (800, 0, "5.57"),
+    (400, 100, "2.90"),
+    (500, 100, "3.60"),
+    (600, 100, "4.30"),
+    (700, 100, "4.99"),
+    (800, 100, "5.69"),
+]
+CIFAR = [
+    (1800, 0, "12.69"),
+    (1000, 100, "7.09"),
+    (1200, 100, "8.50"),
+    (1400, 100, "9.91"),
+    (1600, 100, "11.32"),
+]
 CIFAR += [(1800, 100, "12.73")]
 
 
@@ -53,30 +76,53 @@ def test_the_papers_cifar_counts_come_out(fedavg, lg, published):
 @pytest.mark.parametrize(("fedavg", "lg", "published"), [(47, 0, "13.97"), (32, 17, "9.99")])
 def test_the_papers_vqa_counts_come_out(fedavg, lg, published):
     """Liang et al. 2020, table of VQA results (x 10^10): 50 devices, 5 of them a round, no ensemble."""
-    whole, shared = {"all": torch.empty(54_042_572, device="meta")}, {"shared": torch.empty(5_149_200, device="meta")}
-    ledger = rounds(rounds(Ledger(), whole, fedavg, devices=50, clients_per_round=5), shared, lg, devices=50, clients_per_round=5)
+    whole, shared = (
+        {"all": torch.empty(54_042_572, device="meta")},
+        {"shared": torch.empty(5_149_200, device="meta")},
+    )
+    ledger = rounds(
+        rounds(Ledger(), whole, fedavg, clients=50, clients_per_round=5),
+        shared,
+        lg,
+        clients=50,
+        clients_per_round=5,
+    )
     assert f"{ledger.paper.parameters / 1e10:.2f}" == published
 
 
 def test_the_honest_count_is_of_those_who_take_part():
     tree = {"w": torch.zeros(10), "steps": torch.tensor(0)}
-    ledger = rounds(Ledger(), tree, 3, devices=100, clients_per_round=4)
+    ledger = rounds(Ledger(), tree, 3, clients=100, clients_per_round=4)
     assert ledger.download == ledger.upload == Traffic(3 * 4 * 11, 3 * 4 * 48)
     assert ledger.paper == Traffic(3 * 104 * 11, 3 * 104 * 48)
-    ledger = ledger.add_evaluation(tree, 7).add_ensemble({"v": torch.zeros(5)}, tree, num_trained=6, num_clients=100)
+    ledger = ledger.add_evaluation(tree, 7).add_ensemble(
+        {"v": torch.zeros(5)}, tree, num_trained=6, num_clients=100
+    )
     assert ledger.evaluation == Traffic(77, 7 * 48)
     assert ledger.ensemble == Traffic(30, 120)
     assert ledger.total == Traffic(2 * 3 * 4 * 11 + 77 + 30, 2 * 3 * 4 * 48 + 7 * 48 + 120)
 
 
 def test_a_ledger_survives_json():
-    ledger = rounds(Ledger(), {"w": torch.zeros(3)}, 2, num_clients=5, clients_per_round=2).add_evaluation({"w": torch.zeros(3)}, 5)
+    ledger = rounds(
+        Ledger(), {"w": torch.zeros(3)}, 2, num_clients=5, clients_per_round=2
+    ).add_evaluation({"w": torch.zeros(3)}, 5)
     assert Ledger.from_dict(ledger.as_dict()) == ledger
 
 
-@given(st.lists(st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8]), max_size=5))
+@given(
+    st.lists(
+        st.sampled_from(
+            [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
+        ),
+        max_size=5,
+    )
+)
 def test_what_is_packed_is_unpacked_to_the_same_bits(types):
-    tree = {f"t{place}": torch.arange(place * 2).reshape(2, -1).to(kind) for place, kind in enumerate(types)}
+    tree = {
+        f"t{place}": torch.arange(place * 2).reshape(2, -1).to(kind)
+        for place, kind in enumerate(types)
+    }
     tree["scalar"] = torch.tensor(3.5)
     assert len(pack(tree)) == trees.nbytes(tree)
     assert trees.same_bits(unpack(pack(tree), tree), tree)

@@ -29,14 +29,18 @@ class Wiretap:
             if self.cut:
                 plain.close()
             else:
-                self.threads.append(threading.Thread(target=self._serve, args=(plain,), daemon=True))
+                self.threads.append(
+                    threading.Thread(target=self._serve, args=(plain,), daemon=True)
+                )
                 self.threads[-1].start()
 
     def _serve(self, plain):
         near = far = plain
         try:
             near = self.inside.wrap_socket(plain, server_side=True)
-            far = self.outside.wrap_socket(socket.create_connection(("127.0.0.1", self.target)), server_hostname="127.0.0.1")
+            far = self.outside.wrap_socket(
+                socket.create_connection(("127.0.0.1", self.target)), server_hostname="127.0.0.1"
+            )
         except OSError:
             near.close()
             return

@@ -23,7 +23,9 @@ def plain():
 
 
 def with_batch_norm():
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
 
 
 def with_dropout():
@@ -31,11 +33,22 @@ def with_dropout():
 
 
 def convolutional():
-    filters = [nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten()]
+    filters = [
+        nn.Unflatten(1, (1, FEATURES)),
+        nn.Conv1d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*filters, nn.Linear(4 * FEATURES, CLASSES))
 
 
-MODELS = {"plain": plain, "batch norm": with_batch_norm, "dropout": with_dropout, "convolution": convolutional}
+MODELS = {
+    "plain": plain,
+    "batch norm": with_batch_norm,
+    "dropout": with_dropout,
+    "convolution": convolutional,
+}
 
 
 class Branching(nn.Module):
@@ -66,7 +79,7 @@ def seeded(make, seed=0):
         return make()
 
 
-def devices(sizes=SIZES, seed=0):
+def clients(sizes=SIZES, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = [torch.randn(size, FEATURES, generator=generator) for size in sizes]
     y = [torch.randint(CLASSES, (size,), generator=generator) for size in sizes]
@@ -74,7 +87,7 @@ def devices(sizes=SIZES, seed=0):
 
 
 def federation(sizes=SIZES, seed=0, **shares):
-    return from_tensors(devices(sizes, seed), **{"test": 0.2, "validation": 0.1, **shares})
+    return from_tensors(clients(sizes, seed), **{"test": 0.2, "validation": 0.1, **shares})
 
 
 def first_half(model):
@@ -90,7 +103,9 @@ def algorithm(name, model, *, optimizer=None, total=DEVICES, **hyperparameters):
     offered = {"split": lambda: first_half(model), "num_clients": lambda: total}
     wanted = inspect.signature(make).parameters
     given = {key: offer() for key, offer in offered.items() if key in wanted}
-    return make(cross_entropy(model), optimizer or sgd(0.1, momentum=0.5), **{**given, **hyperparameters})
+    return make(
+        cross_entropy(model), optimizer or sgd(0.1, momentum=0.5), **{**given, **hyperparameters}
+    )
 
 
 def last(rounds):
@@ -101,18 +116,25 @@ def last(rounds):
 def distance(left, right):
     """The largest difference between two trees, counters included."""
     trees.require_same_names(left, right, "distance")
-    gaps = [(tensor.double() - right[name].double()).abs().max().item() for name, tensor in left.items() if tensor.numel()]
+    gaps = [
+        (tensor.double() - right[name].double()).abs().max().item()
+        for name, tensor in left.items()
+        if tensor.numel()
+    ]
     assert all(gap == gap for gap in gaps), "NaN in a tree"
     return max(gaps, default=0.0)
 
 
 def gap(left, right, total=DEVICES):
     """The largest difference between two states, all devices' private trees included."""
-    private = [distance(left.private.of(device), right.private.of(device)) for device in range(total)]
+    private = [
+        distance(left.private.of(device), right.private.of(device)) for device in range(total)
+    ]
     return max(distance(left.shared, right.shared), *private)
 
 
 def same_bits(left, right, total=DEVICES):
     return trees.same_bits(left.shared, right.shared) and all(
-        trees.same_bits(left.private.of(device), right.private.of(device)) for device in range(total)
+        trees.same_bits(left.private.of(device), right.private.of(device))
+        for device in range(total)
     )

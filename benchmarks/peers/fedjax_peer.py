@@ -34,7 +34,9 @@ def model_of(workload: Workload) -> fedjax.Model:
     """The network and its loss, as FedJAX wants them."""
     height, width, channels = workload.shape[1], workload.shape[2], workload.shape[0]
     sample = {"x": jnp.zeros((1, height, width, channels)), "y": jnp.zeros((1,), jnp.int32)}
-    network = hk.transform(lambda batch: hk.Sequential([layer_of(layer) for layer in workload.layers])(batch["x"]))
+    network = hk.transform(
+        lambda batch: hk.Sequential([layer_of(layer) for layer in workload.layers])(batch["x"])
+    )
 
     def loss(batch: dict[str, jax.Array], logits: jax.Array) -> jax.Array:
         return optax.softmax_cross_entropy(logits, jax.nn.one_hot(batch["y"], CLASSES))
@@ -46,13 +48,18 @@ def datasets(job: Job) -> list[fedjax.ClientDataset]:
     """Each device's rows, still mapped from disk."""
     x, y = job.arrays()
     images = np.moveaxis(x, 2, -1)
-    return [fedjax.ClientDataset({"x": images[device], "y": y[device]}) for device in range(job.workload.devices)]
+    return [
+        fedjax.ClientDataset({"x": images[device], "y": y[device]})
+        for device in range(job.workload.clients)
+    ]
 
 
 def measure(job: Job) -> Answer:
     """Seconds of every round, and the loss at the end."""
-    work, model, devices = job.workload, model_of(job.workload), datasets(job)
-    batches = fedjax.ShuffleRepeatBatchHParams(batch_size=work.batch_size, num_epochs=work.local_epochs)
+    work, model, clients = job.workload, model_of(job.workload), datasets(job)
+    batches = fedjax.ShuffleRepeatBatchHParams(
+        batch_size=work.batch_size, num_epochs=work.local_epochs
+    )
     momentum = work.momentum or None
     client, server = fedjax.optimizers.sgd(work.lr, momentum=momentum), fedjax.optimizers.sgd(1.0)
     algorithm = fed_avg.federated_averaging(fedjax.model_grad(model), client, server, batches)
@@ -60,16 +67,29 @@ def measure(job: Job) -> Answer:
 
     def rounds() -> Iterator[None]:
         for seed in range(job.all_rounds):
-            clients_per_round = np.random.default_rng(seed).choice(work.devices, work.clients_per_round, replace=False)
+            clients_per_round = np.random.default_rng(seed).choice(
+                work.clients, work.clients_per_round, replace=False
+            )
             keys = jax.random.split(jax.random.PRNGKey(seed), work.clients_per_round)
-            clients = [(device, devices[device], key) for device, key in zip(clients_per_round.tolist(), keys, strict=True)]
+            clients = [
+                (device, clients[device], key)
+                for device, key in zip(clients_per_round.tolist(), keys, strict=True)
+            ]
             states[0] = jax.block_until_ready(algorithm.apply(states[0], clients)[0])
             yield
 
     told = timed(rounds(), job)
     x, y = job.arrays()
-    probe = {"x": np.moveaxis(x, 2, -1).reshape(-1, *devices[0].raw_examples["x"].shape[1:])[:PROBE], "y": y.reshape(-1)[:PROBE]}
-    return {**told, "loss": float(model.train_loss(probe, model.apply_for_eval(states[0].params, probe)).mean())}
+    probe = {
+        "x": np.moveaxis(x, 2, -1).reshape(-1, *clients[0].raw_examples["x"].shape[1:])[:PROBE],
+        "y": y.reshape(-1)[:PROBE],
+    }
+    return {
+        **told,
+        "loss": float(
+            model.train_loss(probe, model.apply_for_eval(states[0].params, probe)).mean()
+        ),
+    }
 
 
 def main() -> None:

@@ -54,10 +54,14 @@ def server_app(job: Job, told: Answer) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         model, work = network.build(job.workload), job.workload
-        share = work.clients_per_round / work.devices
-        strategy = FedAvg(fraction_train=share, fraction_evaluate=0.0, min_available_nodes=work.devices)
+        share = work.clients_per_round / work.clients
+        strategy = FedAvg(
+            fraction_train=share, fraction_evaluate=0.0, min_available_nodes=work.clients
+        )
         first = ArrayRecord(model.state_dict())
-        result = strategy.start(grid=grid, initial_arrays=first, num_rounds=job.all_rounds, evaluate_fn=note_time)
+        result = strategy.start(
+            grid=grid, initial_arrays=first, num_rounds=job.all_rounds, evaluate_fn=note_time
+        )
         model.load_state_dict(result.arrays.to_torch_state_dict())
         lasted = [after - before for before, after in pairwise(times)]
         told["seconds_per_round"], told["rounds"] = lasted[job.warm_up :], len(lasted)
@@ -70,8 +74,16 @@ def main() -> None:
     """Run the job named on the command line."""
     job, told = load(sys.argv[1]), {"version": f"flwr {flwr.__version__}"}
     cpus = int(job.options["cpus"])
-    resources = {"client_resources": {"num_cpus": cpus, "num_gpus": 0.0}, "init_args": {"num_cpus": os.cpu_count()}}
-    run_simulation(server_app(job, told), client_app(sys.argv[1]), job.workload.devices, backend_config=resources)
+    resources = {
+        "client_resources": {"num_cpus": cpus, "num_gpus": 0.0},
+        "init_args": {"num_cpus": os.cpu_count()},
+    }
+    run_simulation(
+        server_app(job, told),
+        client_app(sys.argv[1]),
+        job.workload.clients,
+        backend_config=resources,
+    )
     answer(told)
 
 

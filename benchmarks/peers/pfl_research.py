@@ -66,23 +66,40 @@ def simulate(job: Job) -> None:
     network_of_pfl = Classifier(network.build(work))
     central = torch.optim.SGD(network_of_pfl.parameters(), lr=1.0)
     model = PyTorchModel(network_of_pfl, partial(torch.optim.SGD, momentum=work.momentum), central)
-    sampler = get_user_sampler("random", list(range(work.devices)))
+    sampler = get_user_sampler("random", list(range(work.clients)))
     users = FederatedDataset(lambda user: Dataset((x[user], y[user])), sampler)
-    backend = SimulatedBackend(training_data=users, val_data=users, postprocessors=[WeightByDatapoints()])
+    backend = SimulatedBackend(
+        training_data=users, val_data=users, postprocessors=[WeightByDatapoints()]
+    )
     clock = Clock()
     FederatedAveraging().run(
         # the evaluation falls into the first round alone, which is not counted
-        NNAlgorithmParams(job.all_rounds, evaluation_frequency=10**9, train_cohort_size=work.clients_per_round, val_cohort_size=None),
+        NNAlgorithmParams(
+            job.all_rounds,
+            evaluation_frequency=10**9,
+            train_cohort_size=work.clients_per_round,
+            val_cohort_size=None,
+        ),
         backend,
         model,
-        NNTrainHyperParams(local_batch_size=work.batch_size, local_num_epochs=work.local_epochs, local_learning_rate=work.lr),
+        NNTrainHyperParams(
+            local_batch_size=work.batch_size,
+            local_num_epochs=work.local_epochs,
+            local_learning_rate=work.lr,
+        ),
         NNEvalHyperParams(local_batch_size=None),
         [clock],
     )
     if os.environ.get("PFL_WORKER_RANK", "0") == "0":
         lasted = [after - before for before, after in pairwise(clock.times)]
         told = {"seconds_per_round": lasted[job.warm_up - 1 :], "rounds": len(clock.times)}
-        answer({**told, "version": f"pfl {version('pfl')}", "loss": network.probe(network_of_pfl, job.arrays())})
+        answer(
+            {
+                **told,
+                "version": f"pfl {version('pfl')}",
+                "loss": network.probe(network_of_pfl, job.arrays()),
+            }
+        )
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the first process holds what the others talk through: it must not leave before them
         torch.distributed.destroy_process_group()
@@ -91,7 +108,10 @@ def simulate(job: Job) -> None:
 def launch(processes: int) -> int:
     """Start this script once for every process, as pfl's guide to distributed simulation says; returns the first bad status."""
     addresses = ",".join(f"localhost:{port}" for port in _free_ports(processes))
-    settings = [{**os.environ, "PFL_WORKER_ADDRESSES": addresses, "PFL_WORKER_RANK": str(rank)} for rank in range(processes)]
+    settings = [
+        {**os.environ, "PFL_WORKER_ADDRESSES": addresses, "PFL_WORKER_RANK": str(rank)}
+        for rank in range(processes)
+    ]
     workers = [subprocess.Popen([sys.executable, *sys.argv], env=each) for each in settings]
     return max(abs(worker.wait()) for worker in workers)
 

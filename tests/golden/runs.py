@@ -24,7 +24,13 @@ from glocal.datasets.federated import FederatedData
 
 FILE = Path(__file__).with_name("numbers.json")
 CLIENTS, SEEDS, ROUNDS = 5, (0, 1), 5
-SIZES = (23, 14, 31, 9, 17)  # training examples of each client; 4 more are for validation, 6 for the test
+SIZES = (
+    23,
+    14,
+    31,
+    9,
+    17,
+)  # training examples of each client; 4 more are for validation, 6 for the test
 WORDS, LENGTH = 20, 7
 TAKEN = 8  # entries of a tensor that are written down
 
@@ -42,7 +48,9 @@ class Text(nn.Module):
 
 
 def mlp():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 10)
+    )
 
 
 def cnn():
@@ -95,7 +103,9 @@ def federation(name):
         for part, length in (("train", size), ("val", 4), ("test", 6)):
             rows[part].append(np.arange(start, start + length))
             start += length
-    return FederatedData(*(ClientData(examples, tuple(rows[part])) for part in ("train", "val", "test")))
+    return FederatedData(
+        *(ClientData(examples, tuple(rows[part])) for part in ("train", "val", "test"))
+    )
 
 
 def run(algorithm, name, seed):
@@ -112,7 +122,11 @@ def run(algorithm, name, seed):
         rows = read_rows(Path(folder) / "rows.jsonl")
     shared, private = result.state.shared, result.state.private
     trees = {"shared": shared, "client 0": private.of(0), "client 4": private.of(4)}
-    tensors = {f"{where}/{tensor}": numbers(value) for where, tree in trees.items() for tensor, value in sorted(tree.items())}
+    tensors = {
+        f"{where}/{tensor}": numbers(value)
+        for where, tree in trees.items()
+        for tensor, value in sorted(tree.items())
+    }
     return {
         "losses": [row["loss"] for row in rows],
         "validation": [row["validation"] for row in rows],
@@ -134,7 +148,10 @@ def numbers(tensor):
 def everything():
     """Every algorithm with every model and seed."""
     return {
-        algorithm: {name: {str(seed): run(algorithm, name, seed) for seed in SEEDS} for name in MODELS} for algorithm in ALGORITHMS
+        algorithm: {
+            name: {str(seed): run(algorithm, name, seed) for seed in SEEDS} for name in MODELS
+        }
+        for algorithm in ALGORITHMS
     }
 
 

@@ -62,4 +62,6 @@ def unweighted(algorithm: Algorithm) -> Algorithm:
     def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
         return algorithm.aggregate(shared, uploads, torch.ones_like(weights))
 
-    return algorithm._replace(aggregate=aggregate, description=f"{algorithm.description}, unweighted".removeprefix(", "))
+    return algorithm._replace(
+        aggregate=aggregate, description=f"{algorithm.description}, unweighted".removeprefix(", ")
+    )

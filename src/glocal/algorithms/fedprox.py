@@ -18,4 +18,6 @@ def fedprox(objective: Objective, optimizer: Optimizer, *, mu: float = 0.1) -> A
         return Update(trained, {}, loss)
 
     description = f"{optimizer.description}, mu={mu}"
-    return fedavg(objective, optimizer)._replace(name="fedprox", client_update=client_update, description=description)
+    return fedavg(objective, optimizer)._replace(
+        name="fedprox", client_update=client_update, description=description
+    )

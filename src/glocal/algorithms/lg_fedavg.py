@@ -24,7 +24,9 @@ def lg_fedavg(objective: Objective, optimizer: Optimizer, *, split: Split) -> Al
         return update(objective, shared, private, work)
 
     def adapt(shared: Params, private: Params, work: Work) -> Update:
-        return update(objective._replace(trainable=objective.trainable & split.local), shared, private, work)
+        return update(
+            objective._replace(trainable=objective.trainable & split.local), shared, private, work
+        )
 
     def update(goal: Objective, shared: Params, private: Params, work: Work) -> Update:
         trained, loss = local_train(goal, personal(shared, private), work, optimizer)

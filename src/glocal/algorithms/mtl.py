@@ -14,7 +14,14 @@ from glocal.core.training import Objective, Work, local_train, with_proximal
 from glocal.core.trees import Params
 
 
-def mtl(objective: Objective, optimizer: Optimizer, *, num_clients: int, lam: float = 0.1, ridge: float = 0.0) -> Algorithm:
+def mtl(
+    objective: Objective,
+    optimizer: Optimizer,
+    *,
+    num_clients: int,
+    lam: float = 0.1,
+    ridge: float = 0.0,
+) -> Algorithm:
     """Every device has its own w_m, pulled to the mean of all M; shared is that mean, an upload is how w_m moved."""
     if lam < 0 or ridge < 0:
         raise InputError(f"mtl: tie is {lam} and ridge {ridge}; neither may be negative")
@@ -31,7 +38,17 @@ def mtl(objective: Objective, optimizer: Optimizer, *, num_clients: int, lam: fl
 
     def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
         # devices outside the cohort did not move, so the mean over all M moves by the cohort's sum over M
-        return trees.add(shared, {name: moved.sum(0) / num_clients for name, moved in uploads.items()})
+        return trees.add(
+            shared, {name: moved.sum(0) / num_clients for name, moved in uploads.items()}
+        )
 
     description = f"{optimizer.description}, tie={lam}, ridge={ridge}"
-    return Algorithm("mtl", init, client_update, aggregate, lambda shared, private: private, description, num_clients)
+    return Algorithm(
+        "mtl",
+        init,
+        client_update,
+        aggregate,
+        lambda shared, private: private,
+        description,
+        num_clients,
+    )

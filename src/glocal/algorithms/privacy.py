@@ -29,20 +29,35 @@ class DifferentialPrivacy:
     noise_multiplier: float
 
 
-def clip_and_noise(upload: Params, shared: Params, privacy: DifferentialPrivacy, draw: Callable[[int, Sequence[int]], Tensor]) -> Params:
+def clip_and_noise(
+    upload: Params,
+    shared: Params,
+    privacy: DifferentialPrivacy,
+    draw: Callable[[int, Sequence[int]], Tensor],
+) -> Params:
     """The upload with its move from the shared tree clipped and noised; counters stay as the server knows them."""
-    moved = {name: tensor - shared[name] for name, tensor in upload.items() if tensor.is_floating_point()}
-    length = torch.stack([move.double().square().sum() for move in moved.values()]).sum().sqrt() if moved else torch.zeros(())
+    moved = {
+        name: tensor - shared[name] for name, tensor in upload.items() if tensor.is_floating_point()
+    }
+    length = (
+        torch.stack([move.double().square().sum() for move in moved.values()]).sum().sqrt()
+        if moved
+        else torch.zeros(())
+    )
     scale = (privacy.clipping_norm / length.clamp(min=1e-12)).clamp(max=1.0)
     deviation = privacy.noise_multiplier * privacy.clipping_norm
     hidden = {
-        name: shared[name] + move * scale.to(move.dtype) + deviation * draw(place, move.shape).to(move)
+        name: shared[name]
+        + move * scale.to(move.dtype)
+        + deviation * draw(place, move.shape).to(move)
         for place, (name, move) in enumerate(sorted(moved.items()))
     }
     return {name: hidden.get(name, shared[name]) for name in upload}
 
 
-def with_differential_privacy(algorithm: Algorithm, privacy: DifferentialPrivacy, *, draw: NoiseFn = random.normal) -> Algorithm:
+def with_differential_privacy(
+    algorithm: Algorithm, privacy: DifferentialPrivacy, *, draw: NoiseFn = random.normal
+) -> Algorithm:
     """The same algorithm whose devices clip and noise what they send.
 
     The simulator draws from addressed randomness, so that runs repeat; a real device must draw what nobody can (`secure_noise`).
@@ -57,10 +72,17 @@ def with_differential_privacy(algorithm: Algorithm, privacy: DifferentialPrivacy
         update = algorithm.client_update(shared, private, work)
         key = random.fold_in(work.key, _PRIVACY)
         return update._replace(
-            upload=clip_and_noise(update.upload, shared, privacy, lambda place, shape: draw(random.fold_in(key, place), shape))
+            upload=clip_and_noise(
+                update.upload,
+                shared,
+                privacy,
+                lambda place, shape: draw(random.fold_in(key, place), shape),
+            )
         )
 
-    description = f"{algorithm.description}, clip={privacy.clipping_norm}, noise={privacy.noise_multiplier}"
+    description = (
+        f"{algorithm.description}, clip={privacy.clipping_norm}, noise={privacy.noise_multiplier}"
+    )
     return algorithm._replace(client_update=client_update, description=description)
 
 

@@ -34,9 +34,13 @@ def resolve_settings(data: str, model: str | None, changes: list[str]) -> Settin
     elif Path(data).suffix == ".toml":
         base = from_toml(Path(data))
     elif data in PAPER:
-        raise InputError(f"advise: '{data}' is a study of several parts; name a data set and a model, such as mnist and mlp")
+        raise InputError(
+            f"advise: '{data}' is a study of several parts; name a data set and a model, such as mnist and mlp"
+        )
     elif model is None:
-        raise InputError(f"advise: '{data}' is neither a study nor a TOML file, and no model is named; name one, such as mlp")
+        raise InputError(
+            f"advise: '{data}' is neither a study nor a TOML file, and no model is named; name one, such as mlp"
+        )
     else:
         base = Settings(name=data, data=DataSettings(source=data))
     if model is not None:
@@ -44,27 +48,52 @@ def resolve_settings(data: str, model: str | None, changes: list[str]) -> Settin
     return with_overrides(replace(base, experiments={}, groups={}), changes)
 
 
-def show_advice(settings: Settings, config: AdvisorConfig, *, rounds: int, out: Path | None, command: str) -> None:
+def show_advice(
+    settings: Settings, config: AdvisorConfig, *, rounds: int, out: Path | None, command: str
+) -> None:
     """Find out, print it, and write it down."""
     if out is not None:
         require_writable(out)
-    settings = replace(settings, plan=replace(settings.plan, seeds=1), experiments={"FedAvg": ExperimentSettings("fedavg")})
+    settings = replace(
+        settings,
+        plan=replace(settings.plan, seeds=1),
+        experiments={"FedAvg": ExperimentSettings("fedavg")},
+    )
     plan = settings.plan
-    warmup_plan = Plan(rounds, plan.clients_per_round, plan.local_epochs, plan.batch_size, plan.seed, max_tokens=plan.max_tokens)
+    warmup_plan = Plan(
+        rounds,
+        plan.clients_per_round,
+        plan.local_epochs,
+        plan.batch_size,
+        plan.seed,
+        max_tokens=plan.max_tokens,
+    )
     with download_bars() as report:
         parts = build_components(settings, report)
-    algorithm, federation = build_algorithm(settings, settings.experiments["FedAvg"], parts), parts.federations[0]
+    algorithm, federation = (
+        build_algorithm(settings, settings.experiments["FedAvg"], parts),
+        parts.federations[0],
+    )
     console = Console(stderr=True)
     try:
         with console.status("getting ready") as status:
             advice = advise(
-                algorithm, parts.model, federation, warmup_plan, config=config, options=settings.run, log=status.update, metric=parts.metric
+                algorithm,
+                parts.model,
+                federation,
+                warmup_plan,
+                config=config,
+                options=settings.run,
+                log=status.update,
+                metric=parts.metric,
             )
     except KeyboardInterrupt:
         console.print("stopped; nothing was kept", highlight=False)
         raise
     examples = int(federation.train.sizes.sum())
-    print(f"{federation.num_clients} devices with {examples:,} examples; a model of {numel(params_of(parts.model)):,} parameters")
+    print(
+        f"{federation.num_clients} devices with {examples:,} examples; a model of {numel(params_of(parts.model)):,} parameters"
+    )
     print_advice(advice)
     if out is not None:
         write_json(out, {"command": command, "settings": settings.as_dict(), **advice.as_dict()})
@@ -82,21 +111,38 @@ def print_advice(advice: Advice) -> None:
 
 
 def _print_variances(advice: Advice) -> None:
-    print(f"\nHow devices differ: updates of {len(advice.participants)} devices, two halves of each one's data")
+    print(
+        f"\nHow devices differ: updates of {len(advice.participants)} devices, two halves of each one's data"
+    )
     table = _table("layer", "data\nvariance", "device\nvariance", "alpha*", "95 % interval")
     for layer, found in advice.variances.items():
         interval = f"{found.low:.2f} to {found.high:.2f}"
-        table.add_row(layer, f"{found.within_client:.2g}", f"{found.between_client:.2g}", f"{found.alpha:.2f}", interval)
+        table.add_row(
+            layer,
+            f"{found.within_client:.2g}",
+            f"{found.between_client:.2g}",
+            f"{found.alpha:.2f}",
+            interval,
+        )
     _print_unwrapped(table)
 
 
 def _print_halving(advice: Advice) -> None:
     print(f"\nThe race: accuracy in % on data that {len(advice.participants)} devices held back")
     ends = sorted({rounds for row in advice.rows for rounds in row.accuracy})
-    table = _table("", "sends", *(f"round {rounds}" for rounds in ends), "to the choice", "95 % interval")
+    table = _table(
+        "", "sends", *(f"round {rounds}" for rounds in ends), "to the choice", "95 % interval"
+    )
     for row in sorted(advice.rows, key=_sort_key):
-        figures = [f"{100 * row.accuracy[rounds]:.1f}" if rounds in row.accuracy else "" for rounds in ends]
-        table.add_row(row.candidate.name, f"{100 * row.sent_fraction:.1f} %", *figures, *_margin_cells(advice, row))
+        figures = [
+            f"{100 * row.accuracy[rounds]:.1f}" if rounds in row.accuracy else "" for rounds in ends
+        ]
+        table.add_row(
+            row.candidate.name,
+            f"{100 * row.sent_fraction:.1f} %",
+            *figures,
+            *_margin_cells(advice, row),
+        )
     _print_unwrapped(table)
 
 
@@ -132,7 +178,13 @@ def _table(first: str, *rest: str) -> Table:
 
 def recommendation(advice: Advice) -> list[str]:
     """What to do, why, how sure that is, and what it cost, line by line."""
-    return [*_choice_lines(advice), _reason_line(advice), _confidence_line(advice), *_groups(advice), _cost_line(advice)]
+    return [
+        *_choice_lines(advice),
+        _reason_line(advice),
+        _confidence_line(advice),
+        *_groups(advice),
+        _cost_line(advice),
+    ]
 
 
 def _choice_lines(advice: Advice) -> list[str]:
@@ -141,19 +193,33 @@ def _choice_lines(advice: Advice) -> list[str]:
         return ["Share all of the model: FedAvg.", "  split.local = []"]
     listed = ", ".join(f'"{layer}"' for layer in choice.local)
     if not choice.shared:
-        return ["Share nothing once FedAvg has given all a start: fine-tune on every device.", f"  split.local = [{listed}]"]
-    return [f"Share {', '.join(choice.shared)}; keep {', '.join(choice.local)} on the device.", f"  split.local = [{listed}]"]
+        return [
+            "Share nothing once FedAvg has given all a start: fine-tune on every device.",
+            f"  split.local = [{listed}]",
+        ]
+    return [
+        f"Share {', '.join(choice.shared)}; keep {', '.join(choice.local)} on the device.",
+        f"  split.local = [{listed}]",
+    ]
 
 
 def _reason_line(advice: Advice) -> str:
     alpha, expected = advice.variances["all"].alpha, advice.by_variances
     reason = (
-        "devices differ more than their own data wobble" if alpha > _HALF else "devices' own data wobble more than devices differ"
+        "devices differ more than their own data wobble"
+        if alpha > _HALF
+        else "devices' own data wobble more than devices differ"
     )
     words = f"Why: alpha* is {alpha:.2f}, for {reason}"
     if not advice.ran_halving:
-        return f"{words}; the budget left no room for a race, so that the linear theory decides alone."
-    found = "and so says the race" if expected == advice.choice.name else f"which {_verdict(advice, expected)} in the race"
+        return (
+            f"{words}; the budget left no room for a race, so that the linear theory decides alone."
+        )
+    found = (
+        "and so says the race"
+        if expected == advice.choice.name
+        else f"which {_verdict(advice, expected)} in the race"
+    )
     return f"{words}; by that alone it would be '{expected}', {found}."
 
 
@@ -176,7 +242,9 @@ def _confidence_line(advice: Advice) -> str:
     if not advice.ran_halving:
         return "How sure: not very; give it a larger budget."
     equally_good = [name for name in advice.equally_good if name != advice.choice.name]
-    short = _local_only_caveat(advice) + ("" if advice.finished else " The budget ended the race early.")
+    short = _local_only_caveat(advice) + (
+        "" if advice.finished else " The budget ended the race early."
+    )
     if equally_good:
         sent = {row.candidate.name: row.sent_fraction for row in advice.rows}
         least = min(advice.equally_good, key=lambda name: sent[name])
@@ -186,13 +254,19 @@ def _confidence_line(advice: Advice) -> str:
             else f"sends {100 * sent[advice.choice.name]:.1f} % of the model, '{least}' {100 * sent[least]:.1f} % (--prefer bytes)"
         )
         return f"How sure: {_comma_separated(equally_good)} did about as well in {_rounds(advice)}; the choice {reason}.{short}"
-    rivals = [row for row in advice.rows if row.candidate != advice.choice and max(row.accuracy, default=0) == advice.rounds]
+    rivals = [
+        row
+        for row in advice.rows
+        if row.candidate != advice.choice and max(row.accuracy, default=0) == advice.rounds
+    ]
     if not rivals:
         return f"How sure: the others were behind before round {advice.rounds}.{short}"
     nearest_row = max(rivals, key=lambda row: row.accuracy[advice.rounds])
     gap = _gap(advice, nearest_row.candidate.name)
     if gap.mean >= 0:
-        as_well = "" if gap.mean else f" '{nearest_row.candidate.name}' did as well in {_rounds(advice)}."
+        as_well = (
+            "" if gap.mean else f" '{nearest_row.candidate.name}' did as well in {_rounds(advice)}."
+        )
         return f"How sure: not very.{as_well}{short}"
     ahead = ConfidenceInterval(-gap.mean, -gap.high, -gap.low)
     clear = "clearly" if ahead.low > 0 else "not clearly"

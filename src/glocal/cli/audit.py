@@ -36,9 +36,15 @@ class AuditTarget:
 
     def require_free_output(self) -> None:
         """Refuse to write over something else than an audit."""
-        held = [name for name in ("settings.json", "study.json", "join.json") if self.out and (self.out / name).exists()]
+        held = [
+            name
+            for name in ("settings.json", "study.json", "join.json")
+            if self.out and (self.out / name).exists()
+        ]
         if held:
-            raise InputError(f"audit: {self.out} holds something else ({held[0]}); choose another --out")
+            raise InputError(
+                f"audit: {self.out} holds something else ({held[0]}); choose another --out"
+            )
 
 
 def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> None:
@@ -49,7 +55,9 @@ def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> Non
     audit = SavedAudit(saved, question)
     output_folder, console = target.output_folder(audit), Console(stderr=True)
     with reserve_folder(output_folder, "audit"):
-        with console.status(f"attackers learn {audit.name} from what '{audit.settings.layer}' puts out"):
+        with console.status(
+            f"attackers learn {audit.name} from what '{audit.settings.layer}' puts out"
+        ):
             figures = audit.figures()
         audit.save(output_folder, figures, {"run": target.folder.name, "command": command})
     show_audit(output_folder)
@@ -58,7 +66,9 @@ def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> Non
 def show_audit(place: Path) -> None:
     """Write the page of an audit, and print what it found."""
     found, page = read_json(place / "audit.json", dict), write_audit_report(place)
-    print(f"{found['experiment']}, seed {found['seed']}; representation: what '{found['settings']['layer']}' puts out ({found['chosen']})")
+    print(
+        f"{found['experiment']}, seed {found['seed']}; representation: what '{found['settings']['layer']}' puts out ({found['chosen']})"
+    )
     print(audit_headline(found))
     _print_leaks(found)
     _print_groups(found)
@@ -82,9 +92,18 @@ def _print_groups(found: Json) -> None:
     """One row per group; the rates of class 1 only where there are two classes."""
     rates = {"accuracy": "accuracy %"}
     if found["classes"] == 2:
-        rates |= {"selection_rate": "selected %", "true_positive_rate": "true pos. %", "false_positive_rate": "false pos. %"}
+        rates |= {
+            "selection_rate": "selected %",
+            "true_positive_rate": "true pos. %",
+            "false_positive_rate": "false pos. %",
+        }
     body = [
-        [found["values"][row["group"]], f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)] for row in found["groups"]
+        [
+            found["values"][row["group"]],
+            f"{row['people']:,}",
+            *(_percent(row[rate]) for rate in rates),
+        ]
+        for row in found["groups"]
     ]
     _print([found["attribute"], "people", *rates.values()], body)
 

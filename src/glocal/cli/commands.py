@@ -21,23 +21,48 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="List, fetch, check and draw data sets.", invoke_without_command=True, rich_markup_mode=None)
+data_app = typer.Typer(
+    help="List, fetch, check and draw data sets.",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
 app.add_typer(data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.option=value. May be repeated.")]
-RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
-Out = Annotated[Path | None, typer.Option(help="Where to keep the run; by default a new folder under runs/.")]
-Local = Annotated[list[str] | None, typer.Option(help="What stays on the device: a module, tensor or glob. May be repeated.")]
-Shared = Annotated[list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")]
-EngineName = Annotated[
-    str | None, typer.Option("--engine", help="auto, looped, vmapped, graphed (a GPU) or workers (a CPU); auto says what it took.")
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a setting: section.option=value. May be repeated."),
 ]
-Seeds = Annotated[int | None, typer.Option(help="How many seeds, side by side; short for --set plan.seeds=N.")]
-TorchDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda; short for --set run.device=NAME.")]
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Where to keep the run; by default a new folder under runs/.")
+]
+Local = Annotated[
+    list[str] | None,
+    typer.Option(help="What stays on the device: a module, tensor or glob. May be repeated."),
+]
+Shared = Annotated[
+    list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")
+]
+EngineName = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="auto, looped, vmapped, graphed (a GPU) or workers (a CPU); auto says what it took.",
+    ),
+]
+Seeds = Annotated[
+    int | None, typer.Option(help="How many seeds, side by side; short for --set plan.seeds=N.")
+]
+TorchDevice = Annotated[
+    str | None, typer.Option("--device", help="auto, cpu or cuda; short for --set run.device=NAME.")
+]
 Parts = Annotated[
     list[str] | None,
-    typer.Option("--part", help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated."),
+    typer.Option(
+        "--part",
+        help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated.",
+    ),
 ]
 SourceName = Annotated[str, typer.Argument(help="digits, mnist, cifar10 or adult.")]
 
@@ -54,19 +79,37 @@ def demo(out: Out = None, engine: EngineName = None) -> None:
     from glocal.cli.run import free_folder, run_and_report
     from glocal.studies import STUDIES, with_overrides
 
-    run_and_report(with_overrides(STUDIES["digits"], _overrides(engine=engine)), out or free_folder(Path("runs/demo")))
+    run_and_report(
+        with_overrides(STUDIES["digits"], _overrides(engine=engine)),
+        out or free_folder(Path("runs/demo")),
+    )
 
 
-def _overrides(*, engine: str | None = None, device: str | None = None, seeds: int | None = None) -> list[str]:
+def _overrides(
+    *, engine: str | None = None, device: str | None = None, seeds: int | None = None
+) -> list[str]:
     """The changes of settings that options stand for."""
-    overrides = {"run.engine": engine and f'"{engine}"', "run.device": device and f'"{device}"', "plan.seeds": seeds}
+    overrides = {
+        "run.engine": engine and f'"{engine}"',
+        "run.device": device and f'"{device}"',
+        "plan.seeds": seeds,
+    }
     return [f"{setting}={value}" for setting, value in overrides.items() if value is not None]
 
 
-def _command_line(command: str, what: str, changes: list[str] | None, **options: Sequence[object]) -> str:
+def _command_line(
+    command: str, what: str, changes: list[str] | None, **options: Sequence[object]
+) -> str:
     """A command as it can be typed again."""
-    words = [f"--{name} {quote(str(value))}" for name, values in options.items() for value in values if value is not None]
-    return " ".join(["glocal", command, what, *words, *(f"--set {quote(change)}" for change in changes or [])])
+    words = [
+        f"--{name} {quote(str(value))}"
+        for name, values in options.items()
+        for value in values
+        if value is not None
+    ]
+    return " ".join(
+        ["glocal", command, what, *words, *(f"--set {quote(change)}" for change in changes or [])]
+    )
 
 
 @app.command("list")
@@ -78,14 +121,20 @@ def list_studies() -> None:
     table = Table("name", "what", "of the paper", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, settings in STUDIES.items():
         groups = f"; with {', '.join(settings.groups)}" if settings.groups else ""
-        table.add_row(name, f"{settings.data.source} on {settings.data.clients} devices: {', '.join(settings.experiments)}{groups}", "")
+        table.add_row(
+            name,
+            f"{settings.data.source} on {settings.data.clients} devices: {', '.join(settings.experiments)}{groups}",
+            "",
+        )
     for name, study in PAPER.items():
         table.add_row(name, f"{study.title}, {len(study.parts)} parts", study.source)
     Console().print(table)
 
 
 @app.command()
-def show(study: Annotated[str, typer.Argument(help="A study's name; `glocal list` has them.")]) -> None:
+def show(
+    study: Annotated[str, typer.Argument(help="A study's name; `glocal list` has them.")],
+) -> None:
     """Show what a study claims, what it runs, and which numbers were published."""
     from glocal.cli.tables import show_study
     from glocal.studies import STUDIES
@@ -96,12 +145,16 @@ def show(study: Annotated[str, typer.Argument(help="A study's name; `glocal list
     elif study in STUDIES:
         print(json.dumps(STUDIES[study].as_dict(), indent=1))
     else:
-        raise InputError(f"show: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}")
+        raise InputError(
+            f"show: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}"
+        )
 
 
 @app.command()
 def run(
-    study: Annotated[str, typer.Argument(help="A study's name (`glocal list` has them) or a TOML file.")],
+    study: Annotated[
+        str, typer.Argument(help="A study's name (`glocal list` has them) or a TOML file.")
+    ],
     changes: Overrides = None,
     engine: EngineName = None,
     seeds: Seeds = None,
@@ -118,19 +171,33 @@ def run(
 
     overrides = [*(changes or []), *_overrides(engine=engine, device=device, seeds=seeds)]
     if out is not None and (is_run(out) or is_study(out)):
-        raise InputError(f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out")
+        raise InputError(
+            f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out"
+        )
     if study in PAPER:
-        typed = _command_line("run", study, changes, part=parts or [], engine=[engine], seeds=[seeds], device=[device])
-        start_parts(PAPER[study], out or free_folder(Path("runs") / study), patterns=parts or [], changes=overrides, command=typed)
+        typed = _command_line(
+            "run", study, changes, part=parts or [], engine=[engine], seeds=[seeds], device=[device]
+        )
+        start_parts(
+            PAPER[study],
+            out or free_folder(Path("runs") / study),
+            patterns=parts or [],
+            changes=overrides,
+            command=typed,
+        )
         return
     if parts:
-        raise InputError(f"run: --part is for the studies of a paper, and '{study}' is none; leave it out")
+        raise InputError(
+            f"run: --part is for the studies of a paper, and '{study}' is none; leave it out"
+        )
     if study in STUDIES:
         settings = with_overrides(STUDIES[study], overrides)
     elif Path(study).suffix == ".toml" or Path(study).exists():
         settings = from_toml(Path(study), overrides)
     else:
-        raise InputError(f"run: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}; or give a TOML file")
+        raise InputError(
+            f"run: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}; or give a TOML file"
+        )
     run_and_report(settings, out or free_folder(Path("runs") / slug(settings.name)))
 
 
@@ -144,7 +211,10 @@ def resume(folder: RunFolder, changes: Overrides = None, engine: EngineName = No
 
     overrides = [*(changes or []), *_overrides(engine=engine)]
     if is_study(folder):
-        parts = {name: with_overrides(settings, overrides) for name, settings in read_parts(folder).items()}
+        parts = {
+            name: with_overrides(settings, overrides)
+            for name, settings in read_parts(folder).items()
+        }
         resume_parts(parts, folder, _command_line("resume", "FOLDER", changes, engine=[engine]))
         return
     run_and_report(with_overrides(read_settings(folder), overrides), folder)
@@ -152,8 +222,16 @@ def resume(folder: RunFolder, changes: Overrides = None, engine: EngineName = No
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="The folder of a run; or folders and findings.json of one paper's study.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write a paper's study, if not into its own folder.")] = None,
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            help="The folder of a run; or folders and findings.json of one paper's study."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write a paper's study, if not into its own folder."),
+    ] = None,
 ) -> None:
     """Write a report anew; what several runs of one paper's study found goes into one."""
     from glocal.cli.audit import show_audit
@@ -176,67 +254,135 @@ def report(
         show_audit(folders[0])
         return
     if all(folder.is_file() or is_study(folder) for folder in folders):
-        report_study(folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0]))
+        report_study(
+            folders, out or (folders[0].with_suffix("") if folders[0].is_file() else folders[0])
+        )
         return
     if len(folders) > 1 or out is not None:
-        odd = next((folder for folder in folders if not (folder.is_file() or is_study(folder))), folders[0])
-        raise InputError(f"report: {odd} is no study of a paper; give such studies, or one folder of a run without --out")
+        odd = next(
+            (folder for folder in folders if not (folder.is_file() or is_study(folder))), folders[0]
+        )
+        raise InputError(
+            f"report: {odd} is no study of a paper; give such studies, or one folder of a run without --out"
+        )
     show_results(folders[0])
 
 
 @app.command()
 def join(
     folder: RunFolder,
-    source: Annotated[str, typer.Option("--data", help="The new device's examples: FILE.npz with x and y, or module:function.")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--data", help="The new device's examples: FILE.npz with x and y, or module:function."
+        ),
+    ],
     experiment: Annotated[
-        str | None, typer.Option(help="Which case of the run; by default the last that has local and shared parts.")
+        str | None,
+        typer.Option(
+            help="Which case of the run; by default the last that has local and shared parts."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Which seed of the run; by default the first.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Which seed of the run; by default the first.")
+    ] = None,
     name: Annotated[str, typer.Option(help="What to call the new device.")] = "new_client",
-    labels: Annotated[str, typer.Option(help="How many labelled examples to try: numbers, and 'all'.")] = "0,1,5,10,50,all",
-    epochs: Annotated[int, typer.Option(help="How often its local part visits the labelled examples; a handful more often.")] = 20,
-    rounds: Annotated[int, typer.Option(help="Rounds to join with all labels, after its local part is learnt.")] = 5,
-    existing_clients: Annotated[int | None, typer.Option(help="Old devices in each of those rounds; by default the run's cohort.")] = None,
+    labels: Annotated[
+        str, typer.Option(help="How many labelled examples to try: numbers, and 'all'.")
+    ] = "0,1,5,10,50,all",
+    epochs: Annotated[
+        int,
+        typer.Option(
+            help="How often its local part visits the labelled examples; a handful more often."
+        ),
+    ] = 20,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds to join with all labels, after its local part is learnt.")
+    ] = 5,
+    existing_clients: Annotated[
+        int | None,
+        typer.Option(help="Old devices in each of those rounds; by default the run's cohort."),
+    ] = None,
     start: Annotated[
-        str, typer.Option(help="What its local part starts from: initial, or average (of all trained ones).")
+        str,
+        typer.Option(
+            help="What its local part starts from: initial, or average (of all trained ones)."
+        ),
     ] = "initial",
-    out: Annotated[Path | None, typer.Option(help="Where to keep it; by default joined/NAME in the run's folder.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to keep it; by default joined/NAME in the run's folder."),
+    ] = None,
 ) -> None:
     """Take a new device into a saved federation, by every way there is; the federation's own files stay as they are."""
     from glocal.cli.join import JoinTarget, join_client
     from glocal.personalize.onboarding import JoinPlan
 
     target = JoinTarget(folder, experiment, seed, name, out)
-    join_client(target, source, labels=labels, join_plan=JoinPlan(epochs, rounds, existing_clients or 0, start), existing_clients=existing_clients)
+    join_client(
+        target,
+        source,
+        labels=labels,
+        join_plan=JoinPlan(epochs, rounds, existing_clients or 0, start),
+        existing_clients=existing_clients,
+    )
 
 
 @app.command()
 def audit(
     folder: RunFolder,
     attribute: Annotated[
-        str, typer.Option(help="Which protected attribute of the data, such as sex; one without a name by number.")
+        str,
+        typer.Option(
+            help="Which protected attribute of the data, such as sex; one without a name by number."
+        ),
     ],
     experiment: Annotated[
-        str | None, typer.Option(help="Which case of the run; by default the last that has local and shared parts.")
+        str | None,
+        typer.Option(
+            help="Which case of the run; by default the last that has local and shared parts."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Which seed of the run; by default the first.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Which seed of the run; by default the first.")
+    ] = None,
     layer: Annotated[
         str | None,
         typer.Option(
             help="The module whose output attackers see; by default the study's [audit].at, or the end of the local part."
         ),
     ] = None,
-    encoders: Annotated[int, typer.Option(help="Through how many devices' encoders strong attackers run everybody else.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Where to keep it; by default under audits/ in the run's folder.")] = None,
+    encoders: Annotated[
+        int,
+        typer.Option(
+            help="Through how many devices' encoders strong attackers run everybody else."
+        ),
+    ] = 3,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to keep it; by default under audits/ in the run's folder."),
+    ] = None,
 ) -> None:
     """What a saved run gives away about a protected attribute, and how it treats groups; the run's own files stay as they are."""
     from glocal.cli.audit import AuditTarget, audit_run
     from glocal.studies.saved_audit import AuditQuery
 
     typed = _command_line(
-        "audit", quote(str(folder)), None, attribute=[attribute], experiment=[experiment], seed=[seed], layer=[layer], encoders=[encoders], out=[out]
+        "audit",
+        quote(str(folder)),
+        None,
+        attribute=[attribute],
+        experiment=[experiment],
+        seed=[seed],
+        layer=[layer],
+        encoders=[encoders],
+        out=[out],
     )
-    audit_run(AuditTarget(folder, experiment, seed, out), AuditQuery(attribute, layer, encoders), command=typed)
+    audit_run(
+        AuditTarget(folder, experiment, seed, out),
+        AuditQuery(attribute, layer, encoders),
+        command=typed,
+    )
 
 
 @app.command()
@@ -244,32 +390,64 @@ def theory(
     d: Annotated[int, typer.Option("--d", help="How many numbers an input has.")] = 20,
     clients: Annotated[int, typer.Option(help="How many devices there are, M.")] = 100,
     n: Annotated[int, typer.Option("--n", help="How many examples each device has, N.")] = 2000,
-    rho: Annotated[float, typer.Option(help="How much devices differ: the standard deviation of their teachers' weights.")] = 0.1,
+    rho: Annotated[
+        float,
+        typer.Option(
+            help="How much devices differ: the standard deviation of their teachers' weights."
+        ),
+    ] = 0.1,
     sigma: Annotated[float, typer.Option(help="How noisy labels are: a standard deviation.")] = 1.5,
     inputs: Annotated[
-        str, typer.Option(help="uniform (between -1 and 1), normal (of variance 1) or unit (normal, of mean squared length 1).")
+        str,
+        typer.Option(
+            help="uniform (between -1 and 1), normal (of variance 1) or unit (normal, of mean squared length 1)."
+        ),
     ] = "uniform",
-    repeats: Annotated[int, typer.Option(help="How often to try it out; 0 for the closed forms alone.")] = 50,
+    repeats: Annotated[
+        int, typer.Option(help="How often to try it out; 0 for the closed forms alone.")
+    ] = 50,
     seed: Annotated[int, typer.Option(help="What the trials are drawn from.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also draw it into this .svg or .png file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also draw it into this .svg or .png file.")
+    ] = None,
 ) -> None:
     """How much of a model to keep local, by the paper's linear theory: closed forms, and trials beside them."""
     from glocal.cli.theory import make_inputs, show_theory
     from glocal.evaluate.theory import LinearProblem
 
-    show_theory(LinearProblem(make_inputs(inputs, d), clients, n, rho, sigma), repeats=repeats, seed=seed, out=out)
+    show_theory(
+        LinearProblem(make_inputs(inputs, d), clients, n, rho, sigma),
+        repeats=repeats,
+        seed=seed,
+        out=out,
+    )
 
 
 @app.command()
 def advise(
-    data: Annotated[str, typer.Argument(help="digits, mnist, cifar10, adult, your own module:function, a study or a TOML file.")],
-    model: Annotated[str | None, typer.Argument(help="mlp, lenet5, or your own module:function; by default the study's.")] = None,
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="digits, mnist, cifar10, adult, your own module:function, a study or a TOML file."
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="mlp, lenet5, or your own module:function; by default the study's."),
+    ] = None,
     changes: Overrides = None,
-    budget: Annotated[str | None, typer.Option(help="What it may cost: bytes or seconds, such as '20 MB' or '60 s'.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="What it may cost: bytes or seconds, such as '20 MB' or '60 s'."),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of FedAvg before the race.")] = 100,
     num_clients: Annotated[int, typer.Option(help="How many devices race.")] = 24,
-    prefer: Annotated[str, typer.Option(help="Of splits as good: accuracy (shares most) or bytes.")] = "accuracy",
-    seed: Annotated[int | None, typer.Option(help="What is drawn from; short for --set plan.seed=N.")] = None,
+    prefer: Annotated[
+        str, typer.Option(help="Of splits as good: accuracy (shares most) or bytes.")
+    ] = "accuracy",
+    seed: Annotated[
+        int | None, typer.Option(help="What is drawn from; short for --set plan.seed=N.")
+    ] = None,
     device: TorchDevice = None,
     out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.")] = None,
 ) -> None:
@@ -279,10 +457,22 @@ def advise(
 
     named = [f"plan.seed={seed}"] if seed is not None else []
     settings = resolve_settings(data, model, [*(changes or []), *named, *_overrides(device=device)])
-    config = AdvisorConfig(budget=Budget() if budget is None else Budget.parse(budget), num_clients=num_clients, prefer=prefer)
+    config = AdvisorConfig(
+        budget=Budget() if budget is None else Budget.parse(budget),
+        num_clients=num_clients,
+        prefer=prefer,
+    )
     what = data if model is None else f"{data} {model}"
     typed = _command_line(
-        "advise", what, changes, budget=[budget], rounds=[rounds], num_clients=[num_clients], prefer=[prefer], seed=[seed], device=[device]
+        "advise",
+        what,
+        changes,
+        budget=[budget],
+        rounds=[rounds],
+        num_clients=[num_clients],
+        prefer=[prefer],
+        seed=[seed],
+        device=[device],
     )
     show_advice(settings, config, rounds=rounds, out=out, command=typed)
 
@@ -340,10 +530,16 @@ def data_check(name: SourceName) -> None:
     for file, good in files:
         print(f"{file}: {'good' if good else 'DAMAGED'}")
     if not files and SOURCES[name].files:
-        raise InputError(f"data: {name} is not on this machine; get it with `glocal data fetch {name}`")
+        raise InputError(
+            f"data: {name} is not on this machine; get it with `glocal data fetch {name}`"
+        )
     if not all(good for _, good in files):
         downloaded = all(remote.urls for remote in SOURCES[name].files)
-        what = f"delete them and run `glocal data fetch {name}`" if downloaded else "copy them again from their origin"
+        what = (
+            f"delete them and run `glocal data fetch {name}`"
+            if downloaded
+            else "copy them again from their origin"
+        )
         raise InputError(f"data: {name} has damaged files; {what}")
 
 
@@ -351,9 +547,11 @@ def data_check(name: SourceName) -> None:
 def data_draw(
     name: SourceName,
     changes: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Also draw it into this .svg or .png file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also draw it into this .svg or .png file.")
+    ] = None,
 ) -> None:
-    """Draw who has which classes; --set data.devices=20 and so on say how the data are dealt out."""
+    """Draw who has which classes; --set data.clients=20 and so on say how the data are dealt out."""
     from glocal.cli.progress import download_bars
     from glocal.cli.tables import print_class_counts
     from glocal.datasets import Texts, class_counts, load_any
@@ -379,7 +577,9 @@ def data_draw(
 def data_samples(
     name: SourceName,
     out: Annotated[Path, typer.Option(help="The .png file to draw into.")],
-    rotate: Annotated[float, typer.Option(help="By how many degrees the lower row is turned.")] = 90.0,
+    rotate: Annotated[
+        float, typer.Option(help="By how many degrees the lower row is turned.")
+    ] = 90.0,
 ) -> None:
     """Draw one image of each class, upright above and turned below."""
     from glocal.cli.progress import download_bars
@@ -388,8 +588,12 @@ def data_samples(
     from glocal.report import draw_samples
 
     if out.suffix != ".png":
-        raise InputError(f"data: samples go into a .png file, not into {out.name}; choose such a name")
+        raise InputError(
+            f"data: samples go into a .png file, not into {out.name}; choose such a name"
+        )
     with download_bars() as report:
         x, y, _ = load(name, report=report).train
     firsts = [int((y == label).nonzero()[0]) for label in sorted({*y.tolist()})]
-    print(f"drawn: {draw_samples(x[firsts], rotate_images(x[firsts], rotate, float(x.min())), out)}")
+    print(
+        f"drawn: {draw_samples(x[firsts], rotate_images(x[firsts], rotate, float(x.min())), out)}"
+    )

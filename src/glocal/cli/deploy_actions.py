@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from glocal.cli.deploy_processes import client_program, log_line, notify_as, server_program, until_stopped
+from glocal.cli.deploy_processes import (
+    client_program,
+    log_line,
+    notify_as,
+    server_program,
+    until_stopped,
+)
 from glocal.cli.tables import format_bytes, format_percent
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import atomic_write, read_json, read_rows
@@ -33,7 +39,13 @@ from glocal.deploy.runtime import (
     resume_command,
     server_address,
 )
-from glocal.deploy.scaffold import CERTIFICATES, CLIENTS_FOLDER, DeploymentSpec, add_client, create_deployment
+from glocal.deploy.scaffold import (
+    CERTIFICATES,
+    CLIENTS_FOLDER,
+    DeploymentSpec,
+    add_client,
+    create_deployment,
+)
 from glocal.deploy.server import LIVE, RESULT, ROWS, RUNS, rounds_done
 from glocal.deploy.supervision import Program, supervise
 from glocal.report import write_deploy_report
@@ -46,16 +58,24 @@ def init(folder: Path, wanted: DeploymentSpec) -> None:
     """Write a new deployment's folder."""
     project = create_deployment(folder, wanted)
     print(f"written: {folder}")
-    print("  federation.py, study.toml   your model, your data, what is trained: edit them; `glocal run study.toml` simulates it")
+    print(
+        "  federation.py, study.toml   your model, your data, what is trained: edit them; `glocal run study.toml` simulates it"
+    )
     print("  deploy.toml                 where the server is, how long things may take, privacy")
-    print(f"  {CERTIFICATES}/               the server's; ca.key signs new ones and belongs in a safe place")
-    print(f"  {CLIENTS_FOLDER}/NAME/               one folder to hand to each device, with its secret key")
+    print(
+        f"  {CERTIFICATES}/               the server's; ca.key signs new ones and belongs in a safe place"
+    )
+    print(
+        f"  {CLIENTS_FOLDER}/NAME/               one folder to hand to each device, with its secret key"
+    )
     own, server = quote(str(folder)), project.deployment.server
     if server.bind == "0.0.0.0":
         print(
             f"the server will listen on all of this machine's addresses, port {server.port}; only registered devices pass its gate"
         )
-    print(f"next: glocal deploy server {own}; on each device: glocal deploy device FOLDER; then: glocal deploy run {own}")
+    print(
+        f"next: glocal deploy server {own}; on each device: glocal deploy device FOLDER; then: glocal deploy run {own}"
+    )
     project.setup  # noqa: B018 (refuses what cannot be built)
 
 
@@ -64,23 +84,33 @@ def add(folder: Path, name: str | None, *, share_metrics: bool) -> None:
     project = Project.from_folder(folder)
     algorithm = project.setup.algorithm
     if algorithm.num_clients is not None:
-        raise InputError(f"deploy: {algorithm.name} is made for {algorithm.num_clients} devices, and has no place for one more")
+        raise InputError(
+            f"deploy: {algorithm.name} is made for {algorithm.num_clients} devices, and has no place for one more"
+        )
     own = add_client(folder, name, share_metrics=share_metrics)
-    print(f"written: {own}; hand it to the device, and start it there with `glocal deploy device FOLDER`")
+    print(
+        f"written: {own}; hand it to the device, and start it there with `glocal deploy device FOLDER`"
+    )
     now = f"glocal deploy join {quote(str(folder))}"
-    print(f"a running server lets it in within seconds; it takes part in the next round, or now: {now}")
+    print(
+        f"a running server lets it in within seconds; it takes part in the next round, or now: {now}"
+    )
 
 
 def renew_certificate(folder: Path) -> None:
     """A new certificate for the server."""
-    until = make_server_certificate(folder / CERTIFICATES, [Project.from_folder(folder).deployment.server.host])
+    until = make_server_certificate(
+        folder / CERTIFICATES, [Project.from_folder(folder).deployment.server.host]
+    )
     print(f"renewed until {until:%Y-%m-%d}; restart `glocal deploy server {quote(str(folder))}`")
 
 
 def revoke_client(folder: Path, name: str) -> None:
     """Let a device in no longer."""
     entry = revoke(folder, name)
-    print(f"{entry.name} is refused from its next request on; it stays in {folder / REGISTRY}, revoked")
+    print(
+        f"{entry.name} is refused from its next request on; it stays in {folder / REGISTRY}, revoked"
+    )
 
 
 def run(folder: Path, name: str) -> None:
@@ -102,7 +132,9 @@ def join(folder: Path, name: str) -> None:
     project = Project.from_folder(folder)
     if not rounds_done(project.folder, name):
         start = f"glocal deploy run {quote(str(folder))}"
-        raise InputError(f"join: there is no run '{name}' in {folder} that has done a round; do one with `{start}`")
+        raise InputError(
+            f"join: there is no run '{name}' in {folder} that has done a round; do one with `{start}`"
+        )
     _follow_and_show(project, name, adapt=True)
 
 
@@ -124,7 +156,13 @@ def show_result(place: Path) -> None:
     for row in result["clients"]:
         last = "-" if row["last_round"] is None else str(row["last_round"] + 1)
         late = " (joined later)" if row["new_client"] else ""
-        table.add_row(escape(row["name"] + late), str(row["rounds"]), last, format_percent(row["test"]), str(row["test_size"] or "-"))
+        table.add_row(
+            escape(row["name"] + late),
+            str(row["rounds"]),
+            last,
+            format_percent(row["test"]),
+            str(row["test_size"] or "-"),
+        )
     Console().print(table)
     if result["privacy"]:
         kept = result["privacy"]
@@ -161,7 +199,9 @@ def status(folder: Path) -> None:
         print(line)
 
 
-def _recovery_hint(project: Project, run: str, here: set[str] | None, starts: Mapping[str, RunState]) -> str | None:
+def _recovery_hint(
+    project: Project, run: str, here: set[str] | None, starts: Mapping[str, RunState]
+) -> str | None:
     """What to do about a run that ended before it could say so itself, as when its server was killed."""
     state = starts.get(run)
     if here is None or (state is not None and not state.finished):
@@ -179,7 +219,9 @@ def _describe_run(path: Path, end: str | None) -> tuple[list[str], dict[str, flo
     try:
         losses = {name: float(loss) for row in rows for name, loss in row["losses"].items()}
         ago = f"{time.time() - live['updated']:.0f} s ago"
-        lines = [f"run {path.parent.name}: {format_live(live)}, {ago}; {format_bytes(live.get('bytes', 0))} sent"]
+        lines = [
+            f"run {path.parent.name}: {format_live(live)}, {ago}; {format_bytes(live.get('bytes', 0))} sent"
+        ]
         lines += [f"  {format_round(rows[-1])}" if rows else "  no round yet"]
         why = {"done": None, "failed": live.get("reason")}.get(live["state"], end)
         return [*lines, *([f"  {why}"] if why else [])], losses
@@ -198,7 +240,10 @@ def predict(folder: Path, source: str, name: str | None, out: Path | None) -> No
     inputs, labels = read_inputs(source, like=member.data().train.examples.x[:1])
     classes = predict_classes(member, name or files[-1].stem, inputs)
     if out is not None:
-        with atomic_write(out) as half, half.open("wb") as file:  # a file, for to a name numpy adds an ending
+        with (
+            atomic_write(out) as half,
+            half.open("wb") as file,
+        ):  # a file, for to a name numpy adds an ending
             np.save(file, np.array(classes))
         print(f"written: {out}")
     else:
@@ -210,7 +255,9 @@ def predict(folder: Path, source: str, name: str | None, out: Path | None) -> No
 def demo(folder: Path, *, rounds: int) -> None:
     """A server and four devices on this machine, for real: TLS, keys, digits, a report."""
     began = time.monotonic()
-    create_deployment(folder, DeploymentSpec(clients=4, port=free_port(), rounds=rounds, share_metrics=True))
+    create_deployment(
+        folder, DeploymentSpec(clients=4, port=free_port(), rounds=rounds, share_metrics=True)
+    )
     project = Project.from_folder(folder)
     log_line(f"certificates, keys, model and data of four devices: {folder}")
     stop = threading.Event()
@@ -218,12 +265,18 @@ def demo(folder: Path, *, rounds: int) -> None:
         _run_in_background(ending, server_program(folder), "server", stop)
         while not _server_is_up(folder):
             if stop.wait(0.2) or time.monotonic() - began > _STARTUP_TIMEOUT:
-                raise InputError(f"demo: the server did not start within {_STARTUP_TIMEOUT:.0f} s; see {folder}/logs/server.log")
+                raise InputError(
+                    f"demo: the server did not start within {_STARTUP_TIMEOUT:.0f} s; see {folder}/logs/server.log"
+                )
         for entry in read_registry(folder).values():
-            _run_in_background(ending, client_program([folder / CLIENTS_FOLDER / entry.name]), entry.name, stop)
+            _run_in_background(
+                ending, client_program([folder / CLIENTS_FOLDER / entry.name]), entry.name, stop
+            )
         follow(project, "demo", notify_as("run"))
     show_result(folder / RUNS / "demo")
-    print(f"{time.monotonic() - began:.0f} s in all; look into {folder}/devices/device-0/journal.jsonl for what its owner sees")
+    print(
+        f"{time.monotonic() - began:.0f} s in all; look into {folder}/devices/device-0/journal.jsonl for what its owner sees"
+    )
 
 
 def _server_is_up(folder: Path) -> bool:
@@ -245,7 +298,9 @@ def _stop_all_on_exit(stop: threading.Event) -> Iterator[ExitStack]:
             stop.set()
 
 
-def _run_in_background(ending: ExitStack, program: Program, who: str, stop: threading.Event) -> None:
+def _run_in_background(
+    ending: ExitStack, program: Program, who: str, stop: threading.Event
+) -> None:
     """Keep a program running in a thread that is waited for at the end; all end if it refuses."""
 
     def keep() -> None:

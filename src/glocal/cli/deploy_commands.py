@@ -12,13 +12,16 @@ deploy_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-ServerFolder = Annotated[Path, typer.Argument(help="The server's folder, as `glocal deploy init` made it.")]
+ServerFolder = Annotated[
+    Path, typer.Argument(help="The server's folder, as `glocal deploy init` made it.")
+]
 ClientFolder = Annotated[Path, typer.Argument(help="The device's folder, as it was handed over.")]
 RunName = Annotated[str, typer.Option("--run", help="The name of the run.")]
 ShareMetrics = Annotated[
     bool,
     typer.Option(
-        "--metrics", help="Let losses and accuracies, and of how many examples, leave the device; its owner can change it."
+        "--metrics",
+        help="Let losses and accuracies, and of how many examples, leave the device; its owner can change it.",
     ),
 ]
 
@@ -36,7 +39,9 @@ def deploy(context: typer.Context) -> None:
 def deploy_init(
     folder: ServerFolder,
     clients: Annotated[int, typer.Option(help="How many devices there are to begin with.")] = 4,
-    host: Annotated[str, typer.Option(help="The name or address at which devices find the server.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="The name or address at which devices find the server.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Its port.")] = 9443,
     rounds: Annotated[int, typer.Option(help="How many rounds to train.")] = 20,
     share_metrics: ShareMetrics = False,
@@ -58,7 +63,9 @@ def deploy_server(folder: ServerFolder) -> None:
 
 @deploy_app.command("client")
 def deploy_client(
-    folders: Annotated[list[Path], typer.Argument(help="The folder of the device, or of several in one process.")],
+    folders: Annotated[
+        list[Path], typer.Argument(help="The folder of the device, or of several in one process.")
+    ],
 ) -> None:
     """Run a device until it is stopped: it connects, comes back after faults, and says what leaves it.
 
@@ -96,7 +103,9 @@ def deploy_status(folder: ServerFolder) -> None:
 @deploy_app.command("add-device")
 def deploy_add_client(
     folder: ServerFolder,
-    name: Annotated[str | None, typer.Option(help="What to call it; by default device-NUMBER.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What to call it; by default device-NUMBER.")
+    ] = None,
     share_metrics: ShareMetrics = False,
 ) -> None:
     """Make a folder with a key for one more device; a running server lets it in."""
@@ -106,7 +115,10 @@ def deploy_add_client(
 
 
 @deploy_app.command("revoke")
-def deploy_revoke(folder: ServerFolder, name: Annotated[str, typer.Argument(help="The device, as `status` names it.")]) -> None:
+def deploy_revoke(
+    folder: ServerFolder,
+    name: Annotated[str, typer.Argument(help="The device, as `status` names it.")],
+) -> None:
     """Let a device in no longer, from its next request on."""
     from glocal.cli.deploy_actions import revoke_client
 
@@ -124,9 +136,16 @@ def deploy_join(folder: ServerFolder, name: RunName = "first") -> None:
 @deploy_app.command("predict")
 def deploy_predict(
     folder: ClientFolder,
-    source: Annotated[str, typer.Option("--data", help="The inputs: FILE.npz with x (and y), or module:function.")],
-    name: Annotated[str | None, typer.Option("--run", help="Which run's model; by default the latest.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the classes into this .npy file instead of printing them.")] = None,
+    source: Annotated[
+        str, typer.Option("--data", help="The inputs: FILE.npz with x (and y), or module:function.")
+    ],
+    name: Annotated[
+        str | None, typer.Option("--run", help="Which run's model; by default the latest.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the classes into this .npy file instead of printing them."),
+    ] = None,
 ) -> None:
     """Predict on the device, with its own model."""
     from glocal.cli.deploy_actions import predict
@@ -144,7 +163,9 @@ def deploy_renew_certificate(folder: ServerFolder) -> None:
 
 @deploy_app.command("demo")
 def deploy_demo(
-    out: Annotated[Path | None, typer.Option(help="Where to keep it; by default a new folder under runs/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to keep it; by default a new folder under runs/.")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="How many rounds to train.")] = 3,
 ) -> None:
     """A server and four devices on this machine, for real, with digits: certificates, rounds, a table, a report."""

@@ -16,7 +16,9 @@ from glocal.deploy.supervision import Program, owner_variables, supervise
 
 def log_line(words: str) -> None:
     """A line with the time."""
-    sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {words}\n")  # in one piece: several threads speak
+    sys.stdout.write(
+        f"{time.strftime('%H:%M:%S')}  {words}\n"
+    )  # in one piece: several threads speak
     sys.stdout.flush()
 
 

@@ -17,8 +17,12 @@ from glocal.core.errors import GlocalWarning, InputError
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line: a mistake in the input is one line and exit code 2, a stop by Ctrl-C is 130."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # so that model.name = "mine:build" finds mine.py where the user stands
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite request to stop is met like Ctrl-C
+        sys.path.insert(
+            0, ""
+        )  # so that model.name = "mine:build" finds mine.py where the user stands
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # a polite request to stop is met like Ctrl-C
     log, lines = logging.getLogger("glocal"), _UniqueLines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
@@ -39,7 +43,9 @@ def _run_command(arguments: Sequence[str] | None) -> Any:
     except InputError as error:
         return _print_error(str(error))
     except OSError as error:
-        return _print_error(f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions")
+        return _print_error(
+            f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions"
+        )
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         return 130

@@ -36,25 +36,54 @@ class JoinTarget:
         """The folder that is written into; a name joins a run once."""
         place = self.out or self.folder / "joined" / slug(self.name)
         if (place / "join.json").exists():
-            raise InputError(f"join: {place} holds a device that has joined already; give another --name or --out")
+            raise InputError(
+                f"join: {place} holds a device that has joined already; give another --name or --out"
+            )
         return place
 
 
-def join_client(target: JoinTarget, source: str, *, labels: str, join_plan: JoinPlan, existing_clients: int | None) -> None:
+def join_client(
+    target: JoinTarget,
+    source: str,
+    *,
+    labels: str,
+    join_plan: JoinPlan,
+    existing_clients: int | None,
+) -> None:
     """Try every way, print a table, keep it in a folder of its own."""
     output_folder, numbers = target.output_folder(), parse_label_counts(labels)
     with download_bars() as report:
         saved = open_experiment(target.folder, target.experiment, seed=target.seed, report=report)
-    plan, trained_federation, store = saved.trained_federation.plan, saved.trained_federation, saved.federation.train.examples
-    how = replace(join_plan, existing_clients=min(plan.clients_per_round, trained_federation.clients) if existing_clients is None else existing_clients)
+    plan, trained_federation, store = (
+        saved.trained_federation.plan,
+        saved.trained_federation,
+        saved.federation.train.examples,
+    )
+    how = replace(
+        join_plan,
+        existing_clients=min(plan.clients_per_round, trained_federation.clients)
+        if existing_clients is None
+        else existing_clients,
+    )
     if join_plan.rounds:
-        require_joinable(trained_federation.algorithm, [trained_federation.state], how, trained_federation.clients)
+        require_joinable(
+            trained_federation.algorithm,
+            [trained_federation.state],
+            how,
+            trained_federation.clients,
+        )
     classes = num_classes(trained_federation.model, saved.federation)
     new_client = read_new_client(source, like=store.x[:1].cpu(), classes=classes, seed=plan.seed)
     trial = JoinTrial(saved, new_client, JoinTrialSettings(numbers, join_plan=how))
     with reserve_folder(output_folder, "join"):
         rows = _measure(trial)
-        about = {"name": target.name, "run": target.folder.name, "experiment": saved.experiment, "seed": plan.seed, "data": source}
+        about = {
+            "name": target.name,
+            "run": target.folder.name,
+            "experiment": saved.experiment,
+            "seed": plan.seed,
+            "data": source,
+        }
         trial.save(output_folder, rows, about)
     show_join(output_folder)
 
@@ -71,7 +100,9 @@ def reserve_folder(place: Path, command: str) -> Iterator[None]:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{command}: {place} cannot be written to ({error.strerror}); choose another place with --out") from error
+        raise InputError(
+            f"{command}: {place} cannot be written to ({error.strerror}); choose another place with --out"
+        ) from error
     try:
         with lock_folder(place):
             yield
@@ -88,7 +119,9 @@ def parse_label_counts(text: str) -> tuple[int | None, ...]:
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word == "all" or (word.isascii() and word.isdecimal()) for word in words):
-        raise InputError(f"join: labels is '{text}'; numbers and 'all' were expected, such as 0,1,5,10,50,all")
+        raise InputError(
+            f"join: labels is '{text}'; numbers and 'all' were expected, such as 0,1,5,10,50,all"
+        )
     return tuple(None if word == "all" else int(word) for word in words)
 
 
@@ -98,12 +131,15 @@ def _measure(trial: JoinTrial) -> list[Json]:
     console = Console(stderr=True)
     for labels in trial.missing_label_counts():
         console.print(
-            f"left out: {labels} labelled examples, for the device has {len(trial.train.y)} to learn from", highlight=False
+            f"left out: {labels} labelled examples, for the device has {len(trial.train.y)} to learn from",
+            highlight=False,
         )
     with console.status("the ensemble") as status:
         for row in trial.rows():
             rows.append(row)
-            status.update(f"{row['way']} with {row['labels']} labels: {format_percent(row['accuracy'])}")
+            status.update(
+                f"{row['way']} with {row['labels']} labels: {format_percent(row['accuracy'])}"
+            )
     return rows
 
 
@@ -112,5 +148,10 @@ def _print(rows: list[Json]) -> None:
     for heading in ("labels", "accuracy", "sent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(escape(row["way"]), str(row["labels"]), format_percent(row["accuracy"]), format_bytes(row["bytes"]))
+        table.add_row(
+            escape(row["way"]),
+            str(row["labels"]),
+            format_percent(row["accuracy"]),
+            format_bytes(row["bytes"]),
+        )
     Console().print(table)

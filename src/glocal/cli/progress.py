@@ -5,7 +5,15 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from glocal.cli.tables import format_bytes, format_percent
 from glocal.studies import StudyEvent
@@ -32,7 +40,9 @@ def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], No
     def show(step: StudyEvent) -> None:
         task = tasks.setdefault(step.experiment, TaskID(-1))
         if task == -1:
-            task = tasks[step.experiment] = bars.add_task(escape(prefix + step.experiment), total=step.rounds, now="")
+            task = tasks[step.experiment] = bars.add_task(
+                escape(prefix + step.experiment), total=step.rounds, now=""
+            )
         if step.moment is None:
             bars.update(task, completed=step.rounds, now=_final_metrics(step))
             return
@@ -41,7 +51,11 @@ def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], No
             latest[step.experiment] = row["validation"]
         seen = f"validation {latest[step.experiment]:.1%}  " if step.experiment in latest else ""
         loss = "nobody there" if row["loss"] is None else f"loss {row['loss']:.3f}"
-        bars.update(task, completed=step.moment.progress.done, now=f"{loss}  {seen}{format_bytes(row['bytes'])}")
+        bars.update(
+            task,
+            completed=step.moment.progress.done,
+            now=f"{loss}  {seen}{format_bytes(row['bytes'])}",
+        )
 
     return show
 
@@ -57,7 +71,11 @@ def part_step_callback(bars: Progress) -> Callable[[PartEvent], None]:
             shown.clear()
             for task in bars.task_ids:
                 bars.remove_task(task)
-            bars.console.print(f"{words}{step.step.experiment}: {_final_metrics(step.step)}", highlight=False, markup=False)
+            bars.console.print(
+                f"{words}{step.step.experiment}: {_final_metrics(step.step)}",
+                highlight=False,
+                markup=False,
+            )
 
     return show
 
@@ -65,14 +83,22 @@ def part_step_callback(bars: Progress) -> Callable[[PartEvent], None]:
 def _final_metrics(step: StudyEvent) -> str:
     first = step.results[0]
     new = first["new_test"]["logits"] if first["new_test"] else None
-    return f"Local Test {format_percent(first['local_test']['mean'])}  New Test {format_percent(new)}"
+    return (
+        f"Local Test {format_percent(first['local_test']['mean'])}  New Test {format_percent(new)}"
+    )
 
 
 @contextmanager
 def download_bars() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for every file that is being downloaded, shown only if there is one."""
     tasks: dict[str, TaskID] = {}
-    bars = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True)
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
 
     def report(name: str, done: int, total: int) -> None:
         if done < total and not bars.live.is_started:

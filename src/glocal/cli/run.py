@@ -18,7 +18,13 @@ from glocal.studies.findings import read_findings, write_findings
 from glocal.studies.merge_findings import merge_findings
 from glocal.studies.run import is_run, read_results, run_study
 from glocal.studies.study import Study
-from glocal.studies.study_parts import is_study, record_session, remove_unstarted, run_parts, write_study
+from glocal.studies.study_parts import (
+    is_study,
+    record_session,
+    remove_unstarted,
+    run_parts,
+    write_study,
+)
 
 
 def run_and_report(settings: Settings, folder: Path) -> None:
@@ -39,7 +45,9 @@ def show_results(folder: Path) -> None:
     print(f"report: {write_report(folder)}")
 
 
-def start_parts(study: Study, folder: Path, *, patterns: Sequence[str], changes: Sequence[str], command: str) -> None:
+def start_parts(
+    study: Study, folder: Path, *, patterns: Sequence[str], changes: Sequence[str], command: str
+) -> None:
     """Begin with some parts of a paper's study, or with all."""
     with lock_folder(folder):
         parts = write_study(study, folder, patterns=patterns, changes=changes)
@@ -75,7 +83,10 @@ def _show_progress(folder: Path) -> Iterator[tuple[ProgressCallback, Progress]]:
             yield report, bars
     except KeyboardInterrupt:
         kept = is_study(folder) or is_run(folder)
-        console.print(f"stopped; go on with: glocal resume {folder}" if kept else "stopped; nothing was kept", highlight=False)
+        console.print(
+            f"stopped; go on with: glocal resume {folder}" if kept else "stopped; nothing was kept",
+            highlight=False,
+        )
         raise
 
 
@@ -83,7 +94,9 @@ def report_study(paths: Sequence[Path], folder: Path) -> None:
     """Print what a paper's study found, and write it as a page, as text and as numbers."""
     findings = merge_findings([read_findings(path) for path in paths])
     if not findings.parts:
-        raise InputError(f"report: {paths[0]} has finished no case yet; wait for one, or go on with `glocal resume {paths[0]}`")
+        raise InputError(
+            f"report: {paths[0]} has finished no case yet; wait for one, or go on with `glocal resume {paths[0]}`"
+        )
     print_findings(findings)
     write_findings(findings, folder / "findings.json")
     write_text(folder / "tables.md", study_markdown(findings))

@@ -19,30 +19,51 @@ def print_table(results: dict[str, list[Json]]) -> None:
     """One row per case: means over seeds, and the spread where there is more than one."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("experiment", no_wrap=True)
-    for heading in ("Local\nTest %", "worst\ntenth %", "New\nTest %", "sent", "paper's\ncount", "never\nsampled"):
+    for heading in (
+        "Local\nTest %",
+        "worst\ntenth %",
+        "New\nTest %",
+        "sent",
+        "paper's\ncount",
+        "never\nsampled",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, seeds in results.items():
-        local, worst = ([result["local_test"][key] for result in seeds] for key in ("mean", "worst_tenth"))
+        local, worst = (
+            [result["local_test"][key] for result in seeds] for key in ("mean", "worst_tenth")
+        )
         new = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
         sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
         paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
         never = max(result["never_sampled"] for result in seeds)
         counted = f"{paper:.1e}".replace("e+", "e") if paper else "0"
-        figures = (*map(format_mean_std, (local, worst, new)), format_bytes(sent), counted, str(never))
+        figures = (
+            *map(format_mean_std, (local, worst, new)),
+            format_bytes(sent),
+            counted,
+            str(never),
+        )
         table.add_row(escape(name), *figures)
     Console().print(table)
 
 
 def print_groups(results: dict[str, list[Json]]) -> None:
     """What became of each group in each case: accuracy early, at its best and in the end, and what it forgot."""
-    cases = {name: seeds for name, seeds in results.items() if seeds[0].get("groups")}
-    if not cases:
+    experiments = {name: seeds for name, seeds in results.items() if seeds[0].get("groups")}
+    if not experiments:
         return
-    table = _make_table("experiment", "group", right=("after its\nfirst round %", "best %", "last %", "forgetting\nin points"))
-    for experiment, seeds in cases.items():
+    table = _make_table(
+        "experiment",
+        "group",
+        right=("after its\nfirst round %", "best %", "last %", "forgetting\nin points"),
+    )
+    for experiment, seeds in experiments.items():
         for group in seeds[0]["groups"]:
             found = [result["groups"][group] for result in seeds if result["groups"][group]]
-            figures = [format_mean_std([each[column] for each in found]) for column in ("onboarding", "best", "last", "forgetting")]
+            figures = [
+                format_mean_std([each[column] for each in found])
+                for column in ("onboarding", "best", "last", "forgetting")
+            ]
             table.add_row(escape(experiment), escape(group), *figures)
     print()
     _print_unwrapped(table)
@@ -57,9 +78,21 @@ def print_new_clients(results: dict[str, list[Json]]) -> None:
     for name, seeds in results.items():
         if "onboarding" in seeds[0]:
             met = [result["onboarding"] for result in seeds]
-            before = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
-            columns = [before, *([row[key] for row in met] for key in ("existing_clients", "new_client_before", "new_client"))]
-            table.add_row(escape(name), *map(format_mean_std, columns), format_bytes(fmean(row["ledger"]["total"]["bytes"] for row in met)))
+            before = [
+                result["new_test"]["logits"] if result["new_test"] else None for result in seeds
+            ]
+            columns = [
+                before,
+                *(
+                    [row[key] for row in met]
+                    for key in ("existing_clients", "new_client_before", "new_client")
+                ),
+            ]
+            table.add_row(
+                escape(name),
+                *map(format_mean_std, columns),
+                format_bytes(fmean(row["ledger"]["total"]["bytes"] for row in met)),
+            )
     if table.row_count:
         Console().print(table)
 
@@ -94,7 +127,13 @@ def print_class_counts(counts: list[list[int]]) -> None:
     """Devices down, classes across; the fuller the block, the more examples."""
     most = max(max(row) for row in counts) or 1
     shades = " ░▒▓█"
-    table = Table("device", *(str(label) for label in range(len(counts[0]))), "examples", box=None, pad_edge=False)
+    table = Table(
+        "device",
+        *(str(label) for label in range(len(counts[0]))),
+        "examples",
+        box=None,
+        pad_edge=False,
+    )
     for client, row in enumerate(counts):
         blocks = [shades[-(-count * (len(shades) - 1) // most)] * 2 for count in row]
         table.add_row(str(client), *blocks, str(sum(row)))
@@ -104,39 +143,70 @@ def print_class_counts(counts: list[list[int]]) -> None:
 def show_study(study: Study) -> None:
     """What is claimed, the parts, and the paper's numbers."""
     print(f"{study.name}: {study.title}\n{study.source}\n\n{study.statement}\n")
-    known = {(name, experiment): part.published_for(experiment) for name, part in study.parts.items() for experiment in part.settings.experiments}
+    known = {
+        (name, experiment): part.published_for(experiment)
+        for name, part in study.parts.items()
+        for experiment in part.settings.experiments
+    }
     told = _published_measures(study, known.values())
     heads = [study.measures[measure].removesuffix(" Test") for measure in told]
     if any(row.parameters_text for row in known.values() if row):
         heads.append("sent")
-    table = _make_table("part", "experiment", right=("rounds", *(f"paper: {head}" for head in heads[:1]), *heads[1:]))
+    table = _make_table(
+        "part",
+        "experiment",
+        right=("rounds", *(f"paper: {head}" for head in heads[:1]), *heads[1:]),
+    )
     for (name, experiment), row in known.items():
-        settings, scores = study.parts[name].settings.experiments[experiment], row.by_measure(study.measures) if row else {}
-        rounds = f"{settings.start_round or ''}{' + ' if settings.start_from else ''}{settings.rounds}"
-        cells = [*(str(scores.get(measure, "")) for measure in told), row.parameters_text if row else ""]
+        settings, scores = (
+            study.parts[name].settings.experiments[experiment],
+            row.by_measure(study.measures) if row else {},
+        )
+        rounds = (
+            f"{settings.start_round or ''}{' + ' if settings.start_from else ''}{settings.rounds}"
+        )
+        cells = [
+            *(str(scores.get(measure, "")) for measure in told),
+            row.parameters_text if row else "",
+        ]
         table.add_row(name, escape(experiment), rounds, *cells[: len(heads)])
     _print_unwrapped(table)
     print("\nClaims, tested over paired seeds:")
     for claim in study.claims:
-        print(f"- {claim.statement}{f' (at most {claim.margin:g} points below)' if claim.margin else ''}")
+        print(
+            f"- {claim.statement}{f' (at most {claim.margin:g} points below)' if claim.margin else ''}"
+        )
 
 
 def print_findings(findings: Findings) -> None:
     """Every row beside the paper's and how far apart they are, then the claims."""
     study = findings.study
-    cases = {(name, experiment): figures for name, found in findings.parts.items() for experiment, figures in found["experiments"].items()}
-    known = {(name, experiment): study.parts[name].published_for(experiment) for name, experiment in cases}
+    experiments = {
+        (name, experiment): figures
+        for name, found in findings.parts.items()
+        for experiment, figures in found["experiments"].items()
+    }
+    known = {
+        (name, experiment): study.parts[name].published_for(experiment)
+        for name, experiment in experiments
+    }
     told = _published_measures(study, known.values())
     heads = []
     for measure, words in study.measures.items():
-        heads += [f"{words.removesuffix(' Test')} %", *(("paper", "apart") if measure in told else ())]
+        heads += [
+            f"{words.removesuffix(' Test')} %",
+            *(("paper", "apart") if measure in told else ()),
+        ]
     table = _make_table("part", "experiment", right=heads)
-    for (name, experiment), figures in cases.items():
+    for (name, experiment), figures in experiments.items():
         row, cells = known[name, experiment], []
         scores = row.by_measure(study.measures) if row else {}
         for measure in study.measures:
             ours = figures.get(measure, [])
-            cells += [format_mean_std(ours, 2), *(_compare_with_published(ours, scores.get(measure)) if measure in told else ())]
+            cells += [
+                format_mean_std(ours, 2),
+                *(_compare_with_published(ours, scores.get(measure)) if measure in told else ()),
+            ]
         table.add_row(name, escape(experiment), *cells)
     _print_unwrapped(table)
     for claim, lead, word in findings.verdicts():
@@ -164,7 +234,9 @@ def _published_measures(study: Study, rows: Iterable[PublishedRow | None]) -> li
     return [*study.measures][:most]
 
 
-def _compare_with_published(values: Sequence[float | None], published: Score | None) -> tuple[str, str]:
+def _compare_with_published(
+    values: Sequence[float | None], published: Score | None
+) -> tuple[str, str]:
     """The published score, and how far our mean is from it, in points."""
     if published is None:
         return "", ""

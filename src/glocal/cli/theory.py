@@ -70,12 +70,22 @@ def _print_errors(problem: LinearProblem, outcome: Trials | None) -> None:
     rows = [
         ["all local", "1", _four_digits(large.local_error()), _four_digits(this.local_error())],
         ["all shared", "0", _four_digits(large.global_error()), _four_digits(this.global_error())],
-        ["best mixture", f"{best:.3f}", _four_digits(large.best_error()), _four_digits(this.best_error())],
+        [
+            "best mixture",
+            f"{best:.3f}",
+            _four_digits(large.best_error()),
+            _four_digits(this.best_error()),
+        ],
         ["alpha*", "", _four_digits(large.best_alpha()), _four_digits(best)],
     ]
     heads = ["", "alpha", "N large", "this N"]
     if outcome is not None:
-        values = (outcome.local, outcome.shared, outcome.mixture_errors(best), outcome.best_alphas())
+        values = (
+            outcome.local,
+            outcome.shared,
+            outcome.mixture_errors(best),
+            outcome.best_alphas(),
+        )
         rows = [[*row, *_trial_cells(of)] for row, of in zip(rows, values, strict=True)]
         heads += ["trials", "95 % interval"]
     print()
@@ -103,9 +113,13 @@ def _advice(problem: LinearProblem) -> list[str]:
     lines = [_local_share_line(this)]
     if 0 < this.best_alpha() < 1:
         enough = f"{ceil(break_even_examples(problem)):,} examples or more"
-        lines.append(f"With {enough} each, devices do better on their own models alone than on the shared one alone.")
+        lines.append(
+            f"With {enough} each, devices do better on their own models alone than on the shared one alone."
+        )
     if abs(printed - this.best_alpha()) > _NOTEWORTHY:
-        lines.append(f"The paper's formula as printed, which holds where tr S = 1, would keep {_percent(printed)} local.")
+        lines.append(
+            f"The paper's formula as printed, which holds where tr S = 1, would keep {_percent(printed)} local."
+        )
     return lines
 
 
@@ -116,7 +130,9 @@ def _local_share_line(this: ClosedForm) -> str:
         return "Keep nothing local: devices hardly differ, so that one model for all is best."
     if alpha == 1:
         return "Keep all of it local: labels have hardly any noise, so that each device's own model is right."
-    local, shared = (_percent(1 - best / error) for error in (this.local_error(), this.global_error()))
+    local, shared = (
+        _percent(1 - best / error) for error in (this.local_error(), this.global_error())
+    )
     mixture = f"{alpha:.2f} x a device's own model + {1 - alpha:.2f} x the shared one"
     return f"Keep {_percent(alpha)} local: {mixture}. Its error is {local} below all local, {shared} below all shared."
 

@@ -44,4 +44,6 @@ def require_count(name: str, value: object, minimum: int, maximum: int) -> None:
         return
     long = whole is not None and not -_LONG < whole < _LONG
     told = "a number of more than 20 digits" if long else value
-    raise InputError(f"{name} is {told}; a whole number from {minimum:,} to {maximum:,} was expected")
+    raise InputError(
+        f"{name} is {told}; a whole number from {minimum:,} to {maximum:,} was expected"
+    )

@@ -28,7 +28,9 @@ def describe_error(error: BaseException) -> str:
     >>> describe_error(ValueError("\x1b[1mno\n\nway"))
     'ValueError: [1mno way'
     """
-    told = "".join(sign if sign.isprintable() else " " for sign in f"{type(error).__name__}: {error}")
+    told = "".join(
+        sign if sign.isprintable() else " " for sign in f"{type(error).__name__}: {error}"
+    )
     return shorten(told, 160, placeholder=" ...")
 
 

@@ -93,11 +93,15 @@ def atomic_write(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             half.unlink()
-        raise InputError(f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder") from error
+        raise InputError(
+            f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder"
+        ) from error
 
 
 def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error).splitlines()[0]
+    return (
+        (error.strerror or str(error)) if isinstance(error, OSError) else str(error).splitlines()[0]
+    )
 
 
 def require_writable(path: Path) -> None:
@@ -109,7 +113,9 @@ def require_writable(path: Path) -> None:
         if not os.access(path.parent, os.W_OK):
             raise PermissionError("its folder is read-only")
     except OSError as error:
-        raise InputError(f"disk: {path} cannot be written ({_reason(error)}); give a file in a folder of yours") from error
+        raise InputError(
+            f"disk: {path} cannot be written ({_reason(error)}); give a file in a folder of yours"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -163,7 +169,9 @@ def format_json(data: object, depth: int = 0) -> str:
      ]
     }
     """
-    entries = data.values() if isinstance(data, dict) else data if isinstance(data, list | tuple) else ()
+    entries = (
+        data.values() if isinstance(data, dict) else data if isinstance(data, list | tuple) else ()
+    )
     if not any(isinstance(entry, dict | list | tuple) for entry in entries):
         return json.dumps(data)
     inner = [format_json(entry, depth + 1) for entry in entries]
@@ -180,11 +188,17 @@ def read_json(path: Path, kind: type) -> Any:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise InputError(f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it") from error
+        raise InputError(
+            f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it"
+        ) from error
     except (OSError, ValueError) as error:
-        raise InputError(f"run: {path} cannot be read ({error}); restore it or start the run anew") from error
+        raise InputError(
+            f"run: {path} cannot be read ({error}); restore it or start the run anew"
+        ) from error
     if not isinstance(data, kind) or not data:
-        raise InputError(f"run: {path} does not hold what glocal writes there; restore it or start the run anew")
+        raise InputError(
+            f"run: {path} does not hold what glocal writes there; restore it or start the run anew"
+        )
     return data
 
 
@@ -221,9 +235,13 @@ def _open_tensors(path: Path, device: str | torch.device) -> Iterator[Any]:
         with safe_open(path, framework="pt", device=str(device)) as file:
             yield file
     except FileNotFoundError as error:
-        raise InputError(f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it") from error
+        raise InputError(
+            f"run: {path} does not exist; give the folder of a run, as `glocal run` printed it"
+        ) from error
     except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"run: {path} is damaged ({_reason(error)}); restore it from a copy or start the run anew") from error
+        raise InputError(
+            f"run: {path} is damaged ({_reason(error)}); restore it from a copy or start the run anew"
+        ) from error
 
 
 def append_rows(path: Path, rows: Iterable[Json]) -> None:
@@ -234,7 +252,9 @@ def append_rows(path: Path, rows: Iterable[Json]) -> None:
             _drop_partial_line(file)
             file.writelines(f"{json.dumps(row)}\n".encode() for row in rows)
     except OSError as error:
-        raise InputError(f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder") from error
+        raise InputError(
+            f"disk: cannot write {path} ({_reason(error)}); free some space or choose another folder"
+        ) from error
 
 
 def _drop_partial_line(file: BinaryIO) -> None:

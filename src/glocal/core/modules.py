@@ -38,7 +38,9 @@ def params_of(model: nn.Module) -> Params:
 
 def trainable_names(model: nn.Module) -> frozenset[str]:
     """The names that gradient descent moves: parameters that are not frozen, no buffers."""
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return frozenset(
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
 
 
 def training_forward(model: nn.Module) -> Forward:
@@ -52,12 +54,16 @@ def training_forward(model: nn.Module) -> Forward:
     return forward
 
 
-def forward_with_features(model: nn.Module, layer: str, hook: FeatureHook | None = None) -> ForwardWithFeatures:
+def forward_with_features(
+    model: nn.Module, layer: str, hook: FeatureHook | None = None
+) -> ForwardWithFeatures:
     """As `training_forward`, with what the module `layer` puts out, the representation; `hook` stands in the way from there on."""
     buffers = [name for name, _ in model.named_buffers()]
     call = _functional_with_features(model, nn.Module.train, layer, hook)
 
-    def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Params]:
+    def forward(
+        params: Params, x: Tensor, mask: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor, Params]:
         output, seen, used = call(params, x, mask, key)
         return output, seen, trees.pick(used, buffers)
 
@@ -95,7 +101,9 @@ def _functional_with_features(
     """The same with what one module puts out, whatever comes after it."""
     known = [name for name, _ in model.named_modules() if name]
     if layer not in known:
-        raise InputError(f"model: there is no module '{layer}' to take the representation from; {suggest_name(layer, known)}")
+        raise InputError(
+            f"model: there is no module '{layer}' to take the representation from; {suggest_name(layer, known)}"
+        )
     skeleton = mode(_skeleton(model))
     seen: list[Tensor] = []
 
@@ -106,24 +114,35 @@ def _functional_with_features(
     skeleton.get_submodule(layer).register_forward_hook(keep)
     call = _functional_call(model, skeleton, lambda: seen.pop())
 
-    def tapped(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Params]:
+    def tapped(
+        params: Params, x: Tensor, mask: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor, Params]:
         (output, tap), used = call(params, x, mask, key)
         return output, tap, used
 
     return tapped
 
 
-def _functional_call(model: nn.Module, skeleton: nn.Module, also: Callable[[], Tensor] | None = None) -> Callable[..., tuple[Any, Params]]:
+def _functional_call(
+    model: nn.Module, skeleton: nn.Module, also: Callable[[], Tensor] | None = None
+) -> Callable[..., tuple[Any, Params]]:
     """The skeleton as a pure function of the model's tensors; what `also` gives after a call comes with its output."""
     names = canonical_names(model)
     need_mask = _tensor_names(skeleton, MaskedBatchNorm, "rows")
     need_key = _tensor_names(skeleton, (KeyedDropout, KeyedGaussianNoise), "key")
     buffers = [name for name, _ in model.named_buffers()]
-    drawing = [module for module in skeleton.modules() if isinstance(module, KeyedDropout | KeyedGaussianNoise)]
+    drawing = [
+        module
+        for module in skeleton.modules()
+        if isinstance(module, KeyedDropout | KeyedGaussianNoise)
+    ]
     one_at_a_time = Lock()  # tensors are put into the skeleton for the time of a call
 
     def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Any, Params]:
-        params = {**params, **{name: params[name].clone() for name in buffers}}  # a module may write into its buffers
+        params = {
+            **params,
+            **{name: params[name].clone() for name in buffers},
+        }  # a module may write into its buffers
         given = {name: params[first] for name, first in names.items()}
         given |= dict.fromkeys(need_mask, mask) | dict.fromkeys(need_key, key)
         with one_at_a_time:
@@ -138,7 +157,9 @@ def _functional_call(model: nn.Module, skeleton: nn.Module, also: Callable[[], T
 def state_dict(model: nn.Module, params: Params) -> Params:
     """Params under the names of `model.state_dict()`, tied names included, so that they load back strictly."""
     names = canonical_names(model)
-    return {name: params[names[name]].detach().clone() for name in model.state_dict() if name in names}
+    return {
+        name: params[names[name]].detach().clone() for name in model.state_dict() if name in names
+    }
 
 
 class MaskedBatchNorm(nn.Module):
@@ -156,11 +177,17 @@ class MaskedBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (batch, channels, ...) per channel."""
-        mean, variance = self._batch_statistics(x) if self.training or not self.track_running_stats else self._running_statistics()
+        mean, variance = (
+            self._batch_statistics(x)
+            if self.training or not self.track_running_stats
+            else self._running_statistics()
+        )
         shape = (1, -1, *(1,) * (x.dim() - 2))
         normalised = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + self.eps)
         if self.affine:
-            normalised = normalised * self._tensor("weight").view(shape) + self._tensor("bias").view(shape)
+            normalised = normalised * self._tensor("weight").view(shape) + self._tensor(
+                "bias"
+            ).view(shape)
         return normalised.to(x.dtype)
 
     def _tensor(self, name: str) -> Tensor:
@@ -172,7 +199,9 @@ class MaskedBatchNorm(nn.Module):
         return self._tensor("running_mean"), self._tensor("running_var")
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # sums of many halves overflow
+        x = (
+            x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        )  # sums of many halves overflow
         # a model that folds time into the batch has several rows per example, one after the other
         rows = self.rows.repeat_interleave(x.shape[0] // self.rows.shape[0])
         weight = rows.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
@@ -184,7 +213,9 @@ class MaskedBatchNorm(nn.Module):
         if self.training and self.track_running_stats:
             _, old = self._running_statistics()
             unbiased = variance.detach() * total / (total - 1).clamp(min=1)
-            self._track(mean.detach(), torch.where(total > 1, unbiased, old))  # one value has no variance
+            self._track(
+                mean.detach(), torch.where(total > 1, unbiased, old)
+            )  # one value has no variance
         return mean, variance
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -205,7 +236,9 @@ class KeyedDropout(nn.Module):
         super().__init__()
         self.p, self.layer, self.calls = dropout.p, layer, 0
         self.whole_channels = not isinstance(dropout, nn.Dropout)
-        self.register_buffer("key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False)
+        self.register_buffer(
+            "key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Set units of x (batch, ...), or whole channels, to zero at rate p."""
@@ -215,7 +248,10 @@ class KeyedDropout(nn.Module):
             return x * 0
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         self.calls += 1  # one layer used twice in a step drops other units the second time
-        kept = random.uniform(random.fold_in(random.fold_in(self.key, self.layer), self.calls), shape) >= self.p
+        kept = (
+            random.uniform(random.fold_in(random.fold_in(self.key, self.layer), self.calls), shape)
+            >= self.p
+        )
         return x * kept / (1 - self.p)
 
 
@@ -258,14 +294,18 @@ class KeyedGaussianNoise(nn.Module):
     def __init__(self, noisy: GaussianNoise, layer: int) -> None:
         super().__init__()
         self.std, self.layer, self.calls = noisy.std, layer, 0
-        self.register_buffer("key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False)
+        self.register_buffer(
+            "key", torch.zeros((), dtype=torch.int64, device="meta"), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Blur x (batch, ...)."""
         if not self.training or self.std == 0:
             return x
         self.calls += 1
-        return x + self.std * random.normal(random.fold_in(random.fold_in(self.key, self.layer), self.calls), x.shape)
+        return x + self.std * random.normal(
+            random.fold_in(random.fold_in(self.key, self.layer), self.calls), x.shape
+        )
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -293,7 +333,9 @@ def _replacement(module: nn.Module, layer: int) -> nn.Module:
     return module
 
 
-def _tensor_names(skeleton: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], tensor: str) -> list[str]:
+def _tensor_names(
+    skeleton: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...], tensor: str
+) -> list[str]:
     """The full names of what each layer of a kind must be told."""
     modules = skeleton.named_modules(remove_duplicate=False)
     return [f"{name}.{tensor}".lstrip(".") for name, module in modules if isinstance(module, kind)]
@@ -303,15 +345,23 @@ def _refuse_unusable(model: nn.Module) -> None:
     """Refuse at the door what could not be federated, name the layer, suggest the fix."""
     for name, tensor in unique_tensors(model).items():
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            raise InputError(f"model: '{name}' has no shape yet (a lazy layer); run one batch through the model first")
+            raise InputError(
+                f"model: '{name}' has no shape yet (a lazy layer); run one batch through the model first"
+            )
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and not 0 <= module.p <= 1:
             raise InputError(f"model: '{name}' drops a share of {module.p}; give one from 0 to 1")
         if isinstance(module, GaussianNoise):
             require_noise_std(f"model: the deviation of '{name}'", module.std)
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
-            raise InputError(f"model: '{name}' tracks running statistics over padded rows; use track_running_stats=False")
+            raise InputError(
+                f"model: '{name}' tracks running statistics over padded rows; use track_running_stats=False"
+            )
         if isinstance(module, _BatchNorm) and type(module).forward not in _NORM_FORWARDS:
-            raise InputError(f"model: '{name}' is a batch norm of your own, and padded rows would enter it; use torch's")
+            raise InputError(
+                f"model: '{name}' is a batch norm of your own, and padded rows would enter it; use torch's"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise InputError(f"model: '{name}' rewrites its weights whenever it is used; use max_norm=None")
+            raise InputError(
+                f"model: '{name}' rewrites its weights whenever it is used; use max_norm=None"
+            )

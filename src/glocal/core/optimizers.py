@@ -23,7 +23,9 @@ class Optimizer(Protocol):
     def init(self, params: Params) -> Params:
         """The memory before the first step."""
 
-    def step(self, params: Params, grads: Params, opt_state: Params, round_index: Tensor) -> tuple[Params, Params]:
+    def step(
+        self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
+    ) -> tuple[Params, Params]:
         """Params and memory after a step."""
 
 
@@ -80,20 +82,34 @@ class SGD:
 
     def init(self, params: Params) -> Params:
         """A velocity for every tensor, if there is momentum."""
-        return {name: torch.zeros_like(tensor) for name, tensor in params.items()} if self.momentum else {}
+        return (
+            {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+            if self.momentum
+            else {}
+        )
 
-    def step(self, params: Params, grads: Params, opt_state: Params, round_index: Tensor) -> tuple[Params, Params]:
+    def step(
+        self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
+    ) -> tuple[Params, Params]:
         """One fused pass over each tensor where torch has one: the passes are the cost."""
         velocity = grads
         if self.weight_decay:
-            velocity = {n: torch.add(grad, params[n], alpha=self.weight_decay) for n, grad in grads.items()}
+            velocity = {
+                n: torch.add(grad, params[n], alpha=self.weight_decay) for n, grad in grads.items()
+            }
         if self.momentum:
-            velocity = {name: torch.add(grad, opt_state[name], alpha=self.momentum) for name, grad in velocity.items()}
+            velocity = {
+                name: torch.add(grad, opt_state[name], alpha=self.momentum)
+                for name, grad in velocity.items()
+            }
         if self.has_lr_schedule:
             lr_at = self.lr_at(round_index)
             moved = {name: tensor - lr_at * velocity[name] for name, tensor in params.items()}
         else:
-            moved = {name: torch.sub(tensor, velocity[name], alpha=self.lr) for name, tensor in params.items()}
+            moved = {
+                name: torch.sub(tensor, velocity[name], alpha=self.lr)
+                for name, tensor in params.items()
+            }
         return moved, velocity if self.momentum else {}
 
 
@@ -110,7 +126,12 @@ class Adam:
 
     def __post_init__(self) -> None:
         _require("lr", self.lr, self.lr > 0, "above 0")
-        _require("betas", self.betas, all(0 <= beta < 1 for beta in self.betas), "each at least 0 and below 1")
+        _require(
+            "betas",
+            self.betas,
+            all(0 <= beta < 1 for beta in self.betas),
+            "each at least 0 and below 1",
+        )
         _require_nonnegative_decays(self.weight_decay, self.lr_decay)
 
     @property
@@ -121,18 +142,30 @@ class Adam:
 
     def init(self, params: Params) -> Params:
         """Two moments for every tensor, and how many steps there were."""
-        zeros = {f"{moment}/{name}": torch.zeros_like(tensor) for moment in ("first", "second") for name, tensor in params.items()}
+        zeros = {
+            f"{moment}/{name}": torch.zeros_like(tensor)
+            for moment in ("first", "second")
+            for name, tensor in params.items()
+        }
         return {**zeros, "steps": torch.zeros((), device=next(iter(params.values())).device)}
 
-    def step(self, params: Params, grads: Params, opt_state: Params, round_index: Tensor) -> tuple[Params, Params]:
+    def step(
+        self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
+    ) -> tuple[Params, Params]:
         """Both moments, freed of their bias, and the step they give."""
         grads = {name: grad + self.weight_decay * params[name] for name, grad in grads.items()}
         (fade, spread), steps = self.betas, opt_state["steps"] + 1
         first = {n: fade * opt_state[f"first/{n}"] + (1 - fade) * grad for n, grad in grads.items()}
-        second = {n: spread * opt_state[f"second/{n}"] + (1 - spread) * grad.square() for n, grad in grads.items()}
+        second = {
+            n: spread * opt_state[f"second/{n}"] + (1 - spread) * grad.square()
+            for n, grad in grads.items()
+        }
         pace = _lr_at(self, round_index) / _one_minus_power(fade, steps)
         scale = _one_minus_power(spread, steps).sqrt()
-        moved = {n: tensor - pace * first[n] / (second[n].sqrt() / scale + self.eps) for n, tensor in params.items()}
+        moved = {
+            n: tensor - pace * first[n] / (second[n].sqrt() / scale + self.eps)
+            for n, tensor in params.items()
+        }
         return moved, {**_prefixed("first", first), **_prefixed("second", second), "steps": steps}
 
 
@@ -154,41 +187,87 @@ class PartitionedOptimizer:
     @property
     def description(self) -> str:
         """Its settings in words."""
-        other_names = self.other_names if isinstance(self.other_names, str) else f"[{', '.join(sorted(self.other_names))}]"
+        other_names = (
+            self.other_names
+            if isinstance(self.other_names, str)
+            else f"[{', '.join(sorted(self.other_names))}]"
+        )
         return f"{self.main.description}, {other_names} by {self.other.description}, {self.other_steps} turns"
 
     def init(self, params: Params) -> Params:
         """Both memories, and whose turn it is."""
-        opt_states = zip(("main", "other"), (self.main, self.other), self._parts(params), strict=True)
-        kept = {f"{side}/{name}": t for side, rule, part in opt_states if part for name, t in rule.init(part).items()}
+        opt_states = zip(
+            ("main", "other"), (self.main, self.other), self._parts(params), strict=True
+        )
+        kept = {
+            f"{side}/{name}": t
+            for side, rule, part in opt_states
+            if part
+            for name, t in rule.init(part).items()
+        }
         return {**kept, "turn": torch.zeros((), device=next(iter(params.values())).device)}
 
-    def step(self, params: Params, grads: Params, opt_state: Params, round_index: Tensor) -> tuple[Params, Params]:
+    def step(
+        self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
+    ) -> tuple[Params, Params]:
         """Both rules step; what it is not the turn of stays as it was."""
         moved: Params = {}
         kept: Params = {}
-        sides = zip(("main", "other"), (self.main, self.other), self._parts(params), self._parts(grads), strict=True)
+        sides = zip(
+            ("main", "other"),
+            (self.main, self.other),
+            self._parts(params),
+            self._parts(grads),
+            strict=True,
+        )
         for side, rule, own, down in sides:
             if not own:
                 continue
-            before = {name.removeprefix(f"{side}/"): t for name, t in opt_state.items() if name.startswith(f"{side}/")}
+            before = {
+                name.removeprefix(f"{side}/"): t
+                for name, t in opt_state.items()
+                if name.startswith(f"{side}/")
+            }
             after, opt_states = rule.step(own, down, before, round_index)
             if self.other_steps:
                 now = (opt_state["turn"] >= self.other_steps) == (side == "main")
-                after = {name: torch.where(now, tensor, own[name]) for name, tensor in after.items()}
-                opt_states = {name: torch.where(now, tensor, before[name]) for name, tensor in opt_states.items()}
+                after = {
+                    name: torch.where(now, tensor, own[name]) for name, tensor in after.items()
+                }
+                opt_states = {
+                    name: torch.where(now, tensor, before[name])
+                    for name, tensor in opt_states.items()
+                }
             moved |= after
             kept |= {f"{side}/{name}": tensor for name, tensor in opt_states.items()}
-        return {name: moved[name] for name in params}, {**kept, "turn": (opt_state["turn"] + 1) % (self.other_steps + 1)}
+        return {name: moved[name] for name in params}, {
+            **kept,
+            "turn": (opt_state["turn"] + 1) % (self.other_steps + 1),
+        }
 
     def _parts(self, tree: Params) -> tuple[Params, Params]:
         """What the main rule moves, and what the other does."""
         other_names = self.other_names
-        other = {name: t for name, t in tree.items() if (name.startswith(other_names) if isinstance(other_names, str) else name in other_names)}
+        other = {
+            name: t
+            for name, t in tree.items()
+            if (
+                name.startswith(other_names)
+                if isinstance(other_names, str)
+                else name in other_names
+            )
+        }
         return {name: tensor for name, tensor in tree.items() if name not in other}, other
 
 
-def sgd(lr: float, *, momentum: float = 0.0, weight_decay: float = 0.0, lr_decay: float = 0.0, lr_schedule: StepLR | None = None) -> SGD:
+def sgd(
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    lr_decay: float = 0.0,
+    lr_schedule: StepLR | None = None,
+) -> SGD:
     """Stochastic gradient descent, with settings by name."""
     return SGD(lr, momentum, weight_decay, lr_decay, lr_schedule)
 
@@ -212,7 +291,11 @@ def _lr_at(rule: SGD | Adam, round_index: Number) -> Number:
 
 
 def _describe_schedule(lr_schedule: StepLR | None) -> str:
-    return "" if lr_schedule is None else f", times {lr_schedule.gamma} every {lr_schedule.step_size} rounds"
+    return (
+        ""
+        if lr_schedule is None
+        else f", times {lr_schedule.gamma} every {lr_schedule.step_size} rounds"
+    )
 
 
 def _one_minus_power(beta: float, steps: Tensor) -> Tensor:

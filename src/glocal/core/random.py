@@ -18,7 +18,9 @@ _ALL = 2**64 - 1
 
 def fold_in(key: Tensor, address: Tensor | int) -> Tensor:
     """A new key (or many) out of a key and an address; shapes broadcast."""
-    if isinstance(address, int):  # worked out here: a copy to the accelerator at every step would wait for it
+    if isinstance(
+        address, int
+    ):  # worked out here: a copy to the accelerator at every step would wait for it
         return _mix((key ^ _mixed_number(address * _GOLDEN)) + _GOLDEN)
     # torch's compiler folds a product with `arange` into an index of 32 bits; behind `^ 0` it is a number of 64 bits again
     return _mix((key ^ _mix((address ^ 0) * _GOLDEN)) + _GOLDEN)

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_EXAMPLES, MAX_ROUNDS, MAX_SEED, count_field, require_counts
+from glocal.core.bounds import (
+    MAX_CLIENTS,
+    MAX_EPOCHS,
+    MAX_EXAMPLES,
+    MAX_ROUNDS,
+    MAX_SEED,
+    count_field,
+    require_counts,
+)
 from glocal.core.errors import InputError
 
 IntArray = npt.NDArray[np.int64]
@@ -46,18 +54,29 @@ class Availability(NamedTuple):
     dropouts: IntArray
 
     @classmethod
-    def of(cls, available: Sequence[int], *, always: Sequence[int] = (), dropouts: Sequence[int] = ()) -> "Availability":
+    def of(
+        cls, available: Sequence[int], *, always: Sequence[int] = (), dropouts: Sequence[int] = ()
+    ) -> "Availability":
         """From plain numbers of devices; one that always takes part is not sampled as well."""
         for name, clients in (("present", available), ("always", always), ("dropouts", dropouts)):
             if len({*clients}) != len(clients):
                 raise InputError(f"attendance: {name} names a device twice; name each once")
             if any(client < 0 for client in clients):
-                raise InputError(f"attendance: {name} names device {min(clients)}; devices are numbered from 0")
+                raise InputError(
+                    f"attendance: {name} names device {min(clients)}; devices are numbered from 0"
+                )
         absent = {*dropouts} - {*available, *always}
         if absent:
-            raise InputError(f"attendance: device {min(absent)} leaves, and was not there; let it be present too")
+            raise InputError(
+                f"attendance: device {min(absent)} leaves, and was not there; let it be present too"
+            )
         sampled = sorted({*available} - {*always})
-        return cls(*(np.array(clients, dtype=np.int64) for clients in (sampled, sorted(always), sorted(dropouts))))
+        return cls(
+            *(
+                np.array(clients, dtype=np.int64)
+                for clients in (sampled, sorted(always), sorted(dropouts))
+            )
+        )
 
 
 def make_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
@@ -66,36 +85,58 @@ def make_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
     >>> bool(make_rng(0, "order", 3).integers(100) == make_rng(0, "order", 3).integers(100))
     True
     """
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address])))
+    return np.random.Generator(
+        np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address]))
+    )
 
 
 def sample_clients(plan: Plan, clients: int, round_index: int) -> IntArray:
     """The devices of one round, S_t in the paper, in ascending order."""
     if plan.clients_per_round > clients:
-        raise InputError(f"plan: the cohort is {plan.clients_per_round}, but there are {clients} devices; choose at most {clients}")
-    return np.sort(make_rng(plan.seed, "cohort", round_index).choice(clients, plan.clients_per_round, replace=False))
+        raise InputError(
+            f"plan: the cohort is {plan.clients_per_round}, but there are {clients} devices; choose at most {clients}"
+        )
+    return np.sort(
+        make_rng(plan.seed, "cohort", round_index).choice(
+            clients, plan.clients_per_round, replace=False
+        )
+    )
 
 
 def sample_available(plan: Plan, attendance: Availability, round_index: int) -> IntArray:
     """The devices of a round where not all are there: a cohort of those present, or all of them, and who always takes part."""
     available = attendance.available
-    drawn = make_rng(plan.seed, "cohort", round_index).choice(len(available), min(plan.clients_per_round, len(available)), replace=False)
+    drawn = make_rng(plan.seed, "cohort", round_index).choice(
+        len(available), min(plan.clients_per_round, len(available)), replace=False
+    )
     return np.sort(np.concatenate([available[drawn], attendance.always]))
 
 
-def batch_order(plan: Plan, size: int, round_index: int, client: int, *, lengths: IntArray | None = None) -> IntArray:
+def batch_order(
+    plan: Plan, size: int, round_index: int, client: int, *, lengths: IntArray | None = None
+) -> IntArray:
     """The order in which a device visits its own examples (steps, batch); -1 is padding, at each epoch's end only.
 
     Where the plan counts tokens, by the examples' `lengths` (size,), any batch may end in padding.
     """
     generator = make_rng(plan.seed, "order", round_index, client)
     if plan.max_tokens is None or lengths is None:
-        return np.concatenate([to_batches(generator.permutation(size), plan.batch_size) for _ in range(plan.local_epochs)])
-    local_epochs = [to_token_batches(lengths, generator, batch_size=plan.batch_size, max_tokens=plan.max_tokens) for _ in range(plan.local_epochs)]
+        return np.concatenate(
+            [
+                to_batches(generator.permutation(size), plan.batch_size)
+                for _ in range(plan.local_epochs)
+            ]
+        )
+    local_epochs = [
+        to_token_batches(lengths, generator, batch_size=plan.batch_size, max_tokens=plan.max_tokens)
+        for _ in range(plan.local_epochs)
+    ]
     return np.concatenate(local_epochs)
 
 
-def client_batches(plan: Plan, rows: IntArray, round_index: int, client: int, *, lengths: IntArray | None = None) -> IntArray:
+def client_batches(
+    plan: Plan, rows: IntArray, round_index: int, client: int, *, lengths: IntArray | None = None
+) -> IntArray:
     """The same as rows of the store, of a device that holds these."""
     order = batch_order(plan, len(rows), round_index, client, lengths=lengths)
     return np.where(order >= 0, rows[order.clip(min=0)], -1)
@@ -115,7 +156,9 @@ def to_batches(rows: IntArray, batch_size: int) -> IntArray:
     return order.reshape(steps, batch_size)
 
 
-def to_token_batches(lengths: IntArray, generator: np.random.Generator, *, batch_size: int, max_tokens: int) -> IntArray:
+def to_token_batches(
+    lengths: IntArray, generator: np.random.Generator, *, batch_size: int, max_tokens: int
+) -> IntArray:
     """Rows by length, at random among those of one length, cut into batches; the batches in random order, -1 is padding.
 
     So does fairseq (Ott et al. 2019), whose `--max-tokens` counts rows times the longest. Texts of like length share a batch,

@@ -24,10 +24,14 @@ class Split:
     def __post_init__(self) -> None:
         both = self.local & self.shared
         if both:
-            raise InputError(f"split: {sorted(both)} would be both local and shared; put each tensor on one side")
+            raise InputError(
+                f"split: {sorted(both)} would be both local and shared; put each tensor on one side"
+            )
 
     @classmethod
-    def of(cls, model: nn.Module, *, local: Selector | None = None, shared: Selector | None = None) -> "Split":
+    def of(
+        cls, model: nn.Module, *, local: Selector | None = None, shared: Selector | None = None
+    ) -> "Split":
         """Split a model by naming one side, or both.
 
         A term is a module or tensor name ("encoder"), a glob ("blocks.[0-2].*"), or a predicate (name, tensor) -> bool;
@@ -38,15 +42,23 @@ class Split:
         ['2.bias', '2.weight']
         """
         named = named_tensors(model)
-        sides = {side: _select(term, named) for side, term in (("local", local), ("shared", shared)) if term is not None}
+        sides = {
+            side: _select(term, named)
+            for side, term in (("local", local), ("shared", shared))
+            if term is not None
+        }
         if not sides:
-            raise InputError("split: neither side given; name the private part with local= or the averaged one with shared=")
+            raise InputError(
+                "split: neither side given; name the private part with local= or the averaged one with shared="
+            )
         everything = frozenset(named)
         chosen_local = sides.get("local", everything - sides.get("shared", everything))
         chosen_shared = sides.get("shared", everything - chosen_local)
         left_over = everything - chosen_local - chosen_shared
         if left_over:
-            raise InputError(f"split: {sorted(left_over)} is on neither side; name only one side, and the rest is the other")
+            raise InputError(
+                f"split: {sorted(left_over)} is on neither side; name only one side, and the rest is the other"
+            )
         split = cls(chosen_local, chosen_shared)
         _refuse_tied_across(split, model)
         names = frozenset(unique_tensors(model))
@@ -75,7 +87,9 @@ class Split:
         sent, all_ = trees.numel(self.take_shared(params)), trees.numel(params)
         bytes_sent = trees.nbytes(self.take_shared(params))
         share = 100 * sent / all_ if all_ else 0.0
-        lines.append(f"{share:.2f} % of the model is sent each round: {sent:,} of {all_:,} parameters, {bytes_sent:,} bytes")
+        lines.append(
+            f"{share:.2f} % of the model is sent each round: {sent:,} of {all_:,} parameters, {bytes_sent:,} bytes"
+        )
         return "\n".join(lines)
 
 
@@ -117,13 +131,19 @@ def layer_names(model: nn.Module) -> list[str]:
     >>> layer_names(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
     ['0', '2']
     """
-    return [name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    return [
+        name
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
+    ]
 
 
 def _checked_layer_names(model: nn.Module, count: int) -> list[str]:
     names = layer_names(model)
     if not 0 <= count <= len(names):
-        raise InputError(f"split: asked for {count} layers, but the model has {len(names)} with weights: {', '.join(names)}")
+        raise InputError(
+            f"split: asked for {count} layers, but the model has {len(names)} with weights: {', '.join(names)}"
+        )
     return names
 
 
@@ -134,12 +154,18 @@ def _select(selector: Selector, named: Params) -> frozenset[str]:
 
 def _matching_names(term: Term, named: Params) -> list[str]:
     if isinstance(term, nn.Module):
-        raise InputError(f"split: a module ({type(term).__name__}) was given; give its name, such as 'encoder'")
+        raise InputError(
+            f"split: a module ({type(term).__name__}) was given; give its name, such as 'encoder'"
+        )
     matched = [name for name, tensor in named.items() if _term_matches(term, name, tensor)]
     if not matched:
         known = {*named, *(parent for name in named for parent in _parents(name))}
         given = f"'{term}'" if isinstance(term, str) else "the predicate"
-        hint = suggest_name(term, known) if isinstance(term, str) else f"names: {', '.join(sorted(named))}"
+        hint = (
+            suggest_name(term, known)
+            if isinstance(term, str)
+            else f"names: {', '.join(sorted(named))}"
+        )
         raise InputError(f"split: {given} matches no parameter or buffer of this model; {hint}")
     return matched
 
@@ -160,4 +186,6 @@ def _refuse_tied_across(split: Split, model: nn.Module) -> None:
     """One tensor under two names must not be both private and averaged."""
     for name, twin in canonical_names(model).items():
         if (name in split.local) != (twin in split.local):
-            raise InputError(f"split: '{name}' and '{twin}' are one tied tensor; put both names on the same side")
+            raise InputError(
+                f"split: '{name}' and '{twin}' are one tied tensor; put both names on the same side"
+            )

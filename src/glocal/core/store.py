@@ -27,7 +27,11 @@ class PrivateStates:
         """One device's private tree, brought back if it waits elsewhere."""
         row = self.trained.get(client, self.initial)
         here = next((tensor.device for tensor in self.initial.values()), None)
-        return row if here is None or all(tensor.device == here for tensor in row.values()) else trees.to(row, here)
+        return (
+            row
+            if here is None or all(tensor.device == here for tensor in row.values())
+            else trees.to(row, here)
+        )
 
     def put(self, clients: Sequence[int], rows: Sequence[Params]) -> "PrivateStates":
         """New rows for some devices; all others keep the very tensors they had."""
@@ -38,8 +42,13 @@ class PrivateStates:
     def to(self, device: torch.device, max_gpu_rows: int | None) -> "PrivateStates":
         """The same rows on a computing device, as many as there is room for."""
         trained = list(self.trained.items())
-        cold = len(trained) - (len(trained) if max_gpu_rows is None else min(max_gpu_rows, len(trained)))
-        placed = {number: row if place < cold else trees.to(row, device) for place, (number, row) in enumerate(trained)}
+        cold = len(trained) - (
+            len(trained) if max_gpu_rows is None else min(max_gpu_rows, len(trained))
+        )
+        placed = {
+            number: row if place < cold else trees.to(row, device)
+            for place, (number, row) in enumerate(trained)
+        }
         return PrivateStates(trees.to(self.initial, device), placed, max_gpu_rows)
 
 
@@ -68,4 +77,7 @@ def _offload(trained: dict[int, Params], max_gpu_rows: int | None) -> dict[int, 
     if max_gpu_rows is None or len(trained) <= max_gpu_rows:
         return trained
     host, cold = torch.device("cpu"), len(trained) - max_gpu_rows
-    return {device: trees.to(row, host) if place < cold else row for place, (device, row) in enumerate(trained.items())}
+    return {
+        device: trees.to(row, host) if place < cold else row
+        for place, (device, row) in enumerate(trained.items())
+    }

@@ -70,14 +70,18 @@ class Objective(NamedTuple):
         """The whole of what is minimised (), and the buffers after the step."""
         total, buffers = self.loss(params, batch)
         for anchor, strength in self.proximal:
-            total = total + strength / 2 * trees.squared_distance(trees.pick(params, anchor), anchor)
+            total = total + strength / 2 * trees.squared_distance(
+                trees.pick(params, anchor), anchor
+            )
         return total, buffers
 
 
 class LocalTrainer(Protocol):
     """Another way to do what `local_train` does; None where it does not know how."""
 
-    def __call__(self, objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> tuple[Params, Tensor] | None:
+    def __call__(
+        self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
+    ) -> tuple[Params, Tensor] | None:
         """Trained params and the mean loss over examples ()."""
 
 
@@ -104,7 +108,10 @@ class AugmentedLoss:
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (), and the buffers after the step."""
-        return self.inner(params, batch._replace(x=self.augment(batch.x, random.fold_in(batch.key, _AUGMENTATION))))
+        return self.inner(
+            params,
+            batch._replace(x=self.augment(batch.x, random.fold_in(batch.key, _AUGMENTATION))),
+        )
 
 
 def supervised(model: nn.Module, loss: PerExampleLoss) -> Objective:
@@ -155,13 +162,17 @@ def _require_per_example(values: object, mask: Tensor) -> None:
     )
 
 
-def local_train(objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> tuple[Params, Tensor]:
+def local_train(
+    objective: Objective, params: Params, work: Work, optimizer: Optimizer
+) -> tuple[Params, Tensor]:
     """Train params through the work's steps; returns them and the mean loss over examples (). A padded step is the identity."""
     taken = work.trainer(objective, params, work, optimizer) if work.trainer else None
     if taken is not None:
         return taken
     # the caller's tensors stay as they are
-    trainable = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()}
+    trainable = {
+        name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()
+    }
     buffers = trees.pick(params, params.keys() - objective.trainable)
     opt_state, losses = optimizer.init(trainable), []
     for step, batch in enumerate(batches(work)):
@@ -170,7 +181,9 @@ def local_train(objective: Objective, params: Params, work: Work, optimizer: Opt
         trainable, opt_state = optimizer.step(trainable, grads, opt_state, work.round_index)
         buffers = {**buffers, **buffers}
         if step >= work.full_steps:  # else a device out of data coasts on its momentum
-            trainable, opt_state, buffers = map(partial(trees.where, batch.mask.any()), (trainable, opt_state, buffers), before)
+            trainable, opt_state, buffers = map(
+                partial(trees.where, batch.mask.any()), (trainable, opt_state, buffers), before
+            )
         losses.append(loss)
     trained = {**trainable, **buffers}
     return {name: trained[name] for name in params}, mean_example_loss(losses, work.order)
@@ -196,7 +209,9 @@ def take_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) -> B
     return Batch(x[rows], y[rows], None if group is None else group[rows], mask, key)
 
 
-def precompute_augmented(augment: Augment, examples: Examples, order: Tensor, key: Tensor) -> tuple[Examples, Tensor]:
+def precompute_augmented(
+    augment: Augment, examples: Examples, order: Tensor, key: Tensor
+) -> tuple[Examples, Tensor]:
     """Every visit's augmented example, one after the other, and the order (..., steps, batch) that visits them in turn.
 
     For one device or for many; a loss without the augmentation then takes the steps that the augmented one would have taken.
@@ -214,11 +229,15 @@ def mean_example_loss(losses: Sequence[Tensor], order: Tensor) -> Tensor:
     """The mean (...) of the steps' losses, each (...) counting as often as it has real rows in order (..., steps, batch)."""
     counts = (order >= 0).sum(-1)
     values = torch.stack(list(losses), -1)
-    kept = torch.where(counts > 0, values, torch.zeros_like(values))  # a padded step's loss is not one
+    kept = torch.where(
+        counts > 0, values, torch.zeros_like(values)
+    )  # a padded step's loss is not one
     return (kept * counts).sum(-1) / counts.sum(-1).clamp(min=1)
 
 
-def compute_grads(objective: Objective, trainable: Params, buffers: Params, batch: Batch) -> tuple[Params, Tensor, Params]:
+def compute_grads(
+    objective: Objective, trainable: Params, buffers: Params, batch: Batch
+) -> tuple[Params, Tensor, Params]:
     """Slopes of one step, its loss, and the buffers after it."""
 
     def loss(weights: Params) -> tuple[Tensor, Params]:

@@ -85,12 +85,16 @@ def subtract(left: Params, right: Params) -> Params:
 def squared_distance(left: Params, right: Params) -> Tensor:
     """Sum over all names of ||left - right||^2, a scalar ()."""
     require_same_names(right, left, "squared_distance")
-    return torch.stack([(tensor - right[name]).square().sum() for name, tensor in left.items()]).sum()
+    return torch.stack(
+        [(tensor - right[name]).square().sum() for name, tensor in left.items()]
+    ).sum()
 
 
 def where(condition: Tensor, chosen: Params, otherwise: Params) -> Params:
     """Chosen where the scalar condition () holds, otherwise the other tree, bit for bit."""
-    return {name: torch.where(condition, tensor, otherwise[name]) for name, tensor in chosen.items()}
+    return {
+        name: torch.where(condition, tensor, otherwise[name]) for name, tensor in chosen.items()
+    }
 
 
 def numel(tree: Params) -> int:
@@ -111,5 +115,6 @@ def to(tree: Params, device: torch.device) -> Params:
 def same_bits(left: Params, right: Params) -> bool:
     """True when both trees hold the same names, types and bits."""
     return left.keys() == right.keys() and all(
-        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]) for name, tensor in left.items()
+        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name])
+        for name, tensor in left.items()
     )

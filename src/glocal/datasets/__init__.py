@@ -13,7 +13,17 @@ from glocal.datasets.partitions import (
     random_shards,
     shards,
 )
-from glocal.datasets.sources import SOURCES, Dataset, Source, fetch_source, load, load_any, load_texts, source_status, verify_source
+from glocal.datasets.sources import (
+    SOURCES,
+    Dataset,
+    Source,
+    fetch_source,
+    load,
+    load_any,
+    load_texts,
+    source_status,
+    verify_source,
+)
 from glocal.datasets.texts import Texts, partition_texts
 
 __all__ = [

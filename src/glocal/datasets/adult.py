@@ -41,7 +41,9 @@ Columns = dict[str, npt.NDArray[np.str_]]
 def read_adult(path: Path) -> tuple[Examples, Examples]:
     """Training and test half: x (rows, 93), y 1 above 50,000, group (rows, 2): race 1 for White, sex 1 for Male."""
     table = _read_columns(path)
-    inputs = np.concatenate([_encode(name, table[name]) for name in _COLUMNS if name not in _EXCLUDED], axis=1)
+    inputs = np.concatenate(
+        [_encode(name, table[name]) for name in _COLUMNS if name not in _EXCLUDED], axis=1
+    )
     y = (table["income"] == ">50K").astype(np.int64)
     group = np.stack([table["race"] == "White", table["sex"] == "Male"], axis=1).astype(np.int64)
     train, test = _stratified_halves(y)
@@ -54,10 +56,14 @@ def read_adult(path: Path) -> tuple[Examples, Examples]:
 def _read_columns(path: Path) -> Columns:
     """The rows of people who are White or Black, column by column."""
     lines = [
-        line.strip().split(", ") for line in path.read_text(encoding="utf-8").splitlines() if line.count(",") == len(_COLUMNS) - 1
+        line.strip().split(", ")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.count(",") == len(_COLUMNS) - 1
     ]
     if not lines:
-        raise InputError(f"data: {path} holds no rows of Adult; delete it and run `glocal data fetch adult`")
+        raise InputError(
+            f"data: {path} holds no rows of Adult; delete it and run `glocal data fetch adult`"
+        )
     table = dict(zip(_COLUMNS, np.array(lines).T, strict=True))
     kept = np.isin(table["race"], ["White", "Black"])
     return {name: column[kept] for name, column in table.items()}
@@ -67,7 +73,9 @@ def _encode(name: str, column: npt.NDArray[np.str_]) -> npt.NDArray[np.float64]:
     """A column of numbers as it is, one of words as dummies without the first level (rows, width)."""
     if name in _NUMERIC:
         return column.astype(np.float64)[:, None]
-    dummies: npt.NDArray[np.float64] = (column[:, None] == np.unique(column)[None, 1:]).astype(np.float64)
+    dummies: npt.NDArray[np.float64] = (column[:, None] == np.unique(column)[None, 1:]).astype(
+        np.float64
+    )
     return dummies
 
 

@@ -34,14 +34,23 @@ def crop_and_flip(padding: int = 4, fill: tuple[float, ...] | None = None) -> Au
 
 def _pixels(x: Tensor, places: Tensor) -> Tensor:
     """The pixels of each image, in all channels, at places (rows, height, width) in its flattened plane."""
-    return x.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, x.shape[1], -1)).reshape(x.shape)
+    return (
+        x.flatten(2)
+        .gather(2, places.flatten(1)[:, None].expand(-1, x.shape[1], -1))
+        .reshape(x.shape)
+    )
 
 
 def _border(fill: tuple[float, ...] | None, x: Tensor) -> Tensor:
     """The colour outside the image (channels, 1, 1)."""
     channels = x.shape[1]
     if fill is not None and len(fill) != channels:
-        raise InputError(f"augment: fill has {len(fill)} values, but the images have {channels} channels; give one per channel")
+        raise InputError(
+            f"augment: fill has {len(fill)} values, but the images have {channels} channels; give one per channel"
+        )
     # filled in place: torch.tensor would copy from the host, and make a GPU wait, at every step
-    colours = [torch.full((1, 1), value, dtype=x.dtype, device=x.device) for value in fill or (0.0,) * channels]
+    colours = [
+        torch.full((1, 1), value, dtype=x.dtype, device=x.device)
+        for value in fill or (0.0,) * channels
+    ]
     return torch.stack(colours)

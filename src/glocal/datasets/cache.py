@@ -61,6 +61,8 @@ def probe_rows(rows: int) -> npt.NDArray[np.int64]:
 def _read_checked(read: Callable[[], Array], dtype: type[np.generic], shape: Shape) -> Array | None:
     try:
         array = read()
-    except Exception:  # whatever a file that is damaged, or something else, may raise: it is made again
+    except (
+        Exception
+    ):  # whatever a file that is damaged, or something else, may raise: it is made again
         return None
     return array if array.dtype == dtype and array.shape == shape else None

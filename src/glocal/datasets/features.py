@@ -17,7 +17,13 @@ _BATCH_SIZES = {"cpu": 16}  # more at once leave a processor's cache, and take l
 _DEFAULT_BATCH_SIZE = 256
 
 
-def extract_features(pictures: ImageTable, network: nn.Module, device: torch.device, *, report: ProgressCallback = no_progress) -> ImageTable:
+def extract_features(
+    pictures: ImageTable,
+    network: nn.Module,
+    device: torch.device,
+    *,
+    report: ProgressCallback = no_progress,
+) -> ImageTable:
     """What a network sees in each picture (pictures, width), of mean 0 and deviation 1 over all of them.
 
     It runs as in evaluation. Pictures, weights and device tell kept features apart; that the network does with its weights what it
@@ -45,7 +51,9 @@ def standardize(features: Array, source_hash: str = "") -> ImageTable:
     return ImageTable(centred * scale.astype(np.float32), source_hash)
 
 
-def _extract_all(pictures: ImageTable, network: nn.Module, device: torch.device, report: ProgressCallback) -> Array:
+def _extract_all(
+    pictures: ImageTable, network: nn.Module, device: torch.device, report: ProgressCallback
+) -> Array:
     """All of them, some at a time; progress is told in bytes of pictures, as downloads are."""
     step, size = _BATCH_SIZES.get(device.type, _DEFAULT_BATCH_SIZE), pictures.table[0].nbytes
     parts: list[Array] = []
@@ -62,15 +70,33 @@ def _extract_all(pictures: ImageTable, network: nn.Module, device: torch.device,
 
 
 @torch.no_grad()
-def _extract(pictures: ImageTable, network: nn.Module, device: torch.device, numbers: Array) -> Array:
+def _extract(
+    pictures: ImageTable, network: nn.Module, device: torch.device, numbers: Array
+) -> Array:
     """Features (numbers, width) of these pictures, copied out of whatever the network holds them in."""
-    seen = network(pictures(torch.from_numpy(numbers)).to(device))  # the table itself may be more than a GPU has room for
-    if not isinstance(seen, Tensor) or seen.dim() != 2 or len(seen) != len(numbers) or not seen.shape[1] or seen.is_complex():
-        made = f"{tuple(seen.shape)} of {seen.dtype}" if isinstance(seen, Tensor) else type(seen).__name__
-        raise InputError(f"encoder: it made {made} of {len(numbers)} pictures; real numbers (pictures, width) were expected")
+    seen = network(
+        pictures(torch.from_numpy(numbers)).to(device)
+    )  # the table itself may be more than a GPU has room for
+    if (
+        not isinstance(seen, Tensor)
+        or seen.dim() != 2
+        or len(seen) != len(numbers)
+        or not seen.shape[1]
+        or seen.is_complex()
+    ):
+        made = (
+            f"{tuple(seen.shape)} of {seen.dtype}"
+            if isinstance(seen, Tensor)
+            else type(seen).__name__
+        )
+        raise InputError(
+            f"encoder: it made {made} of {len(numbers)} pictures; real numbers (pictures, width) were expected"
+        )
     told = np.array(seen.float().cpu().numpy(), order="C")
     if bad := numbers[~np.isfinite(told).all(1)].tolist():
-        raise InputError(f"encoder: what it made of picture {bad[0]} is not finite; check its weights")
+        raise InputError(
+            f"encoder: what it made of picture {bad[0]} is not finite; check its weights"
+        )
     return told
 
 

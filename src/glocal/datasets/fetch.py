@@ -52,7 +52,14 @@ def has_checksum(path: Path, sha256: str) -> bool:
         return False
 
 
-def fetch(remote: RemoteFile, folder: Path, *, report: ProgressCallback = no_progress, timeout: float = 30.0, attempts: int = 3) -> Path:
+def fetch(
+    remote: RemoteFile,
+    folder: Path,
+    *,
+    report: ProgressCallback = no_progress,
+    timeout: float = 30.0,
+    attempts: int = 3,
+) -> Path:
     """The file in the folder, downloaded if it is missing or wrong; every URL gets `attempts` turns, timeout in seconds."""
     target = folder / remote.name
     if has_checksum(target, remote.sha256):
@@ -60,12 +67,21 @@ def fetch(remote: RemoteFile, folder: Path, *, report: ProgressCallback = no_pro
     with _disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        if not has_checksum(target, remote.sha256):  # else another process fetched it while this one waited
-            _download(remote, target, lambda url, part: _append(remote, url, part, timeout=timeout, report=report), attempts)
+        if not has_checksum(
+            target, remote.sha256
+        ):  # else another process fetched it while this one waited
+            _download(
+                remote,
+                target,
+                lambda url, part: _append(remote, url, part, timeout=timeout, report=report),
+                attempts,
+            )
     return target
 
 
-def _download(remote: RemoteFile, target: Path, append: Callable[[str, Path], None], attempts: int) -> None:
+def _download(
+    remote: RemoteFile, target: Path, append: Callable[[str, Path], None], attempts: int
+) -> None:
     if not remote.urls:
         raise InputError(
             f"data: {remote.name} is not to be downloaded; put the file into {target.parent}, "
@@ -89,7 +105,9 @@ def _download(remote: RemoteFile, target: Path, append: Callable[[str, Path], No
     )
 
 
-def _append(remote: RemoteFile, url: str, part: Path, *, timeout: float, report: ProgressCallback) -> None:
+def _append(
+    remote: RemoteFile, url: str, part: Path, *, timeout: float, report: ProgressCallback
+) -> None:
     """Bring the part up to the full size, from where it broke off if the server can."""
     held = part.stat().st_size if part.exists() else 0
     if held == remote.size:
@@ -145,7 +163,9 @@ def _open_url(url: str, start: int, timeout: float) -> HTTPResponse:
 def _check_response(response: HTTPResponse, start: int, remote: RemoteFile) -> None:
     """Refuse, before a byte is written, an answer that cannot be the rest of this file: a log-in page, another release."""
     if start and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-        raise _AttemptError(f"answered with {response.headers.get('Content-Range')}, asked from byte {start}")
+        raise _AttemptError(
+            f"answered with {response.headers.get('Content-Range')}, asked from byte {start}"
+        )
     length = response.headers.get("Content-Length", "")
     if length.isdecimal() and start + int(length) != remote.size:
         raise _AttemptError(f"offers {start + int(length)} bytes, expected {remote.size}")

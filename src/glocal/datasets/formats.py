@@ -15,9 +15,24 @@ from glocal.core.errors import InputError
 
 Bytes = npt.NDArray[np.uint8]
 
-CIFAR_BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+CIFAR_BATCHES = (
+    "data_batch_1",
+    "data_batch_2",
+    "data_batch_3",
+    "data_batch_4",
+    "data_batch_5",
+    "test_batch",
+)
 CIFAR_IMAGES = 10_000  # in each batch
-_DECODING_ERRORS = (OSError, EOFError, LookupError, ValueError, zlib.error, lzma.LZMAError, tarfile.TarError)
+_DECODING_ERRORS = (
+    OSError,
+    EOFError,
+    LookupError,
+    ValueError,
+    zlib.error,
+    lzma.LZMAError,
+    tarfile.TarError,
+)
 
 
 def read_idx(path: Path) -> Bytes:
@@ -35,7 +50,9 @@ def read_cifar_binary(path: Path) -> tuple[Bytes, Bytes]:
         for member in archive:
             name = member.name.removeprefix("cifar-10-batches-bin/").removesuffix(".bin")
             if name in CIFAR_BATCHES and (file := archive.extractfile(member)):
-                batches[name] = np.frombuffer(file.read(), np.uint8).reshape(CIFAR_IMAGES, 1 + 3 * 32 * 32)
+                batches[name] = np.frombuffer(file.read(), np.uint8).reshape(
+                    CIFAR_IMAGES, 1 + 3 * 32 * 32
+                )
         records = np.concatenate([batches[name] for name in CIFAR_BATCHES])
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
 
@@ -49,9 +66,16 @@ def read_cifar_repacked(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
 def _read_repacked_batch(path: Path) -> tuple[Bytes, Bytes]:
     with _decoding(path):
         raw = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
-        planes = raw[CIFAR_IMAGES:].reshape(3, CIFAR_IMAGES, 32, 32).cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
+        planes = (
+            raw[CIFAR_IMAGES:]
+            .reshape(3, CIFAR_IMAGES, 32, 32)
+            .cumsum(2, dtype=np.uint8)
+            .cumsum(3, dtype=np.uint8)
+        )
     green, red_less_green, blue_less_green = planes
-    return np.stack([red_less_green + green, green, blue_less_green + green], axis=1), raw[:CIFAR_IMAGES]
+    return np.stack([red_less_green + green, green, blue_less_green + green], axis=1), raw[
+        :CIFAR_IMAGES
+    ]
 
 
 @contextmanager
@@ -60,4 +84,6 @@ def _decoding(path: Path) -> Iterator[None]:
         yield
     except _DECODING_ERRORS as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise InputError(f"data: {path} could not be decoded ({why}); delete it and fetch it again") from error
+        raise InputError(
+            f"data: {path} could not be decoded ({why}); delete it and fetch it again"
+        ) from error

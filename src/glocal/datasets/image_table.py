@@ -18,7 +18,10 @@ from glocal.core.errors import InputError, describe_error
 from glocal.core.paths import cache_folder
 from glocal.datasets.cache import Array, atomic_path, mmap_array, probe_rows
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which pretrained networks expect
+IMAGENET_MEAN, IMAGENET_STD = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)  # of ImageNet, which pretrained networks expect
 _MAX_ID_DIGITS = 18  # figures
 _LOG_EVERY = 10_000  # pictures: a minute or so
 _LOG = logging.getLogger("glocal")
@@ -84,7 +87,8 @@ class ImageTable:
 def _normalize(pixels: Tensor) -> Tensor:
     # filled in place: torch.tensor would copy from the host, and make a GPU wait, at every step
     mean, deviation = (
-        torch.stack([torch.full((1, 1), value, device=pixels.device) for value in values]) for values in (IMAGENET_MEAN, IMAGENET_STD)
+        torch.stack([torch.full((1, 1), value, device=pixels.device) for value in values])
+        for values in (IMAGENET_MEAN, IMAGENET_STD)
     )
     return (pixels.float() / 255 - mean) / deviation
 
@@ -93,16 +97,26 @@ def find_images(source: Path) -> dict[int, str]:
     """The pictures of a folder or a zip by their id, which ends their names: COCO_train2014_000000000009.jpg is 9."""
     try:
         if source.is_dir():
-            names = [path.relative_to(source).as_posix() for path in sorted(source.rglob("*")) if path.is_file()]
+            names = [
+                path.relative_to(source).as_posix()
+                for path in sorted(source.rglob("*"))
+                if path.is_file()
+            ]
         else:
             with zipfile.ZipFile(source) as archive:
                 names = archive.namelist()
     except Exception as error:  # whatever a zip whose directory is damaged may raise
-        raise InputError(f"data: {source} is no folder or zip of pictures ({describe_error(error)}); give one of the two") from error
+        raise InputError(
+            f"data: {source} is no folder or zip of pictures ({describe_error(error)}); give one of the two"
+        ) from error
     found: dict[int, str] = {}
     for name in names:
         figures = Path(name).stem.rpartition("_")[2]
-        if name.endswith("/") or Path(name).name.startswith(".") or Path(name).suffix.lower() not in _SUFFIXES:
+        if (
+            name.endswith("/")
+            or Path(name).name.startswith(".")
+            or Path(name).suffix.lower() not in _SUFFIXES
+        ):
             continue  # a folder, what macOS packs beside every file, or notes on a picture
         if not figures.isdecimal() or len(figures) > _MAX_ID_DIGITS:
             continue
@@ -127,7 +141,10 @@ def decode_images(source: Path, names: Sequence[str], *, size: int) -> ImageTabl
 def _matches_source(table: Array, read: Callable[[str], bytes], names: Sequence[str]) -> bool:
     """Whether a few pictures from all over a kept table are what is decoded now: a disk may have damaged it."""
     places = probe_rows(len(names)).tolist()
-    return all(np.array_equal(table[place], _decode_image(read, names[place], table.shape[-1])) for place in places)
+    return all(
+        np.array_equal(table[place], _decode_image(read, names[place], table.shape[-1]))
+        for place in places
+    )
 
 
 def _file_stamps(source: Path, names: Sequence[str]) -> list[tuple[int, int]]:
@@ -168,7 +185,11 @@ def _decode_into(array: Array, read: Callable[[str], bytes], names: Sequence[str
 
 
 def _reader(source: Path) -> Callable[[str], bytes]:
-    return (lambda name: (source / name).read_bytes()) if source.is_dir() else zipfile.ZipFile(source).read
+    return (
+        (lambda name: (source / name).read_bytes())
+        if source.is_dir()
+        else zipfile.ZipFile(source).read
+    )
 
 
 def _decode_image(read: Callable[[str], bytes], name: str, size: int) -> Array:
@@ -176,7 +197,9 @@ def _decode_image(read: Callable[[str], bytes], name: str, size: int) -> Array:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise InputError("data: pictures need Pillow; install it with: pip install 'glocal[vqa]'") from error
+        raise InputError(
+            "data: pictures need Pillow; install it with: pip install 'glocal[vqa]'"
+        ) from error
     try:
         with Image.open(io.BytesIO(read(name))) as opened:
             if opened.mode.startswith("I"):
@@ -184,13 +207,19 @@ def _decode_image(read: Callable[[str], bytes], name: str, size: int) -> Array:
             elif opened.mode == "F":
                 raise ValueError("its pixels are fractions, and nobody says of what")
             else:
-                picture = opened.convert("RGBA" if "transparency" in opened.info else "RGB").convert("RGB")
+                picture = opened.convert(
+                    "RGBA" if "transparency" in opened.info else "RGB"
+                ).convert("RGB")
     except UnidentifiedImageError as error:
         raise InputError(
             f"data: the picture {name} cannot be decoded (of no known kind); fetch it again, or take it away"
         ) from error
-    except Exception as error:  # whatever a decoder or a zip (locked, of a method unknown here) may raise
-        raise InputError(f"data: the picture {name} cannot be decoded ({describe_error(error)}); fetch it again, or take it away") from error
+    except (
+        Exception
+    ) as error:  # whatever a decoder or a zip (locked, of a method unknown here) may raise
+        raise InputError(
+            f"data: the picture {name} cannot be decoded ({describe_error(error)}); fetch it again, or take it away"
+        ) from error
     if picture.size != (size, size):
         picture = picture.resize((size, size), Image.Resampling.LANCZOS)
     return np.asarray(picture).transpose(2, 0, 1)
@@ -198,7 +227,11 @@ def _decode_image(read: Callable[[str], bytes], name: str, size: int) -> Array:
 
 def _to_uint8(pixels: Array) -> Array:
     """Grey of 16 bits, of which `convert` would make white of all above 255; also where 32 bits hold no more than 8."""
-    return (pixels // (256 if pixels.dtype.itemsize == 2 or pixels.max() > 255 else 1)).clip(0, 255).astype(np.uint8)
+    return (
+        (pixels // (256 if pixels.dtype.itemsize == 2 or pixels.max() > 255 else 1))
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
 
 
 def row_by_id(ids: Mapping[int, str]) -> dict[int, int]:

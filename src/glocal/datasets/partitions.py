@@ -18,18 +18,27 @@ from glocal.datasets.sources import Dataset
 ClientRows = tuple[list[Rows], list[Rows]]
 Partitioner = Callable[[IntArray, IntArray, np.random.Generator], ClientRows]
 
-_LARGEST_ALPHA = 1e6  # beyond, shares are equal to within a row; far beyond, numpy's gamma numbers overflow
+_LARGEST_ALPHA = (
+    1e6  # beyond, shares are equal to within a row; far beyond, numpy's gamma numbers overflow
+)
 
 
-def partition(dataset: Dataset, partitioner: Partitioner, *, validation: float = 0.1, seed: int = 0) -> FederatedData:
+def partition(
+    dataset: Dataset, partitioner: Partitioner, *, validation: float = 0.1, seed: int = 0
+) -> FederatedData:
     """Give every device its examples; the stores are used as they are, not copied."""
     for part, (_, y, _) in (("train", dataset.train), ("test", dataset.test)):
         if y.dim() != 1 or y.dtype != torch.int64:
-            raise InputError(f"data: {part} labels are {tuple(y.shape)} {y.dtype}; whole numbers (rows,) were expected: y.long()")
+            raise InputError(
+                f"data: {part} labels are {tuple(y.shape)} {y.dtype}; whole numbers (rows,) were expected: y.long()"
+            )
     labels = [part.y.cpu().numpy() for part in (dataset.train, dataset.test)]
     train, test = partitioner(labels[0], labels[1], make_rng(seed, "partition"))
     return hold_out_validation(
-        ClientData(dataset.train, tuple(train)), ClientData(dataset.test, tuple(test)), validation=validation, seed=seed
+        ClientData(dataset.train, tuple(train)),
+        ClientData(dataset.test, tuple(test)),
+        validation=validation,
+        seed=seed,
     )
 
 
@@ -48,7 +57,9 @@ def iid(clients: int) -> Partitioner:
 
     def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
         _require_enough_examples(clients, train)
-        owners = [generator.permutation(np.arange(len(labels)) % clients) for labels in (train, test)]
+        owners = [
+            generator.permutation(np.arange(len(labels)) % clients) for labels in (train, test)
+        ]
         return _client_rows(clients, *owners)
 
     return partition
@@ -67,14 +78,19 @@ def random_shards(clients: int, classes_per_client: int) -> Partitioner:
     return _shard_partitioner(clients, classes_per_client, lambda held, generator: held)
 
 
-def _shard_partitioner(clients: int, classes_per_client: int, sort: Callable[[IntArray, np.random.Generator], IntArray]) -> Partitioner:
+def _shard_partitioner(
+    clients: int, classes_per_client: int, sort: Callable[[IntArray, np.random.Generator], IntArray]
+) -> Partitioner:
     _require_positive("devices", clients)
     _require_positive("classes_per_client", classes_per_client)
 
     def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
         _require_enough_examples(clients, train)
         classes = np.union1d(train, test)
-        held = sort(_assign_slots(_slots(clients, classes_per_client, classes, train), clients, generator), generator)
+        held = sort(
+            _assign_slots(_slots(clients, classes_per_client, classes, train), clients, generator),
+            generator,
+        )
         train_owners, test_owners = np.zeros(len(train), np.int64), np.zeros(len(test), np.int64)
         for label, slots in zip(classes, held.T, strict=True):
             holders = generator.permutation(np.repeat(np.arange(clients), slots))
@@ -91,7 +107,9 @@ def dirichlet(clients: int, alpha: float) -> Partitioner:
     """Each class in proportions drawn from Dir(alpha), the same in training and test (Hsu, Qi and Brown 2019)."""
     _require_positive("devices", clients)
     if not 0 < alpha <= _LARGEST_ALPHA:
-        raise InputError(f"partition: alpha is {alpha}; it must be above 0 and at most {_LARGEST_ALPHA:g} (iid gives equal shares)")
+        raise InputError(
+            f"partition: alpha is {alpha}; it must be above 0 and at most {_LARGEST_ALPHA:g} (iid gives equal shares)"
+        )
 
     def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
         _require_enough_examples(clients, train)
@@ -119,9 +137,14 @@ def natural(train_ids: npt.ArrayLike, test_ids: npt.ArrayLike) -> Partitioner:
     test_owners = np.searchsorted(people, tested)
 
     def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
-        for part, labels, owners in (("training", train, train_owners), ("test", test, test_owners)):
+        for part, labels, owners in (
+            ("training", train, train_owners),
+            ("test", test, test_owners),
+        ):
             if len(labels) != len(owners):
-                raise InputError(f"partition: {len(owners)} {part} ids but {len(labels)} {part} examples; give one id per example")
+                raise InputError(
+                    f"partition: {len(owners)} {part} ids but {len(labels)} {part} examples; give one id per example"
+                )
         return _client_rows(len(people), train_owners, test_owners)
 
     return partition
@@ -138,16 +161,23 @@ def question_type_shards(clients: int, train_types: IntArray, test_types: IntArr
     def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
         for part, labels, types in (("training", train, train_types), ("test", test, test_types)):
             if len(labels) != len(types):
-                raise InputError(f"partition: {len(types)} {part} kinds but {len(labels)} {part} examples; give one per example")
+                raise InputError(
+                    f"partition: {len(types)} {part} kinds but {len(labels)} {part} examples; give one per example"
+                )
         _require_enough_examples(clients, train)
-        train_owners, test_owners = np.zeros(len(train), np.int64), generator.integers(clients, size=len(test))
+        train_owners, test_owners = (
+            np.zeros(len(train), np.int64),
+            generator.integers(clients, size=len(test)),
+        )
         turn = generator.permutation(int(max(train_types.max(), test_types.max(initial=0))) + 1)
         row_order = np.lexsort((generator.random(len(train)), turn[train_types]))
         train_owners[row_order] = np.arange(len(train)) * clients // len(train)
         for kind in np.intersect1d(train_types, test_types):
             held = np.bincount(train_owners[train_types == kind], minlength=clients)
             rows = generator.permutation(np.flatnonzero(test_types == kind))
-            test_owners[rows] = np.repeat(np.arange(clients), apportion(held / held.sum(), len(rows)))
+            test_owners[rows] = np.repeat(
+                np.arange(clients), apportion(held / held.sum(), len(rows))
+            )
         return _client_rows(clients, train_owners, test_owners)
 
     return partition
@@ -237,7 +267,9 @@ def _require_positive(name: str, value: int) -> None:
 
 def _require_enough_examples(clients: int, train: IntArray) -> None:
     if clients > len(train):
-        raise InputError(f"partition: {clients} devices but {len(train)} training examples; use at most {len(train)} devices")
+        raise InputError(
+            f"partition: {clients} devices but {len(train)} training examples; use at most {len(train)} devices"
+        )
 
 
 def _require_no_empty_clients(owners: IntArray, clients: int) -> None:

@@ -34,7 +34,9 @@ def rotate_images(images: Tensor, degrees: float, fill: Tensor | float = 0.0) ->
     if degrees % 90 == 0 and (degrees % 180 == 0 or images.shape[-1] == images.shape[-2]):
         return images.rot90(int(degrees // 90) % 4, (-2, -1)).contiguous()
     planes = images if images.dim() == 4 else images[:, None]
-    return torch.cat([_interpolate_rotation(part, degrees, fill) for part in torch.split(planes, _CHUNK)]).reshape(images.shape)
+    return torch.cat(
+        [_interpolate_rotation(part, degrees, fill) for part in torch.split(planes, _CHUNK)]
+    ).reshape(images.shape)
 
 
 def channel_minimum(images: Tensor) -> Tensor:
@@ -57,7 +59,9 @@ def _interpolate_rotation(planes: Tensor, degrees: float, fill: Tensor | float) 
     height, width = planes.shape[-2:]
     cosine, sine = float(np.cos(np.radians(degrees))), float(np.sin(np.radians(degrees)))
     # a grid runs from -1 to 1 along either side, so that an oblong one is stretched
-    matrix = planes.new_tensor([[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]])
+    matrix = planes.new_tensor(
+        [[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]
+    )
     grid = affine_grid(matrix.expand(len(planes), 2, 3), list(planes.shape), align_corners=False)
     return grid_sample(planes - fill, grid, align_corners=False) + fill
 
@@ -68,7 +72,9 @@ def add_rotated_copies(examples: Examples, rows_by_angle: Mapping[float, Rows]) 
     for degrees, turned in rows_by_angle.items():
         require_images(examples.x)
         taken = examples.take(turned)
-        copies.append(taken._replace(x=rotate_images(taken.x, degrees, channel_minimum(examples.x))))
+        copies.append(
+            taken._replace(x=rotate_images(taken.x, degrees, channel_minimum(examples.x)))
+        )
         copy_rows[degrees] = np.full(len(examples.y), -1)
         copy_rows[degrees][turned] = np.arange(rows, rows + len(turned))
         rows += len(turned)

@@ -24,7 +24,14 @@ from glocal.core.sampling import make_rng
 from glocal.datasets import formats
 from glocal.datasets.adult import ATTRIBUTES, read_adult
 from glocal.datasets.cache import load_array, save_array
-from glocal.datasets.fetch import ProgressCallback, RemoteFile, digest, fetch, has_checksum, no_progress
+from glocal.datasets.fetch import (
+    ProgressCallback,
+    RemoteFile,
+    digest,
+    fetch,
+    has_checksum,
+    no_progress,
+)
 from glocal.datasets.formats import Bytes
 from glocal.datasets.texts import Texts, read_texts
 from glocal.datasets.vqa import VQAMetadata, read_easy_vqa, read_vqa
@@ -65,7 +72,9 @@ def load(name: str, *, report: ProgressCallback = no_progress) -> Dataset:
     """
     loaded = load_any(name, report=report)
     if isinstance(loaded, Texts):
-        raise InputError(f"data: {name} holds texts, which are numbered only once they are dealt out; use load_texts")
+        raise InputError(
+            f"data: {name} holds texts, which are numbered only once they are dealt out; use load_texts"
+        )
     return loaded
 
 
@@ -105,7 +114,11 @@ def source_status(name: str) -> str:
 def verify_source(name: str) -> list[tuple[str, bool]]:
     """Each file of a source that is here, and whether its checksum is right; empty when none is here."""
     source = find_source(name)
-    present = _local_files(source) or {file: path for file, path in _paths(source.files, cache_folder() / name).items() if path.is_file()}
+    present = _local_files(source) or {
+        file: path
+        for file, path in _paths(source.files, cache_folder() / name).items()
+        if path.is_file()
+    }
     known = _files_by_name(source)
     return [(file, has_checksum(path, known[file].sha256)) for file, path in present.items()]
 
@@ -133,7 +146,9 @@ def _local_files(source: Source) -> dict[str, Path]:
         return {}
     folder = Path(named_folder).expanduser()
     if not folder.is_dir():
-        raise InputError(f"data: GLOCAL_DATA is {folder}, which is not a folder; set it to one that holds the data, or unset it")
+        raise InputError(
+            f"data: GLOCAL_DATA is {folder}, which is not a folder; set it to one that holds the data, or unset it"
+        )
     for files in (source.files, source.repacked):
         if files and _complete(files, folder / source.name):
             return _paths(files, folder / source.name)
@@ -156,7 +171,9 @@ def _verify(path: Path, remote: RemoteFile) -> None:
     try:
         size, found = path.stat().st_size, digest(path)
     except OSError as error:
-        raise InputError(f"data: {path} could not be read ({error.strerror}); make it readable, or unset GLOCAL_DATA") from error
+        raise InputError(
+            f"data: {path} could not be read ({error.strerror}); make it readable, or unset GLOCAL_DATA"
+        ) from error
     if found != remote.sha256:
         raise InputError(
             f"data: {path} has {size} bytes and checksum {found[:12]}.., expected {remote.size} bytes and {remote.sha256[:12]}..; "
@@ -190,7 +207,11 @@ def _digits_file() -> Path:
 def _load_mnist(files: Mapping[str, Path]) -> Dataset:
     train, test = (
         Examples(
-            _normalize(formats.read_idx(files[f"{part}-images-idx3-ubyte.gz"])[:, None], (0.1307,), (0.3081,)),
+            _normalize(
+                formats.read_idx(files[f"{part}-images-idx3-ubyte.gz"])[:, None],
+                (0.1307,),
+                (0.3081,),
+            ),
             _labels(formats.read_idx(files[f"{part}-labels-idx1-ubyte.gz"])),
         )
         for part in ("train", "t10k")
@@ -202,7 +223,9 @@ def _load_cifar10(files: Mapping[str, Path]) -> Dataset:
     x, y = _read_cifar10(files)
     mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     parts = (slice(-formats.CIFAR_IMAGES), slice(-formats.CIFAR_IMAGES, None))
-    train, test = (Examples(_normalize(x[part], mean, deviation), _labels(y[part])) for part in parts)
+    train, test = (
+        Examples(_normalize(x[part], mean, deviation), _labels(y[part])) for part in parts
+    )
     return Dataset(train, test, 10)
 
 
@@ -217,9 +240,12 @@ def _load_mood_essays(files: Mapping[str, Path]) -> Texts:
 def _load_vqav2(files: Mapping[str, Path]) -> Dataset:
     """Tested on the course's validation and test parts together: validation data come out of the training part."""
     pairs = {
-        part: (files[f"vqa_questions_{part}.gzip"], files[f"vqa_annotatons_{part}.gzip"]) for part in ("train", "valid", "test")
+        part: (files[f"vqa_questions_{part}.gzip"], files[f"vqa_annotatons_{part}.gzip"])
+        for part in ("train", "valid", "test")
     }
-    train, test, questions = read_vqa([pairs["train"]], [pairs["valid"], pairs["test"]], files["images.zip"])
+    train, test, questions = read_vqa(
+        [pairs["train"]], [pairs["valid"], pairs["test"]], files["images.zip"]
+    )
     return Dataset(train, test, len(questions.answers), questions)
 
 
@@ -231,13 +257,22 @@ def _load_easy_vqa(files: Mapping[str, Path]) -> Dataset:
 def _read_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
     """Images (60000, 3, 32, 32) and labels (60000,); decoding takes seconds, so a decoded copy is kept in the cache."""
     known = _files_by_name(SOURCES["cifar10"])
-    version = hashlib.sha256("".join(known[name].sha256 for name in files).encode()).hexdigest()[:12]
+    version = hashlib.sha256("".join(known[name].sha256 for name in files).encode()).hexdigest()[
+        :12
+    ]
     kept_x, kept_y = (cache_folder() / "cifar10" / f"decoded-{version}-{part}.npy" for part in "xy")
     images = len(formats.CIFAR_BATCHES) * formats.CIFAR_IMAGES
-    x, y = load_array(kept_x, np.uint8, (images, 3, 32, 32)), load_array(kept_y, np.uint8, (images,))
+    x, y = (
+        load_array(kept_x, np.uint8, (images, 3, 32, 32)),
+        load_array(kept_y, np.uint8, (images,)),
+    )
     if x is not None and y is not None:
         return x, y
-    x, y = formats.read_cifar_repacked(files) if len(files) > 1 else formats.read_cifar_binary(*files.values())
+    x, y = (
+        formats.read_cifar_repacked(files)
+        if len(files) > 1
+        else formats.read_cifar_binary(*files.values())
+    )
     save_array(kept_x, x)
     save_array(kept_y, y)
     return x, y
@@ -246,7 +281,12 @@ def _read_cifar10(files: Mapping[str, Path]) -> tuple[Bytes, Bytes]:
 def _normalize(images: Bytes, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
     """Bytes (rows, channels, height, width) as float32 of mean 0 and deviation 1 per channel."""
     per_channel = torch.tensor([mean, deviation]).reshape(2, 1, -1, 1, 1)
-    return torch.tensor(images, dtype=torch.float32).div_(255).sub_(per_channel[0]).div_(per_channel[1])
+    return (
+        torch.tensor(images, dtype=torch.float32)
+        .div_(255)
+        .sub_(per_channel[0])
+        .div_(per_channel[1])
+    )
 
 
 def _labels(values: npt.NDArray[np.generic]) -> Tensor:
@@ -265,10 +305,26 @@ def _mnist_file(name: str, sha256: str, size: int) -> RemoteFile:
 
 
 _MNIST = (
-    _mnist_file("train-images-idx3-ubyte.gz", "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", 9_912_422),
-    _mnist_file("train-labels-idx1-ubyte.gz", "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", 28_881),
-    _mnist_file("t10k-images-idx3-ubyte.gz", "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6", 1_648_877),
-    _mnist_file("t10k-labels-idx1-ubyte.gz", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6", 4_542),
+    _mnist_file(
+        "train-images-idx3-ubyte.gz",
+        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        9_912_422,
+    ),
+    _mnist_file(
+        "train-labels-idx1-ubyte.gz",
+        "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        28_881,
+    ),
+    _mnist_file(
+        "t10k-images-idx3-ubyte.gz",
+        "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        1_648_877,
+    ),
+    _mnist_file(
+        "t10k-labels-idx1-ubyte.gz",
+        "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        4_542,
+    ),
 )
 _CIFAR10 = (
     RemoteFile(
@@ -279,12 +335,42 @@ _CIFAR10 = (
     ),
 )
 _CIFAR10_REPACKED = (
-    RemoteFile("data_batch_1.xz", (), "45054fc75004b9672f23df104883df42066aa0dcd4801397c7abaae46bba48c3", 16_837_880),
-    RemoteFile("data_batch_2.xz", (), "34debafe1b93452d59ac20d79e4ddfae564e2870e4c889946ee4b34433f3b09c", 16_892_968),
-    RemoteFile("data_batch_3.xz", (), "3161cca6121209e91eba379c6bd4b8bb8a93f04ca0ff032a5ea97cf2cf2d1917", 16_894_880),
-    RemoteFile("data_batch_4.xz", (), "baaa4c36ba408211c40711eaaec402e4f69715aca1a6c18013f4bb94dadf17c0", 16_871_032),
-    RemoteFile("data_batch_5.xz", (), "73f86e188b0bd02f4d03a6af0fbc144d9ff2bdee1e78d2eaf6d67606eb600e36", 16_836_484),
-    RemoteFile("test_batch.xz", (), "a3e496156d30bb77b0069657fe3c6cc8ee592cc0a887845cf2a308fa9698dd74", 16_873_168),
+    RemoteFile(
+        "data_batch_1.xz",
+        (),
+        "45054fc75004b9672f23df104883df42066aa0dcd4801397c7abaae46bba48c3",
+        16_837_880,
+    ),
+    RemoteFile(
+        "data_batch_2.xz",
+        (),
+        "34debafe1b93452d59ac20d79e4ddfae564e2870e4c889946ee4b34433f3b09c",
+        16_892_968,
+    ),
+    RemoteFile(
+        "data_batch_3.xz",
+        (),
+        "3161cca6121209e91eba379c6bd4b8bb8a93f04ca0ff032a5ea97cf2cf2d1917",
+        16_894_880,
+    ),
+    RemoteFile(
+        "data_batch_4.xz",
+        (),
+        "baaa4c36ba408211c40711eaaec402e4f69715aca1a6c18013f4bb94dadf17c0",
+        16_871_032,
+    ),
+    RemoteFile(
+        "data_batch_5.xz",
+        (),
+        "73f86e188b0bd02f4d03a6af0fbc144d9ff2bdee1e78d2eaf6d67606eb600e36",
+        16_836_484,
+    ),
+    RemoteFile(
+        "test_batch.xz",
+        (),
+        "a3e496156d30bb77b0069657fe3c6cc8ee592cc0a887845cf2a308fa9698dd74",
+        16_873_168,
+    ),
 )
 _ADULT = (
     RemoteFile(
@@ -310,25 +396,90 @@ _MOOD_ESSAYS = (
     ),
 )
 _VQAV2 = (
-    RemoteFile("images.zip", (), "20d0723a7469783e24da049c6f6c4776ca7340b9bbf9f0189e6b6ee6f3e7027b", 38_098_730),
-    RemoteFile("vqa_annotatons_test.gzip", (), "d652e158e709fe95e5836b2b251e02e3419c97ddbf5baf8a2a85e8508bc26cb3", 129_847),
-    RemoteFile("vqa_annotatons_train.gzip", (), "457435882537cedfec09672cf342831f08dde8d6baad5ad2052e96e91cfe6d98", 2_107_079),
-    RemoteFile("vqa_annotatons_valid.gzip", (), "eb102dee80b553a4e706e0205c49d4ec85fe1983db317ec6154aca5b630f92c4", 397_925),
-    RemoteFile("vqa_questions_test.gzip", (), "14d030b0ffadca31e61ac3a3e6b2977331b461e257105483df3202b4a164bbba", 57_415),
-    RemoteFile("vqa_questions_train.gzip", (), "8145e6378c4019f7835fcb9b20a0a115930e89783f7c9aa79a60eae89db2c41d", 915_127),
-    RemoteFile("vqa_questions_valid.gzip", (), "ea54fcc66ef3ece04c9f46ac83daa8e22a3f20a123e5bb75b275427f764218be", 173_000),
+    RemoteFile(
+        "images.zip",
+        (),
+        "20d0723a7469783e24da049c6f6c4776ca7340b9bbf9f0189e6b6ee6f3e7027b",
+        38_098_730,
+    ),
+    RemoteFile(
+        "vqa_annotatons_test.gzip",
+        (),
+        "d652e158e709fe95e5836b2b251e02e3419c97ddbf5baf8a2a85e8508bc26cb3",
+        129_847,
+    ),
+    RemoteFile(
+        "vqa_annotatons_train.gzip",
+        (),
+        "457435882537cedfec09672cf342831f08dde8d6baad5ad2052e96e91cfe6d98",
+        2_107_079,
+    ),
+    RemoteFile(
+        "vqa_annotatons_valid.gzip",
+        (),
+        "eb102dee80b553a4e706e0205c49d4ec85fe1983db317ec6154aca5b630f92c4",
+        397_925,
+    ),
+    RemoteFile(
+        "vqa_questions_test.gzip",
+        (),
+        "14d030b0ffadca31e61ac3a3e6b2977331b461e257105483df3202b4a164bbba",
+        57_415,
+    ),
+    RemoteFile(
+        "vqa_questions_train.gzip",
+        (),
+        "8145e6378c4019f7835fcb9b20a0a115930e89783f7c9aa79a60eae89db2c41d",
+        915_127,
+    ),
+    RemoteFile(
+        "vqa_questions_valid.gzip",
+        (),
+        "ea54fcc66ef3ece04c9f46ac83daa8e22a3f20a123e5bb75b275427f764218be",
+        173_000,
+    ),
 )
 _EASY_VQA = (
-    RemoteFile("test_images.npy.xz", (), "66825dc6229da8376e32f7e8e5421cf6fbaaab1af006caa15c83a1457c9cbf2f", 165_784),
-    RemoteFile("test_questions.json.xz", (), "6e050aa9ef2ebbb254ec7a8bf0f60f1e15006ee4cbddd1694f2f6737b8d76664", 33_244),
-    RemoteFile("train_images.npy.xz", (), "f1c984e7740b8c25865376608c2cd0d094d52cfa8efb88f64377d4d79b97a067", 659_128),
-    RemoteFile("train_questions.json.xz", (), "25afc3278c698404b81eb232c5a3fb3db1721cf11069c5d734d3bf23c490fec4", 128_992),
+    RemoteFile(
+        "test_images.npy.xz",
+        (),
+        "66825dc6229da8376e32f7e8e5421cf6fbaaab1af006caa15c83a1457c9cbf2f",
+        165_784,
+    ),
+    RemoteFile(
+        "test_questions.json.xz",
+        (),
+        "6e050aa9ef2ebbb254ec7a8bf0f60f1e15006ee4cbddd1694f2f6737b8d76664",
+        33_244,
+    ),
+    RemoteFile(
+        "train_images.npy.xz",
+        (),
+        "f1c984e7740b8c25865376608c2cd0d094d52cfa8efb88f64377d4d79b97a067",
+        659_128,
+    ),
+    RemoteFile(
+        "train_questions.json.xz",
+        (),
+        "25afc3278c698404b81eb232c5a3fb3db1721cf11069c5d734d3bf23c490fec4",
+        128_992,
+    ),
 )
 
 SOURCES: dict[str, Source] = {
-    "digits": Source("digits", "1,797 handwritten digits, 8x8 grey, bundled with scikit-learn", (), _load_digits),
-    "mnist": Source("mnist", "70,000 handwritten digits, 28x28 grey, 10 classes (11 MB)", _MNIST, _load_mnist),
-    "cifar10": Source("cifar10", "60,000 photographs, 32x32 RGB, 10 classes (170 MB)", _CIFAR10, _load_cifar10, _CIFAR10_REPACKED),
+    "digits": Source(
+        "digits", "1,797 handwritten digits, 8x8 grey, bundled with scikit-learn", (), _load_digits
+    ),
+    "mnist": Source(
+        "mnist", "70,000 handwritten digits, 28x28 grey, 10 classes (11 MB)", _MNIST, _load_mnist
+    ),
+    "cifar10": Source(
+        "cifar10",
+        "60,000 photographs, 32x32 RGB, 10 classes (170 MB)",
+        _CIFAR10,
+        _load_cifar10,
+        _CIFAR10_REPACKED,
+    ),
     "adult": Source(
         "adult",
         "30,940 people of the 1994 census, 93 columns: income, beside race and sex (4 MB)",
@@ -343,9 +494,15 @@ SOURCES: dict[str, Source] = {
         _load_mood_essays,
     ),
     "vqav2": Source(
-        "vqav2", "33,183 questions about 12,606 photographs, 128x128, VQA v2; not to be downloaded (42 MB)", _VQAV2, _load_vqav2
+        "vqav2",
+        "33,183 questions about 12,606 photographs, 128x128, VQA v2; not to be downloaded (42 MB)",
+        _VQAV2,
+        _load_vqav2,
     ),
     "easy_vqa": Source(
-        "easy_vqa", "48,248 questions about 5,000 coloured shapes, 64x64; not to be downloaded (1 MB)", _EASY_VQA, _load_easy_vqa
+        "easy_vqa",
+        "48,248 questions about 5,000 coloured shapes, 64x64; not to be downloaded (1 MB)",
+        _EASY_VQA,
+        _load_easy_vqa,
     ),
 }

@@ -52,7 +52,9 @@ def read_texts(paths: Iterable[Path]) -> Texts:
     files = [*paths]
     rows = [row for path in files for row in _read_rows(path)]
     if not rows:
-        raise InputError(f"data: {', '.join(map(str, files))}: there is no text below the columns; give every text a row")
+        raise InputError(
+            f"data: {', '.join(map(str, files))}: there is no text below the columns; give every text a row"
+        )
     words, person, y = zip(*rows, strict=True)
     return Texts(tuple(words), tuple(person), np.array(y, dtype=np.int64))
 
@@ -66,7 +68,9 @@ def tokenize(text: str) -> Words:
     return tuple(_WORD.findall(text.lower()))
 
 
-def partition_texts(texts: Texts, *, seeds: Sequence[int], people: int | None = None, validation: float = 0.1) -> tuple[FederatedData, ...]:
+def partition_texts(
+    texts: Texts, *, seeds: Sequence[int], people: int | None = None, validation: float = 0.1
+) -> tuple[FederatedData, ...]:
     """A device for each person, those with most texts first; for every seed other tests, a tenth of a person's texts, at random.
 
     The vocabulary is that of a seed's training texts, so that every seed reads the texts in its own numbers; all lie in one store,
@@ -74,19 +78,30 @@ def partition_texts(texts: Texts, *, seeds: Sequence[int], people: int | None = 
     """
     owners = _rows_by_person(texts)
     if people is not None and not 1 <= people <= len(owners):
-        raise InputError(f"settings: data.keep_clients is {people}; it must be from 1 to {len(owners)}")
+        raise InputError(
+            f"settings: data.keep_clients is {people}; it must be from 1 to {len(owners)}"
+        )
     kept = owners[:people]
     parts = [_split_rows(kept, validation=validation, seed=seed) for seed in seeds]
     x = [_encode(texts, build_vocabulary(texts, np.concatenate(train))) for train, _, _ in parts]
-    store = Examples(torch.from_numpy(np.concatenate(x)), torch.from_numpy(np.tile(texts.y, len(seeds))))
-    return tuple(_federated_data(store, part, place * len(texts.y)) for place, part in enumerate(parts))
+    store = Examples(
+        torch.from_numpy(np.concatenate(x)), torch.from_numpy(np.tile(texts.y, len(seeds)))
+    )
+    return tuple(
+        _federated_data(store, part, place * len(texts.y)) for place, part in enumerate(parts)
+    )
 
 
 def build_vocabulary(texts: Texts, rows: Rows) -> dict[str, int]:
     """The most frequent words of some texts, numbered from 2 on; of equally frequent ones the first in the alphabet."""
     counts = Counter(word for row in rows.tolist() for word in texts.words[row])
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    return {word: number for number, word in enumerate(ranked[: VOCABULARY_SIZE - UNKNOWN_WORD - 1], start=UNKNOWN_WORD + 1)}
+    return {
+        word: number
+        for number, word in enumerate(
+            ranked[: VOCABULARY_SIZE - UNKNOWN_WORD - 1], start=UNKNOWN_WORD + 1
+        )
+    }
 
 
 def _rows_by_person(texts: Texts) -> list[Rows]:
@@ -96,10 +111,15 @@ def _rows_by_person(texts: Texts) -> list[Rows]:
     return sorted(rows, key=len, reverse=True)
 
 
-def _split_rows(owners: Sequence[Rows], *, validation: float, seed: int) -> tuple[list[Rows], list[Rows], list[Rows]]:
+def _split_rows(
+    owners: Sequence[Rows], *, validation: float, seed: int
+) -> tuple[list[Rows], list[Rows], list[Rows]]:
     """Everybody's rows to train on, to choose on and to be tested on; whoever has few may have none of the latter two."""
     apart = [hold_out(rows, TEST_SHARE, seed, "test", client) for client, rows in enumerate(owners)]
-    rest = [hold_out(kept, validation / (1 - TEST_SHARE), seed, "validation", client) for client, (kept, _) in enumerate(apart)]
+    rest = [
+        hold_out(kept, validation / (1 - TEST_SHARE), seed, "validation", client)
+        for client, (kept, _) in enumerate(apart)
+    ]
     return [train for train, _ in rest], [val for _, val in rest], [test for _, test in apart]
 
 
@@ -112,8 +132,12 @@ def _encode(texts: Texts, known: Mapping[str, int]) -> npt.NDArray[np.int64]:
     return x
 
 
-def _federated_data(store: Examples, parts: tuple[list[Rows], list[Rows], list[Rows]], start: int) -> FederatedData:
-    return FederatedData(*(ClientData(store, tuple(rows + start for rows in part)) for part in parts))
+def _federated_data(
+    store: Examples, parts: tuple[list[Rows], list[Rows], list[Rows]], start: int
+) -> FederatedData:
+    return FederatedData(
+        *(ClientData(store, tuple(rows + start for rows in part)) for part in parts)
+    )
 
 
 def _read_rows(path: Path) -> Iterator[tuple[Words, str, int]]:
@@ -125,7 +149,9 @@ def _read_rows(path: Path) -> Iterator[tuple[Words, str, int]]:
         for row in reader:
             where = f"data: {path}, row {reader.line_num}"
             if None in row or any(row[column] is None for column in (who, text, rating)):
-                raise InputError(f"{where}: it has another number of columns than the first row; quote texts that hold commas")
+                raise InputError(
+                    f"{where}: it has another number of columns than the first row; quote texts that hold commas"
+                )
             if not row[who].strip():
                 raise InputError(f"{where}: {who} is empty; every text needs to say whose it is")
             yield tokenize(row[text]), row[who].strip(), classed(row[rating], f"{where}: {rating}")
@@ -138,10 +164,14 @@ def _read_file(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise InputError(f"data: {path} could not be read ({error.strerror}); give a CSV with {', '.join(_MAPS)}") from error
+        raise InputError(
+            f"data: {path} could not be read ({error.strerror}); give a CSV with {', '.join(_MAPS)}"
+        ) from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise InputError(f"data: {path}, row {line}: it is not UTF-8; save the file with that encoding") from None
+        raise InputError(
+            f"data: {path}, row {line}: it is not UTF-8; save the file with that encoding"
+        ) from None
 
 
 CsvFormat = tuple[str, str, str, Callable[[str, str], int]]
@@ -152,9 +182,13 @@ def _detect_format(path: Path, columns: Sequence[str]) -> CsvFormat:
     for names, classed in ((_ESSAYS, _valence_class), (_MAPS, _mood_class)):
         if {*names} <= {*columns}:
             if any(columns.count(name) > 1 for name in names):
-                raise InputError(f"data: {path}, row 1: a column of {', '.join(names)} is there twice; keep one of each")
+                raise InputError(
+                    f"data: {path}, row 1: a column of {', '.join(names)} is there twice; keep one of each"
+                )
             return (*names, classed)
-    raise InputError(f"data: {path}, row 1: columns {', '.join(_MAPS)} or {', '.join(_ESSAYS)} were expected")
+    raise InputError(
+        f"data: {path}, row 1: columns {', '.join(_MAPS)} or {', '.join(_ESSAYS)} were expected"
+    )
 
 
 def _valence_class(text: str, where: str) -> int:
@@ -177,4 +211,6 @@ def _parse_float(text: str, where: str, expected: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"{where} is no number; {expected} was expected") from None  # it may be a text in the wrong column
+        raise InputError(
+            f"{where} is no number; {expected} was expected"
+        ) from None  # it may be a text in the wrong column

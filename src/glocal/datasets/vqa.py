@@ -69,18 +69,28 @@ class VQAMetadata:
 
 
 def read_vqa(
-    train: Sequence[QuestionFiles], test: Sequence[QuestionFiles], pictures: str | Path, *, answers: int = 1000, size: int = _IMAGE_SIZE
+    train: Sequence[QuestionFiles],
+    test: Sequence[QuestionFiles],
+    pictures: str | Path,
+    *,
+    answers: int = 1000,
+    size: int = _IMAGE_SIZE,
 ) -> tuple[Examples, Examples, VQAMetadata]:
     """From pairs of question and annotation files, and a folder or zip of pictures, each brought to size x size pixels."""
     if isinstance(answers, bool) or not isinstance(answers, int) or answers < 1:
         raise InputError(f"data: answers is {answers!r}; a whole number from 1 on was expected")
     if isinstance(size, bool) or not isinstance(size, int) or size not in _ALLOWED_SIZES:
-        raise InputError(f"data: size is {size!r}; a whole number from 1 to {_ALLOWED_SIZES[-1]} was expected")
+        raise InputError(
+            f"data: size is {size!r}; a whole number from 1 to {_ALLOWED_SIZES[-1]} was expected"
+        )
     for part in (train, test):
         _require_pairs(part)
     pictures = Path(pictures)
     there = find_images(pictures)
-    parts = [[asked for pair in pairs for asked in read_questions(*map(Path, pair))] for pairs in (train, test)]
+    parts = [
+        [asked for pair in pairs for asked in read_questions(*map(Path, pair))]
+        for pairs in (train, test)
+    ]
     _require_once(asked for part in parts for asked in part)
     seen = [[asked for asked in part if asked.image_id in there] for part in parts]
     for name, all_asked, kept in zip(("training", "test"), parts, seen, strict=True):
@@ -102,7 +112,11 @@ def read_vqa(
 
 def _require_pairs(pairs: Sequence[QuestionFiles]) -> None:
     """Refuse what is no list of two paths each."""
-    if isinstance(pairs, list | tuple) and pairs and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+    if (
+        isinstance(pairs, list | tuple)
+        and pairs
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    ):
         return
     raise InputError(
         f"data: the files are {pairs!r:.80}; a list of pairs was expected, each of a questions and an annotations file"
@@ -124,14 +138,26 @@ def read_easy_vqa(files: Mapping[str, Path]) -> tuple[Examples, Examples, VQAMet
     """easy-VQA: one coloured shape on each picture, 13 answers; the one answer stands for ten people's."""
     parts, tables, first = [], [], 0
     for part in ("train", "test"):
-        pixels = np.load(BytesIO(lzma.decompress(files[f"{part}_images.npy.xz"].read_bytes())), allow_pickle=False)
+        pixels = np.load(
+            BytesIO(lzma.decompress(files[f"{part}_images.npy.xz"].read_bytes())),
+            allow_pickle=False,
+        )
         told = json.loads(lzma.decompress(files[f"{part}_questions.json.xz"].read_bytes()))
-        parts.append([_easy_vqa_question(number, *row, first=first) for number, row in enumerate(told)])
+        parts.append(
+            [_easy_vqa_question(number, *row, first=first) for number, row in enumerate(told)]
+        )
         tables.append(pixels.transpose(0, 3, 1, 2))
         first += len(pixels)
     table = ImageTable(np.ascontiguousarray(np.concatenate(tables)))
     places = {image: image for image in range(first)}
-    return _encode(parts[0], parts[1], places, table, answers=len({asked.answer for asked in parts[0]}), missing=0)
+    return _encode(
+        parts[0],
+        parts[1],
+        places,
+        table,
+        answers=len({asked.answer for asked in parts[0]}),
+        missing=0,
+    )
 
 
 def read_questions(questions: Path, annotations: Path) -> list[AnnotatedQuestion]:
@@ -161,19 +187,32 @@ def _by_id(path: Path, kind: str) -> dict[int, Mapping[str, Any]]:
     return found
 
 
-def _parse_question(question: Mapping[str, Any], annotation: Mapping[str, Any], questions: Path, annotations: Path) -> AnnotatedQuestion:
+def _parse_question(
+    question: Mapping[str, Any], annotation: Mapping[str, Any], questions: Path, annotations: Path
+) -> AnnotatedQuestion:
     number, text = question["question_id"], _field(question, "question", questions)
     words = _tokenize(text) if isinstance(text, str) else ()
     if not words:
-        raise InputError(f"data: {questions}: question {number} is {text!r:.80} and has no words; write it out, or take it away")
-    answers, label = (_field(annotation, name, annotations) for name in ("answers", "multiple_choice_answer"))
+        raise InputError(
+            f"data: {questions}: question {number} is {text!r:.80} and has no words; write it out, or take it away"
+        )
+    answers, label = (
+        _field(annotation, name, annotations) for name in ("answers", "multiple_choice_answer")
+    )
     try:
-        people, label = tuple(_normalize_answer(each["answer"]) for each in answers), _normalize_answer(label)
+        people, label = (
+            tuple(_normalize_answer(each["answer"]) for each in answers),
+            _normalize_answer(label),
+        )
     except (TypeError, KeyError) as error:
         said = f"{answers!r:.60}, in short {label!r:.20}"
-        raise InputError(f"data: {annotations}: the answers to question {number} are {said}; ten words were expected") from error
+        raise InputError(
+            f"data: {annotations}: the answers to question {number} are {said}; ten words were expected"
+        ) from error
     if not 1 <= len(people) <= ANSWERS_PER_QUESTION:
-        raise InputError(f"data: {annotations}: question {number} has {len(people)} answers; 1 to {ANSWERS_PER_QUESTION} were expected")
+        raise InputError(
+            f"data: {annotations}: question {number} has {len(people)} answers; 1 to {ANSWERS_PER_QUESTION} were expected"
+        )
     picture = _int_field(question, "image_id", questions)
     if annotation.get("image_id", picture) != picture:
         about = f"about picture {annotation['image_id']!r:.40} in {annotations} and about {picture} in {questions}"
@@ -181,8 +220,12 @@ def _parse_question(question: Mapping[str, Any], annotation: Mapping[str, Any], 
     return AnnotatedQuestion(number, picture, words, label, people)
 
 
-def _easy_vqa_question(number: int, text: str, answer: str, image: int, *, first: int) -> AnnotatedQuestion:
-    return AnnotatedQuestion(number, first + image, _tokenize(text), answer, (answer,) * ANSWERS_PER_QUESTION)
+def _easy_vqa_question(
+    number: int, text: str, answer: str, image: int, *, first: int
+) -> AnnotatedQuestion:
+    return AnnotatedQuestion(
+        number, first + image, _tokenize(text), answer, (answer,) * ANSWERS_PER_QUESTION
+    )
 
 
 def _tokenize(text: str) -> tuple[str, ...]:
@@ -197,7 +240,9 @@ def _tokenize(text: str) -> tuple[str, ...]:
 @cache
 def _word_pattern() -> re.Pattern[str]:
     """Letters and figures of any script with the marks on them, such as vowel signs, which Python's own class of words lacks."""
-    marks = "".join(chr(code) for code in range(0x300, 0x1F000) if unicodedata.category(chr(code))[0] == "M")
+    marks = "".join(
+        chr(code) for code in range(0x300, 0x1F000) if unicodedata.category(chr(code))[0] == "M"
+    )
     within = rf"[^\W_](?:[^\W_]|[{marks}])*"
     return re.compile(rf"{within}(?:'{within})?")
 
@@ -217,7 +262,9 @@ def _read_bytes(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise InputError(f"data: {path} cannot be read ({error.strerror}); give the official file of VQA v2") from error
+        raise InputError(
+            f"data: {path} cannot be read ({error.strerror}); give the official file of VQA v2"
+        ) from error
     if raw[:4] == b"PK\x03\x04":
         raise InputError(f"data: {path} is a zip; unpack it, and give the JSON in it")
     return raw
@@ -229,43 +276,69 @@ def _read_rows(path: Path, kind: str) -> list[Mapping[str, Any]]:
     try:
         table = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
-        raise InputError(f"data: {path} is no JSON of VQA ({describe_error(error)}); fetch it again from visualqa.org") from error
+        raise InputError(
+            f"data: {path} is no JSON of VQA ({describe_error(error)}); fetch it again from visualqa.org"
+        ) from error
     if not isinstance(table, dict) or not isinstance(table.get(kind), list) or not table[kind]:
-        raise InputError(f"data: {path} holds no list of {kind}; the official file of VQA v2 was expected")
+        raise InputError(
+            f"data: {path} holds no list of {kind}; the official file of VQA v2 was expected"
+        )
     info = table.get("info")
-    version = str({"version": _VERSION, **table, **(info if isinstance(info, dict) else {})}["version"])
+    version = str(
+        {"version": _VERSION, **table, **(info if isinstance(info, dict) else {})}["version"]
+    )
     if version not in (_VERSION, "2"):
-        raise InputError(f"data: {path} is of version {version:.40} of VQA; version {_VERSION} was expected, from visualqa.org")
+        raise InputError(
+            f"data: {path} is of version {version:.40} of VQA; version {_VERSION} was expected, from visualqa.org"
+        )
     rows: list[Mapping[str, Any]] = table[kind]
     return rows
 
 
 def _field(row: Mapping[str, Any], name: str, path: Path) -> Any:
     if not isinstance(row, Mapping) or name not in row:
-        raise InputError(f"data: {path}: a row has no '{name}' ({row!r:.80}); the official format of VQA v2 was expected")
+        raise InputError(
+            f"data: {path}: a row has no '{name}' ({row!r:.80}); the official format of VQA v2 was expected"
+        )
     return row[name]
 
 
 def _int_field(row: Mapping[str, Any], name: str, path: Path) -> int:
     number = _field(row, name, path)
     if not isinstance(number, int) or isinstance(number, bool):
-        raise InputError(f"data: {path}: '{name}' is {number!r:.40} in a row ({row!r:.80}); a whole number was expected")
+        raise InputError(
+            f"data: {path}: '{name}' is {number!r:.40} in a row ({row!r:.80}); a whole number was expected"
+        )
     return number
 
 
 def _encode(
-    train: Sequence[AnnotatedQuestion], test: Sequence[AnnotatedQuestion], places: Mapping[int, int], table: ImageTable, *, answers: int, missing: int
+    train: Sequence[AnnotatedQuestion],
+    test: Sequence[AnnotatedQuestion],
+    places: Mapping[int, int],
+    table: ImageTable,
+    *,
+    answers: int,
+    missing: int,
 ) -> tuple[Examples, Examples, VQAMetadata]:
     """Rows of numbers, by the words and answers of the training questions."""
-    known = tuple(answer for answer, _ in Counter(asked.answer for asked in train).most_common(answers))
+    known = tuple(
+        answer for answer, _ in Counter(asked.answer for asked in train).most_common(answers)
+    )
     place_of = {answer: place for place, answer in enumerate(known)}
     learnt = [asked for asked in train if _label(asked, place_of) is not None]
     words = ("", "?", *sorted({word for asked in learnt for word in asked.words}))
     longest = min(_MAX_WORDS, max(len(asked.words) for asked in learnt))
     number_of = {word: number for number, word in enumerate(words)}
     examples = [_examples(part, places, number_of, place_of, longest) for part in (learnt, test)]
-    question_types = _question_types([[" ".join(asked.words[:2]) for asked in part] for part in (learnt, test)])
-    return examples[0], examples[1], VQAMetadata(table, words, known, question_types, missing, len(train) - len(learnt))
+    question_types = _question_types(
+        [[" ".join(asked.words[:2]) for asked in part] for part in (learnt, test)]
+    )
+    return (
+        examples[0],
+        examples[1],
+        VQAMetadata(table, words, known, question_types, missing, len(train) - len(learnt)),
+    )
 
 
 def _label(asked: AnnotatedQuestion, place_of: Mapping[str, int]) -> int | None:
@@ -276,20 +349,29 @@ def _label(asked: AnnotatedQuestion, place_of: Mapping[str, int]) -> int | None:
 
 
 def _examples(
-    part: Iterable[AnnotatedQuestion], places: Mapping[int, int], number_of: Mapping[str, int], place_of: Mapping[str, int], longest: int
+    part: Iterable[AnnotatedQuestion],
+    places: Mapping[int, int],
+    number_of: Mapping[str, int],
+    place_of: Mapping[str, int],
+    longest: int,
 ) -> Examples:
     """x (rows, 1 + longest): picture and words, longer questions cut; y (rows,); group (rows, 10): people's answers or -1."""
     rows, labels, people = [], [], []
     for asked in part:
         spoken = [number_of.get(word, _UNKNOWN_WORD) for word in asked.words[:longest]]
         rows.append([places[asked.image_id], *spoken, *[_PADDING] * (longest - len(spoken))])
-        labels.append(_label(asked, place_of) or 0)  # of a test question that nobody can get right any will do
+        labels.append(
+            _label(asked, place_of) or 0
+        )  # of a test question that nobody can get right any will do
         said = [place_of.get(answer, -1) for answer in asked.answers]
         people.append([*said, *[-1] * (ANSWERS_PER_QUESTION - len(said))])
     return Examples(*(torch.tensor(column, dtype=torch.int64) for column in (rows, labels, people)))
 
 
 def _question_types(beginnings: Sequence[Sequence[str]]) -> tuple[IntArray, IntArray]:
-    known = {name: number for number, name in enumerate(sorted({name for part in beginnings for name in part}))}
+    known = {
+        name: number
+        for number, name in enumerate(sorted({name for part in beginnings for name in part}))
+    }
     train, test = (np.array([known[name] for name in part], dtype=np.int64) for part in beginnings)
     return train, test

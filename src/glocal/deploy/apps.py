@@ -19,7 +19,9 @@ def open_client(node_config: Mapping[str, object]) -> Client:
 def open_server(run_config: Mapping[str, object]) -> Server:
     """The run that was asked for, in the server's own folder."""
     project = Project.from_folder(Path(str(run_config["folder"])))
-    return RunServer(project, str(run_config["run"]), skip_training=bool(run_config.get("skip_training", False)))
+    return RunServer(
+        project, str(run_config["run"]), skip_training=bool(run_config.get("skip_training", False))
+    )
 
 
 client = client_app(open_client)

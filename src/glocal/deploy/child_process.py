@@ -37,7 +37,11 @@ def run(main: ChildMain) -> None:
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
     try:
-        main([Path(name) for name in sys.argv[1:]], lambda words: send_to_supervisor(notify=words), stop)
+        main(
+            [Path(name) for name in sys.argv[1:]],
+            lambda words: send_to_supervisor(notify=words),
+            stop,
+        )
     except InputError as error:
         send_to_supervisor(refused=str(error))
         sys.exit(EXIT_REFUSED)

@@ -36,7 +36,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def journal_failures(work: Callable[Concatenate["RunClient", P], R]) -> Callable[Concatenate["RunClient", P], R]:
+def journal_failures(
+    work: Callable[Concatenate["RunClient", P], R],
+) -> Callable[Concatenate["RunClient", P], R]:
     """The same, and the owner reads in the journal why it could not be done; the server may be told less."""
 
     @wraps(work)
@@ -45,7 +47,9 @@ def journal_failures(work: Callable[Concatenate["RunClient", P], R]) -> Callable
             return work(member, *given, **more)
         except Exception as error:
             order = next(value for value in given if isinstance(value, Instructions))
-            why = str(error) if isinstance(error, InputError | UploadError) else describe_error(error)
+            why = (
+                str(error) if isinstance(error, InputError | UploadError) else describe_error(error)
+            )
             member._write_journal("could not do what it was asked", order, {"reason": why})
             raise
 
@@ -61,7 +65,9 @@ class RunClient:
     on_entry: Callable[[Json], None] = lambda row: None  # who is shown every line of the journal
 
     @classmethod
-    def from_folder(cls, folder: Path, *, on_entry: Callable[[Json], None] = lambda row: None) -> "RunClient":
+    def from_folder(
+        cls, folder: Path, *, on_entry: Callable[[Json], None] = lambda row: None
+    ) -> "RunClient":
         """The device of a folder."""
         project = Project.from_folder(folder)
         return cls(project, project.client_settings(), on_entry)
@@ -106,13 +112,19 @@ class RunClient:
         """Its private state in a run; a name that would lead out of the folder is refused."""
         if slug(run) != run:
             raise InputError(f"device {self.settings.number}: '{run}' is no plain name of a run")
-        return PrivateStateFile(self.project.folder / STATE / f"{run}.safetensors", self.setup, self.settings.number)
+        return PrivateStateFile(
+            self.project.folder / STATE / f"{run}.safetensors", self.setup, self.settings.number
+        )
 
     @journal_failures
     def handshake(self, order: Instructions) -> Json:
         """Who it is; a private state that is not its own, and data that do not fit, are refused here already."""
         self.private(order.run).load()
-        told = {"client": self.settings.number, "fingerprint": self.setup.fingerprint, "weight": self.weight(self.data())}
+        told = {
+            "client": self.settings.number,
+            "fingerprint": self.setup.fingerprint,
+            "weight": self.weight(self.data()),
+        }
         self._write_journal("greeted the server", order, told)
         return told
 
@@ -123,15 +135,27 @@ class RunClient:
         private, odd = file.starting_state(order)
         data, plan, number = self.data(), self.project.plan, self.settings.number
         order_of_rows = rows_for_round(plan, data.train, order.round_index, 0, number=number)
-        task = ClientTask(shared, private, order_of_rows, client_key(plan, order.round_index, number))
-        outcome = LoopedEngine(self.setup.algorithm.client_update)([task], data.train.examples, order.round_index)
+        task = ClientTask(
+            shared, private, order_of_rows, client_key(plan, order.round_index, number)
+        )
+        outcome = LoopedEngine(self.setup.algorithm.client_update)(
+            [task], data.train.examples, order.round_index
+        )
         assert outcome.rows is not None
         update = outcome.rows[0]
         upload = Upload(update.upload, shared)
-        file.save(PrivateState(private, order.last_included, update.private, order.round_index, shared))
+        file.save(
+            PrivateState(private, order.last_included, update.private, order.round_index, shared)
+        )
         metrics = self._shareable({"loss": float(update.loss)})
         note = {"note": odd} if odd else {}
-        told = {"bytes": upload.nbytes, "tensors": [*upload.tensors], "num_examples": self.weight(data), "metrics": metrics, **note}
+        told = {
+            "bytes": upload.nbytes,
+            "tensors": [*upload.tensors],
+            "num_examples": self.weight(data),
+            "metrics": metrics,
+            **note,
+        }
         self._write_journal("trained and sent its shared part", order, told)
         return ClientResult(upload, self.weight(data), {**metrics, **note})
 
@@ -144,8 +168,19 @@ class RunClient:
         """What `join` does for a newcomer: the private part is learnt against the shared one as it is, and nothing is sent."""
         shared, data, number = self._check_shared(shared), self.data().train, self.settings.number
         initial = self.setup.algorithm.init(self.setup.params)[1]
-        trained_federation = TrainedFederation(self.setup.algorithm, self.setup.model, self.project.plan, State(shared, PrivateStates(initial, {})), number)
-        joined = join(trained_federation, data.of(0), join_plan=JoinPlan(epochs=order.adapt_epochs), engine="looped")
+        trained_federation = TrainedFederation(
+            self.setup.algorithm,
+            self.setup.model,
+            self.project.plan,
+            State(shared, PrivateStates(initial, {})),
+            number,
+        )
+        joined = join(
+            trained_federation,
+            data.of(0),
+            join_plan=JoinPlan(epochs=order.adapt_epochs),
+            engine="looped",
+        )
         private = joined.state.private.of(number)
         self.private(order.run).save(PrivateState(private, NO_ROUND, private, NO_ROUND, shared))
         self._write_journal("learnt its private part, and sent nothing", order, {})
@@ -157,7 +192,9 @@ class RunClient:
         shared, file = self._check_shared(shared), self.private(order.run)
         private, odd = file.starting_state(order)
         file.save(PrivateState(private, order.last_included, private, order.last_included, shared))
-        metrics = self._shareable(self.accuracies(shared, private)) if self.settings.share_metrics else {}
+        metrics = (
+            self._shareable(self.accuracies(shared, private)) if self.settings.share_metrics else {}
+        )
         note = {"note": odd} if odd else {}
         self._write_journal("tested its model", order, {"metrics": metrics, **note})
         return ClientResult(None, 0, {**metrics, **note})
@@ -167,9 +204,14 @@ class RunClient:
         data, state = self.data(), State(shared, PrivateStates(private, {}))
         evaluation = Evaluator(self.setup.algorithm, predictor(self.setup.model), engine="looped")
         found = {
-            part: float(local_test(evaluation, state, held)[0]) for part, held in (("validation", data.val), ("test", data.test))
+            part: float(local_test(evaluation, state, held)[0])
+            for part, held in (("validation", data.val), ("test", data.test))
         }
-        sizes = {"train_size": data.train.sizes, "validation_size": data.val.sizes, "test_size": data.test.sizes}
+        sizes = {
+            "train_size": data.train.sizes,
+            "validation_size": data.val.sizes,
+            "test_size": data.test.sizes,
+        }
         known = {part: accuracy for part, accuracy in found.items() if not np.isnan(accuracy)}
         return {**known, **{name: int(size[0]) for name, size in sizes.items()}}
 
@@ -177,7 +219,9 @@ class RunClient:
         """What it predicts with after what it has seen of a run."""
         kept = self.private(run).load()
         if kept is None or trees.numel(kept.shared) + trees.numel(kept.after) == 0:
-            raise InputError(f"predict: this device has taken part in no round of '{run}' yet; wait for one, or give another --run")
+            raise InputError(
+                f"predict: this device has taken part in no round of '{run}' yet; wait for one, or give another --run"
+            )
         return self.setup.algorithm.personal(kept.shared, kept.after)
 
     def _check_shared(self, shared: Params) -> Params:
@@ -186,7 +230,9 @@ class RunClient:
         try:
             received = Upload(shared, expected).tensors
         except UploadError as error:
-            raise InputError(f"device {self.settings.number}: the server's shared part does not fit its model ({error})") from error
+            raise InputError(
+                f"device {self.settings.number}: the server's shared part does not fit its model ({error})"
+            ) from error
         return {name: received[name] for name in expected}
 
     def _shareable(self, metrics: Json) -> Json:
@@ -211,6 +257,8 @@ class RunClient:
 def predict_classes(member: RunClient, run: str, inputs: torch.Tensor) -> list[int]:
     """The classes that the device's own model gives to inputs (rows, ...)."""
     with torch.no_grad():
-        outputs = predictor(member.setup.model)(member.personal_params(run), inputs, torch.ones(len(inputs), dtype=torch.bool))
+        outputs = predictor(member.setup.model)(
+            member.personal_params(run), inputs, torch.ones(len(inputs), dtype=torch.bool)
+        )
     classes: list[int] = outputs.argmax(-1).tolist()
     return classes

@@ -36,7 +36,9 @@ def prepare_client(folder: Path, notify: Notify) -> RunClient:
     own = member.project.folder
     for name in (STATE, LOGS):
         (own / name).mkdir(exist_ok=True)
-    for path in restrict_permissions([own, own / STATE, own / LOGS], [own / KEY, *own.glob(f"{STATE}/*")]):
+    for path in restrict_permissions(
+        [own, own / STATE, own / LOGS], [own / KEY, *own.glob(f"{STATE}/*")]
+    ):
         notify(f"{path} could be read by others; now it cannot")
     require_authority(own / CA)
     read_client_key(own / KEY)
@@ -59,7 +61,10 @@ def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None
             named = partial(_notify_prefixed, prefix, notify)
             connections.append(_make_connection(prepare_client(folder, named), named, lock))
         CURRENT_FOLDER.set(None)
-        threads = [threading.Thread(target=_run_connection, args=pair) for pair in zip(own, connections, strict=False)]
+        threads = [
+            threading.Thread(target=_run_connection, args=pair)
+            for pair in zip(own, connections, strict=False)
+        ]
         for thread in threads:
             thread.start()
         while not stop.wait(child_process.ALIVE_INTERVAL):
@@ -93,8 +98,12 @@ def _make_connection(member: RunClient, notify: Notify, lock: threading.Lock) ->
     federation = f"{member.settings.name} of '{member.project.deployment.name}'"
     notify(f"{federation}: only the shared part of its model leaves it{weight}; {consent}")
     notify(f"connecting to {server.host}:{server.port}")
-    fleet = FleetConnection.to(f"{server.host}:{server.port}", (own / CA).read_bytes(), read_client_key(own / KEY))
-    handler = ClientAppRunner(client_app(lambda _: member), {"folder": str(own)}, member.project.importable)
+    fleet = FleetConnection.to(
+        f"{server.host}:{server.port}", (own / CA).read_bytes(), read_client_key(own / KEY)
+    )
+    handler = ClientAppRunner(
+        client_app(lambda _: member), {"folder": str(own)}, member.project.importable
+    )
     return Connection(fleet, handler, own / STATE / NODE_FILE, notify, lock)
 
 

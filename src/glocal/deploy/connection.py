@@ -23,7 +23,10 @@ from glocal.deploy.flower.client_internals import (
 Notify = Callable[[str], None]
 _MIN_POLL, _MAX_POLL = 0.1, 3.0  # seconds between questions: soon after a message, and much later
 _RETRY = 1.0  # seconds before a server that does not answer is tried again, twice as many each time
-_MAX_RETRY, _MAX_RETRY_UNAUTHORIZED = 10.0, 60.0  # at most: while it cannot be reached; while it does not know the client
+_MAX_RETRY, _MAX_RETRY_UNAUTHORIZED = (
+    10.0,
+    60.0,
+)  # at most: while it cannot be reached; while it does not know the client
 _LOG = logging.getLogger("glocal")
 
 
@@ -54,7 +57,11 @@ class Connection:
             try:
                 self._run_client()
             except (ServerRejectedError, ServerUnreachableError) as error:
-                limit = _MAX_RETRY_UNAUTHORIZED if isinstance(error, ServerRejectedError) and error.unauthorized else _MAX_RETRY
+                limit = (
+                    _MAX_RETRY_UNAUTHORIZED
+                    if isinstance(error, ServerRejectedError) and error.unauthorized
+                    else _MAX_RETRY
+                )
                 self._report_error(error)
             except Exception as error:  # a fault of ours must not take a client off line for good
                 _LOG.error("the connection has failed", exc_info=error)

@@ -10,7 +10,9 @@ def format_round(row: Json) -> str:
     notes = "".join(f"; {name}: {note}" for name, note in row["notes"].items())
     away = f"; away: {', '.join(row['offline'])}" if row["offline"] else ""
     took = f"{row['seconds']:.1f} s, {row['bytes']:,} bytes so far"
-    return f"round {row['round'] + 1}: {loss}{len(row['clients'])} devices, {took}{lost}{notes}{away}"
+    return (
+        f"round {row['round'] + 1}: {loss}{len(row['clients'])} devices, {took}{lost}{notes}{away}"
+    )
 
 
 def format_live(live: Json) -> str:
@@ -29,7 +31,11 @@ def format_live(live: Json) -> str:
 def format_journal_entry(row: Json) -> str:
     """A line of a device's journal as its owner reads it."""
     trained = "bytes" in row
-    sent = f": {row['bytes']:,} bytes, tensors {', '.join(row['tensors'])}; it counts as {row['num_examples']}" if trained else ""
+    sent = (
+        f": {row['bytes']:,} bytes, tensors {', '.join(row['tensors'])}; it counts as {row['num_examples']}"
+        if trained
+        else ""
+    )
     told = ", ".join(f"{name} {value:.4g}" for name, value in (row.get("metrics") or {}).items())
     metrics = f"; figures sent: {told}" if told else ""
     missed_rounds = f"; it was away for {row['missed_rounds']}" if "missed_rounds" in row else ""

@@ -46,7 +46,10 @@ class Project:
     @classmethod
     def from_folder(cls, folder: Path) -> "Project":
         """Read a folder; refuse a study that cannot be deployed."""
-        study, deployment = from_toml(folder / STUDY), read_settings(DeploymentSettings, folder / DEPLOYMENT)
+        study, deployment = (
+            from_toml(folder / STUDY),
+            read_settings(DeploymentSettings, folder / DEPLOYMENT),
+        )
         _require_deployable(study)
         plans_of(study)  # refuses a plan that cannot be carried out
         return cls(folder.resolve(), study, deployment)
@@ -68,13 +71,21 @@ class Project:
         model = build_model(self.study.model, example, 0, seed=self.study.plan.seed)
         name, experiment = next(iter(self.study.experiments.items()))
         parts = Components(
-            model, cross_entropy(model), (self.study.plan.seed,), (_empty_data(self.deployment.clients),), (params_of(model),)
+            model,
+            cross_entropy(model),
+            (self.study.plan.seed,),
+            (_empty_data(self.deployment.clients),),
+            (params_of(model),),
         )
         algorithm = build_algorithm(self.study, experiment, parts)
         if self.deployment.privacy is not None:
             _require_equal_weights(self.study, algorithm, parts.params[0])
             bounds = self.deployment.privacy
-            algorithm = with_differential_privacy(algorithm, DifferentialPrivacy(bounds.clipping_norm, bounds.noise_multiplier), draw=secure_noise)
+            algorithm = with_differential_privacy(
+                algorithm,
+                DifferentialPrivacy(bounds.clipping_norm, bounds.noise_multiplier),
+                draw=secure_noise,
+            )
         if self.deployment.secure_aggregation:
             _require_enough_clients(self)
             _require_maskable(algorithm, parts.params[0])
@@ -82,8 +93,15 @@ class Project:
 
     def _training_settings(self) -> Json:
         """What else a device must have as the server has it; how many rounds and how long to wait are the server's own."""
-        plan = {name: getattr(self.study.plan, name) for name in ("local_epochs", "batch_size", "max_tokens", "seed", "weighting")}
-        return {**plan, "validation": self.study.data.validation, "secure_aggregation": self.deployment.secure_aggregation}
+        plan = {
+            name: getattr(self.study.plan, name)
+            for name in ("local_epochs", "batch_size", "max_tokens", "seed", "weighting")
+        }
+        return {
+            **plan,
+            "validation": self.study.data.validation,
+            "secure_aggregation": self.deployment.secure_aggregation,
+        }
 
     def make_importable(self) -> None:
         """Let "federation:model" be found in this folder, and not in another project's.
@@ -99,7 +117,9 @@ class Project:
             sys.path.insert(0, str(self.folder))
         named = (self.study.model.name, self.deployment.data)
         algorithms = (experiment.algorithm for experiment in self.study.experiments.values())
-        for module in {address.partition(":")[0] for address in (*named, *algorithms) if ":" in address}:
+        for module in {
+            address.partition(":")[0] for address in (*named, *algorithms) if ":" in address
+        }:
             loaded = getattr(sys.modules.get(module), "__file__", None)
             elsewhere = loaded and Path(loaded).resolve().parent != self.folder
             if elsewhere and (self.folder / f"{module}.py").exists():
@@ -130,10 +150,14 @@ class Project:
         self.make_importable()
         address = self.deployment.data
         function = import_function(address, "data")
-        with chdir(self.folder):  # Flower's programs run elsewhere; a file is named as seen from the device's folder
+        with chdir(
+            self.folder
+        ):  # Flower's programs run elsewhere; a file is named as seen from the device's folder
             given = call_user_function(lambda: function(client), address)
         if not isinstance(given, list | tuple):
-            raise InputError(f"data: {address} returned {type(given).__name__} for device {client}; (x, y) was expected")
+            raise InputError(
+                f"data: {address} returned {type(given).__name__} for device {client}; (x, y) was expected"
+            )
         held = concatenate([tuple(given)])
         seed, share = self.study.plan.seed, self.study.data.validation
         kept, test = hold_out(held.rows[0], OWN_TEST_FRACTION, seed, "test", client)
@@ -164,7 +188,10 @@ class TrainingSetup:
             side: {name: [*tensor.shape, str(tensor.dtype)] for name, tensor in tree.items()}
             for side, tree in (("shared", shared), ("private", private))
         }
-        return {"algorithm": f"{self.algorithm.name}: {self.algorithm.description}", "model": shapes}
+        return {
+            "algorithm": f"{self.algorithm.name}: {self.algorithm.description}",
+            "model": shapes,
+        }
 
 
 def _unload_modules(folder: Path) -> dict[str, ModuleType]:
@@ -185,7 +212,9 @@ def _empty_data(clients: int) -> FederatedData:
 def _require_deployable(study: Settings) -> None:
     """Refuse what only the simulator can do."""
     if len(study.experiments) != 1:
-        raise InputError(f"deploy: study.toml has {len(study.experiments)} cases; a deployment trains one, keep one table [cases.NAME]")
+        raise InputError(
+            f"deploy: study.toml has {len(study.experiments)} cases; a deployment trains one, keep one table [cases.NAME]"
+        )
     experiment = next(iter(study.experiments.values()))
     extras = {
         "groups": bool(study.groups),
@@ -195,34 +224,46 @@ def _require_deployable(study: Settings) -> None:
         "data.labeled_fraction": study.data.labeled_fraction is not None,
         "ordinal": study.ordinal is not None,
         "plan.seeds": study.plan.seeds != 1,
-        "plan.tries": study.plan.restarts != 1,
+        "plan.restarts": study.plan.restarts != 1,
         "experiments.start_from": experiment.start_from is not None,
         "cases.welcome": experiment.join_plan is not None,
         "cases.learns": experiment.pretext is not None,
     }
     given = [name for name, there in extras.items() if there]
     if given:
-        raise InputError(f"deploy: study.toml has {', '.join(given)}, which only the simulator knows; leave it out")
+        raise InputError(
+            f"deploy: study.toml has {', '.join(given)}, which only the simulator knows; leave it out"
+        )
     if ":" not in study.model.name:
-        raise InputError(f"deploy: model.name is '{study.model.name}'; a function of yours was expected, such as federation:model")
+        raise InputError(
+            f"deploy: model.name is '{study.model.name}'; a function of yours was expected, such as federation:model"
+        )
 
 
 def _require_enough_clients(project: Project) -> None:
     clients_per_round = min(project.plan.clients_per_round, project.deployment.clients)
     if clients_per_round < 2:
-        raise InputError(f"deploy: secure hides a device among others, but a cohort is of {clients_per_round}; have 2 devices at least")
+        raise InputError(
+            f"deploy: secure hides a device among others, but a cohort is of {clients_per_round}; have 2 devices at least"
+        )
 
 
 def _require_maskable(algorithm: Algorithm, params: Params) -> None:
     _require_averaging(algorithm, params, "secure_aggregation")
-    counters = [name for name, tensor in algorithm.init(params)[0].items() if not tensor.is_floating_point()]
+    counters = [
+        name for name, tensor in algorithm.init(params)[0].items() if not tensor.is_floating_point()
+    ]
     if counters:
-        raise InputError(f"deploy: secure cannot mask {counters}, which hold whole numbers; keep that layer local")
+        raise InputError(
+            f"deploy: secure cannot mask {counters}, which hold whole numbers; keep that layer local"
+        )
 
 
 def _require_equal_weights(study: Settings, algorithm: Algorithm, params: Params) -> None:
     if study.plan.weighting != "equal":
-        raise InputError("deploy: privacy needs every device to count the same; set plan.weighting = 'equal' in study.toml")
+        raise InputError(
+            "deploy: privacy needs every device to count the same; set plan.weighting = 'equal' in study.toml"
+        )
     _require_averaging(algorithm, params, "privacy")
 
 

@@ -37,7 +37,9 @@ def read_registry(folder: Path) -> dict[int, RegistryEntry]:
     """All devices of a server's folder, those that were revoked included."""
     path = folder / REGISTRY
     if not path.exists():
-        raise InputError(f"deploy: {folder} is no server's folder; give one that `glocal deploy init` made")
+        raise InputError(
+            f"deploy: {folder} is no server's folder; give one that `glocal deploy init` made"
+        )
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
@@ -45,7 +47,9 @@ def read_registry(folder: Path) -> dict[int, RegistryEntry]:
         entries = [RegistryEntry(**row) for row in rows]
         _validate_entries(entries)
     except (ValueError, TypeError) as error:
-        raise InputError(f"deploy: {path} does not hold what glocal writes there ({describe_error(error)}); restore it") from error
+        raise InputError(
+            f"deploy: {path} does not hold what glocal writes there ({describe_error(error)}); restore it"
+        ) from error
     return {entry.number: entry for entry in entries}
 
 
@@ -80,7 +84,9 @@ def revoke(folder: Path, name: str) -> RegistryEntry:
         registry = read_registry(folder)
         named = {entry.name: entry for entry in registry.values()}
         if name not in named:
-            raise InputError(f"deploy: '{name}' is no device of {folder}; {suggest_name(name, named)}")
+            raise InputError(
+                f"deploy: '{name}' is no device of {folder}; {suggest_name(name, named)}"
+            )
         entry = named[name]
         if entry.revoked:
             raise InputError(f"deploy: '{name}' was revoked before; make another with add-device")

@@ -14,7 +14,15 @@ from glocal.deploy.formatting import format_live, format_round
 from glocal.deploy.project import Project
 from glocal.deploy.registry import active_entries, read_registry
 from glocal.deploy.scaffold import SECRET, SOCKET
-from glocal.deploy.server import CHECKPOINT, LIVE, RESUMED_ELSEWHERE, ROWS, RUNS, read_server_state, rounds_done
+from glocal.deploy.server import (
+    CHECKPOINT,
+    LIVE,
+    RESUMED_ELSEWHERE,
+    ROWS,
+    RUNS,
+    read_server_state,
+    rounds_done,
+)
 from glocal.evaluate.privacy import epsilon
 from glocal.studies.run import slug
 
@@ -39,7 +47,9 @@ def connect_server(folder: Path) -> Iterator[ControlConnection]:
             f"deploy: the server of {folder} does not answer (it has no {SECRET} yet); start it with `glocal deploy server`"
         ) from error
     except (OSError, ValueError) as error:
-        raise InputError(f"deploy: {folder / SECRET} cannot be read ({error}); run this as the user who runs the server") from error
+        raise InputError(
+            f"deploy: {folder / SECRET} cannot be read ({error}); run this as the user who runs the server"
+        ) from error
     with server_internals.connect_control(folder / SOCKET, secret) as link:
         yield link
 
@@ -53,7 +63,11 @@ def require_accountant(project: Project) -> None:
 def connected_clients(folder: Path, link: ControlConnection) -> set[str]:
     """The names of the devices that are there."""
     here = {key for status, key in link.nodes().values() if status in _CONNECTED}
-    return {entry.name for entry in active_entries(read_registry(folder)).values() if public_key_bytes(entry.key) in here}
+    return {
+        entry.name
+        for entry in active_entries(read_registry(folder)).values()
+        if public_key_bytes(entry.key) in here
+    }
 
 
 def follow(project: Project, run: str, notify: Notify, *, adapt: bool = False) -> Json:
@@ -81,8 +95,12 @@ def follow(project: Project, run: str, notify: Notify, *, adapt: bool = False) -
             heard = _require_alive(project, run, number, live, heard)
         except InputError as error:
             if RESUMED_ELSEWHERE in str(error):
-                raise InputError(f"run: {RESUMED_ELSEWHERE}; watch it there, or with `glocal deploy status`") from error
-            raise InputError(f"{error}; then go on with `{resume_command(project, run, adapt=adapt)}`") from error
+                raise InputError(
+                    f"run: {RESUMED_ELSEWHERE}; watch it there, or with `glocal deploy status`"
+                ) from error
+            raise InputError(
+                f"{error}; then go on with `{resume_command(project, run, adapt=adapt)}`"
+            ) from error
 
 
 def _read_live(folder: Path) -> Json:
@@ -109,7 +127,9 @@ def _require_alive(project: Project, run: str, number: int, live: Json, heard: f
             state = link.run(number)
     except InputError:
         if time.monotonic() - heard > _MAX_SILENCE:
-            raise InputError(f"run: the server has been gone for {_MAX_SILENCE:.0f} s; start it again") from None
+            raise InputError(
+                f"run: the server has been gone for {_MAX_SILENCE:.0f} s; start it again"
+            ) from None
         return heard
     if state is None:
         raise InputError("run: the server was started anew, and the run ended with the old one")
@@ -121,12 +141,16 @@ def _require_alive(project: Project, run: str, number: int, live: Json, heard: f
 def require_new_run(project: Project, run: str) -> None:
     """Refuse a name that a run has already, or that is no plain name."""
     if slug(run) != run:
-        raise InputError(f"run: '{run}' is no plain name; choose one of small letters, figures and '-', such as {slug(run)}")
+        raise InputError(
+            f"run: '{run}' is no plain name; choose one of small letters, figures and '-', such as {slug(run)}"
+        )
     project.setup  # noqa: B018 (what is wrong with the model is said now)
     require_accountant(project)
     if (project.folder / RUNS / run / CHECKPOINT).exists():
         resume = f"glocal deploy resume {shlex.quote(str(project.folder))} --run {run}"
-        raise InputError(f"run: '{run}' has begun already; go on with `{resume}`, or give another --run")
+        raise InputError(
+            f"run: '{run}' has begun already; go on with `{resume}`, or give another --run"
+        )
 
 
 def require_unfinished(project: Project, run: str) -> None:
@@ -136,5 +160,9 @@ def require_unfinished(project: Project, run: str) -> None:
         start = f"glocal deploy run {shlex.quote(str(project.folder))} --run {run}"
         raise InputError(f"resume: '{run}' has not begun; start it with `{start}`")
     if done >= project.plan.rounds and _read_live(folder).get("state") == "done":
-        raise InputError(f"resume: '{run}' has done all its {done} rounds; raise plan.rounds in study.toml on the server to go on")
-    read_server_state(folder / CHECKPOINT, project.setup)  # refuses what was made with other settings
+        raise InputError(
+            f"resume: '{run}' has done all its {done} rounds; raise plan.rounds in study.toml on the server to go on"
+        )
+    read_server_state(
+        folder / CHECKPOINT, project.setup
+    )  # refuses what was made with other settings

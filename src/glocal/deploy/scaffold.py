@@ -58,17 +58,17 @@ name = "federation:model"
 [split]
 local = ["1"]                     # the layers that never leave a device
 
-[optimiser]
-rate = 0.05
+[optimizer]
+lr = 0.05
 momentum = 0.5
 
 [plan]
 rounds = {rounds}
 clients_per_round = {cohort}
-epochs = 5                        # a round costs seconds of messages, so that each is worth some epochs
-batch = 10
+local_epochs = 5                        # a round costs seconds of messages, so that each is worth some epochs
+batch_size = 10
 
-[cases.LG-FedAvg]
+[experiments.LG-FedAvg]
 algorithm = "lg_fedavg"
 """
 _DEPLOYMENT = """# How it is deployed. The same file is on the server and on every device.
@@ -89,7 +89,7 @@ round_timeout = 600.0               # seconds to wait for a round's answers
 min_clients = {enough}
 """
 _CLIENT = """# This device alone. Its owner decides whether figures (losses, accuracies, and of how many examples) may leave it.
-# On how many examples it trains is told in any case, unless plan.weights is "equal" in study.toml: the average needs it.
+# On how many examples it trains is told in any case, unless plan.weighting is "equal" in study.toml: the average needs it.
 number = {number}
 name = "{name}"
 share_metrics = {metrics}
@@ -115,13 +115,25 @@ class DeploymentSpec:
 def create_deployment(folder: Path, wanted: DeploymentSpec) -> Project:
     """Certificates, keys, settings, model and data function of a new federation, and a folder for each device."""
     if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"deploy: {folder} is not empty; choose another folder, or add to it with `glocal deploy add-device`")
+        raise InputError(
+            f"deploy: {folder} is not empty; choose another folder, or add to it with `glocal deploy add-device`"
+        )
     name, local = slug(folder.resolve().name), wanted.host in ("127.0.0.1", "localhost")
     min_clients = min(2, wanted.clients)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)  # keys, checkpoints and the operator's socket are in it
-    words = {"name": name, "clients": wanted.clients, "host": wanted.host, "port": wanted.port, "rounds": wanted.rounds}
-    words |= {"bind": "127.0.0.1" if local else "0.0.0.0", "min_clients": min_clients, "clients_per_round": wanted.clients}
+    words = {
+        "name": name,
+        "clients": wanted.clients,
+        "host": wanted.host,
+        "port": wanted.port,
+        "rounds": wanted.rounds,
+    }
+    words |= {
+        "bind": "127.0.0.1" if local else "0.0.0.0",
+        "min_clients": min_clients,
+        "clients_per_round": wanted.clients,
+    }
     write_text(folder / MODULE_FILE, _MODULE_TEXT.replace("{devices}", str(wanted.clients)))
     write_text(folder / STUDY, _STUDY.format(**words))
     write_text(folder / DEPLOYMENT, _DEPLOYMENT.format(**words))
@@ -137,7 +149,12 @@ def add_client(folder: Path, name: str | None = None, *, share_metrics: bool = F
     """A folder for one more device, with a key of its own; the key's public half joins the server's roster."""
     with locked_folder(folder):
         registry = read_registry(folder)
-        entry, own = _create_client(folder, registry, name or f"device-{_next_number(registry)}", share_metrics=share_metrics)
+        entry, own = _create_client(
+            folder,
+            registry,
+            name or f"device-{_next_number(registry)}",
+            share_metrics=share_metrics,
+        )
         write_registry(folder, {**registry, entry.number: entry})
     return own
 
@@ -146,15 +163,24 @@ def _next_number(registry: dict[int, RegistryEntry]) -> int:
     return max(registry, default=-1) + 1
 
 
-def _create_client(folder: Path, registry: dict[int, RegistryEntry], name: str, *, share_metrics: bool) -> tuple[RegistryEntry, Path]:
+def _create_client(
+    folder: Path, registry: dict[int, RegistryEntry], name: str, *, share_metrics: bool
+) -> tuple[RegistryEntry, Path]:
     if name in {entry.name for entry in registry.values()} or slug(name) != name:
-        raise InputError(f"deploy: '{name}' is taken, or no plain name; choose one of small letters, figures and '-'")
+        raise InputError(
+            f"deploy: '{name}' is taken, or no plain name; choose one of small letters, figures and '-'"
+        )
     own = folder / CLIENTS_FOLDER / name
     own.mkdir(mode=0o700, parents=True)
     try:
         entry = RegistryEntry(_next_number(registry), name, make_client_key(own / KEY))
         copy_server_files(folder, own)
-        write_text(own / CLIENT, _CLIENT.format(number=entry.number, name=name, share_metrics=str(share_metrics).lower()))
+        write_text(
+            own / CLIENT,
+            _CLIENT.format(
+                number=entry.number, name=name, share_metrics=str(share_metrics).lower()
+            ),
+        )
     except (InputError, OSError):
         shutil.rmtree(own)  # half a device would be in the way of the next attempt
         raise

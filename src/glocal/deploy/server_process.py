@@ -79,7 +79,10 @@ class RegisteredNodes:
         return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _read(self) -> None:
-        entries = {public_key_bytes(entry.key): entry for entry in active_entries(read_registry(self.folder)).values()}
+        entries = {
+            public_key_bytes(entry.key): entry
+            for entry in active_entries(read_registry(self.folder)).values()
+        }
         for key in [key for key in self._nodes if key not in entries]:
             node = self._nodes.pop(key)
             self.link.unregister(node)
@@ -120,7 +123,9 @@ def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None
         server = project.deployment.server
         require_free_port(server.bind, server.port)
         bound = "all of this machine's addresses" if server.bind == "0.0.0.0" else server.bind
-        notify(f"the server listens on {bound}, port {server.port}, for devices at {server_address(project)}")
+        notify(
+            f"the server listens on {bound}, port {server.port}, for devices at {server_address(project)}"
+        )
         notify("only devices of the roster pass its gate")
         asyncio.run(_serve(project, notify, stop))
 
@@ -137,10 +142,16 @@ async def _serve(project: Project, notify: Notify, stop: threading.Event) -> Non
         private = _Server(_operator_config(OperatorGate(link.app, secret)))
         write_secret(project.folder / SECRET, secret.encode())
         watch = _StatusMonitor(project, registered, link, notify)
-        await asyncio.gather(public.serve(), private.serve(sockets=[door]), _serve_until_stopped(stop, watch, public, private))
+        await asyncio.gather(
+            public.serve(),
+            private.serve(sockets=[door]),
+            _serve_until_stopped(stop, watch, public, private),
+        )
 
 
-async def _serve_until_stopped(stop: threading.Event, watch: "_StatusMonitor", *servers: "_Server") -> None:
+async def _serve_until_stopped(
+    stop: threading.Event, watch: "_StatusMonitor", *servers: "_Server"
+) -> None:
     """Look after the server until it is told to stop, or ends by itself."""
     last = time.monotonic()
     while not stop.is_set() and not any(server.should_exit for server in servers):
@@ -219,7 +230,9 @@ def _run_to_end(folder: Path, gate: FleetGate, grid: Grid, config: Mapping[str, 
     project = Project.from_folder(folder)
     project.unload_modules()  # they may have changed since the last run
     gate.max_object_bytes = _max_reply_bytes(project)
-    run_to_end(grid, RunServer(project, run, skip_training=bool(config.get("skip_training", False))))
+    run_to_end(
+        grid, RunServer(project, run, skip_training=bool(config.get("skip_training", False)))
+    )
 
 
 @dataclass

@@ -14,7 +14,9 @@ from glocal.studies.settings import read_table
 
 Table = TypeVar("Table")
 _MAX_SECONDS = 10**8  # seconds: three years
-_HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}")  # a name with other letters has a plain form too, as xn--...
+_HOST = re.compile(
+    r"[A-Za-z0-9_.-]{1,253}"
+)  # a name with other letters has a plain form too, as xn--...
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,22 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
-            raise InputError(f"deploy: the port is {self.port}; a number from 1 to 65535 was expected")
+            raise InputError(
+                f"deploy: the port is {self.port}; a number from 1 to 65535 was expected"
+            )
         if not _HOST.fullmatch(self.host):
-            raise InputError(f"deploy: the host is '{self.host}'; a name or an address was expected, without a port")
+            raise InputError(
+                f"deploy: the host is '{self.host}'; a name or an address was expected, without a port"
+            )
         if not _HOST.fullmatch(self.bind):
-            raise InputError(f"deploy: server.bind is '{self.bind}'; an IPv4 address or a name was expected, such as 0.0.0.0")
+            raise InputError(
+                f"deploy: server.bind is '{self.bind}'; an IPv4 address or a name was expected, such as 0.0.0.0"
+            )
 
 
 @dataclass(frozen=True)
 class LimitSettings:
-    """Seconds to wait: for all at the start, or for a greeting (`start_timeout`), for `min_clients` (`connect_timeout`), for all answers (`round`)."""
+    """Seconds to wait: for all at the start, or for a greeting (`start_timeout`), for `min_clients` (`connect_timeout`), for all answers (`round_timeout`)."""
 
     start_timeout: float = 60.0
     connect_timeout: float = 300.0
@@ -45,7 +53,7 @@ class LimitSettings:
 
     def __post_init__(self) -> None:
         require_counts("settings: limits.", self)
-        for name in ("start_timeout", "connect_timeout", "round"):
+        for name in ("start_timeout", "connect_timeout", "round_timeout"):
             if not 0 < getattr(self, name) <= _MAX_SECONDS:  # nor NaN, which would wait for ever
                 raise InputError(
                     f"settings: limits.{name} is {getattr(self, name)}; seconds above 0 and at most {_MAX_SECONDS:,} were expected"
@@ -64,9 +72,17 @@ class PrivacySettings:
     delta: float = 1e-5
 
     def __post_init__(self) -> None:
-        if not (0 < self.clipping_norm < math.inf and 0 <= self.noise_multiplier < math.inf and 0 < self.delta < 1):
-            told = f"clip {self.clipping_norm}, noise {self.noise_multiplier} and delta {self.delta}"
-            raise InputError(f"settings: privacy has {told}; clip above 0, noise at least 0, delta between 0 and 1 were expected")
+        if not (
+            0 < self.clipping_norm < math.inf
+            and 0 <= self.noise_multiplier < math.inf
+            and 0 < self.delta < 1
+        ):
+            told = (
+                f"clip {self.clipping_norm}, noise {self.noise_multiplier} and delta {self.delta}"
+            )
+            raise InputError(
+                f"settings: privacy has {told}; clip above 0, noise at least 0, delta between 0 and 1 were expected"
+            )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,13 @@ _MAX_SILENCE = 60.0  # seconds after which one that says nothing is taken for st
 _STOP_TIMEOUT = 5.0  # seconds that a program is given to end by itself
 # What a child needs of the environment: everything else may be somebody's secret.
 _INHERITED = {"HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"}
-_INHERITED |= {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_DIR", "SSL_CERT_FILE"}
+_INHERITED |= {
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+}
 _INHERITED_PREFIXES = ("CUDA_", "GLOCAL_", "KMP_", "LC_", "MKL_", "NVIDIA_", "OMP_", "PYTHON")
 _FLOWER_VARIABLES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -44,7 +50,11 @@ def child_environment(home: Path, variables: Iterable[str] = ()) -> dict[str, st
     `home` is where Flower keeps its settings, so that those of its user's own programs stay apart.
     """
     wanted = {*_INHERITED, *variables}
-    kept = {name: value for name, value in os.environ.items() if name in wanted or name.startswith(_INHERITED_PREFIXES)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in wanted or name.startswith(_INHERITED_PREFIXES)
+    }
     return {**kept, **_FLOWER_VARIABLES, "FLWR_HOME": str(home)}
 
 
@@ -178,7 +188,9 @@ def _drop_empty(log: Path) -> None:
             log.parent.rmdir()
 
 
-def supervise(program: Program, stop: threading.Event, notify: Notify, *, every: float = 0.1) -> None:
+def supervise(
+    program: Program, stop: threading.Event, notify: Notify, *, every: float = 0.1
+) -> None:
     """Keep it running until told to stop; what its first start refuses is refused."""
     for folder in program.folders:
         require_project(folder)

@@ -34,9 +34,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
-            raise InputError(f"engine: '{self.name}' is unknown; {suggest_name(self.name, ENGINES)}")
+            raise InputError(
+                f"engine: '{self.name}' is unknown; {suggest_name(self.name, ENGINES)}"
+            )
         if self.precision not in PRECISIONS:
-            raise InputError(f"engine: precision '{self.precision}' is unknown; {suggest_name(self.precision, PRECISIONS)}")
+            raise InputError(
+                f"engine: precision '{self.precision}' is unknown; {suggest_name(self.precision, PRECISIONS)}"
+            )
         require_counts("engine: ", self)
 
     @property
@@ -67,7 +71,11 @@ class ExecutionPlan:
     def from_dict(cls, data: object) -> "ExecutionPlan | None":
         """Back from JSON; None if it is something else."""
         known = {part.name for part in fields(cls)}
-        if not isinstance(data, dict) or not {"engine"} <= {*data} <= known or data["engine"] not in ENGINES:
+        if (
+            not isinstance(data, dict)
+            or not {"engine"} <= {*data} <= known
+            or data["engine"] not in ENGINES
+        ):
             return None
         return cls(**data)
 
@@ -88,14 +96,23 @@ def available_cores() -> int:
 def precision(name: str, device: torch.device) -> Iterator[None]:
     """Full single precision, the same bits every time, unless asked for less; the caller's settings come back afterwards."""
     if device.type != "cuda":
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False):
+        with torch.autocast(
+            "cpu", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False
+        ):
             yield
         return
     matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
-    convolutions = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=name == "tf32")
+    convolutions = torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=name == "tf32"
+    )
     matmul.allow_tf32 = name == "tf32"
     try:
-        with convolutions, torch.autocast("cuda", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False):
+        with (
+            convolutions,
+            torch.autocast(
+                "cuda", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False
+            ),
+        ):
             yield
     finally:
         matmul.allow_tf32 = before

@@ -17,7 +17,11 @@ class ConvAsMatmul(TorchFunctionMode):
         self.enabled, self.saw_conv2d = enabled, False
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Instead of `conv2d`, the product."""
         self.saw_conv2d = self.saw_conv2d or function is torch.conv2d
@@ -38,7 +42,9 @@ def _conv2d(
     if groups != 1 or isinstance(padding, str):
         return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
     kernel, (down, right) = tuple(weight.shape[2:]), _pair(padding)
-    columns, (height, width) = _columns(functional.pad(x, (right, right, down, down)), kernel, _pair(stride), _pair(dilation))
+    columns, (height, width) = _columns(
+        functional.pad(x, (right, right, down, down)), kernel, _pair(stride), _pair(dilation)
+    )
     out = columns @ weight.flatten(1).t()
     out = out if bias is None else out + bias
     return out.reshape(len(x), height, width, len(weight)).permute(0, 3, 1, 2)
@@ -54,9 +60,9 @@ def _columns(
     reach = [dilation[i] * (kernel[i] - 1) + 1 for i in (0, 1)]
     height, width = ((x.shape[2 + i] - reach[i]) // stride[i] + 1 for i in (0, 1))
     slices = [
-        x[:, :, i * dilation[0] :, j * dilation[1] :][:, :, : (height - 1) * stride[0] + 1, : (width - 1) * stride[1] + 1][
-            :, :, :: stride[0], :: stride[1]
-        ]
+        x[:, :, i * dilation[0] :, j * dilation[1] :][
+            :, :, : (height - 1) * stride[0] + 1, : (width - 1) * stride[1] + 1
+        ][:, :, :: stride[0], :: stride[1]]
         for i in range(kernel[0])
         for j in range(kernel[1])
     ]

@@ -15,7 +15,15 @@ from glocal.core.errors import GlocalWarning, InputError, describe_error
 from glocal.engines.config import EngineConfig, ExecutionPlan, precision
 from glocal.engines.factory import build_engine
 from glocal.engines.planning import ProbeSetup, fallbacks_for, plan_execution
-from glocal.engines.protocol import ClientFunction, ClientResults, ClientTask, Engine, ResultT, to_device, tree_bytes
+from glocal.engines.protocol import (
+    ClientFunction,
+    ClientResults,
+    ClientTask,
+    Engine,
+    ResultT,
+    to_device,
+    tree_bytes,
+)
 
 _CHUNK_BYTES = 2**30
 _CHUNK_SHARE = 0.25  # of a GPU's memory
@@ -41,13 +49,20 @@ class Executor(Generic[ResultT]):
         execution_plan: ExecutionPlan | None = None,
         on_plan: Callable[[ExecutionPlan], None] | None = None,
     ) -> None:
-        self.function, self.num_calls, self.trains, self.execution_plan = function, num_calls, trains, execution_plan
+        self.function, self.num_calls, self.trains, self.execution_plan = (
+            function,
+            num_calls,
+            trains,
+            execution_plan,
+        )
         self.on_plan = on_plan
         self.config = EngineConfig(engine) if isinstance(engine, str) else engine
         self.engine: Engine[ResultT] | None = None
         self.fallbacks: list[ExecutionPlan] = []
 
-    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int = 0) -> ClientResults[ResultT]:
+    def __call__(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int = 0
+    ) -> ClientResults[ResultT]:
         """One result per task; where devices are batched, those of like length share a batch."""
         with precision(self.config.precision, examples.y.device):
             if self.engine is None:
@@ -59,10 +74,14 @@ class Executor(Generic[ResultT]):
             except _FAILURES as error:
                 return self._run_fallback(error, tasks, examples, round_index)
 
-    def _run_fallback(self, error: Exception, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
+    def _run_fallback(
+        self, error: Exception, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
         """The first form further down that runs, with the same numbers and one visible line; a wrong model runs in none."""
         if isinstance(error, torch.OutOfMemoryError):
-            raise InputError(f"engine: {len(tasks)} devices at once do not fit into memory; give a smaller chunk") from error
+            raise InputError(
+                f"engine: {len(tasks)} devices at once do not fit into memory; give a smaller chunk"
+            ) from error
         failed, latest = self.describe(), error
         while self.fallbacks:
             self._switch_to(self.fallbacks[0], self.fallbacks[1:])
@@ -71,7 +90,11 @@ class Executor(Generic[ResultT]):
             except _FAILURES as again:
                 latest = again
                 continue
-            warnings.warn(f"engine: {failed} failed ({describe_error(error)}); now {self.describe()}", GlocalWarning, stacklevel=3)
+            warnings.warn(
+                f"engine: {failed} failed ({describe_error(error)}); now {self.describe()}",
+                GlocalWarning,
+                stacklevel=3,
+            )
             return outcome
         raise latest
 
@@ -99,7 +122,9 @@ class Executor(Generic[ResultT]):
         assert self.execution_plan is not None
         return f"{self.engine.describe()}{f' ({self.execution_plan.reason})' if self.execution_plan.reason else ''}"
 
-    def _run(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
+    def _run(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
         assert self.engine is not None
         assert self.execution_plan is not None
         if self.execution_plan.engine not in ("vmapped", "graphed"):
@@ -123,9 +148,11 @@ class Executor(Generic[ResultT]):
             self.engine = None
 
 
-def _empty_like_rows(devices: int, part: ResultT) -> ResultT:
+def _empty_like_rows(clients: int, part: ResultT) -> ResultT:
     """Where the results of so many devices go, to be filled, like those of some of them."""
-    return cast(ResultT, tree_map(lambda tensor: tensor.new_empty(devices, *tensor.shape[1:]), part))
+    return cast(
+        ResultT, tree_map(lambda tensor: tensor.new_empty(clients, *tensor.shape[1:]), part)
+    )
 
 
 def _write_rows(part: ResultT, whole: ResultT, places: Tensor) -> None:

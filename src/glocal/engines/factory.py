@@ -18,27 +18,40 @@ from glocal.engines.vmapped import VmappedEngine
 from glocal.engines.workers import ProcessPool
 
 
-def build_engine(function: ClientFunction[ResultT], execution_plan: ExecutionPlan, config: EngineConfig) -> Engine[ResultT]:
+def build_engine(
+    function: ClientFunction[ResultT], execution_plan: ExecutionPlan, config: EngineConfig
+) -> Engine[ResultT]:
     """The form of a choice, around a one-device function."""
     if execution_plan.engine == "workers" and execution_plan.fused:
         return ThreadPool(function, workers=config.num_workers, fused=FusedCpuTraining())
     if execution_plan.engine == "workers":
         return ProcessPool(function, workers=config.num_workers, trainer=TracedTraining())
     if execution_plan.engine == "graphed":
-        return GraphedEngine(function, trainer=_batched_training(execution_plan, config), description=_description(execution_plan))
+        return GraphedEngine(
+            function,
+            trainer=_batched_training(execution_plan, config),
+            description=_description(execution_plan),
+        )
     return VmappedEngine(function) if execution_plan.engine == "vmapped" else LoopedEngine(function)
 
 
 def _batched_training(execution_plan: ExecutionPlan, config: EngineConfig) -> BatchedTraining:
     if execution_plan.fused:
         return BatchedTraining(FusedGpuTraining(config.precision), skip_check=True)
-    return BatchedTraining(TracedBatchedTraining(compiler=compile_step if execution_plan.compiled else None, conv_as_matmul=execution_plan.conv_as_matmul))
+    return BatchedTraining(
+        TracedBatchedTraining(
+            compiler=compile_step if execution_plan.compiled else None,
+            conv_as_matmul=execution_plan.conv_as_matmul,
+        )
+    )
 
 
 def _description(execution_plan: ExecutionPlan) -> str:
     if execution_plan.fused:
         return ", with fused steps"
-    parts = [", with compiled steps"] * execution_plan.compiled + [", convolutions as matrix products"] * execution_plan.conv_as_matmul
+    parts = [", with compiled steps"] * execution_plan.compiled + [
+        ", convolutions as matrix products"
+    ] * execution_plan.conv_as_matmul
     return "".join(parts)
 
 

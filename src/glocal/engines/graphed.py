@@ -11,7 +11,14 @@ from glocal.core.data import Examples
 from glocal.core.sampling import IntArray, pad_and_stack
 from glocal.core.training import LocalTrainer, Work
 from glocal.core.trees import Params
-from glocal.engines.protocol import ClientFunction, ClientResults, ClientTask, ResultT, count_full_steps, to_device
+from glocal.engines.protocol import (
+    ClientFunction,
+    ClientResults,
+    ClientTask,
+    ResultT,
+    count_full_steps,
+    to_device,
+)
 from glocal.engines.vmapped import vmap_clients
 
 _MAX_GRAPHS = 24
@@ -20,7 +27,7 @@ _MAX_GRAPHS = 24
 class GraphKey(NamedTuple):
     """What must be alike for a captured round to be replayed."""
 
-    devices: int
+    clients: int
     shared: int
     steps: int
     batch: int
@@ -32,12 +39,20 @@ class GraphKey(NamedTuple):
 class GraphedEngine(Generic[ResultT]):
     """A function over many devices; a shape that comes back is captured, then replayed."""
 
-    def __init__(self, function: ClientFunction[ResultT], *, trainer: LocalTrainer | None, description: str = "") -> None:
+    def __init__(
+        self,
+        function: ClientFunction[ResultT],
+        *,
+        trainer: LocalTrainer | None,
+        description: str = "",
+    ) -> None:
         self.function, self.trainer, self.description = function, trainer, description
         self.graphs: dict[GraphKey, _CapturedRound | None] = {}
         self.pool: Any = None
 
-    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
+    def __call__(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
         """One stack of results."""
         if not examples.y.is_cuda:
             raise RuntimeError("graphs need an NVIDIA GPU")
@@ -76,15 +91,22 @@ class _CapturedRound:
     """A round of one shape: inputs that lie still, and the graph that reads them."""
 
     def __init__(
-        self, function: ClientFunction[Any], shape: GraphKey, tasks: Sequence[ClientTask], examples: Examples, trainer: LocalTrainer | None
+        self,
+        function: ClientFunction[Any],
+        shape: GraphKey,
+        tasks: Sequence[ClientTask],
+        examples: Examples,
+        trainer: LocalTrainer | None,
     ) -> None:
         device = examples.y.device
         self.function, self.examples, self.trainer = function, examples, trainer
         self.shared = _zeros(tasks[0].shared, shape.shared, device)
-        self.private = _zeros(tasks[0].private, shape.devices, device)
-        self.shared_index = torch.zeros(shape.devices, dtype=torch.int64, device=device)
-        self.order = torch.zeros(shape.devices, shape.steps, shape.batch, dtype=torch.int64, device=device)
-        self.key = torch.zeros(shape.devices, dtype=torch.int64, device=device)
+        self.private = _zeros(tasks[0].private, shape.clients, device)
+        self.shared_index = torch.zeros(shape.clients, dtype=torch.int64, device=device)
+        self.order = torch.zeros(
+            shape.clients, shape.steps, shape.batch, dtype=torch.int64, device=device
+        )
+        self.key = torch.zeros(shape.clients, dtype=torch.int64, device=device)
         self.round_index = torch.zeros((), dtype=torch.int64, device=device)
         self.full_steps = shape.full_steps
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -96,8 +118,14 @@ class _CapturedRound:
         places = {key: place for place, key in enumerate(trees_of)}
         _stack_into(self.shared, list(trees_of.values()))
         _stack_into(self.private, [task.private for task in tasks])
-        numbers = [[places[id(task.shared)] for task in tasks], [task.key for task in tasks], [round_index] * len(tasks)]
-        there = to_device(np.concatenate([np.array(numbers).reshape(-1), orders.reshape(-1)]), self.order.device)
+        numbers = [
+            [places[id(task.shared)] for task in tasks],
+            [task.key for task in tasks],
+            [round_index] * len(tasks),
+        ]
+        there = to_device(
+            np.concatenate([np.array(numbers).reshape(-1), orders.reshape(-1)]), self.order.device
+        )
         shared_index, key, number = there[: 3 * len(tasks)].view(3, -1)
         self.shared_index.copy_(shared_index)
         self.key.copy_(key)
@@ -106,7 +134,9 @@ class _CapturedRound:
 
     def run(self) -> Any:
         """The round, launched kernel by kernel."""
-        work = Work(self.examples, self.order, self.key, self.round_index, self.full_steps, self.trainer)
+        work = Work(
+            self.examples, self.order, self.key, self.round_index, self.full_steps, self.trainer
+        )
         own = {name: tensor[self.shared_index] for name, tensor in self.shared.items()}
         return vmap_clients(self.function, own, self.private, work)
 
@@ -158,7 +188,10 @@ def _graph_key(tasks: Sequence[ClientTask], orders: IntArray, examples: Examples
 
 
 def _zeros(tree: Params, rows: int, device: torch.device) -> Params:
-    return {name: torch.zeros(rows, *tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in tree.items()}
+    return {
+        name: torch.zeros(rows, *tensor.shape, dtype=tensor.dtype, device=device)
+        for name, tensor in tree.items()
+    }
 
 
 def _stack_into(static: Params, rows: Sequence[Params]) -> None:

@@ -24,7 +24,9 @@ class LoopedEngine(Generic[ResultT]):
 
     function: ClientFunction[ResultT]
 
-    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
+    def __call__(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
         """One result per task."""
         with use_num_threads(choose_num_threads(tree_bytes(tasks[0]))):
             return ClientResults(rows=[self._one(task, examples, round_index) for task in tasks])

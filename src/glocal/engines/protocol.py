@@ -47,7 +47,9 @@ class ClientResults(Generic[ResultT]):
 class Engine(Protocol[ResultT]):
     """A way to run a one-device function over many."""
 
-    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
+    def __call__(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
         """One result per task, in the tasks' order."""
 
     def describe(self) -> str:
@@ -57,7 +59,13 @@ class Engine(Protocol[ResultT]):
         """Let go of whatever it holds."""
 
 
-def run_one(function: ClientFunction[ResultT], task: ClientTask, examples: Examples, round_index: int, trainer: LocalTrainer | None = None) -> ResultT:
+def run_one(
+    function: ClientFunction[ResultT],
+    task: ClientTask,
+    examples: Examples,
+    round_index: int,
+    trainer: LocalTrainer | None = None,
+) -> ResultT:
     """One task, by itself."""
     device = examples.y.device
     order = torch.from_numpy(task.order).to(device)

@@ -34,10 +34,15 @@ _ATEN = torch.ops.aten
 _IN_PLACE = (_ATEN.addmm_.default, _ATEN.mul_.Tensor, _ATEN.add_.Tensor, _ATEN.sub_.Tensor)
 # the same operations by the names that torch calls fastest: two microseconds less each, of some seventy in a step
 _FASTER_CALLS: dict[Any, Callable[..., Tensor]] = {
-    **{getattr(_ATEN, name).default: getattr(torch, name) for name in ("addmm", "mm", "relu", "t", "sum")},
+    **{
+        getattr(_ATEN, name).default: getattr(torch, name)
+        for name in ("addmm", "mm", "relu", "t", "sum")
+    },
     **{getattr(_ATEN, name).Tensor: getattr(torch, name) for name in ("add", "div", "mul", "sub")},
     **{getattr(_ATEN, name).Tensor: getattr(Tensor, name) for name in ("add_", "mul_", "sub_")},
-    **{getattr(_ATEN, name).default: getattr(Tensor, name) for name in ("addmm_", "expand", "view")},
+    **{
+        getattr(_ATEN, name).default: getattr(Tensor, name) for name in ("addmm_", "expand", "view")
+    },
     _ATEN.sum.dim_IntList: torch.sum,
     _ATEN.where.self: torch.where,
 }
@@ -69,10 +74,18 @@ class StepSignature(NamedTuple):
         trainable, opt_state, buffers = (tuple(tree) for tree in state)
         return cls(trainable, opt_state, buffers, anchor, strengths, batch.group is not None)
 
-    def flatten(self, state: StepState, proximal: Sequence[Proximal], batch: Batch, round_index: Tensor) -> list[Tensor]:
+    def flatten(
+        self, state: StepState, proximal: Sequence[Proximal], batch: Batch, round_index: Tensor
+    ) -> list[Tensor]:
         """All inputs of a step in one list."""
-        tensors = [tree[name] for tree, names in zip(state, self[:3], strict=True) for name in names]
-        tensors += [pull.anchor[name] for pull, names in zip(proximal, self.proximal, strict=True) for name in names]
+        tensors = [
+            tree[name] for tree, names in zip(state, self[:3], strict=True) for name in names
+        ]
+        tensors += [
+            pull.anchor[name]
+            for pull, names in zip(proximal, self.proximal, strict=True)
+            for name in names
+        ]
         return [*tensors, *(tensor for tensor in batch if tensor is not None), round_index]
 
     def state(self, tensors: Sequence[Tensor]) -> StepState:
@@ -80,7 +93,11 @@ class StepSignature(NamedTuple):
         first, second = len(self.trainable), len(self.trainable) + len(self.opt_state)
         trainable = dict(zip(self.trainable, tensors[:first], strict=True))
         opt_state = dict(zip(self.opt_state, tensors[first:second], strict=True))
-        return StepState(trainable, opt_state, dict(zip(self.buffers, tensors[second : second + len(self.buffers)], strict=True)))
+        return StepState(
+            trainable,
+            opt_state,
+            dict(zip(self.buffers, tensors[second : second + len(self.buffers)], strict=True)),
+        )
 
     @property
     def num_state(self) -> int:
@@ -92,32 +109,57 @@ class StepSignature(NamedTuple):
         """Where in the list a batch begins."""
         return self.num_state + sum(len(names) for names in self.proximal)
 
-    def unflatten(self, tensors: Sequence[Tensor]) -> tuple[StepState, tuple[Proximal, ...], Batch, Tensor]:
+    def unflatten(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[StepState, tuple[Proximal, ...], Batch, Tensor]:
         """What `flatten` made flat."""
         rest, proximal = list(tensors[self.num_state :]), []
         for names, strength in zip(self.proximal, self.strengths, strict=True):
             proximal.append(Proximal(dict(zip(names, rest, strict=False)), strength))
             rest = rest[len(names) :]
         x, y, *group, mask, key, round_index = rest
-        return self.state(tensors), tuple(proximal), Batch(x, y, group[0] if group else None, mask, key), round_index
+        return (
+            self.state(tensors),
+            tuple(proximal),
+            Batch(x, y, group[0] if group else None, mask, key),
+            round_index,
+        )
 
 
 def is_traceable(loss: LossFn) -> bool:
     """A loss that is one function for all devices and steps: others may hold tensors of the call that made them."""
-    return isinstance(loss, ModelLoss) or (isinstance(loss, AugmentedLoss) and is_traceable(loss.inner))
+    return isinstance(loss, ModelLoss) or (
+        isinstance(loss, AugmentedLoss) and is_traceable(loss.inner)
+    )
 
 
-def make_flat_step(objective: Objective, optimizer: Optimizer, signature: StepSignature, *, guard: bool) -> FlatStep:
+def make_flat_step(
+    objective: Objective, optimizer: Optimizer, signature: StepSignature, *, guard: bool
+) -> FlatStep:
     """One step on flat tensors: places after it, and its loss. With a guard, a step that is all padding is the identity."""
 
     def step(*tensors: Tensor) -> list[Tensor]:
         state, proximal, batch, round_index = signature.unflatten(tensors)
-        grads, loss, buffers = compute_grads(objective._replace(proximal=proximal), state.trainable, state.buffers, batch)
+        grads, loss, buffers = compute_grads(
+            objective._replace(proximal=proximal), state.trainable, state.buffers, batch
+        )
         trainable, opt_state = optimizer.step(state.trainable, grads, state.opt_state, round_index)
         after = StepState(trainable, opt_state, {**state.buffers, **buffers})
         if guard:
-            after = StepState(*(trees.where(batch.mask.any(), new, old) for new, old in zip(after, state, strict=True)))
-        return [*(tree[name] for tree, names in zip(after, signature[:3], strict=True) for name in names), loss]
+            after = StepState(
+                *(
+                    trees.where(batch.mask.any(), new, old)
+                    for new, old in zip(after, state, strict=True)
+                )
+            )
+        return [
+            *(
+                tree[name]
+                for tree, names in zip(after, signature[:3], strict=True)
+                for name in names
+            ),
+            loss,
+        ]
 
     return step
 
@@ -162,7 +204,11 @@ def _overwrite(graph: fx.Graph, state: fx.Node, after: object) -> None:
         return
     if after.target is _ATEN.sub.Tensor and after.args[0] is state and after.args[1] is not state:
         after.target = _ATEN.sub_.Tensor  # weight - rate * velocity
-    elif after.target is _ATEN.add.Tensor and after.args[1] is state and isinstance(after.args[0], fx.Node):
+    elif (
+        after.target is _ATEN.add.Tensor
+        and after.args[1] is state
+        and isinstance(after.args[0], fx.Node)
+    ):
         _accumulate(graph, state, after)  # slope + momentum * velocity
 
 
@@ -197,8 +243,14 @@ def _is_view(node: fx.Node) -> bool:
 def _move_earlier(graph: fx.Graph, state: fx.Node) -> None:
     """Change a state as soon as nothing waits for its old value: what was just read is still near."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    for change in [user for user in state.users if user.target in _IN_PLACE and user.args[0] is state]:
-        needed = [node for node in (*change.all_input_nodes, *_readers(state)) if order[node] < order[change]]
+    for change in [
+        user for user in state.users if user.target in _IN_PLACE and user.args[0] is state
+    ]:
+        needed = [
+            node
+            for node in (*change.all_input_nodes, *_readers(state))
+            if order[node] < order[change]
+        ]
         latest = max(needed, key=lambda node: order[node])
         latest.append(change)
         order = {node: place for place, node in enumerate(graph.nodes)}
@@ -218,7 +270,9 @@ class TracedTraining:
         self.steps: dict[Hashable, FlatStep | None] = {}
         self.reason = ""
 
-    def __call__(self, objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> tuple[Params, Tensor] | None:
+    def __call__(
+        self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
+    ) -> tuple[Params, Tensor] | None:
         """The same numbers as `descend`; None where the loss or the optimiser may not be traced."""
         if not is_traceable(objective.loss) or not isinstance(optimizer, SGD | Adam):
             self.reason = "the loss or the optimiser is one of your own"
@@ -226,38 +280,75 @@ class TracedTraining:
         with torch.no_grad():
             return self._train(objective, params, work, optimizer)
 
-    def _train(self, objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> tuple[Params, Tensor] | None:
-        trainable = {name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()}
-        buffers = {name: tensor.clone() for name, tensor in params.items() if name not in objective.trainable}
+    def _train(
+        self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
+    ) -> tuple[Params, Tensor] | None:
+        trainable = {
+            name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()
+        }
+        buffers = {
+            name: tensor.clone()
+            for name, tensor in params.items()
+            if name not in objective.trainable
+        }
         state, losses = StepState(trainable, optimizer.init(trainable), buffers), []
         rest = batches(work)
         first = next(rest)
         signature = StepSignature.of(state, objective.proximal, first)
         tensors = signature.flatten(state, objective.proximal, first, work.round_index)
-        step = self._step(objective, optimizer, signature, tensors)  # every batch has the same shape
+        step = self._step(
+            objective, optimizer, signature, tensors
+        )  # every batch has the same shape
         if step is None:
             return None
-        states, anchor = tensors[: signature.num_state], tensors[signature.num_state : signature.batch_offset]
-        for batch, real in zip(chain([first], rest), (work.order >= 0).any(1).tolist(), strict=True):
+        states, anchor = (
+            tensors[: signature.num_state],
+            tensors[signature.num_state : signature.batch_offset],
+        )
+        for batch, real in zip(
+            chain([first], rest), (work.order >= 0).any(1).tolist(), strict=True
+        ):
             if not real:
                 losses.append(torch.zeros(()))
                 continue
-            *states, loss = step(*states, *anchor, *(tensor for tensor in batch if tensor is not None), work.round_index)
+            *states, loss = step(
+                *states,
+                *anchor,
+                *(tensor for tensor in batch if tensor is not None),
+                work.round_index,
+            )
             losses.append(loss)
         state = signature.state(states)
         trained = {**state.trainable, **state.buffers}
         return {name: trained[name] for name in params}, mean_example_loss(losses, work.order)
 
-    def _step(self, objective: Objective, optimizer: Optimizer, signature: StepSignature, tensors: Sequence[Tensor]) -> FlatStep | None:
-        key = (objective.loss, optimizer, signature, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+    def _step(
+        self,
+        objective: Objective,
+        optimizer: Optimizer,
+        signature: StepSignature,
+        tensors: Sequence[Tensor],
+    ) -> FlatStep | None:
+        key = (
+            objective.loss,
+            optimizer,
+            signature,
+            tuple((tensor.shape, tensor.dtype) for tensor in tensors),
+        )
         if key not in self.steps:
-            self.steps[key] = self._traced(make_flat_step(objective, optimizer, signature, guard=False), tensors, signature.num_state)
+            self.steps[key] = self._traced(
+                make_flat_step(objective, optimizer, signature, guard=False),
+                tensors,
+                signature.num_state,
+            )
         return self.steps[key]
 
     def _traced(self, step: FlatStep, tensors: Sequence[Tensor], num_state: int) -> FlatStep | None:
         try:
             copies = [tensor.clone() for tensor in tensors]
-            with torch.random.fork_rng([]):  # the step is run to be traced, and may draw numbers that are another's
+            with torch.random.fork_rng(
+                []
+            ):  # the step is run to be traced, and may draw numbers that are another's
                 return use_faster_calls(make_in_place(trace_step(step, copies), num_state)).forward
         except Exception as error:  # whatever a user's own module may raise when it is traced
             self.reason = f"its step cannot be traced ({describe_error(error)})"

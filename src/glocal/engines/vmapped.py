@@ -30,12 +30,19 @@ class VmappedEngine(Generic[ResultT]):
 
     function: ClientFunction[ResultT]
 
-    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
+    def __call__(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
         """One stack of results."""
         device = examples.y.device
         orders = pad_and_stack([task.order for task in tasks])
-        keys, number = torch.tensor([task.key for task in tasks], device=device), torch.tensor(round_index, device=device)
-        work = Work(examples, torch.from_numpy(orders).to(device), keys, number, count_full_steps(orders))
+        keys, number = (
+            torch.tensor([task.key for task in tasks], device=device),
+            torch.tensor(round_index, device=device),
+        )
+        work = Work(
+            examples, torch.from_numpy(orders).to(device), keys, number, count_full_steps(orders)
+        )
         trees_of_all = stack_rows([t.shared for t in tasks]), stack_rows([t.private for t in tasks])
         with use_num_threads(choose_num_threads(tree_bytes(tasks[0]) * len(tasks))):
             return ClientResults(stack=vmap_clients(self.function, *trees_of_all, work))
@@ -48,7 +55,9 @@ class VmappedEngine(Generic[ResultT]):
         """It holds nothing."""
 
 
-def vmap_clients(function: ClientFunction[ResultT], shared: Params, private: Params, work: Work) -> ResultT:
+def vmap_clients(
+    function: ClientFunction[ResultT], shared: Params, private: Params, work: Work
+) -> ResultT:
     """The function on trees (devices, ...) and work with orders (devices, steps, batch).
 
     A model that draws from torch's own generator is refused by vmap: its numbers would depend on who else is in the batch.

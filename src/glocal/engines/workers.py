@@ -25,7 +25,15 @@ from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.training import LocalTrainer
 from glocal.core.trees import Params
-from glocal.engines.protocol import ClientFunction, ClientResults, ClientTask, ResultT, run_one, seeded_rng, use_num_threads
+from glocal.engines.protocol import (
+    ClientFunction,
+    ClientResults,
+    ClientTask,
+    ResultT,
+    run_one,
+    seeded_rng,
+    use_num_threads,
+)
 
 _CACHE_LINE = 64  # tensors start at a cache line
 _SPARE_BYTES = 2**20
@@ -84,25 +92,35 @@ class MemoryLayout:
 class ProcessPool(Generic[ResultT]):
     """A one-device function, run by several processes."""
 
-    def __init__(self, function: ClientFunction[ResultT], *, workers: int, trainer: LocalTrainer | None) -> None:
+    def __init__(
+        self, function: ClientFunction[ResultT], *, workers: int, trainer: LocalTrainer | None
+    ) -> None:
         self.function, self.workers, self.trainer = function, workers, trainer
         self.processes: _WorkerProcesses | None = None
         self.treespec: TreeSpec | None = None
 
-    def __call__(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> ClientResults[ResultT]:
+    def __call__(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
         """One result per task; tensors that lie in the shared memory are good until the next call."""
         if examples.y.is_cuda or not hasattr(os, "fork"):
             raise RuntimeError("workers compute on a CPU, in forked processes")
         self._warm_up(tasks[0], examples, round_index)
         if self.workers == 1 or len(tasks) == 1:
             with use_num_threads(1):
-                return ClientResults(rows=[self._one(task, examples, round_index) for task in tasks])
+                return ClientResults(
+                    rows=[self._one(task, examples, round_index) for task in tasks]
+                )
         try:
             found = self._start_workers(tasks, examples).run(tasks, round_index)
             assert self.treespec is not None
             if isinstance(found, StackedLeaves):
-                return ClientResults(stack=cast(ResultT, tree_unflatten(found.leaves, self.treespec)))
-            return ClientResults(rows=[cast(ResultT, tree_unflatten(leaves, self.treespec)) for leaves in found])
+                return ClientResults(
+                    stack=cast(ResultT, tree_unflatten(found.leaves, self.treespec))
+                )
+            return ClientResults(
+                rows=[cast(ResultT, tree_unflatten(leaves, self.treespec)) for leaves in found]
+            )
         except BaseException:
             self.close()  # whoever is in the middle of something is not waited for
             raise
@@ -111,7 +129,9 @@ class ProcessPool(Generic[ResultT]):
         """Take one step here, once: what it prepares is there for all workers, and what comes back has the structure of this."""
         if self.treespec is None:
             with use_num_threads(1):
-                self.treespec = tree_flatten(self._one(task._replace(order=task.order[:1]), examples, round_index))[1]
+                self.treespec = tree_flatten(
+                    self._one(task._replace(order=task.order[:1]), examples, round_index)
+                )[1]
 
     def _one(self, task: ClientTask, examples: Examples, round_index: int) -> ResultT:
         with seeded_rng(task.key, examples.y.device):
@@ -121,11 +141,15 @@ class ProcessPool(Generic[ResultT]):
         copies = len({id(task.shared) for task in tasks})
         if self.processes is None or not self.processes.fits(tasks, copies, examples):
             self.close()
-            layout = MemoryLayout(tasks[0].shared, tasks[0].private, copies, 2 * self.workers, len(tasks))
+            layout = MemoryLayout(
+                tasks[0].shared, tasks[0].private, copies, 2 * self.workers, len(tasks)
+            )
             try:
                 self.processes = _WorkerProcesses(self, layout, examples)
             except OSError as error:
-                raise RuntimeError(f"{self.workers} workers could not be started ({error.strerror})") from error
+                raise RuntimeError(
+                    f"{self.workers} workers could not be started ({error.strerror})"
+                ) from error
         return self.processes
 
     def describe(self) -> str:
@@ -149,7 +173,11 @@ class _WorkerProcesses:
     """Workers that run, and the memory that they share."""
 
     def __init__(self, pool: ProcessPool[Any], layout: MemoryLayout, examples: Examples) -> None:
-        self.layout, self.examples, self.memory = layout, examples, mmap.mmap(-1, max(layout.total_bytes, 1))
+        self.layout, self.examples, self.memory = (
+            layout,
+            examples,
+            mmap.mmap(-1, max(layout.total_bytes, 1)),
+        )
         self.connections: list[Connection] = []
         self.pids: list[int] = []
         self.kill = weakref.finalize(self, _kill_workers, os.getpid(), self.connections, self.pids)
@@ -159,7 +187,9 @@ class _WorkerProcesses:
     def _fork(self, pool: ProcessPool[Any]) -> None:
         ours, theirs = Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a worker uses none of the threads that it leaves behind
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a worker uses none of the threads that it leaves behind
             pid = os.fork()
         if pid == 0:
             try:
@@ -174,17 +204,33 @@ class _WorkerProcesses:
 
     def fits(self, tasks: Sequence[ClientTask], copies: int, examples: Examples) -> bool:
         """Whether tasks like these fit into the memory, and the data are those that the workers know."""
-        alike = _same_shapes(tasks[0].shared, self.layout.shared) and _same_shapes(tasks[0].private, self.layout.private)
-        same_data = all(theirs is ours for theirs, ours in zip(examples, self.examples, strict=True))
-        return alike and copies <= self.layout.copies and len(tasks) <= self.layout.results and same_data
+        alike = _same_shapes(tasks[0].shared, self.layout.shared) and _same_shapes(
+            tasks[0].private, self.layout.private
+        )
+        same_data = all(
+            theirs is ours for theirs, ours in zip(examples, self.examples, strict=True)
+        )
+        return (
+            alike
+            and copies <= self.layout.copies
+            and len(tasks) <= self.layout.results
+            and same_data
+        )
 
-    def run(self, tasks: Sequence[ClientTask], round_index: int) -> StackedLeaves | list[list[Tensor]]:
+    def run(
+        self, tasks: Sequence[ClientTask], round_index: int
+    ) -> StackedLeaves | list[list[Tensor]]:
         """Every task's result, as its tensors; stacked where they lie, if they are alike."""
         shift = _Dispatcher(self, tasks, round_index)
-        for connection in [*self.connections, *self.connections]:  # two for each, so that none waits for the next
+        for connection in [
+            *self.connections,
+            *self.connections,
+        ]:  # two for each, so that none waits for the next
             shift.send_next(connection)
         while shift.in_flight:
-            for connection in cast(list[Connection], wait({connection for connection, _ in shift.in_flight})):
+            for connection in cast(
+                list[Connection], wait({connection for connection, _ in shift.in_flight})
+            ):
                 shift.collect(connection)
                 shift.send_next(connection)
         first = shift.results[0]
@@ -200,7 +246,9 @@ class _WorkerProcesses:
             raise InputError(_KILLED_MESSAGE) from error
         if isinstance(told, Exception):
             raise told
-        return slot, told if isinstance(told, LeafSpecs) else [torch.from_numpy(leaf) for leaf in told]
+        return slot, told if isinstance(told, LeafSpecs) else [
+            torch.from_numpy(leaf) for leaf in told
+        ]
 
     def _stacked(self, left: "LeafSpecs", tasks: int) -> StackedLeaves:
         """Results that are alike lie at equal distances: each of their tensors is one of all tasks, without a copy."""
@@ -210,7 +258,11 @@ class _WorkerProcesses:
             if count:
                 reach = (tasks - 1) * apart // dtype.itemsize + count
                 whole = torch.frombuffer(self.memory, dtype=dtype, count=reach, offset=start)
-                leaves.append(whole.as_strided((tasks, count), (apart // dtype.itemsize, 1)).reshape(tasks, *shape))
+                leaves.append(
+                    whole.as_strided((tasks, count), (apart // dtype.itemsize, 1)).reshape(
+                        tasks, *shape
+                    )
+                )
             else:
                 leaves.append(torch.empty(tasks, *shape, dtype=dtype))
             start += _align(count * dtype.itemsize)
@@ -235,16 +287,26 @@ class LeafSpecs(NamedTuple):
 class _Dispatcher:
     """The tasks of one call on their way through the workers, the longest first."""
 
-    def __init__(self, processes: _WorkerProcesses, tasks: Sequence[ClientTask], round_index: int) -> None:
+    def __init__(
+        self, processes: _WorkerProcesses, tasks: Sequence[ClientTask], round_index: int
+    ) -> None:
         self.processes, self.tasks, self.round_index = processes, tasks, round_index
         self.queue = sorted(range(len(tasks)), key=lambda index: tasks[index].order.size)
-        self.free_slots = {connection: [2 * number, 2 * number + 1] for number, connection in enumerate(processes.connections)}
+        self.free_slots = {
+            connection: [2 * number, 2 * number + 1]
+            for number, connection in enumerate(processes.connections)
+        }
         self.in_flight: dict[tuple[Connection, int], int] = {}
         self.results: list[LeafSpecs | list[Tensor]] = [[] for _ in tasks]
         shared = {id(task.shared): task.shared for task in tasks}
         self.places = {key: index for index, key in enumerate(shared)}
         for index, tree in enumerate(shared.values()):
-            _write_tree(processes.memory, processes.layout.shared_offset(index), tree, processes.layout.shared)
+            _write_tree(
+                processes.memory,
+                processes.layout.shared_offset(index),
+                tree,
+                processes.layout.shared,
+            )
 
     def send_next(self, connection: Connection) -> None:
         """Give a worker the next task, if there is one and it has a slot for it."""
@@ -252,9 +314,23 @@ class _Dispatcher:
             return
         index, slot = self.queue.pop(), self.free_slots[connection].pop()
         task = self.tasks[index]
-        _write_tree(self.processes.memory, self.processes.layout.private_offset(slot), task.private, self.processes.layout.private)
+        _write_tree(
+            self.processes.memory,
+            self.processes.layout.private_offset(slot),
+            task.private,
+            self.processes.layout.private,
+        )
         try:
-            connection.send(WorkItem(self.places[id(task.shared)], slot, index, task.order, task.key, self.round_index))
+            connection.send(
+                WorkItem(
+                    self.places[id(task.shared)],
+                    slot,
+                    index,
+                    task.order,
+                    task.key,
+                    self.round_index,
+                )
+            )
         except OSError as error:
             raise InputError(_KILLED_MESSAGE) from error
         self.in_flight[connection, slot] = index
@@ -280,13 +356,21 @@ def _worker_loop(pool: ProcessPool[Any], processes: _WorkerProcesses, connection
         shared = _read_tree(memory, layout.shared_offset(order.shared), layout.shared)
         private = _read_tree(memory, layout.private_offset(order.slot), layout.private)
         try:
-            result = pool._one(ClientTask(shared, private, order.rows, order.key), processes.examples, order.round_index)
-            connection.send((order.slot, _write_result(memory, layout, order.result, tree_flatten(result)[0])))
+            result = pool._one(
+                ClientTask(shared, private, order.rows, order.key),
+                processes.examples,
+                order.round_index,
+            )
+            connection.send(
+                (order.slot, _write_result(memory, layout, order.result, tree_flatten(result)[0]))
+            )
         except Exception as error:  # told to the parent, who raises it
             connection.send((order.slot, _picklable(error)))
 
 
-def _write_result(memory: mmap.mmap, layout: MemoryLayout, index: int, leaves: Sequence[Tensor]) -> LeafSpecs | list[Any]:
+def _write_result(
+    memory: mmap.mmap, layout: MemoryLayout, index: int, leaves: Sequence[Tensor]
+) -> LeafSpecs | list[Any]:
     """Put a result where it belongs; what each tensor is, or the tensors themselves where there is no room."""
     if sum(_align(leaf.nbytes) for leaf in leaves) > layout.result_bytes:
         return [leaf.numpy() for leaf in leaves]
@@ -298,7 +382,11 @@ def _write_result(memory: mmap.mmap, layout: MemoryLayout, index: int, leaves: S
 
 
 def _picklable(error: Exception) -> Exception:
-    kind = type(error) if type(error).__module__ in ("builtins", "glocal.core.errors") else RuntimeError
+    kind = (
+        type(error)
+        if type(error).__module__ in ("builtins", "glocal.core.errors")
+        else RuntimeError
+    )
     return kind(str(error))
 
 
@@ -349,5 +437,6 @@ def _align(size: int) -> int:
 
 def _same_shapes(left: Params, right: Params) -> bool:
     return left.keys() == right.keys() and all(
-        tensor.shape == right[name].shape and tensor.dtype == right[name].dtype for name, tensor in left.items()
+        tensor.shape == right[name].shape and tensor.dtype == right[name].dtype
+        for name, tensor in left.items()
     )

@@ -80,8 +80,12 @@ class Evaluator:
     def _scores(self, shared: Params, private: Params, work: Work) -> Tensor:
         """What one device's guesses of its rows are worth (steps, batch)."""
         params = self.algorithm.personal(shared, private)
-        predictions = ((self.predict(params, batch.x, batch.mask).argmax(-1), batch) for batch in batches(work))
-        return torch.stack([self.metric(guess, batch.y, batch.group) for guess, batch in predictions])
+        predictions = (
+            (self.predict(params, batch.x, batch.mask).argmax(-1), batch) for batch in batches(work)
+        )
+        return torch.stack(
+            [self.metric(guess, batch.y, batch.group) for guess, batch in predictions]
+        )
 
     def close(self) -> None:
         """Let go of workers and graphs."""
@@ -96,21 +100,37 @@ def local_test(evaluator: Evaluator, state: State, data: ClientData) -> Accuraci
 
 
 @torch.no_grad()
-def local_tests(evaluator: Evaluator, states: Sequence[State], data: Sequence[ClientData]) -> list[Accuracies]:
+def local_tests(
+    evaluator: Evaluator, states: Sequence[State], data: Sequence[ClientData]
+) -> list[Accuracies]:
     """The same for several federations side by side; those that deal out one data set are asked all at once."""
     if any(held.examples.x is not data[0].examples.x for held in data):
-        return [local_test(evaluator, state, held) for state, held in zip(states, data, strict=True)]
+        return [
+            local_test(evaluator, state, held) for state, held in zip(states, data, strict=True)
+        ]
     asked = [_prediction_tasks(state, held) for state, held in zip(states, data, strict=True)]
-    hits = iter(_score_tasks(evaluator, [task for tasks in asked for task in tasks], data[0].examples))
-    return [_accuracy_by_client(held, [next(hits) for _ in tasks]) for held, tasks in zip(data, asked, strict=True)]
+    hits = iter(
+        _score_tasks(evaluator, [task for tasks in asked for task in tasks], data[0].examples)
+    )
+    return [
+        _accuracy_by_client(held, [next(hits) for _ in tasks])
+        for held, tasks in zip(data, asked, strict=True)
+    ]
 
 
 def _prediction_tasks(state: State, data: ClientData) -> list[ClientTask]:
     """What is to be predicted: by each device's model its own rows; everything at once where all have one model."""
     tested = np.flatnonzero(data.sizes).tolist()
     if not state.private.initial:
-        return [ClientTask(state.shared, {}, to_batches(data.all_rows(), _BATCH_SIZE))] if tested else []
-    return [ClientTask(state.shared, state.private.of(d), to_batches(data.rows[d], _BATCH_SIZE)) for d in tested]
+        return (
+            [ClientTask(state.shared, {}, to_batches(data.all_rows(), _BATCH_SIZE))]
+            if tested
+            else []
+        )
+    return [
+        ClientTask(state.shared, state.private.of(d), to_batches(data.rows[d], _BATCH_SIZE))
+        for d in tested
+    ]
 
 
 Scores = npt.NDArray[np.bool_] | npt.NDArray[np.float32]
@@ -120,21 +140,32 @@ def _accuracy_by_client(data: ClientData, answers: Sequence[Scores]) -> Accuraci
     """The share of right answers, which come device by device, of each device (devices,)."""
     right = np.concatenate([*answers, np.zeros(0, dtype=np.bool_)])
     ends = np.cumsum(data.sizes)
-    return np.array([right[end - size : end].mean() if size else np.nan for end, size in zip(ends, data.sizes, strict=True)])
+    return np.array(
+        [
+            right[end - size : end].mean() if size else np.nan
+            for end, size in zip(ends, data.sizes, strict=True)
+        ]
+    )
 
 
-def _score_tasks(evaluator: Evaluator, tasks: Sequence[ClientTask], examples: Examples) -> list[Scores]:
+def _score_tasks(
+    evaluator: Evaluator, tasks: Sequence[ClientTask], examples: Examples
+) -> list[Scores]:
     """For each task, what its guesses are worth, row by row."""
     return _run_tasks(evaluator.scores, tasks, examples)
 
 
-def _run_tasks(executor: Executor[Tensor], tasks: Sequence[ClientTask], examples: Examples) -> list[npt.NDArray[Any]]:
+def _run_tasks(
+    executor: Executor[Tensor], tasks: Sequence[ClientTask], examples: Examples
+) -> list[npt.NDArray[Any]]:
     """For each task, what is said of its rows (rows, ...); tasks of one shape at a time."""
     found: dict[int, npt.NDArray[Any]] = {}
     for shape in sorted({task.order.shape for task in tasks}):
         alike = [place for place, task in enumerate(tasks) if task.order.shape == shape]
         said = executor([tasks[place] for place in alike], examples).stacked().cpu().numpy()
-        found |= {place: each[tasks[place].order >= 0] for place, each in zip(alike, said, strict=True)}
+        found |= {
+            place: each[tasks[place].order >= 0] for place, each in zip(alike, said, strict=True)
+        }
     return [found[place] for place in range(len(tasks))]
 
 
@@ -142,7 +173,9 @@ def _run_tasks(executor: Executor[Tensor], tasks: Sequence[ClientTask], examples
 def predict_classes(evaluator: Evaluator, state: State, data: ClientData) -> list[IntArray]:
     """The class that each device's personal model tells of each of its own rows, device by device."""
     said = _run_tasks(evaluator.outputs, _prediction_tasks(state, data), data.examples)
-    classes = np.concatenate([*(outputs.argmax(-1) for outputs in said), np.zeros(0, dtype=np.int64)])
+    classes = np.concatenate(
+        [*(outputs.argmax(-1) for outputs in said), np.zeros(0, dtype=np.int64)]
+    )
     return np.split(classes, np.cumsum(data.sizes)[:-1])
 
 
@@ -152,15 +185,23 @@ def new_test(evaluator: Evaluator, state: State, data: ClientData) -> NewTest | 
     all_rows = data.all_rows()
     if not len(all_rows):
         return None
-    members = [state.private.of(client) for client in sorted(state.private.trained)] or [state.private.initial]
+    members = [state.private.of(client) for client in sorted(state.private.trained)] or [
+        state.private.initial
+    ]
     if not state.private.initial:
         members = members[:1]
-    averaged, most_voted = _ensemble(evaluator, [(state.shared, member) for member in members], data, all_rows)
+    averaged, most_voted = _ensemble(
+        evaluator, [(state.shared, member) for member in members], data, all_rows
+    )
     one = _average_model(evaluator.algorithm, state.shared, members)
     whole = evaluator.algorithm._replace(personal=lambda shared, _: shared)
     alone = Evaluator(whole, evaluator.predict, engine="looped", metric=evaluator.metric)
-    by_weights = _score_tasks(alone, [ClientTask(one, {}, to_batches(all_rows, _BATCH_SIZE))], data.examples)[0]
-    by_logits, by_votes = (_mean_score(evaluator, predictions, data) for predictions in (averaged, most_voted))
+    by_weights = _score_tasks(
+        alone, [ClientTask(one, {}, to_batches(all_rows, _BATCH_SIZE))], data.examples
+    )[0]
+    by_logits, by_votes = (
+        _mean_score(evaluator, predictions, data) for predictions in (averaged, most_voted)
+    )
     return NewTest(by_logits, by_votes, float(by_weights.mean()))
 
 
@@ -182,32 +223,51 @@ def _mean_score(evaluator: Evaluator, predictions: Tensor, data: ClientData) -> 
     """What guesses of everyone's rows (rows,) are worth, on average."""
     _, y, group = data.examples
     rows = torch.from_numpy(data.all_rows()).to(predictions.device)
-    return float(evaluator.metric(predictions, y[rows], None if group is None else group[rows]).double().mean())
+    return float(
+        evaluator.metric(predictions, y[rows], None if group is None else group[rows])
+        .double()
+        .mean()
+    )
 
 
 def _ensemble(
-    evaluator: Evaluator, members: Sequence[tuple[Params, Params]], data: ClientData, pooled: npt.NDArray[np.int64]
+    evaluator: Evaluator,
+    members: Sequence[tuple[Params, Params]],
+    data: ClientData,
+    pooled: npt.NDArray[np.int64],
 ) -> tuple[Tensor, Tensor]:
     """The class by averaged logits and by majority vote (the lower class on a tie), a slice of rows at a time."""
     averaged, voted = [], []
     for start in range(0, len(pooled), 4 * _BATCH_SIZE):
         order = to_batches(pooled[start : start + 4 * _BATCH_SIZE], _BATCH_SIZE)
-        logits, votes = _sum_logits_and_votes(evaluator, [ClientTask(shared, private, order) for shared, private in members], data.examples)
+        logits, votes = _sum_logits_and_votes(
+            evaluator,
+            [ClientTask(shared, private, order) for shared, private in members],
+            data.examples,
+        )
         kept = min(4 * _BATCH_SIZE, len(pooled) - start)
         averaged.append(logits.argmax(-1)[:kept])
         voted.append(votes.argmax(-1)[:kept])
     return torch.cat(averaged), torch.cat(voted)
 
 
-def _sum_logits_and_votes(evaluator: Evaluator, tasks: Sequence[ClientTask], examples: Examples) -> tuple[Tensor, Tensor]:
+def _sum_logits_and_votes(
+    evaluator: Evaluator, tasks: Sequence[ClientTask], examples: Examples
+) -> tuple[Tensor, Tensor]:
     """Sum of logits and count of votes over members (rows, classes)."""
     sums: list[Tensor] = []
     votes: list[Tensor] = []
     for start in range(0, len(tasks), _BATCH_SIZE):
-        outputs = evaluator.outputs(tasks[start : start + _BATCH_SIZE], examples).stacked().flatten(1, 2)
+        outputs = (
+            evaluator.outputs(tasks[start : start + _BATCH_SIZE], examples).stacked().flatten(1, 2)
+        )
         sums.append(outputs.double().sum(0))
         predictions = outputs.argmax(-1).T
-        votes.append(torch.zeros_like(sums[0]).scatter_add_(1, predictions, torch.ones_like(predictions, dtype=torch.double)))
+        votes.append(
+            torch.zeros_like(sums[0]).scatter_add_(
+                1, predictions, torch.ones_like(predictions, dtype=torch.double)
+            )
+        )
     return torch.stack(sums).sum(0), torch.stack(votes).sum(0)
 
 
@@ -218,7 +278,9 @@ def _average_model(algorithm: Algorithm, shared: Params, members: Sequence[Param
         personal = algorithm.personal(shared, member)
         total = {name: total.get(name, 0) + tensor.double() for name, tensor in personal.items()}
     like = algorithm.personal(shared, members[0])
-    return {name: _as_type(tensor / len(members), like[name].dtype) for name, tensor in total.items()}
+    return {
+        name: _as_type(tensor / len(members), like[name].dtype) for name, tensor in total.items()
+    }
 
 
 def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -236,4 +298,6 @@ def summarize(accuracies: Accuracies, sizes: npt.NDArray[np.int64]) -> AccuracyS
         return AccuracySummary(None, None, None)
     values = accuracies[tested]
     worst = np.sort(values)[: max(1, round(len(values) / 10))]
-    return AccuracySummary(float(values.mean()), float(worst.mean()), float(np.average(values, weights=sizes[tested])))
+    return AccuracySummary(
+        float(values.mean()), float(worst.mean()), float(np.average(values, weights=sizes[tested]))
+    )

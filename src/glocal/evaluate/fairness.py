@@ -47,7 +47,9 @@ def require_fairlearn() -> None:
     try:
         import fairlearn.metrics  # noqa: F401
     except ImportError as error:
-        raise InputError("audit: group metrics need fairlearn; install it with pip install 'glocal[fairness]'") from error
+        raise InputError(
+            "audit: group metrics need fairlearn; install it with pip install 'glocal[fairness]'"
+        ) from error
 
 
 def fairness_metrics(predictions: GroupPredictions, *, classes: int = 2) -> FairnessMetrics:
@@ -61,26 +63,57 @@ def fairness_metrics(predictions: GroupPredictions, *, classes: int = 2) -> Fair
 
     groups = _by_group(predictions, classes) if len(predictions.y) else []
     selected = [rates.selection_rate for rates in groups]
-    errors = [rate for rates in groups for rate in (rates.true_positive_rate, rates.false_positive_rate)]
+    errors = [
+        rate for rates in groups for rate in (rates.true_positive_rate, rates.false_positive_rate)
+    ]
 
     def apart(difference: Callable[..., float], rates: list[float | None]) -> float | None:
         defined = len(groups) == 2 and None not in rates
-        return float(difference(predictions.y, predictions.prediction, sensitive_features=_features(predictions))) if defined else None
+        return (
+            float(
+                difference(
+                    predictions.y, predictions.prediction, sensitive_features=_features(predictions)
+                )
+            )
+            if defined
+            else None
+        )
 
-    return FairnessMetrics(groups, apart(demographic_parity_difference, selected), apart(equalized_odds_difference, errors))
+    return FairnessMetrics(
+        groups,
+        apart(demographic_parity_difference, selected),
+        apart(equalized_odds_difference, errors),
+    )
 
 
 def _by_group(predictions: GroupPredictions, classes: int) -> list[GroupMetrics]:
     """The groups that have people, in ascending order."""
-    from fairlearn.metrics import MetricFrame, count, false_positive_rate, selection_rate, true_positive_rate
+    from fairlearn.metrics import (
+        MetricFrame,
+        count,
+        false_positive_rate,
+        selection_rate,
+        true_positive_rate,
+    )
     from sklearn.metrics import accuracy_score
 
     metrics = {"people": count, "accuracy": accuracy_score}
     if classes == 2:
-        metrics |= {"selected": selection_rate, "found": true_positive_rate, "wronged": false_positive_rate}
-    frame = MetricFrame(metrics=metrics, y_true=predictions.y, y_pred=predictions.prediction, sensitive_features=_features(predictions))
+        metrics |= {
+            "selected": selection_rate,
+            "found": true_positive_rate,
+            "wronged": false_positive_rate,
+        }
+    frame = MetricFrame(
+        metrics=metrics,
+        y_true=predictions.y,
+        y_pred=predictions.prediction,
+        sensitive_features=_features(predictions),
+    )
     found = {name: column.to_dict() for name, column in frame.by_group.items()}
-    held = {group: {*predictions.y[predictions.group == group].tolist()} for group in found["people"]}
+    held = {
+        group: {*predictions.y[predictions.group == group].tolist()} for group in found["people"]
+    }
 
     def rate(name: str, group: int, needs: set[int]) -> float | None:
         # fairlearn has 0 for a rate of nobody

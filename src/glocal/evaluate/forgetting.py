@@ -31,4 +31,6 @@ class AccuracyHistory(NamedTuple):
         if not self.accuracies:
             return None
         *earlier, last = self.accuracies
-        return Forgetting(self.accuracies[0], max(self.accuracies), last, max(earlier, default=last) - last)
+        return Forgetting(
+            self.accuracies[0], max(self.accuracies), last, max(earlier, default=last) - last
+        )

@@ -59,10 +59,15 @@ def attackers(seed: int) -> dict[str, Callable[[], Any]]:
     from sklearn.preprocessing import StandardScaler
 
     return {
-        "logistic regression": lambda: make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
-        "gradient boosting": lambda: HistGradientBoostingClassifier(max_leaf_nodes=15, random_state=seed),
+        "logistic regression": lambda: make_pipeline(
+            StandardScaler(), LogisticRegression(max_iter=1000)
+        ),
+        "gradient boosting": lambda: HistGradientBoostingClassifier(
+            max_leaf_nodes=15, random_state=seed
+        ),
         "MLP": lambda: make_pipeline(
-            StandardScaler(), MLPClassifier((32, 32), learning_rate_init=3e-3, max_iter=20, random_state=seed)
+            StandardScaler(),
+            MLPClassifier((32, 32), learning_rate_init=3e-3, max_iter=20, random_state=seed),
         ),
     }
 
@@ -73,18 +78,24 @@ def train_attackers(train: AttackData, *, seed: int = 0) -> dict[str, Scorer]:
     if len({*train.attribute.tolist()}) < 2:
         return {}
     with warnings.catch_warnings(), _one_thread():
-        warnings.simplefilter("ignore")  # a network that has not converged is an attacker all the same
+        warnings.simplefilter(
+            "ignore"
+        )  # a network that has not converged is an attacker all the same
         fitted = {name: make().fit(*train) for name, make in attackers(seed).items()}
     return {name: partial(_scores, attacker) for name, attacker in fitted.items()}
 
 
-def estimate_leakage(train: AttackData, test: AttackData, *, seed: int = 0) -> list[LeakageEstimate]:
+def estimate_leakage(
+    train: AttackData, test: AttackData, *, seed: int = 0
+) -> list[LeakageEstimate]:
     """Every attacker, trained on some people and tested on others; none where either group lacks one value of the attribute."""
     found = run_attacks(train_attackers(train, seed=seed), test, seed=seed)
     return [average_leakage(name, [reading]) for name, reading in found.items()]
 
 
-def run_attacks(predictions: Mapping[str, Scorer], test: AttackData, *, seed: int = 0, client: int | None = None) -> dict[str, AttackResult]:
+def run_attacks(
+    predictions: Mapping[str, Scorer], test: AttackData, *, seed: int = 0, client: int | None = None
+) -> dict[str, AttackResult]:
     """What each of some attackers reads from these people, those of a device if it is given; none where nothing can be told."""
     _check_attack_data(test, "is tested on")
     if len({*test.attribute.tolist()}) < 2:
@@ -93,7 +104,11 @@ def run_attacks(predictions: Mapping[str, Scorer], test: AttackData, *, seed: in
     chance_std = _chance_std(int(labels.sum()), len(labels))
     scores = {name: guess(test.h) for name, guess in predictions.items()}
     return {
-        name: AttackResult(auc(score, labels), _bootstrap_auc(score, labels, make_rng(seed, "bootstrap", *address)), chance_std)
+        name: AttackResult(
+            auc(score, labels),
+            _bootstrap_auc(score, labels, make_rng(seed, "bootstrap", *address)),
+            chance_std,
+        )
         for name, score in scores.items()
     }
 
@@ -102,13 +117,18 @@ def average_leakage(attacker: str, found: Sequence[AttackResult]) -> LeakageEsti
     """The mean over devices, with the interval of that mean: the people of each are drawn anew, the devices stay."""
     bootstrap = np.mean([reading.bootstrap for reading in found], axis=0)
     low, high = np.quantile(bootstrap, (0.025, 0.975))
-    return LeakageEstimate(attacker, fmean(reading.auc for reading in found), float(low), float(high))
+    return LeakageEstimate(
+        attacker, fmean(reading.auc for reading in found), float(low), float(high)
+    )
 
 
 def beyond_chance(found: Sequence[AttackResult], *, comparisons: int) -> bool:
     """Whether the mean over devices is too high for a guesser, with 95 % confidence for the best of so many tries (Bonferroni)."""
     deviation = sqrt(sum(reading.chance_std**2 for reading in found)) / len(found)
-    return fmean(reading.auc for reading in found) > 0.5 + NormalDist().inv_cdf(1 - 0.05 / comparisons) * deviation
+    return (
+        fmean(reading.auc for reading in found)
+        > 0.5 + NormalDist().inv_cdf(1 - 0.05 / comparisons) * deviation
+    )
 
 
 def best_auc(predictions: Mapping[str, Scorer], test: AttackData) -> float | None:
@@ -133,7 +153,9 @@ def _one_thread() -> AbstractContextManager[Any]:
 
 def _check_attack_data(data: AttackData, who: str) -> None:
     if len(data.h) != len(data.attribute) or not {*data.attribute.tolist()} <= {0, 1}:
-        raise InputError(f"leakage: what an attacker {who} needs one attribute, 0 or 1, for every representation")
+        raise InputError(
+            f"leakage: what an attacker {who} needs one attribute, 0 or 1, for every representation"
+        )
 
 
 def strongest_attack(found: Sequence[LeakageEstimate]) -> LeakageEstimate | None:
@@ -159,7 +181,9 @@ def _chance_std(ones: int, rows: int) -> float:
     return sqrt((rows + 1) / (12 * ones * (rows - ones)))
 
 
-def _bootstrap_auc(scores: npt.NDArray[np.floating[Any]], labels: Labels, generator: np.random.Generator) -> Floats:
+def _bootstrap_auc(
+    scores: npt.NDArray[np.floating[Any]], labels: Labels, generator: np.random.Generator
+) -> Floats:
     """The AUC over people drawn anew, as many of either value as there are (repeats,)."""
     sides, found = [np.flatnonzero(labels == value) for value in (0, 1)], []
     for _ in range(_REPEATS):

@@ -31,7 +31,9 @@ def one_class_clients(federated: FederatedData, share: float) -> frozenset[int]:
     return frozenset(found)
 
 
-def ordinal_metrics(predictions: Sequence[IntArray], data: ClientData, excluded: Collection[int] = ()) -> OrdinalMetrics:
+def ordinal_metrics(
+    predictions: Sequence[IntArray], data: ClientData, excluded: Collection[int] = ()
+) -> OrdinalMetrics:
     """How good guesses are, which come device by device; None where nobody is left."""
     labels = data.examples.y.cpu().numpy()
     off = [np.abs(guess - labels[rows]) for guess, rows in zip(predictions, data.rows, strict=True)]
@@ -41,4 +43,8 @@ def ordinal_metrics(predictions: Sequence[IntArray], data: ClientData, excluded:
 
 def _means(off: Sequence[IntArray]) -> tuple[float | None, float | None]:
     distances = np.concatenate([*off, np.zeros(0, dtype=np.int64)])
-    return (float((distances == 0).mean()), float(distances.mean())) if len(distances) else (None, None)
+    return (
+        (float((distances == 0).mean()), float(distances.mean()))
+        if len(distances)
+        else (None, None)
+    )

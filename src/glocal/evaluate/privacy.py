@@ -15,7 +15,9 @@ def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
         import dp_accounting
         from dp_accounting import pld
     except ImportError as error:
-        raise InputError("privacy: the accountant is not installed; run: pip install 'glocal[privacy]'") from error
+        raise InputError(
+            "privacy: the accountant is not installed; run: pip install 'glocal[privacy]'"
+        ) from error
     if noise_multiplier <= 0:
         return math.inf
     accountant = pld.PLDAccountant()

@@ -34,7 +34,9 @@ class BaselinePredictions(NamedTuple):
 def baselines(federated: FederatedData) -> dict[str, BaselinePredictions]:
     """All baselines by name, trained on training rows only."""
     bags = _bag_of_words(federated)
-    made: Mapping[str, Callable[[FederatedData, BagOfWords], Callable[[int, IntArray], IntArray]]] = {
+    made: Mapping[
+        str, Callable[[FederatedData, BagOfWords], Callable[[int, IntArray], IntArray]]
+    ] = {
         "Majority": _majority,
         "Majority per person": _majority_per_person,
         "Bag of words, per person": _per_person,
@@ -43,7 +45,10 @@ def baselines(federated: FederatedData) -> dict[str, BaselinePredictions]:
     }
     guesses = {name: make(federated, bags) for name, make in made.items()}
     parts = (federated.val, federated.test)
-    return {name: BaselinePredictions(*(_predict(guess, part) for part in parts)) for name, guess in guesses.items()}
+    return {
+        name: BaselinePredictions(*(_predict(guess, part) for part in parts))
+        for name, guess in guesses.items()
+    }
 
 
 def _predict(guess: Callable[[int, IntArray], IntArray], data: ClientData) -> Predictions:
@@ -59,8 +64,14 @@ def _bag_of_words(federated: FederatedData) -> BagOfWords:
     assert x is not None
     assert y is not None
     rows, places = np.nonzero(x)
-    counts = csr_matrix((np.ones(len(rows)), (rows, x[rows, places])), shape=(len(x), int(x.max()) + 1))
-    weighted = TfidfTransformer(sublinear_tf=True).fit(counts[federated.train.all_rows()]).transform(counts)
+    counts = csr_matrix(
+        (np.ones(len(rows)), (rows, x[rows, places])), shape=(len(x), int(x.max()) + 1)
+    )
+    weighted = (
+        TfidfTransformer(sublinear_tf=True)
+        .fit(counts[federated.train.all_rows()])
+        .transform(counts)
+    )
     return BagOfWords(weighted, y)
 
 
@@ -69,7 +80,9 @@ def _majority(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntA
     return lambda client, rows: np.full(len(rows), most)
 
 
-def _majority_per_person(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArray], IntArray]:
+def _majority_per_person(
+    federated: FederatedData, bags: BagOfWords
+) -> Callable[[int, IntArray], IntArray]:
     most = [_majority_class(bags.y[rows]) for rows in federated.train.rows]
     return lambda client, rows: np.full(len(rows), most[client])
 
@@ -85,15 +98,22 @@ def _pooled(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArr
     return lambda client, rows: fitted(bags.words[rows])
 
 
-def _pooled_with_person(federated: FederatedData, bags: BagOfWords) -> Callable[[int, IntArray], IntArray]:
+def _pooled_with_person(
+    federated: FederatedData, bags: BagOfWords
+) -> Callable[[int, IntArray], IntArray]:
     """As pooled, with a column for every person."""
     from scipy.sparse import csr_matrix, hstack
 
     def beside(words: Any, people: IntArray) -> Any:
         who = (np.ones(len(people)), (np.arange(len(people)), people))
-        return hstack([words, csr_matrix(who, shape=(len(people), federated.num_clients))], format="csr")
+        return hstack(
+            [words, csr_matrix(who, shape=(len(people), federated.num_clients))], format="csr"
+        )
 
-    everybody, whose = federated.train.all_rows(), np.repeat(np.arange(federated.num_clients), federated.train.sizes)
+    everybody, whose = (
+        federated.train.all_rows(),
+        np.repeat(np.arange(federated.num_clients), federated.train.sizes),
+    )
     fitted = _fit(beside(bags.words[everybody], whose), bags.y[everybody])
     return lambda client, rows: fitted(beside(bags.words[rows], np.full(len(rows), client)))
 

@@ -51,7 +51,9 @@ class InputDistribution:
             raise InputError("theory: d is 0; inputs need at least one number")
         for variance in self.variances:
             if not 0 < variance <= _MAX_VALUE:
-                raise InputError(f"theory: a variance of the inputs is {variance:g}; each must be above 0, and at most {_MAX_VALUE:.0e}")
+                raise InputError(
+                    f"theory: a variance of the inputs is {variance:g}; each must be above 0, and at most {_MAX_VALUE:.0e}"
+                )
 
     @property
     def d(self) -> int:
@@ -88,9 +90,18 @@ def correlated_inputs(covariance: npt.ArrayLike) -> InputDistribution:
     try:
         matrix = np.asarray(covariance, dtype=np.float64)
     except ValueError as error:
-        raise InputError(f"theory: the covariance is no table of numbers ({describe_error(error)}); a matrix (d, d) was expected") from error
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not np.isfinite(matrix).all() or not np.allclose(matrix, matrix.T):
-        raise InputError(f"theory: the covariance has shape {matrix.shape}; a symmetric matrix (d, d), finite, was expected")
+        raise InputError(
+            f"theory: the covariance is no table of numbers ({describe_error(error)}); a matrix (d, d) was expected"
+        ) from error
+    if (
+        matrix.ndim != 2
+        or matrix.shape[0] != matrix.shape[1]
+        or not np.isfinite(matrix).all()
+        or not np.allclose(matrix, matrix.T)
+    ):
+        raise InputError(
+            f"theory: the covariance has shape {matrix.shape}; a symmetric matrix (d, d), finite, was expected"
+        )
     return InputDistribution(tuple(np.linalg.eigvalsh(matrix).tolist()))
 
 
@@ -113,13 +124,19 @@ class LinearProblem:
 
     def __post_init__(self) -> None:
         if not 2 <= self.clients <= _MAX_VALUE:
-            raise InputError(f"theory: devices is {self.clients}; at least 2 can share, at most {_MAX_VALUE:.0e} are meant")
+            raise InputError(
+                f"theory: devices is {self.clients}; at least 2 can share, at most {_MAX_VALUE:.0e} are meant"
+            )
         if not self.inputs.d + 2 <= self.n <= _MAX_VALUE:
             least = f"d + 2 = {self.inputs.d + 2}"
-            raise InputError(f"theory: n is {self.n}; from {least} examples on errors have a mean, at most {_MAX_VALUE:.0e} are meant")
+            raise InputError(
+                f"theory: n is {self.n}; from {least} examples on errors have a mean, at most {_MAX_VALUE:.0e} are meant"
+            )
         for name, deviation in (("rho", self.rho), ("sigma", self.sigma)):
             if not 0 <= deviation <= _MAX_VALUE:
-                raise InputError(f"theory: {name} is {deviation:g}; it is a standard deviation, from 0 to {_MAX_VALUE:.0e}")
+                raise InputError(
+                    f"theory: {name} is {deviation:g}; it is a standard deviation, from 0 to {_MAX_VALUE:.0e}"
+                )
         if not self.rho**2 + self.sigma**2:
             given = f"rho is {self.rho:g} and sigma {self.sigma:g}, with squares of 0"
             raise InputError(f"theory: {given}, so that every model is right; raise one of them")
@@ -158,15 +175,24 @@ class ClosedForm(NamedTuple):
 
     def variance(self, alpha: Alpha) -> Alpha:
         """Theorem 1, Var[f] = (1 - alpha)^2 Var[f_v] + alpha^2 Var[f_u] + 2 alpha (1 - alpha) Cov (appendix, first corollary)."""
-        return ((1 - alpha) ** 2 + 2 * alpha * (1 - alpha)) * self.shared_variance() + alpha**2 * self.within_variance
+        return (
+            (1 - alpha) ** 2 + 2 * alpha * (1 - alpha)
+        ) * self.shared_variance() + alpha**2 * self.within_variance
 
     def mixture_error(self, alpha: Alpha) -> Alpha:
         """Theorem 2: alpha^2 d sigma^2 / N + (1 - alpha)^2 (M - 1) / M rho^2 tr S + (1 - alpha^2) d sigma^2 / (M N)."""
-        return alpha**2 * self.within_variance + (1 - alpha) ** 2 * self.discrepancy() + (1 - alpha**2) * self.shared_variance()
+        return (
+            alpha**2 * self.within_variance
+            + (1 - alpha) ** 2 * self.discrepancy()
+            + (1 - alpha**2) * self.shared_variance()
+        )
 
     def derivative(self, alpha: Alpha) -> Alpha:
         """The derivative of that by alpha."""
-        return 2 * alpha * (self.within_variance - self.shared_variance()) - 2 * (1 - alpha) * self.discrepancy()
+        return (
+            2 * alpha * (self.within_variance - self.shared_variance())
+            - 2 * (1 - alpha) * self.discrepancy()
+        )
 
     def best_alpha(self) -> float:
         """Corollary 1: alpha* = rho^2 tr S / (rho^2 tr S + d sigma^2 / N)."""
@@ -180,23 +206,35 @@ class ClosedForm(NamedTuple):
     def gains(self) -> tuple[float, float]:
         """Corollary 1: by how much the best mixture beats all local and all shared; above 0 where there is spread and noise."""
         others = (self.clients - 1) / self.clients
-        return others * self.within_variance**2 / (self.within_variance + self.between_variance), others * self.between_variance**2 / (self.within_variance + self.between_variance)
+        return others * self.within_variance**2 / (
+            self.within_variance + self.between_variance
+        ), others * self.between_variance**2 / (self.within_variance + self.between_variance)
 
 
 def closed_form(problem: LinearProblem) -> ClosedForm:
     """The paper's results for any inputs, to first order in d / N, which the paper takes to be small."""
-    return ClosedForm(problem.inputs.d * problem.sigma**2 / problem.n, problem.rho**2 * problem.inputs.trace, problem.clients)
+    return ClosedForm(
+        problem.inputs.d * problem.sigma**2 / problem.n,
+        problem.rho**2 * problem.inputs.trace,
+        problem.clients,
+    )
 
 
 def finite_sample_closed_form(problem: LinearProblem) -> ClosedForm:
     """The same at any N, by E[(X'X)^-1] = S^-1 / (N - d - 1): exact where inputs are normal and the shared model is `equal_weights`."""
     d = problem.inputs.d
-    return ClosedForm(d * problem.sigma**2 / (problem.n - d - 1), problem.rho**2 * problem.inputs.trace, problem.clients)
+    return ClosedForm(
+        d * problem.sigma**2 / (problem.n - d - 1),
+        problem.rho**2 * problem.inputs.trace,
+        problem.clients,
+    )
 
 
 def published_closed_form(problem: LinearProblem) -> ClosedForm:
     """The paper's results as they are printed, without tr S; they are right for inputs with tr S = 1."""
-    return ClosedForm(problem.inputs.d * problem.sigma**2 / problem.n, problem.rho**2, problem.clients)
+    return ClosedForm(
+        problem.inputs.d * problem.sigma**2 / problem.n, problem.rho**2, problem.clients
+    )
 
 
 def break_even_examples(problem: LinearProblem) -> float:
@@ -238,15 +276,26 @@ class Trials(NamedTuple):
 
     def mixture_errors(self, alpha: float) -> Floats:
         """The error of a mixture, trial by trial."""
-        return alpha**2 * self.local + (1 - alpha) ** 2 * self.shared + 2 * alpha * (1 - alpha) * self.cross_error
+        return (
+            alpha**2 * self.local
+            + (1 - alpha) ** 2 * self.shared
+            + 2 * alpha * (1 - alpha) * self.cross_error
+        )
 
     def variances(self, alpha: float) -> Floats:
         """Var[f] of a mixture, trial by trial."""
-        return alpha**2 * self.local + (1 - alpha) ** 2 * self.shared_variance + 2 * alpha * (1 - alpha) * self.covariance
+        return (
+            alpha**2 * self.local
+            + (1 - alpha) ** 2 * self.shared_variance
+            + 2 * alpha * (1 - alpha) * self.covariance
+        )
 
     def best_alphas(self) -> Floats:
         """The alpha with the lowest mean error, and each trial's pull on it: their mean is that alpha (delta method)."""
-        upper, lower = self.shared - self.cross_error, self.local + self.shared - 2 * self.cross_error
+        upper, lower = (
+            self.shared - self.cross_error,
+            self.local + self.shared - 2 * self.cross_error,
+        )
         alpha = upper.mean() / lower.mean()
         return np.asarray(alpha + (upper - alpha * lower) / lower.mean(), dtype=np.float64)
 
@@ -261,7 +310,13 @@ def gram_weights(grams: Floats) -> Floats:
     return grams
 
 
-def run_trials(problem: LinearProblem, *, repeats: int = 50, seed: int = 0, weighting: Weighting = equal_weights) -> Trials:
+def run_trials(
+    problem: LinearProblem,
+    *,
+    repeats: int = 50,
+    seed: int = 0,
+    weighting: Weighting = equal_weights,
+) -> Trials:
     """Draw teachers, inputs and labels, fit the models, and measure them against the teachers, so many times."""
     drawn = problem.clients * problem.n * problem.inputs.d
     if repeats < 2:
@@ -269,19 +324,40 @@ def run_trials(problem: LinearProblem, *, repeats: int = 50, seed: int = 0, weig
     if seed < 0:
         raise InputError(f"theory: seed is {seed}; it may not be negative")
     if drawn > _MAX_PER_TRIAL or drawn * repeats > _MAX_TOTAL:
-        much = f"a trial would draw {drawn:.1e} numbers, all {repeats} of them {drawn * repeats:.1e}"
-        raise InputError(f"theory: {much}; at most {_MAX_PER_TRIAL:.0e} and {_MAX_TOTAL:.0e} are drawn; choose fewer, or no trials")
+        much = (
+            f"a trial would draw {drawn:.1e} numbers, all {repeats} of them {drawn * repeats:.1e}"
+        )
+        raise InputError(
+            f"theory: {much}; at most {_MAX_PER_TRIAL:.0e} and {_MAX_TOTAL:.0e} are drawn; choose fewer, or no trials"
+        )
     side_by_side = max(1, _CHUNK_SIZE // drawn)
     batches = range(-(-repeats // side_by_side))
-    found = [_run_trial_batch(problem, make_rng(seed, "theory", batch), side_by_side, weighting=weighting) for batch in batches]
+    found = [
+        _run_trial_batch(
+            problem, make_rng(seed, "theory", batch), side_by_side, weighting=weighting
+        )
+        for batch in batches
+    ]
     return Trials(*(values[:repeats] for values in np.concatenate(found, axis=1)))
 
 
-def _run_trial_batch(problem: LinearProblem, generator: np.random.Generator, side_by_side: int, *, weighting: Weighting) -> Floats:
+def _run_trial_batch(
+    problem: LinearProblem,
+    generator: np.random.Generator,
+    side_by_side: int,
+    *,
+    weighting: Weighting,
+) -> Floats:
     """The fields of so many trials (fields, trials): every device's models and teacher, some devices at a time."""
     d = problem.inputs.d
-    teachers = generator.random((side_by_side, 1, d)) + problem.rho * generator.standard_normal((side_by_side, problem.clients, d))
-    students, weights, sums = np.empty_like(teachers), np.zeros((side_by_side, d, d)), np.zeros((side_by_side, d, 2))
+    teachers = generator.random((side_by_side, 1, d)) + problem.rho * generator.standard_normal(
+        (side_by_side, problem.clients, d)
+    )
+    students, weights, sums = (
+        np.empty_like(teachers),
+        np.zeros((side_by_side, d, d)),
+        np.zeros((side_by_side, d, 2)),
+    )
     step = max(1, _CHUNK_SIZE // (side_by_side * problem.n * d))
     for start in range(0, problem.clients, step):
         block = slice(start, start + step)
@@ -294,11 +370,16 @@ def _run_trial_batch(problem: LinearProblem, generator: np.random.Generator, sid
     return _trial_errors(problem, students - teachers, shared - teachers, shared - noiseless)
 
 
-def _fit_local_models(problem: LinearProblem, teachers: Floats, generator: np.random.Generator) -> tuple[Floats, Floats]:
+def _fit_local_models(
+    problem: LinearProblem, teachers: Floats, generator: np.random.Generator
+) -> tuple[Floats, Floats]:
     """Some devices' X'X (trials, devices, d, d) and local models (trials, devices, d), learnt from fresh examples."""
     shape, d = teachers.shape[:2], problem.inputs.d
     # examples stand side by side, (trials, devices, d, n): d may be very small, and short rows are slow
-    x = problem.inputs.sample(generator, (*shape, d, problem.n)) * np.sqrt(problem.inputs.variances)[:, None]
+    x = (
+        problem.inputs.sample(generator, (*shape, d, problem.n))
+        * np.sqrt(problem.inputs.variances)[:, None]
+    )
     y = teachers[:, :, None] @ x + problem.sigma * generator.standard_normal((*shape, 1, problem.n))
     grams = x @ x.swapaxes(2, 3)
     return grams, np.asarray(np.linalg.solve(grams, x @ y.swapaxes(2, 3))[..., 0], dtype=np.float64)
@@ -309,8 +390,17 @@ def _trial_errors(problem: LinearProblem, local: Floats, shared: Floats, noise: 
 
     def product(one: Floats, other: Floats) -> Floats:
         """Mean over devices of one'S other, which is the mean over fresh inputs of the product of what they predict."""
-        return np.asarray(((one * other) @ np.asarray(problem.inputs.variances)).mean(1), dtype=np.float64)
+        return np.asarray(
+            ((one * other) @ np.asarray(problem.inputs.variances)).mean(1), dtype=np.float64
+        )
 
     without = shared - noise
-    pairs = ((local, local), (shared, shared), (local, shared), (without, without), (noise, noise), (local, noise))
+    pairs = (
+        (local, local),
+        (shared, shared),
+        (local, shared),
+        (without, without),
+        (noise, noise),
+        (local, noise),
+    )
     return np.stack([product(*pair) for pair in pairs])

@@ -45,7 +45,13 @@ class Progress(NamedTuple):
 
     def of(self, place: int) -> "Progress":
         """What concerns one of several kinds."""
-        return Progress(self.done, [self.states[place]], [self.ledgers[place]], [self.best[place]], (self.choices[place],))
+        return Progress(
+            self.done,
+            [self.states[place]],
+            [self.ledgers[place]],
+            [self.best[place]],
+            (self.choices[place],),
+        )
 
     @classmethod
     def joined(cls, parts: Sequence["Progress"]) -> "Progress":
@@ -87,19 +93,32 @@ class Checkpoint:
 
     def drop_tensors(self, progress: Progress | None = None) -> None:
         """Keep what the checkpoint says and let its tensors go: a finished case is known as such, and cannot go on."""
-        about = self._header(progress) if progress else read_metadata(self.path) if self.path.exists() else {}
+        about = (
+            self._header(progress)
+            if progress
+            else read_metadata(self.path)
+            if self.path.exists()
+            else {}
+        )
         if about and not about.get("tensors_dropped"):
             write_tensors(self.path, {}, {**about, "tensors_dropped": True})
 
     def require_tensors(self) -> None:
         """Refuse to go on from a checkpoint that was lightened."""
         if self.path.exists() and read_metadata(self.path).get("tensors_dropped"):
-            raise InputError(f"resume: {self.folder} kept its figures only, so it cannot go on; start a new run in another folder")
+            raise InputError(
+                f"resume: {self.folder} kept its figures only, so it cannot go on; start a new run in another folder"
+            )
 
     def _header(self, progress: Progress) -> Json:
         kept = [best and best[:2] for best in progress.best]
         ledgers = [ledger.as_dict() for ledger in progress.ledgers]
-        about = {"done": progress.done, "ledgers": ledgers, "best": kept, "fingerprint": self.fingerprint}
+        about = {
+            "done": progress.done,
+            "ledgers": ledgers,
+            "best": kept,
+            "fingerprint": self.fingerprint,
+        }
         engines = [choice and _without_reason(choice) for choice in progress.choices]
         return {**about, "engine": engines if len(engines) > 1 else engines[0]}
 
@@ -109,7 +128,9 @@ class Checkpoint:
             return 0
         about = read_metadata(self.path)
         if not isinstance(about.get("fingerprint"), dict):
-            raise InputError(f"resume: {self.path} was not written by glocal; give the folder of a run")
+            raise InputError(
+                f"resume: {self.path} was not written by glocal; give the folder of a run"
+            )
         _require_same_fingerprint(about["fingerprint"], self.fingerprint, self.folder)
         return int(about["done"])
 
@@ -128,7 +149,10 @@ class Checkpoint:
             return None
         self.require_tensors()
         tensors, about = read_tensors(self.path)
-        states = [_unflatten(tensors, f"{place}/last", self._names(place)) for place in range(len(about["ledgers"]))]
+        states = [
+            _unflatten(tensors, f"{place}/last", self._names(place))
+            for place in range(len(about["ledgers"]))
+        ]
         best = [
             (*kept, _unflatten(tensors, f"{place}/best", self._names(place))) if kept else None
             for place, kept in enumerate(about["best"])
@@ -151,7 +175,11 @@ class Checkpoint:
         path = self.folder / "engine.json"
         kept: Json = read_json(path, dict) if path.exists() else {}
         engines = kept.get("engines")
-        return engines if kept.get("fingerprint") == self._digest() and isinstance(engines, dict) else {}
+        return (
+            engines
+            if kept.get("fingerprint") == self._digest() and isinstance(engines, dict)
+            else {}
+        )
 
     def _digest(self) -> str:
         """The fingerprint as one word."""
@@ -199,9 +227,16 @@ def _flatten(prefix: str, state: State) -> Params:
     """A state as one flat tree: prefix/shared/NAME, prefix/initial/NAME, prefix/DEVICE/NAME."""
     parts = {"shared": state.shared, "initial": state.private.initial}
     parts |= {str(client): tree for client, tree in state.private.trained.items()}
-    flat = {f"{prefix}/{part}/{name}": tensor for part, tree in parts.items() for name, tensor in tree.items()}
+    flat = {
+        f"{prefix}/{part}/{name}": tensor
+        for part, tree in parts.items()
+        for name, tensor in tree.items()
+    }
     # a device without private tensors has trained all the same
-    return {**flat, f"{prefix}/trained": torch.tensor(sorted(state.private.trained), dtype=torch.int64)}
+    return {
+        **flat,
+        f"{prefix}/trained": torch.tensor(sorted(state.private.trained), dtype=torch.int64),
+    }
 
 
 def _unflatten(tensors: Params, prefix: str, names: Json) -> State:
@@ -210,7 +245,9 @@ def _unflatten(tensors: Params, prefix: str, names: Json) -> State:
     def tree(part: str, side: str) -> Params:
         return {name: tensors[f"{prefix}/{part}/{name}"] for name in names[side]}
 
-    trained = {client: tree(str(client), "private") for client in tensors[f"{prefix}/trained"].tolist()}
+    trained = {
+        client: tree(str(client), "private") for client in tensors[f"{prefix}/trained"].tolist()
+    }
     return State(tree("shared", "shared"), PrivateStates(tree("initial", "private"), trained))
 
 
@@ -218,7 +255,9 @@ def _require_same_fingerprint(saved: Json, now: Json, folder: Path) -> None:
     """Refuse to continue a run with something else, and say what differs."""
     for key in dict.fromkeys([*now, *saved]):
         if saved.get(key) != now.get(key):
-            was, is_ = _first_difference(saved, now) if key == "model" else (saved.get(key), now.get(key))
+            was, is_ = (
+                _first_difference(saved, now) if key == "model" else (saved.get(key), now.get(key))
+            )
             raise InputError(
                 f"resume: {folder} was made with another {key} ({was}) than the one given ({is_}); "
                 f"go back to the old {key}, or start a new run in another folder"
@@ -227,7 +266,9 @@ def _require_same_fingerprint(saved: Json, now: Json, folder: Path) -> None:
 
 def _first_difference(saved: Json, now: Json) -> tuple[str, str]:
     """What differs between the first two models that are not the same."""
-    models = zip(_as_list(saved["model"]), _as_list(now["model"]), strict=True)  # as many: kinds are compared first
+    models = zip(
+        _as_list(saved["model"]), _as_list(now["model"]), strict=True
+    )  # as many: kinds are compared first
     return next(_difference(was, is_) for was, is_ in models if was != is_)
 
 

@@ -25,7 +25,15 @@ from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData, validate_data
 from glocal.engines import ClientTask, EngineConfig, ExecutionPlan, Executor, ResolvedEngine
 from glocal.engines.looped import LoopedEngine
-from glocal.evaluate import Evaluator, Metric, accuracy, local_test, local_tests, new_test, summarize
+from glocal.evaluate import (
+    Evaluator,
+    Metric,
+    accuracy,
+    local_test,
+    local_tests,
+    new_test,
+    summarize,
+)
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.result import Result, save_models
 from glocal.federate.rounds import RoundReport, Seat, initial_state, simulate_seeds
@@ -59,11 +67,17 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.select not in ("last", "best"):
-            raise InputError(f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)")
+            raise InputError(
+                f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)"
+            )
         if self.save not in ("everything", "figures"):
-            raise InputError(f"options: save is '{self.save}'; it must be 'everything' or 'figures'")
+            raise InputError(
+                f"options: save is '{self.save}'; it must be 'everything' or 'figures'"
+            )
         if self.tests not in ("both", "local"):
-            raise InputError(f"options: tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)")
+            raise InputError(
+                f"options: tests is '{self.tests}'; it must be 'both' or 'local' (no New Test)"
+            )
         require_counts("options: ", self)
         self.engine_config()
 
@@ -73,13 +87,19 @@ class Options:
 
     def torch_device(self) -> torch.device:
         """Where to compute; `auto` takes a GPU where there is one."""
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        name = (
+            ("cuda" if torch.cuda.is_available() else "cpu")
+            if self.device == "auto"
+            else self.device
+        )
         try:
             tried = torch.zeros(1, device=name)
             tried.item()  # some devices exist in name only
             return tried.device
         except (RuntimeError, AssertionError) as error:
-            raise InputError(f"options: device '{self.device}' cannot be used here; try 'cpu', 'cuda' or 'auto'") from error
+            raise InputError(
+                f"options: device '{self.device}' cannot be used here; try 'cpu', 'cuda' or 'auto'"
+            ) from error
 
 
 class Pretraining(NamedTuple):
@@ -150,12 +170,26 @@ def fit(
     """
     params, spent = params_of(model), Ledger()
     if start_from is not None:
-        names = start_from.algorithm.personal(start_from.state.shared, start_from.state.private.initial).keys()
+        names = start_from.algorithm.personal(
+            start_from.state.shared, start_from.state.private.initial
+        ).keys()
         if names != params.keys():
-            raise InputError(f"fit: start_from is of another model; only one of the two has {sorted(names ^ params.keys())}")
+            raise InputError(
+                f"fit: start_from is of another model; only one of the two has {sorted(names ^ params.keys())}"
+            )
         params, spent = warm_start_params(start_from.algorithm, start_from.state), start_from.ledger
         plan = replace(plan, first_round=start_from.plan.total_rounds)
-    case = Case(algorithm, model, plan, (plan.seed,), (params,), (data,), (spent,), pretraining=pretraining, metric=metric)
+    case = Case(
+        algorithm,
+        model,
+        plan,
+        (plan.seed,),
+        (params,),
+        (data,),
+        (spent,),
+        pretraining=pretraining,
+        metric=metric,
+    )
     return fit_case(case, options or Options(), Path(folder) if folder else None)[0]
 
 
@@ -208,7 +242,9 @@ def resolve_engine(
 def warm_start_params(algorithm: Algorithm, state: State) -> Params:
     """The one model to start others from: what a newcomer would predict with, every shared tensor as it is now."""
     if not state.shared:
-        raise InputError(f"warm start: {algorithm.name} shares nothing, so there is no one model to start from; use another case")
+        raise InputError(
+            f"warm start: {algorithm.name} shares nothing, so there is no one model to start from; use another case"
+        )
     new_client = algorithm.personal(state.shared, state.private.initial)
     return {name: state.shared.get(name, tensor) for name, tensor in new_client.items()}
 
@@ -220,11 +256,16 @@ def move_to_device(case: Case, options: Options) -> Case:
     return replace(case, params=params, federations=move_data_to_device(case.federations, device))
 
 
-def move_data_to_device(feds: Sequence[FederatedData], device: torch.device) -> tuple[FederatedData, ...]:
+def move_data_to_device(
+    feds: Sequence[FederatedData], device: torch.device
+) -> tuple[FederatedData, ...]:
     """Federations moved to a device; stores that they have in common stay in common."""
     stores = {id(part.examples): part.examples for fed in feds for part in fed.subsets()}
     moved = {key: examples.to(device) for key, examples in stores.items()}
-    return tuple(fed.map_subsets(lambda part: replace(part, examples=moved[id(part.examples)])) for fed in feds)
+    return tuple(
+        fed.map_subsets(lambda part: replace(part, examples=moved[id(part.examples)]))
+        for fed in feds
+    )
 
 
 def require_trainable(case: Case, fed: FederatedData, options: Options) -> None:
@@ -233,11 +274,17 @@ def require_trainable(case: Case, fed: FederatedData, options: Options) -> None:
     total = case.total or fed.num_clients
     sample_clients(case.plan, total, case.plan.first_round)
     if case.algorithm.num_clients not in (None, total):
-        raise InputError(f"{case.algorithm.name}: made for {case.algorithm.num_clients} devices, but the data have {total}")
+        raise InputError(
+            f"{case.algorithm.name}: made for {case.algorithm.num_clients} devices, but the data have {total}"
+        )
     if options.select == "best" and not fed.val.sizes.any():
-        raise InputError("options: select = 'best' needs validation data, and nobody has any; raise data.validation, or use 'last'")
+        raise InputError(
+            "options: select = 'best' needs validation data, and nobody has any; raise data.validation, or use 'last'"
+        )
     if case.pretraining and case.pretraining.algorithm.adapt is None:
-        raise InputError(f"{case.algorithm.name}: nothing of it is private, so that there is nothing to train alone; do without")
+        raise InputError(
+            f"{case.algorithm.name}: nothing of it is private, so that there is nothing to train alone; do without"
+        )
     _try_one_step(case, fed)
 
 
@@ -251,7 +298,11 @@ def num_outputs(model: nn.Module, inputs: torch.Tensor) -> int:
     example = inputs[:1].cpu()
     try:
         with torch.no_grad():
-            output = predictor(model)(trees.to(params_of(model), torch.device("cpu")), example, torch.ones(1, dtype=torch.bool))
+            output = predictor(model)(
+                trees.to(params_of(model), torch.device("cpu")),
+                example,
+                torch.ones(1, dtype=torch.bool),
+            )
     except InputError:
         raise
     except Exception as error:  # whatever a user's own module may raise
@@ -261,7 +312,9 @@ def num_outputs(model: nn.Module, inputs: torch.Tensor) -> int:
         ) from error
     if not isinstance(output, torch.Tensor) or output.dim() != 2:
         given = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise InputError(f"model: it puts out {given} for one example; a tensor (1, classes) was expected")
+        raise InputError(
+            f"model: it puts out {given} for one example; a tensor (1, classes) was expected"
+        )
     return output.shape[1]
 
 
@@ -305,7 +358,13 @@ def _pretrained(
     """All devices after they trained their private parts alone; nothing has been sent for it."""
     settling, seats = freeze_shared(before.algorithm), []
     for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
-        alone = replace(plan, rounds=before.epochs, clients_per_round=fed.num_clients, local_epochs=1, first_round=_BEFORE)
+        alone = replace(
+            plan,
+            rounds=before.epochs,
+            clients_per_round=fed.num_clients,
+            local_epochs=1,
+            first_round=_BEFORE,
+        )
         seats.append(Seat(alone, fed.train if before.labels else fed.unlabeled or fed.train, state))
     states, begun = progress.states, resolve_engine(options, checkpoint, "pretraining")
     executor = Executor(settling.client_update, engine=options.engine_config(), **begun._asdict())
@@ -318,14 +377,22 @@ def _pretrained(
     return progress._replace(states=states)
 
 
-def resume_from_checkpoint(fresh: Progress, options: Options, checkpoint: Checkpoint | None) -> Progress:
+def resume_from_checkpoint(
+    fresh: Progress, options: Options, checkpoint: Checkpoint | None
+) -> Progress:
     """What a checkpoint holds, on the computing device; if there is none, the fresh beginning."""
     saved = checkpoint.load() if checkpoint else None
     if saved is None:
         return fresh
     device, rooms = options.torch_device(), [state.private.max_gpu_rows for state in fresh.states]
-    states = [state.to(device, max_gpu_rows) for state, max_gpu_rows in zip(saved.states, rooms, strict=True)]
-    best = [kept and (*kept[:2], kept[2].to(device, max_gpu_rows)) for kept, max_gpu_rows in zip(saved.best, rooms, strict=True)]
+    states = [
+        state.to(device, max_gpu_rows)
+        for state, max_gpu_rows in zip(saved.states, rooms, strict=True)
+    ]
+    best = [
+        kept and (*kept[:2], kept[2].to(device, max_gpu_rows))
+        for kept, max_gpu_rows in zip(saved.best, rooms, strict=True)
+    ]
     return saved._replace(states=states, best=best)
 
 
@@ -334,23 +401,45 @@ def _started(case: Case, place: int, state: State) -> Ledger:
     spent, fed = case.spent[place], case.federations[place]
     validated = bool(fed.val.sizes.any())
     local = restrict_to_model(case.model, state.private.initial)
-    return spent.add_warm_start(local, fed.num_clients) if case.plan.first_round and not validated else spent
+    return (
+        spent.add_warm_start(local, fed.num_clients)
+        if case.plan.first_round and not validated
+        else spent
+    )
 
 
 def fingerprint(case: Case, options: Options) -> Json:
     """What must be the same for a run to be continued."""
     shared, private = case.algorithm.init(case.params[0])
     shapes = {
-        side: {name: [*tensor.shape] for name, tensor in tree.items()} for side, tree in (("shared", shared), ("private", private))
+        side: {name: [*tensor.shape] for name, tensor in tree.items()}
+        for side, tree in (("shared", shared), ("private", private))
     }
-    plan = {name: value for name, value in asdict(case.plan).items() if name not in ("rounds", "seed") and value is not None}
-    algorithm = f"{case.algorithm.name}: {case.algorithm.description}" if case.algorithm.description else case.algorithm.name
+    plan = {
+        name: value
+        for name, value in asdict(case.plan).items()
+        if name not in ("rounds", "seed") and value is not None
+    }
+    algorithm = (
+        f"{case.algorithm.name}: {case.algorithm.description}"
+        if case.algorithm.description
+        else case.algorithm.name
+    )
     choice = {"select": options.select, "validate_every": options.validate_every}
     choice |= {} if options.precision == "fp32" else {"precision": options.precision}
     choice |= {} if options.tests == "both" else {"tests": options.tests}
-    told = {"algorithm": algorithm, "model": shapes, "plan": plan, "seeds": list(case.seeds), "choice": choice, **case.about}
+    told = {
+        "algorithm": algorithm,
+        "model": shapes,
+        "plan": plan,
+        "seeds": list(case.seeds),
+        "choice": choice,
+        **case.about,
+    }
     if case.pretraining:
-        told |= {"pretraining": {"epochs": case.pretraining.epochs, "labels": case.pretraining.labels}}
+        told |= {
+            "pretraining": {"epochs": case.pretraining.epochs, "labels": case.pretraining.labels}
+        }
     return {**told, "data": _data_fingerprint(case.federations)}
 
 
@@ -359,12 +448,24 @@ def _data_fingerprint(feds: Sequence[FederatedData]) -> str:
     told = hashlib.sha256()
     for part in (part for fed in feds for part in (fed.train, fed.val, fed.test)):
         told.update(b"".join(rows.tobytes() for rows in part.rows))
-    for x, y, group in {id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)}.values():
-        told.update(pack({"y": y, "x": x[:: max(1, len(x) // 500)], **({} if group is None else {"group": group})}))
+    for x, y, group in {
+        id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)
+    }.values():
+        told.update(
+            pack(
+                {
+                    "y": y,
+                    "x": x[:: max(1, len(x) // 500)],
+                    **({} if group is None else {"group": group}),
+                }
+            )
+        )
     return told.hexdigest()[:16]
 
 
-def train(case: Case, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
+def train(
+    case: Case, options: Options, progress: Progress, folder: Path | None = None
+) -> Iterator[Moment]:
     """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
     begun = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
@@ -375,14 +476,21 @@ def train(case: Case, options: Options, progress: Progress, folder: Path | None 
         **begun._asdict(),
     )
     evaluation = build_evaluation(case, options, checkpoint)
-    seats = [Seat(plan, fed.train, state) for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)]
+    seats = [
+        Seat(plan, fed.train, state)
+        for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)
+    ]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-        return complete_round(case, options, evaluation, (before._replace(choices=(executor.execution_plan,)), round_))
+        return complete_round(
+            case, options, evaluation, (before._replace(choices=(executor.execution_plan,)), round_)
+        )
 
     try:
         rounds = simulate_seeds(case.algorithm, seats, executor, done=progress.done)
-        yield from checkpoint_rounds(rounds, advance, progress, CheckpointPolicy(options, case.plan.rounds, checkpoint))
+        yield from checkpoint_rounds(
+            rounds, advance, progress, CheckpointPolicy(options, case.plan.rounds, checkpoint)
+        )
     finally:
         executor.close()
         evaluation.close()
@@ -401,7 +509,9 @@ class CheckpointPolicy(NamedTuple):
         return done % self.options.checkpoint_every == 0 or at_the_end
 
 
-def checkpoint_rounds(rounds: Iterator[Round], advance: Advance, progress: Progress, policy: CheckpointPolicy) -> Iterator[Moment]:
+def checkpoint_rounds(
+    rounds: Iterator[Round], advance: Advance, progress: Progress, policy: CheckpointPolicy
+) -> Iterator[Moment]:
     """Rounds as they happen, written down as they do; what is done is saved also when Ctrl-C stops them."""
     checkpoint, saved, started = policy.checkpoint, progress.done, time.perf_counter()
     try:
@@ -421,11 +531,18 @@ def checkpoint_rounds(rounds: Iterator[Round], advance: Advance, progress: Progr
         raise
 
 
-def complete_round(case: Case, options: Options, evaluation: Evaluator, step: tuple[Progress, Round]) -> tuple[Progress, list[Json]]:
+def complete_round(
+    case: Case, options: Options, evaluation: Evaluator, step: tuple[Progress, Round]
+) -> tuple[Progress, list[Json]]:
     """One round further: ledgers, losses, and every so often a validation score."""
     progress, moment = step
-    ledgers = [ledger + report.traffic for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)]
-    progress = progress._replace(done=progress.done + 1, states=[state for state, _ in moment], ledgers=ledgers)
+    ledgers = [
+        ledger + report.traffic
+        for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)
+    ]
+    progress = progress._replace(
+        done=progress.done + 1, states=[state for state, _ in moment], ledgers=ledgers
+    )
     scores: list[float | None] = [None] * len(moment)
     if progress.done % options.validate_every == 0:
         progress, scores = _validated(case, options, evaluation, progress)
@@ -453,33 +570,50 @@ def _finite(seed: int, report: RoundReport) -> Tensor:
     return losses
 
 
-def _validated(case: Case, options: Options, evaluation: Evaluator, progress: Progress) -> tuple[Progress, list[float | None]]:
+def _validated(
+    case: Case, options: Options, evaluation: Evaluator, progress: Progress
+) -> tuple[Progress, list[float | None]]:
     """Score every seed on validation data; the shared tree has to reach those devices for it, and that is counted."""
     scores, ledgers, best = [], [], []
     accuracies = local_tests(evaluation, progress.states, [fed.val for fed in case.federations])
-    seeds = zip(case.federations, progress.states, progress.ledgers, progress.best, accuracies, strict=True)
+    seeds = zip(
+        case.federations, progress.states, progress.ledgers, progress.best, accuracies, strict=True
+    )
     for fed, state, ledger, so_far, found in seeds:
         score = summarize(found, fed.val.sizes).mean
         scores.append(score)
         ledgers.append(ledger.add_evaluation(state.shared, int(np.count_nonzero(fed.val.sizes))))
-        better = options.select == "best" and score is not None and (so_far is None or score > so_far[0])
+        better = (
+            options.select == "best" and score is not None and (so_far is None or score > so_far[0])
+        )
         best.append((score, progress.done, state) if better and score is not None else so_far)
     return progress._replace(ledgers=ledgers, best=best), scores
 
 
 def finish(
-    case: Case, options: Options, progress: Progress, folder: Path | None = None, *, also: Afterwards | None = None
+    case: Case,
+    options: Options,
+    progress: Progress,
+    folder: Path | None = None,
+    *,
+    also: Afterwards | None = None,
 ) -> list[Result]:
     """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
     evaluation = build_evaluation(case, options, checkpoint)
-    results = [build_result(case, options, evaluation, progress, place=place) for place in range(len(case.seeds))]
+    results = [
+        build_result(case, options, evaluation, progress, place=place)
+        for place in range(len(case.seeds))
+    ]
     evaluation.close()
     if folder and checkpoint:
         for result in results if options.save == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
         more = _afterwards(also, results, lambda: checkpoint.save(progress))
-        write_json(folder / "result.json", [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)])
+        write_json(
+            folder / "result.json",
+            [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)],
+        )
         if options.save == "figures":
             checkpoint.drop_tensors(progress)
     return results
@@ -490,7 +624,9 @@ def restrict_to_model(model: nn.Module, tree: Params) -> Params:
     return trees.pick(tree, unique_tensors(model))
 
 
-def _afterwards(also: Afterwards | None, results: Sequence[Result], save: Callable[[], int]) -> list[Json]:
+def _afterwards(
+    also: Afterwards | None, results: Sequence[Result], save: Callable[[], int]
+) -> list[Json]:
     """What there is to add to the results; whoever stops it does not lose the rounds before."""
     try:
         return also(results) if also else [{} for _ in results]
@@ -499,15 +635,28 @@ def _afterwards(also: Afterwards | None, results: Sequence[Result], save: Callab
         raise
 
 
-def build_result(case: Case, options: Options, evaluation: Evaluator, progress: Progress, *, place: int = 0) -> Result:
+def build_result(
+    case: Case, options: Options, evaluation: Evaluator, progress: Progress, *, place: int = 0
+) -> Result:
     """The outcome of one seed: what was selected, on test data."""
     fed, plan = case.federations[place], case.plans()[place]
-    done, state = _selected(options, evaluation, fed, (progress.done, progress.states[place], progress.best[place]))
+    done, state = _selected(
+        options, evaluation, fed, (progress.done, progress.states[place], progress.best[place])
+    )
     accuracies = local_test(evaluation, state, fed.test)
-    local, trained = restrict_to_model(case.model, state.private.initial), len(state.private.trained)
-    ledger = progress.ledgers[place].add_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
-    if options.select == "best" and progress.done % options.validate_every:  # the last round was looked at besides
-        ledger = ledger.add_evaluation(progress.states[place].shared, int(np.count_nonzero(fed.val.sizes)))
+    local, trained = (
+        restrict_to_model(case.model, state.private.initial),
+        len(state.private.trained),
+    )
+    ledger = progress.ledgers[place].add_evaluation(
+        state.shared, int(np.count_nonzero(fed.test.sizes))
+    )
+    if (
+        options.select == "best" and progress.done % options.validate_every
+    ):  # the last round was looked at besides
+        ledger = ledger.add_evaluation(
+            progress.states[place].shared, int(np.count_nonzero(fed.val.sizes))
+        )
     personal = case.algorithm.personal(state.shared, state.private.initial)
     whole, counted = restrict_to_model(case.model, personal), fed.num_clients if state.shared else 0
     if options.tests == "both":
@@ -523,14 +672,23 @@ def build_result(case: Case, options: Options, evaluation: Evaluator, progress: 
         new_spread=new_test(evaluation, state, fed.test) if options.tests == "both" else None,
         validation=summarize(local_test(evaluation, state, fed.val), fed.val.sizes),
         ledger=ledger,
-        sizes={"train": fed.train.sizes.tolist(), "val": fed.val.sizes.tolist(), "test": fed.test.sizes.tolist()},
-        times_sampled=participation(plan, case.total or fed.num_clients, done)[case.first : case.first + fed.num_clients],
+        sizes={
+            "train": fed.train.sizes.tolist(),
+            "val": fed.val.sizes.tolist(),
+            "test": fed.test.sizes.tolist(),
+        },
+        times_sampled=participation(plan, case.total or fed.num_clients, done)[
+            case.first : case.first + fed.num_clients
+        ],
         metric=case.metric,
     )
 
 
 def _selected(
-    options: Options, evaluation: Evaluator, fed: FederatedData, last: tuple[int, State, tuple[float, int, State] | None]
+    options: Options,
+    evaluation: Evaluator,
+    fed: FederatedData,
+    last: tuple[int, State, tuple[float, int, State] | None],
 ) -> tuple[int, State]:
     """Rounds done and state to test: the last one, or an earlier one that was better on validation data."""
     done, state, best = last
@@ -540,9 +698,9 @@ def _selected(
     return (done, state) if score is None or score > best[0] else best[1:]
 
 
-def participation(plan: Plan, devices: int, done: int) -> list[int]:
+def participation(plan: Plan, clients: int, done: int) -> list[int]:
     """How often each device took part."""
-    counts = np.zeros(devices, dtype=np.int64)
+    counts = np.zeros(clients, dtype=np.int64)
     for round_index in range(plan.first_round, plan.first_round + done):
-        counts[sample_clients(plan, devices, round_index)] += 1
+        counts[sample_clients(plan, clients, round_index)] += 1
     return [int(count) for count in counts]

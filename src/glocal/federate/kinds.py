@@ -70,12 +70,18 @@ class Kind:
         own = params_of(self.model)
         if self.params is not None and self.params.keys() != own.keys():
             differ = sorted(self.params.keys() ^ own.keys())
-            raise InputError(f"kind '{self.name}': its params are of another model; only one of the two has {differ}")
+            raise InputError(
+                f"kind '{self.name}': its params are of another model; only one of the two has {differ}"
+            )
         return own if self.params is None else self.params
 
 
 def fit_kinds(
-    kinds: Sequence[Kind], plan: Plan, *, options: Options | None = None, folder: Path | str | None = None
+    kinds: Sequence[Kind],
+    plan: Plan,
+    *,
+    options: Options | None = None,
+    folder: Path | str | None = None,
 ) -> dict[str, Result]:
     """Train all kinds together and test each; with a folder, everything is kept there, and calling again goes on where it stopped.
 
@@ -92,7 +98,9 @@ def fit_kinds(
         return _finished(cases, options, progress, path)
 
 
-def warm_kinds(kinds: Sequence[Kind], optimizer: Optimizer, plan: Plan, *, options: Options | None = None) -> list[Kind]:
+def warm_kinds(
+    kinds: Sequence[Kind], optimizer: Optimizer, plan: Plan, *, options: Options | None = None
+) -> list[Kind]:
     """FedAvg within each kind first, as LG-FedAvg goes on from FedAvg in the paper: classification, on whole models.
 
     The first kind learns the shared part, the others what is local under it, so that one shared part fits all of them.
@@ -104,7 +112,15 @@ def warm_kinds(kinds: Sequence[Kind], optimizer: Optimizer, plan: Plan, *, optio
             agreed = trees.pick(warm[0].start(), kind.algorithm.init(params)[0])
             objective = objective._replace(trainable=objective.trainable - agreed.keys())
         start = {**params, **agreed}
-        case = Case(fedavg(objective, optimizer), kind.model, plan, (plan.seed,), (start,), (kind.federation,), (kind.spent,))
+        case = Case(
+            fedavg(objective, optimizer),
+            kind.model,
+            plan,
+            (plan.seed,),
+            (start,),
+            (kind.federation,),
+            (kind.spent,),
+        )
         with _named(kind.name):
             result = fit_case(replace(case, metric=kind.metric), options or Options())[0]
         # an average of what is the same everywhere is that only up to rounding
@@ -167,9 +183,18 @@ def _require_names(names: Sequence[str]) -> None:
         raise InputError("kinds: none given; give at least one Kind")
     for name in names:
         if names.count(name) > 1:
-            raise InputError(f"kinds: {names.count(name)} are called '{name}'; give each a name of its own")
-        if not isinstance(name, str) or not name.isprintable() or name in ("", "..") or Path(name).name != name:
-            raise InputError(f"kinds: '{name}' was given as a name, and a folder is called after it; use a plain word")
+            raise InputError(
+                f"kinds: {names.count(name)} are called '{name}'; give each a name of its own"
+            )
+        if (
+            not isinstance(name, str)
+            or not name.isprintable()
+            or name in ("", "..")
+            or Path(name).name != name
+        ):
+            raise InputError(
+                f"kinds: '{name}' was given as a name, and a folder is called after it; use a plain word"
+            )
 
 
 def _require_one_algorithm(kinds: Sequence[Kind]) -> None:
@@ -178,7 +203,9 @@ def _require_one_algorithm(kinds: Sequence[Kind]) -> None:
     for kind in kinds[1:]:
         given, expected = _way(kind.algorithm), _way(first.algorithm)
         if given != expected:
-            raise InputError(f"kinds: '{kind.name}' runs {given}, but '{first.name}' {expected}; run one algorithm on all kinds")
+            raise InputError(
+                f"kinds: '{kind.name}' runs {given}, but '{first.name}' {expected}; run one algorithm on all kinds"
+            )
 
 
 def _way(algorithm: Algorithm) -> str:
@@ -190,8 +217,15 @@ def _require_one_shared_tree(shared: Mapping[str, Params]) -> None:
     """Everything but the shared part may differ; that must agree in names, shapes and types."""
     (first, expected), *others = shared.items()
     for name, given in others:
-        forms = {tensor: (_form(expected, tensor), _form(given, tensor)) for tensor in sorted({*expected, *given})}
-        differ = [f"'{tensor}' is {there} and {here}" for tensor, (there, here) in forms.items() if there != here]
+        forms = {
+            tensor: (_form(expected, tensor), _form(given, tensor))
+            for tensor in sorted({*expected, *given})
+        }
+        differ = [
+            f"'{tensor}' is {there} and {here}"
+            for tensor, (there, here) in forms.items()
+            if there != here
+        ]
         if differ:
             raise InputError(
                 f"kinds: '{first}' and '{name}' do not share the same tensors: {', '.join(differ)}; "
@@ -217,14 +251,19 @@ def _placed(cases: Cases, options: Options) -> Cases:
     device = options.torch_device()
     feds = move_data_to_device([case.federations[0] for case in cases.values()], device)
     placed = zip(cases.items(), feds, strict=True)
-    return {name: replace(case, params=(trees.to(case.params[0], device),), federations=(fed,)) for (name, case), fed in placed}
+    return {
+        name: replace(case, params=(trees.to(case.params[0], device),), federations=(fed,))
+        for (name, case), fed in placed
+    }
 
 
 def begin_kinds(cases: Cases, options: Options, folder: Path | None = None) -> Progress:
     """Where to start: at the last checkpoint if the folder has one, else with the first kind's shared part on all devices."""
     fresh = Progress.joined([start_or_resume(case, options, None) for case in cases.values()])
     states = [State(fresh.states[0].shared, state.private) for state in fresh.states]
-    return resume_from_checkpoint(fresh._replace(states=states), options, _checkpoint(cases, options, folder))
+    return resume_from_checkpoint(
+        fresh._replace(states=states), options, _checkpoint(cases, options, folder)
+    )
 
 
 def _checkpoint(cases: Cases, options: Options, folder: Path | None) -> Checkpoint | None:
@@ -236,7 +275,9 @@ def _checkpoint(cases: Cases, options: Options, folder: Path | None) -> Checkpoi
     return Checkpoint(folder, {"kinds": list(cases), **told[0], **apart})
 
 
-def train_kinds(cases: Cases, options: Options, progress: Progress, folder: Path | None = None) -> Iterator[Moment]:
+def train_kinds(
+    cases: Cases, options: Options, progress: Progress, folder: Path | None = None
+) -> Iterator[Moment]:
     """Rounds of placed cases as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
     rounds = next(iter(cases.values())).plan.rounds
     checkpoint = _checkpoint(cases, options, folder)
@@ -250,7 +291,11 @@ def train_kinds(cases: Cases, options: Options, progress: Progress, folder: Path
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
             pairs = zip(overs, before.choices, strict=True)
-            before = before._replace(choices=tuple(executor.execution_plan or execution_plan for executor, execution_plan in pairs))
+            before = before._replace(
+                choices=tuple(
+                    executor.execution_plan or execution_plan for executor, execution_plan in pairs
+                )
+            )
             return _advanced(cases, options, evaluations, (before, round_))
 
         policy = CheckpointPolicy(options, rounds, checkpoint)
@@ -280,7 +325,9 @@ def _advanced(
     (progress, round_), parts, rows = step, [], []
     for place, (name, case) in enumerate(cases.items()):
         with _named(name):
-            part, [row] = complete_round(case, options, evaluations[place], (progress.of(place), [round_[place]]))
+            part, [row] = complete_round(
+                case, options, evaluations[place], (progress.of(place), [round_[place]])
+            )
         parts.append(part)
         rows.append({"kind": name, **row})
     return Progress.joined(parts), rows
@@ -295,20 +342,34 @@ def _rounds(cases: Cases, overs: Sequence[Executor[Update]], progress: Progress)
         yield moment
 
 
-def _round(cases: Sequence[Case], overs: Sequence[Executor[Update]], states: Sequence[State], round_index: int) -> Round:
+def _round(
+    cases: Sequence[Case],
+    overs: Sequence[Executor[Update]],
+    states: Sequence[State],
+    round_index: int,
+) -> Round:
     """One cohort over all kinds; each kind trains in a batch of its own, and all uploads are averaged at once, in device order."""
-    everyone = sample_clients(cases[0].plan, sum(case.federations[0].num_clients for case in cases), round_index)
+    everyone = sample_clients(
+        cases[0].plan, sum(case.federations[0].num_clients for case in cases), round_index
+    )
     cohorts = [_own(case, everyone) for case in cases]
     kinds = list(zip(cases, overs, states, cohorts, strict=True))
-    parts = [_trained(case, executor, (state, cohort), round_index) for case, executor, state, cohort in kinds]
+    parts = [
+        _trained(case, executor, (state, cohort), round_index)
+        for case, executor, state, cohort in kinds
+    ]
     before = states[0].shared
     uploads = {name: torch.cat([part.uploads[name] for part in parts]) for name in before}
-    sizes = np.concatenate([case.federations[0].train.sizes[cohort] for case, _, _, cohort in kinds])
+    sizes = np.concatenate(
+        [case.federations[0].train.sizes[cohort] for case, _, _, cohort in kinds]
+    )
     after = cases[0].algorithm.aggregate(before, uploads, to_device(sizes, parts[0].losses.device))
     return [
         (
             State(after, state.private.put(cohort.tolist(), part.private)),
-            RoundReport(round_index, cohort, part.losses, _traffic(case, before, part.uploads, len(cohort))),
+            RoundReport(
+                round_index, cohort, part.losses, _traffic(case, before, part.uploads, len(cohort))
+            ),
         )
         for (case, _, state, cohort), part in zip(kinds, parts, strict=True)
     ]
@@ -321,28 +382,44 @@ def _own(case: Case, everyone: IntArray) -> IntArray:
 
 
 def _traffic(case: Case, shared: Params, uploads: Params, cohort: int) -> Ledger:
-    return Ledger().add_round(shared, uploads, num_sampled=cohort, num_clients=case.federations[0].num_clients)
+    return Ledger().add_round(
+        shared, uploads, num_sampled=cohort, num_clients=case.federations[0].num_clients
+    )
 
 
-def _trained(case: Case, executor: Executor[Update], whom: tuple[State, IntArray], round_index: int) -> Part:
+def _trained(
+    case: Case, executor: Executor[Update], whom: tuple[State, IntArray], round_index: int
+) -> Part:
     """What comes back from one kind's part of the cohort, past the gate; nothing if none of it takes part."""
     (state, cohort), train = whom, case.federations[0].train
     if not len(cohort):
         here = train.examples.y.device
-        return Part({name: tensor[None][:0] for name, tensor in state.shared.items()}, [], torch.zeros(0, device=here))
+        return Part(
+            {name: tensor[None][:0] for name, tensor in state.shared.items()},
+            [],
+            torch.zeros(0, device=here),
+        )
     tasks = [_task(case, state, device, round_index) for device in cohort.tolist()]
     update = executor(tasks, train.examples, round_index).stacked()
-    return Part(admit(update.upload, state.shared), unstack_rows(update.private, len(cohort)), update.loss.clone())
+    return Part(
+        admit(update.upload, state.shared),
+        unstack_rows(update.private, len(cohort)),
+        update.loss.clone(),
+    )
 
 
 def _task(case: Case, state: State, device: int, round_index: int) -> ClientTask:
     """One device's work; its randomness is addressed by its number among all kinds."""
     number = case.first + device
     order = rows_for_round(case.plan, case.federations[0].train, round_index, device, number=number)
-    return ClientTask(state.shared, state.private.of(device), order, client_key(case.plan, round_index, number))
+    return ClientTask(
+        state.shared, state.private.of(device), order, client_key(case.plan, round_index, number)
+    )
 
 
-def _finished(cases: Cases, options: Options, progress: Progress, folder: Path | None) -> dict[str, Result]:
+def _finished(
+    cases: Cases, options: Options, progress: Progress, folder: Path | None
+) -> dict[str, Result]:
     """The final tests of every kind; with a folder, figures and personal models are kept there."""
     results, checkpoint = {}, _checkpoint(cases, options, folder)
     for place, (name, case) in enumerate(cases.items()):
@@ -351,7 +428,10 @@ def _finished(cases: Cases, options: Options, progress: Progress, folder: Path |
     if folder:
         for name, result in results.items() if options.save == "everything" else ():
             save_models(result, folder / "models" / name)
-        write_json(folder / "result.json", [{"kind": name, **result.as_dict()} for name, result in results.items()])
+        write_json(
+            folder / "result.json",
+            [{"kind": name, **result.as_dict()} for name, result in results.items()],
+        )
         if checkpoint and options.save == "figures":
             checkpoint.drop_tensors(progress)
     return results

@@ -49,8 +49,13 @@ class Result:
     def state_dict(self, client: int) -> Params:
         """What one device predicts with, as a plain state dict."""
         if not 0 <= client < len(self.times_sampled):
-            raise InputError(f"result: there is no device {client}; devices are 0..{len(self.times_sampled) - 1}")
-        return state_dict(self.architecture, self.algorithm.personal(self.state.shared, self.state.private.of(client)))
+            raise InputError(
+                f"result: there is no device {client}; devices are 0..{len(self.times_sampled) - 1}"
+            )
+        return state_dict(
+            self.architecture,
+            self.algorithm.personal(self.state.shared, self.state.private.of(client)),
+        )
 
     def model(self, client: int) -> nn.Module:
         """One device's own model, an ordinary module in evaluation mode."""
@@ -74,7 +79,9 @@ class Result:
         }
 
     def _client_rows(self) -> list[Json]:
-        accuracies = [None if np.isnan(accuracy) else accuracy for accuracy in self.accuracies.tolist()]
+        accuracies = [
+            None if np.isnan(accuracy) else accuracy for accuracy in self.accuracies.tolist()
+        ]
         columns = {**self.sizes, "times_sampled": self.times_sampled, "local_test": accuracies}
         rows = zip(range(len(self.times_sampled)), *columns.values(), strict=True)
         return [dict(zip(("client", *columns), row, strict=True)) for row in rows]
@@ -82,7 +89,11 @@ class Result:
 
 def save_models(result: Result, folder: Path) -> None:
     """Every device's personal model as a state dict of its own; one file where all devices have the same model."""
-    about = {"algorithm": result.algorithm.name, "seed": result.plan.seed, "round": result.selected_round}
+    about = {
+        "algorithm": result.algorithm.name,
+        "seed": result.plan.seed,
+        "round": result.selected_round,
+    }
     if not result.state.private.initial:
         write_tensors(folder / "every-device.safetensors", result.state_dict(0), about)
         return

@@ -13,7 +13,15 @@ from glocal.algorithms.contract import Algorithm, Update
 from glocal.core import trees
 from glocal.core.data import ClientData
 from glocal.core.errors import InputError
-from glocal.core.sampling import Availability, IntArray, Plan, client_batches, client_key, sample_available, sample_clients
+from glocal.core.sampling import (
+    Availability,
+    IntArray,
+    Plan,
+    client_batches,
+    client_key,
+    sample_available,
+    sample_clients,
+)
 from glocal.core.store import PrivateStates, State, fitting_gpu_rows
 from glocal.core.trees import Params
 from glocal.engines.config import EngineConfig
@@ -47,12 +55,19 @@ def initial_state(algorithm: Algorithm, params: Params, federations: int = 1) ->
 
 
 def simulate(
-    algorithm: Algorithm, params: Params, train: ClientData, plan: Plan, *, engine: EngineConfig | str = "auto"
+    algorithm: Algorithm,
+    params: Params,
+    train: ClientData,
+    plan: Plan,
+    *,
+    engine: EngineConfig | str = "auto",
 ) -> Iterator[tuple[State, RoundReport]]:
     """Train one federation, round by round."""
     executor = Executor(algorithm.client_update, engine=engine, num_calls=plan.rounds)
     try:
-        for moment in simulate_seeds(algorithm, [Seat(plan, train, initial_state(algorithm, params))], executor):
+        for moment in simulate_seeds(
+            algorithm, [Seat(plan, train, initial_state(algorithm, params))], executor
+        ):
             yield moment[0]
     finally:
         executor.close()
@@ -76,16 +91,26 @@ def simulate_seeds(
         yield landed()
 
 
-def _copy_losses_to_host(moment: list[tuple[State, RoundReport]]) -> Callable[[], list[tuple[State, RoundReport]]]:
+def _copy_losses_to_host(
+    moment: list[tuple[State, RoundReport]],
+) -> Callable[[], list[tuple[State, RoundReport]]]:
     """Send a round's losses to the host; what is returned waits for them, and for nothing that comes after them."""
     there = [report.losses for _, report in moment]
-    here = [torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True).copy_(losses, non_blocking=True) for losses in there]
+    here = [
+        torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True).copy_(
+            losses, non_blocking=True
+        )
+        for losses in there
+    ]
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
 
     def landed() -> list[tuple[State, RoundReport]]:
         arrived.synchronize()
-        return [(state, report._replace(losses=losses)) for (state, report), losses in zip(moment, here, strict=True)]
+        return [
+            (state, report._replace(losses=losses))
+            for (state, report), losses in zip(moment, here, strict=True)
+        ]
 
     return landed
 
@@ -120,11 +145,15 @@ def assign_work(seat: Seat, round_index: int) -> Duty:
     return Duty(cohort, orders, keys, len(asked) - len(cohort))
 
 
-def rows_for_round(plan: Plan, train: ClientData, round_index: int, device: int, *, number: int | None = None) -> IntArray:
+def rows_for_round(
+    plan: Plan, train: ClientData, round_index: int, device: int, *, number: int | None = None
+) -> IntArray:
     """The rows that a device visits in a round, in their order; its randomness has the address `number`, if not its own."""
     rows = train.rows[device]
     lengths = None if plan.max_tokens is None else train.text_lengths[rows]
-    return client_batches(plan, rows, round_index, device if number is None else number, lengths=lengths)
+    return client_batches(
+        plan, rows, round_index, device if number is None else number, lengths=lengths
+    )
 
 
 def _sample_clients(seat: Seat, round_index: int) -> IntArray:
@@ -133,7 +162,9 @@ def _sample_clients(seat: Seat, round_index: int) -> IntArray:
         return sample_clients(seat.plan, seat.train.num_clients, round_index)
     asked = sample_available(seat.plan, seat.attendance, round_index)
     if len(asked) and asked[-1] >= seat.train.num_clients:
-        raise InputError(f"attendance: there is no device {asked[-1]}; devices are 0..{seat.train.num_clients - 1}")
+        raise InputError(
+            f"attendance: there is no device {asked[-1]}; devices are 0..{seat.train.num_clients - 1}"
+        )
     empty = asked[seat.train.sizes[asked] == 0]
     if len(empty):
         raise InputError(
@@ -143,10 +174,20 @@ def _sample_clients(seat: Seat, round_index: int) -> IntArray:
 
 
 def _round(
-    algorithm: Algorithm, seats: Sequence[Seat], duties: Sequence[Duty], executor: Executor[Update], round_index: int
+    algorithm: Algorithm,
+    seats: Sequence[Seat],
+    duties: Sequence[Duty],
+    executor: Executor[Update],
+    round_index: int,
 ) -> list[tuple[State, RoundReport]]:
-    tasks = [task for seat, duty in zip(seats, duties, strict=True) for task in _tasks(seat.state, duty)]
-    outcome = executor(tasks, seats[0].train.examples, round_index) if tasks else ClientResults[Update](rows=[])
+    tasks = [
+        task for seat, duty in zip(seats, duties, strict=True) for task in _tasks(seat.state, duty)
+    ]
+    outcome = (
+        executor(tasks, seats[0].train.examples, round_index)
+        if tasks
+        else ClientResults[Update](rows=[])
+    )
     moment, start = [], 0
     for seat, duty in zip(seats, duties, strict=True):
         stop = start + len(duty.clients_per_round)
@@ -161,13 +202,22 @@ def _round(
 
 def _empty_round(seat: Seat, duty: Duty, round_index: int) -> tuple[State, RoundReport]:
     """A round that nobody finished: whoever was asked has received the shared tree, and nothing else happens."""
-    traffic = Ledger().add_round(seat.state.shared, {}, num_sampled=duty.left, num_clients=seat.train.num_clients)
-    return seat.state, RoundReport(round_index, duty.clients_per_round, seat.train.examples.x.new_zeros(0, dtype=torch.float32), traffic)
+    traffic = Ledger().add_round(
+        seat.state.shared, {}, num_sampled=duty.left, num_clients=seat.train.num_clients
+    )
+    return seat.state, RoundReport(
+        round_index,
+        duty.clients_per_round,
+        seat.train.examples.x.new_zeros(0, dtype=torch.float32),
+        traffic,
+    )
 
 
 def _tasks(state: State, duty: Duty) -> list[ClientTask]:
     rows = [state.private.of(device) for device in duty.clients_per_round.tolist()]
-    return [ClientTask(state.shared, *task) for task in zip(rows, duty.orders, duty.keys, strict=True)]
+    return [
+        ClientTask(state.shared, *task) for task in zip(rows, duty.orders, duty.keys, strict=True)
+    ]
 
 
 class Part(NamedTuple):
@@ -182,17 +232,31 @@ def _part(outcome: ClientResults[Update], start: int, stop: int) -> Part:
     if outcome.rows is not None:
         updates = outcome.rows[start:stop]
         uploads = trees.stack([update.upload for update in updates])
-        return Part(uploads, [update.private for update in updates], torch.stack([update.loss for update in updates]))
+        return Part(
+            uploads,
+            [update.private for update in updates],
+            torch.stack([update.loss for update in updates]),
+        )
     update = outcome.stacked()
-    uploads, private = ({name: tensor[start:stop] for name, tensor in tree.items()} for tree in (update.upload, update.private))
+    uploads, private = (
+        {name: tensor[start:stop] for name, tensor in tree.items()}
+        for tree in (update.upload, update.private)
+    )
     return Part(uploads, unstack_rows(private, stop - start), update.loss[start:stop].clone())
 
 
-def _collect(algorithm: Algorithm, seat: Seat, duty: Duty, part: Part, round_index: int) -> tuple[State, RoundReport]:
+def _collect(
+    algorithm: Algorithm, seat: Seat, duty: Duty, part: Part, round_index: int
+) -> tuple[State, RoundReport]:
     """Count what crosses, average it, put the private rows back."""
     state, clients_per_round = seat.state, duty.clients_per_round
     uploads = admit(part.uploads, state.shared)
-    traffic = Ledger().add_round(state.shared, uploads, num_sampled=len(clients_per_round) + duty.left, num_clients=seat.train.num_clients)
+    traffic = Ledger().add_round(
+        state.shared,
+        uploads,
+        num_sampled=len(clients_per_round) + duty.left,
+        num_clients=seat.train.num_clients,
+    )
     weights = to_device(seat.train.sizes[clients_per_round], part.losses.device)
     shared = _without_aliases(algorithm.aggregate(state.shared, uploads, weights), uploads)
     private = state.private.put(clients_per_round.tolist(), part.private)
@@ -202,7 +266,10 @@ def _collect(algorithm: Algorithm, seat: Seat, duty: Duty, part: Part, round_ind
 def _without_aliases(tree: Params, uploads: Params) -> Params:
     """The tree without anything that is part of an upload: the next round may write over those."""
     lent = {tensor.untyped_storage().data_ptr() for tensor in uploads.values()}
-    return {name: tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor for name, tensor in tree.items()}
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor
+        for name, tensor in tree.items()
+    }
 
 
 def _require_shared_examples(seats: Sequence[Seat]) -> None:
@@ -213,4 +280,6 @@ def _require_shared_examples(seats: Sequence[Seat]) -> None:
                 "simulate: federations side by side must deal out one data set; load it once and partition it per seed"
             )
         if replace(seat.plan, seed=0) != replace(first.plan, seed=0):
-            raise InputError(f"simulate: federations side by side need one plan but for the seed; got {seat.plan} and {first.plan}")
+            raise InputError(
+                f"simulate: federations side by side need one plan but for the seed; got {seat.plan} and {first.plan}"
+            )

@@ -75,20 +75,41 @@ class Scenario:
 
     def __post_init__(self) -> None:
         starts = [chapter.first_round for chapter in self.chapters]
-        if not starts or starts[0] != 0 or any(after <= before for before, after in pairwise(starts)):
-            raise InputError(f"scenario: its chapters begin in rounds {starts}; begin with 0, each later than the one before")
+        if (
+            not starts
+            or starts[0] != 0
+            or any(after <= before for before, after in pairwise(starts))
+        ):
+            raise InputError(
+                f"scenario: its chapters begin in rounds {starts}; begin with 0, each later than the one before"
+            )
         first = self.chapters[0].federations
         if any(len(chapter.federations) != len(first) for chapter in self.chapters):
-            raise InputError("scenario: its chapters have different numbers of federations; give every chapter one per seed")
-        num_clients = {federation.num_clients for chapter in self.chapters for federation in chapter.federations}
+            raise InputError(
+                "scenario: its chapters have different numbers of federations; give every chapter one per seed"
+            )
+        num_clients = {
+            federation.num_clients
+            for chapter in self.chapters
+            for federation in chapter.federations
+        }
         if len(num_clients) != 1:
-            raise InputError(f"scenario: its federations have {sorted(num_clients)} devices; give a device that is absent no rows")
+            raise InputError(
+                f"scenario: its federations have {sorted(num_clients)} devices; give a device that is absent no rows"
+            )
         _require_groups(self.groups, num_clients.pop())
         _require_one_store(self.chapters)
 
     def at(self, round_index: int) -> int:
         """The number of the chapter that a round is in."""
-        return int(np.searchsorted([chapter.first_round for chapter in self.chapters], round_index, side="right")) - 1
+        return (
+            int(
+                np.searchsorted(
+                    [chapter.first_round for chapter in self.chapters], round_index, side="right"
+                )
+            )
+            - 1
+        )
 
     def stretches(self, plan: Plan) -> Iterator[tuple[Chapter, Plan]]:
         """Every chapter that a plan runs through, with what it runs of it."""
@@ -100,33 +121,50 @@ class Scenario:
 
     def met(self, round_index: int) -> set[int]:
         """The devices that have been there until then."""
-        return set[int]().union(*(chapter.asked() for chapter in self.chapters[: self.at(round_index) + 1]))
+        return set[int]().union(
+            *(chapter.asked() for chapter in self.chapters[: self.at(round_index) + 1])
+        )
 
     def looks(self, plan: Plan, every: int) -> set[int]:
         """After which rounds all are tested: the first and the last of each chapter, and every so many."""
-        edges = {index for _, part in self.stretches(plan) for index in (part.first_round, part.total_rounds - 1)}
-        return edges | {plan.first_round + done - 1 for done in range(every, plan.rounds + 1, every)}
+        edges = {
+            index
+            for _, part in self.stretches(plan)
+            for index in (part.first_round, part.total_rounds - 1)
+        }
+        return edges | {
+            plan.first_round + done - 1 for done in range(every, plan.rounds + 1, every)
+        }
 
     def as_dict(self) -> Json:
         """For JSON: when who is there, and who belongs together."""
-        attendance = [{name: row.tolist() for name, row in each.attendance._asdict().items()} for each in self.chapters]
+        attendance = [
+            {name: row.tolist() for name, row in each.attendance._asdict().items()}
+            for each in self.chapters
+        ]
         rounds = [chapter.first_round for chapter in self.chapters]
-        groups = {name: list(devices) for name, devices in self.groups.items()}
+        groups = {name: list(clients) for name, clients in self.groups.items()}
         return {"rounds": rounds, "attendance": attendance, "groups": groups}
 
 
-def _require_groups(groups: Mapping[str, Sequence[int]], devices: int) -> None:
+def _require_groups(groups: Mapping[str, Sequence[int]], clients: int) -> None:
     for name, members in groups.items():
-        wrong = [device for device in members if not 0 <= device < devices]
+        wrong = [device for device in members if not 0 <= device < clients]
         if wrong or not members:
             told = f"has device {wrong[0]}" if wrong else "has no device"
-            raise InputError(f"scenario: the group '{name}' {told}; name some of 0..{devices - 1}")
+            raise InputError(f"scenario: the group '{name}' {told}; name some of 0..{clients - 1}")
 
 
 def _require_one_store(chapters: Sequence[Chapter]) -> None:
-    stores = {id(federation.train.examples.x) for chapter in chapters for federation in chapter.federations}
+    stores = {
+        id(federation.train.examples.x)
+        for chapter in chapters
+        for federation in chapter.federations
+    }
     if len(stores) > 1:
-        raise InputError("scenario: its chapters have different stores of examples; put all into one, and give devices other rows")
+        raise InputError(
+            "scenario: its chapters have different stores of examples; put all into one, and give devices other rows"
+        )
 
 
 @dataclass(frozen=True)
@@ -140,13 +178,19 @@ class Story:
     def require(self) -> None:
         """Refuse what could not run to its end."""
         if self.options.select == "best":
-            raise InputError("scenario: select = 'best' compares rounds with different devices and data; use 'last'")
+            raise InputError(
+                "scenario: select = 'best' compares rounds with different devices and data; use 'last'"
+            )
         seen: set[int] = set()
         for chapter, _ in self.scenario.stretches(self.case.plan):
             for federation in chapter.federations:
                 _require_rows(chapter, federation)
                 if id(federation) not in seen:
-                    require_trainable(replace(self.case, total=federation.num_clients), _without_the_empty(federation), self.options)
+                    require_trainable(
+                        replace(self.case, total=federation.num_clients),
+                        _without_the_empty(federation),
+                        self.options,
+                    )
                     seen.add(id(federation))
 
     @cached_property
@@ -157,20 +201,34 @@ class Story:
     def met(self, round_index: int) -> set[int]:
         """The devices that have been there in this case until then: whoever left before a warm start has no part in it."""
         first = self.scenario.at(self.case.plan.first_round)
-        return set[int]().union(*(each.asked() for each in self.scenario.chapters[first : self.scenario.at(round_index) + 1]))
+        return set[int]().union(
+            *(
+                each.asked()
+                for each in self.scenario.chapters[first : self.scenario.at(round_index) + 1]
+            )
+        )
 
     def move_to_device(self) -> "Story":
         """The same story with data and weights on the computing device."""
         chapters, device = self.scenario.chapters, self.options.torch_device()
-        moved = iter(move_data_to_device([fed for chapter in chapters for fed in chapter.federations], device))
-        there = [replace(chapter, federations=tuple(next(moved) for _ in chapter.federations)) for chapter in chapters]
+        moved = iter(
+            move_data_to_device(
+                [fed for chapter in chapters for fed in chapter.federations], device
+            )
+        )
+        there = [
+            replace(chapter, federations=tuple(next(moved) for _ in chapter.federations))
+            for chapter in chapters
+        ]
         params = tuple(trees.to(tree, device) for tree in self.case.params)
         case = replace(self.case, params=params, federations=there[0].federations)
         return replace(self, case=case, scenario=replace(self.scenario, chapters=tuple(there)))
 
     def fingerprint(self) -> Json:
         """What must be the same for a run to be continued."""
-        federations = tuple(fed for chapter in self.scenario.chapters for fed in chapter.federations)
+        federations = tuple(
+            fed for chapter in self.scenario.chapters for fed in chapter.federations
+        )
         about = {**self.case.about, "scenario": self.scenario.as_dict()}
         return fingerprint(replace(self.case, federations=federations, about=about), self.options)
 
@@ -179,7 +237,9 @@ class Story:
         fresh = start_or_resume(self.case, self.options, None)
         ledgers = [_started(self, place, state) for place, state in enumerate(fresh.states)]
         fresh = fresh._replace(ledgers=ledgers)
-        return resume_from_checkpoint(fresh, self.options, Checkpoint(folder, self.fingerprint()) if folder else None)
+        return resume_from_checkpoint(
+            fresh, self.options, Checkpoint(folder, self.fingerprint()) if folder else None
+        )
 
     def train(self, progress: Progress, folder: Path | None) -> Iterator[Moment]:
         """Rounds as they happen, through all chapters with one state."""
@@ -195,11 +255,15 @@ class Story:
         evaluation = build_evaluation(case, options, checkpoint)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-            return _advanced(self, evaluation, before._replace(choices=(executor.execution_plan,)), round_)
+            return _advanced(
+                self, evaluation, before._replace(choices=(executor.execution_plan,)), round_
+            )
 
         try:
             rounds = _rounds(self, executor, progress)
-            yield from checkpoint_rounds(rounds, advance, progress, CheckpointPolicy(options, case.plan.rounds, checkpoint))
+            yield from checkpoint_rounds(
+                rounds, advance, progress, CheckpointPolicy(options, case.plan.rounds, checkpoint)
+            )
         finally:
             executor.close()
             evaluation.close()
@@ -212,7 +276,10 @@ class Story:
             for result in results if options.save == "everything" else ():
                 save_models(result, folder / "models" / f"seed-{result.plan.seed}")
             rows = read_rows(folder / "rows.jsonl")
-            told = [{**result.as_dict(), "groups": _summaries(rows, self.scenario, result.plan.seed)} for result in results]
+            told = [
+                {**result.as_dict(), "groups": _summaries(rows, self.scenario, result.plan.seed)}
+                for result in results
+            ]
             write_json(folder / "result.json", told)
             if checkpoint and options.save == "figures":
                 checkpoint.drop_tensors(progress)
@@ -242,8 +309,19 @@ def fit_scenario(
     """
     federations, home = scenario.chapters[0].federations, Path(folder) if folder else None
     if len(federations) != 1:
-        raise InputError(f"scenario: its chapters have {len(federations)} federations; give one, or run a study with seeds")
-    case = Case(algorithm, model, plan, (plan.seed,), (params_of(model),), federations, (Ledger(),), metric=metric)
+        raise InputError(
+            f"scenario: its chapters have {len(federations)} federations; give one, or run a study with seeds"
+        )
+    case = Case(
+        algorithm,
+        model,
+        plan,
+        (plan.seed,),
+        (params_of(model),),
+        federations,
+        (Ledger(),),
+        metric=metric,
+    )
     story = Story(case, scenario, options or Options())
     story.require()
     story = story.move_to_device()
@@ -258,9 +336,21 @@ def fit_scenario(
 
 def group_history(rows: Sequence[Json], group: str, seed: int) -> AccuracyHistory:
     """How a group fared, from the rows of a run."""
-    looks = [(row["round"] + 1, row["groups"][group]) for row in rows if row["seed"] == seed and row["groups"]]
-    seen = [(done, look["accuracy"], look["present"]) for done, look in looks if look["accuracy"] is not None]
-    return AccuracyHistory(*([*column] for column in zip(*seen, strict=True))) if seen else AccuracyHistory([], [], [])
+    looks = [
+        (row["round"] + 1, row["groups"][group])
+        for row in rows
+        if row["seed"] == seed and row["groups"]
+    ]
+    seen = [
+        (done, look["accuracy"], look["present"])
+        for done, look in looks
+        if look["accuracy"] is not None
+    ]
+    return (
+        AccuracyHistory(*([*column] for column in zip(*seen, strict=True)))
+        if seen
+        else AccuracyHistory([], [], [])
+    )
 
 
 def _summaries(rows: Sequence[Json], scenario: Scenario, seed: int) -> Json:
@@ -277,27 +367,45 @@ def _rounds(story: Story, executor: Executor[Update], progress: Progress) -> Ite
         if plan.total_rounds <= following:
             continue
         there = zip(case.seeds, chapter.federations, states, strict=True)
-        seats = [Seat(replace(plan, seed=seed), fed.train, state, chapter.attendance) for seed, fed, state in there]
-        for round_ in simulate_seeds(case.algorithm, seats, executor, done=max(0, following - plan.first_round)):
+        seats = [
+            Seat(replace(plan, seed=seed), fed.train, state, chapter.attendance)
+            for seed, fed, state in there
+        ]
+        for round_ in simulate_seeds(
+            case.algorithm, seats, executor, done=max(0, following - plan.first_round)
+        ):
             states = [state for state, _ in round_]
             yield round_
 
 
-def _advanced(story: Story, evaluation: Evaluator, before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
+def _advanced(
+    story: Story, evaluation: Evaluator, before: Progress, round_: Round
+) -> tuple[Progress, list[Json]]:
     """One round further: what `fit` does with it, on the devices that are there, and every so often a look at all groups."""
     scenario, index = story.scenario, round_[0][1].round_index
     chapter = scenario.chapters[scenario.at(index)]
     here = tuple(_held_by(federation, chapter.here()) for federation in chapter.federations)
-    progress, rows = complete_round(replace(story.case, federations=here), story.options, evaluation, (before, round_))
+    progress, rows = complete_round(
+        replace(story.case, federations=here), story.options, evaluation, (before, round_)
+    )
     progress = progress._replace(ledgers=_with_newcomers(story, index, progress))
     if index not in story.looks:
         return progress, [{**row, "groups": None} for row in rows]
     validated = progress.done % story.options.validate_every == 0
     sent = zip(progress.ledgers, progress.states, here, strict=True)
-    ledgers = [_after_look(ledger, state, federation, validated=validated) for ledger, state, federation in sent]
+    ledgers = [
+        _after_look(ledger, state, federation, validated=validated)
+        for ledger, state, federation in sent
+    ]
     told = _looked(story, evaluation, progress.states, index)
-    traffic = [{"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters} for ledger in ledgers]
-    rows = [{**row, **sent, "groups": groups} for row, sent, groups in zip(rows, traffic, told, strict=True)]
+    traffic = [
+        {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
+        for ledger in ledgers
+    ]
+    rows = [
+        {**row, **sent, "groups": groups}
+        for row, sent, groups in zip(rows, traffic, told, strict=True)
+    ]
     return progress._replace(ledgers=ledgers), rows
 
 
@@ -313,7 +421,9 @@ def _started(story: Story, place: int, state: State) -> Ledger:
     if not first:
         return case.spent[place]
     validated = bool(case.federations[place].val.sizes.any())
-    new = scenario.chapters[scenario.at(first)].asked() - (scenario.met(first - 1) if validated else set())
+    new = scenario.chapters[scenario.at(first)].asked() - (
+        scenario.met(first - 1) if validated else set()
+    )
     return case.spent[place].add_warm_start(state.private.initial, len(new))
 
 
@@ -322,14 +432,19 @@ def _with_newcomers(story: Story, index: int, progress: Progress) -> list[Ledger
     late = index > story.case.plan.first_round > 0
     new = story.scenario.met(index) - story.scenario.met(index - 1) if late else set()
     counted = zip(progress.ledgers, progress.states, strict=True)
-    return [ledger.add_warm_start(state.private.initial, len(new)) if new else ledger for ledger, state in counted]
+    return [
+        ledger.add_warm_start(state.private.initial, len(new)) if new else ledger
+        for ledger, state in counted
+    ]
 
 
 def _looked(story: Story, evaluation: Evaluator, states: Sequence[State], index: int) -> list[Json]:
     """Each seed's Local Test by group, of all who have been there: whoever left has its own part and today's shared one."""
     scenario, met = story.scenario, story.met(index)
     chapter = scenario.chapters[scenario.at(index)]
-    accuracies = local_tests(evaluation, states, [_of_those(federation.test, met) for federation in chapter.federations])
+    accuracies = local_tests(
+        evaluation, states, [_of_those(federation.test, met) for federation in chapter.federations]
+    )
     here = chapter.here()
     return [
         {
@@ -346,15 +461,22 @@ def _mean(accuracies: Accuracies, members: Sequence[int]) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _of_those(holdings: ClientData, devices: set[int]) -> ClientData:
+def _of_those(holdings: ClientData, clients: set[int]) -> ClientData:
     """The same with rows for some devices only."""
     none = np.zeros(0, dtype=np.int64)
-    return replace(holdings, rows=tuple(rows if device in devices else none for device, rows in enumerate(holdings.rows)))
+    return replace(
+        holdings,
+        rows=tuple(
+            rows if device in clients else none for device, rows in enumerate(holdings.rows)
+        ),
+    )
 
 
-def _held_by(federation: FederatedData, devices: set[int]) -> FederatedData:
+def _held_by(federation: FederatedData, clients: set[int]) -> FederatedData:
     """What is validated and tested on some devices only."""
-    return replace(federation, val=_of_those(federation.val, devices), test=_of_those(federation.test, devices))
+    return replace(
+        federation, val=_of_those(federation.val, clients), test=_of_those(federation.test, clients)
+    )
 
 
 def _tested_at_the_end(
@@ -366,18 +488,23 @@ def _tested_at_the_end(
     case, scenario = story.case, story.scenario
     chapter = scenario.chapters[scenario.at(case.plan.total_rounds - 1)]
     here = chapter.here()
-    case = replace(case, federations=tuple(_held_by(federation, here) for federation in chapter.federations))
+    case = replace(
+        case, federations=tuple(_held_by(federation, here) for federation in chapter.federations)
+    )
     asked = progress._replace(states=[_with_rows_of(state, here) for state in progress.states])
     evaluation = build_evaluation(case, story.options, checkpoint)
-    results = [build_result(case, story.options, evaluation, asked, place=place) for place in range(len(case.seeds))]
+    results = [
+        build_result(case, story.options, evaluation, asked, place=place)
+        for place in range(len(case.seeds))
+    ]
     evaluation.close()
     sampled = [participation(scenario, plan).tolist() for plan in case.plans()]
     whole = zip(results, progress.states, sampled, strict=True)
     return [replace(result, state=state, times_sampled=counts) for result, state, counts in whole]
 
 
-def _with_rows_of(state: State, devices: set[int]) -> State:
-    trained = {device: row for device, row in state.private.trained.items() if device in devices}
+def _with_rows_of(state: State, clients: set[int]) -> State:
+    trained = {device: row for device, row in state.private.trained.items() if device in clients}
     return state._replace(private=replace(state.private, trained=trained))
 
 
@@ -386,7 +513,12 @@ def participation(scenario: Scenario, plan: Plan) -> IntArray:
     counts = np.zeros(scenario.chapters[0].federations[0].num_clients, dtype=np.int64)
     for chapter, part in scenario.stretches(plan):
         for round_index in range(part.first_round, part.total_rounds):
-            counts[np.setdiff1d(sample_available(plan, chapter.attendance, round_index), chapter.attendance.dropouts)] += 1
+            counts[
+                np.setdiff1d(
+                    sample_available(plan, chapter.attendance, round_index),
+                    chapter.attendance.dropouts,
+                )
+            ] += 1
     return counts
 
 
@@ -394,7 +526,9 @@ def _require_rows(chapter: Chapter, federation: FederatedData) -> None:
     """Refuse somebody present who does not exist or has nothing to train on."""
     for device in sorted(chapter.asked()):
         if not 0 <= device < federation.num_clients:
-            raise InputError(f"attendance: there is no device {device}; devices are 0..{federation.num_clients - 1}")
+            raise InputError(
+                f"attendance: there is no device {device}; devices are 0..{federation.num_clients - 1}"
+            )
         if not len(federation.train.rows[device]):
             raise InputError(
                 f"attendance: device {device} is present from round {chapter.first_round} on and has no training examples; "
@@ -408,4 +542,6 @@ def _without_the_empty(federation: FederatedData) -> FederatedData:
         return federation
     some = np.flatnonzero(federation.train.sizes).tolist()
     parts = (federation.train, federation.val, federation.test)
-    return FederatedData(*(replace(part, rows=tuple(part.rows[device] for device in some)) for part in parts))
+    return FederatedData(
+        *(replace(part, rows=tuple(part.rows[device] for device in some)) for part in parts)
+    )

@@ -20,7 +20,14 @@ from glocal.report.audit_text import (
     differences,
     with_interval,
 )
-from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
+from glocal.report.drawing import (
+    BACKGROUND,
+    FOREGROUND,
+    Drawing,
+    colour_theme,
+    figure_html,
+    new_axes,
+)
 from glocal.report.formatting import PERCENT, pluralize
 from glocal.report.page import section, write_page
 from glocal.report.styles import COLOURS, MARKERS, LineStyle, legend, line_sample
@@ -32,7 +39,10 @@ _RATES = {
     "true_positive_rate": "true positives, %",
     "false_positive_rate": "false positives, %",
 }
-_DIFFERENCES = {"demographic_parity_difference": "parity difference", "equalized_odds_difference": "odds difference"}
+_DIFFERENCES = {
+    "demographic_parity_difference": "parity difference",
+    "equalized_odds_difference": "odds difference",
+}
 
 
 def write_audit_report(folder: Path) -> Path:
@@ -41,12 +51,19 @@ def write_audit_report(folder: Path) -> Path:
     with colour_theme(FOREGROUND, BACKGROUND):
         sections = [_leaks(found), _groups(found), _clients(found), _command(found)]
     summary = f'<p class="notice">{escape(audit_headline(found))}</p>\n<p>{escape(audit_summary(found))}</p>'
-    return write_page(folder, title=f"{found['experiment']}: audit of {found['attribute']}", summary=summary, sections=sections)
+    return write_page(
+        folder,
+        title=f"{found['experiment']}: audit of {found['attribute']}",
+        summary=summary,
+        sections=sections,
+    )
 
 
 def _leaks(found: Json) -> str:
     drawn = figure_html(draw_leaks(found), "leaks", kind="beside")
-    return section("What representations give away", f"{drawn}\n{_leak_table(found)}\n{_note(LEAKS_NOTE)}")
+    return section(
+        "What representations give away", f"{drawn}\n{_leak_table(found)}\n{_note(LEAKS_NOTE)}"
+    )
 
 
 def draw_leaks(found: Json) -> Drawing:
@@ -59,7 +76,9 @@ def draw_leaks(found: Json) -> Drawing:
         rung = [words for words, _ in known].index(KNOWLEDGE[row["knowledge"]])
         _dot(axes, rung + 0.2 * beside, row, looks[row["attacker"]])
     told = "".join(f"<li>{escape(f'{words}: {what}')}</li>" for words, what in known)
-    caption = f"Bars are 95 % intervals, the broken line is guessing. What attackers know:<ul>{told}</ul>"
+    caption = (
+        f"Bars are 95 % intervals, the broken line is guessing. What attackers know:<ul>{told}</ul>"
+    )
     key = legend((line_sample(line_style), name) for name, line_style in looks.items())
     return Drawing(figure, f"Who reads {escape(found['attribute'])}", caption, key)
 
@@ -78,8 +97,19 @@ def _new_dot_plot(names: Sequence[str]) -> tuple[Figure, Axes]:
 
 
 def _dot(axes: Axes, place: float, row: Json, line_style: LineStyle) -> None:
-    axes.plot([PERCENT * row["low"], PERCENT * row["high"]], [place, place], color=line_style.colour, linewidth=1.8)
-    axes.plot(PERCENT * row["auc"], place, color=line_style.colour, marker=line_style.marker, markersize=7.5)
+    axes.plot(
+        [PERCENT * row["low"], PERCENT * row["high"]],
+        [place, place],
+        color=line_style.colour,
+        linewidth=1.8,
+    )
+    axes.plot(
+        PERCENT * row["auc"],
+        place,
+        color=line_style.colour,
+        marker=line_style.marker,
+        markersize=7.5,
+    )
 
 
 def _line_style(place: int) -> LineStyle:
@@ -94,23 +124,40 @@ def _leak_table(found: Json) -> str:
     best = best_leak(found)
 
     def cell(attacker: str, knowledge: str) -> str:
-        rows = [row for row in found["leaks"] if row["attacker"] == attacker and row["knowledge"] == knowledge]
+        rows = [
+            row
+            for row in found["leaks"]
+            if row["attacker"] == attacker and row["knowledge"] == knowledge
+        ]
         written = with_interval(rows[0]) if rows else "–"
         return f"<strong>{written}</strong>" if best in rows else written
 
     heads = ["attacker", *(f"{words}: AUC, %" for words in KNOWLEDGE.values())]
-    body = [[escape(attacker), *(cell(attacker, each) for each in KNOWLEDGE)] for attacker in _attackers(found["leaks"])]
+    body = [
+        [escape(attacker), *(cell(attacker, each) for each in KNOWLEDGE)]
+        for attacker in _attackers(found["leaks"])
+    ]
     return _table(heads, body, "What attackers read")
 
 
 def _groups(found: Json) -> str:
     rates = ["accuracy", *(_RATES if found["classes"] == 2 else {})]
-    heads = [escape(found["attribute"]), "people", *({"accuracy": "accuracy, %", **_RATES}[rate] for rate in rates)]
+    heads = [
+        escape(found["attribute"]),
+        "people",
+        *({"accuracy": "accuracy, %", **_RATES}[rate] for rate in rates),
+    ]
     body = [
-        [escape(found["values"][row["group"]]), f"{row['people']:,}", *(_percent(row[rate]) for rate in rates)]
+        [
+            escape(found["values"][row["group"]]),
+            f"{row['people']:,}",
+            *(_percent(row[rate]) for rate in rates),
+        ]
         for row in found["groups"]
     ]
-    words = "\n".join(f"<p><b>{escape(name)}</b> {escape(meaning)}</p>" for name, meaning in differences(found))
+    words = "\n".join(
+        f"<p><b>{escape(name)}</b> {escape(meaning)}</p>" for name, meaning in differences(found)
+    )
     selected = " Selected: predicted to be of class 1." if found["classes"] == 2 else ""
     note = _note(f"Each device’s own model on its own test data, all devices together.{selected}")
     return section("How groups are treated", f"{_table(heads, body, 'Groups')}\n{note}\n{words}")
@@ -143,8 +190,13 @@ def _command(found: Json) -> str:
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]], label: str) -> str:
     """The first column is a row's name; cells are HTML."""
     columns = "".join(f'<th scope="col">{head}</th>' for head in heads[1:])
-    rows = (f'<tr><th class="name" scope="row">{first}</th>{"".join(f"<td>{c}</td>" for c in rest)}</tr>' for first, *rest in body)
-    return boxed_table(f'<tr><th class="name" scope="col">{heads[0]}</th>{columns}</tr>', rows, label)
+    rows = (
+        f'<tr><th class="name" scope="row">{first}</th>{"".join(f"<td>{c}</td>" for c in rest)}</tr>'
+        for first, *rest in body
+    )
+    return boxed_table(
+        f'<tr><th class="name" scope="col">{heads[0]}</th>{columns}</tr>', rows, label
+    )
 
 
 def _note(words: str) -> str:

@@ -20,7 +20,9 @@ CLIENTS_NOTE = (
 
 def best_leak(found: Json) -> Json:
     """What the attacker reads that reads most; one that chance does not explain comes before others."""
-    best: Json = max(found["leaks"], key=lambda row: (bool(row["beyond_chance"]), float(row["auc"])))
+    best: Json = max(
+        found["leaks"], key=lambda row: (bool(row["beyond_chance"]), float(row["auc"]))
+    )
     return best
 
 
@@ -66,8 +68,14 @@ def differences(found: Json) -> list[tuple[str, str]]:
         return [("No differences.", _too_many(found["classes"]))]
     parity, odds = found["demographic_parity_difference"], found["equalized_odds_difference"]
     return [
-        (f"Demographic parity difference: {_points(parity)}.", "" if parity is None else _parity_words(found)),
-        (f"Equalised odds difference: {_points(odds)}.", _one_sided(found) if odds is None else _odds_words(found)),
+        (
+            f"Demographic parity difference: {_points(parity)}.",
+            "" if parity is None else _parity_words(found),
+        ),
+        (
+            f"Equalised odds difference: {_points(odds)}.",
+            _one_sided(found) if odds is None else _odds_words(found),
+        ),
     ]
 
 

@@ -23,7 +23,10 @@ def audits_table(run: RunData, attributes: Sequence[str]) -> str:
     records = [record for record in run.records if record.finished and "audit" in record.results[0]]
     if not records:
         return ""
-    names = [*attributes, *(f"attribute {place}" for place in range(len(attributes), _count(records[0])))][: _count(records[0])]
+    names = [
+        *attributes,
+        *(f"attribute {place}" for place in range(len(attributes), _count(records[0]))),
+    ][: _count(records[0])]
     heads = [("Prediction", "AUC"), *((escape(name), view) for name in names for view in _VIEWS)]
     return boxed_table(grouped_head(("Case",), heads), map(_row, records), "Audit")
 

@@ -20,7 +20,9 @@ def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
     picture_kind(path)
     table = np.asarray(counts, dtype=np.int64)
     if table.ndim != 2 or not table.size:
-        raise InputError(f"draw: the counts have shape {table.shape}; a table (devices, classes) was expected")
+        raise InputError(
+            f"draw: the counts have shape {table.shape}; a table (devices, classes) was expected"
+        )
     with colour_theme("#1c2126", "#ffffff"):
         return save_picture(_heat_map(table), path)
 
@@ -49,7 +51,12 @@ def _heat_map(counts: IntArray) -> Figure:
     axes.set(xlabel="device", ylabel="class")
     for axis, length in ((axes.xaxis, len(counts)), (axes.yaxis, counts.shape[1])):
         axis.set_major_locator(MaxNLocator(min(10, length), integer=True, steps=[1, 2, 5, 10]))
-    scale.imshow(_tinted(np.linspace(0, 1, 64)[:, None]), aspect="auto", origin="lower", extent=(0, 1, 0, highest))
+    scale.imshow(
+        _tinted(np.linspace(0, 1, 64)[:, None]),
+        aspect="auto",
+        origin="lower",
+        extent=(0, 1, 0, highest),
+    )
     scale.set(xticks=[], ylabel="examples")
     scale.yaxis.tick_right()
     scale.yaxis.set_label_position("right")
@@ -63,4 +70,6 @@ def _heat_map(counts: IntArray) -> Figure:
 def _tinted(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """One colour over the paper (..., 4): nothing where there is none, and little can still be told from none."""
     strength = np.where(shares > 0, 0.12 + 0.88 * shares, 0.0)
-    return np.concatenate([np.broadcast_to(to_rgb(COLOURS[0]), (*shares.shape, 3)), strength[..., None]], axis=-1)
+    return np.concatenate(
+        [np.broadcast_to(to_rgb(COLOURS[0]), (*shares.shape, 3)), strength[..., None]], axis=-1
+    )

@@ -29,7 +29,11 @@ class ScorePair(NamedTuple):
     @property
     def difference(self) -> float | None:
         """Ours less the paper's, in points."""
-        return None if self.paper is None or self.ours is None else round(self.ours.mean - self.paper.mean, 2)
+        return (
+            None
+            if self.paper is None or self.ours is None
+            else round(self.ours.mean - self.paper.mean, 2)
+        )
 
     @property
     def shortfall(self) -> float:
@@ -131,15 +135,31 @@ def published_score(study: Study, row: PublishedRow | None, measure: str) -> Sco
 def rows_of(findings: Findings, part: str) -> list[Row]:
     """The published rows of a part in the paper's order, then those that the paper lacks."""
     published = findings.study.parts[part].published
-    return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
+    return [
+        _row(findings, part, name, published.get(name))
+        for name in row_names(findings.study.parts[part])
+    ]
 
 
 def row_names(part: StudyPart) -> list[str]:
     """Published rows first; cases that only serve the sweep of splits are left out, and those that a newcomer never meets."""
     sweep_points, new_client = set(part.splits.values()) - {FINE_TUNED}, part.settings.new_client
-    experiments = {name: experiment for name, experiment in part.settings.experiments.items() if new_client is None or experiment.join_plan}
-    names = [*(part.candidates or [name for name in experiments if name in part.published or name not in sweep_points]), *part.baselines]
-    return [*(name for name in part.published if name in names), *(name for name in names if name not in part.published)]
+    experiments = {
+        name: experiment
+        for name, experiment in part.settings.experiments.items()
+        if new_client is None or experiment.join_plan
+    }
+    names = [
+        *(
+            part.candidates
+            or [name for name in experiments if name in part.published or name not in sweep_points]
+        ),
+        *part.baselines,
+    ]
+    return [
+        *(name for name in part.published if name in names),
+        *(name for name in names if name not in part.published),
+    ]
 
 
 def tables_of(findings: Findings) -> list[ComparisonTable]:
@@ -158,9 +178,16 @@ def table_1(findings: Findings) -> ComparisonTable | None:
     if not _MTL.keys() <= findings.study.parts.keys():
         return None
     wanted = ("FedAvg", "Local only", *_MTL.values(), *_TABLE_1_STARTS)
-    columns = {protocol: _main_text(findings, f"{protocol}-2") for protocol in ("paper", "released", "tuned")}
-    columns["paper"] += [row._replace(name=_MTL[part]) for part in _MTL for row in rows_of(findings, part)]
-    measured = {protocol: rows for protocol, rows in columns.items() if any(row.measured for row in rows)}
+    columns = {
+        protocol: _main_text(findings, f"{protocol}-2")
+        for protocol in ("paper", "released", "tuned")
+    }
+    columns["paper"] += [
+        row._replace(name=_MTL[part]) for part in _MTL for row in rows_of(findings, part)
+    ]
+    measured = {
+        protocol: rows for protocol, rows in columns.items() if any(row.measured for row in rows)
+    }
     table = _side_by_side("Table 1 of the main text", findings.study, measured)
     rows = {name: table.rows[name] for name in wanted if name in table.rows}
     return table._replace(rows=rows, note=_TABLE_1_NOTE) if measured else None
@@ -174,7 +201,15 @@ def sweep_points(findings: Findings, part: str) -> list[SweepPoint]:
         return []
     sizes = _sizes(of)
     return [
-        SweepPoint(shares, sizes[shares], sizes["all"], {measure: findings.values(Measurement(part, experiment, measure)) for measure in MEASURES})
+        SweepPoint(
+            shares,
+            sizes[shares],
+            sizes["all"],
+            {
+                measure: findings.values(Measurement(part, experiment, measure))
+                for measure in MEASURES
+            },
+        )
         for shares, experiment in of.splits.items()
         if findings.experiment(part, experiment)
     ]
@@ -185,7 +220,11 @@ def published_lead(findings: Findings, claim: Claim) -> float | None:
     lead = -claim.level
     for sign, side in ((1, claim.more), (-1, claim.less)):
         for figure in side:
-            row = published_score(findings.study, findings.study.parts[figure.part].published.get(figure.experiment), figure.measure)
+            row = published_score(
+                findings.study,
+                findings.study.parts[figure.part].published.get(figure.experiment),
+                figure.measure,
+            )
             if row is None:
                 return None
             lead += sign * row.mean
@@ -194,60 +233,120 @@ def published_lead(findings: Findings, claim: Claim) -> float | None:
 
 def seeds_of(findings: Findings, part: str) -> int:
     """How many seeds a part has been run with."""
-    return max((len(experiment["validation"]) for experiment in findings.parts[part]["experiments"].values()), default=0)
+    return max(
+        (
+            len(experiment["validation"])
+            for experiment in findings.parts[part]["experiments"].values()
+        ),
+        default=0,
+    )
 
 
 def changes_of(findings: Findings, part: str) -> list[str]:
     """Settings with which a part was run that are not the study's, such as "plan.seeds = 2"."""
-    run, planned = findings.parts[part]["settings"], resolve(findings.study.parts[part].settings).as_dict()
+    run, planned = (
+        findings.parts[part]["settings"],
+        resolve(findings.study.parts[part].settings).as_dict(),
+    )
     # nothing else under "run" changes a figure
-    kept = {**run, "run": {key: run["run"][key] for key in ("select", "precision", "validate_every") if key in run["run"]}}
+    kept = {
+        **run,
+        "run": {
+            key: run["run"][key]
+            for key in ("select", "precision", "validate_every")
+            if key in run["run"]
+        },
+    }
     known = ("data", "model", "split", "optimizer", "plan", "run", "new_client", "audit", "ordinal")
     sections = [of for of in known if of in kept]
     idle = ("alpha", "classes_per_client") if run["data"]["partition"] == "iid" else ()
-    told = ((of, key, value) for of in sections for key, value in kept[of].items() if key not in idle)
-    changes = [f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)]
+    told = (
+        (of, key, value) for of in sections for key, value in kept[of].items() if key not in idle
+    )
+    changes = [
+        f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)
+    ]
     for name, experiment in run["experiments"].items():
         before = planned["experiments"].get(name, {})
         told_apart = ((key, value) for key, value in experiment.items() if key != "skip_seeds")
-        changes += [f"cases.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)]
-        changes += [f"cases.{name} without {key} = {value}" for key, value in before.items() if key not in experiment]
+        changes += [
+            f"cases.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)
+        ]
+        changes += [
+            f"cases.{name} without {key} = {value}"
+            for key, value in before.items()
+            if key not in experiment
+        ]
     return changes
 
 
 def missing_experiments(findings: Findings, part: str) -> list[str]:
     """Cases of a part that have not been finished."""
-    return [experiment for experiment in findings.parts[part]["settings"]["experiments"] if experiment not in findings.parts[part]["experiments"]]
+    return [
+        experiment
+        for experiment in findings.parts[part]["settings"]["experiments"]
+        if experiment not in findings.parts[part]["experiments"]
+    ]
 
 
 def left_out(findings: Findings, part: str) -> dict[str, list[int]]:
     """The seeds that cases of a part were not run to the end with; none named where that is all of them."""
     run: dict[str, Json] = findings.parts[part]["settings"]["experiments"]
-    some = {name: [*experiment["skip_seeds"]] for name, experiment in run.items() if experiment.get("skip_seeds")}
-    return some | {name: [] for name in findings.study.parts[part].settings.experiments if name not in run}
+    some = {
+        name: [*experiment["skip_seeds"]]
+        for name, experiment in run.items()
+        if experiment.get("skip_seeds")
+    }
+    return some | {
+        name: [] for name in findings.study.parts[part].settings.experiments if name not in run
+    }
 
 
 def _row(findings: Findings, part: str, name: str, published: PublishedRow | None) -> Row:
     study = findings.study
-    ours = {measure: score(findings.values(Measurement(part, name, measure))) for measure in study.measures}
-    scores = {measure: ScorePair(published_score(study, published, measure), mine, measure in study.lower_is_better) for measure, mine in ours.items()}
+    ours = {
+        measure: score(findings.values(Measurement(part, name, measure)))
+        for measure in study.measures
+    }
+    scores = {
+        measure: ScorePair(
+            published_score(study, published, measure), mine, measure in study.lower_is_better
+        )
+        for measure, mine in ours.items()
+    }
     choice = findings.name_of(part, name).removeprefix(name).lstrip(", ")
     return Row(name, choice, scores, _sent(findings, part, name, published))
 
 
 def _sent(findings: Findings, part: str, name: str, published: PublishedRow | None) -> SentTotals:
     """Counts of a row; one that the paper lacks is written in the digits of the table's other rows."""
-    experiment, paper = findings.experiment(part, name), published.parameters_text if published else None
+    experiment, paper = (
+        findings.experiment(part, name),
+        published.parameters_text if published else None,
+    )
     if experiment is None:
         return SentTotals(paper)
     told = [row for row in findings.study.parts[part].published.values() if row.parameters]
     if not told:
-        return SentTotals(None, "", experiment["parameters"], experiment["bytes"], experiment.get("onboarding_bytes", 0))
+        return SentTotals(
+            None,
+            "",
+            experiment["parameters"],
+            experiment["bytes"],
+            experiment.get("onboarding_bytes", 0),
+        )
     digits = published or told[0]
-    return SentTotals(paper, digits.parameters_printed(experiment["paper_parameters"]), experiment["parameters"], experiment["bytes"])
+    return SentTotals(
+        paper,
+        digits.parameters_printed(experiment["paper_parameters"]),
+        experiment["parameters"],
+        experiment["bytes"],
+    )
 
 
-def _side_by_side(title: str, study: Study, columns: Mapping[str, Iterable[Row]]) -> ComparisonTable:
+def _side_by_side(
+    title: str, study: Study, columns: Mapping[str, Iterable[Row]]
+) -> ComparisonTable:
     rows: dict[str, dict[str, Row]] = {}
     for protocol, of in columns.items():
         for row in of:
@@ -260,7 +359,10 @@ def _main_text(findings: Findings, part: str) -> list[Row]:
     published = dict(findings.study.parts[part].published)
     for name, local in _TABLE_1_LOCAL.items():
         published[name] = published[name]._replace(scores=(local, *published[name].scores[1:]))
-    return [_row(findings, part, name, published.get(name)) for name in row_names(findings.study.parts[part])]
+    return [
+        _row(findings, part, name, published.get(name))
+        for name in row_names(findings.study.parts[part])
+    ]
 
 
 def _sizes(part: StudyPart) -> dict[str, int]:

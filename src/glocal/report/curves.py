@@ -7,7 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 
 from glocal.core.files import Json
 from glocal.report.drawing import Drawing, new_axes, plot_mean_and_range
@@ -36,7 +43,9 @@ def draw_validation(run: RunData) -> Drawing | None:
         "How well the devices’ own models do on their own validation data, as training goes on: the mean over devices, measured "
         f"every {pluralize(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
     )
-    return Drawing(figure, "Validation accuracy by round", caption, _legend(curve.record for curve in curves))
+    return Drawing(
+        figure, "Validation accuracy by round", caption, _legend(curve.record for curve in curves)
+    )
 
 
 def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
@@ -51,7 +60,11 @@ def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
         _plot_curve(axes, curve, scale=PERCENT)
     ends = _scale_bytes(axes, [place for curve in sending for place in curve.places if place])
     for curve in silent:
-        _plot_curve(axes, curve._replace(places=list(np.linspace(*ends, 9)), values=[curve.values[-1]] * 9), scale=PERCENT)
+        _plot_curve(
+            axes,
+            curve._replace(places=list(np.linspace(*ends, 9)), values=[curve.values[-1]] * 9),
+            scale=PERCENT,
+        )
     axes.set(xlabel="sent so far", ylabel="validation accuracy, %", xlim=ends)
     caption = "What accuracy costs: the same measurements against all bytes sent until then, evaluation included."
     if any(curve.record.experiment.start_from for curve in sending):
@@ -59,7 +72,9 @@ def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
     if silent:
         caption += " A case that sends nothing while it trains is a level line at its last value."
     key = _legend(curve.record for curve in curves)
-    return Drawing(figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", key)
+    return Drawing(
+        figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", key
+    )
 
 
 def draw_loss(run: RunData) -> Drawing | None:
@@ -78,7 +93,9 @@ def draw_loss(run: RunData) -> Drawing | None:
         axes.yaxis.set_minor_locator(NullLocator())
     smooth = f" Each point is the mean of {step} rounds." if step > 1 else ""
     caption = f"The mean loss of the devices that took part in a round, while they trained.{smooth} {_over_seeds(run)}"
-    return Drawing(figure, "Training loss by round", caption, _legend(curve.record for curve in curves))
+    return Drawing(
+        figure, "Training loss by round", caption, _legend(curve.record for curve in curves)
+    )
 
 
 def _curves(run: RunData, field: str, place: Callable[[Sequence[Json]], float]) -> list[Curve]:
@@ -93,7 +110,9 @@ def _curve(record: ExperimentRecord, field: str, place: Callable[[Sequence[Json]
         if row[field] is not None:
             rounds.setdefault(row["round"], []).append(row)
     rows = [rounds[number] for number in sorted(rounds)]
-    return Curve(record, [place(seeds) for seeds in rows], [[row[field] for row in seeds] for seeds in rows])
+    return Curve(
+        record, [place(seeds) for seeds in rows], [[row[field] for row in seeds] for seeds in rows]
+    )
 
 
 def _round_up(rows: Sequence[Json]) -> float:
@@ -107,10 +126,17 @@ def _bytes_so_far(rows: Sequence[Json]) -> float:
 def _thinned(curve: Curve, step: int) -> Curve:
     """Every so many rounds put together, seed by seed; a last round that some seed has not done yet is left out."""
     full = max(len(values) for values in curve.values)
-    kept = [(place, values) for place, values in zip(curve.places, curve.values, strict=True) if len(values) == full]
+    kept = [
+        (place, values)
+        for place, values in zip(curve.places, curve.values, strict=True)
+        if len(values) == full
+    ]
     groups = [kept[start : start + step] for start in range(0, len(kept), step)]
     places = [fmean(place for place, _ in group) for group in groups]
-    values = [[fmean(seed) for seed in zip(*(values for _, values in group), strict=True)] for group in groups]
+    values = [
+        [fmean(seed) for seed in zip(*(values for _, values in group), strict=True)]
+        for group in groups
+    ]
     return Curve(curve.record, places, values)
 
 
@@ -135,7 +161,9 @@ def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:
     """An axis in bytes and its ends; logarithmic where the most is more than 20 times the least."""
     low, high = min(places), max(places)
     unit, _ = unit_of(high)
-    ticks: Locator = FixedLocator([unit * tick for tick in MaxNLocator(6).tick_values(0, high / unit)])
+    ticks: Locator = FixedLocator(
+        [unit * tick for tick in MaxNLocator(6).tick_values(0, high / unit)]
+    )
     ends = 0.0, 1.05 * high
     if high > 20 * low:
         axes.set_xscale("log")
@@ -143,7 +171,9 @@ def _scale_bytes(axes: Axes, places: Sequence[float]) -> tuple[float, float]:
         ticks = LogLocator(subs=(1, 3) if high < 1000 * low else (1,))
         ends = low / 1.15, high * 1.15
     axes.xaxis.set_major_locator(ticks)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda amount, _: size(amount).replace(".0 ", " ")))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda amount, _: size(amount).replace(".0 ", " "))
+    )
     return ends
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 from matplotlib.ticker import MaxNLocator
 
 from glocal.core.files import Json, read_json, read_rows
-from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
+from glocal.report.drawing import (
+    BACKGROUND,
+    FOREGROUND,
+    Drawing,
+    colour_theme,
+    figure_html,
+    new_axes,
+)
 from glocal.report.formatting import PERCENT, pluralize, size
 from glocal.report.page import section, write_page
 from glocal.report.styles import legend, line_sample, nth_line_style
@@ -23,10 +30,16 @@ _PURPOSES = {
 def write_deploy_report(folder: Path) -> Path:
     """Write folder/report.html of a run's folder, from what it has kept so far."""
     live, rows = read_json(folder / "live.json", dict), read_rows(folder / "rows.jsonl")
-    result: Json = read_json(folder / "result.json", dict) if (folder / "result.json").exists() else {}
+    result: Json = (
+        read_json(folder / "result.json", dict) if (folder / "result.json").exists() else {}
+    )
     with colour_theme(FOREGROUND, BACKGROUND):
         told = [row for row in rows if row["losses"]]
-        drawn = figure_html(draw_losses(told), "losses", kind="beside") if told else "<p>No device’s owner lets losses leave it.</p>"
+        drawn = (
+            figure_html(draw_losses(told), "losses", kind="beside")
+            if told
+            else "<p>No device’s owner lets losses leave it.</p>"
+        )
         sections = [
             _notice(live),
             section("Loss by round", drawn),
@@ -35,7 +48,10 @@ def write_deploy_report(folder: Path) -> Path:
             section("Rounds", _rounds(rows)),
         ]
     return write_page(
-        folder, title=f"{folder.parent.parent.name}: {folder.name}", summary=_summary(live, rows, result), sections=sections
+        folder,
+        title=f"{folder.parent.parent.name}: {folder.name}",
+        summary=_summary(live, rows, result),
+        sections=sections,
     )
 
 
@@ -47,8 +63,8 @@ def _notice(live: Json) -> str:
 
 
 def _summary(live: Json, rows: Sequence[Json], result: Json) -> str:
-    devices = {name for row in rows for name in row["clients"]}
-    words = f"{pluralize(len(devices), 'device')} trained together over {pluralize(len(rows), 'round')} on Flower. "
+    clients = {name for row in rows for name in row["clients"]}
+    words = f"{pluralize(len(clients), 'device')} trained together over {pluralize(len(rows), 'round')} on Flower. "
     if result and result["local_test"]:
         tested = sum(row["test"] is not None for row in result["clients"])
         words += f"Their own models are right in {PERCENT * result['local_test']['mean']:.1f} % of their own test data "
@@ -84,24 +100,35 @@ def draw_losses(rows: Sequence[Json]) -> Drawing:
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     key = legend((line_sample(nth_line_style(place)), name) for place, name in enumerate(names))
     return Drawing(
-        figure, "Training loss by round", "The mean loss of each device while it trained, where its owner lets it be known.", key
+        figure,
+        "Training loss by round",
+        "The mean loss of each device while it trained, where its owner lets it be known.",
+        key,
     )
 
 
-def _clients(devices: Sequence[Json]) -> str:
+def _clients(clients: Sequence[Json]) -> str:
     heads = ("rounds", "last round", "train_size", "test", "validation, %", "Local Test, %")
-    head = '<tr><th class="name" scope="col">device</th>' + "".join(f'<th scope="col">{words}</th>' for words in heads) + "</tr>"
+    head = (
+        '<tr><th class="name" scope="col">device</th>'
+        + "".join(f'<th scope="col">{words}</th>' for words in heads)
+        + "</tr>"
+    )
     dash = "A dash: no figures may leave it, it was not there, or it could not test."
     note = f"Local Test: each device’s own model on its own test data. {dash}"
-    return f'{boxed_table(head, map(_client, devices), "Devices")}\n<p class="note">{note}</p>'
+    return f'{boxed_table(head, map(_client, clients), "Devices")}\n<p class="note">{note}</p>'
 
 
 def _client(row: Json) -> str:
     late = '<span class="small">joined later</span>' if row["new_client"] else ""
-    scores = [None if row[part] is None else f"{PERCENT * row[part]:.1f}" for part in ("validation", "test")]
+    scores = [
+        None if row[part] is None else f"{PERCENT * row[part]:.1f}"
+        for part in ("validation", "test")
+    ]
     last = None if row["last_round"] is None else row["last_round"] + 1
     cells = "".join(
-        f"<td>{'–' if cell is None else cell}</td>" for cell in (row["rounds"], last, row["train_size"], row["test_size"], *scores)
+        f"<td>{'–' if cell is None else cell}</td>"
+        for cell in (row["rounds"], last, row["train_size"], row["test_size"], *scores)
     )
     return f'<tr><th class="name" scope="row">{escape(row["name"])}{late}</th>{cells}</tr>'
 
@@ -117,8 +144,12 @@ def _bytes(ledger: Json) -> str:
 
 def _rounds(rows: Sequence[Json]) -> str:
     heads = ("loss", "clients", "seconds")
-    head = '<tr><th scope="col">round</th>' + "".join(f'<th scope="col">{words}</th>' for words in heads)
-    return boxed_table(f'{head}<th class="name" scope="col">what happened</th></tr>', map(_round, rows), "Rounds")
+    head = '<tr><th scope="col">round</th>' + "".join(
+        f'<th scope="col">{words}</th>' for words in heads
+    )
+    return boxed_table(
+        f'{head}<th class="name" scope="col">what happened</th></tr>', map(_round, rows), "Rounds"
+    )
 
 
 def _round(row: Json) -> str:

@@ -18,13 +18,19 @@ _PURPOSES = {
     "download": BarStyle(COLOURS[0], "", ""),
     "upload": BarStyle(COLOURS[1], "///", "M2 12L14 0M10 12L22 0M18 12L30 0"),
     "evaluation": BarStyle(COLOURS[2], "|||", "M3 0v12M9 0v12M15 0v12M21 0v12M27 0v12"),
-    "ensemble": BarStyle(COLOURS[3], "xxx", "M0 12L12 0M9 12L21 0M18 12L30 0M0 0L12 12M9 0L21 12M18 0L30 12"),
+    "ensemble": BarStyle(
+        COLOURS[3], "xxx", "M0 12L12 0M9 12L21 0M18 12L30 0M0 0L12 12M9 0L21 12M18 0L30 12"
+    ),
 }
 
 
 def draw_tests(run: RunData) -> Drawing | None:
     """Local Test and New Test side by side."""
-    records = [record for record in run.records if record.measured("local_test", "mean") or record.measured("new_test", "logits")]
+    records = [
+        record
+        for record in run.records
+        if record.measured("local_test", "mean") or record.measured("new_test", "logits")
+    ]
     if not records:
         return None
     figure, axes = _new_dot_plot(records)
@@ -33,7 +39,11 @@ def draw_tests(run: RunData) -> Drawing | None:
         _dot(axes, place + 0.12, record.measured("new_test", "logits"), _NEW)
     axes.set(xlabel="accuracy, %")
     seeds = run.settings.plan.seeds
-    bars = f" Marks are means over {seeds} seeds, bars reach one standard deviation to either side." if seeds > 1 else ""
+    bars = (
+        f" Marks are means over {seeds} seeds, bars reach one standard deviation to either side."
+        if seeds > 1
+        else ""
+    )
     caption = (
         "Good for those who took part, and for newcomers? Local Test is each device’s own model on its own test data; New Test is "
         f"the ensemble of all trained devices (averaged logits) on everyone’s test data.{bars}"
@@ -65,11 +75,23 @@ def draw_bytes_by_purpose(run: RunData) -> Drawing | None:
     if not records:
         return None
     figure, axes = _new_dot_plot(records)
-    unit, name = unit_of(max(fmean(record.measured("ledger", "total", "bytes")) for record in records))
+    unit, name = unit_of(
+        max(fmean(record.measured("ledger", "total", "bytes")) for record in records)
+    )
     left = np.zeros(len(records))
     for purpose, hatching in _PURPOSES.items():
-        width = np.array([fmean(record.measured("ledger", purpose, "bytes")) / unit for record in records])
-        axes.barh(range(len(records)), width, left=left, height=0.58, color=hatching.colour, hatch=hatching.pattern, linewidth=0)
+        width = np.array(
+            [fmean(record.measured("ledger", purpose, "bytes")) / unit for record in records]
+        )
+        axes.barh(
+            range(len(records)),
+            width,
+            left=left,
+            height=0.58,
+            color=hatching.colour,
+            hatch=hatching.pattern,
+            linewidth=0,
+        )
         left += width
     axes.set(xlabel=f"sent, {name}")
     caption = (
@@ -103,12 +125,18 @@ def _dot(axes: Axes, place: float, values: Sequence[float], line_style: LineStyl
         return
     middle = PERCENT * fmean(values)
     error = PERCENT * stdev(values) if len(values) > 1 else 0.0
-    axes.plot([middle - error, middle + error], [place, place], color=line_style.colour, linewidth=1.6)
+    axes.plot(
+        [middle - error, middle + error], [place, place], color=line_style.colour, linewidth=1.6
+    )
     axes.plot(middle, place, color=line_style.colour, marker=line_style.marker, markersize=7.5)
 
 
 def _accuracies(record: ExperimentRecord) -> list[float]:
-    return [PERCENT * device["local_test"] for device in record.results[0]["clients"] if device["local_test"] is not None]
+    return [
+        PERCENT * device["local_test"]
+        for device in record.results[0]["clients"]
+        if device["local_test"] is not None
+    ]
 
 
 def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], line_style: LineStyle) -> None:
@@ -117,4 +145,13 @@ def _box(axes: Axes, place: int, values: npt.NDArray[np.float64], line_style: Li
     axes.plot([median, median], [place - 0.31, place + 0.31], color=line_style.colour, linewidth=2)
     # multiples of the golden ratio lie evenly apart, however many there are
     heights = place + 0.5 * (np.arange(len(values)) * 0.6180339887 % 1 - 0.5)
-    axes.scatter(values, heights, s=20, color=line_style.colour, marker=line_style.marker, edgecolors=BACKGROUND, linewidths=0.5, alpha=0.85)
+    axes.scatter(
+        values,
+        heights,
+        s=20,
+        color=line_style.colour,
+        marker=line_style.marker,
+        edgecolors=BACKGROUND,
+        linewidths=0.5,
+        alpha=0.85,
+    )

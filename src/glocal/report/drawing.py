@@ -52,7 +52,14 @@ class Drawing(NamedTuple):
 @contextmanager
 def colour_theme(ink: str, paper: str) -> Iterator[None]:
     """Draw in these colours, whatever the user's own matplotlib settings say."""
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    inked = (
+        "text.color",
+        "axes.labelcolor",
+        "axes.edgecolor",
+        "xtick.color",
+        "ytick.color",
+        "grid.color",
+    )
     coloured = {**dict.fromkeys(inked, ink), "hatch.color": paper, "lines.markeredgecolor": paper}
     with style.context(["default", _STYLE | coloured]), warnings.catch_warnings():
         # the page's fonts draw a name that matplotlib's own cannot
@@ -71,12 +78,27 @@ def new_axes(height: float = 3.4) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def plot_mean_and_range(axes: Axes, places: Sequence[float], values: Sequence[Sequence[float]], line_style: LineStyle, **line: Any) -> None:
+def plot_mean_and_range(
+    axes: Axes,
+    places: Sequence[float],
+    values: Sequence[Sequence[float]],
+    line_style: LineStyle,
+    **line: Any,
+) -> None:
     """The mean of each place's values as a line with markers, their range as a band; `line` is for matplotlib."""
     low, mean, high = ([of(several) for several in values] for of in (min, fmean, max))
     axes.fill_between(places, low, high, color=line_style.colour, alpha=0.16, linewidth=0)
     dashes = (0, line_style.dash) if line_style.dash else "solid"
-    axes.plot(places, mean, line_style.marker, color=line_style.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, **line)
+    axes.plot(
+        places,
+        mean,
+        line_style.marker,
+        color=line_style.colour,
+        linestyle=dashes,
+        linewidth=1.8,
+        markersize=5.5,
+        **line,
+    )
 
 
 def figure_html(drawing: Drawing, name: str, *, kind: str = "plain") -> str:
@@ -107,7 +129,9 @@ def picture_kind(path: Path) -> str:
     """What a file's ending says, svg or png."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in ("svg", "png"):
-        raise InputError(f"draw: {path} is neither .svg nor .png; give the file one of these endings")
+        raise InputError(
+            f"draw: {path} is neither .svg nor .png; give the file one of these endings"
+        )
     return kind
 
 

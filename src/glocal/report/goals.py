@@ -10,7 +10,13 @@ from glocal.report.drawing import Drawing, new_figure, plot_mean_and_range
 from glocal.report.formatting import BILLION, PERCENT, size
 from glocal.report.styles import COLOURS, LineStyle, legend, line_sample, nth_line_style
 from glocal.studies.findings import Findings
-from glocal.studies.goal_cost import GoalCost, goal_accuracy, goal_cost, mean_over_seeds, without_seed
+from glocal.studies.goal_cost import (
+    GoalCost,
+    goal_accuracy,
+    goal_cost,
+    mean_over_seeds,
+    without_seed,
+)
 
 GOAL_HEADS = (
     "Method",
@@ -23,7 +29,11 @@ GOAL_HEADS = (
     "In the end",
 )
 _FEWEST = 3  # seeds, of which one can be left out
-_STYLES = (LineStyle(COLOURS[1], (6, 2), "s"), LineStyle(COLOURS[0], (), "o"), *map(nth_line_style, range(2, 7)))
+_STYLES = (
+    LineStyle(COLOURS[1], (6, 2), "s"),
+    LineStyle(COLOURS[0], (), "o"),
+    *map(nth_line_style, range(2, 7)),
+)
 _MARKS = 12  # on a line
 _BELOW = 1.5  # points below the goal, where the lower panel begins
 
@@ -55,7 +65,9 @@ def goal_text(findings: Findings, part: str) -> str:
 
 def goal(findings: Findings, part: str) -> float:
     """The goal of a part, a share; 0 where its row was not measured."""
-    return goal_accuracy((findings.experiment(part, findings.study.parts[part].goal) or {}).get("course", []))
+    return goal_accuracy(
+        (findings.experiment(part, findings.study.parts[part].goal) or {}).get("course", [])
+    )
 
 
 def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
@@ -63,33 +75,70 @@ def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
     of = findings.study.parts[part]
     if not of.goal or not goal(findings, part) or part not in findings.parts:
         return []
-    courses = {row: (findings.experiment(part, row) or {}).get("course", []) for row in row_names(of)}
-    sending = {row: course for row, course in courses.items() if any(point["parameters"] for point in course)}
+    courses = {
+        row: (findings.experiment(part, row) or {}).get("course", []) for row in row_names(of)
+    }
+    sending = {
+        row: course
+        for row, course in courses.items()
+        if any(point["parameters"] for point in course)
+    }
     if of.goal not in sending:
         return []
     seeds = sorted({point["seed"] for point in sending[of.goal]})
     ways = _ways(sending, of.goal)
-    fewer = [_ways({row: without_seed(course, seed) for row, course in sending.items()}, of.goal) for seed in seeds]
+    fewer = [
+        _ways({row: without_seed(course, seed) for row, course in sending.items()}, of.goal)
+        for seed in seeds
+    ]
     kept = fewer if len(seeds) >= _FEWEST else []
-    heights = {row: [point["validation"] for point in mean_over_seeds(course)] for row, course in sending.items()}
-    return [GoalRow(row, *ways[row], max(heights[row]), heights[row][-1], tuple(other[row][1] for other in kept)) for row in sending]
+    heights = {
+        row: [point["validation"] for point in mean_over_seeds(course)]
+        for row, course in sending.items()
+    }
+    return [
+        GoalRow(
+            row,
+            *ways[row],
+            max(heights[row]),
+            heights[row][-1],
+            tuple(other[row][1] for other in kept),
+        )
+        for row in sending
+    ]
 
 
-def _ways(courses: Mapping[str, Sequence[Json]], by: str) -> dict[str, tuple[GoalCost | None, float]]:
+def _ways(
+    courses: Mapping[str, Sequence[Json]], by: str
+) -> dict[str, tuple[GoalCost | None, float]]:
     """How each course gets to the best of one of them, and for what share of its parameters."""
     aim = goal_accuracy(courses[by])
     found = {row: goal_cost(course, aim) for row, course in courses.items()}
     first = found[by]
-    return {row: (way, way.parameters / first.parameters if way and first else math.inf) for row, way in found.items()}
+    return {
+        row: (way, way.parameters / first.parameters if way and first else math.inf)
+        for row, way in found.items()
+    }
 
 
 def goal_cells(soon: GoalRow) -> tuple[str, ...]:
     """A row of the table."""
-    spread, heights = _spread(soon.shares), [f"{PERCENT * height:.2f} %" for height in (soon.highest, soon.end)]
+    spread, heights = (
+        _spread(soon.shares),
+        [f"{PERCENT * height:.2f} %" for height in (soon.highest, soon.end)],
+    )
     if soon.way is None:
         return soon.row, "never", "-", "-", spread, "-", *heights
     sent = f"{soon.way.parameters:.2e}".replace("e+", "e")
-    return soon.row, str(soon.way.rounds), sent, _percent(soon.share), spread, size(soon.way.bytes), *heights
+    return (
+        soon.row,
+        str(soon.way.rounds),
+        sent,
+        _percent(soon.share),
+        spread,
+        size(soon.way.bytes),
+        *heights,
+    )
 
 
 def _spread(shares: Sequence[float]) -> str:
@@ -111,7 +160,9 @@ def draw_goal(findings: Findings) -> Drawing | None:
     parts = [part for part in findings.study.parts if ways_to_goal(findings, part)]
     if not parts:
         return None
-    part = max(parts, key=lambda name: (bool(findings.study.parts[name].published), parts.index(name)))
+    part = max(
+        parts, key=lambda name: (bool(findings.study.parts[name].published), parts.index(name))
+    )
     about, aim = findings.study.parts[part], PERCENT * goal(findings, part)
     looks = dict(zip((soon.row for soon in ways_to_goal(findings, part)), _STYLES, strict=False))
     first = mean_over_seeds((findings.experiment(part, about.goal) or {})["course"])
@@ -123,17 +174,41 @@ def draw_goal(findings: Findings) -> Drawing | None:
         own = course[max(common - 1, 0) :]
         accuracies = [[PERCENT * point["validation"]] for point in own]
         every = max(1, len(own) // _MARKS)
-        plot_mean_and_range(whole, [point["round"] for point in own], accuracies, line_style, label=row, markevery=every)
-        plot_mean_and_range(near, [point["parameters"] / BILLION for point in own], accuracies, line_style, markevery=every)
-    for axes, xlabel in ((whole, "round"), (near, "parameters sent by the paper’s count, billions")):
+        plot_mean_and_range(
+            whole,
+            [point["round"] for point in own],
+            accuracies,
+            line_style,
+            label=row,
+            markevery=every,
+        )
+        plot_mean_and_range(
+            near,
+            [point["parameters"] / BILLION for point in own],
+            accuracies,
+            line_style,
+            markevery=every,
+        )
+    for axes, xlabel in (
+        (whole, "round"),
+        (near, "parameters sent by the paper’s count, billions"),
+    ):
         axes.axhline(aim, color=COLOURS[7], linestyle=":", linewidth=1.4)
         axes.set(xlabel=xlabel, ylabel="validation accuracy, %")
     low, high = aim - _BELOW, max(accuracy for line in near.lines for accuracy in line.get_ydata())
     near.set_ylim(low, high + 0.1 * (high - low))
-    near.set_xlim(left=min(point["parameters"] for point in first if PERCENT * point["validation"] >= low) / BILLION)
+    near.set_xlim(
+        left=min(point["parameters"] for point in first if PERCENT * point["validation"] >= low)
+        / BILLION
+    )
     caption = (
         f"Accuracy on validation data, {about.title}, protocol `{about.protocol}`: above by round, as in the paper’s figure, below "
         "near the goal, by what was sent until then. The dotted line is the goal. Rows that go on from FedAvg begin where they "
         "leave it. A line is the mean over seeds."
     )
-    return Drawing(figure, "Accuracy by round", caption, legend((line_sample(line_style), row) for row, line_style in looks.items()))
+    return Drawing(
+        figure,
+        "Accuracy by round",
+        caption,
+        legend((line_sample(line_style), row) for row, line_style in looks.items()),
+    )

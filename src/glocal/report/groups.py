@@ -43,7 +43,11 @@ def groups_table(run: RunData) -> str:
     heads = ("after the first round, %", "best, %", "last, %", "forgetting, points")
     words = "".join(f'<th scope="col" class="name">{name}</th>' for name in ("Case", "Group"))
     columns = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    rows = (_row(run, record, name, courses) for record in run.records for name, courses in courses_of(run, record).items())
+    rows = (
+        _row(run, record, name, courses)
+        for record in run.records
+        for name, courses in courses_of(run, record).items()
+    )
     return boxed_table(f"<tr>{words}{columns}</tr>", rows, "Groups by case")
 
 
@@ -58,11 +62,20 @@ GROUPS_NOTE = (
 def courses_of(run: RunData, record: ExperimentRecord) -> dict[str, list[AccuracyHistory]]:
     """How each group fared, one course per seed, where it was looked at."""
     seeds = sorted({row["seed"] for row in record.rows})
-    found = {name: [group_history(record.rows, name, seed) for seed in seeds] for name in run.settings.groups}
-    return {name: seen for name, courses in found.items() if (seen := [each for each in courses if each.rounds])}
+    found = {
+        name: [group_history(record.rows, name, seed) for seed in seeds]
+        for name in run.settings.groups
+    }
+    return {
+        name: seen
+        for name, courses in found.items()
+        if (seen := [each for each in courses if each.rounds])
+    }
 
 
-def _row(run: RunData, record: ExperimentRecord, name: str, courses: Sequence[AccuracyHistory]) -> str:
+def _row(
+    run: RunData, record: ExperimentRecord, name: str, courses: Sequence[AccuracyHistory]
+) -> str:
     found = [summary for each in courses if (summary := each.summary())]
     cells = "".join(f"<td>{cell}</td>" for cell in _cells(found))
     group = f'<td class="name">{line_sample(_line_style(run, name))}{escape(name)}</td>'
@@ -79,11 +92,17 @@ def _line_style(run: RunData, name: str) -> LineStyle:
     return nth_line_style(_FIRST_GROUP_STYLE + [*run.settings.groups].index(name))._replace(dash=())
 
 
-def _drawing(run: RunData, record: ExperimentRecord, courses: Mapping[str, list[AccuracyHistory]], last: int) -> Drawing:
+def _drawing(
+    run: RunData, record: ExperimentRecord, courses: Mapping[str, list[AccuracyHistory]], last: int
+) -> Drawing:
     figure, axes = new_axes()
     axes.set(xlabel="round", ylabel="Local Test, %", xlim=(0, last), ylim=(0, 102))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    _mark(axes, [mark for name, group in run.settings.groups.items() for mark in _marks(name, group)], last)
+    _mark(
+        axes,
+        [mark for name, group in run.settings.groups.items() for mark in _marks(name, group)],
+        last,
+    )
     for name, seeds in courses.items():
         _follow(axes, seeds, _line_style(run, name))
     caption = (
@@ -97,7 +116,11 @@ def _drawing(run: RunData, record: ExperimentRecord, courses: Mapping[str, list[
 
 def _over_seeds(run: RunData) -> str:
     seeds = run.settings.plan.seeds
-    return f"A line is the mean over {seeds} seeds; how far they lie apart is in the table." if seeds > 1 else "One seed was run."
+    return (
+        f"A line is the mean over {seeds} seeds; how far they lie apart is in the table."
+        if seeds > 1
+        else "One seed was run."
+    )
 
 
 def _marks(name: str, group: GroupSettings) -> Iterable[Mark]:
@@ -133,17 +156,36 @@ def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
 
 def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle) -> None:
     """A group's mean over seeds: with markers while it is there, a thin dotted line once it is gone."""
-    shortest = min(len(each.rounds) for each in seeds)  # a run that goes on may have looked at some seeds only
+    shortest = min(
+        len(each.rounds) for each in seeds
+    )  # a run that goes on may have looked at some seeds only
     rounds, present = seeds[0].rounds[:shortest], seeds[0].present[:shortest]
-    means = [PERCENT * fmean(found) for found in zip(*(each.accuracies[:shortest] for each in seeds), strict=True)]
-    marked: dict[str, Any] = {"marker": line_style.marker, "markevery": max(1, shortest // 8), "markersize": 5.5, "linewidth": 1.8}
+    means = [
+        PERCENT * fmean(found)
+        for found in zip(*(each.accuracies[:shortest] for each in seeds), strict=True)
+    ]
+    marked: dict[str, Any] = {
+        "marker": line_style.marker,
+        "markevery": max(1, shortest // 8),
+        "markersize": 5.5,
+        "linewidth": 1.8,
+    }
     for stretch in _stretches(present):
         drawn = marked if present[stretch[-1]] else {"linestyle": ":", "linewidth": 1.4}
-        axes.plot([rounds[place] for place in stretch], [means[place] for place in stretch], color=line_style.colour, **drawn)
+        axes.plot(
+            [rounds[place] for place in stretch],
+            [means[place] for place in stretch],
+            color=line_style.colour,
+            **drawn,
+        )
 
 
 def _stretches(present: Sequence[int]) -> list[list[int]]:
     """Looks in a row while a group is there, or while it is gone; each stretch begins where the one before ended."""
-    changes = [place for place, (before, after) in enumerate(pairwise(present), start=1) if bool(before) != bool(after)]
+    changes = [
+        place
+        for place, (before, after) in enumerate(pairwise(present), start=1)
+        if bool(before) != bool(after)
+    ]
     edges = [0, *changes, len(present)]
     return [[*range(max(0, start - 1), end)] for start, end in pairwise(edges)]

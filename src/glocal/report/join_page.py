@@ -8,7 +8,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from glocal.core.files import Json, atomic_write, read_json
-from glocal.report.drawing import BACKGROUND, FOREGROUND, Drawing, colour_theme, figure_html, new_axes
+from glocal.report.drawing import (
+    BACKGROUND,
+    FOREGROUND,
+    Drawing,
+    colour_theme,
+    figure_html,
+    new_axes,
+)
 from glocal.report.formatting import PERCENT, pluralize, size
 from glocal.report.page import section, write_page
 from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
@@ -29,8 +36,15 @@ def write_join_report(folder: Path) -> Path:
     found = read_json(folder / "join.json", dict)
     rows = [row for row in found["rows"] if row["accuracy"] is not None]
     with colour_theme(FOREGROUND, BACKGROUND):
-        drawn = figure_html(draw_labels(rows), "labels", kind="beside") if rows else "<p>Without labels there is nothing to measure.</p>"
-        sections = [section("Accuracy by labelled examples", drawn), section("Every way", _table(found["rows"]))]
+        drawn = (
+            figure_html(draw_labels(rows), "labels", kind="beside")
+            if rows
+            else "<p>Without labels there is nothing to measure.</p>"
+        )
+        sections = [
+            section("Accuracy by labelled examples", drawn),
+            section("Every way", _table(found["rows"])),
+        ]
     return write_page(folder, title=found["name"], summary=_summary(found), sections=sections)
 
 
@@ -51,7 +65,9 @@ def draw_labels(rows: Sequence[Json]) -> Drawing:
     ways = [way for way in _DESCRIPTIONS if any(row["way"] == way for row in rows)]
     most = max(row["labels"] for row in rows)
     for place, way in enumerate(ways):
-        points = sorted((row["labels"], PERCENT * row["accuracy"]) for row in rows if row["way"] == way)
+        points = sorted(
+            (row["labels"], PERCENT * row["accuracy"]) for row in rows if row["way"] == way
+        )
         _plot_curve(axes, points, nth_line_style(place), most, label=way)
     _scale_labels(axes, sorted({row["labels"] for row in rows}))
     axes.set(xlabel="labelled examples of the new device", ylabel="accuracy on its test data, %")
@@ -65,17 +81,32 @@ def draw_join(path: Path, into: Path) -> Path:
     found = read_json(path, dict)
     with colour_theme("#1c2126", "#ffffff"):
         drawing = draw_labels([row for row in found["rows"] if row["accuracy"] is not None])
-        drawing.figure.legend(loc="outside lower center", ncols=3, frameon=False, columnspacing=1.2, handlelength=2.6)
+        drawing.figure.legend(
+            loc="outside lower center", ncols=3, frameon=False, columnspacing=1.2, handlelength=2.6
+        )
         with atomic_write(into) as half:
-            drawing.figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
+            drawing.figure.savefig(
+                half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None}
+            )
     return into
 
 
-def _plot_curve(axes: Axes, points: Sequence[tuple[int, float]], line_style: LineStyle, most: int, *, label: str) -> None:
+def _plot_curve(
+    axes: Axes, points: Sequence[tuple[int, float]], line_style: LineStyle, most: int, *, label: str
+) -> None:
     level = len(points) == 1 and points[0][0] == 0
     places, values = ([0, max(most, 1)], [points[0][1]] * 2) if level else zip(*points, strict=True)
     dashes = (0, line_style.dash) if line_style.dash else "solid"
-    axes.plot(places, values, line_style.marker, color=line_style.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
+    axes.plot(
+        places,
+        values,
+        line_style.marker,
+        color=line_style.colour,
+        linestyle=dashes,
+        linewidth=1.8,
+        markersize=5.5,
+        label=label,
+    )
 
 
 def _scale_labels(axes: Axes, numbers: Sequence[int]) -> None:
@@ -87,7 +118,9 @@ def _scale_labels(axes: Axes, numbers: Sequence[int]) -> None:
 
 
 def _table(rows: Sequence[Json]) -> str:
-    heads = "".join(f'<th scope="col">{head}</th>' for head in ("labels", "accuracy", "sent for it"))
+    heads = "".join(
+        f'<th scope="col">{head}</th>' for head in ("labels", "accuracy", "sent for it")
+    )
     head = f'<tr><th class="name" scope="col">way</th><th class="name" scope="col">what it is</th>{heads}</tr>'
     return boxed_table(head, map(_row, rows), "Every way")
 

@@ -31,13 +31,24 @@ from glocal.studies.findings import Findings
 
 def study_markdown(findings: Findings) -> str:
     """Everything that was found so far, beside what the paper printed."""
-    blocks = [f"## {findings.study.title}", *_summary(findings), *_claims(findings), *_tables(findings)]
+    blocks = [
+        f"## {findings.study.title}",
+        *_summary(findings),
+        *_claims(findings),
+        *_tables(findings),
+    ]
     blocks += [*_goals(findings), *_sweeps(findings), *_times(findings), *_commands(findings)]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _summary(findings: Findings) -> list[str]:
-    told = [about_paper(findings), about_run(findings), about_open(findings), about_changes(findings), about_left_out(findings)]
+    told = [
+        about_paper(findings),
+        about_run(findings),
+        about_open(findings),
+        about_changes(findings),
+        about_left_out(findings),
+    ]
     return [*told, "\n".join(f"- {protocol}" for protocol in about_protocols(findings))]
 
 
@@ -51,13 +62,21 @@ def _claims(findings: Findings) -> list[str]:
 
 def _tables(findings: Findings) -> list[str]:
     tables = [*filter(None, [table_1(findings)]), *tables_of(findings)]
-    return [about_columns(findings), *(block for table in tables for block in _side_by_side(table))] if tables else []
+    return (
+        [about_columns(findings), *(block for table in tables for block in _side_by_side(table))]
+        if tables
+        else []
+    )
 
 
 def _side_by_side(table: ComparisonTable) -> list[str]:
     heads = ["Method", *(column.alone for column in columns_of(table))]
     rows = [[name, *map(_cell, entries(table, name))] for name in table.rows]
-    return [f"### {table.title}", _table(heads, rows), "\n".join(f"- {note}" for note in notes(table))]
+    return [
+        f"### {table.title}",
+        _table(heads, rows),
+        "\n".join(f"- {note}" for note in notes(table)),
+    ]
 
 
 def _cell(entry: Entry) -> str:
@@ -81,7 +100,11 @@ def _sweeps(findings: Findings) -> list[str]:
     for name, part in findings.study.parts.items():
         if splits := sweep_points(findings, name):
             table = _table(SPLIT_HEADS, map(split_cells, splits))
-            blocks += [f"### How much to share, {part.title}, `{part.protocol}`", SPLITS_NOTE, table]
+            blocks += [
+                f"### How much to share, {part.title}, `{part.protocol}`",
+                SPLITS_NOTE,
+                table,
+            ]
     return blocks
 
 

@@ -15,7 +15,13 @@ from glocal.studies.findings import Findings
 from glocal.studies.mood import BASELINES, DIRECTIONS, FINE_TUNED, SHARES
 from glocal.studies.study import Measurement
 
-_LINES = dict(zip(DIRECTIONS, (LineStyle(COLOURS[0], (), "o"), LineStyle(COLOURS[1], (6, 2), "s")), strict=True))
+_LINES = dict(
+    zip(
+        DIRECTIONS,
+        (LineStyle(COLOURS[0], (), "o"), LineStyle(COLOURS[1], (6, 2), "s")),
+        strict=True,
+    )
+)
 _POINTS = {FINE_TUNED: (SHARES["head local, all of it"], LineStyle(COLOURS[2], (2, 1.6), "D"))}
 _LEVELS = {
     "Majority per person": LineStyle(COLOURS[7], (2, 1.6), "v"),
@@ -56,7 +62,9 @@ def draw_mood(findings: Findings, part: str) -> Drawing | None:
     for axes in panels[-1]:
         axes.set(xlabel="parameters that stay local, %")
     looks = {**_LINES, **{name: line_style for name, (_, line_style) in _POINTS.items()}, **_LEVELS}
-    key = legend((line_sample(line_style), _SHORTER.get(words, words)) for words, line_style in looks.items())
+    key = legend(
+        (line_sample(line_style), _SHORTER.get(words, words)) for words, line_style in looks.items()
+    )
     title = f"Mood by share that stays local, {findings.study.parts[part].title}"
     return Drawing(figure, title, _caption(findings, part), key)
 
@@ -65,26 +73,51 @@ def _fill(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     for direction, line_style in _LINES.items():
         _line(axes, _places(findings, part, direction, measure), line_style, label=direction)
     for name, (share, line_style) in _POINTS.items():
-        _line(axes, {share: findings.values(Measurement(part, name, measure))}, line_style, label=name)
+        _line(
+            axes, {share: findings.values(Measurement(part, name, measure))}, line_style, label=name
+        )
     for name, line_style in _LEVELS.items():
         if values := findings.values(Measurement(part, name, measure)):
-            axes.axhline(fmean(values), color=line_style.colour, linestyle=(0, line_style.dash), linewidth=1.4, label=_SHORTER.get(name, name))
+            axes.axhline(
+                fmean(values),
+                color=line_style.colour,
+                linestyle=(0, line_style.dash),
+                linewidth=1.4,
+                label=_SHORTER.get(name, name),
+            )
 
 
-def _places(findings: Findings, part: str, direction: str, measure: str) -> dict[float, list[float]]:
+def _places(
+    findings: Findings, part: str, direction: str, measure: str
+) -> dict[float, list[float]]:
     """Figures of every split of a direction by what is local, from FedAvg to local only."""
-    shares = {**_ENDS, **{name: share for name, share in SHARES.items() if name.startswith(direction)}}
-    return {share: findings.values(Measurement(part, name, measure)) for name, share in shares.items()}
+    shares = {
+        **_ENDS,
+        **{name: share for name, share in SHARES.items() if name.startswith(direction)},
+    }
+    return {
+        share: findings.values(Measurement(part, name, measure)) for name, share in shares.items()
+    }
 
 
-def _line(axes: Axes, places: Mapping[float, list[float]], line_style: LineStyle, *, label: str) -> None:
+def _line(
+    axes: Axes, places: Mapping[float, list[float]], line_style: LineStyle, *, label: str
+) -> None:
     """Means with whiskers of one standard deviation over splits."""
     measured = {PERCENT * place: places[place] for place in sorted(places) if places[place]}
     if not measured:
         return
     spread = [stdev(values) if len(values) > 1 else 0.0 for values in measured.values()]
     dashes = (0, line_style.dash) if line_style.dash else "solid"
-    axes.errorbar([*measured], [*map(fmean, measured.values())], spread, fmt="none", ecolor=line_style.colour, elinewidth=1, alpha=0.45)
+    axes.errorbar(
+        [*measured],
+        [*map(fmean, measured.values())],
+        spread,
+        fmt="none",
+        ecolor=line_style.colour,
+        elinewidth=1,
+        alpha=0.45,
+    )
     axes.plot(
         [*measured],
         [*map(fmean, measured.values())],
@@ -99,7 +132,11 @@ def _line(axes: Axes, places: Mapping[float, list[float]], line_style: LineStyle
 
 def _caption(findings: Findings, part: str) -> str:
     seeds = seeds_of(findings, part)
-    spread = f"Means over {seeds} splits of the texts, whiskers of one standard deviation." if seeds > 1 else "One split was run."
+    spread = (
+        f"Means over {seeds} splits of the texts, whiskers of one standard deviation."
+        if seeds > 1
+        else "One split was run."
+    )
     return (
         "How much of the network should stay with a person? From FedAvg (nothing) to local only (everything), with the layers "
         "nearest the text local, or those nearest the answer; all with the same number of parameters and of rounds. "

@@ -18,9 +18,20 @@ NEW_CLIENTS_NOTE = (
 
 def new_clients_table(run: RunData) -> str:
     """One row for every case at whose end a newcomer came; nothing where none did."""
-    rows = [_row(record) for record in run.records if record.finished and "onboarding" in record.results[0]]
-    heads = "".join(f'<th scope="col">{head}</th>' for head in ("Normal, before", "after", "New, before", "after", "Sent"))
-    return boxed_table(f'<tr><th scope="col" class="name">Case</th>{heads}</tr>', rows, "Newcomers") if rows else ""
+    rows = [
+        _row(record)
+        for record in run.records
+        if record.finished and "onboarding" in record.results[0]
+    ]
+    heads = "".join(
+        f'<th scope="col">{head}</th>'
+        for head in ("Normal, before", "after", "New, before", "after", "Sent")
+    )
+    return (
+        boxed_table(f'<tr><th scope="col" class="name">Case</th>{heads}</tr>', rows, "Newcomers")
+        if rows
+        else ""
+    )
 
 
 def _row(record: ExperimentRecord) -> str:
@@ -32,7 +43,13 @@ def _cells(results: Sequence[Json]) -> list[str]:
     """Normal before and after, new before and after, over seeds; and what was sent on average."""
     met = [result["onboarding"] for result in results]
     before = [result["new_test"]["logits"] for result in results if result["new_test"]]
-    columns = [before, *([row[key] for row in met if row[key] is not None] for key in ("existing_clients", "new_client_before", "new_client"))]
+    columns = [
+        before,
+        *(
+            [row[key] for row in met if row[key] is not None]
+            for key in ("existing_clients", "new_client_before", "new_client")
+        ),
+    ]
     return [
         *(mean_std_percent(column) if column else "–" for column in columns),
         size(fmean(row["ledger"]["total"]["bytes"] for row in met)),

@@ -41,7 +41,11 @@ def write_report(folder: Path) -> Path:
 def write_page(folder: Path, *, title: str, summary: str, sections: Iterable[str]) -> Path:
     """Write folder/report.html: a title in words, then HTML; sections without anything in them are left out."""
     page = Template(files("glocal.report").joinpath("page.html").read_text(encoding="utf-8"))
-    words = {"title": escape(title), "summary": summary, "sections": "\n".join(filter(None, sections))}
+    words = {
+        "title": escape(title),
+        "summary": summary,
+        "sections": "\n".join(filter(None, sections)),
+    }
     write_text(folder / "report.html", page.substitute(words))
     return folder / "report.html"
 
@@ -59,13 +63,19 @@ def figure_grid(figures: Iterable[str]) -> str:
 def _summary(run: RunData) -> str:
     """One paragraph: the data, the model, and how it was trained."""
     plan, model = run.settings.plan, run.settings.model
-    hidden = f" with hidden layers of {', '.join(map(str, model.hidden))}" if model.name == "mlp" else ""
-    seeds = f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with the one seed {plan.seed}"
+    hidden = (
+        f" with hidden layers of {', '.join(map(str, model.hidden))}" if model.name == "mlp" else ""
+    )
+    seeds = (
+        f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with the one seed {plan.seed}"
+    )
     rounds = max((run.plan(record).total_rounds for record in run.records), default=0)
     sentences = [
         _data_text(run),
         f"The model is {model.name}{hidden}.",
-        _shares_text(run) if not run.settings.groups else "",  # worked out from a cohort that is always as large
+        _shares_text(run)
+        if not run.settings.groups
+        else "",  # worked out from a cohort that is always as large
         f"The study compares {pluralize(len(run.records), 'experiment')} over up to {pluralize(rounds, 'round')},",
         f"{pluralize(plan.clients_per_round, 'device')} taking part in each, {seeds}.",
     ]
@@ -79,7 +89,11 @@ def _data_text(run: RunData) -> str:
         "dirichlet": f", each class in proportions drawn from Dirichlet({data.alpha:g})",
         "iid": ", in equal shares at random",
     }
-    examples = "" if counts is None else f": {counts.sum():,} training examples of {pluralize(counts.shape[1], 'class')}"
+    examples = (
+        ""
+        if counts is None
+        else f": {counts.sum():,} training examples of {pluralize(counts.shape[1], 'class')}"
+    )
     engine_config = "" if ":" in data.source else dealt.get(data.partition, "")
     return f"The data are {data.source}{examples} on {pluralize(run.clients, 'device')}{engine_config}."
 
@@ -99,7 +113,9 @@ def _share(record: ExperimentRecord, clients_per_round: int) -> str:
     Worked out from what the paper's count grew by: M + cohort shared trees a round, and M whole
     models in the end.
     """
-    counts = [row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]]
+    counts = [
+        row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]
+    ]
     if not record.finished or len(counts) < 2:
         return ""
     clients = len(record.results[0]["clients"])
@@ -112,7 +128,11 @@ def _share(record: ExperimentRecord, clients_per_round: int) -> str:
 
 def _notice(run: RunData) -> str:
     """Which cases are still to be finished, if any."""
-    unfinished = [f"{escape(record.name)} ({run.progress(record)})" for record in run.records if not record.finished]
+    unfinished = [
+        f"{escape(record.name)} ({run.progress(record)})"
+        for record in run.records
+        if not record.finished
+    ]
     if not unfinished:
         return ""
     return f'<p class="notice"><b>This run is not finished.</b> Still open: {", ".join(unfinished)}.</p>'
@@ -126,34 +146,60 @@ def _groups(run: RunData) -> str:
     """How groups that came, went and drifted have fared; nothing where there are none."""
     if not (drawn := draw_groups(run)):
         return ""
-    figures = figure_grid(figure_html(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1))
+    figures = figure_grid(
+        figure_html(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1)
+    )
     table = f'<h3>What they had, and what they forgot</h3>\n{groups_table(run)}\n<p class="note">{GROUPS_NOTE}</p>'
     return section("Groups over time", f"{figures}\n{table}")
 
 
 def _new_clients(run: RunData) -> str:
     table = new_clients_table(run)
-    return section("The newcomer", f'{table}\n<p class="note">{NEW_CLIENTS_NOTE}</p>') if table else ""
+    return (
+        section("The newcomer", f'{table}\n<p class="note">{NEW_CLIENTS_NOTE}</p>') if table else ""
+    )
 
 
 def _audits(run: RunData) -> str:
     source = SOURCES.get(run.settings.data.source)
     table = audits_table(run, [*source.attributes] if source else [])
-    return section("What representations give away", f'{table}\n<p class="note">{AUDITS_NOTE}</p>') if table else ""
+    return (
+        section("What representations give away", f'{table}\n<p class="note">{AUDITS_NOTE}</p>')
+        if table
+        else ""
+    )
 
 
 def _figures(run: RunData) -> str:
     """All figures that there are measurements for."""
-    draws = (draw_validation, draw_accuracy_by_bytes, draw_tests, draw_client_accuracy, draw_loss, draw_bytes_by_purpose)
+    draws = (
+        draw_validation,
+        draw_accuracy_by_bytes,
+        draw_tests,
+        draw_client_accuracy,
+        draw_loss,
+        draw_bytes_by_purpose,
+    )
     drawn = [drawing for draw in draws if (drawing := draw(run))]
     if not drawn:
         return section("Figures", "<p>Nothing has been measured yet.</p>")
-    return section("Figures", figure_grid(figure_html(drawing, f"f{number}") for number, drawing in enumerate(drawn, start=1)))
+    return section(
+        "Figures",
+        figure_grid(
+            figure_html(drawing, f"f{number}") for number, drawing in enumerate(drawn, start=1)
+        ),
+    )
 
 
 def _clients(run: RunData) -> str:
     """Who has which classes, and each case's table of devices."""
-    classes = "" if run.counts is None else figure_html(draw_partition(run.counts, run.settings.plan.seed), "classes", kind="beside")
+    classes = (
+        ""
+        if run.counts is None
+        else figure_html(
+            draw_partition(run.counts, run.settings.plan.seed), "classes", kind="beside"
+        )
+    )
     tables = "\n".join(client_table(record) for record in run.records if record.results)
     columns = (
         "Case by case: how many examples each device trains, validates and tests with, in how many rounds it took part, and how "
@@ -166,4 +212,6 @@ def _clients(run: RunData) -> str:
 def _settings(run: RunData) -> str:
     text = escape(json.dumps(run.settings.as_dict(), indent=2, ensure_ascii=False))
     box = scrolling(f"<pre>{text}</pre>", "Settings")
-    return section("Settings", f"<details><summary>What this run was started with</summary>\n{box}</details>")
+    return section(
+        "Settings", f"<details><summary>What this run was started with</summary>\n{box}</details>"
+    )

@@ -36,7 +36,11 @@ class ExperimentRecord:
 
     def measured(self, *address: str) -> list[float]:
         """One number of each seed's result, such as ("local_test", "mean"), where it was measured."""
-        return [float(value) for result in self.results if (value := _inside(result, address)) is not None]
+        return [
+            float(value)
+            for result in self.results
+            if (value := _inside(result, address)) is not None
+        ]
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,10 @@ class RunData:
         """How many devices there are; data of the user's own may have others than the settings say."""
         if self.counts is not None:
             return len(self.counts)
-        return next((len(record.results[0]["clients"]) for record in self.records if record.results), self.settings.data.clients)
+        return next(
+            (len(record.results[0]["clients"]) for record in self.records if record.results),
+            self.settings.data.clients,
+        )
 
     def plan(self, record: ExperimentRecord) -> Plan:
         """Which rounds a case runs; where it goes on from another case, that one's rounds come before."""
@@ -60,17 +67,35 @@ class RunData:
 
     def progress(self, record: ExperimentRecord) -> str:
         """How far a case has come, in words."""
-        return f"round {record.rounds_completed} of {self.plan(record).total_rounds}" if record.rows else "not started"
+        return (
+            f"round {record.rounds_completed} of {self.plan(record).total_rounds}"
+            if record.rows
+            else "not started"
+        )
 
 
 def read_run(folder: Path) -> RunData:
     """What the run has kept so far."""
-    settings, results, dealt = read_settings(folder), read_results(folder), folder / "federation.json"
+    settings, results, dealt = (
+        read_settings(folder),
+        read_results(folder),
+        folder / "federation.json",
+    )
     records = [
-        ExperimentRecord(name, experiment, nth_line_style(place), read_rows(experiment_folder(folder, name) / "rows.jsonl"), results.get(name, []))
+        ExperimentRecord(
+            name,
+            experiment,
+            nth_line_style(place),
+            read_rows(experiment_folder(folder, name) / "rows.jsonl"),
+            results.get(name, []),
+        )
         for place, (name, experiment) in enumerate(settings.experiments.items())
     ]
-    return RunData(settings, records, np.array(read_json(dealt, dict)["train"], dtype=np.int64) if dealt.exists() else None)
+    return RunData(
+        settings,
+        records,
+        np.array(read_json(dealt, dict)["train"], dtype=np.int64) if dealt.exists() else None,
+    )
 
 
 def _inside(data: Json, address: Sequence[str]) -> Any:

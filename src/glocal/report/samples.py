@@ -19,5 +19,7 @@ def draw_samples(images: Tensor, turned: Tensor, path: Path) -> Path:
                 axes.imshow(picture.mean(0).numpy(), cmap="gray")
                 axes.set_axis_off()
         with atomic_write(path) as half:
-            figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
+            figure.savefig(
+                half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None}
+            )
     return path

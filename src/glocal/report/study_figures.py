@@ -25,18 +25,32 @@ from glocal.studies.findings import Findings
 from glocal.studies.mood import MOOD
 from glocal.studies.study import MEASURES, Measurement, Score
 
-_FEDAVG, _ALONE, _LG = LineStyle(COLOURS[1], (6, 2), "s"), LineStyle(COLOURS[2], (2, 1.6), "^"), LineStyle(COLOURS[0], (), "o")
-_ENDS = {"first layers shared": LineStyle(COLOURS[0], (), "o"), "last layers shared": LineStyle(COLOURS[3], (6, 2), "D")}
+_FEDAVG, _ALONE, _LG = (
+    LineStyle(COLOURS[1], (6, 2), "s"),
+    LineStyle(COLOURS[2], (2, 1.6), "^"),
+    LineStyle(COLOURS[0], (), "o"),
+)
+_ENDS = {
+    "first layers shared": LineStyle(COLOURS[0], (), "o"),
+    "last layers shared": LineStyle(COLOURS[3], (6, 2), "D"),
+}
 _SHORT = 20  # letters, of which four to a row fit beneath a figure
 _SHARES = (0.002, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.998)
 _BEYOND = 7.5  # where none and all stand on the stretched axis of shares; 0.2 % is at -6.2
-_HOLLOW_MARKER: dict[str, Any] = {"markerfacecolor": "none", "markeredgewidth": 1.3, "markersize": 9.5}
+_HOLLOW_MARKER: dict[str, Any] = {
+    "markerfacecolor": "none",
+    "markeredgewidth": 1.3,
+    "markersize": 9.5,
+}
 _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviations."
 
 
 def study_drawings(findings: Findings) -> dict[str, Drawing]:
     """Every figure that there are measurements for, by a short name."""
-    draws: dict[str, Callable[[Findings], Drawing | None]] = {"tradeoff": draw_tradeoff, "goal": draw_goal}
+    draws: dict[str, Callable[[Findings], Drawing | None]] = {
+        "tradeoff": draw_tradeoff,
+        "goal": draw_goal,
+    }
     if findings.study.measures == MEASURES and _starts(findings):
         draws = {"classes": draw_variance, "traffic": draw_traffic, "splits": draw_splits, **draws}
     if findings.study.name == MOOD.name:
@@ -47,7 +61,10 @@ def study_drawings(findings: Findings) -> dict[str, Drawing]:
 def draw_study(findings: Findings, folder: Path) -> list[Path]:
     """Write the figures as PNG files, each with its legend."""
     with colour_theme("#1c2126", "#ffffff"):
-        return [_written(of, folder / f"{findings.study.name}-{name}.png") for name, of in study_drawings(findings).items()]
+        return [
+            _written(of, folder / f"{findings.study.name}-{name}.png")
+            for name, of in study_drawings(findings).items()
+        ]
 
 
 def draw_variance(findings: Findings) -> Drawing | None:
@@ -61,7 +78,14 @@ def draw_variance(findings: Findings) -> Drawing | None:
         values = [findings.values(Measurement(part, row, "local")) for part in parts]
         _line(axes, {float(place): of for place, of in enumerate(values)}, line_style, label=row)
         for place, part in enumerate(parts):
-            _hollow(axes, place, published_score(findings.study, findings.study.parts[part].published.get(row), "local"), line_style)
+            _hollow(
+                axes,
+                place,
+                published_score(
+                    findings.study, findings.study.parts[part].published.get(row), "local"
+                ),
+                line_style,
+            )
     axes.set_xticks(range(len(parts)), [_classes(findings, part) for part in parts])
     axes.set(xlabel="classes per device", ylabel="Local Test, %")
     caption = (
@@ -74,7 +98,14 @@ def draw_variance(findings: Findings) -> Drawing | None:
 def draw_traffic(findings: Findings) -> Drawing | None:
     """Local and New Test of LG-FedAvg from every start against what it sent by the paper's count, with FedAvg beside it."""
     protocol, parts = _protocol(findings)
-    part = next((name for name in parts if any(findings.experiment(name, row) for row in _starts(findings))), None)
+    part = next(
+        (
+            name
+            for name in parts
+            if any(findings.experiment(name, row) for row in _starts(findings))
+        ),
+        None,
+    )
     if part is None:
         return None
     figure, panels = _two_panels()
@@ -86,7 +117,12 @@ def draw_traffic(findings: Findings) -> Drawing | None:
         f"What accuracy costs, {findings.study.parts[part].title}, protocol `{protocol}`: LG-FedAvg from its earliest start "
         f"({first}) to its latest ({last}), and as a level line the FedAvg that it goes on from. {_over_seeds(findings)} {_HOLLOW}"
     )
-    return Drawing(figure, "Local and New Test by parameters sent", caption, _legend({"FedAvg": _FEDAVG, "LG-FedAvg": _LG}))
+    return Drawing(
+        figure,
+        "Local and New Test by parameters sent",
+        caption,
+        _legend({"FedAvg": _FEDAVG, "LG-FedAvg": _LG}),
+    )
 
 
 def draw_splits(findings: Findings) -> Drawing | None:
@@ -113,11 +149,19 @@ def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     """One panel of the figure of parameters sent."""
     _level(axes, findings, Measurement(part, "FedAvg", measure))
     starts = _starts(findings)
-    counted = {_sent(findings, part, row): findings.values(Measurement(part, row, measure)) for row in starts}
+    counted = {
+        _sent(findings, part, row): findings.values(Measurement(part, row, measure))
+        for row in starts
+    }
     _line(axes, counted, _LG, label="LG-FedAvg")
     published = findings.study.parts[part].published
     for row, line_style in {"FedAvg": _FEDAVG, **dict.fromkeys(starts, _LG)}.items():
-        _hollow(axes, published[row].parameters / BILLION, published_score(findings.study, published[row], measure), line_style)
+        _hollow(
+            axes,
+            published[row].parameters / BILLION,
+            published_score(findings.study, published[row], measure),
+            line_style,
+        )
 
 
 def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
@@ -126,10 +170,17 @@ def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     for words, line_style in _ENDS.items():
         shared = ("none", "all", words.partition(" ")[0])
         line = [split for split in sweep_points(findings, part) if split.shares.startswith(shared)]
-        _line(axes, {_place(split): split.figures[measure] for split in line}, line_style, label=words)
+        _line(
+            axes, {_place(split): split.figures[measure] for split in line}, line_style, label=words
+        )
         for split in line:
             if about.splits[split.shares] == row:
-                _hollow(axes, _place(split), published_score(findings.study, about.published[row], measure), line_style)
+                _hollow(
+                    axes,
+                    _place(split),
+                    published_score(findings.study, about.published[row], measure),
+                    line_style,
+                )
 
 
 def _protocol(findings: Findings) -> tuple[str, list[str]]:
@@ -143,7 +194,9 @@ def _protocol(findings: Findings) -> tuple[str, list[str]]:
 
 def _starts(findings: Findings) -> list[str]:
     """The rows of LG-FedAvg, from the earliest start on."""
-    return [row for row in next(iter(findings.study.parts.values())).published if row.startswith("LG")]
+    return [
+        row for row in next(iter(findings.study.parts.values())).published if row.startswith("LG")
+    ]
 
 
 def _sent(findings: Findings, part: str, row: str) -> float:
@@ -153,7 +206,11 @@ def _sent(findings: Findings, part: str, row: str) -> float:
 
 def _over_seeds(findings: Findings) -> str:
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
-    return "A line is our mean over seeds, its band reaches from the lowest to the highest." if many else "One seed was run."
+    return (
+        "A line is our mean over seeds, its band reaches from the lowest to the highest."
+        if many
+        else "One seed was run."
+    )
 
 
 def _two_panels() -> tuple[Sheet, tuple[Axes, Axes]]:
@@ -166,7 +223,9 @@ def _two_panels() -> tuple[Sheet, tuple[Axes, Axes]]:
     return figure, (upper, lower)
 
 
-def _line(axes: Axes, values: Mapping[float, Sequence[float]], line_style: LineStyle, *, label: str) -> None:
+def _line(
+    axes: Axes, values: Mapping[float, Sequence[float]], line_style: LineStyle, *, label: str
+) -> None:
     """What was measured, by its place."""
     measured = {place: values[place] for place in sorted(values) if values[place]}
     if measured:
@@ -177,9 +236,16 @@ def _level(axes: Axes, findings: Findings, figure: Measurement) -> None:
     """A row as a marker where it is, and a line and a band through the whole panel."""
     values = findings.values(figure)
     if values:
-        _line(axes, {_sent(findings, figure.part, figure.experiment): values}, _FEDAVG, label=figure.experiment)
+        _line(
+            axes,
+            {_sent(findings, figure.part, figure.experiment): values},
+            _FEDAVG,
+            label=figure.experiment,
+        )
         axes.axhspan(min(values), max(values), color=_FEDAVG.colour, alpha=0.16, linewidth=0)
-        axes.axhline(fmean(values), color=_FEDAVG.colour, linestyle=(0, _FEDAVG.dash), linewidth=1.8)
+        axes.axhline(
+            fmean(values), color=_FEDAVG.colour, linestyle=(0, _FEDAVG.dash), linewidth=1.8
+        )
 
 
 def _hollow(axes: Axes, place: float, score: Score | None, line_style: LineStyle) -> None:
@@ -187,8 +253,15 @@ def _hollow(axes: Axes, place: float, score: Score | None, line_style: LineStyle
     if score is None:
         return
     spread = score.std or 0.0
-    axes.plot([place, place], [score.mean - spread, score.mean + spread], color=line_style.colour, linewidth=1.2)
-    axes.plot(place, score.mean, line_style.marker, **_HOLLOW_MARKER, markeredgecolor=line_style.colour)
+    axes.plot(
+        [place, place],
+        [score.mean - spread, score.mean + spread],
+        color=line_style.colour,
+        linewidth=1.2,
+    )
+    axes.plot(
+        place, score.mean, line_style.marker, **_HOLLOW_MARKER, markeredgecolor=line_style.colour
+    )
 
 
 def _place(split: SweepPoint) -> float:
@@ -216,12 +289,32 @@ def _written(drawing: Drawing, path: Path) -> Path:
     """A figure as a file; the page's legend is HTML, so this has one of its own."""
     entries: dict[str, Artist] = {}
     for axes in drawing.figure.axes:
-        entries |= {str(handle.get_label()): handle for handle in axes.get_legend_handles_labels()[0]}
-    if any(line.get_markerfacecolor() == "none" for axes in drawing.figure.axes for line in axes.lines):
-        entries["published"] = Line2D([], [], linestyle="none", marker=_LG.marker, markeredgecolor=_LG.colour, **_HOLLOW_MARKER)
+        entries |= {
+            str(handle.get_label()): handle for handle in axes.get_legend_handles_labels()[0]
+        }
+    if any(
+        line.get_markerfacecolor() == "none" for axes in drawing.figure.axes for line in axes.lines
+    ):
+        entries["published"] = Line2D(
+            [],
+            [],
+            linestyle="none",
+            marker=_LG.marker,
+            markeredgecolor=_LG.colour,
+            **_HOLLOW_MARKER,
+        )
     spacing = {"columnspacing": 1.2, "handlelength": 1.8}
     columns = 4 if max(map(len, entries), default=0) <= _SHORT else 2
-    drawing.figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=columns, frameon=False, **spacing)
+    drawing.figure.legend(
+        [*entries.values()],
+        [*entries],
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        **spacing,
+    )
     with atomic_write(path) as half:
-        drawing.figure.savefig(half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None})
+        drawing.figure.savefig(
+            half, format="png", facecolor="#ffffff", dpi=200, metadata={"Software": None}
+        )
     return path

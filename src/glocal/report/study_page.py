@@ -40,16 +40,24 @@ def write_study_report(findings: Findings, folder: Path) -> Path:
     """Write folder/report.html from what a study has found so far."""
     sections = [_notice(findings), _claims(findings), _tables(findings), _figures(findings)]
     sections += [_goals(findings), _sweeps(findings), _time(findings)]
-    return write_page(folder, title=findings.study.title, summary=_summary(findings), sections=sections)
+    return write_page(
+        folder, title=findings.study.title, summary=_summary(findings), sections=sections
+    )
 
 
 def _summary(findings: Findings) -> str:
-    return "\n".join(f"<p>{_html(words)}</p>" for words in (about_paper(findings), about_run(findings)))
+    return "\n".join(
+        f"<p>{_html(words)}</p>" for words in (about_paper(findings), about_run(findings))
+    )
 
 
 def _notice(findings: Findings) -> str:
     """What is still open, and what was run with other settings than the study's."""
-    told = [words for words in (about_open(findings), about_changes(findings), about_left_out(findings)) if words]
+    told = [
+        words
+        for words in (about_open(findings), about_changes(findings), about_left_out(findings))
+        if words
+    ]
     return "\n".join(f'<p class="notice">{_html(words)}</p>' for words in told)
 
 
@@ -77,8 +85,12 @@ def _tables(findings: Findings) -> str:
 
 
 def _side_by_side(table: ComparisonTable) -> str:
-    head = grouped_head(("Method",), [(column.group, _html(column.head)) for column in columns_of(table)])
-    rows = (f"<tr>{_name(name)}{''.join(map(_cell, entries(table, name)))}</tr>" for name in table.rows)
+    head = grouped_head(
+        ("Method",), [(column.group, _html(column.head)) for column in columns_of(table)]
+    )
+    rows = (
+        f"<tr>{_name(name)}{''.join(map(_cell, entries(table, name)))}</tr>" for name in table.rows
+    )
     box, told = boxed_table(head, rows, table.title), "<br>".join(map(_html, notes(table)))
     return f'<h3>{escape(table.title)}</h3>\n<div class="dense">{box}</div>\n<p class="note">{told}</p>'
 
@@ -92,10 +104,17 @@ def _cell(entry: Entry) -> str:
 def _figures(findings: Findings) -> str:
     """All figures that there are measurements for: that of classes, or the only one, first, with its words beside it."""
     with colour_theme(FOREGROUND, BACKGROUND):
-        drawn = {name: drawing._replace(caption=_html(drawing.caption)) for name, drawing in study_drawings(findings).items()}
+        drawn = {
+            name: drawing._replace(caption=_html(drawing.caption))
+            for name, drawing in study_drawings(findings).items()
+        }
         wide = [name for name in drawn if name == "classes" or len(drawn) == 1]
         first = "".join(figure_html(drawn.pop(name), name, kind="beside") for name in wide)
-        others = figure_grid(figure_html(drawing, name) for name, drawing in drawn.items()) if drawn else ""
+        others = (
+            figure_grid(figure_html(drawing, name) for name, drawing in drawn.items())
+            if drawn
+            else ""
+        )
     return section("Figures", first + others) if first or others else ""
 
 
@@ -117,14 +136,20 @@ def _sweeps(findings: Findings) -> str:
         for name, part in findings.study.parts.items()
         if (splits := sweep_points(findings, name))
     ]
-    return section("How much to share", f"<p>{_html(SPLITS_NOTE)}</p>\n" + "\n".join(tables)) if tables else ""
+    return (
+        section("How much to share", f"<p>{_html(SPLITS_NOTE)}</p>\n" + "\n".join(tables))
+        if tables
+        else ""
+    )
 
 
 def _time(findings: Findings) -> str:
     """How long each part took, and what was typed."""
     lines = escape("\n".join(commands(findings)))
     typed = scrolling(f"<pre>{lines}</pre>", "Commands") if lines else ""
-    return section("Time and commands", f"{_plain(TIME_HEADS, time_rows(findings), 'Time')}\n{typed}")
+    return section(
+        "Time and commands", f"{_plain(TIME_HEADS, time_rows(findings), 'Time')}\n{typed}"
+    )
 
 
 def _plain(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> str:
@@ -134,7 +159,10 @@ def _plain(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> s
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> str:
     """A table of one column of words, then numbers."""
-    written = (f"<tr>{_name(name)}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for name, *cells in rows)
+    written = (
+        f"<tr>{_name(name)}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        for name, *cells in rows
+    )
     return boxed_table(_head(heads, 1), written, label)
 
 
@@ -151,4 +179,8 @@ def _name(words: str) -> str:
 
 def _html(words: str) -> str:
     """Words as HTML, names in backticks as code, and what stands between double asterisks strong."""
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", re.sub("`([^`]*)`", r"<code>\1</code>", escape(words)))
+    return re.sub(
+        r"\*\*(.+?)\*\*",
+        r"<strong>\1</strong>",
+        re.sub("`([^`]*)`", r"<code>\1</code>", escape(words)),
+    )

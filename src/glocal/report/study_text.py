@@ -76,7 +76,11 @@ def about_run(findings: Findings) -> str:
 def about_open(findings: Findings) -> str:
     """Which parts have not been run, or not to their end."""
     waiting = [f"`{part}`" for part in findings.study.parts if part not in findings.parts]
-    begun = [f"`{part}` (without {', '.join(cases)})" for part in findings.parts if (cases := missing_experiments(findings, part))]
+    begun = [
+        f"`{part}` (without {', '.join(experiments)})"
+        for part in findings.parts
+        if (experiments := missing_experiments(findings, part))
+    ]
     return f"Still open: {', '.join([*begun, *waiting])}." if begun or waiting else ""
 
 
@@ -94,14 +98,20 @@ def about_left_out(findings: Findings) -> str:
     """Which cases were given up in which seeds."""
     told = []
     for part in findings.parts:
-        cases = [f"{name} ({_seeds_text(seeds)})" for name, seeds in left_out(findings, part).items()]
-        told += [f"`{part}`: {', '.join(cases)}"] if cases else []
+        experiments = [
+            f"{name} ({_seeds_text(seeds)})" for name, seeds in left_out(findings, part).items()
+        ]
+        told += [f"`{part}`: {', '.join(experiments)}"] if experiments else []
     return f"Left out, for training diverged: {'; '.join(told)}." if told else ""
 
 
 def _seeds_text(seeds: Sequence[int]) -> str:
     """Which seeds, in words; all of them if none is named."""
-    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}" if seeds else "all seeds"
+    return (
+        f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+        if seeds
+        else "all seeds"
+    )
 
 
 def about_protocols(findings: Findings) -> list[str]:
@@ -115,7 +125,9 @@ def about_columns(findings: Findings) -> str:
     """What the tables' columns hold."""
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
     spread = "± is the sample standard deviation over seeds. " if many else ""
-    lower_is_better = f" ↑ is {_ABOVE}, where less is better." if findings.study.lower_is_better else ""
+    lower_is_better = (
+        f" ↑ is {_ABOVE}, where less is better." if findings.study.lower_is_better else ""
+    )
     return (
         f"{findings.study.caption} {spread}Beside `paper` stands the difference to the published mean; {EMPTY_CELL} is what was not "
         f"measured, or what the paper lacks. ↓ is {_BELOW}.{lower_is_better}"
@@ -154,8 +166,18 @@ def columns_of(table: ComparisonTable) -> list[Column]:
         for head in (["published", *ours] if table.published(measure) else ours)
     ]
     if table.counts:
-        return [*scores, *(Column("Parameters sent", head, f"Sent, {head}") for head in ("published", "ours", "on the wire"))]
-    bytes_sent = Column("Sent", "for the arrival", "Sent for the arrival") if table.has_new_clients else Column("Sent", "bytes", "Sent")
+        return [
+            *scores,
+            *(
+                Column("Parameters sent", head, f"Sent, {head}")
+                for head in ("published", "ours", "on the wire")
+            ),
+        ]
+    bytes_sent = (
+        Column("Sent", "for the arrival", "Sent for the arrival")
+        if table.has_new_clients
+        else Column("Sent", "bytes", "Sent")
+    )
     return [*scores, bytes_sent]
 
 
@@ -167,24 +189,44 @@ def entries(table: ComparisonTable, name: str) -> list[Entry]:
     for place, measure in enumerate(table.measures):
         if table.published(measure):
             cells.append(Entry(str(any_row.scores[measure].paper or EMPTY_CELL)))
-        cells += [_measured(rows.get(protocol), protocol, measure, choice=place == 0) for protocol in table.protocols]
+        cells += [
+            _measured(rows.get(protocol), protocol, measure, choice=place == 0)
+            for protocol in table.protocols
+        ]
     return cells + (_sent(rows) if table.counts else [_cost(rows)])
 
 
 def notes(table: ComparisonTable) -> list[str]:
     """What is to be said beneath a table."""
-    return [*filter(None, [table.note]), *shortfalls(table), *([disagreements(table)] if table.counts else [])]
+    return [
+        *filter(None, [table.note]),
+        *shortfalls(table),
+        *([disagreements(table)] if table.counts else []),
+    ]
 
 
 def shortfalls(table: ComparisonTable) -> list[str]:
     """What is worse than the published mean by more than its standard deviation, and by how much; protocol by protocol."""
-    measures = {measure: words for measure, words in table.measures.items() if table.published(measure)}
-    higher = {measure: words for measure, words in measures.items() if measure not in table.lower_is_better}
-    lower = {measure: words for measure, words in measures.items() if measure in table.lower_is_better}
-    return [*_beyond(table, higher, mark="↓", where=_BELOW), *_beyond(table, lower, mark="↑", where=_ABOVE)]
+    measures = {
+        measure: words for measure, words in table.measures.items() if table.published(measure)
+    }
+    higher = {
+        measure: words
+        for measure, words in measures.items()
+        if measure not in table.lower_is_better
+    }
+    lower = {
+        measure: words for measure, words in measures.items() if measure in table.lower_is_better
+    }
+    return [
+        *_beyond(table, higher, mark="↓", where=_BELOW),
+        *_beyond(table, lower, mark="↑", where=_ABOVE),
+    ]
 
 
-def _beyond(table: ComparisonTable, measures: Mapping[str, str], *, mark: str, where: str) -> list[str]:
+def _beyond(
+    table: ComparisonTable, measures: Mapping[str, str], *, mark: str, where: str
+) -> list[str]:
     """A sentence for each protocol with figures there, and one for all others."""
     if not measures:
         return []
@@ -204,7 +246,9 @@ def _beyond(table: ComparisonTable, measures: Mapping[str, str], *, mark: str, w
 def disagreements(table: ComparisonTable) -> str:
     """Where our count, done the paper's way, is not the one that it prints."""
     rows = [row for of in table.rows.values() for row in of.values() if not row.sent.agrees]
-    differing = dict.fromkeys(f"{row.name} ({row.sent.ours}, published {row.sent.paper})" for row in rows)
+    differing = dict.fromkeys(
+        f"{row.name} ({row.sent.ours}, published {row.sent.paper})" for row in rows
+    )
     if differing:
         return f"≠ Counted the paper’s way, these send another number of parameters than it prints: {'; '.join(differing)}."
     return "Counted the paper’s way, every row that was measured sends as many parameters as it prints."
@@ -213,12 +257,20 @@ def disagreements(table: ComparisonTable) -> str:
 def split_cells(split: SweepPoint) -> tuple[str, ...]:
     """What a split shares, how much that is, and its two scores."""
     share = f"{PERCENT * split.parameters / split.whole:.1f} %"
-    return split.shares, f"{split.parameters:,}", share, *(str(score(split.figures[measure]) or EMPTY_CELL) for measure in MEASURES)
+    return (
+        split.shares,
+        f"{split.parameters:,}",
+        share,
+        *(str(score(split.figures[measure]) or EMPTY_CELL) for measure in MEASURES),
+    )
 
 
 def time_rows(findings: Findings) -> list[tuple[str, str, str]]:
     """Every part with its seeds and its time, then all of them."""
-    rows = [(f"`{part}`", str(seeds_of(findings, part)), duration(of["seconds"])) for part, of in findings.parts.items()]
+    rows = [
+        (f"`{part}`", str(seeds_of(findings, part)), duration(of["seconds"]))
+        for part, of in findings.parts.items()
+    ]
     return [*rows, ("all", "", duration(_seconds(findings)))]
 
 
@@ -230,7 +282,11 @@ def commands(findings: Findings) -> list[str]:
 
 def _machine(findings: Findings) -> str:
     machine = findings.about.get("machine")
-    return f", on {machine['device']} (PyTorch {machine['torch']}, Python {machine['python']})" if machine else ""
+    return (
+        f", on {machine['device']} (PyTorch {machine['torch']}, Python {machine['python']})"
+        if machine
+        else ""
+    )
 
 
 def _seconds(findings: Findings) -> float:
@@ -242,9 +298,13 @@ def _measured(row: Row | None, protocol: str, measure: str, *, choice: bool) -> 
     pair = row.scores[measure] if row else None
     if row is None or pair is None or pair.ours is None:
         return Entry(EMPTY_CELL)
-    difference = signed(pair.difference) if protocol == "paper" and pair.difference is not None else ""
+    difference = (
+        signed(pair.difference) if protocol == "paper" and pair.difference is not None else ""
+    )
     mark = "↑" if pair.lower_is_better else "↓"
-    return Entry(str(pair.ours), (choice and row.choice) or difference, mark if pair.shortfall else "")
+    return Entry(
+        str(pair.ours), (choice and row.choice) or difference, mark if pair.shortfall else ""
+    )
 
 
 def _sent(rows: Mapping[str, Row]) -> list[Entry]:
@@ -253,7 +313,11 @@ def _sent(rows: Mapping[str, Row]) -> list[Entry]:
     paper = Entry(sent.paper or EMPTY_CELL)
     if sent.ours is None:
         return [paper, Entry(EMPTY_CELL), Entry(EMPTY_CELL)]
-    wire = Entry(mean_power_of_ten([sent.parameters]), size(sent.bytes)) if sent.parameters else Entry("0")
+    wire = (
+        Entry(mean_power_of_ten([sent.parameters]), size(sent.bytes))
+        if sent.parameters
+        else Entry("0")
+    )
     return [paper, Entry(sent.ours + ("" if sent.agrees else " ≠")), wire]
 
 

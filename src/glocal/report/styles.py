@@ -38,7 +38,9 @@ class BarStyle(NamedTuple):
 
 def nth_line_style(place: int) -> LineStyle:
     """No two alike among the first 280: the cycles' lengths have no common factor."""
-    return LineStyle(COLOURS[place % len(COLOURS)], _DASHES[place % len(_DASHES)], MARKERS[place % len(MARKERS)])
+    return LineStyle(
+        COLOURS[place % len(COLOURS)], _DASHES[place % len(_DASHES)], MARKERS[place % len(MARKERS)]
+    )
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -48,9 +50,15 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
 
 def line_sample(line_style: LineStyle) -> str:
     """A piece of a case's line, with its marker."""
-    dash = f' stroke-dasharray="{" ".join(f"{length:g}" for length in line_style.dash)}"' if line_style.dash else ""
+    dash = (
+        f' stroke-dasharray="{" ".join(f"{length:g}" for length in line_style.dash)}"'
+        if line_style.dash
+        else ""
+    )
     line = f'<path d="M0 6H30" fill="none" stroke="{line_style.colour}" stroke-width="2"{dash}/>'
-    return _sample(f'{line}<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" fill="{line_style.colour}"/>')
+    return _sample(
+        f'{line}<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" fill="{line_style.colour}"/>'
+    )
 
 
 def hollow_sample(line_style: LineStyle) -> str:
@@ -63,7 +71,11 @@ def hollow_sample(line_style: LineStyle) -> str:
 def bar_sample(hatching: BarStyle) -> str:
     """A piece of a bar."""
     bar = f'<path d="M0 0h30v12H0z" fill="{hatching.colour}"/>'
-    strokes = f'<path d="{hatching.strokes}" stroke="var(--card)" stroke-width="1.2" fill="none"/>' if hatching.strokes else ""
+    strokes = (
+        f'<path d="{hatching.strokes}" stroke="var(--card)" stroke-width="1.2" fill="none"/>'
+        if hatching.strokes
+        else ""
+    )
     return _sample(bar + strokes)
 
 

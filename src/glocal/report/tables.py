@@ -7,7 +7,13 @@ from statistics import fmean
 from typing import NamedTuple
 
 from glocal.core.files import Json
-from glocal.report.formatting import PERCENT, mean_count, mean_power_of_ten, mean_size, mean_std_percent
+from glocal.report.formatting import (
+    PERCENT,
+    mean_count,
+    mean_power_of_ten,
+    mean_size,
+    mean_std_percent,
+)
 from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.styles import line_sample
 
@@ -25,7 +31,10 @@ class Column(NamedTuple):
 _COLUMNS = (
     Column("Local Test, %", "mean", ("local_test", "mean"), mean_std_percent, max),
     Column("Local Test, %", "worst tenth", ("local_test", "worst_tenth"), mean_std_percent, max),
-    *(Column("New Test, %", way, ("new_test", way), mean_std_percent, max) for way in ("logits", "votes", "weights")),
+    *(
+        Column("New Test, %", way, ("new_test", way), mean_std_percent, max)
+        for way in ("logits", "votes", "weights")
+    ),
     Column("Sent", "bytes", ("ledger", "total", "bytes"), mean_size, min),
     Column("Sent", "paper’s count", ("ledger", "paper", "parameters"), mean_power_of_ten, min),
     Column("Devices", "never sampled", ("never_sampled",), mean_count, min),
@@ -42,7 +51,10 @@ def results_table(run: RunData) -> str:
 def results_note(run: RunData) -> str:
     """What the columns of the results mean."""
     seeds, select = run.settings.plan.seeds, run.settings.run.select
-    when = {"last": "after its last round", "best": "at the round that was best on validation data"}.get(select, select)
+    when = {
+        "last": "after its last round",
+        "best": "at the round that was best on validation data",
+    }.get(select, select)
     spread = f"± is the standard deviation over {seeds} seeds. " if seeds > 1 else ""
     those = " Tested are the devices that were there at the end." if run.settings.groups else ""
     return (
@@ -60,14 +72,18 @@ def client_table(record: ExperimentRecord) -> str:
     result = record.results[0]
     heads = ("Device", "Train", "Val", "Test", "Sampled", "Local Test, %")
     head = "".join(f'<th scope="col">{words}</th>' for words in heads)
-    table = boxed_table(f"<tr>{head}</tr>", map(_client_row, result["clients"]), f"Devices of {record.name}")
+    table = boxed_table(
+        f"<tr>{head}</tr>", map(_client_row, result["clients"]), f"Devices of {record.name}"
+    )
     summary = f'{line_sample(record.line_style)}{escape(record.name)} <span class="note">seed {result["seed"]}</span>'
     return f"<details><summary>{summary}</summary>\n{table}</details>"
 
 
 def scrolling(inner: str, label: str) -> str:
     """A box that scrolls by itself, also by keyboard."""
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{inner}</div>'
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}">{inner}</div>'
+    )
 
 
 def boxed_table(head: str, rows: Iterable[str], label: str) -> str:
@@ -80,7 +96,9 @@ def grouped_head(names: Iterable[str], columns: Sequence[tuple[str, str]]) -> st
     """Two rows: columns of words and groups of columns, each with its head, then the columns' own heads."""
     groups = [(group, len(list(same))) for group, same in groupby(group for group, _ in columns)]
     words = "".join(f'<th rowspan="2" scope="col" class="name">{name}</th>' for name in names)
-    upper = "".join(f'<th colspan="{width}" scope="colgroup">{group}</th>' for group, width in groups)
+    upper = "".join(
+        f'<th colspan="{width}" scope="colgroup">{group}</th>' for group, width in groups
+    )
     lower = "".join(f'<th scope="col">{head}</th>' for _, head in columns)
     return f"<tr>{words}{upper}</tr>\n<tr>{lower}</tr>"
 
@@ -91,15 +109,23 @@ def _results_head() -> str:
 
 def _best(run: RunData, column: Column) -> str | None:
     """The best value as it is written; None where there is nothing to compare."""
-    means = [fmean(values) for record in run.records if (values := record.measured(*column.address))]
+    means = [
+        fmean(values) for record in run.records if (values := record.measured(*column.address))
+    ]
     written = {column.write([mean]) for mean in means}
     return column.write([column.best(means)]) if len(written) > 1 else None
 
 
 def _result_row(run: RunData, record: ExperimentRecord, best: Sequence[str | None]) -> str:
     experiment, name = record.experiment, escape(record.name)
-    start_from = f'<span class="small">after {escape(experiment.start_from)}, round {run.plan(record).first_round}</span>' if experiment.start_from else ""
-    progress = "" if record.finished else f'<span class="small">unfinished, {run.progress(record)}</span>'
+    start_from = (
+        f'<span class="small">after {escape(experiment.start_from)}, round {run.plan(record).first_round}</span>'
+        if experiment.start_from
+        else ""
+    )
+    progress = (
+        "" if record.finished else f'<span class="small">unfinished, {run.progress(record)}</span>'
+    )
     head = f'{line_sample(record.line_style)}<span class="long" title="{name}">{name}</span>{start_from}{progress}'
     cells = "".join(_cell(record, column, top) for column, top in zip(_COLUMNS, best, strict=True))
     return f'<tr><th scope="row" class="name">{head}</th><td class="name">{escape(experiment.algorithm)}</td>{cells}</tr>'
@@ -110,10 +136,16 @@ def _cell(record: ExperimentRecord, column: Column, best: str | None) -> str:
     if not values:
         return "<td>–</td>"
     written = column.write(values)
-    return f"<td><strong>{written}</strong></td>" if column.write([fmean(values)]) == best else f"<td>{written}</td>"
+    return (
+        f"<td><strong>{written}</strong></td>"
+        if column.write([fmean(values)]) == best
+        else f"<td>{written}</td>"
+    )
 
 
 def _client_row(device: Json) -> str:
     accuracy = "–" if device["local_test"] is None else f"{PERCENT * device['local_test']:.1f}"
-    cells = "".join(f"<td>{device[column]}</td>" for column in ("train", "val", "test", "times_sampled"))
+    cells = "".join(
+        f"<td>{device[column]}</td>" for column in ("train", "val", "test", "times_sampled")
+    )
     return f'<tr><th scope="row">{device["client"]}</th>{cells}<td>{accuracy}</td></tr>'

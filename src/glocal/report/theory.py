@@ -8,7 +8,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.evaluate.theory import LinearProblem, Trials, finite_sample_closed_form, run_trials, uniform_inputs
+from glocal.evaluate.theory import (
+    LinearProblem,
+    Trials,
+    finite_sample_closed_form,
+    run_trials,
+    uniform_inputs,
+)
 from glocal.report.drawing import colour_theme, new_axes, new_figure, picture_kind, save_picture
 from glocal.report.formatting import PERCENT
 from glocal.report.styles import COLOURS, LineStyle
@@ -16,7 +22,10 @@ from glocal.report.styles import COLOURS, LineStyle
 _LINE, _MARKED = np.linspace(0, 1, 201), slice(None, None, 40)
 _TRIALS_STYLE = LineStyle(COLOURS[0], (), "o")
 # the paper's text has a deviation of 1.5, its released code squares that
-_NOISES = {"σ = 1.5 (text)": (1.5, _TRIALS_STYLE), "σ = 2.25 (released code)": (2.25, LineStyle(COLOURS[1], (6, 2), "s"))}
+_NOISES = {
+    "σ = 1.5 (text)": (1.5, _TRIALS_STYLE),
+    "σ = 2.25 (released code)": (2.25, LineStyle(COLOURS[1], (6, 2), "s")),
+}
 # the paper's Figure 2(a) and (b), then its appendix's four
 _PANELS = (
     ("Figure 2(a): ρ = 0.1", 0.1),
@@ -42,7 +51,14 @@ def draw_mixture(result: TheoryResult, path: Path) -> Path:
         _curve(axes, result, _TRIALS_STYLE, label="closed form")
         _say_best(axes, finite_sample_closed_form(result.problem).best_alpha())
         if result.trials is not None:
-            axes.plot([], [], _TRIALS_STYLE.marker, color=_TRIALS_STYLE.colour, markersize=4.5, label="trials ± one standard deviation")
+            axes.plot(
+                [],
+                [],
+                _TRIALS_STYLE.marker,
+                color=_TRIALS_STYLE.colour,
+                markersize=4.5,
+                label="trials ± one standard deviation",
+            )
         axes.set(xlabel="α, from all shared (0) to all local (1)", ylabel="error", ylim=(0, None))
         return _written(figure, path)
 
@@ -54,7 +70,9 @@ def draw_theory(path: Path, *, repeats: int = 10, seed: int = 0) -> Path:
         (rho, noise): TheoryResult(problem, run_trials(problem, repeats=repeats, seed=seed))
         for rho in sorted({rho for _, rho in _PANELS})
         for noise, (sigma, _) in _NOISES.items()
-        for problem in [LinearProblem(uniform_inputs(20), clients=100, n=2000, rho=rho, sigma=sigma)]
+        for problem in [
+            LinearProblem(uniform_inputs(20), clients=100, n=2000, rho=rho, sigma=sigma)
+        ]
     }
     with colour_theme("#1c2126", "#ffffff"):
         return _written(_six_panels(result), path)
@@ -68,7 +86,14 @@ def _six_panels(result: Mapping[tuple[float, str], TheoryResult]) -> Figure:
         for noise, (_, line_style) in _NOISES.items():
             _curve(axes, result[rho, noise], line_style, label=noise)
             best = finite_sample_closed_form(result[rho, noise].problem)
-            axes.vlines(best.best_alpha(), 0, best.best_error(), color=line_style.colour, linestyle=(0, (2, 2)), linewidth=1)
+            axes.vlines(
+                best.best_alpha(),
+                0,
+                best.best_error(),
+                color=line_style.colour,
+                linestyle=(0, (2, 2)),
+                linewidth=1,
+            )
         axes.set_title(title, fontsize=10, loc="left")
         axes.set(ylim=(0, None))
     for axes in panels[:, 0]:
@@ -81,25 +106,62 @@ def _six_panels(result: Mapping[tuple[float, str], TheoryResult]) -> Figure:
 def _curve(axes: Axes, result: TheoryResult, line_style: LineStyle, *, label: str) -> None:
     """The closed form as a line; the trials' means as marks, in a band of one standard deviation over trials to either side."""
     dashes = (0, line_style.dash) if line_style.dash else "solid"
-    axes.plot(_LINE, finite_sample_closed_form(result.problem).mixture_error(_LINE), color=line_style.colour, linestyle=dashes, linewidth=1.8, label=label)
+    axes.plot(
+        _LINE,
+        finite_sample_closed_form(result.problem).mixture_error(_LINE),
+        color=line_style.colour,
+        linestyle=dashes,
+        linewidth=1.8,
+        label=label,
+    )
     if result.trials is None:
         return
     errors = np.stack([result.trials.mixture_errors(alpha) for alpha in _LINE])
     mean, deviation = errors.mean(1), errors.std(1, ddof=1)
-    axes.fill_between(_LINE, mean - deviation, mean + deviation, color=line_style.colour, alpha=0.28, linewidth=0)
-    axes.plot(_LINE[_MARKED], mean[_MARKED], line_style.marker, color=line_style.colour, markersize=4.5, linestyle="none")
+    axes.fill_between(
+        _LINE, mean - deviation, mean + deviation, color=line_style.colour, alpha=0.28, linewidth=0
+    )
+    axes.plot(
+        _LINE[_MARKED],
+        mean[_MARKED],
+        line_style.marker,
+        color=line_style.colour,
+        markersize=4.5,
+        linestyle="none",
+    )
 
 
 def _say_best(axes: Axes, alpha: float) -> None:
     """A dotted line where the closed form is lowest; its words stand at the top, on the side with more room."""
     axes.axvline(alpha, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1)
     words = f"α* = {alpha:.2f}: keep {PERCENT * alpha:.0f} % local"
-    side: dict[str, Any] = {"ha": "left", "xytext": (4, -2)} if alpha < 0.5 else {"ha": "right", "xytext": (-4, -2)}
-    axes.annotate(words, (alpha, 1), **side, xycoords=("data", "axes fraction"), textcoords="offset points", va="top", fontsize=9)
+    side: dict[str, Any] = (
+        {"ha": "left", "xytext": (4, -2)} if alpha < 0.5 else {"ha": "right", "xytext": (-4, -2)}
+    )
+    axes.annotate(
+        words,
+        (alpha, 1),
+        **side,
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        va="top",
+        fontsize=9,
+    )
 
 
 def _written(figure: Figure, path: Path) -> Path:
     """A figure as a file, with its legend below."""
-    entries = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend([*entries.values()], [*entries], loc="outside lower center", ncols=2, frameon=False, columnspacing=1.2)
+    entries = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        [*entries.values()],
+        [*entries],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        columnspacing=1.2,
+    )
     return save_picture(figure, path)

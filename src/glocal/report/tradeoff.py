@@ -14,7 +14,9 @@ from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.studies.findings import Findings
 from glocal.studies.study import MEASURES, Measurement
 
-_EXPERIMENT_NAME = re.compile(r"LG \+ Adv, code (?P<width>\d+), strength (?P<strength>\d+(\.\d+)?(e[+-]?\d+)?)")
+_EXPERIMENT_NAME = re.compile(
+    r"LG \+ Adv, code (?P<width>\d+), strength (?P<strength>\d+(\.\d+)?(e[+-]?\d+)?)"
+)
 _CHANCE_AUC = 50.0
 # where a line's numbers stand: lines rise to the right, so first on either side of that, then on either side of a steep one
 _SIDES: tuple[dict[str, Any], ...] = (
@@ -41,7 +43,11 @@ TradeoffLines = dict[int, dict[float, Point]]  # by width of the code, then by s
 
 def draw_tradeoff(findings: Findings) -> Drawing | None:
     """One line for each width of the code through its strengths; one panel for each part, or for all if no width comes twice."""
-    parts = {findings.study.parts[name].title: lines for name in findings.parts if (lines := _lines(findings, name))}
+    parts = {
+        findings.study.parts[name].title: lines
+        for name in findings.parts
+        if (lines := _lines(findings, name))
+    }
     if not parts:
         return None
     widths = sorted({width for lines in parts.values() for width in lines})
@@ -64,7 +70,12 @@ def _lines(findings: Findings, part: str) -> TradeoffLines:
     lines: TradeoffLines = {}
     for experiment in findings.parts[part]["experiments"]:
         if named := _EXPERIMENT_NAME.fullmatch(experiment):
-            point = Point(*(findings.values(Measurement(part, experiment, measure)) for measure in ("fresh", "local")))
+            point = Point(
+                *(
+                    findings.values(Measurement(part, experiment, measure))
+                    for measure in ("fresh", "local")
+                )
+            )
             if all(point):
                 lines.setdefault(int(named["width"]), {})[float(named["strength"])] = point
     return {width: dict(sorted(points.items())) for width, points in sorted(lines.items())}
@@ -74,8 +85,17 @@ def _panel(axes: Axes, lines: TradeoffLines, looks: Mapping[int, LineStyle]) -> 
     for width, points in lines.items():
         _line(axes, points, looks[width], label=_words(width))
         _numbers(axes, points, looks[width], _SIDES[[*looks].index(width) % len(_SIDES)])
-    axes.axvline(_CHANCE_AUC, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1)
-    axes.annotate("guessing", (_CHANCE_AUC, 0), (3, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8)
+    axes.axvline(
+        _CHANCE_AUC, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1
+    )
+    axes.annotate(
+        "guessing",
+        (_CHANCE_AUC, 0),
+        (3, 3),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        fontsize=8,
+    )
     axes.margins(0.08, 0.16)
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
 
@@ -84,16 +104,42 @@ def _line(axes: Axes, points: Mapping[float, Point], line_style: LineStyle, *, l
     """Means over seeds, with faint whiskers."""
     for point in points.values():
         across, up = map(_deviation, point)
-        axes.errorbar(*point.means(), up, across, fmt="none", ecolor=line_style.colour, elinewidth=1, alpha=0.35)
+        axes.errorbar(
+            *point.means(),
+            up,
+            across,
+            fmt="none",
+            ecolor=line_style.colour,
+            elinewidth=1,
+            alpha=0.35,
+        )
     read, accuracy = zip(*(point.means() for point in points.values()), strict=True)
     dashes = (0, line_style.dash) if line_style.dash else "solid"
-    axes.plot(read, accuracy, line_style.marker, color=line_style.colour, linestyle=dashes, linewidth=1.8, markersize=5.5, label=label)
+    axes.plot(
+        read,
+        accuracy,
+        line_style.marker,
+        color=line_style.colour,
+        linestyle=dashes,
+        linewidth=1.8,
+        markersize=5.5,
+        label=label,
+    )
 
 
-def _numbers(axes: Axes, points: Mapping[float, Point], line_style: LineStyle, side: dict[str, Any]) -> None:
+def _numbers(
+    axes: Axes, points: Mapping[float, Point], line_style: LineStyle, side: dict[str, Any]
+) -> None:
     """Each strength beside its mark."""
     for strength, point in points.items():
-        axes.annotate(f"{strength:g}", point.means(), **side, textcoords="offset points", fontsize=8.5, color=line_style.colour)
+        axes.annotate(
+            f"{strength:g}",
+            point.means(),
+            **side,
+            textcoords="offset points",
+            fontsize=8.5,
+            color=line_style.colour,
+        )
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -106,7 +152,11 @@ def _words(width: int) -> str:
 
 def _caption(findings: Findings) -> str:
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
-    spread = "Marks are means over seeds, whiskers reach one standard deviation to either side." if many else "One seed was run."
+    spread = (
+        "Marks are means over seeds, whiskers reach one standard deviation to either side."
+        if many
+        else "One seed was run."
+    )
     return (
         "What it costs to hide protected attributes. To the left less is given away, up is better; numbers are strengths of the "
         "adversary. What is read is the AUC of the best of all attackers that were trained afterwards, over all attributes and "

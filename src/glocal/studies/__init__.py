@@ -5,4 +5,13 @@ from glocal.studies.models import lenet5, mlp
 from glocal.studies.run import StudyEvent, run_study
 from glocal.studies.settings import Settings, from_toml, with_overrides
 
-__all__ = ["STUDIES", "Settings", "StudyEvent", "from_toml", "lenet5", "mlp", "run_study", "with_overrides"]
+__all__ = [
+    "STUDIES",
+    "Settings",
+    "StudyEvent",
+    "from_toml",
+    "lenet5",
+    "mlp",
+    "run_study",
+    "with_overrides",
+]

@@ -24,7 +24,15 @@ from glocal.core.modules import feature_extractor, predictor
 from glocal.core.store import State
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
-from glocal.evaluate.leakage import AttackData, Floats, Labels, Scorer, auc, best_auc, train_attackers
+from glocal.evaluate.leakage import (
+    AttackData,
+    Floats,
+    Labels,
+    Scorer,
+    auc,
+    best_auc,
+    train_attackers,
+)
 from glocal.federate.fitting import Case
 from glocal.federate.result import Result
 from glocal.personalize.representations.auxiliary import without_prefix
@@ -50,36 +58,69 @@ class AuditedClient(NamedTuple):
     test: Examples
 
 
-def require_audit(settings: AuditSettings, case: Case, federation: FederatedData) -> None:
+def require_audit(settings: AuditSettings, experiment: Case, federation: FederatedData) -> None:
     """Refuse an audit of data without attributes, and of a module that is not there."""
     group = federation.train.examples.group
     if group is None or not bool(((group == 0) | (group == 1)).all()):
-        raise InputError("audit: it needs protected attributes of 0 or 1 as the group of every example, and these data have none")
-    feature_extractor(case.model, settings.layer)
+        raise InputError(
+            "audit: it needs protected attributes of 0 or 1 as the group of every example, and these data have none"
+        )
+    feature_extractor(experiment.model, settings.layer)
 
 
-def audit_experiment(case: Case, results: Sequence[Result], settings: AuditSettings, critic: nn.Module | None = None) -> list[Json]:
+def audit_experiment(
+    experiment: Case,
+    results: Sequence[Result],
+    settings: AuditSettings,
+    critic: nn.Module | None = None,
+) -> list[Json]:
     """For each seed: income and the like as AUC, and for each attribute what the joint adversary and fresh attackers read.
 
     "validation" tells the same of validation data, of which nobody has learnt; a study may choose by it.
     """
-    return [_audit(case, result, fed, settings, critic) for result, fed in zip(results, case.federations, strict=True)]
+    return [
+        _audit(experiment, result, fed, settings, critic)
+        for result, fed in zip(results, experiment.federations, strict=True)
+    ]
 
 
-def _audit(case: Case, result: Result, fed: FederatedData, settings: AuditSettings, critic: nn.Module | None) -> Json:
-    devices = audited_clients(case.algorithm, result.state, fed)
-    encode = Encoder(case.model, settings.layer)
-    attributes = range(protected_attributes(devices[0].train).shape[1])
-    found = [_attack(encode, devices, attribute, settings, result.plan.seed) for attribute in attributes]
-    joint = [_joint_adversary_auc(encode, devices, attribute, critic) for attribute in attributes]
+def _audit(
+    experiment: Case,
+    result: Result,
+    fed: FederatedData,
+    settings: AuditSettings,
+    critic: nn.Module | None,
+) -> Json:
+    clients = audited_clients(experiment.algorithm, result.state, fed)
+    encode = Encoder(experiment.model, settings.layer)
+    attributes = range(protected_attributes(clients[0].train).shape[1])
+    found = [
+        _attack(encode, clients, attribute, settings, result.plan.seed) for attribute in attributes
+    ]
+    joint = [_joint_adversary_auc(encode, clients, attribute, critic) for attribute in attributes]
     return {
-        "accuracy": float(np.concatenate([_correct(case.model, device.params, device.test) for device in devices]).mean()),
-        "auc": _mean([_task_auc(case.model, device.params, device.test) for device in devices]),
-        "attributes": [{**fresh, "joint": along} for fresh, along in zip(found, joint, strict=True)],
+        "accuracy": float(
+            np.concatenate(
+                [_correct(experiment.model, device.params, device.test) for device in clients]
+            ).mean()
+        ),
+        "auc": _mean(
+            [_task_auc(experiment.model, device.params, device.test) for device in clients]
+        ),
+        "attributes": [
+            {**fresh, "joint": along} for fresh, along in zip(found, joint, strict=True)
+        ],
         "validation": {
-            "auc": _mean([_task_auc(case.model, device.params, device.validation) for device in devices]),
+            "auc": _mean(
+                [
+                    _task_auc(experiment.model, device.params, device.validation)
+                    for device in clients
+                ]
+            ),
             # one device's people there are too few to judge the best of three attackers by
-            "leak": max(filter(None, (each["validation"]["pooled"] for each in found)), default=None),
+            "leak": max(
+                filter(None, (each["validation"]["pooled"] for each in found)), default=None
+            ),
         },
     }
 
@@ -89,7 +130,10 @@ def audited_clients(algorithm: Algorithm, state: State, fed: FederatedData) -> l
     cpu = torch.device("cpu")
     parts = (fed.train, fed.val, fed.test)
     return [
-        AuditedClient(trees.to(_params(algorithm, state, number), cpu), *(part.of(number).to(cpu) for part in parts))
+        AuditedClient(
+            trees.to(_params(algorithm, state, number), cpu),
+            *(part.of(number).to(cpu) for part in parts),
+        )
         for number in range(fed.num_clients)
     ]
 
@@ -125,48 +169,81 @@ class TrainedAttackers(NamedTuple):
     strong: list[dict[str, Scorer]]
 
 
-def train_all_attackers(encode: Encoder, devices: Sequence[AuditedClient], attribute: int, *, encoders: int, seed: int) -> TrainedAttackers:
+def train_all_attackers(
+    encode: Encoder, clients: Sequence[AuditedClient], attribute: int, *, encoders: int, seed: int
+) -> TrainedAttackers:
     """Attackers that have learnt from training data, frozen and without noise."""
-    trainable = [encode.observe(device.params, device.train, attribute) for device in devices]
+    trainable = [encode.observe(device.params, device.train, attribute) for device in clients]
     return TrainedAttackers(
         [train_attackers(train, seed=seed) for train in trainable],
         train_attackers(pool(trainable), seed=seed),
-        [_transfer_attackers(encode, devices, number, attribute, seed) for number in range(min(encoders, len(devices)))],
+        [
+            _transfer_attackers(encode, clients, number, attribute, seed)
+            for number in range(min(encoders, len(clients)))
+        ],
     )
 
 
-def _attack(encode: Encoder, devices: Sequence[AuditedClient], attribute: int, settings: AuditSettings, seed: int) -> Json:
+def _attack(
+    encode: Encoder,
+    clients: Sequence[AuditedClient],
+    attribute: int,
+    settings: AuditSettings,
+    seed: int,
+) -> Json:
     """The AUC of the best fresh attacker, by what it knows."""
-    own_rows, pooled, strong = train_all_attackers(encode, devices, attribute, encoders=settings.encoders, seed=seed)
-    validations, tests = ([encode.observe(d.params, getattr(d, of), attribute) for d in devices] for of in ("validation", "test"))
+    own_rows, pooled, strong = train_all_attackers(
+        encode, clients, attribute, encoders=settings.encoders, seed=seed
+    )
+    validations, tests = (
+        [encode.observe(d.params, getattr(d, of), attribute) for d in clients]
+        for of in ("validation", "test")
+    )
 
     def read(tested: Sequence[AttackData]) -> Json:
         return {
-            "own": _mean([best_auc(guesses, seen) for guesses, seen in zip(own_rows, tested, strict=True)]),
+            "own": _mean(
+                [best_auc(guesses, seen) for guesses, seen in zip(own_rows, tested, strict=True)]
+            ),
             "pooled": best_auc(pooled, pool(tested)),
-            "strong": _mean([best_auc(guesses, seen) for guesses, seen in zip(strong, tested[: len(strong)], strict=True)]),
+            "strong": _mean(
+                [
+                    best_auc(guesses, seen)
+                    for guesses, seen in zip(strong, tested[: len(strong)], strict=True)
+                ]
+            ),
         }
 
     return {**read(tests), "validation": read(validations)}
 
 
-def _transfer_attackers(encode: Encoder, devices: Sequence[AuditedClient], number: int, attribute: int, seed: int) -> dict[str, Scorer]:
+def _transfer_attackers(
+    encode: Encoder, clients: Sequence[AuditedClient], number: int, attribute: int, seed: int
+) -> dict[str, Scorer]:
     """Attackers who have one device's encoder, and have learnt from everybody else's people."""
-    one = devices[number]
-    others = [encode.observe(one.params, each.train, attribute) for each in devices if each is not one]
+    one = clients[number]
+    others = [
+        encode.observe(one.params, each.train, attribute) for each in clients if each is not one
+    ]
     return train_attackers(pool(others), seed=seed) if others else {}
 
 
-def _joint_adversary_auc(encode: Encoder, devices: Sequence[AuditedClient], attribute: int, critic: nn.Module | None) -> float | None:
+def _joint_adversary_auc(
+    encode: Encoder, clients: Sequence[AuditedClient], attribute: int, critic: nn.Module | None
+) -> float | None:
     """The AUC of the adversary that was trained along, if there was one; the mean over devices."""
-    if critic is None or not without_prefix("adversary", devices[0].params):
+    if critic is None or not without_prefix("adversary", clients[0].params):
         return None
     attack, found = predictor(critic), []
-    for device in devices:
+    for device in clients:
         h = torch.from_numpy(encode(device.params, device.test)).float()
         with torch.no_grad():
-            guess = attack(without_prefix("adversary", device.params), h, torch.ones(len(h), dtype=torch.bool))[:, attribute]
-        found.append(_auc_or_none(guess.double().numpy(), protected_attribute(device.test, attribute)))
+            guess = attack(
+                without_prefix("adversary", device.params), h, torch.ones(len(h), dtype=torch.bool)
+            )[:, attribute]
+        found.append(
+            _auc_or_none(guess.double().numpy(), protected_attribute(device.test, attribute))
+        )
     return _mean(found)
 
 
@@ -206,7 +283,9 @@ def protected_attribute(examples: Examples, attribute: int) -> Labels:
 
 def pool(seen: Sequence[AttackData]) -> AttackData:
     """Everybody in one."""
-    return AttackData(np.concatenate([each.h for each in seen]), np.concatenate([each.attribute for each in seen]))
+    return AttackData(
+        np.concatenate([each.h for each in seen]), np.concatenate([each.attribute for each in seen])
+    )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -38,7 +38,14 @@ from glocal.studies.pretext import (
 )
 from glocal.studies.recurrent import mood_lstm
 from glocal.studies.restarts import restarts_of
-from glocal.studies.settings import DataSettings, ExperimentSettings, Hyperparameter, ModelSettings, OptimizerSettings, Settings
+from glocal.studies.settings import (
+    DataSettings,
+    ExperimentSettings,
+    Hyperparameter,
+    ModelSettings,
+    OptimizerSettings,
+    Settings,
+)
 from glocal.studies.user_functions import call_user_function, import_function
 from glocal.studies.vqa_settings import (
     build_vqa_net,
@@ -74,7 +81,9 @@ class Components:
         """The same with the other seeds only."""
         kept = [place for place, seed in enumerate(self.seeds) if seed not in seeds]
         if not kept:
-            raise InputError(f"settings: without is {sorted(seeds)}, and no other seed is left; leave out fewer")
+            raise InputError(
+                f"settings: without is {sorted(seeds)}, and no other seed is left; leave out fewer"
+            )
         return replace(
             self,
             seeds=tuple(self.seeds[place] for place in kept),
@@ -92,7 +101,9 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
         refuse_non_vqa_settings(settings)
         require_questions(loaded)
         asked = with_image_control(loaded, settings.data.pictures)
-        loaded = with_frozen_features(settings.model, asked, settings.run.torch_device, report=report)
+        loaded = with_frozen_features(
+            settings.model, asked, settings.run.torch_device, report=report
+        )
     elif settings.model.name != "vqa":  # which says so itself
         refuse_vqa_settings(settings)
     deals = sorted({run.data_seed for run in runs})
@@ -101,7 +112,10 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
     classes = _classes(loaded, federations[0])
     questions = loaded.questions if isinstance(loaded, Dataset) else None
     example = federations[0].train.examples.x[0]
-    models = [build_model(settings.model, example, classes, seed=seed, questions=questions) for seed in seeds]
+    models = [
+        build_model(settings.model, example, classes, seed=seed, questions=questions)
+        for seed in seeds
+    ]
     objective = _with_augmentation(cross_entropy(models[0]), settings.data, federations[0])
     params = tuple(params_of(model) for model in models)
     if questions is None:
@@ -115,7 +129,11 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
 def _classes(loaded: Loaded, federation: FederatedData) -> int:
     if isinstance(loaded, Texts):
         return MOODS
-    return loaded.classes if isinstance(loaded, Dataset) else int(federation.train.examples.y.max()) + 1
+    return (
+        loaded.classes
+        if isinstance(loaded, Dataset)
+        else int(federation.train.examples.y.max()) + 1
+    )
 
 
 def build_data(settings: DataSettings, report: datasets.ProgressCallback) -> Loaded:
@@ -132,40 +150,68 @@ def build_data(settings: DataSettings, report: datasets.ProgressCallback) -> Loa
     )
 
 
-def partition_seeds(loaded: Loaded, settings: DataSettings, seeds: Sequence[int]) -> tuple[FederatedData, ...]:
+def partition_seeds(
+    loaded: Loaded, settings: DataSettings, seeds: Sequence[int]
+) -> tuple[FederatedData, ...]:
     """The data set dealt to devices once per seed, all of one store."""
     if not isinstance(loaded, Texts):
         return tuple(partition_data(loaded, settings, seed) for seed in seeds)
     if settings.partition != "natural":
-        raise InputError(f"data: texts are dealt out person by person; let data.partition be 'natural', not '{settings.partition}'")
-    dealt = datasets.partition_texts(loaded, seeds=seeds, people=settings.keep_clients, validation=settings.validation)
-    return tuple(_with_labeled_fraction(federation, settings, seed) for federation, seed in zip(dealt, seeds, strict=True))
+        raise InputError(
+            f"data: texts are dealt out person by person; let data.partition be 'natural', not '{settings.partition}'"
+        )
+    dealt = datasets.partition_texts(
+        loaded, seeds=seeds, people=settings.keep_clients, validation=settings.validation
+    )
+    return tuple(
+        _with_labeled_fraction(federation, settings, seed)
+        for federation, seed in zip(dealt, seeds, strict=True)
+    )
 
 
 def partition_data(loaded: Loaded, settings: DataSettings, seed: int) -> FederatedData:
     """The data set dealt to devices; data that come device by device are taken as they are."""
     if isinstance(loaded, Texts):
         return partition_seeds(loaded, settings, [seed])[0]
-    return _with_labeled_fraction(_first_clients(_partition(loaded, settings, seed), settings.keep_clients), settings, seed)
+    return _with_labeled_fraction(
+        _first_clients(_partition(loaded, settings, seed), settings.keep_clients), settings, seed
+    )
 
 
-def _with_labeled_fraction(dealt: FederatedData, settings: DataSettings, seed: int) -> FederatedData:
-    return dealt if settings.labeled_fraction is None else dealt.subsample_labels(settings.labeled_fraction, seed=seed)
+def _with_labeled_fraction(
+    dealt: FederatedData, settings: DataSettings, seed: int
+) -> FederatedData:
+    return (
+        dealt
+        if settings.labeled_fraction is None
+        else dealt.subsample_labels(settings.labeled_fraction, seed=seed)
+    )
 
 
-def _partition(loaded: Dataset | FederatedData | ClientData, settings: DataSettings, seed: int) -> FederatedData:
+def _partition(
+    loaded: Dataset | FederatedData | ClientData, settings: DataSettings, seed: int
+) -> FederatedData:
     if isinstance(loaded, FederatedData):
         return loaded
     if isinstance(loaded, Dataset):
-        return datasets.partition(loaded, build_partition(settings, loaded.questions), validation=settings.validation, seed=seed)
-    return train_val_test_split(loaded, test=OWN_TEST_FRACTION, validation=settings.validation, seed=seed)
+        return datasets.partition(
+            loaded,
+            build_partition(settings, loaded.questions),
+            validation=settings.validation,
+            seed=seed,
+        )
+    return train_val_test_split(
+        loaded, test=OWN_TEST_FRACTION, validation=settings.validation, seed=seed
+    )
 
 
 def _first_clients(federation: FederatedData, count: int | None) -> FederatedData:
     if count is None:
         return federation
     if not 1 <= count <= federation.num_clients:
-        raise InputError(f"settings: data.keep_clients is {count}; it must be from 1 to {federation.num_clients}")
+        raise InputError(
+            f"settings: data.keep_clients is {count}; it must be from 1 to {federation.num_clients}"
+        )
     return federation.map_subsets(lambda part: replace(part, rows=part.rows[:count]))
 
 
@@ -174,9 +220,13 @@ def build_partition(settings: DataSettings, questions: VQAMetadata | None = None
     known: dict[str, Callable[[], Partitioner]] = {
         "iid": lambda: datasets.iid(settings.clients),
         "shards": lambda: datasets.shards(settings.clients, settings.classes_per_client),
-        "random_shards": lambda: datasets.random_shards(settings.clients, settings.classes_per_client),
+        "random_shards": lambda: datasets.random_shards(
+            settings.clients, settings.classes_per_client
+        ),
         "dirichlet": lambda: datasets.dirichlet(settings.clients, settings.alpha),
-        "question_types": lambda: datasets.question_type_shards(settings.clients, *_question_types(questions)),
+        "question_types": lambda: datasets.question_type_shards(
+            settings.clients, *_question_types(questions)
+        ),
     }
     if settings.partition == "natural":
         raise InputError(
@@ -188,100 +238,171 @@ def build_partition(settings: DataSettings, questions: VQAMetadata | None = None
 
 def _question_types(questions: VQAMetadata | None) -> tuple[IntArray, IntArray]:
     if questions is None:
-        raise InputError("data: partition 'kinds' is for questions, which are dealt by how they begin; use 'shards' or another one")
+        raise InputError(
+            "data: partition 'kinds' is for questions, which are dealt by how they begin; use 'shards' or another one"
+        )
     return questions.question_types
 
 
 def build_model(
-    settings: ModelSettings, example: Tensor, classes: int, *, seed: int, questions: VQAMetadata | None = None
+    settings: ModelSettings,
+    example: Tensor,
+    classes: int,
+    *,
+    seed: int,
+    questions: VQAMetadata | None = None,
 ) -> nn.Module:
     """The network for such examples, its weights drawn from the seed; the caller's random state is left as it was."""
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
         "softmax_mlp": lambda: softmax_mlp(example.numel(), settings.hidden, classes),
-        "coded_mlp": lambda: bottleneck_mlp(example.numel(), settings.hidden, classes, **_bottleneck_options(settings)),
+        "coded_mlp": lambda: bottleneck_mlp(
+            example.numel(), settings.hidden, classes, **_bottleneck_options(settings)
+        ),
         "lenet5": lambda: lenet5(example.shape[0], classes),
         "coded_cnn": lambda: bottleneck_cnn(example.shape, classes, bottleneck=settings.bottleneck),
         "mood_lstm": lambda: mood_lstm(classes, dropout=settings.dropout),
         "vqa": lambda: build_vqa_net(settings, questions, classes),
     }
     own = ":" in settings.name
-    make = import_function(settings.name, "model.name") if own else _pick(settings.name, known, "model.name")
+    make = (
+        import_function(settings.name, "model.name")
+        if own
+        else _pick(settings.name, known, "model.name")
+    )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(make_rng(seed, "weights").integers(2**62)))
         model = call_user_function(make, settings.name)
     if not isinstance(model, nn.Module):
-        raise InputError(f"model: {settings.name} returned {type(model).__name__}; an nn.Module was expected")
+        raise InputError(
+            f"model: {settings.name} returned {type(model).__name__}; an nn.Module was expected"
+        )
     return model
 
 
 def _bottleneck_options(settings: ModelSettings) -> dict[str, Any]:
-    return {"bottleneck": settings.bottleneck, "noise_std": settings.noise_std, "dropout": settings.dropout}
+    return {
+        "bottleneck": settings.bottleneck,
+        "noise_std": settings.noise_std,
+        "dropout": settings.dropout,
+    }
 
 
 def default_model(name: str) -> nn.Module:
     """A model by name alone, with the paper's sizes."""
-    known: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "softmax_mlp": softmax_mlp, "lenet5": lenet5, "mood_lstm": mood_lstm}
-    model = call_user_function(import_function(name, "model") if ":" in name else _pick(name, known, "model"), name)
+    known: dict[str, Callable[[], nn.Module]] = {
+        "mlp": mlp,
+        "softmax_mlp": softmax_mlp,
+        "lenet5": lenet5,
+        "mood_lstm": mood_lstm,
+    }
+    model = call_user_function(
+        import_function(name, "model") if ":" in name else _pick(name, known, "model"), name
+    )
     if not isinstance(model, nn.Module):
-        raise InputError(f"model: {name} returned {type(model).__name__}; an nn.Module was expected")
+        raise InputError(
+            f"model: {name} returned {type(model).__name__}; an nn.Module was expected"
+        )
     return model
 
 
-def build_split(settings: Settings, case: ExperimentSettings, model: nn.Module) -> Split:
+def build_split(settings: Settings, experiment: ExperimentSettings, model: nn.Module) -> Split:
     """The split as named, by the case or else by the study."""
-    named = settings.split if case.local is None and case.shared is None else case
+    named = settings.split if experiment.local is None and experiment.shared is None else experiment
     return Split.of(model, local=named.local, shared=named.shared)
 
 
-def build_pretraining(settings: Settings, case: ExperimentSettings, parts: Components) -> Pretraining | None:
+def build_pretraining(
+    settings: Settings, experiment: ExperimentSettings, parts: Components
+) -> Pretraining | None:
     """What a case's devices do before the first round, if its settings say so."""
-    if case.pretext is None or not case.pretext.pretrain_epochs:
+    if experiment.pretext is None or not experiment.pretext.pretrain_epochs:
         return None
-    algorithm = build_algorithm(settings, case, parts, before=True)
-    return Pretraining(algorithm, case.pretext.pretrain_epochs, labels=case.pretext.kind in SUPERVISED_KINDS)
+    algorithm = build_algorithm(settings, experiment, parts, before=True)
+    return Pretraining(
+        algorithm,
+        experiment.pretext.pretrain_epochs,
+        labels=experiment.pretext.kind in SUPERVISED_KINDS,
+    )
 
 
-def build_algorithm(settings: Settings, case: ExperimentSettings, parts: Components, *, before: bool = False) -> Algorithm:
+def build_algorithm(
+    settings: Settings, experiment: ExperimentSettings, parts: Components, *, before: bool = False
+) -> Algorithm:
     """An exported algorithm (or your own "module:function"), given what its signature asks for; or what comes before it."""
     exported = {name: getattr(algorithms, name) for name in algorithms.__all__}
-    own = ":" in case.algorithm
-    make = import_function(case.algorithm, "algorithm") if own else _pick(case.algorithm, exported, "algorithm")
+    own = ":" in experiment.algorithm
+    make = (
+        import_function(experiment.algorithm, "algorithm")
+        if own
+        else _pick(experiment.algorithm, exported, "algorithm")
+    )
     offered: dict[str, Callable[[], object]] = {
-        "split": lambda: build_split(settings, case, parts.model),
+        "split": lambda: build_split(settings, experiment, parts.model),
         "num_clients": lambda: parts.federations[0].num_clients,
     }
     wanted = list(inspect.signature(make).parameters.values())[2:]
-    if (case.local or case.shared) and "split" not in [parameter.name for parameter in wanted]:
+    if (experiment.local or experiment.shared) and "split" not in [
+        parameter.name for parameter in wanted
+    ]:
         raise InputError(
-            f"settings: {case.algorithm} has no split, so that its cases take neither 'local' nor 'shared'; leave them out"
+            f"settings: {experiment.algorithm} has no split, so that its cases take neither 'local' nor 'shared'; leave them out"
         )
-    given: dict[str, Any] = {parameter.name: offered[parameter.name]() for parameter in wanted if parameter.name in offered}
-    hyperparameters = _hyperparameters(case, {parameter.name: parameter for parameter in wanted if parameter.name not in offered})
-    objective, rule = parts.objective, build_optimizer(settings.optimizer, case.lr)
+    given: dict[str, Any] = {
+        parameter.name: offered[parameter.name]()
+        for parameter in wanted
+        if parameter.name in offered
+    }
+    hyperparameters = _hyperparameters(
+        experiment,
+        {parameter.name: parameter for parameter in wanted if parameter.name not in offered},
+    )
+    objective, rule = parts.objective, build_optimizer(settings.optimizer, experiment.lr)
     optimizer: Optimizer = rule
-    if case.local_lr is not None:
-        optimizer = _with_local_optimizer(rule, build_optimizer(settings.optimizer, case.local_lr), case, given.get("split"))
-    if case.pretext is not None:
-        objective, auxiliary = build_auxiliary(settings, case.pretext, parts, parts.seeds[0])
-        optimizer = with_auxiliary_optimizer(optimizer, case.pretext, auxiliary.name)
-        given |= {"split": auxiliary.local(given["split"])} if isinstance(given.get("split"), Split) else {}
-        if before and case.pretext.kind != "adversary":
+    if experiment.local_lr is not None:
+        optimizer = _with_local_optimizer(
+            rule,
+            build_optimizer(settings.optimizer, experiment.local_lr),
+            experiment,
+            given.get("split"),
+        )
+    if experiment.pretext is not None:
+        objective, auxiliary = build_auxiliary(settings, experiment.pretext, parts, parts.seeds[0])
+        optimizer = with_auxiliary_optimizer(optimizer, experiment.pretext, auxiliary.name)
+        given |= (
+            {"split": auxiliary.local(given["split"])}
+            if isinstance(given.get("split"), Split)
+            else {}
+        )
+        if before and experiment.pretext.kind != "adversary":
             local = given["split"].local if "split" in given else parts.objective.trainable
             objective = auxiliary_only(parts.objective, auxiliary, local=local)
-    made = call_user_function(partial(make, objective, optimizer, **given, **hyperparameters), case.algorithm)
+    made = call_user_function(
+        partial(make, objective, optimizer, **given, **hyperparameters), experiment.algorithm
+    )
     if not isinstance(made, Algorithm):
-        raise InputError(f"algorithm: {case.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected")
-    known: dict[str, Callable[[Algorithm], Algorithm]] = {"examples": lambda algorithm: algorithm, "equal": unweighted}
-    return _pick(settings.plan.weighting, known, "plan.weights")(made)
+        raise InputError(
+            f"algorithm: {experiment.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected"
+        )
+    known: dict[str, Callable[[Algorithm], Algorithm]] = {
+        "examples": lambda algorithm: algorithm,
+        "equal": unweighted,
+    }
+    return _pick(settings.plan.weighting, known, "plan.weighting")(made)
 
 
-def build_auxiliary(settings: Settings, pretext: PretextSettings, parts: Components, seed: int) -> tuple[Objective, Auxiliary]:
+def build_auxiliary(
+    settings: Settings, pretext: PretextSettings, parts: Components, seed: int
+) -> tuple[Objective, Auxiliary]:
     """What a case's local models learn from besides labels, and the auxiliary model of a seed."""
     if pretext.kind == "adversary" and settings.data.augment != "none":
-        raise InputError("settings: an adversary learns from the data as they are; leave datasets.augment out")
+        raise InputError(
+            "settings: an adversary learns from the data as they are; leave datasets.augment out"
+        )
     train = parts.federations[0].train
-    return build_pretext(pretext, parts.objective, parts.model, train.examples.take(train.all_rows()[:2]), seed=seed)
+    return build_pretext(
+        pretext, parts.objective, parts.model, train.examples.take(train.all_rows()[:2]), seed=seed
+    )
 
 
 def build_adversary(pretext: PretextSettings | None, parts: Components) -> nn.Module | None:
@@ -289,21 +410,44 @@ def build_adversary(pretext: PretextSettings | None, parts: Components) -> nn.Mo
     if pretext is None or pretext.kind != "adversary":
         return None
     train = parts.federations[0].train
-    return build_auxiliary_network(pretext, parts.model, train.examples.take(train.all_rows()[:2]), seed=parts.seeds[0])
+    return build_auxiliary_network(
+        pretext, parts.model, train.examples.take(train.all_rows()[:2]), seed=parts.seeds[0]
+    )
 
 
-def _hyperparameters(case: ExperimentSettings, wanted: Mapping[str, inspect.Parameter]) -> dict[str, Hyperparameter]:
+def _hyperparameters(
+    experiment: ExperimentSettings, wanted: Mapping[str, inspect.Parameter]
+) -> dict[str, Hyperparameter]:
     """The case's knobs, held against the algorithm's signature."""
-    for name, value in case.hyperparameters.items():
+    for name, value in experiment.hyperparameters.items():
         if name not in wanted:
-            known = {*wanted, "rounds", "clients_per_round", "local", "shared", "after", "start_round", "after_model", "lr", "local_lr"}
-            raise InputError(f"settings: {case.algorithm} has no knob '{name}'; {suggest_name(name, known)}")
-        if wanted[name].annotation in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise InputError(f"settings: {case.algorithm}.{name} is {value!r}; a number was expected")
+            known = {
+                *wanted,
+                "rounds",
+                "clients_per_round",
+                "local",
+                "shared",
+                "after",
+                "start_round",
+                "after_model",
+                "lr",
+                "local_lr",
+            }
+            raise InputError(
+                f"settings: {experiment.algorithm} has no knob '{name}'; {suggest_name(name, known)}"
+            )
+        if wanted[name].annotation in (int, float) and (
+            isinstance(value, bool) or not isinstance(value, int | float)
+        ):
+            raise InputError(
+                f"settings: {experiment.algorithm}.{name} is {value!r}; a number was expected"
+            )
     for name, parameter in wanted.items():
-        if parameter.default is inspect.Parameter.empty and name not in case.hyperparameters:
-            raise InputError(f"settings: {case.algorithm} needs the knob '{name}'; add it to the case")
-    return case.hyperparameters
+        if parameter.default is inspect.Parameter.empty and name not in experiment.hyperparameters:
+            raise InputError(
+                f"settings: {experiment.algorithm} needs the knob '{name}'; add it to the case"
+            )
+    return experiment.hyperparameters
 
 
 def build_optimizer(settings: OptimizerSettings, lr: float | None = None) -> SGD | Adam:
@@ -311,17 +455,23 @@ def build_optimizer(settings: OptimizerSettings, lr: float | None = None) -> SGD
     pace = settings.lr if lr is None else lr
     decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "lr_decay": settings.lr_decay}
     known: dict[str, Callable[[], SGD | Adam]] = {
-        "sgd": lambda: sgd(pace, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)),
+        "sgd": lambda: sgd(
+            pace, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)
+        ),
         "adam": lambda: adam(pace, **decays, lr_schedule=_lr_steps(settings)),
     }
-    return _pick(settings.name, known, "optimiser.name")()
+    return _pick(settings.name, known, "optimizer.name")()
 
 
-def _with_local_optimizer(main: SGD | Adam, other: SGD | Adam, case: ExperimentSettings, split: Split | None) -> Optimizer:
+def _with_local_optimizer(
+    main: SGD | Adam, other: SGD | Adam, experiment: ExperimentSettings, split: Split | None
+) -> Optimizer:
     """The local part by a rule of its own."""
     if split is None:
-        raise InputError(f"settings: {case.algorithm} has no split, so that its cases take no 'local_rate'; leave it out")
-    if case.pretext is not None:
+        raise InputError(
+            f"settings: {experiment.algorithm} has no split, so that its cases take no 'local_rate'; leave it out"
+        )
+    if experiment.pretext is not None:
         raise InputError("settings: a case has `local_rate` and `learns`; use one of the two")
     return PartitionedOptimizer(main, other, split.local)
 
@@ -330,11 +480,15 @@ def _lr_steps(settings: OptimizerSettings) -> StepLR | None:
     if settings.lr_gamma is None and settings.lr_step_size is None:
         return None
     if settings.lr_gamma is None or settings.lr_step_size is None:
-        raise InputError("settings: optimiser.shrink and shrink_every belong together, such as 0.5 and 10 rounds; give both")
+        raise InputError(
+            "settings: optimizer.lr_gamma and shrink_every belong together, such as 0.5 and 10 rounds; give both"
+        )
     return StepLR(gamma=settings.lr_gamma, step_size=settings.lr_step_size)
 
 
-def _with_augmentation(objective: Objective, settings: DataSettings, federation: FederatedData) -> Objective:
+def _with_augmentation(
+    objective: Objective, settings: DataSettings, federation: FederatedData
+) -> Objective:
     images = federation.train.examples.x
 
     def cropped() -> Objective:
@@ -343,9 +497,14 @@ def _with_augmentation(objective: Objective, settings: DataSettings, federation:
                 f"data: crop_and_flip needs images (channels, height, width); the inputs are {tuple(images.shape[1:])}"
             )
         # after normalisation a black pixel is each channel's smallest value
-        return with_augmentation(objective, datasets.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist())))
+        return with_augmentation(
+            objective, datasets.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist()))
+        )
 
-    known: dict[str, Callable[[], Objective]] = {"none": lambda: objective, "crop_and_flip": cropped}
+    known: dict[str, Callable[[], Objective]] = {
+        "none": lambda: objective,
+        "crop_and_flip": cropped,
+    }
     return _pick(settings.augment, known, "data.augment")()
 
 

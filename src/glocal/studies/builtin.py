@@ -23,7 +23,9 @@ _DIGITS = Settings(
         "FedProx": ExperimentSettings("fedprox", hyperparameters={"mu": 0.1}),
         "Local only": ExperimentSettings("local_only"),
         "MTL": ExperimentSettings("mtl", hyperparameters={"lam": 0.05}),
-        "LG-FedAvg": ExperimentSettings("lg_fedavg", rounds=40, start_from="FedAvg", start_round=100),
+        "LG-FedAvg": ExperimentSettings(
+            "lg_fedavg", rounds=40, start_from="FedAvg", start_round=100
+        ),
     },
 )
 

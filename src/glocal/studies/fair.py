@@ -50,18 +50,24 @@ _FEDAVG = ExperimentSettings("fedavg", rounds=10)
 
 def _dealt(settings: Settings, name: str, split: str) -> Settings:
     partition = "iid" if split == "iid" else "dirichlet"
-    return replace(settings, name=f"adult, {name}", data=replace(settings.data, partition=partition, alpha=3.0))
+    return replace(
+        settings, name=f"adult, {name}", data=replace(settings.data, partition=partition, alpha=3.0)
+    )
 
 
 def _paper(split: str) -> StudyPart:
     """The text's own numbers: 50 rounds of FedAvg with an adversary that only watches; 10 epochs alone, then 10 rounds, of LG."""
     watched, hidden = replace(_ADVERSARY, weight=0.0), replace(_ADVERSARY, weight=1.0)
-    cases = {
+    experiments = {
         "FedAvg": ExperimentSettings("fedavg", rounds=50, pretext=watched),
-        "LG": ExperimentSettings("lg_fedavg", rounds=10, pretext=replace(watched, pretrain_epochs=10)),
-        "LG + Adv": ExperimentSettings("lg_fedavg", rounds=10, pretext=replace(hidden, pretrain_epochs=10)),
+        "LG": ExperimentSettings(
+            "lg_fedavg", rounds=10, pretext=replace(watched, pretrain_epochs=10)
+        ),
+        "LG + Adv": ExperimentSettings(
+            "lg_fedavg", rounds=10, pretext=replace(hidden, pretrain_epochs=10)
+        ),
     }
-    settings = replace(_dealt(_PAPER, f"paper, {split}", split), experiments=cases)
+    settings = replace(_dealt(_PAPER, f"paper, {split}", split), experiments=experiments)
     return StudyPart(_title(split), "paper", settings, published("table4", _SPLITS[split]))
 
 
@@ -69,10 +75,17 @@ def _tuned(split: str) -> StudyPart:
     """A code one number wide, a stronger adversary that is ahead of what it watches, and FedAvg to start from."""
     plain = {f"LG, rounds {rounds}": _open(rounds) for rounds in (3, 10, 30)}
     hidden = {f"LG + Adv, strength {strength}": _hiding(strength) for strength in STRENGTHS}
-    cases = {"FedAvg": _FEDAVG, **plain, **hidden}
+    experiments = {"FedAvg": _FEDAVG, **plain, **hidden}
     choices = {"FedAvg": ("FedAvg",), "LG": tuple(plain), "LG + Adv": tuple(hidden)}
-    settings = replace(_dealt(_TUNED, f"tuned, {split}", split), experiments=cases)
-    return StudyPart(_title(split), "tuned", settings, published("table4", _SPLITS[split]), choices, leak_limits={"LG + Adv": LIMIT})
+    settings = replace(_dealt(_TUNED, f"tuned, {split}", split), experiments=experiments)
+    return StudyPart(
+        _title(split),
+        "tuned",
+        settings,
+        published("table4", _SPLITS[split]),
+        choices,
+        leak_limits={"LG + Adv": LIMIT},
+    )
 
 
 def _open(rounds: int) -> ExperimentSettings:
@@ -80,15 +93,24 @@ def _open(rounds: int) -> ExperimentSettings:
 
 
 def _hiding(strength: float) -> ExperimentSettings:
-    pretext = PretextSettings("adversary", layer="encoder", weight=strength, lr=0.004, other_steps=3)
+    pretext = PretextSettings(
+        "adversary", layer="encoder", weight=strength, lr=0.004, other_steps=3
+    )
     return replace(_open(30), pretext=pretext)
 
 
 def _curve(width: int) -> StudyPart:
     """What a strength and a width of the code cost, and what they hide."""
-    cases = {f"LG + Adv, code {width}, strength {strength}": _hiding(strength) for strength in (1, *STRENGTHS)}
+    experiments = {
+        f"LG + Adv, code {width}, strength {strength}": _hiding(strength)
+        for strength in (1, *STRENGTHS)
+    }
     settings = _dealt(_TUNED, f"a code {width} wide", "iid")
-    settings = replace(settings, model=replace(settings.model, bottleneck=width), experiments={"FedAvg": _FEDAVG, **cases})
+    settings = replace(
+        settings,
+        model=replace(settings.model, bottleneck=width),
+        experiments={"FedAvg": _FEDAVG, **experiments},
+    )
     return StudyPart(f"a code {width} wide, iid", "tuned", settings)
 
 
@@ -102,12 +124,18 @@ def _claims() -> tuple[Claim, ...]:
     for way in ("paper", "tuned"):
         for split in _SPLITS:
             part = f"{way}-{split}"
-            hidden, plain = (Measurement(part, case, "fresh") for case in ("LG + Adv", "LG"))
+            hidden, plain = (
+                Measurement(part, experiment, "fresh") for experiment in ("LG + Adv", "LG")
+            )
             says = f"{part}: the best fresh attacker reads less from LG + Adv than from LG"
             claims.append(Claim(says, (plain,), (hidden,)))
-            right = [Measurement(part, case, "accuracy") for case in ("LG + Adv", "FedAvg")]
+            right = [
+                Measurement(part, experiment, "accuracy") for experiment in ("LG + Adv", "FedAvg")
+            ]
             says = f"{part}: LG + Adv costs little accuracy against FedAvg"
-            claims.append(Claim(says, (right[0],), (right[1],), 4.0))  # "around 4 %", as the text says
+            claims.append(
+                Claim(says, (right[0],), (right[1],), 4.0)
+            )  # "around 4 %", as the text says
     return tuple(claims)
 
 
@@ -130,9 +158,15 @@ FAIR = Study(
         "accuracy": "Accuracy",
         "auc": "Income AUC",
         "adversary": "Adversary AUC",
-        **{f"{view}_{place}": f"{words}, {name}" for view, words in _VIEWS.items() for place, name in enumerate(("race", "sex"))},
+        **{
+            f"{view}_{place}": f"{words}, {name}"
+            for view, words in _VIEWS.items()
+            for place, name in enumerate(("race", "sex"))
+        },
     },
-    lower_is_better=frozenset({"adversary", *(f"{view}_{place}" for view in _VIEWS for place in (0, 1))}),
+    lower_is_better=frozenset(
+        {"adversary", *(f"{view}_{place}" for view in _VIEWS for place in (0, 1))}
+    ),
     protocols={
         "paper": "the hyper-parameters of the paper’s appendix, the last round tested",
         "tuned": "our own: a code one number wide, Adam, a start from FedAvg; what validation data chose stands beside a row",

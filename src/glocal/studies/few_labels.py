@@ -23,11 +23,16 @@ _FIRST = PretextSettings("decoder", layer="encoder", weight=0.0, hidden=(200,), 
 _CASES = {
     "LG": ExperimentSettings("lg_fedavg"),
     "LG + decoder": ExperimentSettings("lg_fedavg", pretext=_FIRST),
-    "LG + puzzle": ExperimentSettings("lg_fedavg", pretext=replace(_FIRST, kind="jigsaw", layer="encoder.pool2", pretrain_epochs=10)),
+    "LG + puzzle": ExperimentSettings(
+        "lg_fedavg",
+        pretext=replace(_FIRST, kind="jigsaw", layer="encoder.pool2", pretrain_epochs=10),
+    ),
 }
 _MNIST = Settings(
     name="mnist, one label in a hundred",
-    data=DataSettings(source="mnist", partition="iid", clients=20, validation=0.05, labeled_fraction=0.01),
+    data=DataSettings(
+        source="mnist", partition="iid", clients=20, validation=0.05, labeled_fraction=0.01
+    ),
     model=ModelSettings("coded_cnn"),
     split=SplitSettings(local=("encoder",)),
     optimizer=OptimizerSettings("adam", lr=0.002),
@@ -40,9 +45,13 @@ _MNIST = Settings(
 def _claims() -> tuple[Claim, ...]:
     plain = Measurement("mnist", "LG", "local")
     return tuple(
-        Claim(f"one label in a hundred: {case} is above LG on Local Test", (Measurement("mnist", case, "local"),), (plain,))
-        for case in _CASES
-        if case != "LG"
+        Claim(
+            f"one label in a hundred: {experiment} is above LG on Local Test",
+            (Measurement("mnist", experiment, "local"),),
+            (plain,),
+        )
+        for experiment in _CASES
+        if experiment != "LG"
     )
 
 

@@ -49,7 +49,11 @@ class Findings:
         experiment = self.experiment(figure.part, figure.experiment)
         values = [] if experiment is None else experiment.get(figure.measure, [])
         seeds = [] if experiment is None else seeds_of(experiment, values)
-        return {seed: _PERCENT * value for seed, value in zip(seeds, values, strict=True) if value is not None}
+        return {
+            seed: _PERCENT * value
+            for seed, value in zip(seeds, values, strict=True)
+            if value is not None
+        }
 
     def experiment(self, part: str, row: str) -> Json | None:
         """The figures of a row: its case's, or of several those of the one that was best on validation data within the limit.
@@ -57,31 +61,54 @@ class Findings:
         One that diverged in some seeds does not stand for a row if another did not. Where none is within the limit, the one that
         gives least away does.
         """
-        cases, of = self.parts.get(part, {}).get("experiments", {}), self.study.parts[part]
-        found: list[Json] = [cases[name] for name in of.candidates.get(row, (row,)) if name in cases]
-        most = max((len(case["validation"]) for case in found), default=0)
-        found = [case for case in found if len(case["validation"]) == most]
-        within = [case for case in found if row not in of.leak_limits or _leak(case) <= of.leak_limits[row]]
+        experiments, of = self.parts.get(part, {}).get("experiments", {}), self.study.parts[part]
+        found: list[Json] = [
+            experiments[name] for name in of.candidates.get(row, (row,)) if name in experiments
+        ]
+        most = max((len(experiment["validation"]) for experiment in found), default=0)
+        found = [experiment for experiment in found if len(experiment["validation"]) == most]
+        within = [
+            experiment
+            for experiment in found
+            if row not in of.leak_limits or _leak(experiment) <= of.leak_limits[row]
+        ]
         if within:
-            return max(within, key=lambda case: _mean(case["validation"]))
+            return max(within, key=lambda experiment: _mean(experiment["validation"]))
         return min(found, key=_leak, default=None)
 
     def name_of(self, part: str, row: str) -> str:
         """The case that stands for a row."""
-        found, cases = self.experiment(part, row), self.parts.get(part, {}).get("experiments", {})
-        return next((name for name, case in cases.items() if case is found), row)
+        found, experiments = (
+            self.experiment(part, row),
+            self.parts.get(part, {}).get("experiments", {}),
+        )
+        return next((name for name, experiment in experiments.items() if experiment is found), row)
 
     def verdicts(self) -> list[Verdict]:
         """Every claim of which all figures were measured."""
-        return [verdict for claim in self.study.claims if (verdict := self._verdict(claim)) is not None]
+        return [
+            verdict for claim in self.study.claims if (verdict := self._verdict(claim)) is not None
+        ]
 
     def _verdict(self, claim: Claim) -> Verdict | None:
-        figures = [(sign, self._by_seed(figure)) for sign, side in ((1, claim.more), (-1, claim.less)) for figure in side]
+        figures = [
+            (sign, self._by_seed(figure))
+            for sign, side in ((1, claim.more), (-1, claim.less))
+            for figure in side
+        ]
         seeds = sorted(set.intersection(*({*values} for _, values in figures)))
         if not seeds:
             return None
-        lead = confidence_interval([sum(sign * values[seed] for sign, values in figures) - claim.level for seed in seeds])
-        word = "holds" if lead.low > -claim.margin else "fails" if lead.high <= -claim.margin else "open"
+        lead = confidence_interval(
+            [sum(sign * values[seed] for sign, values in figures) - claim.level for seed in seeds]
+        )
+        word = (
+            "holds"
+            if lead.low > -claim.margin
+            else "fails"
+            if lead.high <= -claim.margin
+            else "open"
+        )
         return Verdict(claim, lead, word)
 
     def as_dict(self) -> Json:
@@ -89,9 +116,9 @@ class Findings:
         return {"study": self.study.name, **self.about, "parts": self.parts}
 
 
-def seeds_of(case: Json, values: Sequence[float | None]) -> list[int]:
+def seeds_of(experiment: Json, values: Sequence[float | None]) -> list[int]:
     """The seeds of some of a case's figures, one each; those from 0 on where an earlier version left them out."""
-    return list(case.get("seeds", range(len(values)))) if values else []
+    return list(experiment.get("seeds", range(len(values)))) if values else []
 
 
 def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
@@ -119,9 +146,12 @@ def read_findings(path: Path) -> Findings:
     try:
         found = _from_dict(read_json(path, dict)) if path.is_file() else _from_folder(path)
         for part in found.parts.values():
-            for case in part["experiments"].values():
+            for experiment in part["experiments"].values():
                 read = (*found.study.measures, "validation_leak", "fresh")
-                told = (*case["validation"], *(value for measure in read for value in case.get(measure, ())))
+                told = (
+                    *experiment["validation"],
+                    *(value for measure in read for value in experiment.get(measure, ())),
+                )
                 sum(value or 0.0 for value in told)  # numbers, or an error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
@@ -133,8 +163,14 @@ def read_findings(path: Path) -> Findings:
 def _from_folder(path: Path) -> Findings:
     about = read_json(path / "study.json", dict)
     study = find_study(about["study"])
-    parts = {name: found for name, part in study.parts.items() if (found := _part(part_folder(path, name), path, name, part))}
-    return Findings(study, {key: about[key] for key in ("command", "version", "machine") if key in about}, parts)
+    parts = {
+        name: found
+        for name, part in study.parts.items()
+        if (found := _part(part_folder(path, name), path, name, part))
+    }
+    return Findings(
+        study, {key: about[key] for key in ("command", "version", "machine") if key in about}, parts
+    )
 
 
 def find_study(name: str) -> Study:
@@ -152,20 +188,36 @@ def write_findings(findings: Findings, path: Path) -> None:
 def _from_dict(data: Json) -> Findings:
     study = find_study(data["study"])
     about = {key: value for key, value in data.items() if key not in ("study", "parts")}
-    return Findings(study, about, {name: part for name, part in data["parts"].items() if name in study.parts})
+    return Findings(
+        study, about, {name: part for name, part in data["parts"].items() if name in study.parts}
+    )
 
 
 def _part(folder: Path, study: Path, name: str, of: StudyPart) -> Json | None:
     """What a part has finished so far; None if nothing."""
     if not is_run(folder) or not (results := read_results(folder)):
         return None
-    seconds = sum(row.get("seconds", 0.0) for row in read_rows(study / "timing.jsonl") if row.get("part") == name)
-    cases = {case: _experiment(seeds) for case, seeds in results.items()}
+    seconds = sum(
+        row.get("seconds", 0.0)
+        for row in read_rows(study / "timing.jsonl")
+        if row.get("part") == name
+    )
+    experiments = {experiment: _experiment(seeds) for experiment, seeds in results.items()}
     if (folder / "baselines.json").exists():
-        cases |= {name: _baseline(rows) for name, rows in read_json(folder / "baselines.json", dict).items()}
+        experiments |= {
+            name: _baseline(rows)
+            for name, rows in read_json(folder / "baselines.json", dict).items()
+        }
     if of.goal:
-        cases = {case: {**figures, "course": validation_curve(folder, case)} for case, figures in cases.items()}
-    return {"seconds": round(seconds, 1), "settings": read_settings(folder).as_dict(), "experiments": cases}
+        experiments = {
+            experiment: {**figures, "course": validation_curve(folder, experiment)}
+            for experiment, figures in experiments.items()
+        }
+    return {
+        "seconds": round(seconds, 1),
+        "settings": read_settings(folder).as_dict(),
+        "experiments": experiments,
+    }
 
 
 def _experiment(results: Sequence[Json]) -> Json:
@@ -175,8 +227,13 @@ def _experiment(results: Sequence[Json]) -> Json:
         "seeds": [result["seed"] for result in results],
         "local": [_round(result["local_test"]["mean"]) for result in results],
         "worst_tenth": [_round(result["local_test"]["worst_tenth"]) for result in results],
-        **{key: [_round((result["new_test"] or {}).get(way)) for result in results] for key, way in _WAYS.items()},
-        **_new_client_metrics([result["first_round"] for result in results if "first_round" in result]),
+        **{
+            key: [_round((result["new_test"] or {}).get(way)) for result in results]
+            for key, way in _WAYS.items()
+        },
+        **_new_client_metrics(
+            [result["first_round"] for result in results if "first_round" in result]
+        ),
         **_audit_metrics([result["audit"] for result in results if "audit" in result]),
         **_ordinal_metrics([result["ordinal"] for result in results if "ordinal" in result]),
         "validation": [_round(result["validation"]["mean"]) for result in results],
@@ -207,8 +264,14 @@ def _new_client_metrics(arrivals: Sequence[Json]) -> Json:
     """What a newcomer's arrival came to, seed by seed, and what it cost; nothing if none arrived."""
     if not arrivals:
         return {}
-    scores = {key: [_round(row[key]) for row in arrivals] for key in ("existing_clients", "normal_local", "new_client", "new_client_before")}
-    return {**scores, "onboarding_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals))}
+    scores = {
+        key: [_round(row[key]) for row in arrivals]
+        for key in ("existing_clients", "normal_local", "new_client", "new_client_before")
+    }
+    return {
+        **scores,
+        "onboarding_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals)),
+    }
 
 
 def _audit_metrics(audits: Sequence[Json]) -> Json:
@@ -224,9 +287,17 @@ def _audit_metrics(audits: Sequence[Json]) -> Json:
     return {
         "accuracy": [_round(audit["accuracy"]) for audit in audits],
         "auc": [_round(audit["auc"]) for audit in audits],
-        "adversary": [_round(_aggregate_known(fmean, [each["joint"] for each in of])) for of in attributes],
-        **{f"{view}_{place}": [_round(of[place][view]) for of in attributes] for place, view in views},
-        "fresh": [_round(_aggregate_known(max, [of[place][view] for place, view in views])) for of in attributes],
+        "adversary": [
+            _round(_aggregate_known(fmean, [each["joint"] for each in of])) for of in attributes
+        ],
+        **{
+            f"{view}_{place}": [_round(of[place][view]) for of in attributes]
+            for place, view in views
+        },
+        "fresh": [
+            _round(_aggregate_known(max, [of[place][view] for place, view in views]))
+            for of in attributes
+        ],
         "validation_auc": [_round(audit["validation"]["auc"]) for audit in audits],
         "validation_leak": [_round(audit["validation"]["leak"]) for audit in audits],
     }
@@ -245,12 +316,14 @@ def _mean(values: Iterable[float | None]) -> float:
     return fmean(value or 0.0 for value in values)
 
 
-def _aggregate_known(of: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
+def _aggregate_known(
+    of: Callable[[Sequence[float]], float], values: Iterable[float | None]
+) -> float | None:
     """The mean, the largest or the like of what is known; None where nothing is."""
     known = [value for value in values if value is not None]
     return of(known) if known else None
 
 
-def _leak(case: Json) -> float:
+def _leak(experiment: Json) -> float:
     """What attackers read from a case's representations of validation data; nothing where there was no audit."""
-    return _aggregate_known(fmean, case.get("validation_leak", ())) or 0.0
+    return _aggregate_known(fmean, experiment.get("validation_leak", ())) or 0.0

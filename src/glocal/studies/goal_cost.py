@@ -22,9 +22,21 @@ class GoalCost(NamedTuple):
 
 def validation_curve(folder: Path, name: str) -> list[Json]:
     """Every validated round of a case, seed by seed, those of the case that it goes on from before its own."""
-    case = read_settings(folder).experiments[name]
-    before = [row for row in validation_curve(folder, case.start_from) if row["round"] <= (case.start_round or 0)] if case.start_from else []
-    rows = [row for row in read_rows(experiment_folder(folder, name) / "rows.jsonl") if row.get("validation") is not None]
+    experiment = read_settings(folder).experiments[name]
+    before = (
+        [
+            row
+            for row in validation_curve(folder, experiment.start_from)
+            if row["round"] <= (experiment.start_round or 0)
+        ]
+        if experiment.start_from
+        else []
+    )
+    rows = [
+        row
+        for row in read_rows(experiment_folder(folder, name) / "rows.jsonl")
+        if row.get("validation") is not None
+    ]
     return before + [
         {
             "seed": row["seed"],
@@ -44,7 +56,13 @@ def mean_over_seeds(rows: Sequence[Json]) -> list[Json]:
         by_round.setdefault(row["round"], []).append(row)
     return [
         # a mean of thousandths may come out a hair below one, and would then miss a goal of its own
-        {"round": number, **{key: round(fmean(row[key] for row in of), 9) for key in ("validation", "parameters", "bytes")}}
+        {
+            "round": number,
+            **{
+                key: round(fmean(row[key] for row in of), 9)
+                for key in ("validation", "parameters", "bytes")
+            },
+        }
         for number, of in sorted(by_round.items())
     ]
 

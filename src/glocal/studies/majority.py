@@ -27,7 +27,13 @@ def majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
     def aggregate(shared: Params, uploads: Params, weights: torch.Tensor) -> Params:
         return {name: tensor.sum(0) for name, tensor in uploads.items()}
 
-    return Algorithm("majority", lambda params: (init(params), {}), client_update, aggregate, lambda shared, _: predict(shared))
+    return Algorithm(
+        "majority",
+        lambda params: (init(params), {}),
+        client_update,
+        aggregate,
+        lambda shared, _: predict(shared),
+    )
 
 
 def own_majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
@@ -38,14 +44,22 @@ def own_majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
         return Update({}, count(work), torch.zeros((), device=work.order.device))
 
     return Algorithm(
-        "own_majority", lambda params: ({}, init(params)), client_update, lambda shared, *_: shared, lambda _, own: predict(own)
+        "own_majority",
+        lambda params: ({}, init(params)),
+        client_update,
+        lambda shared, *_: shared,
+        lambda _, own: predict(own),
     )
 
 
-def _counting(objective: Objective) -> tuple[Callable[[Params], Params], Callable[[Work], Params], Callable[[Params], Params]]:
+def _counting(
+    objective: Objective,
+) -> tuple[Callable[[Params], Params], Callable[[Work], Params], Callable[[Params], Params]]:
     """The counts before the first round, those of a device's work, and the model that predicts by them."""
     if not isinstance(objective.loss, ModelLoss):
-        raise InputError("majority: it counts labels and learns nothing; leave data.augment and learns out")
+        raise InputError(
+            "majority: it counts labels and learns nothing; leave data.augment and learns out"
+        )
     model = objective.loss.model
     params = params_of(model)
     bias = f"{last_layers(model, 1)[0]}.bias"

@@ -10,7 +10,9 @@ from glocal.core.errors import InputError
 from glocal.core.modules import GaussianNoise, make_dropout
 
 
-def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
+def mlp(
+    inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10
+) -> nn.Sequential:
     """Linear layers layer1, layer2, ... with ReLU between; the defaults are the paper's MNIST network, 633,226 parameters."""
     if not all(width >= 1 for width in hidden):
         raise InputError(f"model: the hidden widths are {list(hidden)}; each must be at least 1")
@@ -22,9 +24,15 @@ def mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes
     return nn.Sequential(OrderedDict(parts[:-1]))
 
 
-def softmax_mlp(inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10) -> nn.Sequential:
+def softmax_mlp(
+    inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10
+) -> nn.Sequential:
     """The same with a softmax at its end, as in the paper's released code: with cross entropy it is then applied twice."""
-    return nn.Sequential(OrderedDict([*mlp(inputs, hidden, classes).named_children(), ("softmax", nn.Softmax(dim=1))]))
+    return nn.Sequential(
+        OrderedDict(
+            [*mlp(inputs, hidden, classes).named_children(), ("softmax", nn.Softmax(dim=1))]
+        )
+    )
 
 
 def bottleneck_mlp(
@@ -44,11 +52,25 @@ def bottleneck_mlp(
     if width < 1:
         raise InputError(f"model: the code is {width} wide; it must be at least 1")
     inner = hidden[-1] if hidden else width
-    encoder = _with_dropout(nn.Sequential(OrderedDict([*mlp(inputs, hidden, width).named_children(), ("tanh", nn.Tanh())])), dropout)
-    head = _with_dropout(
-        nn.Sequential(OrderedDict(layer1=nn.Linear(width, inner), relu1=nn.ReLU(), layer2=nn.Linear(inner, classes))), dropout
+    encoder = _with_dropout(
+        nn.Sequential(
+            OrderedDict([*mlp(inputs, hidden, width).named_children(), ("tanh", nn.Tanh())])
+        ),
+        dropout,
     )
-    return nn.Sequential(OrderedDict[str, nn.Module](encoder=encoder, noise_std=GaussianNoise(noise_std or 0.0), head=head))
+    head = _with_dropout(
+        nn.Sequential(
+            OrderedDict(
+                layer1=nn.Linear(width, inner), relu1=nn.ReLU(), layer2=nn.Linear(inner, classes)
+            )
+        ),
+        dropout,
+    )
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](
+            encoder=encoder, noise_std=GaussianNoise(noise_std or 0.0), head=head
+        )
+    )
 
 
 def _with_dropout(layers: nn.Sequential, share: float | None) -> nn.Sequential:
@@ -57,14 +79,21 @@ def _with_dropout(layers: nn.Sequential, share: float | None) -> nn.Sequential:
         return layers
     parts: list[tuple[str, nn.Module]] = []
     for name, layer in layers.named_children():
-        parts += [(name, layer), *([(f"drop{name[-1]}", make_dropout(share))] if isinstance(layer, nn.ReLU) else [])]
+        parts += [
+            (name, layer),
+            *([(f"drop{name[-1]}", make_dropout(share))] if isinstance(layer, nn.ReLU) else []),
+        ]
     return nn.Sequential(OrderedDict(parts))
 
 
-def bottleneck_cnn(shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, bottleneck: int | None = None) -> nn.Sequential:
+def bottleneck_cnn(
+    shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, bottleneck: int | None = None
+) -> nn.Sequential:
     """An encoder of two convolutions whose code is 64 or so many numbers wide, and a head of two layers; for images."""
     if len(shape) != 3 or min(shape[1:]) < 16:
-        raise InputError(f"model: coded_cnn needs images (channels, height, width) of at least 16 x 16, not {tuple(shape)}")
+        raise InputError(
+            f"model: coded_cnn needs images (channels, height, width) of at least 16 x 16, not {tuple(shape)}"
+        )
     width = 64 if bottleneck is None else bottleneck
     height, breadth = (((side - 4) // 2 - 4) // 2 for side in shape[1:])
     encoder = OrderedDict[str, nn.Module](
@@ -78,7 +107,9 @@ def bottleneck_cnn(shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, bot
         fc=nn.Linear(16 * height * breadth, width),
         relu3=nn.ReLU(),
     )
-    head = OrderedDict[str, nn.Module](layer1=nn.Linear(width, 64), relu1=nn.ReLU(), layer2=nn.Linear(64, classes))
+    head = OrderedDict[str, nn.Module](
+        layer1=nn.Linear(width, 64), relu1=nn.ReLU(), layer2=nn.Linear(64, classes)
+    )
     return nn.Sequential(OrderedDict(encoder=nn.Sequential(encoder), head=nn.Sequential(head)))
 
 

@@ -8,22 +8,42 @@ from dataclasses import replace
 
 from glocal.federate.fitting import Options
 from glocal.studies.ordinal import OrdinalSettings
-from glocal.studies.settings import DataSettings, ExperimentSettings, ModelSettings, OptimizerSettings, PlanSettings, Settings
+from glocal.studies.settings import (
+    DataSettings,
+    ExperimentSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PlanSettings,
+    Settings,
+)
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
 PEOPLE = 14
 ROUNDS = 30
 _START = 20  # rounds of FedAvg before its head becomes local
 _SHRINK_EVERY = 10
-_LAYERS = ("words.first", "words.second", "lstm.forwards", "lstm.backwards", "head.layer1", "head.layer[23]")
+_LAYERS = (
+    "words.first",
+    "words.second",
+    "lstm.forwards",
+    "lstm.backwards",
+    "head.layer1",
+    "head.layer[23]",
+)
 # after how many layers to cut for an alpha-split: the share of parameters before and after each cut is in SHARES
 _CUTS = {".2": 1, ".4": 2, ".6": 3, ".8": 5}
 _WHOLE = 4  # layers of the encoder: words and LSTM
 _ENCODER, _HEAD = "encoder local", "head local"
 SHARES = {
-    **{f"{_ENCODER}, α = {alpha}": share for alpha, share in zip(_CUTS, (0.209, 0.418, 0.571, 0.815), strict=True)},
+    **{
+        f"{_ENCODER}, α = {alpha}": share
+        for alpha, share in zip(_CUTS, (0.209, 0.418, 0.571, 0.815), strict=True)
+    },
     f"{_ENCODER}, all of it": 0.724,
-    **{f"{_HEAD}, α = {alpha}": share for alpha, share in zip(_CUTS, (0.185, 0.429, 0.582, 0.791), strict=True)},
+    **{
+        f"{_HEAD}, α = {alpha}": share
+        for alpha, share in zip(_CUTS, (0.185, 0.429, 0.582, 0.791), strict=True)
+    },
     f"{_HEAD}, all of it": 0.276,
 }
 FINE_TUNED = "FedAvg, then head local"
@@ -46,7 +66,10 @@ def _mixes() -> dict[str, ExperimentSettings]:
     others = zip(_CUTS, reversed(_CUTS.values()), strict=True)
     cuts = {**{f"α = {alpha}": cut for alpha, cut in others}, "all of it": _WHOLE}
     last = {f"{_HEAD}, {alpha}": _LAYERS[cut:] for alpha, cut in cuts.items()}
-    return {name: ExperimentSettings("lg_fedavg", local=layers) for name, layers in {**first, **last}.items()}
+    return {
+        name: ExperimentSettings("lg_fedavg", local=layers)
+        for name, layers in {**first, **last}.items()
+    }
 
 
 def _cases() -> dict[str, ExperimentSettings]:
@@ -59,16 +82,30 @@ def _cases() -> dict[str, ExperimentSettings]:
         local=_LAYERS[_WHOLE:],
         lr=1e-3 * 2 ** (_START // _SHRINK_EVERY),  # 0.001 once it has shrunk until then
     )
-    return {"FedAvg": ExperimentSettings("fedavg"), **_mixes(), "Local only": ExperimentSettings("local_only"), FINE_TUNED: head}
+    return {
+        "FedAvg": ExperimentSettings("fedavg"),
+        **_mixes(),
+        "Local only": ExperimentSettings("local_only"),
+        FINE_TUNED: head,
+    }
 
 
 _ESSAYS = Settings(
     data=DataSettings("mood_essays", "natural", validation=0.1),
     model=ModelSettings("mood_lstm"),
     optimizer=OptimizerSettings("adam", lr=5e-3, lr_gamma=0.5, lr_step_size=_SHRINK_EVERY),
-    plan=PlanSettings(rounds=ROUNDS, clients_per_round=PEOPLE, batch_size=32, max_tokens=2000, seeds=10, restarts=5),
+    plan=PlanSettings(
+        rounds=ROUNDS,
+        clients_per_round=PEOPLE,
+        batch_size=32,
+        max_tokens=2000,
+        seeds=10,
+        restarts=5,
+    ),
     # 5 x 100 short and 2 x 100 long tasks of 10 splits x 5 tries x 14 people: few shapes
-    run=Options(select="best", save="figures", validate_every=1, checkpoint_every=1000, chunk_size=100),
+    run=Options(
+        select="best", save="figures", validate_every=1, checkpoint_every=1000, chunk_size=100
+    ),
     ordinal=OrdinalSettings(bag_of_words=True),
     experiments=_cases(),
 )
@@ -81,13 +118,18 @@ def _part(title: str, settings: Settings) -> StudyPart:
 
 
 def _few() -> StudyPart:
-    settings = replace(_ESSAYS, name="mood, 14 people", data=replace(_ESSAYS.data, keep_clients=PEOPLE))
+    settings = replace(
+        _ESSAYS, name="mood, 14 people", data=replace(_ESSAYS.data, keep_clients=PEOPLE)
+    )
     return _part(f"{PEOPLE} people with most texts", settings)
 
 
 def _all() -> StudyPart:
     """Everybody; one try on three splits, for those of ten do not fit into a GPU's memory side by side."""
-    plan, run = replace(_ESSAYS.plan, clients_per_round=182, seeds=3, restarts=1), replace(_ESSAYS.run, chunk_size=192)
+    plan, run = (
+        replace(_ESSAYS.plan, clients_per_round=182, seeds=3, restarts=1),
+        replace(_ESSAYS.run, chunk_size=192),
+    )
     return _part("all 182 people", replace(_ESSAYS, name="mood, all people", plan=plan, run=run))
 
 
@@ -95,21 +137,39 @@ def _claims() -> tuple[Claim, ...]:
     """What the paper says of its figure, and the levels that trials on these data let expect."""
     claims = []
     for part in ("14-people", "all-people"):
-        local, shared, mix = (Measurement(part, case, "accuracy") for case in ("Local only", "FedAvg", BEST))
+        local, shared, mix = (
+            Measurement(part, experiment, "accuracy")
+            for experiment in ("Local only", "FedAvg", BEST)
+        )
         claims += [
             Claim(f"{part}: the best mix is above local only", (mix,), (local,)),
             Claim(f"{part}: the best mix is above FedAvg", (mix,), (shared,)),
-            Claim(f"{part}: the best split from the start is above local only", (Measurement(part, BEST_SPLIT, "accuracy"),), (local,)),
-            Claim(f"{part}: the best split from the start is above FedAvg", (Measurement(part, BEST_SPLIT, "accuracy"),), (shared,)),
+            Claim(
+                f"{part}: the best split from the start is above local only",
+                (Measurement(part, BEST_SPLIT, "accuracy"),),
+                (local,),
+            ),
+            Claim(
+                f"{part}: the best split from the start is above FedAvg",
+                (Measurement(part, BEST_SPLIT, "accuracy"),),
+                (shared,),
+            ),
         ]
-    local, shared, mix = (Measurement("14-people", case, "accuracy") for case in ("Local only", "FedAvg", BEST))
+    local, shared, mix = (
+        Measurement("14-people", experiment, "accuracy")
+        for experiment in ("Local only", "FedAvg", BEST)
+    )
     words = Measurement("14-people", BASELINES[-1], "accuracy")
     return (
         *claims,
         Claim("14-people: local only is right in 48 % or more", (local,), (), level=48),
         Claim("14-people: FedAvg is right in more than 42 %", (shared,), (), level=42),
         Claim("14-people: the best mix is right in 56 % or more", (mix,), (), level=56),
-        Claim("14-people: the best mix is above the bag of words that knows the person", (mix,), (words,)),
+        Claim(
+            "14-people: the best mix is above the bag of words that knows the person",
+            (mix,),
+            (words,),
+        ),
     )
 
 

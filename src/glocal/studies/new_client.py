@@ -16,7 +16,15 @@ from glocal.studies.user_functions import call_user_function, import_function
 
 TEST_FRACTION = 0.3  # of data that come without a test part
 _NAMES = ("x", "y", "x_test", "y_test")
-_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, EOFError, KeyError, zipfile.BadZipFile)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    KeyError,
+    zipfile.BadZipFile,
+)
 
 
 class NewClient(NamedTuple):
@@ -38,7 +46,9 @@ def read_new_client(address: str, *, like: Tensor, classes: int, seed: int) -> N
         if labels in tensors:
             _require_labels(labels, tensors[labels], tensors[inputs], classes)
     if not len(tensors["x"]):
-        raise InputError(f"data: {address} holds no examples; a new device needs some, labelled or not")
+        raise InputError(
+            f"data: {address} holds no examples; a new device needs some, labelled or not"
+        )
     return _with_test_split(tensors, seed)
 
 
@@ -50,7 +60,9 @@ def read_inputs(address: str, *, like: Tensor) -> tuple[Tensor, Tensor | None]:
     if not len(tensors["x"]):
         raise InputError(f"data: {address} holds no inputs; give at least one")
     if "y" in tensors and tensors["y"].shape != tensors["x"].shape[:1]:
-        raise InputError(f"data: y is {tuple(tensors['y'].shape)} for {len(tensors['x'])} inputs; one label per input was expected")
+        raise InputError(
+            f"data: y is {tuple(tensors['y'].shape)} for {len(tensors['x'])} inputs; one label per input was expected"
+        )
     return tensors["x"], tensors.get("y")
 
 
@@ -62,27 +74,41 @@ def _from_file(path: Path) -> Mapping[str, Any]:
         with file:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError as error:
-        raise InputError(f"data: there is no file {path}; give an .npz file with x and y, or module:function") from error
+        raise InputError(
+            f"data: there is no file {path}; give an .npz file with x and y, or module:function"
+        ) from error
     except _UNREADABLE as error:
-        raise InputError(f"data: {path} cannot be read ({describe_error(error)}); write it with numpy.savez(path, x=..., y=...)") from error
+        raise InputError(
+            f"data: {path} cannot be read ({describe_error(error)}); write it with numpy.savez(path, x=..., y=...)"
+        ) from error
     return _by_name(arrays, str(path))
 
 
 def _from_function(address: str) -> Mapping[str, Any]:
     if ":" not in address:
-        raise InputError(f"data: the data are '{address}'; give an .npz file with x and y, or module:function")
+        raise InputError(
+            f"data: the data are '{address}'; give an .npz file with x and y, or module:function"
+        )
     made = call_user_function(import_function(address, "data"), address)
     if isinstance(made, dict):
         return _by_name(made, address)
     if isinstance(made, tuple | list) and len(made) in (2, 4):
         return _by_name(dict(zip(_NAMES[: len(made)], made, strict=True)), address)
-    raise InputError(f"data: {address} returned {type(made).__name__}; (x, y), (x, y, x_test, y_test) or a dict was expected")
+    raise InputError(
+        f"data: {address} returned {type(made).__name__}; (x, y), (x, y, x_test, y_test) or a dict was expected"
+    )
 
 
 def _by_name(arrays: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    if "x" not in arrays or not {*_NAMES} >= arrays.keys() or ("x_test" in arrays) != ("y_test" in arrays):
+    if (
+        "x" not in arrays
+        or not {*_NAMES} >= arrays.keys()
+        or ("x_test" in arrays) != ("y_test" in arrays)
+    ):
         held = ", ".join(sorted(map(str, arrays))) or "nothing"
-        raise InputError(f"data: {where} holds {held}; x and y were expected, and x_test with y_test if there is a test part")
+        raise InputError(
+            f"data: {where} holds {held}; x and y were expected, and x_test with y_test if there is a test part"
+        )
     return arrays
 
 
@@ -90,9 +116,13 @@ def _as_tensor(name: str, array: Any) -> Tensor:
     """Numbers of any byte order and layout; float64 becomes float32."""
     try:
         native = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array)
-        tensor = torch.from_numpy(np.ascontiguousarray(native, dtype=native.dtype.newbyteorder("=")))
+        tensor = torch.from_numpy(
+            np.ascontiguousarray(native, dtype=native.dtype.newbyteorder("="))
+        )
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"data: {name} cannot be read as numbers ({describe_error(error)}); give one array") from error
+        raise InputError(
+            f"data: {name} cannot be read as numbers ({describe_error(error)}); give one array"
+        ) from error
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
@@ -111,9 +141,13 @@ def _require_inputs(name: str, given: Tensor, like: Tensor) -> None:
 def _require_labels(name: str, labels: Tensor, inputs: Tensor, classes: int) -> None:
     """Refuse labels that are not one class number per input."""
     if labels.shape != inputs.shape[:1]:
-        raise InputError(f"data: {name} is {tuple(labels.shape)} for {len(inputs)} inputs; one label per input was expected")
+        raise InputError(
+            f"data: {name} is {tuple(labels.shape)} for {len(inputs)} inputs; one label per input was expected"
+        )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise InputError(f"data: {name} is {labels.dtype}; class numbers 0..{classes - 1} as whole numbers were expected")
+        raise InputError(
+            f"data: {name} is {labels.dtype}; class numbers 0..{classes - 1} as whole numbers were expected"
+        )
     wrong = labels[(labels < 0) | (labels >= classes)]
     if len(wrong):
         raise InputError(

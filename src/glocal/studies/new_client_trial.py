@@ -31,49 +31,71 @@ class NewClientSettings:
     test: int = count_field(500, maximum=MAX_EXAMPLES)
 
 
-def join_new_clients(case: Case, results: Sequence[Result], options: Options, *, new_client: NewClientSettings, join_plan: JoinPlan) -> list[Json]:
+def join_new_clients(
+    experiment: Case,
+    results: Sequence[Result],
+    options: Options,
+    *,
+    new_client: NewClientSettings,
+    join_plan: JoinPlan,
+) -> list[Json]:
     """Take a newcomer into each seed's federation as it was tested; what the old devices and the new one can do then."""
-    trainable, store = _new_client_rows(case, new_client, "train")
-    tests, test_store = _new_client_rows(case, new_client, "test")
+    trainable, store = _new_client_rows(experiment, new_client, "train")
+    tests, test_store = _new_client_rows(experiment, new_client, "test")
     seats = [
         Seat(result.plan, ClientData(store, (*fed.train.rows, rows)), result.state)
-        for result, fed, rows in zip(results, case.federations, trainable, strict=True)
+        for result, fed, rows in zip(results, experiment.federations, trainable, strict=True)
     ]
-    joined = join_many(case.algorithm, seats, join_plan, engine=options.engine_config())
-    evaluation = build_evaluation(case, options)
+    joined = join_many(experiment.algorithm, seats, join_plan, engine=options.engine_config())
+    evaluation = build_evaluation(experiment, options)
     new = [ClientData(test_store, (rows,)) for rows in tests]
     rows = [
-        _measure(evaluation, each, fed, own) | {"new_client_before": _accuracy_before(evaluation, result, own)}
-        for each, fed, own, result in zip(joined, case.federations, new, results, strict=True)
+        _measure(evaluation, each, fed, own)
+        | {"new_client_before": _accuracy_before(evaluation, result, own)}
+        for each, fed, own, result in zip(joined, experiment.federations, new, results, strict=True)
     ]
     evaluation.close()
     return rows
 
 
-def require_new_client(new_client: NewClientSettings | None, federation: FederatedData, case: str) -> None:
+def require_new_client(
+    new_client: NewClientSettings | None, federation: FederatedData, experiment: str
+) -> None:
     """Refuse a welcome without a newcomer, and a newcomer that the data are too few for."""
     if new_client is None:
-        raise InputError(f"settings: cases.{case} has a welcome, but there is no [newcomer]; add one, or leave the welcome out")
+        raise InputError(
+            f"settings: cases.{experiment} has a welcome, but there is no [newcomer]; add one, or leave the welcome out"
+        )
     for part in ("train", "test"):
         size = len(_pool_for(federation, part))
         if not 1 <= getattr(new_client, part) <= size:
-            raise InputError(f"settings: newcomer.{part} is {getattr(new_client, part)}; it must be from 1 to {size}")
+            raise InputError(
+                f"settings: newcomer.{part} is {getattr(new_client, part)}; it must be from 1 to {size}"
+            )
     if not isfinite(new_client.rotate):
-        raise InputError(f"settings: newcomer.rotate is {new_client.rotate}; a number of degrees was expected")
+        raise InputError(
+            f"settings: new_client.rotate is {new_client.rotate}; a number of degrees was expected"
+        )
     require_images(federation.train.examples.x)
 
 
-def _new_client_rows(case: Case, new_client: NewClientSettings, part: str) -> tuple[list[Rows], Examples]:
+def _new_client_rows(
+    experiment: Case, new_client: NewClientSettings, part: str
+) -> tuple[list[Rows], Examples]:
     """Each seed's newcomer's rows, and the store that holds them behind the old ones."""
-    old, count = getattr(case.federations[0], part).examples, getattr(new_client, part)
+    old, count = getattr(experiment.federations[0], part).examples, getattr(new_client, part)
     fill, stores, rows = channel_minimum(old.x), [old], []
-    for seed, federation in zip(case.seeds, case.federations, strict=True):
+    for seed, federation in zip(experiment.seeds, experiment.federations, strict=True):
         known = _pool_for(federation, part)
-        drawn = old.take(np.sort(make_rng(seed, f"newcomer, {part}").choice(known, count, replace=False)))
+        drawn = old.take(
+            np.sort(make_rng(seed, f"newcomer, {part}").choice(known, count, replace=False))
+        )
         start = sum(len(store.y) for store in stores)
         rows.append(np.arange(start, start + count, dtype=np.int64))
         stores.append(drawn._replace(x=rotate_images(drawn.x, new_client.rotate, fill)))
-    return rows, Examples(torch.cat([store.x for store in stores]), torch.cat([store.y for store in stores]))
+    return rows, Examples(
+        torch.cat([store.x for store in stores]), torch.cat([store.y for store in stores])
+    )
 
 
 def _pool_for(federation: FederatedData, part: str) -> Rows:
@@ -83,12 +105,16 @@ def _pool_for(federation: FederatedData, part: str) -> Rows:
     return np.sort(np.concatenate([federation.train.all_rows(), federation.val.all_rows()]))
 
 
-def _measure(evaluation: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData) -> Json:
+def _measure(
+    evaluation: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData
+) -> Json:
     """Normal: the ensemble of the old devices on their test data, and each on its own; rotated: the newcomer on its own."""
     old = _without_client(joined.state, joined.client)
     normal = new_test(evaluation, old, fed.test)
     local = summarize(local_test(evaluation, old, fed.test), fed.test.sizes)
-    new = ensemble_accuracy(evaluation, [(joined.state.shared, joined.state.private.of(joined.client))], own)
+    new = ensemble_accuracy(
+        evaluation, [(joined.state.shared, joined.state.private.of(joined.client))], own
+    )
     return {
         "existing_clients": normal.logits if normal else None,
         "normal_local": local.mean,
@@ -100,8 +126,12 @@ def _measure(evaluation: Evaluator, joined: JoinResult, fed: FederatedData, own:
 def _accuracy_before(evaluation: Evaluator, result: Result, own: ClientData) -> float:
     """How the newcomer does with the ensemble of the old devices, before it has learnt anything."""
     state = result.state
-    members = [state.private.of(device) for device in sorted(state.private.trained)] or [state.private.initial]
-    return ensemble_accuracy(evaluation, [(state.shared, member) for member in members[: None if members[0] else 1]], own)
+    members = [state.private.of(device) for device in sorted(state.private.trained)] or [
+        state.private.initial
+    ]
+    return ensemble_accuracy(
+        evaluation, [(state.shared, member) for member in members[: None if members[0] else 1]], own
+    )
 
 
 def _without_client(state: State, device: int) -> State:

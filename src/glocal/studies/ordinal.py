@@ -26,7 +26,9 @@ class OrdinalSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.one_class_fraction <= 1:
-            raise InputError(f"ordinal: one_class is {self.one_class_fraction}; a share above 0 and up to 1 was expected")
+            raise InputError(
+                f"ordinal: one_class is {self.one_class_fraction}; a share above 0 and up to 1 was expected"
+            )
 
 
 def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> None:
@@ -35,13 +37,17 @@ def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> Non
         federation.train.text_lengths.sum()
 
 
-def measure_ordinal(case: Case, results: Sequence[Result], options: Options, settings: OrdinalSettings) -> list[Json]:
+def measure_ordinal(
+    experiment: Case, results: Sequence[Result], options: Options, settings: OrdinalSettings
+) -> list[Json]:
     """For each seed of a case, how right and how far off its devices' models are on their own test data."""
-    with closing(build_evaluation(case, options)) as evaluation:
+    with closing(build_evaluation(experiment, options)) as evaluation:
         told = []
-        for result, fed in zip(results, case.federations, strict=True):
+        for result, fed in zip(results, experiment.federations, strict=True):
             alike = one_class_clients(fed, settings.one_class_fraction)
-            said = ordinal_metrics(predict_classes(evaluation, result.state, fed.test), fed.test, alike)
+            said = ordinal_metrics(
+                predict_classes(evaluation, result.state, fed.test), fed.test, alike
+            )
             told.append({**said._asdict(), "one_class_clients": len(alike)})
         return told
 
@@ -51,5 +57,8 @@ def baseline_metrics(federation: FederatedData, settings: OrdinalSettings) -> di
     alike, found = one_class_clients(federation, settings.one_class_fraction), {}
     for name, (val, test) in baselines(federation).items():
         chosen = ordinal_metrics(val, federation.val, alike).accuracy
-        found[name] = {"ordinal": ordinal_metrics(test, federation.test, alike)._asdict(), "validation": {"mean": None, "pooled": chosen}}
+        found[name] = {
+            "ordinal": ordinal_metrics(test, federation.test, alike)._asdict(),
+            "validation": {"mean": None, "pooled": chosen},
+        }
     return found

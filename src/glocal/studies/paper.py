@@ -31,7 +31,10 @@ LAMBDAS = (0.01, 0.1)
 FINE_TUNED = "FedAvg + fine-tuning"
 _MEASURES = ("local", "new")
 _EXTRA = 100  # rounds of LG-FedAvg, or of fine-tuning, after those of FedAvg
-_LAYERS = {"mnist": [f"layer{number}" for number in range(1, 6)], "cifar10": ["conv1", "conv2", "fc1", "fc2", "fc3"]}
+_LAYERS = {
+    "mnist": [f"layer{number}" for number in range(1, 6)],
+    "cifar10": ["conv1", "conv2", "fc1", "fc2", "fc3"],
+}
 _OURS = {"mnist": "last 3 shared", "cifar10": "first 2 shared"}
 _STARTS = {"mnist": (400, 500, 600, 700, 800), "cifar10": (1000, 1200, 1400, 1600, 1800)}
 _HONEST = Options(select="best", save="figures", validate_every=5, checkpoint_every=250)
@@ -75,26 +78,39 @@ def _after(algorithm: str, start: int) -> ExperimentSettings:
 def _named(settings: Settings, name: str, classes: int) -> Settings:
     """For a split of the paper: shards dealt at random, as sections 5.1 and 5.2 take from McMahan et al.; ten classes are iid."""
     partition = "iid" if classes == CLASSES[-1] else "random_shards"
-    return replace(settings, name=name, data=replace(settings.data, partition=partition, classes_per_client=classes))
+    return replace(
+        settings,
+        name=name,
+        data=replace(settings.data, partition=partition, classes_per_client=classes),
+    )
 
 
 def _paper(base: Settings, classes: int) -> StudyPart:
     """The text, done right; with two classes per device also every split into lower and upper layers."""
     data = base.data.source
     extra = _swept(data) if classes == CLASSES[0] else {}
-    settings = replace(_named(base, f"{data}, paper, {classes} classes", classes), experiments={**_cases(data), **extra})
-    return StudyPart(_title(classes), "paper", settings, published(data, classes), splits=_splits(data) if extra else {})
+    settings = replace(
+        _named(base, f"{data}, paper, {classes} classes", classes),
+        experiments={**_cases(data), **extra},
+    )
+    return StudyPart(
+        _title(classes),
+        "paper",
+        settings,
+        published(data, classes),
+        splits=_splits(data) if extra else {},
+    )
 
 
 def _swept(data: str) -> dict[str, ExperimentSettings]:
     """From the last round of FedAvg on, every split that the tables do not have, in both directions."""
     start, layers = _after("lg_fedavg", _STARTS[data][-1]), _LAYERS[data]
-    cases = {}
+    experiments = {}
     for count in range(1, len(layers)):
-        cases[_shares("first", count)] = replace(start, shared=tuple(layers[:count]))
-        cases[_shares("last", count)] = replace(start, shared=tuple(layers[-count:]))
-    cases.pop(_OURS[data])  # the split of the tables
-    return {**cases, "all shared": replace(start, algorithm="fedavg")}
+        experiments[_shares("first", count)] = replace(start, shared=tuple(layers[:count]))
+        experiments[_shares("last", count)] = replace(start, shared=tuple(layers[-count:]))
+    experiments.pop(_OURS[data])  # the split of the tables
+    return {**experiments, "all shared": replace(start, algorithm="fedavg")}
 
 
 def _splits(data: str) -> dict[str, str]:
@@ -102,7 +118,11 @@ def _splits(data: str) -> dict[str, str]:
     counts = range(1, len(_LAYERS[data]))
     names = [_shares(end, count) for end in ("first", "last") for count in counts]
     lg = f"LG {_STARTS[data][-1]}+{_EXTRA}"
-    return {"none": FINE_TUNED, **{name: lg if name == _OURS[data] else name for name in names}, "all": "all shared"}
+    return {
+        "none": FINE_TUNED,
+        **{name: lg if name == _OURS[data] else name for name in names},
+        "all": "all shared",
+    }
 
 
 def _shares(end: str, count: int) -> str:
@@ -134,24 +154,37 @@ def _tuned(base: Settings, classes: int) -> StudyPart:
         start = f"FedAvg, rate {lr:g}"
         made = {
             "FedAvg": ExperimentSettings("fedavg", rounds=last, lr=lr),
-            "Local only": ExperimentSettings("local_only", rounds=200, clients_per_round=100, lr=lr),
+            "Local only": ExperimentSettings(
+                "local_only", rounds=200, clients_per_round=100, lr=lr
+            ),
             f"LG {last}+{_EXTRA}": replace(_after("lg_fedavg", last), start_from=start, lr=lr),
             FINE_TUNED: replace(_after("local_only", last), start_from=start, lr=lr),
         }
-        for row, case in made.items():
-            experiments[f"{row}, rate {lr:g}"] = case
+        for row, experiment in made.items():
+            experiments[f"{row}, rate {lr:g}"] = experiment
             candidates[row] = (*candidates.get(row, ()), f"{row}, rate {lr:g}")
-    settings = replace(_named(base, f"{data}, tuned, {classes} classes", classes), experiments=experiments)
+    settings = replace(
+        _named(base, f"{data}, tuned, {classes} classes", classes), experiments=experiments
+    )
     return StudyPart(_title(classes), "tuned", settings, published(data, classes), candidates)
 
 
-def _mtl(devices: int | None) -> StudyPart:
+def _mtl(clients: int | None) -> StudyPart:
     """Mean-regularised multi-task learning, on ten of the hundred devices as in the appendix, or on all; how strongly is chosen."""
-    settings = _named(_CIFAR10, f"cifar10, MTL, M = {devices or 100}", 2)
-    cases = {f"MTL, tie {lam:g}": ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam}) for lam in LAMBDAS}
-    settings = replace(settings, data=replace(settings.data, keep_clients=devices), experiments=cases)
+    settings = _named(_CIFAR10, f"cifar10, MTL, M = {clients or 100}", 2)
+    experiments = {
+        f"MTL, tie {lam:g}": ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam})
+        for lam in LAMBDAS
+    }
+    settings = replace(
+        settings, data=replace(settings.data, keep_clients=clients), experiments=experiments
+    )
     return StudyPart(
-        f"{_title(2)}, MTL with M = {devices or 100}", "paper", settings, published("table1", 2), candidates={"MTL": tuple(cases)}
+        f"{_title(2)}, MTL with M = {clients or 100}",
+        "paper",
+        settings,
+        published("table1", 2),
+        candidates={"MTL": tuple(experiments)},
     )
 
 
@@ -174,14 +207,37 @@ def _claims(data: str, half: str, similar: float) -> tuple[Claim, ...]:
     last = f"LG {_STARTS[data][-1]}+{_EXTRA}"
     claims = []
     for classes in CLASSES:
-        where, part, cases = f"{classes} classes per device", f"paper-{classes}", ("FedAvg", "Local only", half, last)
-        local, new = ({case: Measurement(part, case, measure) for case in cases} for measure in _MEASURES)
+        where, part, experiments = (
+            f"{classes} classes per device",
+            f"paper-{classes}",
+            ("FedAvg", "Local only", half, last),
+        )
+        local, new = (
+            {experiment: Measurement(part, experiment, measure) for experiment in experiments}
+            for measure in _MEASURES
+        )
         same = ("like", similar) if data == "mnist" else ("above", 0.0)
         claims += [
-            Claim(f"{where}: {half} is above FedAvg on Local Test", (local[half],), (local["FedAvg"],)),
-            Claim(f"{where}: {half} is above local only on Local Test", (local[half],), (local["Local only"],)),
-            Claim(f"{where}: {half} is like FedAvg on New Test", (new[half],), (new["FedAvg"],), similar),
-            Claim(f"{where}: {last} is {same[0]} FedAvg on New Test", (new[last],), (new["FedAvg"],), same[1]),
+            Claim(
+                f"{where}: {half} is above FedAvg on Local Test", (local[half],), (local["FedAvg"],)
+            ),
+            Claim(
+                f"{where}: {half} is above local only on Local Test",
+                (local[half],),
+                (local["Local only"],),
+            ),
+            Claim(
+                f"{where}: {half} is like FedAvg on New Test",
+                (new[half],),
+                (new["FedAvg"],),
+                similar,
+            ),
+            Claim(
+                f"{where}: {last} is {same[0]} FedAvg on New Test",
+                (new[last],),
+                (new["FedAvg"],),
+                same[1],
+            ),
         ]
     return tuple(claims)
 
@@ -191,7 +247,9 @@ def _above_mtl(half: str) -> tuple[Claim, ...]:
     ours = Measurement("paper-2", half, "local")
     return tuple(
         Claim(
-            f"2 classes per device: {half} is above MTL with M = {m} on Local Test", (ours,), (Measurement(f"mtl-{m}", "MTL", "local"),)
+            f"2 classes per device: {half} is above MTL with M = {m} on Local Test",
+            (ours,),
+            (Measurement(f"mtl-{m}", "MTL", "local"),),
         )
         for m in (10, 100)
     )
@@ -201,7 +259,10 @@ def _growing(last: str) -> tuple[Claim, ...]:
     """Figure 2(c): the fewer classes a device has, the further LG-FedAvg is ahead of FedAvg."""
     claims = []
     for fewer, more in pairwise(CLASSES):
-        ours, theirs = ({n: Measurement(f"paper-{n}", case, "local") for n in (fewer, more)} for case in (last, "FedAvg"))
+        ours, theirs = (
+            {n: Measurement(f"paper-{n}", experiment, "local") for n in (fewer, more)}
+            for experiment in (last, "FedAvg")
+        )
         says = f"{last} is further ahead of FedAvg with {fewer} classes per device than with {more}"
         claims.append(Claim(says, (ours[fewer], theirs[more]), (theirs[fewer], ours[more])))
     return tuple(claims)
@@ -230,7 +291,11 @@ PAPER = {
                 "around 50 % of the parameters communicated and better with as many; its lead grows with device variance."
             ),
             parts={**_parts(_CIFAR10), "mtl-10": _mtl(10), "mtl-100": _mtl(None)},
-            claims=(*_claims("cifar10", "LG 1200+100", 2.0), *_above_mtl("LG 1200+100"), *_growing("LG 1800+100")),
+            claims=(
+                *_claims("cifar10", "LG 1200+100", 2.0),
+                *_above_mtl("LG 1200+100"),
+                *_growing("LG 1800+100"),
+            ),
         ),
         ROTATED,
         FAIR,

@@ -14,7 +14,14 @@ from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer
 from glocal.core.sampling import make_rng
 from glocal.core.training import Objective
 from glocal.federate.fitting import num_outputs
-from glocal.personalize.representations import Auxiliary, add_auxiliary, adversarial, autoencoder, auxiliary_classifier, jigsaw
+from glocal.personalize.representations import (
+    Auxiliary,
+    add_auxiliary,
+    adversarial,
+    autoencoder,
+    auxiliary_classifier,
+    jigsaw,
+)
 from glocal.studies.models import mlp
 
 _PERMUTATIONS = 24  # of two by two tiles
@@ -49,18 +56,30 @@ def build_pretext(
 ) -> tuple[Objective, Auxiliary]:
     """The whole objective and the auxiliary model, whose weights are drawn from the seed; `some` are a few of the examples."""
     if settings.kind not in KINDS:
-        raise InputError(f"settings: learns.kind is '{settings.kind}'; {suggest_name(settings.kind, KINDS)}")
+        raise InputError(
+            f"settings: learns.kind is '{settings.kind}'; {suggest_name(settings.kind, KINDS)}"
+        )
     if settings.kind == "adversary" and some.group is None:
-        raise InputError("settings: an adversary needs protected attributes, and these data have none; use data with groups")
+        raise InputError(
+            "settings: an adversary needs protected attributes, and these data have none; use data with groups"
+        )
     extra = build_auxiliary_network(settings, model, some, seed=seed)
     if settings.kind == "adversary":
         return adversarial(model, extra, layer=settings.layer, strength=settings.weight)
-    makes: dict[str, Callable[..., Auxiliary]] = {"classifier": auxiliary_classifier, "decoder": autoencoder, "jigsaw": jigsaw}
+    makes: dict[str, Callable[..., Auxiliary]] = {
+        "classifier": auxiliary_classifier,
+        "decoder": autoencoder,
+        "jigsaw": jigsaw,
+    }
     made = makes[settings.kind](model, extra, layer=settings.layer)
-    return add_auxiliary(objective, made, weight=settings.weight) if settings.weight else objective, made
+    return add_auxiliary(
+        objective, made, weight=settings.weight
+    ) if settings.weight else objective, made
 
 
-def build_auxiliary_network(settings: PretextSettings, model: nn.Module, some: Examples, *, seed: int) -> nn.Module:
+def build_auxiliary_network(
+    settings: PretextSettings, model: nn.Module, some: Examples, *, seed: int
+) -> nn.Module:
     """The auxiliary network: as wide as the representation where it begins, and as what it tells where it ends."""
     outputs = {
         "adversary": some.group[0].numel() if some.group is not None else 0,
@@ -68,13 +87,17 @@ def build_auxiliary_network(settings: PretextSettings, model: nn.Module, some: E
         "decoder": some.x[0].numel(),
         "jigsaw": _PERMUTATIONS,
     }
-    width = feature_extractor(model, settings.layer)(params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool))[0].numel()
+    width = feature_extractor(model, settings.layer)(
+        params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool)
+    )[0].numel()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(make_rng(seed, "auxiliary").integers(2**62)))
         return mlp(width, settings.hidden, outputs[settings.kind])
 
 
-def with_auxiliary_optimizer(optimizer: Optimizer, settings: PretextSettings, name: str) -> Optimizer:
+def with_auxiliary_optimizer(
+    optimizer: Optimizer, settings: PretextSettings, name: str
+) -> Optimizer:
     """The optimiser, with another rate or other turns for the auxiliary model."""
     if settings.lr is None and not settings.other_steps:
         return optimizer

@@ -10,10 +10,18 @@ from glocal.studies.study import PublishedRow, Score
 def published(table: str, classes: int) -> dict[str, PublishedRow]:
     """The rows that the paper prints for one split, by case."""
     text = files("glocal.studies").joinpath("published.csv").read_text(encoding="utf-8")
-    rows = [row for row in csv.DictReader(text.splitlines()) if row["table"] == table and row["classes"] == str(classes)]
+    rows = [
+        row
+        for row in csv.DictReader(text.splitlines())
+        if row["table"] == table and row["classes"] == str(classes)
+    ]
     return {row["case"]: _row(row) for row in rows}
 
 
 def _row(row: Mapping[str, str]) -> PublishedRow:
-    scores = tuple(Score(float(row[key]), float(row[f"{key}_std"])) for key in ("first", "second", "third") if row[key])
+    scores = tuple(
+        Score(float(row[key]), float(row[f"{key}_std"]))
+        for key in ("first", "second", "third")
+        if row[key]
+    )
     return PublishedRow(scores, float(row["parameters"] or 0), row["parameters"])

@@ -56,10 +56,13 @@ class BiLstm(nn.Module):
         """Vectors (2, rows, words, inputs) in either order, padding first, and which are real (rows, words): to (rows, 2 units)."""
         sides = (self.forwards, self.backwards)
         of_input, of_state, bias = (
-            torch.stack([getattr(side, name) for side in sides]) for name in ("of_input", "of_state", "bias")
+            torch.stack([getattr(side, name) for side in sides])
+            for name in ("of_input", "of_state", "bias")
         )
         two, rows, words, _ = x.shape
-        asked = (x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]).reshape(two, rows, words, -1)
+        asked = (x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]).reshape(
+            two, rows, words, -1
+        )
         # before a text there is padding, in which the state stays empty
         states, _ = lstm_scan(asked, of_state, real.expand(two, rows, words))
         return torch.cat([states[0, :, -1], states[1, :, -1]], -1)
@@ -68,7 +71,9 @@ class BiLstm(nn.Module):
 class MoodLstm(nn.Module):
     """Texts as numbers of words (rows, words), 0 for padding at their end, to a score for each class (rows, classes)."""
 
-    def __init__(self, classes: int, *, vocabulary: int, width: int, units: int, dropout: float | None) -> None:
+    def __init__(
+        self, classes: int, *, vocabulary: int, width: int, units: int, dropout: float | None
+    ) -> None:
         super().__init__()
         self.words = WordVectors(vocabulary, width)
         self.blank = make_dropout(dropout)
@@ -94,7 +99,12 @@ class MoodLstm(nn.Module):
 
 
 def mood_lstm(
-    classes: int = 5, *, vocabulary: int = VOCABULARY_SIZE, width: int = VECTOR, units: int = UNITS, dropout: float | None = None
+    classes: int = 5,
+    *,
+    vocabulary: int = VOCABULARY_SIZE,
+    width: int = VECTOR,
+    units: int = UNITS,
+    dropout: float | None = None,
 ) -> MoodLstm:
     """The paper's mood predictor: 1,436,101 parameters, in six layers that a split can name.
 
@@ -102,5 +112,7 @@ def mood_lstm(
     not tell the width of its word vectors; with 300 numbers these layers can be cut near every fifth of the parameters.
     """
     if min(classes, vocabulary - 1, width - 1, units) < 1:
-        raise InputError(f"model: mood_lstm of {classes} classes, {vocabulary} words, width {width}, {units} units cannot be built")
+        raise InputError(
+            f"model: mood_lstm of {classes} classes, {vocabulary} words, width {width}, {units} units cannot be built"
+        )
     return MoodLstm(classes, vocabulary=vocabulary, width=width, units=units, dropout=dropout)

@@ -24,7 +24,9 @@ def default_representation(saved: SavedExperiment) -> tuple[str, str]:
         return local[-1], "the last module that stays on the devices"
     before = order[: order.index(weighty[-1])] if weighty else []
     if not before:
-        raise InputError("audit: this model has no module before its output; say with --at where the representation is")
+        raise InputError(
+            "audit: this model has no module before its output; say with --at where the representation is"
+        )
     return before[-1], "the last module before the output"
 
 
@@ -40,7 +42,9 @@ def outer_modules(model: nn.Module, example: Tensor) -> list[str]:
     with torch.no_grad():
         copied(example)
     found = [name for name in dict.fromkeys(called) if name]
-    while len(outer := [name for name in found if not _inside(name, found)]) == 1 and len(found) > 1:
+    while (
+        len(outer := [name for name in found if not _inside(name, found)]) == 1 and len(found) > 1
+    ):
         found = [name for name in found if name != outer[0]]
     return outer
 
@@ -51,12 +55,18 @@ def _inside(name: str, others: list[str]) -> bool:
 
 def tensors_in(model: nn.Module, module: str) -> frozenset[str]:
     """The parameters and buffers in a module, by their first names."""
-    return frozenset(first for name, first in canonical_names(model).items() if name.startswith(f"{module}."))
+    return frozenset(
+        first for name, first in canonical_names(model).items() if name.startswith(f"{module}.")
+    )
 
 
 def _local(saved: SavedExperiment) -> frozenset[str]:
     """What stays on the devices by the split of the case, or of its study: so that FedAvg is looked at where LG-FedAvg is."""
-    settings, case = saved.settings, saved.settings.experiments[saved.experiment]
-    sides = (case.local, case.shared, settings.split.local, settings.split.shared)
+    settings, experiment = saved.settings, saved.settings.experiments[saved.experiment]
+    sides = (experiment.local, experiment.shared, settings.split.local, settings.split.shared)
     named = any(side is not None for side in sides)
-    return build_split(settings, case, saved.trained_federation.model).local if named else frozenset()
+    return (
+        build_split(settings, experiment, saved.trained_federation.model).local
+        if named
+        else frozenset()
+    )

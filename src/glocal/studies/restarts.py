@@ -25,11 +25,17 @@ def restarts_of(plan: PlanSettings) -> list[Restart]:
     [0, 1, 1000000, 1000001]
     """
     require_counts("settings: plan.", plan)
-    require_count("settings: plan.seeds x plan.tries", plan.seeds * plan.restarts, 1, MAX_SEEDS)
+    require_count("settings: plan.seeds x plan.restarts", plan.seeds * plan.restarts, 1, MAX_SEEDS)
     deals = range(plan.seed, plan.seed + plan.seeds)
     if plan.restarts > 1 and deals[-1] >= _SEED_STRIDE:
-        raise InputError(f"settings: with plan.tries, seeds must be below {_SEED_STRIDE}, not {deals[-1]}; choose a lower plan.seed")
-    return [Restart(data_seed, data_seed + number * _SEED_STRIDE) for number in range(plan.restarts) for data_seed in deals]
+        raise InputError(
+            f"settings: with plan.restarts, seeds must be below {_SEED_STRIDE}, not {deals[-1]}; choose a lower plan.seed"
+        )
+    return [
+        Restart(data_seed, data_seed + number * _SEED_STRIDE)
+        for number in range(plan.restarts)
+        for data_seed in deals
+    ]
 
 
 def best_restarts(results: Sequence[Json], plan: PlanSettings) -> list[Json]:
@@ -42,7 +48,9 @@ def best_restarts(results: Sequence[Json], plan: PlanSettings) -> list[Json]:
     deals: dict[int, list[Json]] = {}
     for place, result in enumerate(results):
         number, data_seed = divmod(result["seed"], _SEED_STRIDE)
-        deals.setdefault(data_seed, []).append({**result, "seed": data_seed, "try": number, "place": place})
+        deals.setdefault(data_seed, []).append(
+            {**result, "seed": data_seed, "try": number, "place": place}
+        )
     return [max(runs, key=_validation) for runs in deals.values()]
 
 

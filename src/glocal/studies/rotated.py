@@ -39,18 +39,26 @@ _BASE = Settings(
 
 def _cases() -> dict[str, ExperimentSettings]:
     """FedAvg and FedProx before anything happens, and from there every method with every C, a newcomer at its end."""
-    cases = {
+    experiments = {
         "FedAvg": ExperimentSettings("fedavg", rounds=_BEFORE),
         "FedProx": ExperimentSettings("fedprox", rounds=_BEFORE, hyperparameters={"mu": 0.1}),
     }
     for fraction, guests in _GUESTS.items():
-        shared_only = JoinPlan(epochs=0, rounds=_TOGETHER if guests else _ALONE, existing_clients=guests)
+        shared_only = JoinPlan(
+            epochs=0, rounds=_TOGETHER if guests else _ALONE, existing_clients=guests
+        )
         local_first = replace(shared_only, epochs=_SETTLE)
-        start = ExperimentSettings("fedavg", rounds=_LAST, start_from="FedAvg", join_plan=shared_only)
-        cases[f"FedAvg, C = {fraction}"] = start
-        cases[f"FedProx, C = {fraction}"] = replace(start, algorithm="fedprox", start_from="FedProx", hyperparameters={"mu": 0.1})
-        cases[f"LG-FedAvg, C = {fraction}"] = replace(start, algorithm="lg_fedavg", join_plan=local_first)
-    return cases
+        start = ExperimentSettings(
+            "fedavg", rounds=_LAST, start_from="FedAvg", join_plan=shared_only
+        )
+        experiments[f"FedAvg, C = {fraction}"] = start
+        experiments[f"FedProx, C = {fraction}"] = replace(
+            start, algorithm="fedprox", start_from="FedProx", hyperparameters={"mu": 0.1}
+        )
+        experiments[f"LG-FedAvg, C = {fraction}"] = replace(
+            start, algorithm="lg_fedavg", join_plan=local_first
+        )
+    return experiments
 
 
 def _part(name: str, classes: int) -> StudyPart:
@@ -66,9 +74,14 @@ def _claims() -> tuple[Claim, ...]:
     claims = []
     for name in _SPLITS:
         for fraction in _GUESTS:
-            for other in ("FedAvg", "FedProx") if _GUESTS[fraction] else ("FedAvg",):  # as in the table
+            for other in (
+                ("FedAvg", "FedProx") if _GUESTS[fraction] else ("FedAvg",)
+            ):  # as in the table
                 for measure, words in _MEASURES.items():
-                    ours, theirs = (Measurement(name, f"{method}, C = {fraction}", measure) for method in ("LG-FedAvg", other))
+                    ours, theirs = (
+                        Measurement(name, f"{method}, C = {fraction}", measure)
+                        for method in ("LG-FedAvg", other)
+                    )
                     says = f"{name}: LG-FedAvg is above {other} on {words.lower()} digits with C = {fraction}"
                     claims.append(Claim(says, (ours,), (theirs,)))
     return tuple(claims)

@@ -14,7 +14,12 @@ from glocal.core.data import ClientData
 from glocal.core.errors import InputError
 from glocal.core.files import Json, write_json
 from glocal.datasets import SOURCES
-from glocal.evaluate.fairness import FairnessMetrics, GroupPredictions, fairness_metrics, require_fairlearn
+from glocal.evaluate.fairness import (
+    FairnessMetrics,
+    GroupPredictions,
+    fairness_metrics,
+    require_fairlearn,
+)
 from glocal.evaluate.leakage import AttackResult, average_leakage, beyond_chance, run_attacks
 from glocal.federate.fitting import num_classes
 from glocal.studies.audit import (
@@ -48,15 +53,24 @@ class SavedAudit:
         require_fairlearn()
         self.saved, self.seed = saved, saved.trained_federation.plan.seed
         self.name, self.column = find_attribute(saved, question.attribute)
-        layer, self.chosen = default_representation(saved) if question.layer is None else (question.layer, "as asked for")
+        layer, self.chosen = (
+            default_representation(saved)
+            if question.layer is None
+            else (question.layer, "as asked for")
+        )
         self.settings = AuditSettings(layer, question.encoders)
         self.encode = Encoder(saved.trained_federation.model, layer)
-        self.devices = audited_clients(saved.trained_federation.algorithm, saved.trained_federation.state, saved.federation)
-        _require_rows(self.encode, self.devices[0], layer)
+        self.clients = audited_clients(
+            saved.trained_federation.algorithm, saved.trained_federation.state, saved.federation
+        )
+        _require_rows(self.encode, self.clients[0], layer)
 
     def figures(self) -> Json:
         """What attackers read, how the groups of all devices together are treated, and both for each device."""
-        found, judged = self._readings(), [_predictions(self.saved, device, self.column) for device in self.devices]
+        found, judged = (
+            self._readings(),
+            [_predictions(self.saved, device, self.column) for device in self.clients],
+        )
         classes = num_classes(self.saved.trained_federation.model, self.saved.federation)
         everybody = GroupPredictions(*map(np.concatenate, zip(*judged, strict=True)))
         each = enumerate(zip(judged, found["own"], strict=True))
@@ -64,18 +78,29 @@ class SavedAudit:
             "classes": classes,
             "leaks": _leak_rows(found),
             **_as_json(fairness_metrics(everybody, classes=classes)),
-            "clients": [_device_row(number, fairness_metrics(of, classes=classes), own) for number, (of, own) in each],
+            "clients": [
+                _device_row(number, fairness_metrics(of, classes=classes), own)
+                for number, (of, own) in each
+            ],
         }
 
     def _readings(self) -> dict[str, list[dict[str, AttackResult]]]:
         """By what attackers know, what each of them reads: from every device, from all at once, or through each encoder."""
         encode, seed = self.encode, self.seed
-        own, pooled, strong = train_all_attackers(encode, self.devices, self.column, encoders=self.settings.encoders, seed=seed)
-        tests = [encode.observe(device.params, device.test, self.column) for device in self.devices]
+        own, pooled, strong = train_all_attackers(
+            encode, self.clients, self.column, encoders=self.settings.encoders, seed=seed
+        )
+        tests = [encode.observe(device.params, device.test, self.column) for device in self.clients]
         return {
-            "own": [run_attacks(of, tests[number], seed=seed, client=number) for number, of in enumerate(own)],
+            "own": [
+                run_attacks(of, tests[number], seed=seed, client=number)
+                for number, of in enumerate(own)
+            ],
             "pooled": [run_attacks(pooled, pool(tests), seed=seed)],
-            "strong": [run_attacks(of, tests[number], seed=seed, client=number) for number, of in enumerate(strong)],
+            "strong": [
+                run_attacks(of, tests[number], seed=seed, client=number)
+                for number, of in enumerate(strong)
+            ],
         }
 
     def save(self, folder: Path, figures: Json, about: Json) -> None:
@@ -90,7 +115,13 @@ class SavedAudit:
             "attribute": self.name,
             "values": values,
         }
-        told = {**about, **of, "data": source, "settings": asdict(self.settings), "chosen": self.chosen}
+        told = {
+            **about,
+            **of,
+            "data": source,
+            "settings": asdict(self.settings),
+            "chosen": self.chosen,
+        }
         write_json(folder / "audit.json", {**told, **figures})
 
 
@@ -99,11 +130,26 @@ def find_attribute(saved: SavedExperiment, wanted: str) -> tuple[str, int]:
     source = saved.settings.data.source
     train, test = saved.federation.train, saved.federation.test
     if train.examples.group is None or test.examples.group is None:
-        others = "; ".join(f"those of {name} have {', '.join(of.attributes)}" for name, of in SOURCES.items() if of.attributes)
-        raise InputError(f"audit: these data ({source}) have no protected columns; {others}, and your own may have (x, y, group)")
+        others = "; ".join(
+            f"those of {name} have {', '.join(of.attributes)}"
+            for name, of in SOURCES.items()
+            if of.attributes
+        )
+        raise InputError(
+            f"audit: these data ({source}) have no protected columns; {others}, and your own may have (x, y, group)"
+        )
     named = [*SOURCES[source].attributes] if source in SOURCES else []
-    names = [*named, *(f"attribute {place}" for place in range(len(named), protected_attributes(train.examples).shape[1]))]
-    known = {**{name.removeprefix("attribute "): name for name in names}, **{name: name for name in names}}
+    names = [
+        *named,
+        *(
+            f"attribute {place}"
+            for place in range(len(named), protected_attributes(train.examples).shape[1])
+        ),
+    ]
+    known = {
+        **{name.removeprefix("attribute "): name for name in names},
+        **{name: name for name in names},
+    }
     if wanted not in known:
         raise InputError(f"audit: there is no attribute '{wanted}'; there are {', '.join(names)}")
     name = known[wanted]
@@ -114,14 +160,22 @@ def find_attribute(saved: SavedExperiment, wanted: str) -> tuple[str, int]:
 
 def _attribute_values(holdings: ClientData, place: int) -> set[float]:
     """The values of an attribute that somebody has."""
-    return {*protected_attributes(holdings.examples)[torch.from_numpy(holdings.all_rows()), place].tolist()}
+    return {
+        *protected_attributes(holdings.examples)[
+            torch.from_numpy(holdings.all_rows()), place
+        ].tolist()
+    }
 
 
 def _require_both(name: str, values: set[float], part: str) -> None:
     if not values <= {0, 1}:
-        raise InputError(f"audit: {name} is {max(values):g} for somebody; a protected attribute must be 0 or 1 for everybody")
+        raise InputError(
+            f"audit: {name} is {max(values):g} for somebody; a protected attribute must be 0 or 1 for everybody"
+        )
     if len(values) < 2:
-        raise InputError(f"audit: everybody in the {part} data has the same {name}, so that there are no groups to compare")
+        raise InputError(
+            f"audit: everybody in the {part} data has the same {name}, so that there are no groups to compare"
+        )
 
 
 def _require_rows(encode: Encoder, device: AuditedClient, layer: str) -> None:
@@ -131,7 +185,9 @@ def _require_rows(encode: Encoder, device: AuditedClient, layer: str) -> None:
     except (IndexError, AttributeError):  # it was not called; it puts out a tuple
         rows = 0
     if rows != 1:
-        raise InputError(f"audit: the module '{layer}' does not put out one tensor with a row for everybody; choose another with --at")
+        raise InputError(
+            f"audit: the module '{layer}' does not put out one tensor with a row for everybody; choose another with --at"
+        )
 
 
 def _leak_rows(found: Mapping[str, Sequence[Mapping[str, AttackResult]]]) -> list[Json]:
@@ -155,7 +211,9 @@ def _leak_rows(found: Mapping[str, Sequence[Mapping[str, AttackResult]]]) -> lis
 def _predictions(saved: SavedExperiment, device: AuditedClient, place: int) -> GroupPredictions:
     """A device's own test people, as its own model sees them."""
     guess = predict(saved.trained_federation.model, device.params, device.test).argmax(1)
-    return GroupPredictions(device.test.y.numpy(), guess.numpy(), protected_attribute(device.test, place))
+    return GroupPredictions(
+        device.test.y.numpy(), guess.numpy(), protected_attribute(device.test, place)
+    )
 
 
 def _as_json(found: FairnessMetrics) -> Json:

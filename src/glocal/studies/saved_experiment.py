@@ -14,7 +14,13 @@ from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import Options, fingerprint
 from glocal.personalize.onboarding import TrainedFederation
 from glocal.studies.build import Components, build_components
-from glocal.studies.run import experiment_folder, initial_case, parts_of, read_results, read_settings
+from glocal.studies.run import (
+    experiment_folder,
+    initial_case,
+    parts_of,
+    read_results,
+    read_settings,
+)
 from glocal.studies.settings import Settings
 
 
@@ -32,50 +38,86 @@ class SavedExperiment(NamedTuple):
         return self.settings.run
 
 
-def open_experiment(folder: Path, case: str | None = None, *, seed: int | None = None, report: datasets.ProgressCallback = no_progress) -> SavedExperiment:
+def open_experiment(
+    folder: Path,
+    experiment: str | None = None,
+    *,
+    seed: int | None = None,
+    report: datasets.ProgressCallback = no_progress,
+) -> SavedExperiment:
     """One seed of a finished case: the one named, or the last that keeps something on its devices and shares something."""
     if (folder / "study.json").exists():
-        raise InputError(f"run: {folder} is a study in parts; give the folder of one, such as {_example_part(folder)}")
+        raise InputError(
+            f"run: {folder} is a study in parts; give the folder of one, such as {_example_part(folder)}"
+        )
     settings, results = read_settings(folder), read_results(folder)
     if settings.groups:
-        raise InputError(f"run: {folder} is a scenario, whose devices come and go; give a run without groups")
-    _require_finished(results, case)
+        raise InputError(
+            f"run: {folder} is a scenario, whose devices come and go; give a run without groups"
+        )
+    _require_finished(results, experiment)
     if settings.run.save == "figures":
-        raise InputError(f"run: {folder} kept its figures only; for this, a study has to run with run.keep = 'everything'")
+        raise InputError(
+            f"run: {folder} kept its figures only; for this, a study has to run with run.save = 'everything'"
+        )
     parts = build_components(settings, report)
-    name = case or _last_with_split(settings, parts, [*results])
+    name = experiment or _last_with_split(settings, parts, [*results])
     whole, place = initial_case(settings, name, parts), _seed_index(results[name], seed)
     checkpoint = Checkpoint(experiment_folder(folder, name), fingerprint(whole, settings.run))
     progress = checkpoint.read()
     if progress is None:
-        raise InputError(f"run: {folder} has no checkpoint of {name} any more; run the study anew, or choose another case")
+        raise InputError(
+            f"run: {folder} has no checkpoint of {name} any more; run the study anew, or choose another case"
+        )
     result = results[name][place]
     place = result.get("place", place)  # of several tries, the best one's
     plan = replace(whole.plans()[place], rounds=progress.done)
     if result["rounds"] != plan.total_rounds:
-        raise InputError(f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`")
+        raise InputError(
+            f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`"
+        )
     state = _tested_state(progress, place, result["selected_round"] - plan.first_round)
-    federation, device = parts_of(settings.experiments[name], parts).federations[place], settings.run.torch_device()
-    trained_federation = TrainedFederation(whole.algorithm, parts.model, plan, state.to(device, None), federation.num_clients, parts.metric)
+    federation, device = (
+        parts_of(settings.experiments[name], parts).federations[place],
+        settings.run.torch_device(),
+    )
+    trained_federation = TrainedFederation(
+        whole.algorithm,
+        parts.model,
+        plan,
+        state.to(device, None),
+        federation.num_clients,
+        parts.metric,
+    )
     return SavedExperiment(name, trained_federation, federation, settings)
 
 
 def _example_part(folder: Path) -> Path:
-    return next((path for path in sorted((folder / "parts").glob("*")) if path.is_dir()), folder / "parts" / "NAME")
+    return next(
+        (path for path in sorted((folder / "parts").glob("*")) if path.is_dir()),
+        folder / "parts" / "NAME",
+    )
 
 
 def _require_finished(results: dict[str, list[Json]], wanted: str | None) -> None:
     if not results:
-        raise InputError("run: no case is finished yet; wait for one, or go on with `glocal resume`")
+        raise InputError(
+            "run: no case is finished yet; wait for one, or go on with `glocal resume`"
+        )
     if wanted is not None and wanted not in results:
-        raise InputError(f"run: there is no finished case '{wanted}'; {suggest_name(wanted, results)}")
+        raise InputError(
+            f"run: there is no finished case '{wanted}'; {suggest_name(wanted, results)}"
+        )
 
 
 def _last_with_split(settings: Settings, parts: Components, finished: list[str]) -> str:
     """The last case with a shared part and a local one that can be learnt, or just the last."""
     for name in reversed(finished):
-        case = initial_case(settings, name, parts)
-        if case.algorithm.adapt is not None and case.algorithm.init(case.params[0])[0]:
+        experiment = initial_case(settings, name, parts)
+        if (
+            experiment.algorithm.adapt is not None
+            and experiment.algorithm.init(experiment.params[0])[0]
+        ):
             return name
     return finished[-1]
 

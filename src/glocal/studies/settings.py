@@ -82,7 +82,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         require_dropout_rate("settings: model.dropout", self.dropout)
-        require_noise_std("settings: model.blur", self.noise_std)
+        require_noise_std("settings: model.noise_std", self.noise_std)
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,15 @@ class Settings:
     def as_dict(self) -> Json:
         """As TOML would hold it: no entry for what is not set, knobs beside the algorithm."""
         plain: Json = _without_none(asdict(self))
-        plain["experiments"] = {name: case.pop("hyperparameters") | case for name, case in plain["experiments"].items()}
-        return plain if self.groups else {name: part for name, part in plain.items() if name != "groups"}
+        plain["experiments"] = {
+            name: experiment.pop("hyperparameters") | experiment
+            for name, experiment in plain["experiments"].items()
+        }
+        return (
+            plain
+            if self.groups
+            else {name: part for name, part in plain.items() if name != "groups"}
+        )
 
 
 def from_toml(path: Path, changes: Sequence[str] = ()) -> Settings:
@@ -199,7 +206,9 @@ def from_toml(path: Path, changes: Sequence[str] = ()) -> Settings:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"settings: cannot read {path} ({error.strerror}); give a study's name or a TOML file") from error
+        raise InputError(
+            f"settings: cannot read {path} ({error.strerror}); give a study's name or a TOML file"
+        ) from error
     except ValueError as error:  # no TOML, no text, or a number of thousands of digits
         raise InputError(f"settings: {path} is not TOML ({error})") from error
     return from_dict({"name": path.stem, **table}, changes)
@@ -217,9 +226,12 @@ def from_dict(table: Json, changes: Sequence[str] = ()) -> Settings:
     for change in changes:
         table = _with_change(table, change)
     plain = {key: value for key, value in table.items() if key not in _NAMED_TABLES}
-    cases = {name: _read_experiment(case, name) for name, case in _tables(table, "experiments").items()}
+    experiments = {
+        name: _read_experiment(experiment, name)
+        for name, experiment in _tables(table, "experiments").items()
+    }
     groups = {name: _read_group(group, name) for name, group in _tables(table, "groups").items()}
-    return replace(read_table(Settings, plain, ""), experiments=cases, groups=groups)
+    return replace(read_table(Settings, plain, ""), experiments=experiments, groups=groups)
 
 
 def _tables(table: Json, kind: str) -> Json:
@@ -235,7 +247,9 @@ def _read_group(table: Any, name: str) -> GroupSettings:
     if not isinstance(table, dict):
         raise InputError(f"settings: {where} is {table!r}; a table was expected")
     if "clients" not in table:
-        raise InputError(f"settings: {where} does not say how many devices it has; add devices = 5, or another number")
+        raise InputError(
+            f"settings: {where} does not say how many devices it has; add devices = 5, or another number"
+        )
     return read_table(GroupSettings, table, where)
 
 
@@ -247,12 +261,18 @@ def _read_experiment(table: Any, name: str) -> ExperimentSettings:
     known = {part.name for part in fields(ExperimentSettings)} - {"hyperparameters"}
     hyperparameters = {key: value for key, value in table.items() if key not in known}
     if "algorithm" not in table:
-        raise InputError(f"settings: {where} has no algorithm; add one, such as algorithm = 'lg_fedavg'")
+        raise InputError(
+            f"settings: {where} has no algorithm; add one, such as algorithm = 'lg_fedavg'"
+        )
     for key, value in hyperparameters.items():
         if not isinstance(value, Hyperparameter):
-            raise InputError(f"settings: {where}.{key} is {value!r}; a number or a word was expected")
-    case = read_table(ExperimentSettings, {key: value for key, value in table.items() if key in known}, where)
-    return replace(case, hyperparameters=hyperparameters)
+            raise InputError(
+                f"settings: {where}.{key} is {value!r}; a number or a word was expected"
+            )
+    experiment = read_table(
+        ExperimentSettings, {key: value for key, value in table.items() if key in known}, where
+    )
+    return replace(experiment, hyperparameters=hyperparameters)
 
 
 def read_table(kind: type[SettingsT], table: Mapping[str, Any], where: str) -> SettingsT:
@@ -261,7 +281,9 @@ def read_table(kind: type[SettingsT], table: Mapping[str, Any], where: str) -> S
     for key in table:
         if key not in hints or key in ("hyperparameters", *_NAMED_TABLES):
             known = [name for name in hints if name != "hyperparameters"]
-            raise InputError(f"settings: unknown option '{_dotted(where, key)}'; {suggest_name(key, known)}")
+            raise InputError(
+                f"settings: unknown option '{_dotted(where, key)}'; {suggest_name(key, known)}"
+            )
     values = {key: _convert(hints[key], value, _dotted(where, key)) for key, value in table.items()}
     made = kind(**values)
     require_counts(f"settings: {_dotted(where, '')}", made)
@@ -278,7 +300,11 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
             return tuple(_convert(get_args(option)[0], item, where) for item in items)
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if isinstance(option, type) and isinstance(value, option) and isinstance(value, bool) == (option is bool):
+        if (
+            isinstance(option, type)
+            and isinstance(value, option)
+            and isinstance(value, bool) == (option is bool)
+        ):
             return value
     raise InputError(f"settings: {where} is {value!r}; {_type_name(kind)} was expected")
 
@@ -287,7 +313,9 @@ def _type_name(kind: Any) -> str:
     if is_dataclass(kind):
         return "a table"
     if get_origin(kind) is UnionType:
-        return " or ".join(_type_name(option) for option in get_args(kind) if option is not type(None))
+        return " or ".join(
+            _type_name(option) for option in get_args(kind) if option is not type(None)
+        )
     if get_origin(kind) is tuple:
         return f"a list, each item {_type_name(get_args(kind)[0])},"
     return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
@@ -298,7 +326,9 @@ def _with_change(table: Json, change: str) -> Json:
     address, equals, text = change.partition("=")
     keys = address.strip().split(".")
     if not equals or not all(keys):
-        raise InputError(f"settings: '{change}' is no change; write it as section.option=value, such as plan.rounds=20")
+        raise InputError(
+            f"settings: '{change}' is no change; write it as section.option=value, such as plan.rounds=20"
+        )
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except ValueError:  # no TOML, or a number of thousands of digits
@@ -308,7 +338,9 @@ def _with_change(table: Json, change: str) -> Json:
 
 def _set_nested(table: Any, keys: Sequence[str], value: Any, change: str) -> Json:
     if not isinstance(table, dict):
-        raise InputError(f"settings: '{change}' goes through a value that is no table; write section.option=value")
+        raise InputError(
+            f"settings: '{change}' goes through a value that is no table; write section.option=value"
+        )
     if len(keys) == 1:
         return {**table, keys[0]: value}
     return {**table, keys[0]: _set_nested(table.get(keys[0], {}), keys[1:], value, change)}

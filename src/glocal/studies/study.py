@@ -62,9 +62,12 @@ class StudyPart:
     goal: str = ""
     control: str = ""
 
-    def published_for(self, case: str) -> PublishedRow | None:
+    def published_for(self, experiment: str) -> PublishedRow | None:
         """What was published of a case, or of the row that it may stand for."""
-        row = next((row for row, cases in self.candidates.items() if case in cases), case)
+        row = next(
+            (row for row, experiments in self.candidates.items() if experiment in experiments),
+            experiment,
+        )
         return self.published.get(row)
 
 
@@ -117,5 +120,11 @@ class Study:
         """Parts whose names fit one of the patterns, such as "paper-2" or "paper-*"; all of them without a pattern."""
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in self.parts):
-                raise InputError(f"study: {self.name} has no part '{pattern}'; {suggest_name(pattern, self.parts)}")
-        return {n: part for n, part in self.parts.items() if not patterns or any(fnmatchcase(n, p) for p in patterns)}
+                raise InputError(
+                    f"study: {self.name} has no part '{pattern}'; {suggest_name(pattern, self.parts)}"
+                )
+        return {
+            n: part
+            for n, part in self.parts.items()
+            if not patterns or any(fnmatchcase(n, p) for p in patterns)
+        }

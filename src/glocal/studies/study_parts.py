@@ -31,13 +31,21 @@ class PartEvent(NamedTuple):
     step: StudyEvent
 
 
-def write_study(study: Study, folder: Path, *, patterns: Sequence[str] = (), changes: Sequence[str] = ()) -> dict[str, Settings]:
+def write_study(
+    study: Study, folder: Path, *, patterns: Sequence[str] = (), changes: Sequence[str] = ()
+) -> dict[str, Settings]:
     """Write down what is to run in a folder: some parts or all, each with the same changes of its settings."""
-    settings = {name: resolve(with_overrides(part.settings, changes)) for name, part in study.select_parts(tuple(patterns)).items()}
+    settings = {
+        name: resolve(with_overrides(part.settings, changes))
+        for name, part in study.select_parts(tuple(patterns)).items()
+    }
     for chosen in settings.values():
         chosen.run.torch_device()
     about: Json = {"study": study.name, "command": [], "version": __version__, "machine": None}
-    write_json(folder / "study.json", {**about, "parts": {name: chosen.as_dict() for name, chosen in settings.items()}})
+    write_json(
+        folder / "study.json",
+        {**about, "parts": {name: chosen.as_dict() for name, chosen in settings.items()}},
+    )
     return settings
 
 
@@ -55,18 +63,27 @@ def _read(folder: Path) -> Json:
     written: Json = read_json(folder / "study.json", dict)
     parts = written.get("parts")
     if not isinstance(parts, dict) or not parts or not isinstance(written.get("command"), list):
-        raise InputError(f"run: {folder / 'study.json'} does not hold what glocal writes there; start the study anew")
+        raise InputError(
+            f"run: {folder / 'study.json'} does not hold what glocal writes there; start the study anew"
+        )
     return written
 
 
 def record_session(folder: Path, parts: Mapping[str, Settings], command: str) -> None:
     """Note what was asked for and on what it runs; a study that has moved names every machine."""
     about = _read(folder)
-    now, then = _machine({settings.run.torch_device().type for settings in parts.values()}), about["machine"]
+    now, then = (
+        _machine({settings.run.torch_device().type for settings in parts.values()}),
+        about["machine"],
+    )
     devices = dict.fromkeys([*(then["device"].split("; ") if then else []), now["device"]])
     write_json(
         folder / "study.json",
-        {**about, "command": [*about["command"], command], "machine": {**now, "device": "; ".join(devices)}},
+        {
+            **about,
+            "command": [*about["command"], command],
+            "machine": {**now, "device": "; ".join(devices)},
+        },
     )
 
 
@@ -78,7 +95,9 @@ def remove_unstarted(folder: Path) -> None:
             folder.rmdir()
 
 
-def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: datasets.ProgressCallback = no_progress) -> Iterator[PartEvent]:
+def run_parts(
+    parts: Mapping[str, Settings], folder: Path, *, report: datasets.ProgressCallback = no_progress
+) -> Iterator[PartEvent]:
     """Every part in order; what is finished is not done again. The seconds of every sitting are kept."""
     for place, (name, settings) in enumerate(parts.items(), start=1):
         started, begun = time.perf_counter(), False
@@ -90,10 +109,15 @@ def run_parts(parts: Mapping[str, Settings], folder: Path, *, report: datasets.P
                 yield PartEvent(name, place, len(parts), step)
         finally:
             if begun:
-                append_rows(folder / "timing.jsonl", [{"part": name, "seconds": time.perf_counter() - started}])
+                append_rows(
+                    folder / "timing.jsonl",
+                    [{"part": name, "seconds": time.perf_counter() - started}],
+                )
 
 
-def _steps(part: str, settings: Settings, folder: Path, report: datasets.ProgressCallback) -> Iterator[StudyEvent]:
+def _steps(
+    part: str, settings: Settings, folder: Path, report: datasets.ProgressCallback
+) -> Iterator[StudyEvent]:
     """A part's steps; a seed of a case that diverges is noted, and left out there and in all that starts from it."""
     place = part_folder(folder, part)
     while True:
@@ -102,27 +126,41 @@ def _steps(part: str, settings: Settings, folder: Path, report: datasets.Progres
             yield from run_study(_without_diverged(settings, rows), place, report=report)
             return
         except DivergedError as error:
-            warnings.warn(f"{part}, {error.experiment}: {error}; seed {error.seed} is left out", GlocalWarning, stacklevel=2)
+            warnings.warn(
+                f"{part}, {error.experiment}: {error}; seed {error.seed} is left out",
+                GlocalWarning,
+                stacklevel=2,
+            )
             _move_aside(experiment_folder(place, error.experiment), error.seed)
-            noted = {"part": part, "experiment": error.experiment, "seed": error.seed, "why": str(error)}
+            noted = {
+                "part": part,
+                "experiment": error.experiment,
+                "seed": error.seed,
+                "why": str(error),
+            }
             append_rows(folder / "diverged.jsonl", [noted])
 
 
-def _move_aside(case: Path, seed: int) -> None:
+def _move_aside(experiment: Path, seed: int) -> None:
     """What was written of a case before one of its seeds diverged, so that the others can begin anew."""
-    if case.exists():
-        case.rename(case.with_name(f"{case.name}.diverged-{seed}"))
+    if experiment.exists():
+        experiment.rename(experiment.with_name(f"{experiment.name}.diverged-{seed}"))
 
 
 def _without_diverged(settings: Settings, diverged: Sequence[Json]) -> Settings:
     """The settings without the seeds that diverged, case by case, and without the cases that have no other left."""
     seeds = {run.seed for run in restarts_of(settings.plan)}
     lost: dict[str, set[int]] = {}
-    for name, case in settings.experiments.items():
+    for name, experiment in settings.experiments.items():
         own = {row["seed"] for row in diverged if row["experiment"] == name}
-        lost[name] = own | {*(case.skip_seeds or ())} | lost.get(case.start_from or "", set())
-    experiments = {name: replace(case, skip_seeds=tuple(sorted(lost[name])) or None) for name, case in settings.experiments.items()}
-    left = {name: case for name, case in experiments.items() if seeds - lost[name]}
+        lost[name] = (
+            own | {*(experiment.skip_seeds or ())} | lost.get(experiment.start_from or "", set())
+        )
+    experiments = {
+        name: replace(experiment, skip_seeds=tuple(sorted(lost[name])) or None)
+        for name, experiment in settings.experiments.items()
+    }
+    left = {name: experiment for name, experiment in experiments.items() if seeds - lost[name]}
     if not left:
         raise InputError(f"study: every case of {settings.name} diverged; lower the learning rate")
     return replace(settings, experiments=left)
@@ -132,10 +170,17 @@ def _save_settings(folder: Path, part: str, settings: Settings) -> None:
     """A part goes on as it was last accepted."""
     written = _read(folder)
     if written["parts"].get(part) != settings.as_dict():
-        write_json(folder / "study.json", {**written, "parts": {**written["parts"], part: settings.as_dict()}})
+        write_json(
+            folder / "study.json",
+            {**written, "parts": {**written["parts"], part: settings.as_dict()}},
+        )
 
 
 def _machine(devices: set[str]) -> dict[str, str]:
     """What it runs on, without telling whose it is."""
     gpu = torch.cuda.get_device_name() if "cuda" in devices else None
-    return {"device": gpu or platform.machine(), "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "device": gpu or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

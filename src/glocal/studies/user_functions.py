@@ -12,12 +12,17 @@ def import_function(address: str, where: str) -> Callable[..., Any]:
     module, _, name = address.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever a user's own module may raise while it is imported
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a user's own module may raise while it is imported
         raise InputError(
             f"settings: {where} = '{address}' cannot be found ({describe_error(error)}); write it as module:function, importable from here"
         ) from error
     if not callable(found):
-        raise InputError(f"settings: {where} = '{address}' is no function; write it as module:function")
+        raise InputError(
+            f"settings: {where} = '{address}' is no function; write it as module:function"
+        )
     return found  # type: ignore[no-any-return]
 
 

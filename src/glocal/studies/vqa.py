@@ -33,8 +33,12 @@ _PUBLISHED = {
 _TIMES = {4: "four times", 6: "six times"}
 _CONTROLS = {"none": "questions only", "shuffled": "shuffled pictures"}
 _MAJORITY = {
-    "Majority answer": ExperimentSettings("glocal.studies.majority:majority", rounds=1, clients_per_round=50),
-    "Majority answer of each device": ExperimentSettings("glocal.studies.majority:own_majority", rounds=1, clients_per_round=50),
+    "Majority answer": ExperimentSettings(
+        "glocal.studies.majority:majority", rounds=1, clients_per_round=50
+    ),
+    "Majority answer of each device": ExperimentSettings(
+        "glocal.studies.majority:own_majority", rounds=1, clients_per_round=50
+    ),
 }
 _TEXT = Settings(
     name="vqa, paper, kinds",
@@ -56,10 +60,16 @@ _TEXT = Settings(
         **_MAJORITY,
         "Local only": ExperimentSettings("local_only", rounds=5, clients_per_round=50),
         "FedAvg": ExperimentSettings("fedavg", rounds=_ROUNDS),
-        "LG": ExperimentSettings("lg_fedavg", rounds=_LG_ROUNDS, start_from="FedAvg", start_round=_START),
+        "LG": ExperimentSettings(
+            "lg_fedavg", rounds=_LG_ROUNDS, start_from="FedAvg", start_round=_START
+        ),
     },
 )
-_ADAM = replace(_TEXT, model=replace(_TEXT.model, encoder="frozen"), optimizer=OptimizerSettings("adam", lr=_RATE))
+_ADAM = replace(
+    _TEXT,
+    model=replace(_TEXT.model, encoder="frozen"),
+    optimizer=OptimizerSettings("adam", lr=_RATE),
+)
 
 
 class _Protocol(NamedTuple):
@@ -79,12 +89,26 @@ class _Protocol(NamedTuple):
 
 # all devices of all seeds at once nearly fill a GPU
 _LONGER = _Protocol(
-    "longer", 4, (96, 112), 6, replace(_TEXT.run, engine="auto", precision="fp32", chunk_size=50, validate_every=4), alone=20
+    "longer",
+    4,
+    (96, 112),
+    6,
+    replace(_TEXT.run, engine="auto", precision="fp32", chunk_size=50, validate_every=4),
+    alone=20,
 )
-_LONGEST = _Protocol("longest", 6, (128, 160), 12, replace(_TEXT.run, engine="auto", chunk_size=60, validate_every=2), "last")
+_LONGEST = _Protocol(
+    "longest",
+    6,
+    (128, 160),
+    12,
+    replace(_TEXT.run, engine="auto", chunk_size=60, validate_every=2),
+    "last",
+)
 
 
-def _part(protocol: _Protocol, *, partition: str = "question_types", pictures: str | None = None) -> StudyPart:
+def _part(
+    protocol: _Protocol, *, partition: str = "question_types", pictures: str | None = None
+) -> StudyPart:
     """A part with own pictures, or a control: FedAvg and LG-FedAvg with none, or with others'."""
     settings = replace(
         _ADAM,
@@ -97,7 +121,13 @@ def _part(protocol: _Protocol, *, partition: str = "question_types", pictures: s
     title = _title(f"{_TIMES[protocol.times]} the rounds", partition)
     if pictures:
         return StudyPart(title, protocol.name, settings, control=_CONTROLS[pictures])
-    return StudyPart(title, protocol.name, settings, _PUBLISHED if partition == "question_types" else {}, goal="FedAvg")
+    return StudyPart(
+        title,
+        protocol.name,
+        settings,
+        _PUBLISHED if partition == "question_types" else {},
+        goal="FedAvg",
+    )
 
 
 def _both(protocol: _Protocol) -> dict[str, ExperimentSettings]:
@@ -116,9 +146,26 @@ def _both(protocol: _Protocol) -> dict[str, ExperimentSettings]:
 def _all(protocol: _Protocol) -> dict[str, ExperimentSettings]:
     """Also fewer rounds of FedAvg before LG-FedAvg's, and small steps without these, to tell what is due to them alone."""
     both = _both(protocol)
-    earlier = {f"LG from round {start}": replace(both["LG"], start_round=start) for start in protocol.earlier}
-    alone = {"Local only": ExperimentSettings("local_only", rounds=protocol.alone, clients_per_round=50)} if protocol.alone else {}
-    return {**_MAJORITY, **both, **earlier, _SLOWLY: replace(both["LG"], algorithm="fedavg"), **alone}
+    earlier = {
+        f"LG from round {start}": replace(both["LG"], start_round=start)
+        for start in protocol.earlier
+    }
+    alone = (
+        {
+            "Local only": ExperimentSettings(
+                "local_only", rounds=protocol.alone, clients_per_round=50
+            )
+        }
+        if protocol.alone
+        else {}
+    )
+    return {
+        **_MAJORITY,
+        **both,
+        **earlier,
+        _SLOWLY: replace(both["LG"], algorithm="fedavg"),
+        **alone,
+    }
 
 
 def _title(rounds: str, partition: str = "question_types") -> str:
@@ -127,14 +174,24 @@ def _title(rounds: str, partition: str = "question_types") -> str:
 
 
 def _claims() -> tuple[Claim, ...]:
-    def above(part: str, than: str, words: str, *, case: str = "LG", of: str = "") -> Claim:
-        return Claim(f"`{part}`: {case} is above {words}", (Measurement(part, case, "local"),), (Measurement(of or part, than, "local"),))
+    def above(part: str, than: str, words: str, *, experiment: str = "LG", of: str = "") -> Claim:
+        return Claim(
+            f"`{part}`: {experiment} is above {words}",
+            (Measurement(part, experiment, "local"),),
+            (Measurement(of or part, than, "local"),),
+        )
 
     def controls(part: str, control: str, words: str) -> list[Claim]:
-        return [above(part, case, f"{case} with {words}", case=case, of=control) for case in ("FedAvg", "LG")]
+        return [
+            above(part, experiment, f"{experiment} with {words}", experiment=experiment, of=control)
+            for experiment in ("FedAvg", "LG")
+        ]
 
     return (
-        *(above(part, "FedAvg", "FedAvg on Local Test") for part in ("paper", "longer", "longest", "longest-iid")),
+        *(
+            above(part, "FedAvg", "FedAvg on Local Test")
+            for part in ("paper", "longer", "longest", "longest-iid")
+        ),
         *(above(part, "Local only", "local only on Local Test") for part in ("paper", "longer")),
         *(above(part, _SLOWLY, "FedAvg in small steps") for part in ("longer", "longest")),
         *controls("longer", "questions", _CONTROLS["none"]),
@@ -146,7 +203,11 @@ def _claims() -> tuple[Claim, ...]:
 def _told(protocol: _Protocol) -> str:
     """What a protocol means."""
     rounds, start, lg = (protocol.times * number for number in (_ROUNDS, _START, _LG_ROUNDS))
-    model = "the model of that round" if protocol.start_model == "last" else "the best model so far on validation data"
+    model = (
+        "the model of that round"
+        if protocol.start_model == "last"
+        else "the best model so far on validation data"
+    )
     return (
         f"{_TIMES[protocol.times]} the paper’s rounds, {rounds} of FedAvg, or its first {start} and then {lg} of LG-FedAvg, and in "
         f"two more rows fewer before these; LG-FedAvg starts from {model}; convolutions frozen, as they were given "

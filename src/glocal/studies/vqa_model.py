@@ -50,7 +50,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(rows, channels, height, width) on, half as high and wide with a stride of 2."""
         inner = torch.relu(self.bn1(self.conv1(x)))
-        return torch.relu(self.bn2(self.conv2(inner)) + (self.downsample(x) if self.downsample else x))
+        return torch.relu(
+            self.bn2(self.conv2(inner)) + (self.downsample(x) if self.downsample else x)
+        )
 
 
 class ResNet(nn.Module):
@@ -62,7 +64,9 @@ class ResNet(nn.Module):
     def __init__(self, widths: Sequence[int] = WIDTHS, *, dropout: float | None = None) -> None:
         super().__init__()
         if len(widths) != 4 or min(widths) < 1:
-            raise InputError(f"model: the widths are {list(widths)}; four were expected, such as {list(WIDTHS)}")
+            raise InputError(
+                f"model: the widths are {list(widths)}; four were expected, such as {list(WIDTHS)}"
+            )
         self.conv1 = nn.Conv2d(3, widths[0], 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
@@ -145,7 +149,8 @@ class Lstm(nn.Module):
         states, x = [], words
         for layer in range(self.layers):
             inputs, recurrent, one, other = (
-                getattr(self, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+                getattr(self, f"{name}_l{layer}")
+                for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
             )
             x, cell = lstm_scan(x @ inputs.T + (one + other), recurrent, real)
             states.append((x[:, -1], cell))
@@ -193,7 +198,11 @@ def vqa_net(
     A share `dropout` of what a ResNet's convolutions see and of the answer's hidden units is left out while training.
     """
     if resnet is None:
-        resnet = ResNet(dropout=dropout) if len(pictures.shape) == 3 else Top(pictures.shape[0], dropout=dropout)
+        resnet = (
+            ResNet(dropout=dropout)
+            if len(pictures.shape) == 3
+            else Top(pictures.shape[0], dropout=dropout)
+        )
     answer = OrderedDict[str, nn.Module](
         drop1=make_dropout(dropout),
         fc1=nn.Linear(sizes.common, sizes.first),
@@ -211,20 +220,30 @@ def load_weights(resnet: ResNet, source: str) -> None:
     A file may lack `fc`, or have one of another width: that layer then stays as it is.
     """
     given, own = _read(source), resnet.state_dict()
-    taken = {name: tensor for name, tensor in given.items() if not name.startswith("fc.") or _fits(tensor, own.get(name))}
+    taken = {
+        name: tensor
+        for name, tensor in given.items()
+        if not name.startswith("fc.") or _fits(tensor, own.get(name))
+    }
     for name, tensor in own.items():
         if name.startswith("fc.") or name.endswith("num_batches_tracked"):
             taken.setdefault(name, tensor)
         if name not in taken:
-            raise InputError(f"model: the weights {source} have no '{name}'; {suggest_name(name, given)}")
+            raise InputError(
+                f"model: the weights {source} have no '{name}'; {suggest_name(name, given)}"
+            )
         if not _plain(taken[name], tensor.dtype):
-            raise InputError(f"model: '{name}' in {source} is not of plain, finite numbers; give weights that were trained")
+            raise InputError(
+                f"model: '{name}' in {source} is not of plain, finite numbers; give weights that were trained"
+            )
         if taken[name].shape != tensor.shape:
             raise InputError(
                 f"model: '{name}' is {tuple(taken[name].shape)} in {source}, and {tuple(tensor.shape)} here; check model.widths"
             )
     if more := sorted(taken.keys() - own.keys()):
-        raise InputError(f"model: the weights {source} have '{more[0]}', which ResNet-18 has not; give weights of ResNet-18")
+        raise InputError(
+            f"model: the weights {source} have '{more[0]}', which ResNet-18 has not; give weights of ResNet-18"
+        )
     resnet.load_state_dict(taken)
 
 
@@ -234,7 +253,13 @@ def _fits(given: Tensor, own: Tensor | None) -> bool:
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether it is a dense tensor of numbers that are finite, also once they are of this type."""
-    odd = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_complex() or tensor.layout != torch.strided
+    odd = (
+        tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_meta
+        or tensor.is_complex()
+        or tensor.layout != torch.strided
+    )
     return not odd and bool(tensor.to(dtype).isfinite().all())
 
 
@@ -243,19 +268,27 @@ def _read(source: str) -> dict[str, Tensor]:
     loaded = _loaded(source)
     inner = loaded.get("state_dict")
     found = inner if isinstance(inner, Mapping) else loaded
-    return {name: tensor for name, tensor in found.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if isinstance(name, str) and isinstance(tensor, Tensor)
+    }
 
 
 def _loaded(source: str) -> dict[Any, Any]:
     try:
         if source == "official":
-            return dict(torch.hub.load_state_dict_from_url(_OFFICIAL, check_hash=True, map_location="cpu"))
+            return dict(
+                torch.hub.load_state_dict_from_url(_OFFICIAL, check_hash=True, map_location="cpu")
+            )
         if Path(source).suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(source)
         return dict(torch.load(source, map_location="cpu", weights_only=True))
-    except Exception as error:  # whatever a network, a disk or a file that is something else may raise
+    except (
+        Exception
+    ) as error:  # whatever a network, a disk or a file that is something else may raise
         raise InputError(
             f"model: the weights {source} cannot be had ({describe_error(error)}); give a .safetensors or .pth file, or 'official'"
         ) from error

@@ -26,10 +26,14 @@ _ENCODERS = ("trained", "frozen")
 def build_vqa_net(settings: ModelSettings, questions: VQAMetadata | None, answers: int) -> VqaNet:
     """The network for these questions; the caller seeds torch's generator."""
     if questions is None:
-        raise InputError("model: vqa answers questions about pictures; let data.source be vqav2, easy_vqa or questions of your own")
+        raise InputError(
+            "model: vqa answers questions about pictures; let data.source be vqav2, easy_vqa or questions of your own"
+        )
     if len(settings.hidden) != len(Sizes._fields) or min(settings.hidden) < 1:
         widths = ", ".join(Sizes._fields)
-        raise InputError(f"model: the hidden widths of vqa are {list(settings.hidden)}; four from 1 on were expected: {widths}")
+        raise InputError(
+            f"model: the hidden widths of vqa are {list(settings.hidden)}; four from 1 on were expected: {widths}"
+        )
     resnet = _resnet(settings) if len(questions.pictures.shape) == 3 else None
     return vqa_net(
         questions.pictures,
@@ -42,25 +46,37 @@ def build_vqa_net(settings: ModelSettings, questions: VQAMetadata | None, answer
 
 
 def _resnet(settings: ModelSettings) -> ResNet:
-    resnet = ResNet(WIDTHS if settings.widths is None else settings.widths, dropout=settings.dropout)
+    resnet = ResNet(
+        WIDTHS if settings.widths is None else settings.widths, dropout=settings.dropout
+    )
     if settings.weights is not None:
         load_weights(resnet, settings.weights)
     return resnet
 
 
 def with_frozen_features(
-    settings: ModelSettings, dataset: Dataset, device: Callable[[], torch.device], *, report: ProgressCallback = no_progress
+    settings: ModelSettings,
+    dataset: Dataset,
+    device: Callable[[], torch.device],
+    *,
+    report: ProgressCallback = no_progress,
 ) -> Dataset:
     """The same with features in place of pictures, where the encoder is frozen; it is one for all seeds, as pretrained ones are."""
     encoder = "trained" if settings.encoder is None else settings.encoder
     if encoder not in _ENCODERS and ":" not in encoder:
-        raise InputError(f"settings: model.encoder is '{encoder}'; {suggest_name(encoder, _ENCODERS)}, or your own module:function")
+        raise InputError(
+            f"settings: model.encoder is '{encoder}'; {suggest_name(encoder, _ENCODERS)}, or your own module:function"
+        )
     questions = dataset.questions
     if encoder == "trained" or questions is None or len(questions.pictures.shape) == 1:
         return dataset
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(make_rng(0, "frozen encoder").integers(2**62)))
-        network = Trunk(_resnet(replace(settings, dropout=None))) if encoder == "frozen" else _user_encoder(settings, encoder)
+        network = (
+            Trunk(_resnet(replace(settings, dropout=None)))
+            if encoder == "frozen"
+            else _user_encoder(settings, encoder)
+        )
     where = device()
 
     def features() -> ImageTable:
@@ -79,14 +95,20 @@ def _user_encoder(settings: ModelSettings, encoder: str) -> nn.Module:
             )
     network = call_user_function(import_function(encoder, "model.encoder"), encoder)
     if not isinstance(network, nn.Module):
-        raise InputError(f"model: {encoder} returned {type(network).__name__}; a torch.nn.Module was expected")
+        raise InputError(
+            f"model: {encoder} returned {type(network).__name__}; a torch.nn.Module was expected"
+        )
     return network
 
 
 def refuse_vqa_settings(settings: Settings) -> None:
     """Settings of questions and their network, with data that are none: nothing would read them."""
     model = settings.model
-    given = {"data.pictures": settings.data.pictures, "model.widths": model.widths, "model.weights": model.weights}
+    given = {
+        "data.pictures": settings.data.pictures,
+        "model.widths": model.widths,
+        "model.weights": model.weights,
+    }
     for name, value in {**given, "model.encoder": model.encoder}.items():
         if value is not None:
             raise InputError(
@@ -101,16 +123,25 @@ def require_questions(dataset: Dataset) -> None:
     if questions is None:
         return
     if not isinstance(questions, VQAMetadata):
-        raise InputError(f"data: the questions are a {type(questions).__name__}; glocal.datasets.vqa.Questions was expected")
+        raise InputError(
+            f"data: the questions are a {type(questions).__name__}; glocal.datasets.vqa.Questions was expected"
+        )
     if not isinstance(questions.pictures, ImageTable):
         given = type(questions.pictures).__name__
-        raise InputError(f"data: the questions' pictures are a {given}; glocal.datasets.image_table.Pictures was expected")
+        raise InputError(
+            f"data: the questions' pictures are a {given}; glocal.datasets.image_table.Pictures was expected"
+        )
     _require_kinds(questions.question_types)
-    ranges = {"picture": range(-1, len(questions.pictures)), "word": range(len(questions.words))}  # -1: no picture
+    ranges = {
+        "picture": range(-1, len(questions.pictures)),
+        "word": range(len(questions.words)),
+    }  # -1: no picture
     for part, examples in (("training", dataset.train), ("test", dataset.test)):
         for name, tensor in zip(examples._fields, examples, strict=True):
             if tensor is not None and not isinstance(tensor, torch.Tensor):
-                raise InputError(f"data: {name} of {part} questions is a {type(tensor).__name__}; a torch.Tensor was expected")
+                raise InputError(
+                    f"data: {name} of {part} questions is a {type(tensor).__name__}; a torch.Tensor was expected"
+                )
         x, people = examples.x, examples.group
         if x.dim() != 2 or x.dtype not in (torch.int32, torch.int64):
             raise InputError(
@@ -118,48 +149,70 @@ def require_questions(dataset: Dataset) -> None:
             )
         if people is None or people.dim() != 2 or len(people) != len(x) or not people.shape[1]:
             shape = "none" if people is None else tuple(people.shape)
-            raise InputError(f"data: of {len(x)} {part} questions people's answers are {shape}; give them as group (rows, people)")
+            raise InputError(
+                f"data: of {len(x)} {part} questions people's answers are {shape}; give them as group (rows, people)"
+            )
         for (what, known), numbers in zip(ranges.items(), (x[:, :1], x[:, 1:]), strict=True):
             wrong = numbers[(numbers < known.start) | (numbers >= known.stop)]
             if len(wrong):
                 bounds = f"{known.start} to {known.stop - 1}"
-                raise InputError(f"data: a {part} question has {what} {int(wrong[0])}; numbers from {bounds} were expected")
+                raise InputError(
+                    f"data: a {part} question has {what} {int(wrong[0])}; numbers from {bounds} were expected"
+                )
 
 
 def _require_kinds(question_types: object) -> None:
     """Refuse what are no two arrays of whole numbers from 0 on: how questions begin, by which they are dealt out."""
-    both = question_types if isinstance(question_types, tuple | list) and len(question_types) == 2 else ()
-    if both and all(isinstance(each, np.ndarray) and each.dtype.kind in "iu" and each.min(initial=0) >= 0 for each in both):
+    both = (
+        question_types
+        if isinstance(question_types, tuple | list) and len(question_types) == 2
+        else ()
+    )
+    if both and all(
+        isinstance(each, np.ndarray) and each.dtype.kind in "iu" and each.min(initial=0) >= 0
+        for each in both
+    ):
         return
-    raise InputError(f"data: the questions' kinds are {question_types!r:.60}; two NumPy arrays of whole numbers from 0 on were expected")
+    raise InputError(
+        f"data: the questions' kinds are {question_types!r:.60}; two NumPy arrays of whole numbers from 0 on were expected"
+    )
 
 
 def refuse_non_vqa_settings(settings: Settings) -> None:
     """Settings that take people's answers or the numbers of pictures for something else."""
     answers = "what stands beside questions are people's answers, nothing to hide"
-    for name, case in settings.experiments.items():
-        if case.pretext is not None and case.pretext.kind == "adversary":
-            raise InputError(f"settings: cases.{name}.learns is an adversary, and {answers}; leave it out")
+    for name, experiment in settings.experiments.items():
+        if experiment.pretext is not None and experiment.pretext.kind == "adversary":
+            raise InputError(
+                f"settings: experiments.{name}.pretext is an adversary, and {answers}; leave it out"
+            )
     if settings.audit is not None:
         raise InputError(f"settings: audit is given, and {answers}; leave it out")
     if settings.ordinal is not None:
         raise InputError("settings: ordinal is given, and answers have no order; leave it out")
     if settings.plan.max_tokens is not None:
         first = "a question's first number is no word but its picture"
-        raise InputError(f"settings: plan.tokens is {settings.plan.max_tokens}, and {first}; set plan.batch instead")
+        raise InputError(
+            f"settings: plan.max_tokens is {settings.plan.max_tokens}, and {first}; set plan.batch_size instead"
+        )
 
 
 def with_image_control(dataset: Dataset, pictures: str | None) -> Dataset:
     """Questions with their own pictures, or with other questions', so that these say nothing, or with none and so no ResNet."""
     wanted = "own" if pictures is None else pictures
     if wanted not in _CONTROLS:
-        raise InputError(f"settings: data.pictures is '{wanted}'; {suggest_name(wanted, _CONTROLS)}")
+        raise InputError(
+            f"settings: data.pictures is '{wanted}'; {suggest_name(wanted, _CONTROLS)}"
+        )
     if wanted == "own" or dataset.questions is None:
         return dataset
     questions = dataset.questions
     if wanted == "none":
         questions = replace(questions, pictures=ImageTable(np.zeros((1, 1), dtype=np.float32)))
-    parts = [_with_control(examples, wanted, part) for part, examples in enumerate((dataset.train, dataset.test))]
+    parts = [
+        _with_control(examples, wanted, part)
+        for part, examples in enumerate((dataset.train, dataset.test))
+    ]
     return dataset._replace(train=parts[0], test=parts[1], questions=questions)
 
 

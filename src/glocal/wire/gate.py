@@ -11,10 +11,15 @@ from glocal.core.trees import Params
 
 def admit(uploads: Params, shared: Params) -> Params:
     """Uploads (devices, ...) that may leave their devices; anything that is not a shared tensor is refused."""
-    trees.require_same_names(uploads, shared, "an upload may hold the shared tensors and nothing else")
+    trees.require_same_names(
+        uploads, shared, "an upload may hold the shared tensors and nothing else"
+    )
     for name, tensor in uploads.items():
         if tensor.shape[1:] != shared[name].shape or tensor.dtype != shared[name].dtype:
-            given, expected = f"{tuple(tensor.shape[1:])} {tensor.dtype}", f"{tuple(shared[name].shape)} {shared[name].dtype}"
+            given, expected = (
+                f"{tuple(tensor.shape[1:])} {tensor.dtype}",
+                f"{tuple(shared[name].shape)} {shared[name].dtype}",
+            )
             raise ValueError(f"upload: '{name}' is {given}, the shared tensor is {expected}")
     return uploads
 
@@ -31,7 +36,9 @@ def pack(tree: Params) -> bytes:
 def unpack(data: bytes, like: Params) -> Params:
     """The tree that was packed, given one with the same names, shapes and types."""
     if len(data) != trees.nbytes(like):
-        raise ValueError(f"unpack: {len(data)} bytes arrived, {trees.nbytes(like)} were expected; is it the same model and split?")
+        raise ValueError(
+            f"unpack: {len(data)} bytes arrived, {trees.nbytes(like)} were expected; is it the same model and split?"
+        )
     tree, start = {}, 0
     for name in sorted(like):
         size = trees.nbytes({name: like[name]})

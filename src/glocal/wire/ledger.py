@@ -15,7 +15,9 @@ class Traffic(NamedTuple):
 
     def add_tree(self, tree: Params, copies: int = 1) -> "Traffic":
         """This and some copies of a tree more."""
-        return Traffic(self.parameters + copies * trees.numel(tree), self.bytes + copies * trees.nbytes(tree))
+        return Traffic(
+            self.parameters + copies * trees.numel(tree), self.bytes + copies * trees.nbytes(tree)
+        )
 
     def add(self, other: "Traffic") -> "Traffic":
         """Both amounts together."""
@@ -44,9 +46,13 @@ class Ledger:
         return Traffic(sum(part.parameters for part in parts), sum(part.bytes for part in parts))
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        return Ledger(*(getattr(self, part.name).add(getattr(other, part.name)) for part in fields(self)))
+        return Ledger(
+            *(getattr(self, part.name).add(getattr(other, part.name)) for part in fields(self))
+        )
 
-    def add_round(self, sent: Params, uploads: Params, *, num_sampled: int, num_clients: int) -> "Ledger":
+    def add_round(
+        self, sent: Params, uploads: Params, *, num_sampled: int, num_clients: int
+    ) -> "Ledger":
         """A round: `sent` went to each of the cohort, uploads (cohort, ...) came back."""
         return replace(
             self,
@@ -63,14 +69,20 @@ class Ledger:
         """Every device received the local part that a warm start gives it."""
         return replace(self, download=self.download.add_tree(local, num_clients))
 
-    def add_ensemble(self, local: Params, whole: Params, *, num_trained: int, num_clients: int) -> "Ledger":
+    def add_ensemble(
+        self, local: Params, whole: Params, *, num_trained: int, num_clients: int
+    ) -> "Ledger":
         """Every trained device sent its local part once for the New Test; nothing is sent where nothing is local.
 
         `num_clients` is how many the paper would count: all, or none where nothing is ever shared, for there it prints 0.
         """
         if not local:
             return self
-        return replace(self, ensemble=self.ensemble.add_tree(local, num_trained), paper=self.paper.add_tree(whole, num_clients))
+        return replace(
+            self,
+            ensemble=self.ensemble.add_tree(local, num_trained),
+            paper=self.paper.add_tree(whole, num_clients),
+        )
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For JSON: parameters and bytes by purpose."""

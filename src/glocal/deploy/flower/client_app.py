@@ -30,12 +30,16 @@ def client_app(open_client: OpenClient) -> ClientApp:
             except (InputError, UploadError) as error:
                 content = refusal_to_record(_public_message(error, context))
             except Exception as error:
-                raise RuntimeError(_public_message(error, context)) from None  # Flower sends the words of whatever is raised
+                raise RuntimeError(
+                    _public_message(error, context)
+                ) from None  # Flower sends the words of whatever is raised
             return Message(content, reply_to=message)
 
         return handle
 
-    app.query()(handler(lambda client, shared, order: ClientResult(None, 0, client.handshake(order))))
+    app.query()(
+        handler(lambda client, shared, order: ClientResult(None, 0, client.handshake(order)))
+    )
     plainly = handler(_train_unmasked)
 
     def train(message: Message, context: Context) -> Message:
@@ -60,17 +64,25 @@ def _public_message(error: Exception, context: Context) -> str:
     if isinstance(error, InputError | UploadError) and not isinstance(error, DataError):
         return str(error).replace(f"{context.node_config.get('folder')}/", "")
     _LOG.error("what the server is not told", exc_info=error)
-    what = "its model or data cannot be used" if isinstance(error, DataError) else f"it failed ({type(error).__name__})"
+    what = (
+        "its model or data cannot be used"
+        if isinstance(error, DataError)
+        else f"it failed ({type(error).__name__})"
+    )
     return f"{what}; the device's own log says why"
 
 
 def _train_unmasked(client: Client, shared: Params, order: Instructions) -> ClientResult:
     if client.secure_aggregation:
-        raise InputError("this device sends its uploads masked only, and was asked for a plain one; set secure on the server too")
+        raise InputError(
+            "this device sends its uploads masked only, and was asked for a plain one; set secure on the server too"
+        )
     return client.train(shared, order)
 
 
 def _train_masked(message: Message, context: Context, client: Client) -> Message:
     if not client.secure_aggregation:
-        raise InputError("this device was asked for a masked upload, and its deploy.toml does not say secure; copy the server's")
+        raise InputError(
+            "this device was asked for a masked upload, and its deploy.toml does not say secure; copy the server's"
+        )
     return masked_reply(message, context, client.shared_names, client.train)

@@ -72,7 +72,9 @@ __all__ = [  # and what secure_client.py is made of
     "secaggplus_mod",
 ]
 
-HEARTBEAT = 10.0  # seconds between signs of life, the fewest that Flower allows; after 20 a client is lost
+HEARTBEAT = (
+    10.0  # seconds between signs of life, the fewest that Flower allows; after 20 a client is lost
+)
 _PULL_WAIT = 0.02  # seconds before asking again for a part of a message that is still being stored
 
 
@@ -144,9 +146,13 @@ class FleetConnection:
     node: Node = field(default_factory=Node)
 
     @classmethod
-    def to(cls, address: str, authority: bytes, key: ec.EllipticCurvePrivateKey) -> "FleetConnection":
+    def to(
+        cls, address: str, authority: bytes, key: ec.EllipticCurvePrivateKey
+    ) -> "FleetConnection":
         """A line to the server at HOST:PORT whose certificate this authority has signed."""
-        client = FleetHttpClient.from_server_address(address, False, authority, [_RequestSigner(key)])
+        client = FleetHttpClient.from_server_address(
+            address, False, authority, [_RequestSigner(key)]
+        )
         return cls(client, public_key_to_bytes(key.public_key()))
 
     def connect(self, last: int) -> int:
@@ -183,7 +189,9 @@ class FleetConnection:
             message = pull_and_inflate_object_from_tree(
                 tree,
                 make_pull_object_fn_protobuf(self.client.PullObject, self.node, run),
-                make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, self.node, run),
+                make_confirm_message_received_fn_protobuf(
+                    self.client.ConfirmMessageReceived, self.node, run
+                ),
                 return_type=Message,
                 initial_backoff=_PULL_WAIT,
             )
@@ -204,7 +212,9 @@ class FleetConnection:
             accepted = self.client.PushMessages(request)
             push_objects(
                 get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(self.client.PushObject, self.node, run, accepted.session_id),
+                make_push_object_fn_protobuf(
+                    self.client.PushObject, self.node, run, accepted.session_id
+                ),
                 object_ids_to_push={*accepted.objects_to_push},
             )
 
@@ -228,7 +238,9 @@ class ClientAppRunner:
     run: int = 0
     state: RecordDict = field(default_factory=RecordDict)
 
-    def handle(self, received: ReceivedMessage, node: int, lock: threading.Lock) -> tuple[Message, float]:
+    def handle(
+        self, received: ReceivedMessage, node: int, lock: threading.Lock
+    ) -> tuple[Message, float]:
         """The reply, and how many seconds it took; clients of one process take turns."""
         if received.run != self.run:
             self.run, self.state = received.run, RecordDict()

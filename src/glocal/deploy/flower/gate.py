@@ -149,7 +149,11 @@ class FleetGate:
                 budget.replies[message], budget.size = body, MAX_SENDS * self.max_object_bytes
             elif budget.replies[message] != body:
                 raise HttpError(409, "this message has another reply already")
-        budget.replies = {message: kept for message, kept in budget.replies.items() if self.awaits_reply(node, message)}
+        budget.replies = {
+            message: kept
+            for message, kept in budget.replies.items()
+            if self.awaits_reply(node, message)
+        }
 
 
 @dataclass(frozen=True)

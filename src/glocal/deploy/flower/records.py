@@ -61,7 +61,9 @@ def read_instructions(content: RecordDict) -> tuple[Params, Instructions]:
 
 def result_to_record(answer: ClientResult) -> RecordDict:
     """What leaves a device: an upload, its weight, and figures."""
-    words = ConfigRecord({"num_examples": answer.num_examples, "metrics": json.dumps(answer.metrics)})
+    words = ConfigRecord(
+        {"num_examples": answer.num_examples, "metrics": json.dumps(answer.metrics)}
+    )
     uploaded = {_SHARED: to_record(answer.upload.tensors)} if answer.upload is not None else {}
     return RecordDict({_CONFIG: words, **uploaded})
 
@@ -87,7 +89,11 @@ def read_reply(message: Message) -> Reply:
         num_examples = int(str(words["num_examples"]))
         if not 0 <= num_examples <= _MAX_EXAMPLES:
             raise ValueError(f"it counts {num_examples} examples")
-        return Reply(from_record(shared) if shared is not None else {}, num_examples, read_metrics(str(words["metrics"])))
+        return Reply(
+            from_record(shared) if shared is not None else {},
+            num_examples,
+            read_metrics(str(words["metrics"])),
+        )
     except Exception as error:  # whatever a broken or hostile device may send
         return Reply({}, fault=f"its reply cannot be read ({describe_error(error)})")
 
@@ -109,8 +115,15 @@ def read_metrics(text: str) -> Json:
 def _check_metric(name: str, value: object) -> object:
     if name in _TEXT_METRICS:
         return str(value)[:_MAX_TEXT]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > _MAX_EXAMPLES:
-        raise ValueError(f"its figure '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or abs(value) > _MAX_EXAMPLES
+    ):
+        raise ValueError(
+            f"its figure '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected"
+        )
     if name in _ACCURACIES and not 0 <= value <= 1:
         raise ValueError(f"its figure '{name}' is {value}; a share from 0 to 1 was expected")
     return value

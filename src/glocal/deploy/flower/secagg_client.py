@@ -36,7 +36,9 @@ def is_masked(message: Message) -> bool:
     return SECAGG_RECORD in message.content.config_records
 
 
-def masked_reply(message: Message, context: Context, names: Sequence[str], train: TrainFunction) -> Message:
+def masked_reply(
+    message: Message, context: Context, names: Sequence[str], train: TrainFunction
+) -> Message:
     """A client's part of the protocol; what it trained leaves it masked."""
 
     def fit(asked: Message, _: Context) -> Message:
@@ -59,4 +61,6 @@ def masked_reply(message: Message, context: Context, names: Sequence[str], train
 def _require_in_range(tree: Params) -> None:
     for name, tensor in tree.items():
         if not tensor.is_floating_point() or float(tensor.abs().max()) > CLIPPING_RANGE:
-            raise UploadError(f"upload: '{name}' is no float tensor within {-CLIPPING_RANGE:g} to {CLIPPING_RANGE:g}, as masking needs it")
+            raise UploadError(
+                f"upload: '{name}' is no float tensor within {-CLIPPING_RANGE:g} to {CLIPPING_RANGE:g}, as masking needs it"
+            )

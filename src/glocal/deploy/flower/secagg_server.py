@@ -49,10 +49,17 @@ class _RoundStrategy:
         self.arrays: list[Any] | None = None
         self.replies: dict[int, Reply] = {}
 
-    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> list[tuple[_ClientProxy, FitIns]]:
-        return [(_ClientProxy(node), FitIns(parameters, {"instructions": order.to_json()})) for node, order in self.instructions.items()]
+    def configure_fit(
+        self, server_round: int, parameters: Any, client_manager: Any
+    ) -> list[tuple[_ClientProxy, FitIns]]:
+        return [
+            (_ClientProxy(node), FitIns(parameters, {"instructions": order.to_json()}))
+            for node, order in self.instructions.items()
+        ]
 
-    def aggregate_fit(self, server_round: int, results: list[tuple[_ClientProxy, FitRes]], failures: Any) -> tuple[None, dict[str, Any]]:
+    def aggregate_fit(
+        self, server_round: int, results: list[tuple[_ClientProxy, FitRes]], failures: Any
+    ) -> tuple[None, dict[str, Any]]:
         for node, result in results:
             self.arrays = parameters_to_ndarrays(result.parameters)
             self.replies[node.node_id] = Reply({}, result.num_examples, _client_metrics(result))
@@ -84,12 +91,19 @@ class _SecAggWorkflow(SecAggPlusWorkflow):
         """Who is lost until now has masked nothing, and nothing of it is to be unmasked."""
         enough = super().share_keys_stage(grid, context, state)
         state.sampled_node_ids = state.active_node_ids
-        state.nid_to_neighbours = {node: near & state.active_node_ids for node, near in state.nid_to_neighbours.items()}
+        state.nid_to_neighbours = {
+            node: near & state.active_node_ids for node, near in state.nid_to_neighbours.items()
+        }
         return enough
 
 
 def secure_mean(
-    grid: Grid, shared: Params, instructions: Mapping[int, Instructions], *, wait: float, max_weight: float
+    grid: Grid,
+    shared: Params,
+    instructions: Mapping[int, Instructions],
+    *,
+    wait: float,
+    max_weight: float,
 ) -> tuple[Params | None, dict[int, Reply]]:
     """One round: the weighted mean of the uploads (None if too few stayed), and the replies without any upload.
 
@@ -98,13 +112,22 @@ def secure_mean(
     round_ = _RoundStrategy(instructions)
     state = RecordDict()
     arrays = ndarrays_to_parameters([tensor.numpy() for tensor in shared.values()])
-    state.array_records[MAIN_PARAMS_RECORD] = legacy.parameters_to_arrayrecord(arrays, keep_input=True)
+    state.array_records[MAIN_PARAMS_RECORD] = legacy.parameters_to_arrayrecord(
+        arrays, keep_input=True
+    )
     number = next(iter(instructions.values())).round_index
     state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: number})
-    context = LegacyContext(Context(0, 0, {}, state, {}), None, round_, _ClientManager(len(instructions)))  # type: ignore[arg-type]
-    workflow = _SecAggWorkflow(1.0, _THRESHOLD, max_weight=max_weight, clipping_range=CLIPPING_RANGE, timeout=wait)
+    context = LegacyContext(
+        Context(0, 0, {}, state, {}), None, round_, _ClientManager(len(instructions))
+    )  # type: ignore[arg-type]
+    workflow = _SecAggWorkflow(
+        1.0, _THRESHOLD, max_weight=max_weight, clipping_range=CLIPPING_RANGE, timeout=wait
+    )
     workflow(grid, context)
     if round_.arrays is None:
         return None, {}
-    mean = {name: torch.from_numpy(np.array(array)).to(shared[name]) for name, array in zip(shared, round_.arrays, strict=True)}
+    mean = {
+        name: torch.from_numpy(np.array(array)).to(shared[name])
+        for name, array in zip(shared, round_.arrays, strict=True)
+    }
     return mean, round_.replies

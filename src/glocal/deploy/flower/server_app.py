@@ -30,7 +30,9 @@ class RunLoop:
             self._train_masked()
         else:
             instructions = self.server.configure_train()
-            self.server.aggregate_train(self._send_and_receive(instructions, MessageType.TRAIN, self._shared()))
+            self.server.aggregate_train(
+                self._send_and_receive(instructions, MessageType.TRAIN, self._shared())
+            )
         self._evaluate()
 
     def adapt(self) -> None:
@@ -53,7 +55,9 @@ class RunLoop:
         """Every device tests its own model, when it is time to."""
         configure_evaluate = self.server.configure_evaluate()
         if configure_evaluate:
-            replies = self._send_and_receive(configure_evaluate, MessageType.EVALUATE, self._shared())
+            replies = self._send_and_receive(
+                configure_evaluate, MessageType.EVALUATE, self._shared()
+            )
             self.server.aggregate_evaluate(replies)
 
     def _wait_for_clients(self) -> None:
@@ -62,12 +66,16 @@ class RunLoop:
             nodes = {node.node_id: ssh_key(node.public_key) for node in self.grid.get_nodes()}
             configure_handshake = self.server.configure_handshake(nodes)
             wait = self.server.handshake_timeout
-            self.server.accept_handshakes(self._send_and_receive(configure_handshake, MessageType.QUERY, None, wait=wait))
+            self.server.accept_handshakes(
+                self._send_and_receive(configure_handshake, MessageType.QUERY, None, wait=wait)
+            )
             if not self.server.needs_more_clients():
                 break
             time.sleep(_POLL)
         configure_adaptation = self.server.configure_adaptation()
-        self.server.aggregate_adaptation(self._send_and_receive(configure_adaptation, ADAPT, self._shared()))
+        self.server.aggregate_adaptation(
+            self._send_and_receive(configure_adaptation, ADAPT, self._shared())
+        )
 
     def _send_and_receive(
         self,
@@ -80,7 +88,9 @@ class RunLoop:
         if not instructions:
             return {}
         timeout = self.server.round_timeout if wait is None else wait
-        return replies_by_node(self.grid.send_and_receive(messages(instructions, kind, shared), timeout=timeout))
+        return replies_by_node(
+            self.grid.send_and_receive(messages(instructions, kind, shared), timeout=timeout)
+        )
 
 
 def ssh_key(key: bytes) -> str:
@@ -93,9 +103,20 @@ def ssh_key(key: bytes) -> str:
     return line.decode()
 
 
-def messages(instructions: Mapping[int, Instructions], kind: str, shared: ConfigRecord | None) -> list[Message]:
+def messages(
+    instructions: Mapping[int, Instructions], kind: str, shared: ConfigRecord | None
+) -> list[Message]:
     """One message per node."""
-    return [Message(instructions_to_record(shared, order), node, kind, group_id=str(order.round_index), ttl=_DAY) for node, order in instructions.items()]
+    return [
+        Message(
+            instructions_to_record(shared, order),
+            node,
+            kind,
+            group_id=str(order.round_index),
+            ttl=_DAY,
+        )
+        for node, order in instructions.items()
+    ]
 
 
 def replies_by_node(replies: Iterable[Message]) -> dict[int, Reply]:
@@ -112,11 +133,17 @@ class WatchedGrid(Grid):
     def __init__(self, grid: Grid, on_reply: Callable[[int], None]) -> None:
         self.grid, self.on_reply = grid, on_reply
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Send all, and collect replies until all are there or the time is up."""
         asked, found = [*messages], list[Message]()
         sent = [*self.grid.push_messages(asked)]
-        waiting = {number: message.metadata.dst_node_id for number, message in zip(sent, asked, strict=True) if number}
+        waiting = {
+            number: message.metadata.dst_node_id
+            for number, message in zip(sent, asked, strict=True)
+            if number
+        }
         end = time.monotonic() + (timeout or float("inf"))
         while waiting and time.monotonic() < end:
             for message in self.grid.pull_messages([*waiting]):

@@ -139,9 +139,12 @@ FLEET_ROUTES = frozenset(
         )
     }
 )
-CONTROL_ROUTES = frozenset(f"/v1/control/{name}" for name in ("start-run", "stop-run", "list-runs", "list-nodes"))
+CONTROL_ROUTES = frozenset(
+    f"/v1/control/{name}" for name in ("start-run", "stop-run", "list-runs", "list-nodes")
+)
 KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER = (
-    name.lower().encode() for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
+    name.lower().encode()
+    for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
 )
 _HEARTBEAT = 10.0  # seconds between the signs of life of a run
 _BUNDLE = """[build-system]
@@ -174,9 +177,13 @@ def public_key_bytes(key: str) -> bytes:
     try:
         public = serialization.load_ssh_public_key(key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise InputError(f"deploy: '{key[:40]}' in the roster is no device's key ({describe_error(error)}); restore it") from error
+        raise InputError(
+            f"deploy: '{key[:40]}' in the roster is no device's key ({describe_error(error)}); restore it"
+        ) from error
     if not isinstance(public, ec.EllipticCurvePublicKey):
-        raise InputError(f"deploy: '{key[:40]}' in the roster is of another kind than devices' keys; restore it")
+        raise InputError(
+            f"deploy: '{key[:40]}' in the roster is of another kind than devices' keys; restore it"
+        )
     return public_key_to_bytes(public)
 
 
@@ -203,7 +210,9 @@ def read_pushed_messages(body: bytes) -> PushedMessages:
     request = PushMessagesRequest.FromString(body)
     named = [message.metadata for message in request.messages_list]
     senders = {request.node.node_id, *(metadata.src_node_id for metadata in named)}
-    return PushedMessages(frozenset(senders), tuple(metadata.reply_to_message_id for metadata in named))
+    return PushedMessages(
+        frozenset(senders), tuple(metadata.reply_to_message_id for metadata in named)
+    )
 
 
 class _SecretAuthPlugin(ControlAuthnPlugin):
@@ -212,7 +221,9 @@ class _SecretAuthPlugin(ControlAuthnPlugin):
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
 
-    def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, AccountInfo | None]:
+    def validate_tokens_in_metadata(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[bool, AccountInfo | None]:
         given = next((value for name, value in metadata if name == ACCESS_TOKEN_KEY), "")
         given = given if isinstance(given, bytes) else given.encode()
         known = hmac.compare_digest(given, self._secret)
@@ -333,7 +344,9 @@ class MemoryGrid(Grid):
                 self._state.store_object(self._task.run_id, sent.session_id, name, content)
         numbers = [str(number) for number in sent.message_ids]
         self._sent = {
-            number: remove_content_from_message(message) for number, message in zip(numbers, asked, strict=True) if number
+            number: remove_content_from_message(message)
+            for number, message in zip(numbers, asked, strict=True)
+            if number
         }
         return numbers
 
@@ -374,7 +387,9 @@ class MemoryGrid(Grid):
             if not isinstance(reply, Message):
                 raise TypeError(f"a {type(reply).__name__} was sent as a message")
         except Exception as error:  # whatever a broken or hostile client may send
-            fault = Error(ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({describe_error(error)})")
+            fault = Error(
+                ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({describe_error(error)})"
+            )
             return Message(fault, reply_to=self._sent[number])
         reply.__dict__["_metadata"] = message_from_proto(proto).metadata
         return reply
@@ -410,7 +425,9 @@ class MemoryGrid(Grid):
         if self.end_reason:
             raise InputError(f"run: {self.end_reason}")
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Not here: who waits also watches, see `WatchedGrid`."""
         raise NotImplementedError
 
@@ -437,7 +454,9 @@ class MemoryGrid(Grid):
 RunFunction = Callable[[Grid, Mapping[str, object]], None]
 
 
-def run_tasks(link: SuperLink, work: RunFunction, stop: threading.Event, *, every: float = 0.1) -> None:
+def run_tasks(
+    link: SuperLink, work: RunFunction, stop: threading.Event, *, every: float = 0.1
+) -> None:
     """Until told to stop: do our own work for every run that an operator starts, in its own thread.
 
     The app that the run came with is not looked at: it can only choose among settings.
@@ -572,7 +591,9 @@ def connect_control(door: Path, secret: str) -> Iterator[ControlConnection]:
         with httpx.Client(transport=_SocketFile(door)) as web:
             yield control_connection(web, secret)
     except httpx.HTTPStatusError as error:
-        raise InputError(f"deploy: the server behind {door} refuses ({describe_error(error)}); see its logs/server.log") from error
+        raise InputError(
+            f"deploy: the server behind {door} refuses ({describe_error(error)}); see its logs/server.log"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise InputError(
             f"deploy: the server of {door.parent} does not answer ({describe_error(error)}); start it with `glocal deploy server`"

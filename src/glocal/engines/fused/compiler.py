@@ -17,7 +17,15 @@ from glocal.core.paths import cache_folder
 
 SOURCE = Path(__file__).with_name("step.cpp")
 # no -ffast-math: a diverged loss must come out as NaN
-_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
 _NATIVE_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT = 300.0  # seconds
@@ -33,21 +41,34 @@ def load_step() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NoFusedStepError(f"the compiled step could not be loaded ({describe_error(error)})") from error
+        raise NoFusedStepError(
+            f"the compiled step could not be loaded ({describe_error(error)})"
+        ) from error
 
 
 def compile_library(compiler: Sequence[str]) -> Path:
     """The library of this source, compiler and processor; another of any of them has another name."""
-    marks = (SOURCE.read_text(), *_FLAGS, *map(str, _NATIVE_FLAGS), *compiler, _version(compiler), _processor_id())
+    marks = (
+        SOURCE.read_text(),
+        *_FLAGS,
+        *map(str, _NATIVE_FLAGS),
+        *compiler,
+        _version(compiler),
+        _processor_id(),
+    )
     name = hashlib.sha256("\0".join(marks).encode()).hexdigest()[:16]
     target = cache_folder() / "fused" / f"step-{name}.so"
     if not target.exists():
-        logging.getLogger("glocal").info("compiling the fused steps for this machine, once; this takes some seconds")
+        logging.getLogger("glocal").info(
+            "compiling the fused steps for this machine, once; this takes some seconds"
+        )
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, target)
         except OSError as error:
-            raise NoFusedStepError(f"the C++ step could not be compiled ({describe_error(error)})") from error
+            raise NoFusedStepError(
+                f"the C++ step could not be compiled ({describe_error(error)})"
+            ) from error
     return target
 
 
@@ -80,14 +101,20 @@ def _version(compiler: Sequence[str]) -> str:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, errors="replace")
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, errors="replace"
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoFusedStepError(f"{command[0]} could not be run ({describe_error(error)})") from error
+        raise NoFusedStepError(
+            f"{command[0]} could not be run ({describe_error(error)})"
+        ) from error
 
 
 def _first_error(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")[:160]
+    return next(
+        (line for line in lines if "error" in line), lines[0] if lines else "it said nothing"
+    )[:160]
 
 
 def _processor_id() -> str:

@@ -100,7 +100,15 @@ def fold(
     for tap in tl.static_range(0, AREA):
         down, right = row + SHAPE[7] - tap // SHAPE[4], column + SHAPE[8] - tap % SHAPE[4]
         y, xx = down // SHAPE[5], right // SHAPE[6]
-        inside = ok & (down >= 0) & (right >= 0) & (y < OH) & (xx < OW) & (down % SHAPE[5] == 0) & (right % SHAPE[6] == 0)
+        inside = (
+            ok
+            & (down >= 0)
+            & (right >= 0)
+            & (y < OH)
+            & (xx < OW)
+            & (down % SHAPE[5] == 0)
+            & (right % SHAPE[6] == 0)
+        )
         total += tl.load(start + tap * (OH * OW) + y * OW + xx, mask=inside, other=0.0)
     if RELU:
         total = tl.where(tl.load(x + at, mask=ok, other=0.0) > 0, total, 0.0)
@@ -134,6 +142,19 @@ def conv_update(
     if bias is not None:
         old = tl.load(bias + device * bias_stride + n, mask=mine, other=0.0)
         pace = (lr, momentum, weight_decay, bias_strength, active)
-        bias_away = _update(old, bias_slope, n, mine, device, bias_out, bias_v, bias_t, bias_t_stride, OC, step, pace)
+        bias_away = _update(
+            old,
+            bias_slope,
+            n,
+            mine,
+            device,
+            bias_out,
+            bias_v,
+            bias_t,
+            bias_t_stride,
+            OC,
+            step,
+            pace,
+        )
     if proximal is not None:
         _store_proximal(proximal, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))

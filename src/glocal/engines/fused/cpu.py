@@ -19,7 +19,14 @@ from glocal.core.training import (
 )
 from glocal.core.trees import Params
 from glocal.engines.fused.compiler import load_step
-from glocal.engines.fused.layer_chain import ConvSpec, LayerChain, LinearSpec, Shape, UnsupportedModelError, parse_chain
+from glocal.engines.fused.layer_chain import (
+    ConvSpec,
+    LayerChain,
+    LinearSpec,
+    Shape,
+    UnsupportedModelError,
+    parse_chain,
+)
 
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
@@ -29,7 +36,17 @@ class _LayerSpec(ctypes.Structure):
 
     _fields_ = (
         *((name, _INT64) for name in ("is_conv", "channels", "height", "width", "outputs")),
-        *((name, _INT64) for name in ("kernel_height", "kernel_width", "stride_height", "stride_width", "pad_height", "pad_width")),
+        *(
+            (name, _INT64)
+            for name in (
+                "kernel_height",
+                "kernel_width",
+                "stride_height",
+                "stride_width",
+                "pad_height",
+                "pad_width",
+            )
+        ),
         *((name, _INT64) for name in ("relu", "pool")),
         *((name, _POINTER) for name in ("weight", "bias", "weight_anchor", "bias_anchor")),
         *((name, ctypes.c_double) for name in ("weight_pull", "bias_pull")),
@@ -48,7 +65,10 @@ class _Job(ctypes.Structure):
         ("order", ctypes.c_void_p),
         ("steps", _INT64),
         ("batch", _INT64),
-        *((name, ctypes.c_double) for name in ("lr", "momentum", "weight_decay", "pull_floor", "loss")),
+        *(
+            (name, ctypes.c_double)
+            for name in ("lr", "momentum", "weight_decay", "pull_floor", "loss")
+        ),
     )
 
 
@@ -65,7 +85,9 @@ class FusedCpuTraining:
         self._chains: dict[tuple[ModelLoss, Shape], LayerChain | str] = {}
         self._lock = Lock()  # tracing a model patches torch for its duration
 
-    def __call__(self, objective: Objective, params: Params, work: Work, optimizer: Optimizer) -> tuple[Params, Tensor] | None:
+    def __call__(
+        self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
+    ) -> tuple[Params, Tensor] | None:
         """Trained params and the mean loss over examples (); None if it declines."""
         try:
             rule = _require_sgd(optimizer)
@@ -97,8 +119,13 @@ class FusedCpuTraining:
                 self._compiled = step
         return self._compiled
 
-    def _train(self, chain: LayerChain, objective: Objective, params: Params, work: Work, rule: SGD) -> tuple[Params, Tensor]:
-        trained = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in params.items()}
+    def _train(
+        self, chain: LayerChain, objective: Objective, params: Params, work: Work, rule: SGD
+    ) -> tuple[Params, Tensor]:
+        trained = {
+            name: tensor.detach().clone(memory_format=torch.contiguous_format)
+            for name, tensor in params.items()
+        }
         strengths, anchors, floor = merge_pulls(objective.proximal)
         specs = [_layer_spec(layer, trained, strengths, anchors) for layer in chain.layers]
         order = work.order.contiguous()
@@ -128,7 +155,11 @@ def merge_pulls(proximal: Iterable[Proximal]) -> tuple[dict[str, float], Params,
             by_name.setdefault(name, []).append((strength, anchor.detach()))
     strengths = {name: sum(strength for strength, _ in parts) for name, parts in by_name.items()}
     middles = {name: _weighted_anchor(parts) for name, parts in by_name.items()}
-    floor = sum(strength / 2 * _squared_norm(anchor - middles[name]) for name, parts in by_name.items() for strength, anchor in parts)
+    floor = sum(
+        strength / 2 * _squared_norm(anchor - middles[name])
+        for name, parts in by_name.items()
+        for strength, anchor in parts
+    )
     return strengths, middles, floor
 
 
@@ -144,7 +175,9 @@ def _squared_norm(difference: Tensor) -> float:
     return float(difference.double().square().sum())
 
 
-def _layer_spec(layer: LinearSpec | ConvSpec, weights: Params, strengths: dict[str, float], anchors: Params) -> _LayerSpec:
+def _layer_spec(
+    layer: LinearSpec | ConvSpec, weights: Params, strengths: dict[str, float], anchors: Params
+) -> _LayerSpec:
     spec = _LayerSpec(
         relu=layer.relu,
         weight=weights[layer.weight].data_ptr(),
@@ -171,7 +204,11 @@ def _address(tree: Params, name: str | None) -> int | None:
 
 def _require_success(outcome: int) -> None:
     """What step.cpp's Outcome says; the general path then raises what it always raised."""
-    said = {1: "a row of the order is outside the examples", 2: "a label is no class of the model", 3: "there is no memory left"}
+    said = {
+        1: "a row of the order is outside the examples",
+        2: "a label is no class of the model",
+        3: "there is no memory left",
+    }
     if outcome:
         raise _DeclinedError(said.get(outcome, f"the compiled step returned {outcome}"))
 
@@ -194,7 +231,9 @@ def _augmented_beforehand(objective: Objective, work: Work) -> tuple[Objective, 
 def _model_loss(objective: Objective) -> ModelLoss:
     loss = objective.loss
     if type(loss) is not ModelLoss:
-        raise _DeclinedError(f"the loss is {getattr(loss, '__name__', type(loss).__name__)}, not a model's own")
+        raise _DeclinedError(
+            f"the loss is {getattr(loss, '__name__', type(loss).__name__)}, not a model's own"
+        )
     if loss.per_example is not per_example_cross_entropy:
         raise _DeclinedError("the loss is not the cross entropy")
     return loss
@@ -220,9 +259,18 @@ def _require_supported(objective: Objective, params: Params, work: Work, chain: 
     """Decline whatever compiled code cannot read where it lies."""
     x, y, _ = work.examples
     pulled = [(name, tensor) for anchor, _ in objective.proximal for name, tensor in anchor.items()]
-    named = [*params.items(), *pulled, ("x", x), ("y", y), ("order", work.order), ("round_index", work.round_index)]
+    named = [
+        *params.items(),
+        *pulled,
+        ("x", x),
+        ("y", y),
+        ("order", work.order),
+        ("round_index", work.round_index),
+    ]
     for name, tensor in named:
-        _require_readable(name, tensor, torch.float32 if name in params or name == "x" else torch.int64)
+        _require_readable(
+            name, tensor, torch.float32 if name in params or name == "x" else torch.int64
+        )
     _require_shapes(params, chain, objective)
     for name, tensor in pulled:
         if tensor.shape != params[name].shape:
@@ -239,7 +287,9 @@ def _require_readable(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise _DeclinedError("devices are batched")
     if tensor.device.type != "cpu" or tensor.dtype != dtype or tensor.layout != torch.strided:
-        raise _DeclinedError(f"'{name}' is {tensor.dtype} on {tensor.device.type}, not {dtype} on cpu")
+        raise _DeclinedError(
+            f"'{name}' is {tensor.dtype} on {tensor.device.type}, not {dtype} on cpu"
+        )
     if tensor.requires_grad and torch.is_grad_enabled():
         raise _DeclinedError(f"'{name}' asks for a gradient")
 
@@ -254,5 +304,9 @@ def _require_shapes(params: Params, chain: LayerChain, objective: Objective) -> 
 
 
 def _shapes(layer: LinearSpec | ConvSpec) -> dict[str, Shape]:
-    weight: Shape = (layer.outputs[0], layer.inputs[0], *layer.kernel) if isinstance(layer, ConvSpec) else (layer.outputs, layer.inputs)
+    weight: Shape = (
+        (layer.outputs[0], layer.inputs[0], *layer.kernel)
+        if isinstance(layer, ConvSpec)
+        else (layer.outputs, layer.inputs)
+    )
     return {layer.weight: weight} | ({layer.bias: weight[:1]} if layer.bias else {})

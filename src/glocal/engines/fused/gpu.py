@@ -12,7 +12,13 @@ from torch import Tensor
 from glocal.core.optimizers import SGD, Optimizer
 from glocal.core.training import ModelLoss, Objective, per_example_cross_entropy
 from glocal.core.trees import Params
-from glocal.engines.fused.layer_chain import LayerChain, LinearSpec, Shape, UnsupportedModelError, parse_chain
+from glocal.engines.fused.layer_chain import (
+    LayerChain,
+    LinearSpec,
+    Shape,
+    UnsupportedModelError,
+    parse_chain,
+)
 from glocal.engines.fused.tiles import TileChooser, default_tile
 
 if TYPE_CHECKING:  # at run time only where Triton is installed
@@ -23,7 +29,9 @@ Precision = Literal["fp32", "ieee", "tf32"]
 _TRITON_PRECISION = {"fp32": "tf32x3", "ieee": "ieee", "tf32": "tf32"}
 
 
-def unsupported_reason(objective: Objective, optimizer: Optimizer, inputs: Shape, dtype: torch.dtype) -> str | None:
+def unsupported_reason(
+    objective: Objective, optimizer: Optimizer, inputs: Shape, dtype: torch.dtype
+) -> str | None:
     """One line that says why these kernels cannot train this on examples of shape `inputs`; None if they can."""
     loss = objective.loss
     if find_spec("triton") is None:
@@ -40,7 +48,11 @@ def unsupported_reason(objective: Objective, optimizer: Optimizer, inputs: Shape
         chain = parse_chain(loss.model, inputs)
     except UnsupportedModelError as error:
         return f"the model is no chain of plain layers: {error}"
-    return None if objective.trainable == {*_names(chain)} else "some of the model's weights stay as they are"
+    return (
+        None
+        if objective.trainable == {*_names(chain)}
+        else "some of the model's weights stay as they are"
+    )
 
 
 def local_train_batched(
@@ -66,8 +78,17 @@ def local_train_batched(
     from glocal.engines.fused.layers import LaunchContext
 
     with torch.cuda.device_of(x_store):  # type: ignore[no-untyped-call]
-        context = LaunchContext(*_batches(y_store, order), _lrs(lr, order), momentum, weight_decay, _TRITON_PRECISION[precision], choose_tile)
-        trained = {name: _trained_tensor(params[name], name, proximal, momentum) for name in _names(chain)}
+        context = LaunchContext(
+            *_batches(y_store, order),
+            _lrs(lr, order),
+            momentum,
+            weight_decay,
+            _TRITON_PRECISION[precision],
+            choose_tile,
+        )
+        trained = {
+            name: _trained_tensor(params[name], name, proximal, momentum) for name in _names(chain)
+        }
         layers = _layers(chain, trained, context, x_store)
         for step in range(order.shape[1]):
             for layer in layers:
@@ -92,15 +113,21 @@ def _batches(y_store: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, y_store[rows].masked_fill(~real, -1), real.sum(dim=2, dtype=torch.int32)
 
 
-def _trained_tensor(start: Tensor, name: str, proximal: Sequence[tuple[Params, float]], momentum: float) -> TrainedTensor:
+def _trained_tensor(
+    start: Tensor, name: str, proximal: Sequence[tuple[Params, float]], momentum: float
+) -> TrainedTensor:
     """A tensor (D, ...) with several pulls as one: strengths add up, and it is towards their weighted mean."""
     from glocal.engines.fused.layers import TrainedTensor
 
-    ends = [(anchor[name], strength) for anchor, strength in proximal if strength and name in anchor]
+    ends = [
+        (anchor[name], strength) for anchor, strength in proximal if strength and name in anchor
+    ]
     strength = sum(strength for _, strength in ends)
     current = torch.empty(start.shape, device=start.device)
     velocity = torch.empty_like(current) if momentum else None
-    return TrainedTensor(_rowwise(start), current, velocity, _weighted_anchor(ends, strength), strength)
+    return TrainedTensor(
+        _rowwise(start), current, velocity, _weighted_anchor(ends, strength), strength
+    )
 
 
 def _weighted_anchor(ends: list[tuple[Tensor, float]], strength: float) -> Tensor | None:
@@ -110,7 +137,9 @@ def _weighted_anchor(ends: list[tuple[Tensor, float]], strength: float) -> Tenso
     first, *others = ends
     if not others:
         return _rowwise(first[0])
-    return _rowwise(sum((end * (share / strength) for end, share in others), first[0] * (first[1] / strength)))
+    return _rowwise(
+        sum((end * (share / strength) for end, share in others), first[0] * (first[1] / strength))
+    )
 
 
 def _rowwise(tensor: Tensor) -> Tensor:
@@ -118,7 +147,9 @@ def _rowwise(tensor: Tensor) -> Tensor:
     return tensor if tensor[0].is_contiguous() else tensor.contiguous()
 
 
-def _layers(chain: LayerChain, trained: dict[str, TrainedTensor], context: LaunchContext, x_store: Tensor) -> list[Layer]:
+def _layers(
+    chain: LayerChain, trained: dict[str, TrainedTensor], context: LaunchContext, x_store: Tensor
+) -> list[Layer]:
     """The chain's layers, each reading what the one before writes."""
     from glocal.engines.fused.layers import ConvLayer, LastLayer, LinearLayer
 
@@ -130,7 +161,11 @@ def _layers(chain: LayerChain, trained: dict[str, TrainedTensor], context: Launc
         rectified = bool(layers) and chain.layers[len(layers) - 1].relu
         shared = (context, trained[spec.weight], bias, x, before is None, dx, rectified)
         if isinstance(spec, LinearSpec):
-            layers.append(LastLayer(*shared, spec, chain.softmax) if spec is chain.layers[-1] else LinearLayer(*shared, spec))
+            layers.append(
+                LastLayer(*shared, spec, chain.softmax)
+                if spec is chain.layers[-1]
+                else LinearLayer(*shared, spec)
+            )
         else:
             layers.append(ConvLayer(*shared, spec))
     return layers
@@ -142,13 +177,17 @@ def _mean_loss(layers: list[Layer], context: LaunchContext, scatter: Tensor | fl
     if TYPE_CHECKING:
         assert isinstance(last, LastLayer)
     total = last.losses.sum(dim=(0, 2))
-    away = sum((layer.proximal.sum(dim=2) for layer in layers if layer.proximal is not None), scatter)  # (steps, D)
+    away = sum(
+        (layer.proximal.sum(dim=2) for layer in layers if layer.proximal is not None), scatter
+    )  # (steps, D)
     if isinstance(away, Tensor):
         total = total + (context.counts.T * away / 2).sum(dim=0)
     return total / context.counts.sum(dim=1).clamp(min=1)
 
 
-def _proximal_floor(proximal: Sequence[tuple[Params, float]], trained: dict[str, TrainedTensor]) -> Tensor | float:
+def _proximal_floor(
+    proximal: Sequence[tuple[Params, float]], trained: dict[str, TrainedTensor]
+) -> Tensor | float:
     """What several pulls on one tensor cost at their weighted mean (D,): the sum of strength * ||end - mean||^2."""
     total: Tensor | float = 0.0
     for anchor, strength in proximal:

@@ -83,7 +83,9 @@ def parse_chain(model: nn.Module, inputs: Shape) -> LayerChain:
     return LayerChain(tuple(layers), inputs, softmax)
 
 
-def _append_module(layers: list[LinearSpec | ConvSpec], shape: Shape, name: str, module: nn.Module) -> tuple[list[LinearSpec | ConvSpec], Shape]:
+def _append_module(
+    layers: list[LinearSpec | ConvSpec], shape: Shape, name: str, module: nn.Module
+) -> tuple[list[LinearSpec | ConvSpec], Shape]:
     """The chain with one more module, and the shape that leaves it."""
     if isinstance(module, nn.Identity) or (type(module) is nn.Flatten and len(shape) == 1):
         return layers, shape
@@ -92,12 +94,19 @@ def _append_module(layers: list[LinearSpec | ConvSpec], shape: Shape, name: str,
     if type(module) is nn.ReLU and layers:
         return [*layers[:-1], _replace_fields(layers[-1], relu=True)], shape
     if type(module) is nn.Linear and shape == (module.in_features,):
-        layer = LinearSpec(f"{name}.weight", _bias(name, module), module.in_features, module.out_features)
+        layer = LinearSpec(
+            f"{name}.weight", _bias(name, module), module.in_features, module.out_features
+        )
         return [*layers, layer], (module.out_features,)
     if type(module) is nn.Conv2d and len(shape) == 3:
         conv = _conv(name, module, shape)
         return [*layers, conv], conv.outputs
-    if type(module) is nn.MaxPool2d and layers and isinstance(layers[-1], ConvSpec) and layers[-1].pool == 1:
+    if (
+        type(module) is nn.MaxPool2d
+        and layers
+        and isinstance(layers[-1], ConvSpec)
+        and layers[-1].pool == 1
+    ):
         pooled = _replace_fields(layers[-1], pool=_pool_side(module))
         assert isinstance(pooled, ConvSpec)
         return [*layers[:-1], pooled], pooled.pooled
@@ -107,8 +116,12 @@ def _append_module(layers: list[LinearSpec | ConvSpec], shape: Shape, name: str,
 def _conv(name: str, module: nn.Conv2d, shape: Shape) -> ConvSpec:
     plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
     if not plain or isinstance(module.padding, str) or shape[0] != module.in_channels:
-        raise UnsupportedModelError(f"layer '{name}' is a convolution with groups, dilation or named padding")
-    kernel, stride, padding = (_pair(value) for value in (module.kernel_size, module.stride, module.padding))
+        raise UnsupportedModelError(
+            f"layer '{name}' is a convolution with groups, dilation or named padding"
+        )
+    kernel, stride, padding = (
+        _pair(value) for value in (module.kernel_size, module.stride, module.padding)
+    )
     height, width = ((shape[1 + i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
     outputs = (module.out_channels, height, width)
     return ConvSpec(f"{name}.weight", _bias(name, module), shape, outputs, kernel, stride, padding)
@@ -122,7 +135,12 @@ def _pair(values: Any) -> tuple[int, int]:
 def _pool_side(module: nn.MaxPool2d) -> int:
     """The side of a pool's window; refused unless windows are square, lie side by side and are not padded."""
     sizes = {*(_as_pair(module.kernel_size)), *(_as_pair(module.stride))}
-    if len(sizes) != 1 or _as_pair(module.padding) != (0, 0) or _as_pair(module.dilation) != (1, 1) or module.ceil_mode:
+    if (
+        len(sizes) != 1
+        or _as_pair(module.padding) != (0, 0)
+        or _as_pair(module.dilation) != (1, 1)
+        or module.ceil_mode
+    ):
         raise UnsupportedModelError("a max-pool has windows that overlap, are padded or not square")
     return int(sizes.pop())
 
@@ -135,7 +153,9 @@ def _bias(name: str, module: nn.Linear | nn.Conv2d) -> str | None:
     return None if module.bias is None else f"{name}.bias"
 
 
-def _replace_fields(layer: LinearSpec | ConvSpec, *, relu: bool | None = None, pool: int | None = None) -> LinearSpec | ConvSpec:
+def _replace_fields(
+    layer: LinearSpec | ConvSpec, *, relu: bool | None = None, pool: int | None = None
+) -> LinearSpec | ConvSpec:
     values = {**vars(layer), **({"relu": relu} if relu else {}), **({"pool": pool} if pool else {})}
     return type(layer)(**values)
 
@@ -145,7 +165,9 @@ def _modules_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
     try:
         graph = fx.symbolic_trace(copy.deepcopy(model).to("meta")).graph
     except Exception as error:  # whatever a user's own forward may raise when it is traced
-        raise UnsupportedModelError(f"its forward cannot be traced ({type(error).__name__})") from error
+        raise UnsupportedModelError(
+            f"its forward cannot be traced ({type(error).__name__})"
+        ) from error
     found: list[tuple[str, nn.Module]] = []
     before: fx.Node | None = None
     for node in graph.nodes:
@@ -165,20 +187,40 @@ _MODULE_FOR_FUNCTION: dict[Callable[..., Any] | str, Callable[[], nn.Module]] = 
 }
 
 
-_POOL_DEFAULTS = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False}
+_POOL_DEFAULTS = {
+    "stride": None,
+    "padding": 0,
+    "dilation": 1,
+    "ceil_mode": False,
+    "return_indices": False,
+}
 
 
 def _module_called_by(model: nn.Module, node: fx.Node) -> tuple[str, nn.Module]:
     """The module that a node calls, or the module that its function stands for."""
     if node.op == "call_module":
         return str(node.target), model.get_submodule(str(node.target))
-    rest, named = node.args[1:], {key: value for key, value in node.kwargs.items() if key != "inplace"}
-    named = {key: value for key, value in named.items() if key not in _POOL_DEFAULTS or value != _POOL_DEFAULTS[key]}
+    rest, named = (
+        node.args[1:],
+        {key: value for key, value in node.kwargs.items() if key != "inplace"},
+    )
+    named = {
+        key: value
+        for key, value in named.items()
+        if key not in _POOL_DEFAULTS or value != _POOL_DEFAULTS[key]
+    }
     make = _MODULE_FOR_FUNCTION.get(node.target)
     if make is not None and not rest and not named:
         return node.name, make()
-    if node.target in (torch.flatten, "flatten") and (rest, named) in (((1,), {}), ((), {"start_dim": 1})):
+    if node.target in (torch.flatten, "flatten") and (rest, named) in (
+        ((1,), {}),
+        ((), {"start_dim": 1}),
+    ):
         return node.name, nn.Flatten()
-    if node.target in (functional.max_pool2d, torch.max_pool2d) and len(rest) <= 2 and {*named} <= {"kernel_size", "stride"}:
+    if (
+        node.target in (functional.max_pool2d, torch.max_pool2d)
+        and len(rest) <= 2
+        and {*named} <= {"kernel_size", "stride"}
+    ):
         return node.name, nn.MaxPool2d(*rest, **named)  # type: ignore[arg-type]
     raise UnsupportedModelError(f"'{node.name}' calls {node.target}")

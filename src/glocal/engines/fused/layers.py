@@ -10,7 +10,14 @@ from torch import Tensor
 
 from glocal.engines.fused import conv_kernels, linear_kernels
 from glocal.engines.fused.layer_chain import ConvSpec, LinearSpec
-from glocal.engines.fused.tiles import SMALL_BATCH, KernelKind, KernelLaunch, Tile, TileChooser, power_of_two
+from glocal.engines.fused.tiles import (
+    SMALL_BATCH,
+    KernelKind,
+    KernelLaunch,
+    Tile,
+    TileChooser,
+    power_of_two,
+)
 
 _BLOCK = 1024  # pixels that a program takes at a time
 
@@ -48,7 +55,13 @@ class LaunchContext(NamedTuple):
     def step_args(self, step: int) -> dict[str, Any]:
         """The arguments of a kernel that moves weights."""
         numbers = {"momentum": self.momentum, "weight_decay": self.weight_decay}
-        return {"counts": self.counts, "lrs": self.lrs, "step": step, "steps": self.rows.shape[1], **numbers}
+        return {
+            "counts": self.counts,
+            "lrs": self.lrs,
+            "step": step,
+            "steps": self.rows.shape[1],
+            **numbers,
+        }
 
     def empty(self, *shape: int) -> Tensor:
         """A tensor (D, B, shape) where the rates are."""
@@ -72,8 +85,16 @@ class TrainedTensor:
     def at(self, step: int, name: str, prefix: str = "") -> dict[str, Any]:
         """A kernel's arguments for it; the kernel calls it by this name."""
         source = self.source(step)
-        reads = {name: source, f"{name}_stride": source.stride(0), f"{name}_out": self.current, f"{prefix}v": self.velocity}
-        pull = {f"{prefix}t": self.anchor, f"{prefix}t_stride": 0 if self.anchor is None else self.anchor.stride(0)}
+        reads = {
+            name: source,
+            f"{name}_stride": source.stride(0),
+            f"{name}_out": self.current,
+            f"{prefix}v": self.velocity,
+        }
+        pull = {
+            f"{prefix}t": self.anchor,
+            f"{prefix}t_stride": 0 if self.anchor is None else self.anchor.stride(0),
+        }
         return {**reads, **pull, f"{prefix}strength": self.strength}
 
 
@@ -127,7 +148,9 @@ class Layer(ABC):
 
     def _proximal(self, programs: int) -> Tensor | None:
         """Room for the shares of so many programs, made before the first step."""
-        pulled = any(moving is not None and moving.anchor is not None for moving in (self.weight, self.bias))
+        pulled = any(
+            moving is not None and moving.anchor is not None for moving in (self.weight, self.bias)
+        )
         if pulled and self.proximal is None:
             clients, steps, _ = self.context.rows.shape
             self.proximal = torch.empty(steps, clients, programs, device=self.x.device)
@@ -148,7 +171,15 @@ class LinearLayer(Layer):
         """Fill `out`."""
         weight, inputs = self.weight.source(step), self.spec.inputs
         strides = {"w_stride": weight.stride(0), "w_out_stride": inputs, "w_in_stride": 1}
-        reads = {"x": self.x, "rows": self._rows, "w": weight, "keep": None, "out": self.out, **strides, **self._bias(step)}
+        reads = {
+            "x": self.x,
+            "rows": self._rows,
+            "w": weight,
+            "keep": None,
+            "out": self.out,
+            **strides,
+            **self._bias(step),
+        }
         self._multiply(step, inputs, self.spec.outputs, **reads, RELU=self.spec.relu)
 
     def backward(self, step: int) -> None:
@@ -163,15 +194,38 @@ class LinearLayer(Layer):
     def _back(self, step: int, dx: Tensor) -> None:
         """Dx = dy w where x was positive: forward with the weight's strides exchanged."""
         weight, inputs = self.weight.source(step), self.spec.inputs
-        strides = {"w_stride": weight.stride(0), "w_out_stride": 1, "w_in_stride": inputs, "bias_stride": 0}
+        strides = {
+            "w_stride": weight.stride(0),
+            "w_out_stride": 1,
+            "w_in_stride": inputs,
+            "bias_stride": 0,
+        }
         keep = self.x if self.x_is_rectified else None
-        reads = {"x": self.dy, "rows": None, "w": weight, "bias": None, "keep": keep, "out": dx, **strides}
+        reads = {
+            "x": self.dy,
+            "rows": None,
+            "w": weight,
+            "bias": None,
+            "keep": keep,
+            "out": dx,
+            **strides,
+        }
         self._multiply(step, self.spec.outputs, inputs, **reads, RELU=False)
 
     def _multiply(self, step: int, inputs: int, outputs: int, **args: Any) -> None:
         tile = self.context.tile("forward", self.context.batch, outputs, inputs)
-        grid = (_ceil(outputs, tile.outputs), self.context.clients, _ceil(self.context.batch, tile.rows))
-        sizes = {"inputs": inputs, "outputs": outputs, "batch": self.context.batch, "step": step, "steps": self.context.rows.shape[1]}
+        grid = (
+            _ceil(outputs, tile.outputs),
+            self.context.clients,
+            _ceil(self.context.batch, tile.rows),
+        )
+        sizes = {
+            "inputs": inputs,
+            "outputs": outputs,
+            "batch": self.context.batch,
+            "step": step,
+            "steps": self.context.rows.shape[1],
+        }
         args |= {"counts": self.context.counts, "PRECISION": self.context.precision}
         linear_kernels.linear_forward[grid](**args, **sizes, BB=tile.rows, **_blocks(tile))
 
@@ -179,19 +233,53 @@ class LinearLayer(Layer):
         spec, batch = self.spec, self.context.batch
         tile = self.context.tile("backward", batch, spec.outputs, spec.inputs)
         # without a sum over all outputs to make, more programs may share them
-        span = spec.outputs if self.dx is not None else _ceil(spec.outputs, 8 * tile.outputs) * tile.outputs
+        span = (
+            spec.outputs
+            if self.dx is not None
+            else _ceil(spec.outputs, 8 * tile.outputs) * tile.outputs
+        )
         grid = (_ceil(spec.inputs, tile.inputs), self.context.clients, _ceil(spec.outputs, span))
-        reads = {"x": self.x, "rows": self._rows, "dy": self.dy, "dx": self.dx, "proximal": self._proximal(grid[0] * grid[2])}
-        sizes = {"inputs": spec.inputs, "outputs": spec.outputs, "span": span, "BATCH": batch, "RELU": self.x_is_rectified}
-        linear_kernels.linear_backward[grid](**reads, **self._update_args(step), **sizes, **_blocks(tile))
+        reads = {
+            "x": self.x,
+            "rows": self._rows,
+            "dy": self.dy,
+            "dx": self.dx,
+            "proximal": self._proximal(grid[0] * grid[2]),
+        }
+        sizes = {
+            "inputs": spec.inputs,
+            "outputs": spec.outputs,
+            "span": span,
+            "BATCH": batch,
+            "RELU": self.x_is_rectified,
+        }
+        linear_kernels.linear_backward[grid](
+            **reads, **self._update_args(step), **sizes, **_blocks(tile)
+        )
 
     def _update(self, step: int) -> None:
         spec, batch = self.spec, self.context.batch
         tile = self.context.tile("update", batch, spec.outputs, spec.inputs)
-        grid = (_ceil(spec.inputs, tile.inputs), self.context.clients, _ceil(spec.outputs, tile.outputs))
-        reads = {"x": self.x, "rows": self._rows, "dy": self.dy, "proximal": self._proximal(grid[0] * grid[2])}
-        sizes = {"inputs": spec.inputs, "outputs": spec.outputs, "batch": batch, "PRECISION": self.context.precision}
-        linear_kernels.linear_update[grid](**reads, **self._update_args(step), **sizes, BB=tile.rows, **_blocks(tile))
+        grid = (
+            _ceil(spec.inputs, tile.inputs),
+            self.context.clients,
+            _ceil(spec.outputs, tile.outputs),
+        )
+        reads = {
+            "x": self.x,
+            "rows": self._rows,
+            "dy": self.dy,
+            "proximal": self._proximal(grid[0] * grid[2]),
+        }
+        sizes = {
+            "inputs": spec.inputs,
+            "outputs": spec.outputs,
+            "batch": batch,
+            "PRECISION": self.context.precision,
+        }
+        linear_kernels.linear_update[grid](
+            **reads, **self._update_args(step), **sizes, BB=tile.rows, **_blocks(tile)
+        )
 
 
 @dataclass
@@ -204,7 +292,9 @@ class LastLayer(LinearLayer):
     def __post_init__(self) -> None:
         self.dy = self.context.empty(self.spec.outputs)
         clients, steps, _ = self.context.rows.shape
-        self.losses = torch.empty(steps, clients, _ceil(self.context.batch, self._tile.rows), device=self.x.device)
+        self.losses = torch.empty(
+            steps, clients, _ceil(self.context.batch, self._tile.rows), device=self.x.device
+        )
 
     @property
     def _tile(self) -> Tile:
@@ -214,12 +304,31 @@ class LastLayer(LinearLayer):
         """Fill `dy` and `losses`."""
         spec, (rows, labels, counts, *_) = self.spec, self.context
         weight, tile = self.weight.source(step), self._tile
-        reads = {"x": self.x, "rows": self._rows, "w": weight, "w_stride": weight.stride(0), "labels": labels, "counts": counts}
-        sizes = {"inputs": spec.inputs, "outputs": spec.outputs, "batch": self.context.batch, "step": step, "steps": rows.shape[1]}
+        reads = {
+            "x": self.x,
+            "rows": self._rows,
+            "w": weight,
+            "w_stride": weight.stride(0),
+            "labels": labels,
+            "counts": counts,
+        }
+        sizes = {
+            "inputs": spec.inputs,
+            "outputs": spec.outputs,
+            "batch": self.context.batch,
+            "step": step,
+            "steps": rows.shape[1],
+        }
         writes = {"grads": self.dy, "losses": self.losses, "SOFTMAX": self.softmax}
         grid = (1, self.context.clients, self.losses.shape[2])
         linear_kernels.linear_loss[grid](
-            **reads, **self._bias(step), **writes, **sizes, PRECISION=self.context.precision, BB=tile.rows, **_blocks(tile)
+            **reads,
+            **self._bias(step),
+            **writes,
+            **sizes,
+            PRECISION=self.context.precision,
+            BB=tile.rows,
+            **_blocks(tile),
         )
 
 
@@ -248,7 +357,9 @@ class ConvLayer(Layer):
         self.image_weights = self.context.empty(channels, self._taps + 1)
         self.image_grads = torch.empty_like(self.image_weights)
         if self.spec.pool > 1:
-            self.argmax = torch.empty_like(self.out, dtype=torch.uint8 if self.spec.pool < 16 else torch.int32)
+            self.argmax = torch.empty_like(
+                self.out, dtype=torch.uint8 if self.spec.pool < 16 else torch.int32
+            )
 
     @property
     def _taps(self) -> int:
@@ -259,31 +370,65 @@ class ConvLayer(Layer):
     def _shape(self) -> dict[str, Any]:
         """The sizes of the convolution, for a kernel."""
         spec = self.spec
-        return {"SHAPE": (*spec.inputs, *spec.kernel, *spec.stride, *spec.padding), "OH": spec.outputs[1], "OW": spec.outputs[2]}
+        return {
+            "SHAPE": (*spec.inputs, *spec.kernel, *spec.stride, *spec.padding),
+            "OH": spec.outputs[1],
+            "OW": spec.outputs[2],
+        }
 
     @property
     def _pool(self) -> dict[str, Any]:
         """The sizes of the pool, for a kernel."""
         (_, height, width), (_, down, across) = self.spec.outputs, self.spec.pooled
-        return {"H": height, "W": width, "OH": down, "OW": across, "POOL": self.spec.pool, "BLOCK": _BLOCK}
+        return {
+            "H": height,
+            "W": width,
+            "OH": down,
+            "OW": across,
+            "POOL": self.spec.pool,
+            "BLOCK": _BLOCK,
+        }
 
     def forward(self, step: int) -> None:
         """Fill `columns`, `full`, `out` and `argmax`."""
-        images, block = self.context.clients * self.context.batch, min(power_of_two(math.prod(self.spec.outputs[1:])), _BLOCK)
-        where = {"rows": self._rows, "batch": self.context.batch, "step": step, "steps": self.context.rows.shape[1]}
-        conv_kernels.unfold[images, self.spec.inputs[0] + 1](x=self.x, columns=self.columns, **where, **self._shape, BLOCK=block)
+        images, block = (
+            self.context.clients * self.context.batch,
+            min(power_of_two(math.prod(self.spec.outputs[1:])), _BLOCK),
+        )
+        where = {
+            "rows": self._rows,
+            "batch": self.context.batch,
+            "step": step,
+            "steps": self.context.rows.shape[1],
+        }
+        conv_kernels.unfold[images, self.spec.inputs[0] + 1](
+            x=self.x, columns=self.columns, **where, **self._shape, BLOCK=block
+        )
         self.image_weights[..., :-1] = self.weight.source(step).flatten(2)[:, None]
         self.image_weights[..., -1] = 0.0 if self.bias is None else self.bias.source(step)[:, None]
-        torch.bmm(self.image_weights.flatten(0, 1), self.columns.flatten(0, 1), out=self.full.view(images, self.spec.outputs[0], -1))
+        torch.bmm(
+            self.image_weights.flatten(0, 1),
+            self.columns.flatten(0, 1),
+            out=self.full.view(images, self.spec.outputs[0], -1),
+        )
         size = self.out.numel()
         conv_kernels.pool[(_ceil(size, _BLOCK),)](
-            full=self.full, out=self.out, argmax=self.argmax, size=size, RELU=self.spec.relu, **self._pool
+            full=self.full,
+            out=self.out,
+            argmax=self.argmax,
+            size=size,
+            RELU=self.spec.relu,
+            **self._pool,
         )
 
     def backward(self, step: int) -> None:
         """Fill `dx` from `dy`, and move the weights; `full` and `columns` are written over by their slopes."""
-        grads = self._before_pool().view(self.context.clients * self.context.batch, self.spec.outputs[0], -1)
-        torch.bmm(grads, self.columns.flatten(0, 1).transpose(1, 2), out=self.image_grads.flatten(0, 1))
+        grads = self._before_pool().view(
+            self.context.clients * self.context.batch, self.spec.outputs[0], -1
+        )
+        torch.bmm(
+            grads, self.columns.flatten(0, 1).transpose(1, 2), out=self.image_grads.flatten(0, 1)
+        )
         if self.dx is not None:
             self._back(grads, self.dx)
         self._update(step)
@@ -293,21 +438,40 @@ class ConvLayer(Layer):
         if self.argmax is None:
             return self.dy
         size = self.full.numel()
-        conv_kernels.unpool[(_ceil(size, _BLOCK),)](dy=self.dy, argmax=self.argmax, dfull=self.full, size=size, **self._pool)
+        conv_kernels.unpool[(_ceil(size, _BLOCK),)](
+            dy=self.dy, argmax=self.argmax, dfull=self.full, size=size, **self._pool
+        )
         return self.full
 
     def _back(self, grads: Tensor, dx: Tensor) -> None:
-        torch.bmm(self.image_weights.flatten(0, 1).transpose(1, 2), grads, out=self.columns.flatten(0, 1))
+        torch.bmm(
+            self.image_weights.flatten(0, 1).transpose(1, 2), grads, out=self.columns.flatten(0, 1)
+        )
         size, rectified = dx.numel(), self.x_is_rectified
         conv_kernels.fold[(_ceil(size, _BLOCK),)](
-            columns=self.columns, x=self.x, dx=dx, size=size, RELU=rectified, **self._shape, BLOCK=_BLOCK
+            columns=self.columns,
+            x=self.x,
+            dx=dx,
+            size=size,
+            RELU=rectified,
+            **self._shape,
+            BLOCK=_BLOCK,
         )
 
     def _update(self, step: int) -> None:
         channels, block = self.spec.outputs[0], 256
         grid = (_ceil(channels * self._taps, block), self.context.clients)
-        sizes = {"TAPS": self._taps, "OC": channels, "BLOCK": block, "BIAS_BLOCK": power_of_two(channels)}
-        reads = {"parts": self.image_grads, "splits": self.context.batch, "proximal": self._proximal(grid[0])}
+        sizes = {
+            "TAPS": self._taps,
+            "OC": channels,
+            "BLOCK": block,
+            "BIAS_BLOCK": power_of_two(channels),
+        }
+        reads = {
+            "parts": self.image_grads,
+            "splits": self.context.batch,
+            "proximal": self._proximal(grid[0]),
+        }
         conv_kernels.conv_update[grid](**reads, **self._update_args(step), **sizes)
 
 

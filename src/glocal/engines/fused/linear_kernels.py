@@ -46,7 +46,9 @@ def _update(w, grad, at, ok, device, w_out, velocity, anchor, t_stride, size, st
         direction += strength * apart
         away = tl.where(ok, apart * apart, 0.0)
     if velocity is not None:
-        v = tl.load(velocity + here + at, mask=ok & (step > 0), other=0.0)  # before the first step it holds nothing yet
+        v = tl.load(
+            velocity + here + at, mask=ok & (step > 0), other=0.0
+        )  # before the first step it holds nothing yet
         direction += momentum * v
         tl.store(velocity + here + at, tl.where(active, direction, v), mask=ok)
     tl.store(w_out + here + at, tl.where(active, w - lr * direction, w), mask=ok)
@@ -74,7 +76,9 @@ def linear_forward(
     total = tl.zeros([BB, BN], tl.float32)
     for first in tl.range(0, _if_real(counts, device, step, steps, inputs), BK, num_stages=STAGES):
         k = first + tl.arange(0, BK)
-        xs = tl.load(row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0)
+        xs = tl.load(
+            row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0
+        )
         ok = (k < inputs)[:, None] & (n < outputs)[None, :]
         ws = tl.load(columns[None, :] + k[:, None] * w_in_stride, mask=ok, other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
@@ -109,8 +113,14 @@ def linear_loss(
     logits = tl.zeros([BB, BN], tl.float32)
     for first in tl.range(0, _if_real(counts, device, step, steps, inputs), BK, num_stages=STAGES):
         k = first + tl.arange(0, BK)
-        xs = tl.load(row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0)
-        ws = tl.load(columns[None, :] + k[:, None], mask=(k < inputs)[:, None] & (n < outputs)[None, :], other=0.0)
+        xs = tl.load(
+            row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0
+        )
+        ws = tl.load(
+            columns[None, :] + k[:, None],
+            mask=(k < inputs)[:, None] & (n < outputs)[None, :],
+            other=0.0,
+        )
         logits = tl.dot(xs, ws, logits, input_precision=PRECISION)
     if bias is not None:
         logits += tl.load(bias + device * bias_stride + n, mask=n < outputs, other=0.0)[None, :]
@@ -125,12 +135,19 @@ def linear_loss(
         powers = tl.where((n < outputs)[None, :], tl.exp(logits), 0.0)
         norm = tl.sum(powers, axis=1)
     loss = tl.log(norm) - tl.sum(tl.where(hit, logits, 0.0), axis=1)
-    tl.store(losses + (step * tl.num_programs(1) + device) * tl.num_programs(2) + tile, tl.sum(tl.where(real, loss, 0.0), axis=0))
+    tl.store(
+        losses + (step * tl.num_programs(1) + device) * tl.num_programs(2) + tile,
+        tl.sum(tl.where(real, loss, 0.0), axis=0),
+    )
     grad = (powers / norm[:, None] - tl.where(hit, 1.0, 0.0)) / tl.maximum(count, 1).to(tl.float32)
     if SOFTMAX:
         grad = logits * (grad - tl.sum(grad * logits, axis=1)[:, None])
     at = (device * batch + b).to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(grads + at, tl.where(real[:, None], grad, 0.0), mask=(b < batch)[:, None] & (n < outputs)[None, :])
+    tl.store(
+        grads + at,
+        tl.where(real[:, None], grad, 0.0),
+        mask=(b < batch)[:, None] & (n < outputs)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -166,12 +183,16 @@ def linear_backward(
         grad = tl.zeros([BN, BK], tl.float32)
         more = ()
         for b in tl.static_range(BATCH):
-            g = tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=n < outputs, other=0.0)
+            g = tl.load(
+                dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=n < outputs, other=0.0
+            )
             grad += g[:, None] * xs[b][None, :]
             more = more + (sums[b] + g[:, None] * ws,)  # noqa: RUF005
         sums = more
         hyper = (lr, momentum, weight_decay, strength, count > 0)
-        away += _update(ws, grad, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper)
+        away += _update(
+            ws, grad, at, ok, device, w_out, v, t, t_stride, inputs * outputs, step, hyper
+        )
     if bias is not None:
         if tl.program_id(0) == 0:
             hyper = (lr, momentum, weight_decay, bias_strength, count > 0)
@@ -180,9 +201,24 @@ def linear_backward(
                 ok = n < end
                 grad = tl.zeros([LANES], tl.float32)
                 for b in tl.static_range(BATCH):
-                    grad += tl.load(dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=ok, other=0.0)
+                    grad += tl.load(
+                        dy + (device * BATCH + b).to(tl.int64) * outputs + n, mask=ok, other=0.0
+                    )
                 old = tl.load(bias + device * bias_stride + n, mask=ok, other=0.0)
-                bias_away += _update(old, grad, n, ok, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, hyper)
+                bias_away += _update(
+                    old,
+                    grad,
+                    n,
+                    ok,
+                    device,
+                    bias_out,
+                    bias_v,
+                    bias_t,
+                    bias_t_stride,
+                    outputs,
+                    step,
+                    hyper,
+                )
     if dx is not None:
         for b in tl.static_range(BATCH):
             total = tl.sum(sums[b], axis=0)
@@ -209,14 +245,18 @@ def linear_update(
     for first in tl.range(0, tl.where(active, batch, 0), BB, num_stages=STAGES):
         b = first + tl.arange(0, BB)
         row = _rows_at(x, rows, device, step, steps, batch, b, inputs)
-        xs = tl.load(row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0)
+        xs = tl.load(
+            row[:, None] + k[None, :], mask=(b < batch)[:, None] & (k < inputs)[None, :], other=0.0
+        )
         where = (device * batch + b).to(tl.int64)[None, :] * outputs + n[:, None]
         g = tl.load(dy + where, mask=(n < outputs)[:, None] & (b < batch)[None, :], other=0.0)
         grad = tl.dot(g, xs, grad, input_precision=PRECISION)
         bias_slope += tl.sum(g, axis=1)
     lr = tl.load(lrs + device)
     at = n[:, None] * inputs + k[None, :]
-    moves = active | (step == 0)  # the first step also brings the weights to where the others look for them
+    moves = active | (
+        step == 0
+    )  # the first step also brings the weights to where the others look for them
     ok = (n < outputs)[:, None] & (k < inputs)[None, :] & moves
     ws = tl.load(w + device.to(tl.int64) * w_stride + at, mask=ok, other=0.0)
     hyper = (lr, momentum, weight_decay, strength, active)
@@ -226,6 +266,19 @@ def linear_update(
         mine = (n < outputs) & (tl.program_id(0) == 0) & moves
         old = tl.load(bias + device * bias_stride + n, mask=mine, other=0.0)
         pace = (lr, momentum, weight_decay, bias_strength, active)
-        bias_away = _update(old, bias_slope, n, mine, device, bias_out, bias_v, bias_t, bias_t_stride, outputs, step, pace)
+        bias_away = _update(
+            old,
+            bias_slope,
+            n,
+            mine,
+            device,
+            bias_out,
+            bias_v,
+            bias_t,
+            bias_t_stride,
+            outputs,
+            step,
+            pace,
+        )
     if proximal is not None:
         _store_proximal(proximal, step, strength * tl.sum(away) + bias_strength * tl.sum(bias_away))

@@ -35,7 +35,9 @@ class TileChooser(Protocol):
         """Its tile."""
 
 
-SMALL_BATCH = 16  # up to so many rows a layer's backward pass is one kernel whose sums stay in registers
+SMALL_BATCH = (
+    16  # up to so many rows a layer's backward pass is one kernel whose sums stay in registers
+)
 _PROGRAMS = 128  # about one for each of the GPU's processors
 
 

@@ -22,7 +22,9 @@ class Budget:
     def __post_init__(self) -> None:
         for name, limit in (("bytes", self.bytes), ("seconds", self.seconds)):
             if limit is not None and not 0 < limit < _MAX_AMOUNT:
-                raise InputError(f"advise: a budget of {limit:g} {name} is none; it must be above 0 and below {_MAX_AMOUNT:.0e}")
+                raise InputError(
+                    f"advise: a budget of {limit:g} {name} is none; it must be above 0 and below {_MAX_AMOUNT:.0e}"
+                )
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
@@ -37,7 +39,9 @@ class Budget:
             return cls(bytes=round(amount * _BYTES[unit]))
         if unit in _SECONDS:
             return cls(seconds=amount * _SECONDS[unit])
-        raise InputError(f"advise: the budget is '{text}'; bytes or seconds were expected, such as '20 MB' or '60 s'")
+        raise InputError(
+            f"advise: the budget is '{text}'; bytes or seconds were expected, such as '20 MB' or '60 s'"
+        )
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,16 @@ class Cost:
 
     def add(self, ledger: Ledger, *, updates: int = 0, rounds: int = 0) -> "Cost":
         """This and some more."""
-        return replace(self, ledger=self.ledger + ledger, updates=self.updates + updates, rounds=self.rounds + rounds)
+        return replace(
+            self,
+            ledger=self.ledger + ledger,
+            updates=self.updates + updates,
+            rounds=self.rounds + rounds,
+        )
 
     def within(self, budget: Budget, *, share: float = 1.0, extra_bytes: int = 0) -> bool:
         """Whether a share of a budget is not yet used up, with so many bytes more."""
-        in_bytes = budget.bytes is None or self.ledger.total.bytes + extra_bytes <= share * budget.bytes
+        in_bytes = (
+            budget.bytes is None or self.ledger.total.bytes + extra_bytes <= share * budget.bytes
+        )
         return in_bytes and (budget.seconds is None or self.seconds < share * budget.seconds)

@@ -36,7 +36,11 @@ def make_candidates(model: nn.Module, *, max_candidates: int = 12) -> list[Candi
     layers = layer_names(model)
     if not layers:
         raise InputError("advise: the model has no layer with weights; there is nothing to share")
-    made = [_candidate(model, NOTHING, ()), *_between(model, layers, max_candidates - 2), _candidate(model, EVERYTHING, tuple(layers))]
+    made = [
+        _candidate(model, NOTHING, ()),
+        *_between(model, layers, max_candidates - 2),
+        _candidate(model, EVERYTHING, tuple(layers)),
+    ]
     return [each for each in made if each is not None]
 
 
@@ -44,7 +48,10 @@ def _between(model: nn.Module, layers: list[str], max_candidates: int) -> list[C
     depths = max(0, min(len(layers) - 1, max_candidates // 2))
     counts = sorted({round(count) for count in np.linspace(1, len(layers) - 1, depths).tolist()})
     lower = [_candidate(model, f"first {count} shared", tuple(layers[:count])) for count in counts]
-    return lower + [_candidate(model, f"last {count} shared", tuple(layers[len(layers) - count :])) for count in counts]
+    return lower + [
+        _candidate(model, f"last {count} shared", tuple(layers[len(layers) - count :]))
+        for count in counts
+    ]
 
 
 def _candidate(model: nn.Module, name: str, shared: tuple[str, ...]) -> Candidate | None:

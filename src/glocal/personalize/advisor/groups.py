@@ -39,7 +39,11 @@ def find_groups(rungs: Sequence[Rung], choice: str, participants: IntArray) -> l
     found, free = [], np.ones(len(participants), dtype=np.bool_)
     others = [name for name in rungs[0].names if name != choice]
     while others:
-        tried = [group for name in others if (group := _find_group(rungs, choice, (name, participants, free), len(others)))]
+        tried = [
+            group
+            for name in others
+            if (group := _find_group(rungs, choice, (name, participants, free), len(others)))
+        ]
         if not tried:
             break
         best = max(tried, key=lambda group: group.gain.mean * len(group.clients))
@@ -49,7 +53,12 @@ def find_groups(rungs: Sequence[Rung], choice: str, participants: IntArray) -> l
     return found
 
 
-def _find_group(rungs: Sequence[Rung], choice: str, among: tuple[str, IntArray, npt.NDArray[np.bool_]], trials: int) -> ClientGroup | None:
+def _find_group(
+    rungs: Sequence[Rung],
+    choice: str,
+    among: tuple[str, IntArray, npt.NDArray[np.bool_]],
+    trials: int,
+) -> ClientGroup | None:
     """Those who prefer a split on the first half, if on the second they do so too, beyond what so many trials bring by chance."""
     name, participants, free = among
     rung = last_common_rung(rungs, choice, name)
@@ -58,4 +67,8 @@ def _find_group(rungs: Sequence[Rung], choice: str, among: tuple[str, IntArray, 
     if members.sum() < _MIN_GROUP_SIZE:
         return None
     gain = confidence_interval(ahead[1][members], confidence=1 - (1 - _CONFIDENCE) / trials)
-    return ClientGroup(name, tuple(participants[members].tolist()), gain) if gain.low > _MIN_GAIN else None
+    return (
+        ClientGroup(name, tuple(participants[members].tolist()), gain)
+        if gain.low > _MIN_GAIN
+        else None
+    )

@@ -76,25 +76,41 @@ class Rung(NamedTuple):
 HalvingRound = tuple[list[CandidateState], Ledger]
 
 
-def start_halving(candidates: Sequence[Candidate], model: Params, num_clients: int) -> list[CandidateState]:
+def start_halving(
+    candidates: Sequence[Candidate], model: Params, num_clients: int
+) -> list[CandidateState]:
     """All splits at the same warm model."""
     return [CandidateState(candidate, (model,) * num_clients) for candidate in candidates]
 
 
-def run_rounds(setup: HalvingSetup, candidate_states: Sequence[CandidateState], rounds: range) -> Iterator[HalvingRound]:
+def run_rounds(
+    setup: HalvingSetup, candidate_states: Sequence[CandidateState], rounds: range
+) -> Iterator[HalvingRound]:
     """Some rounds of all lanes, one after the other, with what crossed the wire in each."""
     for round_index in rounds:
-        tasks = [task for candidate_state in candidate_states for task in _tasks(setup, candidate_state, round_index)]
+        tasks = [
+            task
+            for candidate_state in candidate_states
+            for task in _tasks(setup, candidate_state, round_index)
+        ]
         trained = setup.executor(tasks, setup.train.examples, round_index).stacked().upload
         candidate_states, ledger = list(candidate_states), Ledger()
         for place, candidate_state in enumerate(candidate_states):
-            rows = slice(place * len(candidate_state.models), (place + 1) * len(candidate_state.models))
-            candidate_states[place], traffic = _average_shared(setup, candidate_state, {name: tensor[rows].clone() for name, tensor in trained.items()})
+            rows = slice(
+                place * len(candidate_state.models), (place + 1) * len(candidate_state.models)
+            )
+            candidate_states[place], traffic = _average_shared(
+                setup,
+                candidate_state,
+                {name: tensor[rows].clone() for name, tensor in trained.items()},
+            )
             ledger = ledger + traffic
         yield candidate_states, ledger
 
 
-def _tasks(setup: HalvingSetup, candidate_state: CandidateState, round_index: int) -> list[ClientTask]:
+def _tasks(
+    setup: HalvingSetup, candidate_state: CandidateState, round_index: int
+) -> list[ClientTask]:
     """What a lane's devices do: the same examples in the same order, whichever lane it is."""
     tasks = []
     for client, model in zip(setup.participants.tolist(), candidate_state.models, strict=True):
@@ -103,19 +119,39 @@ def _tasks(setup: HalvingSetup, candidate_state: CandidateState, round_index: in
     return tasks
 
 
-def _average_shared(setup: HalvingSetup, candidate_state: CandidateState, trained: Params) -> tuple[CandidateState, Ledger]:
+def _average_shared(
+    setup: HalvingSetup, candidate_state: CandidateState, trained: Params
+) -> tuple[CandidateState, Ledger]:
     """A lane after its devices' models (racers, ...) were trained: the shared part crosses and is averaged, the rest stays."""
     split, before = candidate_state.candidate.split, candidate_state.shared
     uploads = admit(split.take_shared(trained), before)
-    traffic = Ledger().add_round(before, uploads, num_sampled=len(candidate_state.models), num_clients=setup.train.num_clients)
+    traffic = Ledger().add_round(
+        before,
+        uploads,
+        num_sampled=len(candidate_state.models),
+        num_clients=setup.train.num_clients,
+    )
     weights = torch.from_numpy(setup.train.sizes[setup.participants])
-    after = average(before, uploads, weights.to(next(iter(trained.values())).device)) if before else {}
+    after = (
+        average(before, uploads, weights.to(next(iter(trained.values())).device)) if before else {}
+    )
     local = split.take_local(trained)
-    models = tuple({**{name: tensor[row] for name, tensor in local.items()}, **after} for row in range(len(candidate_state.models)))
-    return replace(candidate_state, models=tuple({name: model[name] for name in trained} for model in models)), traffic
+    models = tuple(
+        {**{name: tensor[row] for name, tensor in local.items()}, **after}
+        for row in range(len(candidate_state.models))
+    )
+    return replace(
+        candidate_state, models=tuple({name: model[name] for name in trained} for model in models)
+    ), traffic
 
 
-def keep_better_half(candidate_states: Sequence[CandidateState], rung: Rung) -> list[CandidateState]:
+def keep_better_half(
+    candidate_states: Sequence[CandidateState], rung: Rung
+) -> list[CandidateState]:
     """The better half, rounded up, in the order of the race."""
     kept = {*rung.ranking()[: -(-len(candidate_states) // 2)]}
-    return [candidate_state for candidate_state in candidate_states if candidate_state.candidate.name in kept]
+    return [
+        candidate_state
+        for candidate_state in candidate_states
+        if candidate_state.candidate.name in kept
+    ]

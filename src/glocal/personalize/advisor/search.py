@@ -22,12 +22,25 @@ from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, Executor
 from glocal.evaluate import Evaluator, Metric, accuracy, local_tests
 from glocal.evaluate.theory import ConfidenceInterval
-from glocal.federate.fitting import Case, Options, build_evaluation, move_to_device, require_trainable
+from glocal.federate.fitting import (
+    Case,
+    Options,
+    build_evaluation,
+    move_to_device,
+    require_trainable,
+)
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.personalize.advisor.budget import Budget, Cost
 from glocal.personalize.advisor.candidates import NOTHING, Candidate, make_candidates
 from glocal.personalize.advisor.groups import ClientGroup, accuracy_difference, find_groups
-from glocal.personalize.advisor.halving import CandidateState, HalvingSetup, Rung, keep_better_half, run_rounds, start_halving
+from glocal.personalize.advisor.halving import (
+    CandidateState,
+    HalvingSetup,
+    Rung,
+    keep_better_half,
+    run_rounds,
+    start_halving,
+)
 from glocal.personalize.advisor.variances import Variances, estimate_variances
 from glocal.wire import Ledger, admit
 
@@ -57,13 +70,20 @@ class AdvisorConfig:
     budget: Budget = Budget()
 
     def __post_init__(self) -> None:
-        if self.num_clients < _MIN_CLIENTS or not self.rungs or min(self.rungs) < 1 or self.max_candidates < _HALVES:
+        if (
+            self.num_clients < _MIN_CLIENTS
+            or not self.rungs
+            or min(self.rungs) < 1
+            or self.max_candidates < _HALVES
+        ):
             raise InputError(
                 f"advise: {self.num_clients} racers, rungs of {list(self.rungs)} rounds and {self.max_candidates} splits were asked for; "
                 f"at least {_MIN_CLIENTS}, one rung of a round, and {_HALVES} are needed"
             )
         if self.prefer not in PREFERENCES:
-            raise InputError(f"advise: prefer is '{self.prefer}'; it must be {' or '.join(PREFERENCES)}")
+            raise InputError(
+                f"advise: prefer is '{self.prefer}'; it must be {' or '.join(PREFERENCES)}"
+            )
         if not 0 < self.holdout_fraction < 1 or not self.tolerance >= 0:
             raise InputError(
                 f"advise: held_out is {self.holdout_fraction} and tolerance {self.tolerance}; a share and a difference were expected"
@@ -100,7 +120,11 @@ class Advice:
     def as_dict(self) -> Json:
         """For JSON: the same whenever the same is asked, and so without the seconds it took."""
         return {
-            "choice": {"name": self.choice.name, "shared": list(self.choice.shared), "local": list(self.choice.local)},
+            "choice": {
+                "name": self.choice.name,
+                "shared": list(self.choice.shared),
+                "local": list(self.choice.local),
+            },
             "by": "candidates" if self.ran_halving else "variances",
             "equally_good": list(self.equally_good),
             "by_variances": self.by_variances,
@@ -167,9 +191,20 @@ def advise(
     """
     config, options = config or AdvisorConfig(), options or Options()
     if not algorithm.init(params_of(model))[0] or algorithm.init(params_of(model))[1]:
-        raise InputError(f"advise: {algorithm.name} keeps something to itself; begin with one that shares all, such as fedavg")
-    case = Case(algorithm, model, plan, (plan.seed,), (params_of(model),), (data,), (Ledger(),), metric=metric)
-    run_state = _prepare(case, config, options, log)
+        raise InputError(
+            f"advise: {algorithm.name} keeps something to itself; begin with one that shares all, such as fedavg"
+        )
+    experiment = Case(
+        algorithm,
+        model,
+        plan,
+        (plan.seed,),
+        (params_of(model),),
+        (data,),
+        (Ledger(),),
+        metric=metric,
+    )
+    run_state = _prepare(experiment, config, options, log)
     try:
         return _find_advice(run_state)
     finally:
@@ -177,29 +212,50 @@ def advise(
         run_state.evaluation.close()
 
 
-def _prepare(case: Case, config: AdvisorConfig, options: Options, log: Log) -> AdvisorRun:
-    fed = case.federations[0]
-    require_trainable(case, fed, options)
-    case = move_to_device(case, options)
-    fed, plan = case.federations[0], case.plan
-    participants = _choose_participants(fed, plan, _affordable_clients(case, config))
+def _prepare(experiment: Case, config: AdvisorConfig, options: Options, log: Log) -> AdvisorRun:
+    fed = experiment.federations[0]
+    require_trainable(experiment, fed, options)
+    experiment = move_to_device(experiment, options)
+    fed, plan = experiment.federations[0], experiment.plan
+    participants = _choose_participants(fed, plan, _affordable_clients(experiment, config))
     train, eval_data = _hold_out(fed, participants, plan.seed, config.holdout_fraction)
     num_calls = plan.rounds + sum(config.rungs)
-    executor = Executor(case.algorithm.client_update, engine=options.engine_config(), num_calls=num_calls)
-    whole = case.algorithm._replace(personal=lambda shared, private: private)
-    evaluation = build_evaluation(replace(case, algorithm=whole), options)
-    return AdvisorRun(case.algorithm, case.model, plan, case.params[0], train, eval_data, participants, executor, evaluation, config, log)
+    executor = Executor(
+        experiment.algorithm.client_update, engine=options.engine_config(), num_calls=num_calls
+    )
+    whole = experiment.algorithm._replace(personal=lambda shared, private: private)
+    evaluation = build_evaluation(replace(experiment, algorithm=whole), options)
+    return AdvisorRun(
+        experiment.algorithm,
+        experiment.model,
+        plan,
+        experiment.params[0],
+        train,
+        eval_data,
+        participants,
+        executor,
+        evaluation,
+        config,
+        log,
+    )
 
 
-def _affordable_clients(case: Case, config: AdvisorConfig) -> int:
+def _affordable_clients(experiment: Case, config: AdvisorConfig) -> int:
     """How many devices may race within the budget's bytes, were those splits to go on that send most."""
-    sent = sorted(trees.nbytes(each.split.take_shared(case.params[0])) for each in make_candidates(case.model, max_candidates=config.max_candidates))
+    sent = sorted(
+        trees.nbytes(each.split.take_shared(experiment.params[0]))
+        for each in make_candidates(experiment.model, max_candidates=config.max_candidates)
+    )
     total = 0
     for rounds in config.rungs:
         total += (2 * rounds + 1) * sum(sent)
         sent = sent[len(sent) // 2 :]
     limit = config.budget.bytes
-    return config.num_clients if limit is None else max(_MIN_CLIENTS, min(config.num_clients, int(_HALVING_SHARE * limit / total)))
+    return (
+        config.num_clients
+        if limit is None
+        else max(_MIN_CLIENTS, min(config.num_clients, int(_HALVING_SHARE * limit / total)))
+    )
 
 
 def _choose_participants(fed: FederatedData, plan: Plan, wanted: int) -> IntArray:
@@ -207,24 +263,38 @@ def _choose_participants(fed: FederatedData, plan: Plan, wanted: int) -> IntArra
     able = np.flatnonzero(fed.train.sizes >= _MIN_EXAMPLES)
     if len(able) < _MIN_CLIENTS:
         enough = f"{_MIN_EXAMPLES} examples or more to train on"
-        raise InputError(f"advise: {len(able)} devices have {enough}; at least {_MIN_CLIENTS} have to race")
-    return np.sort(make_rng(plan.seed, "racers").choice(able, min(wanted, len(able)), replace=False))
+        raise InputError(
+            f"advise: {len(able)} devices have {enough}; at least {_MIN_CLIENTS} have to race"
+        )
+    return np.sort(
+        make_rng(plan.seed, "racers").choice(able, min(wanted, len(able)), replace=False)
+    )
 
 
-def _hold_out(fed: FederatedData, participants: IntArray, seed: int, share: float) -> tuple[ClientData, tuple[ClientData, ClientData]]:
+def _hold_out(
+    fed: FederatedData, participants: IntArray, seed: int, share: float
+) -> tuple[ClientData, tuple[ClientData, ClientData]]:
     """What is trained on, and two halves of what racing devices are judged on: validation data, and as much more as is missing."""
     train, judged = list(fed.train.rows), [np.zeros(0, dtype=np.int64)] * fed.num_clients
     for client in participants.tolist():
-        own, known = train[client], fed.val.rows[client] if fed.val.examples is fed.train.examples else train[client][:0]
+        own, known = (
+            train[client],
+            fed.val.rows[client] if fed.val.examples is fed.train.examples else train[client][:0],
+        )
         wanted = max(_HALVES, round(share * (len(own) + len(known))))
-        missing = max(0, min(wanted - len(known), len(own) - _HALVES))  # to be trained on in two halves, some must be left
+        missing = max(
+            0, min(wanted - len(known), len(own) - _HALVES)
+        )  # to be trained on in two halves, some must be left
         order = make_rng(seed, "advice", client).permutation(len(own))
         train[client] = np.sort(own[order[missing:]])
         judged[client] = np.concatenate([known, own[order[:missing]]])[
             make_rng(seed, "judges", client).permutation(len(known) + missing)
         ]
     halves = [tuple(np.sort(rows[half::_HALVES]) for rows in judged) for half in range(_HALVES)]
-    return replace(fed.train, rows=tuple(train)), (replace(fed.train, rows=halves[0]), replace(fed.train, rows=halves[1]))
+    return replace(fed.train, rows=tuple(train)), (
+        replace(fed.train, rows=halves[0]),
+        replace(fed.train, rows=halves[1]),
+    )
 
 
 def _find_advice(run_state: AdvisorRun) -> Advice:
@@ -237,8 +307,18 @@ def _find_advice(run_state: AdvisorRun) -> Advice:
     expected = min(predicted_error, key=lambda name: predicted_error[name])
     equally_good = _equally_good(rungs, run_state.config.tolerance) if rungs else [expected]
     sent_fraction = {rival.name: rival.sent_fraction(warm) for rival in rivals}
-    choice = next(rival for rival in rivals if rival.name == choose_candidate(equally_good, sent_fraction, predicted_error, run_state.config.prefer))
-    rows = [_candidate_result(rival, rungs, choice.name, sent_fraction[rival.name], predicted_error[rival.name]) for rival in rivals]
+    choice = next(
+        rival
+        for rival in rivals
+        if rival.name
+        == choose_candidate(equally_good, sent_fraction, predicted_error, run_state.config.prefer)
+    )
+    rows = [
+        _candidate_result(
+            rival, rungs, choice.name, sent_fraction[rival.name], predicted_error[rival.name]
+        )
+        for rival in rivals
+    ]
     return Advice(
         choice=choice,
         ran_halving=bool(rungs),
@@ -263,34 +343,65 @@ def _warm_up(run_state: AdvisorRun) -> tuple[Params, Cost]:
     least = 2 * plan.clients_per_round * model + reserve
     if budget.bytes is not None and budget.bytes < least:
         what = f"a round of FedAvg and two updates of {len(run_state.participants)} devices send {least:,} bytes at least"
-        raise InputError(f"advise: the budget is {budget.bytes:,} bytes; {what}; raise it, or have a smaller cohort")
-    for moment in simulate_seeds(run_state.algorithm, [Seat(plan, run_state.train, initial_state(run_state.algorithm, run_state.params))], run_state.executor):
+        raise InputError(
+            f"advise: the budget is {budget.bytes:,} bytes; {what}; raise it, or have a smaller cohort"
+        )
+    for moment in simulate_seeds(
+        run_state.algorithm,
+        [Seat(plan, run_state.train, initial_state(run_state.algorithm, run_state.params))],
+        run_state.executor,
+    ):
         state, report = moment[0]
         shared = state.shared
         cost = cost.add(report.traffic, updates=len(report.clients_per_round), rounds=1)
         run_state.log(f"FedAvg, round {cost.rounds} of {plan.rounds}")
         per_round = cost.ledger.total.bytes // cost.rounds
-        if not (cost.within(budget, share=_WARMUP_SHARE, extra_bytes=per_round) and cost.within(budget, extra_bytes=per_round + reserve)):
+        if not (
+            cost.within(budget, share=_WARMUP_SHARE, extra_bytes=per_round)
+            and cost.within(budget, extra_bytes=per_round + reserve)
+        ):
             break
     return shared, cost
 
 
-def _estimate_variances(run_state: AdvisorRun, warm: Params, cost: Cost) -> tuple[dict[str, Variances], Cost]:
+def _estimate_variances(
+    run_state: AdvisorRun, warm: Params, cost: Cost
+) -> tuple[dict[str, Variances], Cost]:
     """Variances of the racing devices' updates, layer by layer; every device sends two models."""
     number, tasks = run_state.plan.total_rounds, []
     for half in range(_HALVES):
         for client in run_state.participants.tolist():
-            rows = make_rng(run_state.plan.seed, "halves", client).permutation(run_state.train.rows[client])
-            order = to_batches(rows[: len(rows) // _HALVES * _HALVES][half::_HALVES], run_state.plan.batch_size)
+            rows = make_rng(run_state.plan.seed, "halves", client).permutation(
+                run_state.train.rows[client]
+            )
+            order = to_batches(
+                rows[: len(rows) // _HALVES * _HALVES][half::_HALVES], run_state.plan.batch_size
+            )
             tasks.append(ClientTask(warm, {}, order, client_key(run_state.plan, number, client)))
-    uploads = admit(run_state.executor(tasks, run_state.train.examples, number).stacked().upload, warm)
-    traffic = Ledger().add_round(warm, uploads, num_sampled=len(run_state.participants), num_clients=run_state.train.num_clients)
-    moved = {name: uploads[name] - warm[name] for name, tensor in run_state.model.named_parameters() if tensor.requires_grad}
+    uploads = admit(
+        run_state.executor(tasks, run_state.train.examples, number).stacked().upload, warm
+    )
+    traffic = Ledger().add_round(
+        warm,
+        uploads,
+        num_sampled=len(run_state.participants),
+        num_clients=run_state.train.num_clients,
+    )
+    moved = {
+        name: uploads[name] - warm[name]
+        for name, tensor in run_state.model.named_parameters()
+        if tensor.requires_grad
+    }
     count = len(run_state.participants)
-    first, second = ({name: tensor[rows] for name, tensor in moved.items()} for rows in (slice(count), slice(count, None)))
+    first, second = (
+        {name: tensor[rows] for name, tensor in moved.items()}
+        for rows in (slice(count), slice(count, None))
+    )
     found = estimate_variances(first, second, _tensors_of_layers(run_state.model, moved))
     if not isfinite(found["all"].within_client + found["all"].between_client):
-        raise InputError("advise: devices' updates are no finite numbers, for training diverged; lower optimiser.rate")
+        raise InputError(
+            "advise: devices' updates are no finite numbers, for training diverged; lower optimizer.lr"
+        )
     return found, cost.add(traffic, updates=count, rounds=1)
 
 
@@ -298,15 +409,26 @@ def _tensors_of_layers(model: nn.Module, moved: Params) -> dict[str, list[str]]:
     """The tensors that move, by layer; tied ones belong to the first that has them."""
     firsts, names = canonical_names(model), {}
     for layer in layer_names(model):
-        own = [f"{layer}.{name}".lstrip(".") for name, _ in model.get_submodule(layer).named_parameters(recurse=False)]
+        own = [
+            f"{layer}.{name}".lstrip(".")
+            for name, _ in model.get_submodule(layer).named_parameters(recurse=False)
+        ]
         names[layer] = [firsts[name] for name in own if firsts[name] == name and name in moved]
     return {layer: own for layer, own in names.items() if own}
 
 
-def _run_halving(run_state: AdvisorRun, rivals: Sequence[Candidate], warm: Params, cost: Cost) -> tuple[list[Rung], Cost, bool]:
+def _run_halving(
+    run_state: AdvisorRun, rivals: Sequence[Candidate], warm: Params, cost: Cost
+) -> tuple[list[Rung], Cost, bool]:
     """Rung after rung until one split is left or the budget is spent; whether it came to its end."""
-    setup = HalvingSetup(run_state.plan, run_state.train, run_state.participants, run_state.executor)
-    candidate_states, rungs, done = start_halving(rivals, warm, len(run_state.participants)), list[Rung](), 0
+    setup = HalvingSetup(
+        run_state.plan, run_state.train, run_state.participants, run_state.executor
+    )
+    candidate_states, rungs, done = (
+        start_halving(rivals, warm, len(run_state.participants)),
+        list[Rung](),
+        0,
+    )
     for rounds in run_state.config.rungs:
         if rungs:
             candidate_states = keep_better_half(candidate_states, rungs[-1])
@@ -317,31 +439,67 @@ def _run_halving(run_state: AdvisorRun, rivals: Sequence[Candidate], warm: Param
         first = run_state.plan.total_rounds + done
         for moved, ledger in run_rounds(setup, candidate_states, range(first, first + rounds)):
             candidate_states = moved
-            cost = cost.add(ledger, updates=len(candidate_states) * len(run_state.participants), rounds=len(candidate_states))
+            cost = cost.add(
+                ledger,
+                updates=len(candidate_states) * len(run_state.participants),
+                rounds=len(candidate_states),
+            )
             done += 1
-            run_state.log(f"{len(candidate_states)} splits on {len(run_state.participants)} devices, round {done} of {sum(run_state.config.rungs)}")
+            run_state.log(
+                f"{len(candidate_states)} splits on {len(run_state.participants)} devices, round {done} of {sum(run_state.config.rungs)}"
+            )
         rung, traffic = _evaluate_candidates(run_state, candidate_states, done)
         rungs, cost = [*rungs, rung], cost.add(traffic)
     return rungs, cost, True
 
 
-def _can_afford(run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int, cost: Cost) -> bool:
+def _can_afford(
+    run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int, cost: Cost
+) -> bool:
     """Whether the next rung fits into the budget: bytes are known, seconds guessed from those so far."""
-    budget, updates = run_state.config.budget, rounds * len(candidate_states) * len(run_state.participants)
-    in_time = budget.seconds is None or cost.seconds * (1 + updates / max(1, cost.updates)) <= budget.seconds
-    return in_time and cost.within(budget, extra_bytes=sum(candidate_state.bytes_for(rounds) for candidate_state in candidate_states))
+    budget, updates = (
+        run_state.config.budget,
+        rounds * len(candidate_states) * len(run_state.participants),
+    )
+    in_time = (
+        budget.seconds is None
+        or cost.seconds * (1 + updates / max(1, cost.updates)) <= budget.seconds
+    )
+    return in_time and cost.within(
+        budget,
+        extra_bytes=sum(candidate_state.bytes_for(rounds) for candidate_state in candidate_states),
+    )
 
 
-def _evaluate_candidates(run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int) -> tuple[Rung, Ledger]:
+def _evaluate_candidates(
+    run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int
+) -> tuple[Rung, Ledger]:
     """Every device's accuracy in every lane on both halves of what it is judged on; the shared part has to reach it for that."""
     clients, traffic = run_state.participants.tolist(), Ledger()
-    states = [State({}, PrivateStates(candidate_state.models[0], dict(zip(clients, candidate_state.models, strict=True)))) for candidate_state in candidate_states]
+    states = [
+        State(
+            {},
+            PrivateStates(
+                candidate_state.models[0], dict(zip(clients, candidate_state.models, strict=True))
+            ),
+        )
+        for candidate_state in candidate_states
+    ]
     for candidate_state in candidate_states:
         traffic = traffic.add_evaluation(candidate_state.shared, len(clients))
     asked = [judge for judge in run_state.eval_data for _ in candidate_states]
-    found = np.array(local_tests(run_state.evaluation, states * _HALVES, asked))[:, run_state.participants].reshape(_HALVES, len(candidate_states), -1)
-    sizes = np.array([judge.sizes[run_state.participants] for judge in run_state.eval_data], dtype=np.float64)
-    return Rung(rounds, tuple(candidate_state.candidate.name for candidate_state in candidate_states), found, sizes), traffic
+    found = np.array(local_tests(run_state.evaluation, states * _HALVES, asked))[
+        :, run_state.participants
+    ].reshape(_HALVES, len(candidate_states), -1)
+    sizes = np.array(
+        [judge.sizes[run_state.participants] for judge in run_state.eval_data], dtype=np.float64
+    )
+    return Rung(
+        rounds,
+        tuple(candidate_state.candidate.name for candidate_state in candidate_states),
+        found,
+        sizes,
+    ), traffic
 
 
 def _predicted_error(candidate: Candidate, found: dict[str, Variances]) -> float:
@@ -351,7 +509,9 @@ def _predicted_error(candidate: Candidate, found: dict[str, Variances]) -> float
     """
     pays = [found[layer].within_client for layer in candidate.local if layer in found]
     pays += [max(0.0, found[layer].between_client) for layer in candidate.shared if layer in found]
-    return sum(pays) / max(min(found["all"].within_client, max(0.0, found["all"].between_client)), 1e-12)
+    return sum(pays) / max(
+        min(found["all"].within_client, max(0.0, found["all"].between_client)), 1e-12
+    )
 
 
 def _equally_good(rungs: Sequence[Rung], tolerance: float) -> list[str]:
@@ -364,19 +524,50 @@ def _equally_good(rungs: Sequence[Rung], tolerance: float) -> list[str]:
     if best == NOTHING and others and accuracy_difference(rungs, best, others[0]).low <= 0:
         best = others[0]
     known = rungs[min(1, len(rungs) - 1)].ranking()
-    beaten = {name for name in known if NOTHING in rungs[0].names and accuracy_difference(rungs, NOTHING, name).low > 0}
-    behind = {name: accuracy_difference(rungs, best, name) for name in known if name not in (best, NOTHING, *beaten)}
+    beaten = {
+        name
+        for name in known
+        if NOTHING in rungs[0].names and accuracy_difference(rungs, NOTHING, name).low > 0
+    }
+    behind = {
+        name: accuracy_difference(rungs, best, name)
+        for name in known
+        if name not in (best, NOTHING, *beaten)
+    }
     return [best, *(name for name, gap in behind.items() if gap.low <= 0 and gap.mean <= tolerance)]
 
 
-def choose_candidate(equally_good: Sequence[str], sent_fraction: Mapping[str, float], predicted_error: Mapping[str, float], prefer: str) -> str:
+def choose_candidate(
+    equally_good: Sequence[str],
+    sent_fraction: Mapping[str, float],
+    predicted_error: Mapping[str, float],
+    prefer: str,
+) -> str:
     """For accuracy the one that shares most; for bytes the first, or, of those that send half as much, what variances expect."""
     if prefer == "accuracy":
         return max(equally_good, key=lambda name: sent_fraction[name])
-    cheaper = [name for name in equally_good if sent_fraction[name] <= sent_fraction[equally_good[0]] / 2]
+    cheaper = [
+        name for name in equally_good if sent_fraction[name] <= sent_fraction[equally_good[0]] / 2
+    ]
     return min(cheaper or equally_good[:1], key=lambda name: predicted_error[name])
 
 
-def _candidate_result(rival: Candidate, rungs: Sequence[Rung], choice: str, sent_fraction: float, predicted_error: float) -> CandidateResult:
-    accuracy = {rung.rounds: float(rung.accuracies_of(rival.name).mean()) for rung in rungs if rival.name in rung.names}
-    return CandidateResult(rival, sent_fraction, predicted_error, accuracy, accuracy_difference(rungs, rival.name, choice) if rungs else None)
+def _candidate_result(
+    rival: Candidate,
+    rungs: Sequence[Rung],
+    choice: str,
+    sent_fraction: float,
+    predicted_error: float,
+) -> CandidateResult:
+    accuracy = {
+        rung.rounds: float(rung.accuracies_of(rival.name).mean())
+        for rung in rungs
+        if rival.name in rung.names
+    }
+    return CandidateResult(
+        rival,
+        sent_fraction,
+        predicted_error,
+        accuracy,
+        accuracy_difference(rungs, rival.name, choice) if rungs else None,
+    )

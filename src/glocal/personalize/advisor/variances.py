@@ -28,11 +28,16 @@ class Variances(NamedTuple):
     high: float
 
 
-def estimate_variances(first: Params, second: Params, layers: Mapping[str, Sequence[str]]) -> dict[str, Variances]:
+def estimate_variances(
+    first: Params, second: Params, layers: Mapping[str, Sequence[str]]
+) -> dict[str, Variances]:
     """From updates of the two halves (devices, ...), of the layers by the names of their tensors; "all" is all of them."""
     trees.require_same_names(second, first, "variances")
     products = {layer: _products(first, second, names) for layer, names in layers.items()}
-    everything = (np.sum([agreed for agreed, _ in products.values()], 0), np.sum([noise for _, noise in products.values()], 0))
+    everything = (
+        np.sum([agreed for agreed, _ in products.values()], 0),
+        np.sum([noise for _, noise in products.values()], 0),
+    )
     return {layer: _variance(*found) for layer, found in {**products, "all": everything}.items()}
 
 
@@ -49,10 +54,15 @@ def _variance(agreed: Floats, noise: Floats) -> Variances:
     """The estimates, and their spread over devices that are left out one by one."""
     data, device = _pair(agreed, noise)
     count = len(noise)
-    without = [_alpha(*_pair(np.delete(np.delete(agreed, m, 0), m, 1), np.delete(noise, m))) for m in range(count)]
+    without = [
+        _alpha(*_pair(np.delete(np.delete(agreed, m, 0), m, 1), np.delete(noise, m)))
+        for m in range(count)
+    ]
     alpha = _alpha(data, device)
     reach = _NORMAL * float(np.sqrt((count - 1) * np.var(without))) if count > 2 else 1.0
-    return Variances(data, device, *(min(1.0, max(0.0, each)) for each in (alpha, alpha - reach, alpha + reach)))
+    return Variances(
+        data, device, *(min(1.0, max(0.0, each)) for each in (alpha, alpha - reach, alpha + reach))
+    )
 
 
 def _pair(agreed: Floats, noise: Floats) -> tuple[float, float]:

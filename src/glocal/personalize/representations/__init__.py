@@ -6,4 +6,13 @@ from glocal.personalize.representations.auxiliary import Auxiliary, add_auxiliar
 from glocal.personalize.representations.classifier import auxiliary_classifier
 from glocal.personalize.representations.jigsaw import jigsaw, shuffle_tiles
 
-__all__ = ["Auxiliary", "add_auxiliary", "adversarial", "autoencoder", "auxiliary_classifier", "auxiliary_only", "jigsaw", "shuffle_tiles"]
+__all__ = [
+    "Auxiliary",
+    "add_auxiliary",
+    "adversarial",
+    "autoencoder",
+    "auxiliary_classifier",
+    "auxiliary_only",
+    "jigsaw",
+    "shuffle_tiles",
+]

@@ -11,8 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from glocal.core.errors import InputError
-from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features, training_forward
-from glocal.core.training import Batch, Objective, PerExampleLoss, masked_mean, per_example_cross_entropy
+from glocal.core.modules import (
+    Forward,
+    ForwardWithFeatures,
+    forward_with_features,
+    training_forward,
+)
+from glocal.core.training import (
+    Batch,
+    Objective,
+    PerExampleLoss,
+    masked_mean,
+    per_example_cross_entropy,
+)
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
 
@@ -53,8 +64,12 @@ def adversarial(
     scale, attack = 1 / (1 + strength), training_forward(adversary)
     tapped = forward_with_features(model, layer, lambda h: scale_grad(h, scale))
     loss = GradientReversalLoss(name, tapped, attack, per_example_cross_entropy, strength)
-    trainable = frozenset(own_name for own_name, tensor in model.named_parameters() if tensor.requires_grad)
-    auxiliary = Auxiliary(name, params, trainable, AdversaryLoss(name, forward_with_features(model, layer), attack))
+    trainable = frozenset(
+        own_name for own_name, tensor in model.named_parameters() if tensor.requires_grad
+    )
+    auxiliary = Auxiliary(
+        name, params, trainable, AdversaryLoss(name, forward_with_features(model, layer), attack)
+    )
     return Objective(loss, trainable | trainable), auxiliary
 
 
@@ -83,12 +98,17 @@ def balanced_cross_entropy(logits: Tensor, attributes: Tensor, mask: Tensor) -> 
     wanted = attributes.to(logits.dtype)
     losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
     real = mask[:, None].to(logits.dtype)
-    halves = [(losses * side * real).sum(0) / (side * real).sum(0).clamp(min=1) for side in (wanted, 1 - wanted)]
+    halves = [
+        (losses * side * real).sum(0) / (side * real).sum(0).clamp(min=1)
+        for side in (wanted, 1 - wanted)
+    ]
     return torch.stack(halves).mean()
 
 
 def _attributes(batch: Batch) -> Tensor:
     """Protected attributes (rows, attributes)."""
     if batch.group is None:
-        raise InputError("adversary: the data have no protected attributes; give them as the group of every example")
+        raise InputError(
+            "adversary: the data have no protected attributes; give them as the group of every example"
+        )
     return batch.group if batch.group.dim() == 2 else batch.group[:, None]

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features, training_forward
+from glocal.core.modules import (
+    Forward,
+    ForwardWithFeatures,
+    forward_with_features,
+    training_forward,
+)
 from glocal.core.training import Batch, masked_mean
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
@@ -26,7 +31,14 @@ class ReconstructionLoss:
         return masked_mean(error, batch.mask), {}
 
 
-def autoencoder(model: nn.Module, decoder: nn.Module, *, layer: str, name: str = "decoder") -> Auxiliary:
+def autoencoder(
+    model: nn.Module, decoder: nn.Module, *, layer: str, name: str = "decoder"
+) -> Auxiliary:
     """`decoder` draws the input from what the module `layer` of the model puts out."""
     params, trainable = with_prefix(name, decoder)
-    return Auxiliary(name, params, trainable, ReconstructionLoss(name, forward_with_features(model, layer), training_forward(decoder)))
+    return Auxiliary(
+        name,
+        params,
+        trainable,
+        ReconstructionLoss(name, forward_with_features(model, layer), training_forward(decoder)),
+    )

@@ -48,17 +48,28 @@ def add_auxiliary(objective: Objective, auxiliary: Auxiliary, *, weight: float) 
     return objective._replace(loss=loss, trainable=objective.trainable | auxiliary.trainable)
 
 
-def auxiliary_only(objective: Objective, auxiliary: Auxiliary, *, local: Iterable[str]) -> Objective:
+def auxiliary_only(
+    objective: Objective, auxiliary: Auxiliary, *, local: Iterable[str]
+) -> Objective:
     """Minimise the auxiliary's loss only: what pre-trains the local part of a network on data that have no labels."""
-    return objective._replace(loss=auxiliary.loss, trainable=(objective.trainable & frozenset(local)) | auxiliary.trainable)
+    return objective._replace(
+        loss=auxiliary.loss,
+        trainable=(objective.trainable & frozenset(local)) | auxiliary.trainable,
+    )
 
 
 def with_prefix(name: str, model: nn.Module) -> tuple[Params, frozenset[str]]:
     """A model's tensors under an auxiliary's name, and those that may move."""
     params = params_of(model)
-    return {f"{name}/{own}": tensor for own, tensor in params.items()}, frozenset(f"{name}/{own}" for own in trainable_names(model))
+    return {f"{name}/{own}": tensor for own, tensor in params.items()}, frozenset(
+        f"{name}/{own}" for own in trainable_names(model)
+    )
 
 
 def without_prefix(name: str, params: Params) -> Params:
     """The auxiliary's tensors under the names that its model knows."""
-    return {full.removeprefix(f"{name}/"): tensor for full, tensor in params.items() if full.startswith(f"{name}/")}
+    return {
+        full.removeprefix(f"{name}/"): tensor
+        for full, tensor in params.items()
+        if full.startswith(f"{name}/")
+    }

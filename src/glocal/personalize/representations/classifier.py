@@ -4,7 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features, training_forward
+from glocal.core.modules import (
+    Forward,
+    ForwardWithFeatures,
+    forward_with_features,
+    training_forward,
+)
 from glocal.core.training import Batch, masked_mean, per_example_cross_entropy
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
@@ -25,7 +30,14 @@ class ClassificationLoss:
         return masked_mean(per_example_cross_entropy(output, batch.y), batch.mask), {}
 
 
-def auxiliary_classifier(model: nn.Module, branch: nn.Module, *, layer: str, name: str = "classifier") -> Auxiliary:
+def auxiliary_classifier(
+    model: nn.Module, branch: nn.Module, *, layer: str, name: str = "classifier"
+) -> Auxiliary:
     """`branch` tells the label from what the module `layer` of the model puts out."""
     params, trainable = with_prefix(name, branch)
-    return Auxiliary(name, params, trainable, ClassificationLoss(name, forward_with_features(model, layer), training_forward(branch)))
+    return Auxiliary(
+        name,
+        params,
+        trainable,
+        ClassificationLoss(name, forward_with_features(model, layer), training_forward(branch)),
+    )

@@ -9,7 +9,12 @@ from torch.nn import functional
 
 from glocal.core import random
 from glocal.core.errors import InputError
-from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features, training_forward
+from glocal.core.modules import (
+    Forward,
+    ForwardWithFeatures,
+    forward_with_features,
+    training_forward,
+)
 from glocal.core.training import Batch, masked_mean
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
@@ -31,17 +36,29 @@ class JigsawLoss:
         drawn = random.uniform(random.fold_in(batch.key, _ADDRESS), (len(batch.x),))
         tiles = self.side * self.side
         which = (drawn * factorial(tiles)).long()
-        _, h, _ = self.encode(params, shuffle_tiles(batch.x, nth_permutation(which, tiles), self.side), batch.mask, batch.key)
+        _, h, _ = self.encode(
+            params,
+            shuffle_tiles(batch.x, nth_permutation(which, tiles), self.side),
+            batch.mask,
+            batch.key,
+        )
         guess, _ = self.solve(without_prefix(self.name, params), h, batch.mask, batch.key)
         return masked_mean(functional.cross_entropy(guess, which, reduction="none"), batch.mask), {}
 
 
-def jigsaw(model: nn.Module, solver: nn.Module, *, layer: str, side: int = 2, name: str = "jigsaw") -> Auxiliary:
+def jigsaw(
+    model: nn.Module, solver: nn.Module, *, layer: str, side: int = 2, name: str = "jigsaw"
+) -> Auxiliary:
     """`solver` tells from what the module `layer` puts out which of all orders the side x side tiles are in; 2 x 2 have 24."""
     if side != 2:
         raise InputError(f"jigsaw: side is {side}; 2 was expected: 3 x 3 tiles have 362,880 orders")
     params, trainable = with_prefix(name, solver)
-    return Auxiliary(name, params, trainable, JigsawLoss(name, forward_with_features(model, layer), training_forward(solver), side))
+    return Auxiliary(
+        name,
+        params,
+        trainable,
+        JigsawLoss(name, forward_with_features(model, layer), training_forward(solver), side),
+    )
 
 
 def nth_permutation(which: Tensor, tiles: int) -> Tensor:
@@ -70,8 +87,18 @@ def shuffle_tiles(images: Tensor, orders: Tensor, side: int) -> Tensor:
     """
     *_, height, width = images.shape
     if images.dim() < 3 or height % side or width % side:
-        raise InputError(f"jigsaw: an example is {tuple(images.shape[1:])}; images that {side} x {side} tiles fill were expected")
+        raise InputError(
+            f"jigsaw: an example is {tuple(images.shape[1:])}; images that {side} x {side} tiles fill were expected"
+        )
     rows, between = images.shape[0], images.shape[1:-2]
-    cut = images.reshape(rows, *between, side, height // side, side, width // side).movedim((-4, -2), (1, 2)).flatten(1, 2)
+    cut = (
+        images.reshape(rows, *between, side, height // side, side, width // side)
+        .movedim((-4, -2), (1, 2))
+        .flatten(1, 2)
+    )
     mixed = cut.gather(1, orders.reshape(rows, -1, *(1,) * (cut.dim() - 2)).expand_as(cut))
-    return mixed.reshape(rows, side, side, *cut.shape[2:]).movedim((1, 2), (-4, -2)).reshape(images.shape)
+    return (
+        mixed.reshape(rows, side, side, *cut.shape[2:])
+        .movedim((1, 2), (-4, -2))
+        .reshape(images.shape)
+    )
