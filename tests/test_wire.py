@@ -12,10 +12,10 @@ from glocal.studies import lenet5, mlp
 from glocal.wire import Ledger, Traffic, admit, pack, unpack
 
 
-def rounds(ledger, tree, count, *, clients, cohort):
-    uploads = {name: tensor.expand(cohort, *tensor.shape) for name, tensor in tree.items()}
+def rounds(ledger, tree, count, *, num_clients, clients_per_round):
+    uploads = {name: tensor.expand(clients_per_round, *tensor.shape) for name, tensor in tree.items()}
     for _ in range(count):
-        ledger = ledger.add_round(tree, uploads, num_sampled=cohort, num_clients=clients)
+        ledger = ledger.add_round(tree, uploads, num_sampled=clients_per_round, num_clients=num_clients)
     return ledger
 
 

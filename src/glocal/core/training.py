@@ -173,19 +173,19 @@ def local_train(
     trainable = {
         name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()
     }
-    buffers = trees.pick(params, params.keys() - objective.trainable)
+    fixed = trees.pick(params, params.keys() - objective.trainable)
     opt_state, losses = optimizer.init(trainable), []
     for step, batch in enumerate(batches(work)):
-        grads, loss, buffers = compute_grads(objective, trainable, buffers, batch)
-        before = (trainable, opt_state, buffers)
+        grads, loss, buffers = compute_grads(objective, trainable, fixed, batch)
+        before = (trainable, opt_state, fixed)
         trainable, opt_state = optimizer.step(trainable, grads, opt_state, work.round_index)
-        buffers = {**buffers, **buffers}
+        fixed = {**fixed, **buffers}
         if step >= work.full_steps:  # else a device out of data coasts on its momentum
-            trainable, opt_state, buffers = map(
-                partial(trees.where, batch.mask.any()), (trainable, opt_state, buffers), before
+            trainable, opt_state, fixed = map(
+                partial(trees.where, batch.mask.any()), (trainable, opt_state, fixed), before
             )
         losses.append(loss)
-    trained = {**trainable, **buffers}
+    trained = {**trainable, **fixed}
     return {name: trained[name] for name in params}, mean_example_loss(losses, work.order)
 
 
@@ -236,12 +236,12 @@ def mean_example_loss(losses: Sequence[Tensor], order: Tensor) -> Tensor:
 
 
 def compute_grads(
-    objective: Objective, trainable: Params, buffers: Params, batch: Batch
+    objective: Objective, trainable: Params, fixed: Params, batch: Batch
 ) -> tuple[Params, Tensor, Params]:
     """Slopes of one step, its loss, and the buffers after it."""
 
     def loss(weights: Params) -> tuple[Tensor, Params]:
-        return objective.value({**weights, **buffers}, batch)
+        return objective.value({**weights, **fixed}, batch)
 
     grads, (value, buffers) = grad_and_value(loss, has_aux=True)(trainable)
     return grads, value, buffers

@@ -40,7 +40,7 @@ struct Job {
     std::int64_t rows;
     const std::int64_t *order;
     std::int64_t steps, batch;
-    double rate, momentum, weight_decay, pull_floor;
+    double lr, momentum, weight_decay, pull_floor;
     double loss;
 };
 
@@ -123,7 +123,7 @@ private:
 
 // The rule of stochastic gradient descent.
 struct Rule {
-    float rate, momentum, decay;
+    float lr, momentum, decay;
 };
 
 // A tensor in a kernel's own layout, with its velocity, and what pulls it.
@@ -154,7 +154,7 @@ inline __attribute__((always_inline)) vec push_on(const Moving &tensor, long at,
 // Moves one vector of weights, given slope and push together, and returns it.
 inline __attribute__((always_inline)) vec move(const Moving &tensor, long at, vec weight, vec velocity, const Rule &rule) {
     if (tensor.velocity) store(tensor.velocity + at, velocity);
-    const vec moved = weight - rule.rate * velocity;
+    const vec moved = weight - rule.lr * velocity;
     store(tensor.weight + at, moved);
     return moved;
 }
@@ -1056,7 +1056,7 @@ private:
     double backward_entry(long examples, const Rows &next);
 };
 
-Network::Network(const Job &given) : job(given), rule{float(given.rate), float(given.momentum), float(given.weight_decay)} {
+Network::Network(const Job &given) : job(given), rule{float(given.lr), float(given.momentum), float(given.weight_decay)} {
     for (long i = 0; i < job.layer_count; ++i) {
         const LayerSpec &spec = job.layers[i];
         if (spec.is_conv) {

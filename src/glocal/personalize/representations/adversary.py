@@ -64,13 +64,13 @@ def adversarial(
     scale, attack = 1 / (1 + strength), training_forward(adversary)
     tapped = forward_with_features(model, layer, lambda h: scale_grad(h, scale))
     loss = GradientReversalLoss(name, tapped, attack, per_example_cross_entropy, strength)
-    trainable = frozenset(
+    own = frozenset(
         own_name for own_name, tensor in model.named_parameters() if tensor.requires_grad
     )
     auxiliary = Auxiliary(
         name, params, trainable, AdversaryLoss(name, forward_with_features(model, layer), attack)
     )
-    return Objective(loss, trainable | trainable), auxiliary
+    return Objective(loss, own | trainable), auxiliary
 
 
 @dataclass(frozen=True)

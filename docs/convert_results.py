@@ -1,0 +1,185 @@
+"""Rewrite the keys of results that version 0.1 wrote; every figure stays as it was written.
+
+python docs/convert_results.py docs/results/*.json
+
+Run once, when the names changed; kept to show what was done. It works on the text: a key is
+replaced where it stands, so that no number is read and written again.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# paths of keys, from the outermost table; * is any one name, ** any number of them
+SETTINGS = {
+    "optimiser": "optimizer",
+    "newcomer": "new_client",
+    "cases": "experiments",
+    "data/devices": "clients",
+    "data/classes_per_device": "classes_per_client",
+    "data/keep_devices": "keep_clients",
+    "data/labelled": "labeled_fraction",
+    "model/code": "bottleneck",
+    "model/blur": "noise_std",
+    "optimiser/rate": "lr",
+    "optimiser/decay": "lr_decay",
+    "optimiser/shrink": "lr_gamma",
+    "optimiser/shrink_every": "lr_step_size",
+    "plan/cohort": "clients_per_round",
+    "plan/epochs": "local_epochs",
+    "plan/batch": "batch_size",
+    "plan/weights": "weighting",
+    "plan/tokens": "max_tokens",
+    "plan/tries": "restarts",
+    "run/chunk": "chunk_size",
+    "run/keep": "save",
+    "run/keep_every": "checkpoint_every",
+    "audit/at": "layer",
+    "ordinal/one_class": "one_class_fraction",
+    "cases/*/cohort": "clients_per_round",
+    "cases/*/rate": "lr",
+    "cases/*/local_rate": "local_lr",
+    "cases/*/after": "start_from",
+    "cases/*/after_round": "start_round",
+    "cases/*/after_model": "start_model",
+    "cases/*/without": "skip_seeds",
+    "cases/*/tie": "lam",
+    "cases/*/welcome": "join_plan",
+    "cases/*/welcome/guests": "existing_clients",
+    "cases/*/learns": "pretext",
+    "cases/*/learns/at": "layer",
+    "cases/*/learns/rate": "lr",
+    "cases/*/learns/turns": "steps_per_update",
+    "cases/*/learns/pretrain": "pretrain_epochs",
+    "groups/*/devices": "clients",
+    "groups/*/arrives": "join_round",
+    "groups/*/leaves": "leave_round",
+    "groups/*/drifts_from": "drift_start",
+    "groups/*/drifts_until": "drift_end",
+}
+KEYS = {
+    **{f"settings/{path}": new for path, new in SETTINGS.items()},
+    **{f"parts/*/settings/{path}": new for path, new in SETTINGS.items()},
+    "parts/*/cases": "experiments",
+    "parts/*/cases/*/arrival_bytes": "join_bytes",
+    "parts/*/cases/*/course": "validation_curve",
+    "results/*/devices": "clients",
+    "results/*/devices/device": "client",
+    "trials/cases": "experiments",
+    "trials/cases/case": "experiment",
+    "trials/optimiser": "optimizer",
+    "trials/optimiser/rate": "lr",
+    "trials/optimiser/decay": "lr_decay",
+    "case": "experiment",
+    "newcomer": "new_client",
+    "newcomer/device": "client",
+    "newcomer/tested on": "test_examples",
+    "settings/members": "ensemble_size",
+    "settings/sample": "sample_size",
+    "settings/welcome": "join_plan",
+    "settings/welcome/guests": "existing_clients",
+    "rows/way": "method",
+    "rows/devices": "clients",
+    "rows/cohort": "clients_per_round",
+    "rows/batch": "batch_size",
+    "kinds/devices": "clients",
+    "**/classes per device": "classes per client",
+    "**/seconds until the device is back": "seconds until the client is back",
+    "**/seconds until all devices are back at a killed server": (
+        "seconds until all clients are back at a killed server"
+    ),
+    "**/each device's own best": "each client's own best",
+    "**/advice/race": "halving",
+    "**/advice/racers": "participants",
+    "**/variances/*/device": "between_client",
+    "**/variances/*/data": "within_client",
+    "devices with a last batch of one, of 100": "clients with a last batch of one, of 100",
+    "four devices, a process each": "four clients, a process each",
+    "four devices in a gateway": "four clients in a gateway",
+    "twenty devices in a gateway": "twenty clients in a gateway",
+    "roofline/copy_of_a_device_gbs": "copy_of_a_client_gbs",
+}
+# words that are a setting's value
+VALUES = {
+    ("data/partition", '"kinds"'): '"question_types"',
+    ("model/name", '"coded_mlp"'): '"bottleneck_mlp"',
+    ("model/name", '"coded_cnn"'): '"bottleneck_cnn"',
+    ("learns/kind", '"puzzle"'): '"jigsaw"',
+    ("rows/axis", '"cohort"'): '"clients_per_round"',
+    ("rows/axis", '"devices"'): '"clients"',
+}
+TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+)')
+
+
+class Place(NamedTuple):
+    """A key, or a plain value, in the text: where it stands, and the keys that lead to it."""
+
+    start: int
+    end: int
+    path: str
+    is_key: bool
+
+
+def places(text: str) -> Iterator[Place]:
+    """Every key and every plain value, in the order of the text."""
+    keys: list[str | None] = []  # of each open table or list; None in a list
+    key: str | None = None
+    position = 0
+    while match := TOKEN.match(text, position):
+        position, token = match.end(), match[1]
+        if token in "{[":
+            keys.append(key)
+            key = None
+        elif token in "}]":
+            keys.pop()
+        elif token == ",":
+            key = None
+        elif token != ":":
+            is_key = text[position:].lstrip().startswith(":")
+            if is_key:
+                key = json.loads(token)
+            named = [name for name in (*keys, key) if name is not None]
+            yield Place(match.start(1), position, "/".join(named), is_key)
+
+
+def converted(text: str) -> str:
+    """The same text with the keys of 0.2."""
+    patterns = {_pattern(path): new for path, new in KEYS.items()}
+    pieces, done = [], 0
+    for place in places(text):
+        token = text[place.start : place.end]
+        new = _new_key(place.path, patterns) if place.is_key else _new_value(place.path, token)
+        pieces += [text[done : place.start], new or token]
+        done = place.end
+    return "".join([*pieces, text[done:]])
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    whole = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]+")
+    return re.compile(whole)
+
+
+def _new_key(path: str, patterns: dict[re.Pattern[str], str]) -> str | None:
+    new = next((new for pattern, new in patterns.items() if pattern.fullmatch(path)), None)
+    return None if new is None else json.dumps(new)
+
+
+def _new_value(path: str, token: str) -> str | None:
+    for (ending, old), new in VALUES.items():
+        if path.endswith(ending) and token == old:
+            return new
+    return None
+
+
+def main() -> None:
+    """Rewrite the files that are named."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(converted(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
