@@ -35,7 +35,7 @@ STYLE = {
 }
 AXES = {
     "clients_per_round": "devices per round",
-    "devices": "devices that share 60,000 examples",
+    "clients": "devices that share 60,000 examples",
     "width": "parameters",
     "seeds": "seeds side by side",
 }
@@ -187,7 +187,7 @@ def growth(report: Answer) -> Figure:
         rows = [row for row in report["rows"] if row["axis"] == axis and "seconds" in row]
         across = [row["parameters"] if axis == "width" else row["value"] for row in rows]
         times, memory = [1e3 * row["seconds"] for row in rows], [_memory(row) for row in rows]
-        if axis != "devices":  # there a round has less to do, the more devices share the examples
+        if axis != "clients":  # there a round has less to do, the more devices share the examples
             above.plot(
                 *_in_proportion(across, times), "--", color=OTHERS, lw=1, label="in proportion"
             )

@@ -126,7 +126,7 @@ def measured(given: argparse.Namespace, clients: int) -> dict[str, Any]:
         for now, then in ((time.perf_counter(), started), (time.process_time(), worked))
     )
     return {
-        "devices": clients,
+        "clients": clients,
         "clients_per_round": COHORT,
         "examples": given.examples,
         "batch": given.batch_size,

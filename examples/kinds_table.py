@@ -25,7 +25,7 @@ def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, An
         if len(gains) > 1
         else None,
         "at_least_as_good": as_good,
-        "devices": sum(len(shared.times_sampled) for shared, _ in pairs),
+        "clients": sum(len(shared.times_sampled) for shared, _ in pairs),
         "bytes": round(float(np.mean(sent))),
     }
 
@@ -35,7 +35,7 @@ def report(rows: Sequence[dict[str, Any]], out: Path | None) -> None:
     print(f"{'kind':<10}  {'together':>8}  {'alone':>8}  {'at least as good':>16}  {'sent':>12}")
     for row in rows:
         tests = "  ".join(f"{np.mean(row[way]):>8.1%}" for way in ("together", "alone"))
-        as_good = f"{row['at_least_as_good']} of {row['devices']}"
+        as_good = f"{row['at_least_as_good']} of {row['clients']}"
         print(f"{row['kind']:<10}  {tests}  {as_good:>16}  {row['bytes'] / 1e6:>9,.1f} MB")
     if out:
         out.write_text(

@@ -471,7 +471,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(place, capsys,
 
 def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
     out = tmp_path / "advice.json"
-    assert command("advise", "digits", "mlp", "--rounds", 3, "--racers", 5, "--out", out) == 0
+    assert command("advise", "digits", "mlp", "--rounds", 3, "--clients", 5, "--out", out) == 0
     printed = capsys.readouterr().out
     for word in ("alpha*", "The race", "split.local = [", "Why:", "How sure:", "Groups:", "Cost:"):
         assert word in printed
@@ -487,14 +487,14 @@ def test_two_times_the_same_question_leaves_the_same_bytes(tmp_path, monkeypatch
     for late in (0, 1000):
         monkeypatch.setattr(time, "perf_counter", lambda late=late: clock() * (1 + late))
         out = tmp_path / f"{late}.json"
-        assert command("advise", "digits", "mlp", "--rounds", 3, "--racers", 5, "--out", out) == 0
+        assert command("advise", "digits", "mlp", "--rounds", 3, "--clients", 5, "--out", out) == 0
         answers.append(out.read_bytes())
     assert answers[0] == answers[1]
 
 
 def test_what_it_says_to_paste_is_a_setting(capsys):
     assert (
-        command("advise", "digits", "--rounds", 2, "--racers", 5, "--set", "data.partition=iid")
+        command("advise", "digits", "--rounds", 2, "--clients", 5, "--set", "data.partition=iid")
         == 0
     )
     (line,) = (
@@ -513,7 +513,7 @@ def test_what_it_says_to_paste_is_a_setting(capsys):
         (["digits", "mpl"], "did you mean 'mlp'"),
         (["digits", "--budget", "much"], "such as '20 MB' or '60 s'"),
         (["digits", "--rounds", "0"], "rounds is 0"),
-        (["digits", "--racers", "1"], "at least 3"),
+        (["digits", "--clients", "1"], "at least 3"),
         (["digits", "--seed", "-3"], "seed is -3"),
         (["digits", "--budget", "9" * 400 + " GB"], "above 0 and below 1e+24"),
         (["digits", "--budget", "1 kB"], "send 520,920 bytes at least"),

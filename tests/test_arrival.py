@@ -111,7 +111,7 @@ def test_a_quarter_turn_only_moves_pixels():
 WRONG = {
     "no newcomer": (
         replace(SMALL, new_client=None),
-        r"cases.FedAvg has a welcome, but there is no \[newcomer\]",
+        r"experiments.FedAvg has a welcome, but there is no \[newcomer\]",
     ),
     "too many": (
         replace(SMALL, new_client=NewClientSettings(train=10**6)),
@@ -258,9 +258,9 @@ def test_every_claim_of_table_3_gets_a_verdict(found):
 
 def test_the_figures_are_the_runs_own(found):
     findings, folder = found
-    experiment = findings.parts["iid"]["cases"]["FedAvg, C = 0.0"]
+    experiment = findings.parts["iid"]["experiments"]["FedAvg, C = 0.0"]
     kept = json.loads(
-        (part_folder(folder, "iid") / "cases" / "fedavg-c-0-0" / "result.json").read_text()
+        (part_folder(folder, "iid") / "experiments" / "fedavg-c-0-0" / "result.json").read_text()
     )
     assert experiment["rotated"] == pytest.approx(
         [result["arrival"]["rotated"] for result in kept], abs=1e-6
@@ -326,5 +326,5 @@ def test_a_stop_during_the_arrival_keeps_the_rounds_before(monkeypatch, tmp_path
         patch.setattr("glocal.studies.run.join_new_clients", stopped)
         with pytest.raises(KeyboardInterrupt):
             done(figures, tmp_path)
-    assert (tmp_path / "cases" / "fedavg" / "checkpoint.safetensors").exists()
+    assert (tmp_path / "experiments" / "fedavg" / "checkpoint.safetensors").exists()
     assert done(figures, tmp_path) == results

@@ -345,7 +345,7 @@ def test_a_malicious_app_that_is_started_with_the_operators_secret_runs_nowhere(
         attacked.until(lambda: link.run(number).finished)
     assert [*loot.iterdir()] == []
     trained = attacked.rows("second")
-    assert [row["devices"] for row in trained] == [["device-0", "device-1"]] * (run == "second")
+    assert [row["clients"] for row in trained] == [["device-0", "device-1"]] * (run == "second")
 
 
 def test_a_positive_control_the_same_attacks_succeed_on_a_plain_flower_installation(tmp_path, loot):

@@ -234,7 +234,7 @@ CASES = {
 
 
 def made(folder, *changes, experiments=("LG",), **more):
-    table = {**tomllib.loads(STUDY), "cases": {name: CASES[name] for name in experiments}, **more}
+    table = {**tomllib.loads(STUDY), "experiments": {name: CASES[name] for name in experiments}, **more}
     for _ in run_study(from_dict(table, changes), folder):
         pass
     return folder
@@ -287,7 +287,7 @@ def test_every_algorithm_can_be_audited(kept, experiment):
     assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in found["leaks"])
     [result] = json.loads(
         (
-            kept / "cases" / audit.saved.experiment.lower().replace(" + ", "-") / "result.json"
+            kept / "experiments" / audit.saved.experiment.lower().replace(" + ", "-") / "result.json"
         ).read_text()
     )
     assert [row["accuracy"] for row in found["clients"]] == [
@@ -327,7 +327,7 @@ def test_an_open_code_is_read_and_a_constant_one_says_nothing(tmp_path, model, r
 
 def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
     made(tmp_path, audit={"layer": "encoder", "encoders": 2})
-    [result] = json.loads((tmp_path / "cases" / "lg" / "result.json").read_text())
+    [result] = json.loads((tmp_path / "experiments" / "lg" / "result.json").read_text())
     audit = SavedAudit(open_experiment(tmp_path), AuditQuery("1", encoders=2))
     found, study = audit.figures(), result["audit"]["attributes"][1]
     assert audit.chosen == "as the study's [audit] says"
@@ -374,7 +374,7 @@ def test_with_more_classes_there_is_accuracy_by_group_only(tmp_path, capsys):
 
 def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys):
     before = checksums(saved)
-    assert run("audit", saved, "--attribute", "attribute 0", "--case", "LG", "--encoders", "2") == 0
+    assert run("audit", saved, "--attribute", "attribute 0", "--experiment", "LG", "--encoders", "2") == 0
     place, printed = saved / "audits" / "attribute-0-lg", capsys.readouterr().out
     assert checksums(saved) == before
     assert sorted(path.name for path in place.iterdir()) == ["audit.json", "report.html"]
@@ -395,7 +395,7 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
     assert (
         found["command"] == f"glocal audit {saved} --attribute 'attribute 0' --case LG --encoders 2"
     )
-    assert (found["run"], found["case"], found["algorithm"], found["seed"]) == (
+    assert (found["run"], found["experiment"], found["algorithm"], found["seed"]) == (
         "run",
         "LG",
         "lg_fedavg",
@@ -418,7 +418,7 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
     (place / "report.html").unlink()
     assert run("report", place) == 0
     assert (place / "report.html").read_text() == page
-    assert run("audit", saved, "--attribute", "0", "--case", "LG", "--encoders", "2") == 0, (
+    assert run("audit", saved, "--attribute", "0", "--experiment", "LG", "--encoders", "2") == 0, (
         "anew, over the old one"
     )
     assert json.loads((place / "audit.json").read_text()) == {
@@ -435,7 +435,7 @@ def test_what_is_nowhere_is_not_told(kept, tmp_path):
             kept,
             "--attribute",
             "1",
-            "--case",
+            "--experiment",
             "FedAvg",
             "--encoders",
             "1",
@@ -470,7 +470,7 @@ MISTAKES = {
         ["--attribute", "0", "--at", "encodr"],
         "there is no module 'encodr' to take the representation from; did you mean 'encoder'",
     ),
-    "case": (["--attribute", "0", "--case", "LGG"], "did you mean 'LG'?"),
+    "experiment": (["--attribute", "0", "--experiment", "LGG"], "did you mean 'LG'?"),
     "seed": (["--attribute", "0", "--seed", "7"], "there is no seed 7"),
     "encoders": (["--attribute", "0", "--encoders", "0"], "encoders is 0; a whole number from 1"),
     "nothing": ([], "Missing option '--attribute'"),

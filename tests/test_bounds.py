@@ -98,7 +98,7 @@ def tables(kind=Settings, where=""):
     for part in fields(kind):
         for inner in get_args(hints[part.name]) or (hints[part.name],):
             if is_dataclass(inner):
-                named = f"{part.name}.only" if part.name in ("cases", "groups") else part.name
+                named = f"{part.name}.only" if part.name in ("experiments", "groups") else part.name
                 yield from tables(inner, f"{where}{named}.")
 
 
@@ -117,8 +117,8 @@ COUNTS = dict(counts())
 NEEDED = {
     "new_client": {"train": 10},
     "audit": {"layer": "layer1"},
-    "groups": {"only": {"devices": 5}},
-    "cases": {"only": {"algorithm": "lg_fedavg"}},
+    "groups": {"only": {"clients": 5}},
+    "experiments": {"only": {"algorithm": "lg_fedavg"}},
 }
 LEARNS = {"kind": "decoder", "layer": "layer1"}
 
@@ -146,7 +146,7 @@ def test_every_count_in_the_settings_has_bounds(name, value):
     experiment = {"algorithm": "lg_fedavg", **pretext}
     written = f"[{value}]" if COUNTS[name] else f"{value}"
     with pytest.raises(InputError) as refused:
-        from_dict({**NEEDED, "cases": {"only": experiment}}, [f"{name}={written}"])
+        from_dict({**NEEDED, "experiments": {"only": experiment}}, [f"{name}={written}"])
     told = str(refused.value)
     assert name.split(".")[-1] in told
     assert "from " in told

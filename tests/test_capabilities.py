@@ -132,10 +132,10 @@ def run_of_ones_own(tmp_path, monkeypatch):
         "Yours": {"algorithm": "renamed:everything"},
     }
     table = {
-        "data": {"devices": 6},
+        "data": {"clients": 6},
         "plan": {"rounds": 3, "clients_per_round": 3},
         "split": {"local": ["layer1"]},
-        "cases": experiments,
+        "experiments": experiments,
     }
     list(run_study(from_dict(table), tmp_path / "run"))
     return tmp_path / "run"

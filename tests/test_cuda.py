@@ -302,7 +302,7 @@ def test_a_newcomer_learns_the_same(name, engine):
         torch.randn(20, world.FEATURES, generator=generator), torch.arange(20) % world.CLASSES
     )
     trained_federation, existing_data = (
-        glocal.TrainedFederation.of(fitted(name, "plain", "cpu", engine="looped")),
+        glocal.TrainedFederation.from_result(fitted(name, "plain", "cpu", engine="looped")),
         world.federation().train,
     )
     there = replace(existing_data, examples=existing_data.examples.to(gpu))

@@ -180,7 +180,7 @@ def test_the_page_of_kinds_quotes_what_was_measured(name):
     for row in committed(name)["kinds"]:
         cells = [
             *(f"{100 * fmean(row[way]):.1f} %" for way in ("together", "alone")),
-            f"{row['at_least_as_good']} of {row['devices']}",
+            f"{row['at_least_as_good']} of {row['clients']}",
         ]
         assert f"| {' | '.join(cells)} | {row['bytes'] / 1e6:,.1f} MB |" in page
 

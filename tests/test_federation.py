@@ -63,7 +63,7 @@ def test_numpy_arrays_lists_of_tests_and_groups_are_welcome():
 def test_a_device_with_one_example_works():
     result = fitted(clients(1, 20, 20))
     assert result.sizes["train"][0] == 1
-    assert result.as_dict()["devices"][0]["local_test"] is None
+    assert result.as_dict()["clients"][0]["local_test"] is None
 
 
 def test_devices_of_very_different_sizes_work():

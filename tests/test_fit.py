@@ -207,7 +207,7 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp
             signal.SIGINT, signal.SIG_DFL
         ),  # which it ignores if the tests are run in the background
     )
-    rows = tmp_path / "stopped/cases/first/rows.jsonl"
+    rows = tmp_path / "stopped/experiments/first/rows.jsonl"
     deadline = time.monotonic() + 60
     while len(read_rows(rows)) < 10 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -216,7 +216,7 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp
     assert process.returncode == 130
     assert "go on with: glocal resume stopped" in errors
     assert "Traceback" not in errors
-    assert (tmp_path / "stopped/cases/first/checkpoint.safetensors").exists()
+    assert (tmp_path / "stopped/experiments/first/checkpoint.safetensors").exists()
 
 
 def test_a_longer_plan_continues_a_finished_run(tmp_path):
@@ -531,10 +531,10 @@ def test_a_study_that_is_refused_leaves_its_folder_as_it_was(tmp_path):
 def test_a_study_goes_on_for_longer_and_its_later_cases_stay_where_they_started(tmp_path):
     plain = STUDY.replace("rounds = 12", "rounds = 4").replace("after_round = 8\n", "rounds = 4\n")
     list(run_study(from_dict(tomllib.loads(plain)), tmp_path))
-    second = (tmp_path / "cases/second/rows.jsonl").read_bytes()
+    second = (tmp_path / "experiments/second/rows.jsonl").read_bytes()
     list(run_study(with_overrides(read_settings(tmp_path), ["plan.rounds=6"]), tmp_path))
-    assert len(read_rows(tmp_path / "cases/first/rows.jsonl")) == 2 * 6
-    assert (tmp_path / "cases/second/rows.jsonl").read_bytes() == second
+    assert len(read_rows(tmp_path / "experiments/first/rows.jsonl")) == 2 * 6
+    assert (tmp_path / "experiments/second/rows.jsonl").read_bytes() == second
 
 
 def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path):
@@ -621,9 +621,9 @@ def test_a_case_starts_from_the_best_so_far_where_rounds_are_chosen(tmp_path):
     for step in run_study(settings, tmp_path):
         if step.experiment == "first" and step.moment is not None:
             models[step.moment.progress.done] = step.moment.progress.states[0].shared
-    scores = [row["validation"] for row in read_rows(tmp_path / "cases/first/rows.jsonl")]
+    scores = [row["validation"] for row in read_rows(tmp_path / "experiments/first/rows.jsonl")]
     for start in (3, 6):
-        kept_model = load_file(tmp_path / f"cases/first/snapshots/round-{start:05d}.safetensors")
+        kept_model = load_file(tmp_path / f"experiments/first/snapshots/round-{start:05d}.safetensors")
         best = 1 + scores.index(max(scores[:start]))
         assert trees.same_bits(
             {name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[best]
@@ -639,9 +639,9 @@ def test_a_case_may_start_from_the_round_itself_beside_one_that_starts_from_the_
     for step in run_study(last, tmp_path):
         if step.experiment == "first" and step.moment is not None:
             models[step.moment.progress.done] = step.moment.progress.states[0].shared
-    snapshots = sorted(path.name for path in (tmp_path / "cases/first/snapshots").iterdir())
+    snapshots = sorted(path.name for path in (tmp_path / "experiments/first/snapshots").iterdir())
     assert snapshots == ["round-00003-last.safetensors", "round-00006.safetensors"]
-    kept_model = load_file(tmp_path / "cases/first/snapshots/round-00003-last.safetensors")
+    kept_model = load_file(tmp_path / "experiments/first/snapshots/round-00003-last.safetensors")
     assert trees.same_bits(
         {name.removeprefix("0/"): tensor for name, tensor in kept_model.items()}, models[3]
     )
@@ -711,7 +711,7 @@ def test_where_no_round_is_chosen_a_case_starts_from_the_round_itself_whether_it
             run_study(from_dict(tomllib.loads(WARM), ["run.select=last"]), tmp_path / folder)
         )  # as good as the same settings
     kept = [
-        (tmp_path / folder / "cases/early/result.json").read_text() for folder in ("silent", "said")
+        (tmp_path / folder / "experiments/early/result.json").read_text() for folder in ("silent", "said")
     ]
     assert kept[0] == kept[1]
 
@@ -728,7 +728,7 @@ def test_a_case_can_be_added_after_one_that_is_done(tmp_path):
     list(run_study(first, tmp_path / "added"))
     list(run_study(whole, tmp_path / "added"))
     kept = [
-        (tmp_path / folder / "cases/late/result.json").read_text() for folder in ("whole", "added")
+        (tmp_path / folder / "experiments/late/result.json").read_text() for folder in ("whole", "added")
     ]
     assert kept[0] == kept[1]
 

@@ -142,7 +142,7 @@ def test_every_seed_of_a_study_has_a_deal_of_its_own(tmp_path):
     table = {
         "data": {"partition": "dirichlet", "clients": DEVICES},
         "plan": {"rounds": 1, "clients_per_round": 2, "seeds": 2},
-        "cases": {"FedAvg": {"algorithm": "fedavg"}},
+        "experiments": {"FedAvg": {"algorithm": "fedavg"}},
     }
     *_, last = run_study(from_dict(table), tmp_path / "run")
     sizes = [[device["train"] for device in result["clients"]] for result in last.results]

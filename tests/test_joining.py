@@ -51,7 +51,7 @@ def examples(rows=20, seed=9, classes=world.CLASSES):
 def trained(name="lg_fedavg", make=world.plain, **hyperparameters):
     """A federation after a few rounds, with its data."""
     model, fed = world.seeded(make), world.federation()
-    return TrainedFederation.of(
+    return TrainedFederation.from_result(
         fit(
             world.algorithm(name, model, **hyperparameters),
             model,
@@ -295,7 +295,7 @@ def test_the_ensemble_of_everyone_is_the_new_test():
     result = fit(
         world.algorithm("lg_fedavg", model), model, fed, PLAN, options=Options(engine="looped")
     )
-    trained_federation = TrainedFederation.of(result)
+    trained_federation = TrainedFederation.from_result(result)
     test = fed.test.examples.take(fed.test.all_rows())
     assert select_ensemble(trained_federation, test.x) == sorted(
         trained_federation.state.private.trained
@@ -454,7 +454,7 @@ def checksums(folder):
 def test_join_tries_every_way_and_leaves_the_run_as_it_was(saved, tmp_path, capsys):
     np.savez(tmp_path / "new.npz", **digits())
     before = checksums(saved)
-    options = ["--labels", "0,5,all", "--epochs", "2", "--rounds", "2", "--guests", "2"]
+    options = ["--labels", "0,5,all", "--epochs", "2", "--rounds", "2", "--existing-clients", "2"]
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "Ward 7", *options) == 0
     assert checksums(saved) == before
     found = json.loads((saved / "joined" / "ward-7" / "join.json").read_text())
@@ -467,7 +467,7 @@ def test_join_tries_every_way_and_leaves_the_run_as_it_was(saved, tmp_path, caps
         ("in the rounds", 42),
     ]
     assert ways == [("everyone", 0), ("confident", 0), ("nearest", 0), *learnt]
-    assert found["case"] == "LG"
+    assert found["experiment"] == "LG"
     assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
     assert "in the rounds" in capsys.readouterr().out
     page = (saved / "joined" / "ward-7" / "report.html").read_text()
@@ -561,7 +561,7 @@ def test_a_number_of_labels_that_is_not_there_is_told(saved, tmp_path, capsys):
 def test_a_run_that_went_on_untested_is_refused(saved, tmp_path, capsys):
     np.savez(tmp_path / "new.npz", **digits())
     shutil.copytree(saved, tmp_path / "run")
-    path = tmp_path / "run" / "cases" / "lg" / "result.json"
+    path = tmp_path / "run" / "experiments" / "lg" / "result.json"
     results = json.loads(path.read_text())
     path.write_text(json.dumps([{**result, "rounds": 1} for result in results]))
     assert run("join", tmp_path / "run", "--data", tmp_path / "new.npz") == 2
@@ -627,10 +627,10 @@ MISTAKES = {
     "no address": (["--data", "somewhere"], "the data are 'somewhere'"),
     "no module": (["--data", "nowhere:nothing"], "cannot be found"),
     "labels": (["--data", "new.npz", "--labels", "many"], "labels is 'many'"),
-    "case": (["--data", "new.npz", "--case", "LGG"], "did you mean 'LG'?"),
+    "experiment": (["--data", "new.npz", "--experiment", "LGG"], "did you mean 'LG'?"),
     "seed": (["--data", "new.npz", "--seed", "7"], "there is no seed 7; this run has 0, 1"),
     "existing_clients": (
-        ["--data", "new.npz", "--guests", "7"],
+        ["--data", "new.npz", "--existing-clients", "7"],
         "7 guests were asked for, but there are 6 devices",
     ),
     "start": (["--data", "new.npz", "--start", "top"], "'initial' or 'average'"),

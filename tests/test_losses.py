@@ -122,7 +122,7 @@ def test_it_is_refused_where_alphas_are_tuned():
     model = world.seeded(world.plain)
     result = glocal.fit(world.algorithm("apfl", model), model, world.federation(), PLAN)
     with pytest.raises(InputError, match=REFUSED):
-        losses_by_alpha(TrainedAPFL.of(result), world.federation().val, per_example=reduced)
+        losses_by_alpha(TrainedAPFL.from_result(result), world.federation().val, per_example=reduced)
 
 
 def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, mo
     monkeypatch.syspath_prepend(str(tmp_path))
     experiments = {"first": {"algorithm": "fedavg"}, "own": {"algorithm": "reducing:made"}}
     plan = {"rounds": 1, "clients_per_round": 2}
-    settings = from_dict({"data": {"devices": 6}, "plan": plan, "cases": experiments})
+    settings = from_dict({"data": {"clients": 6}, "plan": plan, "experiments": experiments})
     with pytest.raises(InputError, match=REFUSED):
         next(run_study(settings, tmp_path / "run"))
     assert not (tmp_path / "run").exists()

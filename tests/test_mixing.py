@@ -143,7 +143,7 @@ def test_every_device_takes_the_alpha_that_is_best_on_its_own_validation_data():
     result, fed = trained(alpha=0.5)
     grid = (0.0, 0.25, 0.5, 0.75, 1.0)
     tuned = tune_alphas(result, fed, grid=grid)
-    losses = losses_by_alpha(TrainedAPFL.of(result), fed.val, grid=grid)
+    losses = losses_by_alpha(TrainedAPFL.from_result(result), fed.val, grid=grid)
     assert alphas_of(tuned) == [grid[place] for place in losses.argmin(0)]
     assert np.nanmean(losses.min(0)) <= np.nanmean(losses[2])
     sent = tuned.ledger.evaluation.bytes - result.ledger.evaluation.bytes

@@ -479,7 +479,7 @@ def quick(path, **plan):
         },
         "run": {"select": "best", "validate_every": 1, "engine": "vmapped"},
         "ordinal": {"bag_of_words": True},
-        "cases": {
+        "experiments": {
             "FedAvg": {"algorithm": "fedavg"},
             "LG": {"algorithm": "lg_fedavg", "local": ["head"]},
         },
@@ -496,7 +496,7 @@ def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
     list(run_study(settings, tmp_path / "run"))
     results = read_results(tmp_path / "run")
     assert [result["seed"] for result in results["LG"]] == [0, 1]
-    assert len(json.loads((tmp_path / "run/cases/lg/result.json").read_text())) == 4
+    assert len(json.loads((tmp_path / "run/experiments/lg/result.json").read_text())) == 4
     assert {*results["LG"][0]["ordinal"]} >= {"accuracy", "error", "accuracy_rest", "error_rest"}
     assert [device["test"] for device in results["LG"][0]["clients"]][-1] == 0
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

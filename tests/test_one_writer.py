@@ -45,7 +45,7 @@ def command(*arguments):
 
 def started(folder, *arguments):
     """A command in a process of its own, once it has trained some rounds."""
-    path = folder / "run/cases/only/rows.jsonl"
+    path = folder / "run/experiments/only/rows.jsonl"
     before = len(read_rows(path))
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command(*arguments), cwd=folder, **quiet)
@@ -84,7 +84,7 @@ def test_a_second_process_is_refused_and_a_killed_one_lets_go(tmp_path):
     again = started(tmp_path, "resume", "run")
     again.terminate()
     assert again.wait(60) == 130
-    rounds = [row["round"] for row in read_rows(tmp_path / "run/cases/only/rows.jsonl")]
+    rounds = [row["round"] for row in read_rows(tmp_path / "run/experiments/only/rows.jsonl")]
     assert rounds == [*range(len(rounds))], "every round has one row"
 
 
@@ -92,9 +92,9 @@ def test_a_second_process_is_refused_and_a_killed_one_lets_go(tmp_path):
 def held(tmp_path):
     """A folder that a study is being run in."""
     table = {
-        "data": {"devices": 6},
+        "data": {"clients": 6},
         "plan": {"rounds": 50, "clients_per_round": 3},
-        "cases": {"Only": {"algorithm": "fedavg"}},
+        "experiments": {"Only": {"algorithm": "fedavg"}},
     }
     steps = run_study(from_dict(table), tmp_path / "held")
     next(steps)

@@ -102,14 +102,14 @@ def test_the_protocols_differ_in_what_they_say_and_in_nothing_else(data):
     }
     expected = {"data.validation", "plan.weighting", "run.select"}
     assert changed - expected == (
-        {"model.name", "cases.FedAvg"} if data == "mnist" else {"optimizer.lr"}
+        {"model.name", "experiments.FedAvg"} if data == "mnist" else {"optimizer.lr"}
     )
     assert (theirs["plan"]["weights"], theirs["run"]["select"], theirs["data"]["validation"]) == (
         "equal",
         "last",
         0.0,
     )
-    assert theirs["cases"]["FedAvg"].get("lr", theirs["optimizer"]["lr"]) == 0.1
+    assert theirs["experiments"]["FedAvg"].get("lr", theirs["optimizer"]["lr"]) == 0.1
 
 
 @pytest.mark.parametrize("data", MODELS)
@@ -220,11 +220,11 @@ def test_a_study_runs_resumes_and_reports_and_keeps_figures_only(capsys):
     assert "LG is above FedAvg: " in printed
     found = found_in("kept")
     assert {
-        len(experiment["local"]) for part in found.values() for experiment in part["cases"].values()
+        len(experiment["local"]) for part in found.values() for experiment in part["experiments"].values()
     } == {2}
     assert "LG 2+2" in Path("kept/tables.md").read_text()
     assert "LG 2+2" in Path("kept/report.html").read_text()
-    experiments = part_folder(Path("kept"), "paper-2") / "cases"
+    experiments = part_folder(Path("kept"), "paper-2") / "experiments"
     assert not list(experiments.glob("*/models"))
     assert (
         max(path.stat().st_size for path in experiments.glob("*/checkpoint.safetensors")) < 10_000
@@ -254,7 +254,7 @@ def test_a_study_that_is_stopped_goes_on_to_the_same_figures():
     for _ in range(8):
         next(running)
     running.close()
-    assert [*found_in("stopped")["paper-2"]["cases"]] == ["FedAvg", "Local only"]
+    assert [*found_in("stopped")["paper-2"]["experiments"]] == ["FedAvg", "Local only"]
     list(run_parts(read_parts(Path("stopped")), Path("stopped")))
     assert found_in("stopped") == found_in("straight")
 
@@ -306,10 +306,10 @@ def told(experiment="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
     }
     made = settings or {
         "plan": {"seed": seeds[0], "seeds": len(seeds), "rounds": 4},
-        "cases": {experiment: {"algorithm": "fedavg", **about}},
+        "experiments": {experiment: {"algorithm": "fedavg", **about}},
     }
     return Findings(
-        SMALL, {}, {"paper-2": {"seconds": 1.0, "settings": made, "cases": {experiment: figures}}}
+        SMALL, {}, {"paper-2": {"seconds": 1.0, "settings": made, "experiments": {experiment: figures}}}
     )
 
 
@@ -317,17 +317,17 @@ def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once()
     part = merge_findings(
         [told(seeds=(0, 1)), told("LG 2+2", seeds=(0,)), told(seeds=(1, 2))]
     ).parts["paper-2"]
-    assert [*part["cases"]] == ["FedAvg", "LG 2+2"]
-    assert part["cases"]["FedAvg"]["seeds"] == [0, 1, 2]
-    assert [row["seed"] for row in part["cases"]["FedAvg"]["course"]] == [0, 1, 2]
+    assert [*part["experiments"]] == ["FedAvg", "LG 2+2"]
+    assert part["experiments"]["FedAvg"]["seeds"] == [0, 1, 2]
+    assert [row["seed"] for row in part["experiments"]["FedAvg"]["course"]] == [0, 1, 2]
     assert part["settings"]["plan"] == {"seed": 0, "seeds": 3, "rounds": 4}
     assert part["seconds"] == 3.0
 
 
 def test_figures_without_their_seeds_are_those_from_0_on():
     old = told(seeds=(0, 1))
-    del old.parts["paper-2"]["cases"]["FedAvg"]["seeds"]
-    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["cases"]["FedAvg"]["seeds"] == [
+    del old.parts["paper-2"]["experiments"]["FedAvg"]["seeds"]
+    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["experiments"]["FedAvg"]["seeds"] == [
         0,
         1,
         2,
@@ -343,10 +343,10 @@ def test_figures_without_their_seeds_are_those_from_0_on():
         ),
         (
             told(seeds=(1,), start_round=7),
-            "part 'paper-2' was run with two settings of cases.FedAvg; report them one by one",
+            "part 'paper-2' was run with two settings of experiments.FedAvg; report them one by one",
         ),
         (
-            told(seeds=(1,), settings={"plan": {"rounds": 5}, "cases": {}}),
+            told(seeds=(1,), settings={"plan": {"rounds": 5}, "experiments": {}}),
             "part 'paper-2' was run with two settings of plan.rounds",
         ),
         (told(), "part 'paper-2' was given twice; leave one of the two out"),
@@ -401,7 +401,7 @@ def findings(**figures):
         name: {"local": local, "new": local, "validation": [validation]}
         for name, (local, validation) in figures.items()
     }
-    return Findings(SMALL, {}, {"paper-2": {"cases": experiments}})
+    return Findings(SMALL, {}, {"paper-2": {"experiments": experiments}})
 
 
 def made(fedavg, lg):
@@ -461,7 +461,7 @@ def tuned(leaks, limit):
         for name, (of, leak) in leaks.items()
     }
     return Findings(
-        replace(SMALL, parts={"tuned-2": part}), {}, {"tuned-2": {"cases": experiments}}
+        replace(SMALL, parts={"tuned-2": part}), {}, {"tuned-2": {"experiments": experiments}}
     )
 
 
@@ -507,15 +507,15 @@ def test_the_figures_of_an_audit_are_kept_seed_by_seed():
         run("run", "small", "--part", "tuned-2", "--seeds", 2, "--device", "cpu", "--out", "kept")
         == 0
     )
-    path = part_folder(Path("kept"), "tuned-2") / "cases/fedavg-rate-0-1/result.json"
-    plain = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
+    path = part_folder(Path("kept"), "tuned-2") / "experiments/fedavg-rate-0-1/result.json"
+    plain = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
     audits = [audit(), {**audit(joint=None, strong=0.9), "auc": None}]
     results = [
         {**result, "audit": of}
         for result, of in zip(json.loads(path.read_text()), audits, strict=True)
     ]
     path.write_text(json.dumps(results))
-    found = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
+    found = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
     assert {key: value for key, value in found.items() if key not in plain} == {
         "accuracy": [0.84, 0.84],
         "auc": [0.88, None],
@@ -538,7 +538,7 @@ def test_an_audit_without_an_adversary_has_none():
         run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
         == 0
     )
-    path = part_folder(Path("kept"), "tuned-2") / "cases/fedavg-rate-0-1/result.json"
+    path = part_folder(Path("kept"), "tuned-2") / "experiments/fedavg-rate-0-1/result.json"
     blind = {
         "accuracy": 0.84,
         "auc": None,
@@ -548,7 +548,7 @@ def test_an_audit_without_an_adversary_has_none():
     path.write_text(
         json.dumps([{**result, "audit": blind} for result in json.loads(path.read_text())])
     )
-    found = found_in("kept")["tuned-2"]["cases"]["FedAvg, rate 0.1"]
+    found = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
     assert [found[key] for key in ("adversary", "own_0", "fresh", "validation_leak")] == [
         [None]
     ] * 4
@@ -570,7 +570,7 @@ def test_a_case_that_diverged_in_some_seeds_does_not_stand_for_a_row_where_anoth
         rates[1]: {"validation": [0.9], "seeds": [1]},
     }
     assert (
-        Findings(SMALL, {}, {"tuned-2": {"cases": experiments}}).name_of("tuned-2", "FedAvg")
+        Findings(SMALL, {}, {"tuned-2": {"experiments": experiments}}).name_of("tuned-2", "FedAvg")
         == rates[0]
     )
 
@@ -590,7 +590,7 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     assert any(
         "paper-2, FedAvg: training diverged" in line and "left out" in line for line in lines
     )
-    assert [*found_in("kept")["paper-2"]["cases"]] == ["Local only"]
+    assert [*found_in("kept")["paper-2"]["experiments"]] == ["Local only"]
     told = Path("kept/tables.md").read_text()
     assert "Left out, for training diverged: `paper-2`: FedAvg (all seeds), LG" in told
     assert "Still open: `paper-2`" not in told
@@ -619,7 +619,7 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
         for line in complaints(capsys)
         if "LG 4+2: training diverged" in line and "seed 1 is left out" in line
     ]
-    whole, kept = found_in("whole")["paper-2"]["cases"], found_in("kept")["paper-2"]["cases"]
+    whole, kept = found_in("whole")["paper-2"]["experiments"], found_in("kept")["paper-2"]["experiments"]
     late = ("LG 4+2", FINE_TUNED)
     assert {name: experiment["seeds"] for name, experiment in kept.items()} == {
         name: [0, 2] if name in late else [0, 1, 2] for name in whole
@@ -661,7 +661,7 @@ def test_changes_of_a_resumed_study_are_kept_and_told(capsys):
     assert run("run", "small", *once) == 0
     for changes in (["--set", "experiments.LG 4+2.rounds=3"], []):
         assert run("resume", "kept", *changes) == 0
-    assert found_in("kept")["paper-2"]["cases"]["LG 4+2"]["selected_round"][0] >= 5
+    assert found_in("kept")["paper-2"]["experiments"]["LG 4+2"]["selected_round"][0] >= 5
     assert "experiments.LG 4+2.rounds = 3" in Path("kept/tables.md").read_text()
     commands = json.loads(Path("kept/study.json").read_text())["command"]
     assert commands[0].startswith(
@@ -692,9 +692,9 @@ DAMAGED = {
     "findings.json": [
         '{"study": "small", "parts": {"paper-2": "text"}}',
         '{"study": ["small"], "parts": {}}',
-        '{"study": "small", "parts": {"paper-2": {"cases": {"FedAvg": {}}}}}',
+        '{"study": "small", "parts": {"paper-2": {"experiments": {"FedAvg": {}}}}}',
     ],
-    "parts/paper-2/cases/fedavg/result.json": ["[{}]"],
+    "parts/paper-2/experiments/fedavg/result.json": ["[{}]"],
 }
 
 

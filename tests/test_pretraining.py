@@ -63,7 +63,7 @@ def settings_of(*, kind="decoder", epochs=2, labeled_fraction=0.1, algorithm="lg
 def studied(folder, settings):
     for _ in run_study(settings, folder):
         pass
-    return read_tensors(folder / "cases" / "first" / "checkpoint.safetensors")[0]
+    return read_tensors(folder / "experiments" / "first" / "checkpoint.safetensors")[0]
 
 
 def begun(settings):
@@ -151,8 +151,8 @@ def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
     [
         ({"epochs": -1}, "pretrain is -1"),
         ({"algorithm": "fedavg"}, "fedavg: nothing of it is private"),
-        ({"labelled": 0.0}, "labelled is 0.0"),
-        ({"labelled": 1.5}, "labelled is 1.5"),
+        ({"labeled_fraction": 0.0}, "labelled is 0.0"),
+        ({"labeled_fraction": 1.5}, "labelled is 1.5"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(change, words, tmp_path):

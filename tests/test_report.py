@@ -93,7 +93,7 @@ def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path
     plan = {"rounds": rounds, "clients_per_round": 2, "seeds": seeds}
     write(
         folder / "settings.json",
-        {"name": "toy", "data": {"clients": DEVICES}, "plan": plan, "cases": experiments},
+        {"name": "toy", "data": {"clients": DEVICES}, "plan": plan, "experiments": experiments},
     )
     counts = (np.arange(DEVICES * CLASSES).reshape(DEVICES, CLASSES) % 3).tolist()
     write(folder / "federation.json", {"classes": CLASSES, "train": counts, "test": counts})
@@ -278,7 +278,7 @@ def test_a_case_that_went_on_after_its_test_is_unfinished(tmp_path: Path) -> Non
 
 def test_a_run_that_has_only_begun_can_be_reported(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg")
-    shutil.rmtree(folder / "cases")
+    shutil.rmtree(folder / "experiments")
     assert "Nothing has been measured yet" in page_of(folder)
 
 

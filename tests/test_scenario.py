@@ -486,7 +486,7 @@ def test_a_study_stopped_in_a_scenario_goes_on_to_the_same_results(monkeypatch):
             with pytest.raises(error):
                 list(run_study(settings, kept))
     assert list(run_study(settings, kept))
-    for file in ("results.json", "cases/fedavg/rows.jsonl", "cases/lg/rows.jsonl"):
+    for file in ("results.json", "experiments/fedavg/rows.jsonl", "experiments/lg/rows.jsonl"):
         assert (kept / file).read_text() == (whole / file).read_text()
 
 
@@ -600,7 +600,7 @@ def warm_started(folder, *changes):
     (folder / "warm.toml").write_text(WARM)
     for _ in run_study(from_toml(folder / "warm.toml", changes), folder / "run"):
         pass
-    return json.loads((folder / "run" / "cases" / "lg" / "result.json").read_text())[0]
+    return json.loads((folder / "run" / "experiments" / "lg" / "result.json").read_text())[0]
 
 
 @pytest.mark.slow

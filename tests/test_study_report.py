@@ -70,7 +70,7 @@ def fake_part(study: str, name: str, seeds: int) -> dict[str, Any]:
     experiments = {
         experiment: fake_case(study, experiment, row, seeds) for experiment, row in rows.items()
     }
-    return {"seconds": 61.5, "settings": part.settings.as_dict(), "cases": experiments}
+    return {"seconds": 61.5, "settings": part.settings.as_dict(), "experiments": experiments}
 
 
 def fake(study: str = "paper-mnist", *, parts: tuple[str, ...] = (), seeds: int = 10) -> Findings:
@@ -80,7 +80,7 @@ def fake(study: str = "paper-mnist", *, parts: tuple[str, ...] = (), seeds: int 
 
 def shifted(findings: Findings, part: str, experiment: str, **points: float) -> Findings:
     """The same with some figures of a case moved by so many points."""
-    experiments = findings.parts[part]["cases"]
+    experiments = findings.parts[part]["experiments"]
     moved = {
         measure: [value + by / 100 for value in experiments[experiment][measure]]
         for measure, by in points.items()
@@ -90,8 +90,8 @@ def shifted(findings: Findings, part: str, experiment: str, **points: float) -> 
 
 def changed_case(findings: Findings, part: str, experiment: str, **changes: object) -> Findings:
     of = findings.parts[part]
-    experiments = {**of["cases"], experiment: {**of["cases"][experiment], **changes}}
-    return replace(findings, parts={**findings.parts, part: {**of, "cases": experiments}})
+    experiments = {**of["experiments"], experiment: {**of["experiments"][experiment], **changes}}
+    return replace(findings, parts={**findings.parts, part: {**of, "experiments": experiments}})
 
 
 def lines_of(text: str, title: str) -> dict[str, list[str]]:
@@ -263,7 +263,7 @@ def test_claims_have_verdict_lead_and_interval() -> None:
 
 def test_a_part_that_is_not_finished_has_dashes_and_is_named(tmp_path: Path) -> None:
     found = fake(parts=("paper-2",))
-    del found.parts["paper-2"]["cases"]["LG 800+100"]
+    del found.parts["paper-2"]["experiments"]["LG 800+100"]
     text = study_markdown(found)
     assert "Still open: `paper-2` (without LG 800+100), `paper-3`" in text
     cells = ["98.54 ± 0.05", "–", "98.17 ± 0.05", "–", "5.7e10", "–", "–"]
@@ -283,8 +283,8 @@ def test_other_settings_than_the_studys_are_told() -> None:
         "Not run with the study’s own settings: `paper-3` with plan.clients_per_round = 5."
         in study_markdown(found)
     )
-    del found.parts["paper-2"]["settings"]["cases"]["LG 800+100"]["after"]
-    assert changes_of(found, "paper-2") == ["cases.LG 800+100 without after = FedAvg"]
+    del found.parts["paper-2"]["settings"]["experiments"]["LG 800+100"]["after"]
+    assert changes_of(found, "paper-2") == ["experiments.LG 800+100 without after = FedAvg"]
 
 
 def test_the_sweep_goes_from_nothing_to_everything_and_counts_the_models_parameters() -> None:
@@ -403,7 +403,7 @@ def fair_part() -> dict[str, Any]:
             experiments[f"LG + Adv, code {width}, strength {strength:g}"] = fair_case(
                 accuracy, read, 0.52
             )
-    return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "cases": experiments}
+    return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "experiments": experiments}
 
 
 @pytest.fixture
@@ -486,7 +486,7 @@ def test_a_study_without_starts_has_neither_their_figures_nor_a_paper_to_stand_b
     part = {
         "seconds": 1.0,
         "settings": study.parts["mnist"].settings.as_dict(),
-        "cases": dict.fromkeys(("LG", "LG + decoder"), experiment),
+        "experiments": dict.fromkeys(("LG", "LG + decoder"), experiment),
     }
     found = Findings(study, ABOUT, {"mnist": part})
     page = write_study_report(found, tmp_path).read_text(encoding="utf-8")
@@ -561,7 +561,7 @@ def test_a_study_of_which_the_paper_prints_nothing_has_our_columns_only(
 
 
 def test_the_trade_off_has_a_panel_for_each_part_and_a_line_for_each_width(fair: Findings) -> None:
-    fair.parts["non-iid"]["cases"].pop("LG + Adv, code 16, strength 1")
+    fair.parts["non-iid"]["experiments"].pop("LG + Adv, code 16, strength 1")
     drawing = study_drawings(fair)["tradeoff"]
     upper, lower = drawing.figure.axes
     assert [axes.get_title("left") for axes in (upper, lower)] == ["iid data", "non-iid data"]
@@ -583,11 +583,11 @@ def test_the_trade_off_is_in_the_page_and_among_the_files(fair: Findings, tmp_pa
 
 def test_no_trade_off_is_drawn_of_what_was_not_audited(fair: Findings) -> None:
     for part in fair.parts.values():
-        for experiment in part["cases"].values():
+        for experiment in part["experiments"].values():
             experiment["fresh"] = [None, None]
     assert study_drawings(fair) == {}
     only = {
-        name: {**part, "cases": {"FedAvg": part["cases"]["FedAvg"]}}
+        name: {**part, "experiments": {"FedAvg": part["experiments"]["FedAvg"]}}
         for name, part in fair.parts.items()
     }
     assert study_drawings(replace(fair, parts=only)) == {}

@@ -79,7 +79,7 @@ def small(part, *changes):
         [
             change
             for change in SMALL
-            if not change.startswith("cases.Maj") or "Majority answer" in settings.experiments
+            if not change.startswith("experiments.Maj") or "Majority answer" in settings.experiments
         ]
         + [*changes],
     )
@@ -111,7 +111,7 @@ def test_fedavg_and_lg_learn_what_a_question_alone_cannot_tell(tmp_path):
     assert min(seen["FedAvg"], seen["LG"]) > 0.8
     assert max(blind.values()) < 0.75
     assert seen["Majority answer"] < seen["Majority answer of each device"] < 0.75
-    result = json.loads((tmp_path / "seen/cases/lg/result.json").read_text())[0]
+    result = json.loads((tmp_path / "seen/experiments/lg/result.json").read_text())[0]
     assert result["new_test"] is None
     assert result["ledger"]["ensemble"]["parameters"] == 0
 
@@ -369,7 +369,7 @@ def test_a_question_that_nobody_can_answer_counts_as_wrong_wherever_models_are_t
     assert by_label.local_test > 0, "else labels would do"
     assert (
         by_people.local_test
-        == new_client_ensemble_accuracy(TrainedFederation.of(by_people), [0], test)
+        == new_client_ensemble_accuracy(TrainedFederation.from_result(by_people), [0], test)
         == 0
     )
     asked = Mock(side_effect=InputError("enough"))
@@ -473,7 +473,7 @@ def test_controls_stand_in_the_table_of_what_they_control():
 
     accuracies = {"longer": 0.40, "questions": 0.38, "shuffled": 0.37}
     parts = {
-        name: {"cases": {"FedAvg": measured(accuracy)}} for name, accuracy in accuracies.items()
+        name: {"experiments": {"FedAvg": measured(accuracy)}} for name, accuracy in accuracies.items()
     }
     [table] = tables_of(Findings(PAPER["paper-vqa"], {}, parts))
     assert table.title == "four times the rounds, non-iid device data, by how questions begin"
@@ -534,7 +534,7 @@ def test_how_much_a_way_to_the_goal_depends_on_each_seed_is_told():
     experiments = {
         name: {"course": rows, "validation": [0.4] * 3} for name, rows in courses.items()
     }
-    found = Findings(PAPER["paper-vqa"], {}, {"paper": {"cases": experiments}})
+    found = Findings(PAPER["paper-vqa"], {}, {"paper": {"experiments": experiments}})
     fedavg, lg = ways_to_goal(found, "paper")
     assert (fedavg.share, fedavg.shares) == (1.0, (1.0, 1.0, 1.0))
     assert lg.way.rounds == 3  # 0.38: in the second round it is at 0.36
@@ -566,7 +566,7 @@ def test_each_protocol_has_a_table_of_its_own_and_the_last_one_that_the_paper_ha
             **SENT,
         }
     }
-    parts = {name: {"cases": experiments} for name in ("longer", "longest", "longest-iid")}
+    parts = {name: {"experiments": experiments} for name in ("longer", "longest", "longest-iid")}
     found = Findings(PAPER["paper-vqa"], {}, parts)
     assert [table.title.partition(" the rounds")[0] for table in tables_of(found)] == [
         "four times",

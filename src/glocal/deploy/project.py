@@ -213,7 +213,7 @@ def _require_deployable(study: Settings) -> None:
     """Refuse what only the simulator can do."""
     if len(study.experiments) != 1:
         raise InputError(
-            f"deploy: study.toml has {len(study.experiments)} cases; a deployment trains one, keep one table [cases.NAME]"
+            f"deploy: study.toml has {len(study.experiments)} cases; a deployment trains one, keep one table [experiments.NAME]"
         )
     experiment = next(iter(study.experiments.values()))
     extras = {
@@ -226,8 +226,8 @@ def _require_deployable(study: Settings) -> None:
         "plan.seeds": study.plan.seeds != 1,
         "plan.restarts": study.plan.restarts != 1,
         "experiments.start_from": experiment.start_from is not None,
-        "cases.welcome": experiment.join_plan is not None,
-        "cases.learns": experiment.pretext is not None,
+        "experiments.welcome": experiment.join_plan is not None,
+        "experiments.learns": experiment.pretext is not None,
     }
     given = [name for name, there in extras.items() if there]
     if given:

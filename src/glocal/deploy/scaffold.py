@@ -29,27 +29,27 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-def data(device: int):
-    """One device's own examples (x, y). On a real device, read its files here and leave `device` unused."""
+def data(client: int):
+    """One client's own examples (x, y). On a real device, read its files here and leave `client` unused."""
     digits = glocal.load("digits")
-    dealt = glocal.deal(digits, glocal.shards(DEVICES_MADE_UP, 2), validation=0.0, seed=0)
-    own = dealt.train.of(device % DEVICES_MADE_UP)
+    federated = glocal.partition(digits, glocal.shards(SIMULATED_CLIENTS, 2), validation=0.0, seed=0)
+    own = federated.train.of(client % SIMULATED_CLIENTS)
     return own.x, own.y
 
 
-def everyone():
-    """All devices at once, for the simulator."""
-    return [data(device) for device in range(DEVICES)]
+def all_clients():
+    """The examples of all clients, for the simulator."""
+    return [data(client) for client in range(CLIENTS)]
 
 
-DEVICES = {devices}
-DEVICES_MADE_UP = 10  # the digits are dealt to so many, two classes each, as if each had its own
+CLIENTS = {clients}
+SIMULATED_CLIENTS = 10  # the digits are split among so many, two classes each
 '''
 _STUDY = """# What is trained. The same file is on the server and on every device; `glocal run study.toml` simulates it.
 name = "{name}"
 
 [data]
-source = "federation:everyone"    # the simulator's; a device calls the function that deploy.toml names
+source = "federation:all_clients"    # the simulator's; a device calls the function that deploy.toml names
 validation = 0.1
 
 [model]
@@ -64,7 +64,7 @@ momentum = 0.5
 
 [plan]
 rounds = {rounds}
-clients_per_round = {cohort}
+clients_per_round = {clients_per_round}
 local_epochs = 5                        # a round costs seconds of messages, so that each is worth some epochs
 batch_size = 10
 
@@ -73,7 +73,7 @@ algorithm = "lg_fedavg"
 """
 _DEPLOYMENT = """# How it is deployed. The same file is on the server and on every device.
 name = "{name}"
-clients = {devices}
+clients = {clients}
 data = "federation:data"    # gives one device's own (x, y)
 adapt_epochs = 20                 # epochs in which a newcomer learns its private part alone
 
@@ -86,13 +86,13 @@ bind = "{bind}"             # 0.0.0.0 to be reached from elsewhere
 start_timeout = 60.0             # seconds to wait for all devices at the start, and for one that is greeted later
 connect_timeout = 300.0              # seconds to wait for `enough` of them
 round_timeout = 600.0               # seconds to wait for a round's answers
-min_clients = {enough}
+min_clients = {min_clients}
 """
 _CLIENT = """# This device alone. Its owner decides whether figures (losses, accuracies, and of how many examples) may leave it.
 # On how many examples it trains is told in any case, unless plan.weighting is "equal" in study.toml: the average needs it.
 number = {number}
 name = "{name}"
-share_metrics = {metrics}
+share_metrics = {share_metrics}
 environment = []            # variables of yours that data() needs, by name; it gets no others
 """
 
@@ -134,7 +134,7 @@ def create_deployment(folder: Path, wanted: DeploymentSpec) -> Project:
         "min_clients": min_clients,
         "clients_per_round": wanted.clients,
     }
-    write_text(folder / MODULE_FILE, _MODULE_TEXT.replace("{devices}", str(wanted.clients)))
+    write_text(folder / MODULE_FILE, _MODULE_TEXT.replace("{clients}", str(wanted.clients)))
     write_text(folder / STUDY, _STUDY.format(**words))
     write_text(folder / DEPLOYMENT, _DEPLOYMENT.format(**words))
     make_authority(folder / CERTIFICATES, name)

@@ -43,7 +43,7 @@ def audit_summary(found: Json) -> str:
     people = sum(row["people"] for row in found["groups"])
     return (
         f"Audited is {found['experiment']} ({found['algorithm']}, seed {found['seed']}) of the run {found['run']}: "
-        f"{pluralize(len(found['devices']), 'device')} with {people:,} people in their test data ({found['data']}). "
+        f"{pluralize(len(found['clients']), 'device')} with {people:,} people in their test data ({found['data']}). "
         f"The representation is what the module ‘{found['settings']['layer']}’ puts out ({found['chosen']}). "
         "No file of that run was changed."
     )

@@ -270,10 +270,10 @@ def changes_of(findings: Findings, part: str) -> list[str]:
         before = planned["experiments"].get(name, {})
         told_apart = ((key, value) for key, value in experiment.items() if key != "skip_seeds")
         changes += [
-            f"cases.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)
+            f"experiments.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)
         ]
         changes += [
-            f"cases.{name} without {key} = {value}"
+            f"experiments.{name} without {key} = {value}"
             for key, value in before.items()
             if key not in experiment
         ]

@@ -53,7 +53,7 @@ def _summary(found: Json) -> str:
     classes = pluralize(len(told["classes"]), "class")
     words = (
         f"A new device with {pluralize(told['examples'], 'labelled example')} of {classes} meets the federation of "
-        f"{pluralize(told['device'], 'device')} in {found['run']} ({found['experiment']}, seed {found['seed']}). "
+        f"{pluralize(told['client'], 'device')} in {found['run']} ({found['experiment']}, seed {found['seed']}). "
         f"It is tested on {pluralize(told['tested on'], 'example')} of its own. No file of that run was changed."
     )
     return f"<p>{escape(words)}</p>"

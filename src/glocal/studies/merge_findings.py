@@ -53,29 +53,29 @@ def _merge_part(name: str, part: Json, other: Json) -> Json:
     experiments = {
         experiment: _merge_seeds(
             f"part '{name}', {experiment}",
-            [each["cases"][experiment] for each in both if experiment in each["cases"]],
+            [each["experiments"][experiment] for each in both if experiment in each["experiments"]],
         )
-        for experiment in dict.fromkeys(experiment for each in both for experiment in each["cases"])
+        for experiment in dict.fromkeys(experiment for each in both for experiment in each["experiments"])
     }
     seeds = {seed for experiment in experiments.values() for seed in experiment["seeds"]}
     plan = {**part["settings"]["plan"], "seed": min(seeds), "seeds": len(seeds)}
     told = {
         experiment: about
         for each in both
-        for experiment, about in each["settings"]["cases"].items()
+        for experiment, about in each["settings"]["experiments"].items()
     }
     seconds = round(sum(each["seconds"] for each in both), 1)
     return {
         "seconds": seconds,
-        "settings": {**part["settings"], "plan": plan, "cases": told},
-        "cases": experiments,
+        "settings": {**part["settings"], "plan": plan, "experiments": told},
+        "experiments": experiments,
     }
 
 
 def _experiment_seeds(part: Json) -> set[tuple[str, int]]:
     return {
         (experiment, seed)
-        for experiment, figures in part["cases"].items()
+        for experiment, figures in part["experiments"].items()
         for seed in seeds_of(figures, figures["validation"])
     }
 
@@ -84,7 +84,7 @@ def _require_alike(name: str, one: Json, other: Json) -> None:
     """Refuse runs with other settings; a case may be in one of them only."""
     for key in sorted(one.keys() | other.keys()):
         if one.get(key) != other.get(key) and (
-            key.partition(".")[0] != "cases" or (key in one and key in other)
+            key.partition(".")[0] != "experiments" or (key in one and key in other)
         ):
             raise InputError(
                 f"report: part '{name}' was run with two settings of {key}; report them one by one"
@@ -92,7 +92,7 @@ def _require_alike(name: str, one: Json, other: Json) -> None:
 
 
 def _compared_settings(settings: Json) -> Json:
-    """Settings by name, such as plan.rounds and cases.FedAvg, but for what changes nothing or is made one."""
+    """Settings by name, such as plan.rounds and experiments.FedAvg, but for what changes nothing or is made one."""
     return {
         f"{table}.{key}": value
         for table, values in settings.items()

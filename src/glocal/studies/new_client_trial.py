@@ -64,7 +64,7 @@ def require_new_client(
     """Refuse a welcome without a newcomer, and a newcomer that the data are too few for."""
     if new_client is None:
         raise InputError(
-            f"settings: cases.{experiment} has a welcome, but there is no [newcomer]; add one, or leave the welcome out"
+            f"settings: experiments.{experiment} has a welcome, but there is no [newcomer]; add one, or leave the welcome out"
         )
     for part in ("train", "test"):
         size = len(_pool_for(federation, part))

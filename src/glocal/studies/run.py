@@ -172,7 +172,7 @@ def _run_locked(
         if settings.experiments[name].join_plan is not None:
             if study.scenario is not None:
                 raise InputError(
-                    f"settings: cases.{name} has a welcome, and there are groups that arrive; use one of the two"
+                    f"settings: experiments.{name} has a welcome, and there are groups that arrive; use one of the two"
                 )
             require_new_client(settings.new_client, study.parts.federations[0], name)
         sample_clients(
@@ -240,9 +240,9 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
     about = {
         f"{part} settings": plain[part] for part in ("data", "model", "optimizer")
     } | parts.about
-    if "join_plan" in plain["cases"][name]:
+    if "join_plan" in plain["experiments"][name]:
         about |= {
-            "join_plan": plain["cases"][name]["join_plan"],
+            "join_plan": plain["experiments"][name]["join_plan"],
             "new_client": plain.get("new_client"),
         }
     spent, params, pretext = (
@@ -253,7 +253,7 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
     if pretext is not None:
         extra = [build_auxiliary(settings, pretext, parts, seed)[1].params for seed in parts.seeds]
         params = tuple({**own, **more} for own, more in zip(parts.params, extra, strict=True))
-        about |= {"pretext": plain["cases"][name]["pretext"]}
+        about |= {"pretext": plain["experiments"][name]["pretext"]}
     if settings.audit is not None:
         about |= {"audit": plain["audit"]}
     if settings.experiments[name].start_from is not None:
@@ -341,7 +341,7 @@ def read_results(folder: Path) -> dict[str, list[Json]]:
 
 def experiment_folder(folder: Path, name: str) -> Path:
     """Where a case lives: its name in small letters and dashes."""
-    return folder / "cases" / slug(name)
+    return folder / "experiments" / slug(name)
 
 
 def slug(name: str) -> str:
@@ -553,7 +553,7 @@ def _check_experiments(settings: Settings) -> None:
     """Refuse a study that could not run to its end, before it starts."""
     if not settings.experiments:
         raise InputError(
-            "settings: there are no cases; add a table such as [cases.LG] with algorithm = 'lg_fedavg'"
+            "settings: there are no cases; add a table such as [experiments.LG] with algorithm = 'lg_fedavg'"
         )
     seen: dict[Path, str] = {}
     for name, experiment in settings.experiments.items():
@@ -569,7 +569,7 @@ def _check_experiments(settings: Settings) -> None:
         )
         if missing:
             raise InputError(
-                f"settings: cases.{name} starts from {experiment.start_from}, which runs without seed {min(missing)}; leave it out too"
+                f"settings: experiments.{name} starts from {experiment.start_from}, which runs without seed {min(missing)}; leave it out too"
             )
         twin = seen.setdefault(experiment_folder(Path(), name), name)
         if twin != name:

@@ -255,7 +255,7 @@ def _read_group(table: Any, name: str) -> GroupSettings:
 
 def _read_experiment(table: Any, name: str) -> ExperimentSettings:
     """A case: what is not a setting of every case is a knob of its algorithm, checked when that is built."""
-    where = f"cases.{name}"
+    where = f"experiments.{name}"
     if not isinstance(table, dict):
         raise InputError(f"settings: {where} is {table!r}; a table was expected")
     known = {part.name for part in fields(ExperimentSettings)} - {"hyperparameters"}
