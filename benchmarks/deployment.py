@@ -19,8 +19,8 @@ from benchmarks.machine import command, describe
 from glocal.core.files import read_rows, write_json
 from glocal.deploy.preflight import free_port
 from glocal.deploy.scaffold import DeploymentSpec, create_deployment
-from tests.running import kill, pids, running
-from tests.stock import start_request, stock
+from tests.support.running import kill, pids, running
+from tests.support.stock import start_request, stock
 
 GUIDE = Path(__file__).parents[1] / "docs/deploy.md"
 

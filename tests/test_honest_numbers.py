@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 import glocal
-import world
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
 from glocal.datasets import Dataset
 from glocal.datasets.federated import from_tensors
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
+from tests.support import world
 
 DEVICES = 5
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import world
 from glocal.algorithms import fedavg
 from glocal.cli import main
 from glocal.core.modules import params_of
@@ -14,6 +13,7 @@ from glocal.core.optimizers import sgd
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy
 from glocal.federate.rounds import simulate
+from tests.support import world
 
 PAGE = (Path(__file__).parents[1] / "docs/new-algorithm.md").read_text()
 FILE = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]

@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 import glocal
-import world
 from glocal.core.errors import InputError
+from tests.support import world
 
 ACCEPTED = pytest.fail.Exception  # what `raises` says where nothing was raised
 PLAN = glocal.Plan(rounds=2, clients_per_round=4, batch_size=5)

@@ -27,7 +27,7 @@ _HOMES = {
     ),
     "datasets": (
         "crop_and_flip",
-        "deal",
+        "partition",
         "dirichlet",
         "iid",
         "load",

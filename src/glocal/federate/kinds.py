@@ -164,7 +164,7 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
 
 
 def _require_fit(cases: Cases, options: Options) -> None:
-    for name, case in experiments.items():
+    for name, case in cases.items():
         with _named(name):
             require_trainable(case, case.federations[0], options)
 
@@ -249,8 +249,8 @@ def _named(kind: str) -> Iterator[None]:
 def _placed(cases: Cases, options: Options) -> Cases:
     """The cases with data and weights on the computing device; kinds that use one store go on doing so."""
     device = options.torch_device()
-    feds = move_data_to_device([case.federations[0] for case in experiments.values()], device)
-    placed = zip(experiments.items(), feds, strict=True)
+    feds = move_data_to_device([case.federations[0] for case in cases.values()], device)
+    placed = zip(cases.items(), feds, strict=True)
     return {
         name: replace(case, params=(trees.to(case.params[0], device),), federations=(fed,))
         for (name, case), fed in placed
@@ -259,7 +259,7 @@ def _placed(cases: Cases, options: Options) -> Cases:
 
 def begin_kinds(cases: Cases, options: Options, folder: Path | None = None) -> Progress:
     """Where to start: at the last checkpoint if the folder has one, else with the first kind's shared part on all devices."""
-    fresh = Progress.joined([start_or_resume(case, options, None) for case in experiments.values()])
+    fresh = Progress.joined([start_or_resume(case, options, None) for case in cases.values()])
     states = [State(fresh.states[0].shared, state.private) for state in fresh.states]
     return resume_from_checkpoint(
         fresh._replace(states=states), options, _checkpoint(cases, options, folder)
@@ -270,7 +270,7 @@ def _checkpoint(cases: Cases, options: Options, folder: Path | None) -> Checkpoi
     """One for all kinds; a run goes on only with the same ones."""
     if folder is None:
         return None
-    told = [fingerprint(case, options) for case in experiments.values()]
+    told = [fingerprint(case, options) for case in cases.values()]
     apart = {key: [each[key] for each in told] for key in ("algorithm", "model", "data")}
     return Checkpoint(folder, {"kinds": list(cases), **told[0], **apart})
 
@@ -279,11 +279,11 @@ def train_kinds(
     cases: Cases, options: Options, progress: Progress, folder: Path | None = None
 ) -> Iterator[Moment]:
     """Rounds of placed cases as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
-    rounds = next(iter(experiments.values())).plan.rounds
+    rounds = next(iter(cases.values())).plan.rounds
     checkpoint = _checkpoint(cases, options, folder)
     known = dict(zip(cases, progress.choices, strict=True))
     begun = [resolve_engine(options, checkpoint, f"rounds {name}", known[name]) for name in cases]
-    named = experiments.items()
+    named = cases.items()
     evaluations = [build_evaluation(case, options, checkpoint, kind=name) for name, case in named]
     with _engines(cases, options.engine_config(), begun) as overs, ExitStack() as stack:
         for evaluation in evaluations:
@@ -311,7 +311,7 @@ def _engines(
     """What trains each kind's devices, let go of at the end."""
     with ExitStack() as stack:
         overs = []
-        for case, how in zip(experiments.values(), begun, strict=True):
+        for case, how in zip(cases.values(), begun, strict=True):
             num_calls, update = case.plan.rounds, case.algorithm.client_update
             executor = Executor(update, engine=engine, num_calls=num_calls, **how._asdict())
             overs.append(stack.enter_context(closing(executor)))
@@ -323,7 +323,7 @@ def _advanced(
 ) -> tuple[Progress, list[Json]]:
     """One round further, one kind after the other, and a row of each."""
     (progress, round_), parts, rows = step, [], []
-    for place, (name, case) in enumerate(experiments.items()):
+    for place, (name, case) in enumerate(cases.items()):
         with _named(name):
             part, [row] = complete_round(
                 case, options, evaluations[place], (progress.of(place), [round_[place]])
@@ -334,7 +334,7 @@ def _advanced(
 
 
 def _rounds(cases: Cases, overs: Sequence[Executor[Update]], progress: Progress) -> Iterator[Round]:
-    parties, states = list(experiments.values()), progress.states
+    parties, states = list(cases.values()), progress.states
     plan = parties[0].plan
     for round_index in range(plan.first_round + progress.done, plan.total_rounds):
         moment = _round(parties, overs, states, round_index)
@@ -422,7 +422,7 @@ def _finished(
 ) -> dict[str, Result]:
     """The final tests of every kind; with a folder, figures and personal models are kept there."""
     results, checkpoint = {}, _checkpoint(cases, options, folder)
-    for place, (name, case) in enumerate(experiments.items()):
+    for place, (name, case) in enumerate(cases.items()):
         with closing(build_evaluation(case, options, checkpoint, kind=name)) as evaluation:
             results[name] = build_result(case, options, evaluation, progress.of(place))
     if folder:

@@ -1,6 +1,6 @@
 """Flower's undocumented names on the client side: only this file knows them.
 
-Written for flwr 1.41 and 1.42; `tests/test_flower_inside.py` names what an upgrade took away. The
+Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade took away. The
 server's fleet interface is spoken directly, by a process that listens on no port. What a SuperNode
 would do besides, to fetch the app that a run came with and to start it, is left out: nothing that
 comes over the wire is ever run.

@@ -1,6 +1,6 @@
 """Flower's undocumented names on the server side: only this file knows them.
 
-Written for flwr 1.41 and 1.42; `tests/test_flower_inside.py` names what an upgrade took away. Flower's
+Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade took away. Flower's
 SuperLink keeps everything in memory here: who may connect is in our own registry, rounds are in our own
 checkpoints, and no client's upload ends in a database file.
 """

@@ -4,7 +4,7 @@ Every kernel writes each number once and adds in a fixed order (no atomics), so 
 is None compiles away. Shapes: D devices, B rows in a batch; activations and slopes are (D, B, features), weights (D, out, in).
 """
 
-# ruff: noqa: N803, N806, SIM102, SIM108 (a constant of the compiler is written in capitals, as Triton's users expect)
+# ruff: noqa: N803, N806, SIM102 (a constant of the compiler is written in capitals, as Triton's users expect)
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator, assignment"
 
 import triton

@@ -1,0 +1,511 @@
+"""The linear theory: closed forms against trials and against published numbers, laws of the best mixture, command and figures."""
+
+import re
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from glocal.cli import main
+from glocal.core.errors import InputError
+from glocal.evaluate.theory import (
+    ClosedForm,
+    InputDistribution,
+    LinearProblem,
+    break_even_examples,
+    closed_form,
+    confidence_interval,
+    correlated_inputs,
+    equal_weights,
+    finite_sample_closed_form,
+    gram_weights,
+    normal_inputs,
+    published_closed_form,
+    run_trials,
+    uniform_inputs,
+    unit_inputs,
+)
+from glocal.report import draw_mixture, draw_theory
+from glocal.report.theory import TheoryResult
+
+PAGE = (Path(__file__).parents[2] / "docs/theory.md").read_text()
+CLOSE = 0.03
+SURE = 0.99999  # some six hundred intervals are looked at
+
+
+def paper(rho, sigma):
+    """The paper's own experiment."""
+    return LinearProblem(uniform_inputs(20), clients=100, n=2000, rho=rho, sigma=sigma)
+
+
+def skewed(d):
+    """Inputs of which some directions are far longer than others."""
+    generator = np.random.default_rng(d)
+    axes, _ = np.linalg.qr(generator.standard_normal((d, d)))
+    return correlated_inputs(axes @ np.diag(np.geomspace(0.2, 3, d)) @ axes.T)
+
+
+SHAPES = [(2, 3, 240), (3, 3, 320), (4, 2, 400), (6, 2, 560), (8, 2, 720)]
+VARIANCES = [(0.5, 1.0), (0.1, 1.5), (0.2, 2.25), (0.05, 0.5)]
+GRID = [
+    LinearProblem(inputs(d), clients, n, rho, sigma)
+    for (d, clients, n), (rho, sigma), inputs in product(
+        SHAPES, VARIANCES, (uniform_inputs, skewed)
+    )
+]
+
+
+def forms(of):
+    """Every closed form that a trial measures too, with what it is called there."""
+    best = of.best_alpha()
+    return {
+        "local": of.local_error(),
+        "shared": of.global_error(),
+        "discrepancy": of.discrepancy(),
+        "shared_variance": of.shared_variance(),
+        "covariance": of.shared_variance(),
+        "best": of.mixture_error(best),
+        **{f"mixture {alpha}": of.mixture_error(alpha) for alpha in (0.25, 0.5, 0.75)},
+        **{
+            f"bias and variance {alpha}": of.bias(alpha) + of.variance(alpha)
+            for alpha in (0.25, 0.5, 0.75)
+        },
+        "variance": of.variance(0.5),
+        "bias": of.bias(0.5),
+    }
+
+
+def measured(tried, best):
+    return {
+        **{
+            name: getattr(tried, name)
+            for name in ("local", "shared", "discrepancy", "shared_variance", "covariance")
+        },
+        "best": tried.mixture_errors(best),
+        **{f"mixture {alpha}": tried.mixture_errors(alpha) for alpha in (0.25, 0.5, 0.75)},
+        **{
+            f"bias and variance {alpha}": tried.mixture_errors(alpha) for alpha in (0.25, 0.5, 0.75)
+        },
+        "variance": tried.variances(0.5),
+        "bias": 0.25 * tried.discrepancy,
+    }
+
+
+def test_the_grid_has_forty_settings():
+    assert len(set(GRID)) == 40
+
+
+@pytest.mark.parametrize("place", range(len(GRID)))
+def test_every_closed_form_is_within_three_percent_of_trials(place):
+    """With 20,000 / d repeats the standard error of Var[f_v], the widest, is one percent."""
+    problem = GRID[place]
+    this, large = finite_sample_closed_form(problem), forms(closed_form(problem))
+    found = measured(
+        run_trials(problem, repeats=20_000 // problem.inputs.d, seed=place), this.best_alpha()
+    )
+    for name, exact in forms(this).items():
+        tried = confidence_interval(found[name], confidence=SURE)
+        assert tried.low <= exact <= tried.high, name
+        assert exact == pytest.approx(tried.mean, rel=CLOSE), name
+        # off by (d + 1) / N, more than a percent here: the trials' own error comes on top of the three percent
+        assert large[name] == pytest.approx(
+            np.clip(large[name], *confidence_interval(found[name])[1:]), rel=CLOSE
+        ), name
+
+
+@pytest.mark.parametrize(("rho", "sigma"), [(0.5, 1.5), (0.1, 1.5), (0.06, 2.25), (0.02, 2.25)])
+def test_closed_forms_hold_in_the_papers_own_experiment(rho, sigma):
+    problem = paper(rho, sigma)
+    best, tried = (
+        finite_sample_closed_form(problem).best_alpha(),
+        run_trials(problem, repeats=16, seed=1),
+    )
+    for of in (closed_form(problem), finite_sample_closed_form(problem)):
+        assert of.local_error() == pytest.approx(tried.local.mean(), rel=CLOSE)
+        assert of.global_error() == pytest.approx(tried.shared.mean(), rel=CLOSE)
+        assert of.best_error() == pytest.approx(tried.mixture_errors(best).mean(), rel=CLOSE)
+
+
+@pytest.mark.parametrize("place", [0, 13, 27, 39])
+def test_trials_find_the_best_mixture_where_the_closed_form_has_it(place):
+    problem = GRID[place]
+    found = confidence_interval(
+        run_trials(problem, repeats=300, seed=place).best_alphas(), confidence=SURE
+    )
+    assert found.low <= finite_sample_closed_form(problem).best_alpha() <= found.high
+
+
+@pytest.mark.parametrize("n", [12, 16, 24, 40])
+def test_with_few_examples_the_form_for_any_n_still_holds(n):
+    problem = LinearProblem(normal_inputs(5), clients=4, n=n, rho=0.3, sigma=1.0)
+    tried = run_trials(problem, repeats=6000, seed=n)
+    this = finite_sample_closed_form(problem)
+    for name, exact in forms(this).items():
+        found = confidence_interval(measured(tried, this.best_alpha())[name], confidence=SURE)
+        assert found.low <= exact <= found.high, name
+    assert (
+        closed_form(problem).local_error() < confidence_interval(tried.local, confidence=SURE).low
+    )
+
+
+def plain_errors(covariance, problem, generator):
+    """One trial as one writes it down: correlated inputs, least squares device by device and over all, a thousand tests each."""
+    d = len(covariance)
+    v = generator.random(d)
+    teachers = [v + problem.rho * generator.standard_normal(d) for _ in range(problem.num_clients)]
+    examples = [generator.multivariate_normal(np.zeros(d), covariance, problem.n) for _ in teachers]
+    labels = [
+        x @ u + problem.sigma * generator.standard_normal(problem.n)
+        for x, u in zip(examples, teachers, strict=True)
+    ]
+    students = [np.linalg.lstsq(x, y, rcond=None)[0] for x, y in zip(examples, labels, strict=True)]
+    together = np.linalg.lstsq(np.concatenate(examples), np.concatenate(labels), rcond=None)[0]
+    tests = [generator.multivariate_normal(np.zeros(d), covariance, 1000) for _ in teachers]
+
+    def error(models):
+        return np.mean(
+            [np.mean((x @ (w - u)) ** 2) for x, w, u in zip(tests, models, teachers, strict=True)]
+        )
+
+    return [
+        error(students),
+        error([together] * problem.num_clients),
+        error([0.5 * student + 0.5 * together for student in students]),
+    ]
+
+
+def test_a_plain_loop_with_correlated_inputs_finds_the_same():
+    covariance = np.array([[1.0, 0.6, 0.0], [0.6, 0.8, -0.3], [0.0, -0.3, 2.0]])
+    problem = LinearProblem(correlated_inputs(covariance), clients=8, n=250, rho=0.2, sigma=1.5)
+    generator = np.random.default_rng(0)
+    found = np.array([plain_errors(covariance, problem, generator) for _ in range(400)]).T
+    exact = (
+        finite_sample_closed_form(problem).local_error(),
+        finite_sample_closed_form(problem).global_error(),
+        finite_sample_closed_form(problem).mixture_error(0.5),
+    )
+    for values, closed in zip(found, exact, strict=True):
+        low, high = confidence_interval(values, confidence=SURE)[1:]
+        assert low <= closed <= high
+
+
+def test_least_squares_over_all_examples_is_the_mean_of_local_models_where_examples_are_many():
+    problem = LinearProblem(uniform_inputs(5), clients=10, n=1000, rho=0.1, sigma=1.5)
+    at_once, mean = (
+        run_trials(problem, repeats=400, weighting=weighting)
+        for weighting in (gram_weights, equal_weights)
+    )
+    assert np.allclose(at_once.local, mean.local)
+    assert at_once.shared.mean() == pytest.approx(mean.shared.mean(), rel=0.005)
+    assert at_once.mixture_errors(0.5).mean() == pytest.approx(
+        mean.mixture_errors(0.5).mean(), rel=0.005
+    )
+
+
+def test_the_same_seed_gives_the_same_trials_and_more_repeats_go_on_from_them():
+    problem = LinearProblem(uniform_inputs(3), clients=4, n=20, rho=0.1, sigma=1.0)
+    few, many = run_trials(problem, repeats=3, seed=5), run_trials(problem, repeats=6, seed=5)
+    assert all(np.array_equal(one, other[:3]) for one, other in zip(few, many, strict=True))
+    assert not np.allclose(few.local, run_trials(problem, repeats=3, seed=6).local)
+
+
+def test_devices_drawn_in_blocks_are_devices_all_the_same(monkeypatch):
+    problem = LinearProblem(normal_inputs(3), clients=7, n=20, rho=0.1, sigma=1.0)
+    monkeypatch.setattr("glocal.evaluate.theory._CHUNK_SIZE", 3 * 20 * 3)
+    found = confidence_interval(run_trials(problem, repeats=2000).shared, confidence=SURE)
+    assert found.low <= finite_sample_closed_form(problem).global_error() <= found.high
+
+
+AMOUNTS = st.floats(1e-6, 1e6)
+LAWS = st.builds(ClosedForm, AMOUNTS, AMOUNTS, st.integers(2, 10**6))
+WORLDS = st.builds(
+    lambda variances, clients, more, rho, sigma: LinearProblem(
+        InputDistribution(tuple(variances)), clients, len(variances) + 2 + more, rho, sigma
+    ),
+    st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30),
+    st.integers(2, 10**6),
+    st.integers(0, 10**6),
+    st.floats(1e-3, 1e3),
+    st.floats(1e-3, 1e3),
+)
+
+
+@given(WORLDS)
+def test_where_devices_differ_and_labels_are_noisy_the_best_mixture_beats_both(problem):
+    """The paper's Corollary 1; where one extreme is nearly best, rounding leaves only 'not worse' of it."""
+    for of in (
+        closed_form(problem),
+        finite_sample_closed_form(problem),
+        published_closed_form(problem),
+    ):
+        over_local, over_shared = of.gains()
+        assert over_local > 0
+        assert over_shared > 0
+        assert of.best_error() <= of.local_error() * (1 + 1e-12)
+        assert of.best_error() <= of.global_error() * (1 + 1e-12)
+        if 1e-6 < of.best_alpha() < 1 - 1e-6:
+            assert of.best_error() < of.local_error()
+            assert of.best_error() < of.global_error()
+
+
+@given(LAWS)
+def test_gains_are_what_is_left_of_the_errors(of):
+    scale = of.within_variance + of.between_variance
+    assert of.local_error() - of.gains()[0] == pytest.approx(of.best_error(), abs=1e-12 * scale)
+    assert of.global_error() - of.gains()[1] == pytest.approx(of.best_error(), abs=1e-12 * scale)
+
+
+@given(LAWS)
+def test_the_slope_is_zero_at_the_best_alpha_and_only_there(of):
+    best, scale = of.best_alpha(), of.within_variance + of.between_variance
+    assert 0 < best < 1 or max(of.within_variance, of.between_variance) > 1e11 * min(
+        of.within_variance, of.between_variance
+    )
+    assert of.derivative(best) == pytest.approx(0, abs=1e-12 * scale)
+    assert of.derivative(best - 0.1) < 0 < of.derivative(best + 0.1)
+
+
+@given(LAWS, st.floats(0, 1))
+def test_the_slope_is_that_of_the_error(of, alpha):
+    step = 1e-3
+    rise = (of.mixture_error(alpha + step) - of.mixture_error(alpha - step)) / (
+        2 * step
+    )  # exact for a parabola
+    assert of.derivative(alpha) == pytest.approx(
+        rise, abs=1e-9 * (of.within_variance + of.between_variance)
+    )
+
+
+@given(LAWS, st.floats(0, 1))
+def test_no_mixture_is_better_than_the_best(of, alpha):
+    assert of.mixture_error(alpha) >= of.best_error() - 1e-12 * (
+        of.within_variance + of.between_variance
+    )
+    assert of.mixture_error(of.best_alpha()) == pytest.approx(
+        of.best_error(), abs=1e-12 * (of.within_variance + of.between_variance)
+    )
+
+
+@given(LAWS, st.floats(0, 1))
+def test_an_error_is_bias_and_variance(of, alpha):
+    """Theorem 1 and Proposition 1 add up to Theorem 2, whose ends are Propositions 2 and 3."""
+    assert of.bias(alpha) + of.variance(alpha) == pytest.approx(of.mixture_error(alpha), rel=1e-9)
+    assert of.mixture_error(1.0) == pytest.approx(of.local_error())
+    assert of.mixture_error(0.0) == pytest.approx(of.global_error())
+
+
+@given(WORLDS)
+@settings(max_examples=50)
+def test_with_enough_examples_local_beats_shared(problem):
+    this, enough = finite_sample_closed_form(problem), break_even_examples(problem)
+    if abs(problem.n - enough) > 1e-6 * enough:
+        assert (
+            (problem.n > enough)
+            == (this.local_error() < this.global_error())
+            == (this.best_alpha() > 0.5)
+        )
+
+
+def test_the_papers_formulas_are_those_for_inputs_of_trace_one():
+    problem = LinearProblem(unit_inputs(20), clients=100, n=2000, rho=0.1, sigma=1.5)
+    assert problem.inputs.trace == pytest.approx(1)
+    assert closed_form(problem) == pytest.approx(published_closed_form(problem))
+    assert closed_form(problem).best_alpha() == pytest.approx(
+        0.1**2 / (0.1**2 + 20 / 2000 * 1.5**2)
+    )
+    assert closed_form(problem).global_error() == pytest.approx(
+        99 / 100 * 0.1**2 + 20 / (100 * 2000) * 1.5**2
+    )
+
+
+def test_traces_are_those_of_the_inputs():
+    assert uniform_inputs(21).trace == pytest.approx(7)
+    assert normal_inputs(20).trace == pytest.approx(20)
+    drawn = uniform_inputs(2).sample(np.random.default_rng(0), (100_000, 2)) * np.sqrt(
+        uniform_inputs(2).variances
+    )
+    assert -1 <= drawn.min() < -0.99 < 0.99 < drawn.max() <= 1
+    assert (drawn**2).sum(1).mean() == pytest.approx(2 / 3, rel=0.01)
+
+
+def test_the_papers_experiment_in_numbers():
+    """Worked out by hand: d = 20, N = 2000, M = 100, x ~ U[-1, 1]^20, noise 2.25, rho = .06."""
+    of = closed_form(paper(0.06, 2.25))
+    assert of.best_alpha() == pytest.approx(0.322, abs=5e-4)
+    assert [of.mixture_error(alpha) for alpha in (0.0, 0.4, 1.0)] == pytest.approx(
+        [0.0243, 0.0171, 0.0506], abs=5e-5
+    )
+
+
+def test_the_shared_model_is_better_at_little_variance_only_under_the_noise_of_the_released_code():
+    """Figure 2(b) is said to show it for sigma = 1.5, rho = .06."""
+    text, released = (finite_sample_closed_form(paper(0.06, sigma)) for sigma in (1.5, 1.5**2))
+    assert text.local_error() < text.global_error()
+    assert released.local_error() > released.global_error()
+    tried = run_trials(paper(0.06, 1.5), repeats=20)
+    assert confidence_interval(tried.shared - tried.local).low > 0
+
+
+def test_the_papers_formula_misses_its_own_experiment():
+    problem = paper(0.1, 1.5)
+    found = confidence_interval(run_trials(problem, repeats=4).shared)
+    assert published_closed_form(problem).global_error() < 0.2 * found.low
+    assert closed_form(problem).global_error() == pytest.approx(found.mean, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: uniform_inputs(0), "d is 0"),
+        (lambda: normal_inputs(-2), "d is -2"),
+        (lambda: InputDistribution(()), "at least one number"),
+        (lambda: InputDistribution((1.0, 0.0)), "a variance of the inputs is 0"),
+        (lambda: correlated_inputs([[1.0, 2.0], [2.0, 1.0]]), "a variance of the inputs is -1"),
+        (lambda: InputDistribution((1.0, float("nan"))), "a variance of the inputs is nan"),
+        (lambda: InputDistribution((1.0, 1e300)), r"a variance of the inputs is 1e\+300"),
+        (lambda: correlated_inputs([[1.0, 0.5], [0.5]]), "the covariance is no table of numbers"),
+        (lambda: correlated_inputs([[1.0, 0.5]]), r"shape \(1, 2\)"),
+        (lambda: correlated_inputs([[1.0, 0.5], [0.0, 1.0]]), "symmetric"),
+        (lambda: LinearProblem(uniform_inputs(3), 1, 10, 0.1, 1.0), "devices is 1; at least 2"),
+        (lambda: LinearProblem(uniform_inputs(3), 2, 4, 0.1, 1.0), r"n is 4; from d \+ 2 = 5"),
+        (lambda: run_trials(paper(0.1, 1.5), repeats=1), "repeats is 1"),
+        (lambda: run_trials(paper(0.1, 1.5), seed=-1), "seed is -1"),
+        (
+            lambda: run_trials(LinearProblem(uniform_inputs(100), 1000, 10_000, 0.1, 1.0)),
+            "a trial would draw",
+        ),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+def run(*arguments):
+    """Exit code of the command in this process."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["theory", *map(str, arguments)])
+    return stopped.value.code
+
+
+QUICK = ("--d", 4, "--devices", 5, "--n", 50, "--repeats", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--d", 0), "d is 0"),
+        (("--n", 21), "n is 21; from d + 2 = 22"),
+        (("--devices", 1), "devices is 1"),
+        (("--rho", -1), "rho is -1; it is a standard deviation"),
+        (("--rho", "nan"), "rho is nan"),
+        (("--sigma", "inf"), "sigma is inf"),
+        (("--rho", 0, "--sigma", 0), "rho is 0 and sigma 0, with squares of 0"),
+        (("--repeats", 1), "repeats is 1; an interval needs at least 2"),
+        (("--repeats", 10**8), "choose fewer, or no trials"),
+        (("--seed", -1), "seed is -1"),
+        (("--inputs", "uniforn"), "did you mean 'uniform'?"),
+        (("--out", "curve.pdf"), "curve.pdf is neither .svg nor .png"),
+        (("--d", "many"), "not a valid integer"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(arguments, words, capsys):
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("glocal: ")
+    assert "\n" not in said
+    assert words in said
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_trials(capsys, tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    for place in ("folder.png", "file/curve.png"):
+        assert run("--out", tmp_path / place) == 2
+        told = capsys.readouterr()
+        assert "cannot be written" in told.err
+        assert not told.out
+
+
+def test_the_command_says_what_to_keep_local(capsys):
+    assert run("--repeats", 0, "--rho", 0.1) == 0
+    printed = capsys.readouterr().out
+    assert "Keep 75 % local" in printed
+    assert "0.7477" in printed
+    assert "would keep 31 % local" in printed
+    assert "interval" not in printed
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [("--rho", "Keep nothing local"), ("--sigma", "Keep all of it local")]
+)
+def test_without_spread_or_noise_one_extreme_is_best(option, words, capsys):
+    assert run(*QUICK, option, 0) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_inputs_of_trace_one_need_no_word_on_the_papers_formula(capsys):
+    assert run("--repeats", 0, "--inputs", "unit") == 0
+    assert "as printed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("repeats", [0, 5])
+def test_the_command_draws_its_curve(kind, repeats, tmp_path, capsys):
+    path = tmp_path / f"curve.{kind}"
+    assert run(*QUICK[:-1], repeats, "--out", path) == 0
+    assert f"drawn: {path}" in capsys.readouterr().out.replace("\n", " ")
+    if kind == "svg":
+        assert "keep" in path.read_text()
+        assert ("standard deviation" in path.read_text()) == bool(repeats)
+
+
+def test_the_papers_figures_have_six_panels_with_both_readings_of_the_noise(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, half, **about: (drawn.append(figure), half.touch())
+    )
+    monkeypatch.setattr(
+        "glocal.report.theory.run_trials",
+        lambda problem, **about: run_trials(LinearProblem(*small(problem)), repeats=3),
+    )
+    draw_theory(tmp_path / "theory.png")
+    panels = drawn[0].axes
+    assert [axes.get_title(loc="left") for axes in panels] == [
+        *(f"Figure 2({panel}): ρ = {rho}" for panel, rho in (("a", 0.1), ("b", 0.06))),
+        *(f"Appendix: ρ = {rho}" for rho in (0.5, 0.1, 0.06, 0.02)),
+    ]
+    for axes in panels:
+        assert len(axes.lines) == 4
+        assert len(axes.get_legend_handles_labels()[1]) == 2
+        assert sum("FillBetween" in type(part).__name__ for part in axes.collections) == 2
+
+
+def small(problem):
+    return uniform_inputs(3), 4, 20, problem.rho, problem.sigma
+
+
+def test_the_same_trials_give_the_same_picture(tmp_path):
+    problem = LinearProblem(uniform_inputs(3), clients=4, n=20, rho=0.1, sigma=1.0)
+    one, other = (
+        draw_mixture(
+            TheoryResult(problem, run_trials(problem, repeats=3)), tmp_path / name
+        ).read_bytes()
+        for name in ("a.svg", "b.svg")
+    )
+    assert one == other
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    command, shown = re.search(
+        r"^\$ glocal theory (.*?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+    ).groups()
+    assert run(*command.split()) == 0
+    printed = capsys.readouterr().out
+    assert [line.rstrip() for line in printed.splitlines()] == [
+        line.rstrip() for line in shown.splitlines()
+    ]

@@ -1,0 +1,576 @@
+"""Auxiliary models: private like everything local, and each side of a contest moves by its own loss only."""
+
+import json
+import os
+import tomllib
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import grad
+
+import glocal
+from glocal.core import random, trees
+from glocal.core.data import Examples
+from glocal.core.errors import InputError
+from glocal.core.files import read_rows, read_tensors
+from glocal.core.modules import (
+    GaussianNoise,
+    feature_extractor,
+    forward_with_features,
+    params_of,
+    training_forward,
+)
+from glocal.core.optimizers import PartitionedOptimizer, adam, sgd
+from glocal.core.training import Batch, cross_entropy
+from glocal.datasets import SOURCES, load
+from glocal.engines import Executor
+from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from glocal.personalize.representations import (
+    add_auxiliary,
+    adversarial,
+    autoencoder,
+    auxiliary_classifier,
+    auxiliary_only,
+    jigsaw,
+    shuffle_tiles,
+)
+from glocal.personalize.representations.adversary import balanced_cross_entropy, scale_grad
+from glocal.personalize.representations.jigsaw import nth_permutation
+from glocal.report import write_report
+from glocal.studies import run_study
+from glocal.studies.settings import from_dict
+from tests.support import world
+
+WIDTH, ATTRIBUTES = 5, 2
+PLAN = glocal.Plan(rounds=3, clients_per_round=3, batch_size=4)
+
+
+def network():
+    """An encoder whose output is the representation, and a head."""
+    model = nn.Sequential()
+    model.add_module(
+        "encoder",
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, WIDTH), nn.Tanh()),
+    )
+    model.add_module("noise_std", GaussianNoise(0.1))
+    model.add_module("head", nn.Linear(WIDTH, world.CLASSES))
+    return model
+
+
+def critic():
+    return nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, ATTRIBUTES))
+
+
+def auxiliary(kind, model):
+    """The objective of a kind of local learning, and what it adds to the model's tensors."""
+    objective = cross_entropy(model)
+    if kind == "adversary":
+        return adversarial(model, world.seeded(critic), layer="encoder", strength=2.0)
+    made = {
+        "classifier": lambda: auxiliary_classifier(
+            model, world.seeded(lambda: nn.Linear(WIDTH, world.CLASSES)), layer="encoder"
+        ),
+        "decoder": lambda: autoencoder(
+            model, world.seeded(lambda: nn.Linear(WIDTH, 16)), layer="encoder"
+        ),
+        "jigsaw": lambda: jigsaw(
+            model, world.seeded(lambda: nn.Linear(WIDTH, 24)), layer="encoder"
+        ),
+    }[kind]()
+    return add_auxiliary(objective, made, weight=0.5), made
+
+
+KINDS = ("decoder", "jigsaw", "adversary", "classifier")
+
+
+def holdings():
+    """Images 4 x 4 with two protected attributes."""
+    generator = torch.Generator().manual_seed(3)
+    fed = world.federation()
+    rows = len(fed.train.examples.y)
+    group = torch.randint(2, (rows, ATTRIBUTES), generator=generator)
+    store = Examples(torch.randn(rows, 1, 4, 4, generator=generator), fed.train.examples.y, group)
+    return replace(fed.train, examples=store)
+
+
+def trained(kind, engine, optimizer=None):
+    model = world.seeded(network)
+    objective, extra = auxiliary(kind, model)
+    split = extra.local(glocal.Split.of(model, local="encoder"))
+    algorithm = glocal.lg_fedavg(objective, optimizer or sgd(0.1, momentum=0.5), split=split)
+    seat = Seat(PLAN, holdings(), initial_state(algorithm, {**params_of(model), **extra.params}))
+    executor = Executor(algorithm.client_update, engine=engine)
+    *_, [(state, report)] = simulate_seeds(algorithm, [seat], executor)
+    executor.close()
+    return state, report, extra
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_an_auxiliary_model_is_ever_shared(kind):
+    state, _, extra = trained(kind, "looped")
+    assert {name for name in state.shared if name.startswith("head")} == {*state.shared}
+    for row in state.private.trained.values():
+        assert {*extra.params} <= {*row}
+        assert world.distance(trees.pick(row, extra.params), extra.params) > 0, "it learns"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [sgd(0.1), PartitionedOptimizer(adam(0.01), adam(0.02), "adversary/", 2)],
+    ids=["sgd", "apart"],
+)
+def test_all_engines_train_an_auxiliary_model_alike(kind, optimizer):
+    one, other = (trained(kind, engine, optimizer)[0] for engine in ("looped", "vmapped"))
+    assert world.gap(one, other) < 1e-5
+
+
+def a_batch(rows=12):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(rows, 1, 4, 4, generator=generator), torch.arange(rows) % world.CLASSES
+    group = torch.randint(2, (rows, ATTRIBUTES), generator=generator)
+    mask = torch.arange(rows) < rows - 2
+    return Batch(x, y, group, mask, torch.tensor(7))
+
+
+def slopes(loss, params, batch):
+    return grad(lambda tree: loss(tree, batch)[0])(params)
+
+
+@pytest.mark.parametrize("strength", [0.0, 2.0, 30.0])
+def test_each_side_of_the_contest_has_the_slopes_of_its_own_loss(strength):
+    """Classifier: its loss alone. Adversary: its loss alone. Encoder: (classifier - strength * adversary) / (1 + strength)."""
+    model, batch = world.seeded(network), a_batch()
+    objective, adversary = adversarial(
+        model, world.seeded(critic), layer="encoder", strength=strength
+    )
+    params = {**params_of(model), **adversary.params}
+    whole, classifier = (
+        slopes(objective.loss, params, batch),
+        slopes(cross_entropy(model).loss, params_of(model), batch),
+    )
+    encode, attack = forward_with_features(model, "encoder"), training_forward(critic())
+
+    def adversarys(tree):
+        _, h, _ = encode(tree, batch.x, batch.mask, batch.key)
+        own = {
+            name.removeprefix("adversary/"): tensor
+            for name, tensor in tree.items()
+            if name.startswith("adversary/")
+        }
+        return balanced_cross_entropy(
+            attack(own, h, batch.mask, batch.key)[0], batch.group, batch.mask
+        )
+
+    against = grad(adversarys)(params)
+    for name, slope in whole.items():
+        if name.startswith("head"):
+            expected = classifier[name]
+        elif name.startswith("adversary/"):
+            expected = against[name]
+        else:
+            expected = (classifier[name] - strength * against[name]) / (1 + strength)
+        assert torch.allclose(slope, expected, atol=1e-6), name
+
+
+def test_the_adversarys_own_loss_leaves_the_model_alone():
+    model, batch = world.seeded(network), a_batch()
+    _, adversary = adversarial(model, world.seeded(critic), layer="encoder", strength=3.0)
+    found = slopes(adversary.loss, {**params_of(model), **adversary.params}, batch)
+    assert all(
+        slope.abs().max() == 0 for name, slope in found.items() if not name.startswith("adversary/")
+    )
+    assert any(
+        slope.abs().max() > 0 for name, slope in found.items() if name.startswith("adversary/")
+    )
+
+
+def test_a_strength_of_nothing_is_plain_classification():
+    model, batch = world.seeded(network), a_batch()
+    objective, adversary = adversarial(model, world.seeded(critic), layer="encoder", strength=0.0)
+    whole = slopes(objective.loss, {**params_of(model), **adversary.params}, batch)
+    plain = slopes(cross_entropy(model).loss, params_of(model), batch)
+    assert world.distance(trees.pick(whole, plain), plain) < 1e-7
+
+
+def test_either_value_of_an_attribute_counts_for_half():
+    logits, rare = torch.zeros(10, 1), torch.tensor([1] + [0] * 9)[:, None]
+    everyone = torch.ones(10, dtype=torch.bool)
+    assert balanced_cross_entropy(logits, rare, everyone).item() == pytest.approx(0.6931, abs=1e-4)
+    sure = torch.full((10, 1), -9.0)
+    assert balanced_cross_entropy(sure, rare, everyone) > 4, (
+        "nine right zeros do not make up for the one that is missed"
+    )
+    assert balanced_cross_entropy(sure, rare, everyone & (rare[:, 0] == 0)) < 0.01, (
+        "a masked row counts for nothing"
+    )
+
+
+def test_padded_rows_change_no_loss():
+    model = world.seeded(network)
+    batch, padded = a_batch(), a_batch()
+    padded.x[~padded.mask] = 99.0
+    for kind in KINDS:
+        objective, extra = auxiliary(kind, model)
+        params = {**params_of(model), **extra.params}
+        assert torch.equal(objective.loss(params, batch)[0], objective.loss(params, padded)[0]), (
+            kind
+        )
+
+
+def test_pre_training_needs_no_labels_and_leaves_the_head_alone():
+    model, batch = world.seeded(network), a_batch()
+    objective, made = (
+        cross_entropy(model),
+        autoencoder(model, world.seeded(lambda: nn.Linear(WIDTH, 16)), layer="encoder"),
+    )
+    split = glocal.Split.of(model, local="encoder")
+    only = auxiliary_only(objective, made, local=split.local)
+    assert only.trainable == {*trees.pick(params_of(model), split.local), *made.params}
+    params = {**params_of(model), **made.params}
+    other = batch._replace(y=(batch.y + 1) % world.CLASSES)
+    assert torch.equal(only.loss(params, batch)[0], only.loss(params, other)[0])
+
+
+def test_tiles_go_where_the_order_says_and_back():
+    images = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+    orders = torch.tensor([[1, 0, 3, 2], [3, 1, 2, 0]])
+    mixed = shuffle_tiles(images, orders, 2)
+    assert torch.equal(mixed[0, :, :2, :3], images[0, :, :2, 3:])
+    assert torch.equal(mixed[1, :, :2, :3], images[1, :, 2:, 3:])
+    assert torch.equal(shuffle_tiles(mixed, orders, 2), images), (
+        "both orders are their own inverses"
+    )
+    with pytest.raises(InputError, match=r"images that 2 x 2 tiles fill"):
+        shuffle_tiles(torch.zeros(2, 5, 5), orders, 2)
+
+
+def test_orders_of_tiles_are_all_permutations_in_the_order_of_a_dictionary():
+    assert nth_permutation(torch.arange(24), 4).tolist() == [
+        list(order) for order in permutations(range(4))
+    ]
+
+
+def test_the_representation_is_what_the_named_module_puts_out():
+    model = world.seeded(network).eval()
+    x, mask = a_batch().x, torch.ones(12, dtype=torch.bool)
+    assert torch.equal(
+        feature_extractor(model, "encoder")(params_of(model), x, mask), model.encoder(x)
+    )
+    with pytest.raises(InputError, match="did you mean 'encoder'"):
+        feature_extractor(model, "encodr")
+
+
+def test_noise_blurs_while_training_only_and_is_the_same_for_the_same_key():
+    model, batch = world.seeded(network), a_batch()
+    forward, params = training_forward(model), params_of(model)
+    one, again, other = (
+        forward(params, batch.x, batch.mask, key)[0]
+        for key in (batch.key, batch.key, batch.key + 1)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    drawn = random.normal(torch.tensor(3), (100, 100))
+    assert abs(drawn.mean()) < 0.03
+    assert abs(drawn.std() - 1) < 0.03
+    with pytest.raises(InputError, match="deviation is -1"):
+        GaussianNoise(-1)
+
+
+def test_a_turned_slope_leaves_the_numbers():
+    x = torch.tensor([1.0, -2.0])
+    assert torch.equal(scale_grad(x, -3.0), x)
+    assert torch.equal(grad(lambda t: scale_grad(t, -3.0).sum())(x), torch.tensor([-3.0, -3.0]))
+
+
+def test_two_rules_take_their_turns():
+    rule = PartitionedOptimizer(sgd(1.0), sgd(0.1), "a/", other_steps=2)
+    params, slope = (
+        {"w": torch.zeros(1), "a/w": torch.zeros(1)},
+        {"w": torch.ones(1), "a/w": torch.ones(1)},
+    )
+    memory, seen = rule.init(params), []
+    for _ in range(4):
+        params, memory = rule.step(params, slope, memory, torch.tensor(0))
+        seen.append((round(params["w"].item(), 3), round(params["a/w"].item(), 3)))
+    assert seen == [(0, -0.1), (0, -0.2), (-1, -0.2), (-1, -0.3)]
+    together = PartitionedOptimizer(sgd(1.0), sgd(0.1), "a/")
+    moved, _ = together.step(params, slope, together.init(params), torch.tensor(0))
+    assert (moved["w"].item(), round(moved["a/w"].item(), 3)) == (-2, -0.4)
+
+
+def test_a_rule_may_be_for_so_many_names():
+    params = {name: torch.zeros(1) for name in ("w", "w2")}
+    rule = PartitionedOptimizer(sgd(1.0, momentum=0.5), sgd(0.1), frozenset({"w"}))
+    moved, memory = rule.step(
+        params, {name: torch.ones(1) for name in params}, rule.init(params), torch.tensor(0)
+    )
+    assert (round(moved["w"].item(), 3), moved["w2"].item()) == (-0.1, -1)
+    assert memory.keys() == {"main/w2", "turn"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            lambda model: adversarial(model, critic(), layer="encoder", strength=-1),
+            "strength is -1",
+        ),
+        (
+            lambda model: add_auxiliary(
+                cross_entropy(model),
+                autoencoder(model, nn.Linear(5, 16), layer="encoder"),
+                weight=-1,
+            ),
+            "weight is -1",
+        ),
+        (lambda model: jigsaw(model, nn.Linear(5, 9), layer="encoder", side=3), "362,880 orders"),
+        (lambda model: PartitionedOptimizer(sgd(1.0), sgd(1.0), "a/", -1), "turns is -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong, words):
+    with pytest.raises(InputError, match=words):
+        wrong(network())
+
+
+def test_an_adversary_needs_attributes():
+    model = world.seeded(network)
+    objective, adversary = adversarial(model, critic(), layer="encoder", strength=1.0)
+    with pytest.raises(InputError, match="no protected attributes"):
+        objective.loss({**params_of(model), **adversary.params}, a_batch()._replace(group=None))
+
+
+@pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
+def test_adult_has_the_papers_93_columns_without_race_and_sex():
+    train, test, classes, _ = load("adult")
+    assert (tuple(train.x.shape), tuple(test.x.shape), classes) == ((15_470, 93), (15_470, 93), 2)
+    assert [round(float(part.y.float().mean()), 4) for part in (train, test)] == [0.2425, 0.2425]
+    assert [*SOURCES["adult"].attributes] == ["race", "sex"]
+    assert train.group.float().mean(0).tolist() == pytest.approx([0.898, 0.675], abs=2e-3)
+    assert train.x.mean(0).abs().max() < 1e-4
+    constant = train.x.std(0) == 0  # a country that no row of this half has
+    assert torch.allclose(train.x.std(0)[~constant], torch.ones(int((~constant).sum())), atol=1e-3)
+
+
+# in a study
+
+
+def census():
+    """People on six devices: an input that tells the label, another that tells an attribute, and three that tell nothing."""
+    generator = torch.Generator().manual_seed(0)
+    clients = []
+    for _ in range(6):
+        x, group = (
+            torch.randn(60, 5, generator=generator),
+            torch.randint(2, (60, 2), generator=generator),
+        )
+        x[:, 1] += 3 * group[:, 0]
+        clients.append((x, (x[:, 0] > 0).long(), group))
+    return clients
+
+
+STUDY = """
+[data]
+source = "{source}"
+clients = 6
+validation = 0.1
+[model]
+name = "coded_mlp"
+hidden = [16]
+bottleneck = 4
+noise_std = 0.05
+[split]
+local = ["encoder"]
+[plan]
+rounds = 4
+clients_per_round = 3
+seeds = 2
+batch_size = 50
+[run]
+engine = "looped"
+validate_every = 2
+[experiments.Plain]
+algorithm = "lg_fedavg"
+[experiments.Learnt]
+algorithm = "lg_fedavg"
+pretext = {{kind = "{kind}", layer = "encoder", weight = 2, hidden = [8]{more}}}
+[experiments.After]
+algorithm = "lg_fedavg"
+start_from = "Plain"
+pretext = {{kind = "{kind}", layer = "encoder", weight = 2, hidden = [8]}}
+[experiments.Shared]
+algorithm = "fedavg"
+pretext = {{kind = "{kind}", layer = "encoder", weight = 2, hidden = [8]}}
+"""
+SOURCES_OF = {
+    "decoder": "digits",
+    "jigsaw": "digits",
+    "classifier": "digits",
+    "adversary": "tests.personalize.test_representations:census",
+}
+
+
+def studied(folder, kind, more="", **run):
+    text = STUDY.format(source=SOURCES_OF[kind], kind=kind, more=more)
+    settings = from_dict(tomllib.loads(text))
+    for _ in run_study(replace(settings, run=replace(settings.run, **run)), folder):
+        pass
+    return settings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_study_has_auxiliary_models_that_stay_where_they_are(kind, tmp_path):
+    studied(tmp_path, kind, ", rate = 0.02, turns = 1" if kind == "adversary" else "")
+    for experiment in ("learnt", "after"):
+        tensors, _ = read_tensors(tmp_path / "experiments" / experiment / "checkpoint.safetensors")
+        sides = {name.split("/")[2] for name in tensors if f"/{kind}/" in name}
+        assert sides
+        assert "shared" not in sides
+    tensors, _ = read_tensors(tmp_path / "experiments" / "shared" / "checkpoint.safetensors")
+    assert any(f"/shared/{kind}/" in name for name in tensors), (
+        "FedAvg shares everything, the paper's global adversary too"
+    )
+    saved, _ = read_tensors(
+        next((tmp_path / "experiments" / "learnt" / "models" / "seed-0").iterdir())
+    )
+    assert not any(name.startswith(kind) for name in saved), (
+        "a device's own model is the model alone"
+    )
+
+
+def test_an_auxiliary_model_is_never_counted_as_sent(tmp_path):
+    studied(tmp_path, "decoder")
+    ledgers = [
+        json.loads((tmp_path / "experiments" / experiment / "result.json").read_text())[0]["ledger"]
+        for experiment in ("plain", "learnt")
+    ]
+    assert ledgers[0] == ledgers[1]
+
+
+def test_what_is_learnt_besides_changes_what_is_learnt_and_seeds_differ(tmp_path):
+    studied(tmp_path, "decoder")
+    rows = [
+        read_rows(tmp_path / "experiments" / experiment / "rows.jsonl")
+        for experiment in ("plain", "learnt")
+    ]
+    assert rows[0][0]["loss"] < rows[1][0]["loss"], "a reconstruction has an error"
+    tensors, _ = read_tensors(tmp_path / "experiments" / "learnt" / "checkpoint.safetensors")
+    starts = [tensors[f"{place}/last/initial/decoder/layer1.weight"] for place in (0, 1)]
+    assert not torch.equal(*starts)
+
+
+def test_a_study_with_auxiliary_models_resumes_to_the_same_bits(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = studied(whole, "jigsaw")
+    for step in run_study(settings, parts):
+        if step.experiment == "Learnt" and step.moment and step.moment.progress.done == 2:
+            break
+    for _ in run_study(settings, parts):
+        pass
+    for experiment in ("learnt", "after"):
+        left, right = (
+            read_tensors(folder / "experiments" / experiment / "checkpoint.safetensors")[0]
+            for folder in (whole, parts)
+        )
+        assert trees.same_bits(left, right)
+
+
+WRONG_LEARNS = {
+    "kind": ("decoder", {"kind": "decodr"}, "did you mean 'decoder'"),
+    "place": ("decoder", {"layer": "encodr"}, "there is no module 'encodr'"),
+    "weight": ("decoder", {"weight": -1.0}, "weight is -1"),
+    "no groups": ("decoder", {"kind": "adversary"}, "these data have none"),
+    "other_steps": ("adversary", {"other_steps": -1}, "turns is -1"),
+    "tiles": ("adversary", {"kind": "jigsaw"}, "images that 2 x 2 tiles fill"),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "words"), WRONG_LEARNS.values(), ids=WRONG_LEARNS)
+def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, change, words, tmp_path):
+    settings = from_dict(tomllib.loads(STUDY.format(source=SOURCES_OF[kind], kind=kind, more="")))
+    experiment = settings.experiments["Learnt"]
+
+    def begin():
+        odd = replace(experiment, pretext=replace(experiment.pretext, **change))
+        wrong = replace(
+            settings, experiments={"Plain": settings.experiments["Plain"], "Learnt": odd}
+        )
+        list(run_study(wrong, tmp_path / "run"))
+
+    with pytest.raises(InputError, match=words):
+        begin()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_case_that_learns_has_no_other_rate_for_its_local_part(tmp_path):
+    settings = from_dict(
+        tomllib.loads(STUDY.format(source=SOURCES_OF["decoder"], kind="decoder", more=""))
+    )
+    experiment = replace(settings.experiments["Learnt"], local_lr=0.1)
+    with pytest.raises(InputError, match="`local_rate` and `learns`; use one of the two"):
+        list(run_study(replace(settings, experiments={"Learnt": experiment}), tmp_path / "run"))
+
+
+def test_a_study_is_audited_when_its_cases_are_done(tmp_path):
+    text = (
+        STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="")
+        + '[audit]\nlayer = "encoder"\nencoders = 1\n'
+    )
+    settings = from_dict(tomllib.loads(text), ["plan.seeds=1", "plan.rounds=2"])
+    settings = replace(
+        settings,
+        experiments={name: settings.experiments[name] for name in ("Plain", "Learnt", "Shared")},
+    )
+    for _ in run_study(settings, tmp_path):
+        pass
+    for experiment, joint in (("plain", False), ("learnt", True), ("shared", True)):
+        for result in json.loads(
+            (tmp_path / "experiments" / experiment / "result.json").read_text()
+        ):
+            audit = result["audit"]
+            assert all(0 <= of["auc"] <= 1 for of in (audit, audit["validation"]))
+            assert 0.3 < audit["validation"]["leak"] <= 1
+            assert len(audit["attributes"]) == ATTRIBUTES
+            for found in audit["attributes"]:
+                assert {*found} == {"own", "pooled", "strong", "joint", "validation"}
+                assert (found["joint"] is not None) == joint
+                assert 0.3 < found["pooled"] <= 1
+    page = write_report(tmp_path).read_text()
+    assert "What representations give away" in page
+    assert "attribute 1" in page
+
+
+def test_an_untrained_encoder_gives_away_what_its_inputs_do(tmp_path):
+    """The first attribute stands in the second input; the second is nowhere."""
+    text = (
+        STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="")
+        + '[audit]\nlayer = "encoder"\n'
+    )
+    settings = from_dict(tomllib.loads(text))
+    settings = replace(
+        settings,
+        plan=replace(settings.plan, rounds=1, seeds=1),
+        experiments={"Plain": settings.experiments["Plain"]},
+    )
+    for _ in run_study(settings, tmp_path):
+        pass
+    [result] = json.loads((tmp_path / "experiments" / "plain" / "result.json").read_text())
+    open_, hidden = (found["pooled"] for found in result["audit"]["attributes"])
+    assert open_ > 0.75
+    assert hidden < 0.7
+
+
+def test_an_audit_needs_attributes_and_a_representation(tmp_path):
+    text = STUDY.format(source="digits", kind="decoder", more="") + '[audit]\nlayer = "encoder"\n'
+    with pytest.raises(InputError, match="protected attributes of 0 or 1"):
+        list(run_study(from_dict(tomllib.loads(text)), tmp_path / "run"))
+    text = (
+        STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="")
+        + '[audit]\nlayer = "coder"\n'
+    )
+    with pytest.raises(InputError, match="there is no module 'coder'"):
+        list(run_study(from_dict(tomllib.loads(text)), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

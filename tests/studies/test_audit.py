@@ -1,0 +1,639 @@
+"""The audit of a saved run: figures that can be checked by hand, every algorithm, and every refusal in one line."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tomllib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from glocal.core.errors import InputError
+from glocal.evaluate.fairness import GroupPredictions, fairness_metrics
+from glocal.evaluate.leakage import (
+    AttackData,
+    AttackResult,
+    auc,
+    average_leakage,
+    beyond_chance,
+    estimate_leakage,
+    run_attacks,
+    train_attackers,
+)
+from glocal.studies import run_study
+from glocal.studies.representation_layer import default_representation, outer_modules
+from glocal.studies.saved_audit import AuditQuery, SavedAudit
+from glocal.studies.saved_experiment import open_experiment
+from glocal.studies.settings import SplitSettings, from_dict
+from tests.cli.test_cli import complaint, run
+from tests.support import world
+
+# groups
+
+
+def judged(y, guess, group):
+    return GroupPredictions(*(np.array(column, dtype=np.int64) for column in (y, guess, group)))
+
+
+def test_group_metrics_are_those_computed_by_hand():
+    """Group 0: one of two positives found, one of two negatives taken. Group 1: both of two found, none of one taken."""
+    found = fairness_metrics(
+        judged([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1])
+    )
+    one, other = found.groups
+    assert one == (0, 4, 0.5, 0.5, 0.5, 0.5)
+    assert other == (1, 3, 1.0, pytest.approx(2 / 3), 1.0, 0.0)
+    assert found.demographic_parity_difference == pytest.approx(2 / 3 - 1 / 2)
+    assert found.equalized_odds_difference == 0.5
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1)] * 3), min_size=1, max_size=30))
+@settings(max_examples=15)
+def test_every_rate_is_a_share_of_counted_people(people):
+    y, guess, group = (np.array(column) for column in zip(*people, strict=True))
+    found = fairness_metrics(GroupPredictions(y, guess, group))
+
+    def share(rows):
+        return pytest.approx(guess[rows].mean()) if rows.any() else None
+
+    for rates in found.groups:
+        own = group == rates.group
+        assert rates.people == own.sum()
+        assert rates.accuracy == pytest.approx((y == guess)[own].mean())
+        assert rates[3:] == (share(own), share(own & (y == 1)), share(own & (y == 0)))
+    assert [rates.group for rates in found.groups] == sorted({*group.tolist()})
+    rates = [rate for of in found.groups for rate in of]
+    assert (found.equalized_odds_difference is None) == (len(found.groups) < 2 or None in rates)
+    assert (found.demographic_parity_difference is None) == (len(found.groups) < 2)
+
+
+@pytest.mark.parametrize("always", [0, 1])
+def test_predictions_that_ignore_everything_treat_groups_alike(always):
+    y, group = np.random.default_rng(0).integers(2, size=(2, 60))
+    found = fairness_metrics(GroupPredictions(y, np.full(60, always), group))
+    assert (found.demographic_parity_difference, found.equalized_odds_difference) == (0, 0)
+
+
+def test_what_is_not_defined_is_left_open():
+    alone = fairness_metrics(judged([0, 1], [0, 1], [1, 1]))
+    assert [rates.group for rates in alone.groups] == [1]
+    assert (alone.demographic_parity_difference, alone.equalized_odds_difference) == (None, None)
+    one_class = fairness_metrics(judged([0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]))
+    assert one_class.groups[1].false_positive_rate is None, (
+        "nobody there is of class 0, which is not a rate of 0"
+    )
+    assert one_class.demographic_parity_difference == 0
+    assert one_class.equalized_odds_difference is None
+    three = fairness_metrics(judged([0, 1, 2, 2], [0, 1, 2, 0], [0, 0, 1, 1]), classes=3)
+    assert [rates.accuracy for rates in three.groups] == [1.0, 0.5]
+    assert (three.groups[0].selection_rate, three.demographic_parity_difference) == (None, None)
+    assert fairness_metrics(judged([], [], [])).groups == []
+
+
+# attackers
+
+
+@pytest.mark.parametrize("rare", [1, 2])
+@pytest.mark.parametrize("rows", [3, 10, 11, 40])
+def test_attackers_learn_from_a_handful_too(rows, rare):
+    attribute = (np.arange(rows) < rare).astype(np.int64)
+    assert (
+        len(train_attackers(AttackData(np.random.default_rng(0).normal(size=(rows, 2)), attribute)))
+        == 3
+    )
+
+
+def test_the_interval_of_a_mean_is_narrower_than_those_of_its_parts():
+    generator = np.random.default_rng(0)
+    parts = [AttackResult(0.7, generator.normal(0.7, 0.05, size=200), 0.1) for _ in range(9)]
+    one, all_ = average_leakage("it", parts[:1]), average_leakage("it", parts)
+    assert all_.auc == pytest.approx(0.7)
+    assert 2 < (one.high - one.low) / (all_.high - all_.low) < 4.5, "a third, for nine devices"
+    people = AttackData(generator.normal(size=(60, 2)), generator.integers(2, size=60))
+    [alone] = [each for each in estimate_leakage(people, people) if each.attacker == "MLP"]
+    assert average_leakage("MLP", [run_attacks(train_attackers(people), people)["MLP"]]) == alone
+
+
+def test_a_guesser_is_beyond_chance_once_in_twenty_audits_and_a_reader_always():
+    """Nine attackers in an audit, each judged on three devices of forty people."""
+    generator, labels = np.random.default_rng(0), np.arange(40) % 2
+    [even] = run_attacks(
+        {"it": lambda h: h[:, 0]}, AttackData(generator.normal(size=(40, 1)), labels)
+    ).values()
+
+    def found(strength=0.0):
+        scores = generator.normal(size=(3, 40)) + strength * labels
+        return [even._replace(auc=auc(score, labels)) for score in scores]
+
+    alarms = sum(any(beyond_chance(found(), comparisons=9) for _ in range(9)) for _ in range(200))
+    assert 2 <= alarms <= 18
+    assert beyond_chance(found(strength=1.5), comparisons=9)
+
+
+# runs
+
+
+def people(classes=2, clients=3):
+    """A label in the first input, the first attribute in the second; the second attribute is nowhere."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(clients):
+        x, group = (
+            torch.randn(120, 5, generator=generator),
+            torch.randint(2, (120, 2), generator=generator),
+        )
+        x[:, 1] += 3 * group[:, 0]
+        made.append(
+            (
+                x,
+                torch.bucketize(x[:, 0].contiguous(), torch.linspace(-0.5, 0.5, classes + 1)[1:-1]),
+                group,
+            )
+        )
+    return made
+
+
+def of_three_classes():
+    return people(classes=3)
+
+
+def with_twos():
+    return [(x, y, 2 * group) for x, y, group in people()]
+
+
+def all_alike():
+    return [(x, y, torch.ones_like(group)) for x, y, group in people()]
+
+
+def uneven():
+    """The first device has one group only, the second one class only, the last two people and no test; there is one attribute."""
+    (x, y, group), (x1, y1, group1), third = ((x, y, group[:, 0]) for x, y, group in people())
+    return [
+        (x, y, torch.ones_like(group)),
+        (x1, torch.ones_like(y1), group1),
+        third,
+        tuple(part[:2] for part in third),
+    ]
+
+
+class Constant(nn.Module):
+    def forward(self, x):
+        return 0 * x[:, :3]
+
+
+def encoded_by(encoder, width):
+    model = nn.Sequential()
+    model.add_module("encoder", encoder)
+    model.add_module("head", nn.Linear(width, 2))
+    return model
+
+
+def open_model():
+    return encoded_by(nn.Identity(), 5)
+
+
+def closed_model():
+    return encoded_by(Constant(), 3)
+
+
+STUDY = """
+name = "small"
+[data]
+source = "tests.studies.test_audit:people"
+[model]
+name = "coded_mlp"
+hidden = [8]
+bottleneck = 3
+noise_std = 0.05
+[split]
+local = ["encoder"]
+[plan]
+rounds = 2
+clients_per_round = 3
+batch_size = 25
+[run]
+engine = "looped"
+"""
+CASES = {
+    "FedAvg": {"algorithm": "fedavg"},
+    "Local": {"algorithm": "local_only"},
+    "MTL": {"algorithm": "mtl"},
+    "LG": {"algorithm": "lg_fedavg"},
+    "LG + Adv": {
+        "algorithm": "lg_fedavg",
+        "pretext": {"kind": "adversary", "layer": "encoder", "weight": 2, "hidden": [8]},
+    },
+}
+
+
+def made(folder, *changes, experiments=("LG",), **more):
+    table = {**tomllib.loads(STUDY), "experiments": {name: CASES[name] for name in experiments}, **more}
+    for _ in run_study(from_dict(table, changes), folder):
+        pass
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A run of every algorithm."""
+    return made(tmp_path_factory.mktemp("kept") / "run", experiments=CASES)
+
+
+@pytest.fixture
+def saved(kept, tmp_path):
+    """A copy of it."""
+    return shutil.copytree(kept, tmp_path / "run")
+
+
+def found_in(folder):
+    return json.loads((folder / "audit.json").read_text())
+
+
+def checksums(folder):
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "audits" not in path.relative_to(folder).parts
+    ]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def aucs(found, knowledge):
+    return {row["attacker"]: row["auc"] for row in found["leaks"] if row["knowledge"] == knowledge}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_algorithm_can_be_audited(kept, experiment):
+    audit = SavedAudit(open_experiment(kept, experiment), AuditQuery("0", encoders=1))
+    found = audit.figures()
+    assert (audit.name, audit.settings.layer, audit.chosen) == (
+        "attribute 0",
+        "encoder",
+        "the last module that stays on the devices",
+    )
+    assert [(row["knowledge"], row["over"]) for row in found["leaks"][::3]] == [
+        ("own", 3),
+        ("pooled", 1),
+        ("strong", 1),
+    ]
+    assert len(found["leaks"]) == 9
+    assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in found["leaks"])
+    [result] = json.loads(
+        (
+            kept / "experiments" / audit.saved.experiment.lower().replace(" + ", "-") / "result.json"
+        ).read_text()
+    )
+    assert [row["accuracy"] for row in found["clients"]] == [
+        pytest.approx(of["local_test"]) for of in result["clients"]
+    ]
+    assert (
+        sum(row["people"] for row in found["groups"])
+        == sum(sum(row["people"]) for row in found["clients"])
+        == 72
+    )
+    assert 0 <= found["demographic_parity_difference"] <= 1
+    if experiment != "LG + Adv":
+        assert max(aucs(found, "pooled").values()) > 0.7, (
+            "a few steps do not hide what stands in the input"
+        )
+
+
+@pytest.mark.parametrize(("model", "reads"), [("open_model", True), ("closed_model", False)])
+def test_an_open_code_is_read_and_a_constant_one_says_nothing(tmp_path, model, reads):
+    made(tmp_path, "plan.rounds=1", f"model.name=tests.studies.test_audit:{model}", "split.local=[]")
+    found = SavedAudit(open_experiment(tmp_path), AuditQuery("attribute 0", encoders=1)).figures()
+    if reads:
+        assert all(
+            row["beyond_chance"]
+            for row in found["leaks"]
+            if row["attacker"] == "logistic regression"
+        )
+        assert max(aucs(found, "pooled").values()) > 0.95
+    else:
+        assert {(row["auc"], row["beyond_chance"]) for row in found["leaks"]} == {(0.5, False)}
+        assert (found["demographic_parity_difference"], found["equalized_odds_difference"]) == (
+            0,
+            0,
+        )
+        assert {row["leak"] for row in found["clients"]} == {0.5}
+
+
+def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
+    made(tmp_path, audit={"layer": "encoder", "encoders": 2})
+    [result] = json.loads((tmp_path / "experiments" / "lg" / "result.json").read_text())
+    audit = SavedAudit(open_experiment(tmp_path), AuditQuery("1", encoders=2))
+    found, study = audit.figures(), result["audit"]["attributes"][1]
+    assert audit.chosen == "as the study's [audit] says"
+    assert max(aucs(found, "pooled").values()) == study["pooled"]
+    assert np.mean([row["leak"] for row in found["clients"]]) == pytest.approx(study["own"])
+
+
+def test_a_device_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
+    made(tmp_path, "data.source=tests.studies.test_audit:uneven")
+    assert run("audit", tmp_path, "--attribute", "0", "--encoders", "1") == 0
+    found = found_in(tmp_path / "audits" / "attribute-0-lg")
+    alone, one_class, plain, tiny = found["clients"]
+    assert alone["people"][0] == 0
+    assert (
+        alone["demographic_parity_difference"],
+        alone["equalized_odds_difference"],
+        alone["leak"],
+    ) == (None, None, None)
+    assert one_class["demographic_parity_difference"] is not None
+    assert one_class["equalized_odds_difference"] is None
+    assert None not in plain.values()
+    assert (tiny["people"], tiny["accuracy"], tiny["leak"]) == ([0, 0], None, None)
+    assert found["leaks"][0]["over"] == 2, "the mean is over those that can be asked"
+    page = (tmp_path / "audits" / "attribute-0-lg" / "report.html").read_text()
+    assert "<td>–</td>" in page
+    assert "The mean over 2 devices" in page
+
+
+def test_with_more_classes_there_is_accuracy_by_group_only(tmp_path, capsys):
+    made(tmp_path, "data.source=tests.studies.test_audit:of_three_classes")
+    assert run("audit", tmp_path, "--attribute", "0", "--encoders", "1") == 0
+    printed = capsys.readouterr().out
+    found = found_in(tmp_path / "audits" / "attribute-0-lg")
+    assert (found["classes"], found["demographic_parity_difference"]) == (3, None)
+    assert all(0 <= row["accuracy"] <= 1 for row in found["groups"])
+    page = (tmp_path / "audits" / "attribute-0-lg" / "report.html").read_text()
+    assert "The data have 3 classes" in page
+    assert "selected" not in printed
+    assert "odds difference" not in page
+
+
+# the command
+
+
+def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys):
+    before = checksums(saved)
+    assert run("audit", saved, "--attribute", "attribute 0", "--experiment", "LG", "--encoders", "2") == 0
+    place, printed = saved / "audits" / "attribute-0-lg", capsys.readouterr().out
+    assert checksums(saved) == before
+    assert sorted(path.name for path in place.iterdir()) == ["audit.json", "report.html"]
+    for words in (
+        "what 'encoder' puts out",
+        "50 is guessing",
+        "logistic regression",
+        "own rows",
+        "Equalised odds",
+        "report: ",
+    ):
+        assert words in printed
+    found, first, page = (
+        found_in(place),
+        (place / "audit.json").read_bytes(),
+        (place / "report.html").read_text(),
+    )
+    assert (
+        found["command"] == f"glocal audit {saved} --attribute 'attribute 0' --case LG --encoders 2"
+    )
+    assert (found["run"], found["experiment"], found["algorithm"], found["seed"]) == (
+        "run",
+        "LG",
+        "lg_fedavg",
+        0,
+    )
+    best = max(found["leaks"], key=lambda row: row["auc"])
+    for words in (
+        f"AUC of {100 * best['auc']:.1f} [{100 * best['low']:.1f}, {100 * best['high']:.1f}]",
+        "can be told better than by guessing",
+        f"Demographic parity difference: {100 * found['demographic_parity_difference']:.1f} points.",
+        f"Equalised odds difference: {100 * found['equalized_odds_difference']:.1f} points.",
+        "with attribute 0 = 1",
+        "The mean over 2 encoders",
+        "prefers-color-scheme: dark",
+        "3 devices",
+    ):
+        assert words in page, words
+    assert page.count('<svg class="plot"') == 1
+    assert "http" not in page.replace("http://www.w3.org", ""), "it opens offline"
+    (place / "report.html").unlink()
+    assert run("report", place) == 0
+    assert (place / "report.html").read_text() == page
+    assert run("audit", saved, "--attribute", "0", "--experiment", "LG", "--encoders", "2") == 0, (
+        "anew, over the old one"
+    )
+    assert json.loads((place / "audit.json").read_text()) == {
+        **json.loads(first),
+        "command": found_in(place)["command"],
+    }
+    assert checksums(saved) == before
+
+
+def test_what_is_nowhere_is_not_told(kept, tmp_path):
+    assert (
+        run(
+            "audit",
+            kept,
+            "--attribute",
+            "1",
+            "--experiment",
+            "FedAvg",
+            "--encoders",
+            "1",
+            "--out",
+            tmp_path / "kept",
+        )
+        == 0
+    )
+    assert max(row["low"] for row in found_in(tmp_path / "kept")["leaks"]) > 0.5, (
+        "the best of nine looks good by chance"
+    )
+    assert (
+        "attribute 1 cannot be told better than by guessing"
+        in (tmp_path / "kept" / "report.html").read_text()
+    )
+
+
+def test_each_seed_has_a_folder(tmp_path):
+    made(tmp_path, "plan.seeds=2", "plan.rounds=1")
+    assert run("audit", tmp_path, "--attribute", "0", "--seed", "1", "--encoders", "1") == 0
+    assert [path.name for path in (tmp_path / "audits").iterdir()] == ["attribute-0-lg-seed-1"]
+    assert found_in(tmp_path / "audits" / "attribute-0-lg-seed-1")["seed"] == 1
+
+
+MISTAKES = {
+    "attribute": (
+        ["--attribute", "age"],
+        "audit: there is no attribute 'age'; there are attribute 0, attribute 1",
+    ),
+    "number": (["--attribute", "2"], "there is no attribute '2'"),
+    "module": (
+        ["--attribute", "0", "--at", "encodr"],
+        "there is no module 'encodr' to take the representation from; did you mean 'encoder'",
+    ),
+    "experiment": (["--attribute", "0", "--experiment", "LGG"], "did you mean 'LG'?"),
+    "seed": (["--attribute", "0", "--seed", "7"], "there is no seed 7"),
+    "encoders": (["--attribute", "0", "--encoders", "0"], "encoders is 0; a whole number from 1"),
+    "nothing": ([], "Missing option '--attribute'"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_one_line_and_nothing_is_written(kept, capsys, options, words):
+    assert run("audit", kept, *options) == 2
+    assert words in complaint(capsys)
+    assert not (kept / "audits").exists()
+
+
+WRONG_DATA = {
+    "no columns": (
+        "digits",
+        "these data (digits) have no protected columns; those of adult have race, sex",
+    ),
+    "values": (
+        "tests.studies.test_audit:with_twos",
+        "attribute 0 is 2 for somebody; a protected attribute must be 0 or 1",
+    ),
+    "one group": (
+        "tests.studies.test_audit:all_alike",
+        "everybody in the training data has the same attribute 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "words"), WRONG_DATA.values(), ids=WRONG_DATA)
+def test_data_that_cannot_be_audited_are_refused(tmp_path, capsys, source, words):
+    made(tmp_path / "run", "plan.rounds=1", f"data.source={source}", "data.clients=5")
+    assert run("audit", tmp_path / "run", "--attribute", "0") == 2
+    assert words in complaint(capsys)
+    assert not (tmp_path / "run" / "audits").exists()
+
+
+def test_without_fairlearn_one_line_says_how_to_get_it(kept, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fairlearn.metrics", None)
+    assert run("audit", kept, "--attribute", "0") == 2
+    assert "install it with pip install 'glocal[fairness]'" in complaint(capsys)
+    assert not (kept / "audits").exists()
+
+
+def test_places_that_hold_something_else_are_refused(kept, tmp_path, capsys):
+    assert run("audit", kept, "--attribute", "0", "--out", kept) == 2
+    assert "holds something else (settings.json); choose another --out" in complaint(capsys)
+    (tmp_path / "file").write_text("in the way")
+    assert run("audit", kept, "--attribute", "0", "--out", tmp_path / "file" / "new") == 2
+    assert "audit: " in (line := complaint(capsys))
+    assert "choose another place with --out" in line
+
+
+def test_runs_that_kept_their_figures_only_are_refused(tmp_path, capsys):
+    made(tmp_path, "plan.rounds=1", "run.save=figures")
+    assert run("audit", tmp_path, "--attribute", "0") == 2
+    assert "kept its figures only" in complaint(capsys)
+    assert run("audit", tmp_path / "none", "--attribute", "0") == 2
+    assert "does not exist" in complaint(capsys)
+
+
+# where the representation is
+
+
+def test_stages_are_the_outermost_modules_as_they_are_called():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(3, 2)
+            self.blocks = nn.ModuleList(
+                [nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 3)]
+            )
+            self.never = nn.Linear(9, 9)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    assert outer_modules(Late(), torch.zeros(1, 4)) == ["blocks.0", "blocks.1", "last"]
+    assert outer_modules(nn.Sequential(Late()), torch.zeros(1, 4)) == [
+        "0.blocks.0",
+        "0.blocks.1",
+        "0.last",
+    ]
+    assert outer_modules(nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)) == ["0"]
+
+
+USUAL = {
+    "end of the local part": (SplitSettings(local=("encoder",)), "encoder"),
+    "the other side named": (SplitSettings(shared=("head",)), "encoder"),
+    "local at the other end": (SplitSettings(local=("head",)), "noise_std"),
+    "half a module": (SplitSettings(local=("encoder.layer1",)), "noise_std"),
+    "all local": (SplitSettings(local=("encoder", "head")), "noise_std"),
+    "no split": (SplitSettings(), "noise_std"),
+}
+
+
+@pytest.mark.parametrize(("split", "layer"), USUAL.values(), ids=USUAL)
+def test_the_representation_is_where_the_local_part_ends_or_before_the_output(kept, split, layer):
+    saved = open_experiment(kept, "FedAvg")
+    saved = saved._replace(settings=replace(saved.settings, split=split))
+    assert default_representation(saved)[0] == layer
+
+
+def test_a_network_of_layers_is_looked_at_before_its_last(kept):
+    saved = open_experiment(kept, "FedAvg")
+    names = {None: "relu2", "layer1": "layer1", "layer2": "relu2"}
+    model = nn.Sequential()
+    for place, width in enumerate((5, 4), start=1):
+        model.add_module(f"layer{place}", nn.Linear(width, 4))
+        model.add_module(f"relu{place}", nn.ReLU())
+    model.add_module("layer3", nn.Linear(4, 2))
+    model.add_module("softmax", nn.Softmax(1))
+    saved = saved._replace(trained_federation=saved.trained_federation._replace(model=model))
+    for local, layer in names.items():
+        split = SplitSettings(local=None if local is None else (local,))
+        assert (
+            default_representation(saved._replace(settings=replace(saved.settings, split=split)))[0]
+            == layer
+        )
+    single = saved._replace(
+        trained_federation=saved.trained_federation._replace(model=nn.Sequential(nn.Linear(5, 2)))
+    )
+    with pytest.raises(InputError, match="no module before its output"):
+        default_representation(
+            single._replace(settings=replace(saved.settings, split=SplitSettings()))
+        )
+
+
+def test_a_module_that_puts_out_no_rows_is_refused(kept):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.memory, self.head, self.idle = nn.GRU(5, 3), nn.Linear(3, 2), nn.Linear(1, 1)
+
+        def forward(self, x):
+            return self.head(self.memory(x)[0])
+
+    saved, model = open_experiment(kept, "FedAvg"), world.seeded(Recurrent)
+    trained_federation = saved.trained_federation._replace(
+        model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()})
+    )
+    for layer in ("memory", "idle"):
+        with pytest.raises(InputError, match=f"the module '{layer}' does not put out one tensor"):
+            SavedAudit(
+                saved._replace(trained_federation=trained_federation), AuditQuery("0", layer=layer)
+            )
+
+
+@pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
+def test_adult_is_audited_by_the_names_of_its_columns(tmp_path, capsys):
+    few = ("data.partition=iid", "data.clients=40", "data.keep_clients=3", "plan.rounds=4")
+    made(tmp_path, "data.source=adult", *few, experiments=("FedAvg",))
+    assert run("audit", tmp_path, "--attribute", "age") == 2
+    assert "there is no attribute 'age'; there are race, sex" in complaint(capsys)
+    assert run("audit", tmp_path, "--attribute", "sex", "--encoders", "1") == 0
+    found = found_in(tmp_path / "audits" / "sex-fedavg")
+    assert sum(row["people"] for row in found["groups"]) == pytest.approx(3 * 15_470 / 40, abs=3)
+    assert max(aucs(found, "pooled").values()) > 0.6, (
+        "what says something of income says something of sex"
+    )
+    assert (
+        "people with sex = Female"
+        in (tmp_path / "audits" / "sex-fedavg" / "report.html").read_text()
+    )

@@ -1,0 +1,594 @@
+"""Texts, person by person: reading, dealing, batching, the Bi-LSTM, what a run keeps, and the mood study as a value."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from glocal.algorithms import fedavg
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.files import write_text
+from glocal.core.modules import params_of
+from glocal.core.optimizers import StepLR, adam, sgd
+from glocal.core.sampling import Plan, batch_order, make_rng, to_token_batches
+from glocal.core.split import Split
+from glocal.core.training import cross_entropy
+from glocal.datasets import Texts, load, load_texts, partition_texts
+from glocal.datasets.federated import from_tensors
+from glocal.datasets.texts import (
+    MAX_WORDS,
+    UNKNOWN_WORD,
+    VOCABULARY_SIZE,
+    build_vocabulary,
+    read_texts,
+    tokenize,
+)
+from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
+from glocal.evaluate.text_baselines import baselines
+from glocal.federate.rounds import simulate
+from glocal.report import draw_study, study_markdown
+from glocal.studies.build import build_components, build_split, default_model
+from glocal.studies.findings import read_findings
+from glocal.studies.mood import SHARES
+from glocal.studies.paper import PAPER
+from glocal.studies.recurrent import BiLstm, mood_lstm
+from glocal.studies.restarts import best_restarts, restarts_of
+from glocal.studies.run import read_results, run_study
+from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
+from glocal.studies.study_parts import run_parts, write_study
+from tests.support import world
+
+SECRET = "xylophonist"  # a word that no file and no output may hold
+
+
+def maps(path, rows, head="person,text,mood"):
+    write_text(path, "\n".join([head, *rows, ""]))
+    return path
+
+
+def diary(path, sizes=(30, 20, 12, 3)):
+    """People who write of good and bad days in words of their own; the last of them has three texts."""
+    generator, rows = np.random.default_rng(0), []
+    for person, size in enumerate(sizes):
+        for _ in range(size):
+            mood = int(generator.integers(1, 101))
+            words = ["bad", "sad", "so", "good", "glad"][(mood - 1) // 20]
+            rows.append(
+                f'p{person},"{SECRET} {words} {words} {"day " * int(generator.integers(1, 9))}",{mood}'
+            )
+    return maps(path, rows)
+
+
+def small(**changes):
+    return mood_lstm(3, vocabulary=11, width=6, units=4, **changes)
+
+
+def sentences(lengths, length=9, seed=0):
+    generator = np.random.default_rng(seed)
+    x = np.zeros((len(lengths), length), dtype=np.int64)
+    for row, words in zip(x, lengths, strict=True):
+        row[:words] = generator.integers(1, 11, words)
+    return torch.from_numpy(x)
+
+
+def test_a_csv_in_the_form_of_maps_is_read_into_five_equal_bins(tmp_path):
+    moods = ["1", "20", "20.5", "21", "40", "60", "61", "80", "81", "100"]
+    texts = read_texts(
+        [maps(tmp_path / "maps.csv", [f'ann,"Well, well",{mood}' for mood in moods])]
+    )
+    assert texts.y.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4, 4]
+    assert texts.words[0] == ("well", ",", "well")
+    assert texts.person[0] == "ann"
+
+
+def test_valence_is_read_as_the_essays_have_it(tmp_path):
+    rows = [
+        f"7,{place},so so,{valence}" for place, valence in enumerate(("-2", "-1.0", "0", "1", "2"))
+    ]
+    texts = read_texts([maps(tmp_path / "essays.csv", rows, "user_id,text_id,text,valence")])
+    assert texts.y.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (f"ann,{SECRET},0", "row 3: mood is 0; a number from 1 to 100 was expected"),
+        (f"ann,{SECRET},101", "row 3: mood is 101; a number from 1 to 100"),
+        (f"ann,{SECRET},nan", "row 3: mood is nan; a number from 1 to 100"),
+        (f"ann,50,{SECRET}", "row 3: mood is no number; a number from 1 to 100"),
+        (f" ,{SECRET},50", "row 3: person is empty; every text needs to say whose it is"),
+        (f"ann,{SECRET}", "row 3: it has another number of columns"),
+        (f"ann,{SECRET},so,50", "row 3: it has another number of columns"),
+    ],
+)
+def test_a_bad_row_is_named_and_its_text_is_not(tmp_path, row, said):
+    path = maps(tmp_path / "maps.csv", ["ann,fine,50", row])
+    with pytest.raises(InputError, match=said) as error:
+        read_texts([path])
+    assert str(path) in str(error.value)
+    assert SECRET not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("valence", ["-3", "3", "0.5"])
+def test_a_valence_out_of_range_is_named(tmp_path, valence):
+    path = maps(tmp_path / "essays.csv", [f"7,fine,{valence}"], "user_id,text,valence")
+    with pytest.raises(
+        InputError, match=f"row 2: valence is {valence}; a whole number from -2 to 2 was expected"
+    ):
+        read_texts([path])
+
+
+def test_other_columns_another_encoding_and_no_file_are_refused(tmp_path):
+    with pytest.raises(
+        InputError,
+        match="row 1: columns person, text, mood or user_id, text, valence were expected",
+    ):
+        read_texts([maps(tmp_path / "a.csv", [], "who,what")])
+    (tmp_path / "b.csv").write_bytes(
+        f"person,text,mood\nann,{SECRET} \xe9t\xe9,50\n".encode("latin-1")
+    )
+    with pytest.raises(
+        InputError, match=r"b.csv, row 2: it is not UTF-8; save the file with that encoding"
+    ) as error:
+        read_texts([tmp_path / "b.csv"])
+    assert SECRET not in str(error.value)
+    with pytest.raises(InputError, match="could not be read"):
+        load_texts(str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize("rows", [[], ["", ""]])
+def test_a_file_without_a_text_is_refused(tmp_path, rows):
+    with pytest.raises(InputError, match=r"maps.csv: there is no text below the columns"):
+        read_texts([maps(tmp_path / "maps.csv", rows)])
+
+
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [(",person,text,mood", "0,ann,fine,50"), ("person,text,mood,", "ann,fine,50,")],
+)
+def test_a_column_without_a_name_is_passed_over_as_any_other(tmp_path, columns, row):
+    texts = read_texts([maps(tmp_path / "maps.csv", [row], columns)])
+    assert (texts.words, texts.person, texts.y.tolist()) == ((("fine",),), ("ann",), [2])
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    with pytest.raises(
+        InputError, match=r"row 1: a column of person, text, mood is there twice; keep one of each"
+    ):
+        read_texts([maps(tmp_path / "maps.csv", ["ann,fine,bad,50"], "person,text,text,mood")])
+
+
+def test_a_text_that_is_too_long_to_read_is_named_and_not_told(tmp_path):
+    with pytest.raises(
+        InputError, match=r"from row 2 on: it cannot be read .*; close its quotes, .* shorten texts"
+    ) as error:
+        read_texts([maps(tmp_path / "maps.csv", [f"ann,{SECRET * 20_000},50"])])
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("damaged", [f'ann,50,"{SECRET}', f'ann,50,"{SECRET}" and more'])
+def test_a_quote_that_is_not_closed_does_not_swallow_the_rows_below_it(tmp_path, damaged):
+    path = maps(
+        tmp_path / "maps.csv",
+        ["ann,50,fine", damaged, "bob,50,fine", "bob,50,fine"],
+        "person,mood,text",
+    )
+    with pytest.raises(
+        InputError,
+        match=r"from row 3 on: it cannot be read .*; close its quotes, double those within",
+    ) as error:
+        read_texts([path])
+    assert SECRET not in str(error.value)
+
+
+def test_columns_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"from row 1 on: it cannot be read"):
+        read_texts(
+            [maps(tmp_path / "maps.csv", ["ann,fine,50"], "person,text,mood," + "x" * 200_000)]
+        )
+
+
+def test_an_empty_text_is_one_unknown_word_and_so_is_a_word_never_trained_on(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv")])
+    emptied = texts._replace(words=((), *texts.words[1:]))
+    store = partition_texts(emptied, seeds=[0])[0].train.examples.x
+    assert store[0].tolist() == [UNKNOWN_WORD] + [0] * (MAX_WORDS - 1)
+    unseen = texts._replace(words=(("zebra", "day"), *texts.words[1:]))
+    known = build_vocabulary(unseen, np.arange(1, len(unseen.words)))
+    assert "zebra" not in known
+    assert min(known.values()) == UNKNOWN_WORD + 1
+
+
+def test_the_vocabulary_has_a_fixed_size_and_comes_from_training_texts_only():
+    words = tuple((f"w{place}", "common") for place in range(3000))
+    texts = Texts(words, tuple("ab"[place % 2] for place in range(3000)), np.arange(3000) % 5)
+    (federation,) = partition_texts(texts, seeds=[0])
+    x = federation.train.examples.x.numpy()
+    assert x.max() == VOCABULARY_SIZE - 1
+    known = build_vocabulary(texts, federation.train.all_rows())
+    assert len(known) == VOCABULARY_SIZE - 2
+    assert {f"w{row}" for row in federation.test.all_rows()}.isdisjoint(known)
+    assert (x[federation.test.all_rows(), 0] == UNKNOWN_WORD).all()
+
+
+def test_people_come_by_number_of_texts_and_one_with_three_still_trains(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv", (3, 30, 12))])
+    (federation,) = partition_texts(texts, seeds=[4])
+    assert [
+        part.sizes.tolist() for part in (federation.train, federation.val, federation.test)
+    ] == [
+        [24, 10, 3],
+        [3, 1, 0],
+        [3, 1, 0],
+    ]
+    assert partition_texts(texts, seeds=[4], people=1)[0].clients == 1
+    with pytest.raises(InputError, match=r"data.keep_clients is 4; it must be from 1 to 3"):
+        partition_texts(texts, seeds=[4], people=4)
+
+
+def test_seeds_share_a_store_and_have_splits_of_their_own(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv")])
+    first, second = partition_texts(texts, seeds=[0, 1])
+    assert first.train.examples.x is second.test.examples.x
+    assert not {*first.train.all_rows().tolist()} & {*second.train.all_rows().tolist()}
+    assert (first.test.all_rows() % len(texts.y)).tolist() != (
+        second.test.all_rows() % len(texts.y)
+    ).tolist()
+    (alone,) = partition_texts(texts, seeds=[1])
+    assert torch.equal(alone.test.of(0).x, second.test.of(0).x)
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.integers(1, 120),
+    st.integers(0, 99),
+)
+def test_token_batches_hold_every_example_once_and_keep_to_the_limit(
+    lengths, batch, max_tokens, seed
+):
+    lengths = np.array(lengths)
+    order = to_token_batches(
+        lengths, make_rng(seed, "order"), batch_size=batch, max_tokens=max_tokens
+    )
+    assert sorted(order[order >= 0].tolist()) == list(range(len(lengths)))
+    for rows in (row[row >= 0] for row in order):
+        assert 1 <= len(rows) <= batch
+        assert len(rows) == 1 or len(rows) * lengths[rows].max() <= max_tokens
+    assert (
+        order.shape
+        == to_token_batches(
+            lengths, make_rng(seed + 1, "order"), batch_size=batch, max_tokens=max_tokens
+        ).shape
+    )
+
+
+def test_without_tokens_the_order_is_what_it_was():
+    plan = Plan(1, 1, local_epochs=2, batch_size=4)
+    plain = batch_order(plan, 11, 3, 5)
+    assert np.array_equal(batch_order(plan, 11, 3, 5, lengths=np.ones(11, dtype=np.int64)), plain)
+    generator = make_rng(0, "order", 3, 5)
+    assert plain[plain >= 0].tolist() == [*generator.permutation(11), *generator.permutation(11)]
+
+
+def test_tokens_need_texts():
+    train = from_tensors([(np.ones((4, 3)), np.arange(4) % 2)]).train
+    model = nn.Linear(3, 2)
+    with pytest.raises(InputError, match="tokens counts words, and the inputs are"):
+        next(
+            iter(
+                simulate(
+                    fedavg(cross_entropy(model), sgd(0.1)),
+                    params_of(model),
+                    train,
+                    Plan(1, 1, max_tokens=20),
+                )
+            )
+        )
+    with pytest.raises(InputError, match="tokens is 0; a whole number from 1 to"):
+        Plan(1, 1, max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        sgd(0.1, momentum=0.5, lr_schedule=StepLR(gamma=0.5, step_size=3)),
+        adam(0.1, lr_schedule=StepLR(gamma=0.5, step_size=3)),
+    ],
+)
+def test_a_rate_that_shrinks_is_a_lower_rate(rule):
+    params, slopes = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.3, 0.7])}
+    lower = replace(rule, lr=0.025, lr_schedule=None)
+    for t, other in (
+        (0, replace(rule, lr_schedule=None)),
+        (2, replace(rule, lr_schedule=None)),
+        (7, lower),
+    ):
+        expected, _ = other.step(params, slopes, other.init(params), torch.tensor(t))
+        found, _ = rule.step(params, slopes, rule.init(params), torch.tensor(t))
+        assert torch.allclose(found["w"], expected["w"], atol=1e-7)
+    assert "times 0.5 every 3 rounds" in rule.description
+
+
+def test_a_shrink_needs_both_of_its_numbers():
+    from glocal.studies.build import build_optimizer
+
+    with pytest.raises(InputError, match="shrink and shrink_every belong together"):
+        build_optimizer(OptimizerSettings(lr_gamma=0.5))
+
+
+def test_the_lstm_is_that_of_torch():
+    torch.manual_seed(0)
+    theirs, ours = (
+        nn.LSTM(5, 7, bidirectional=True, batch_first=True).double(),
+        BiLstm(5, 7).double(),
+    )
+    for side, suffix in ((ours.forwards, ""), (ours.backwards, "_reverse")):
+        side.of_input.data = getattr(theirs, f"weight_ih_l0{suffix}").data.clone()
+        side.of_state.data = getattr(theirs, f"weight_hh_l0{suffix}").data.clone()
+        side.bias.data = (
+            getattr(theirs, f"bias_ih_l0{suffix}") + getattr(theirs, f"bias_hh_l0{suffix}")
+        ).data.clone()
+    lengths = torch.tensor([6, 1, 4])
+    texts = [torch.randn(int(length), 5, dtype=torch.double) for length in lengths]
+    _, (last, _) = theirs(nn.utils.rnn.pack_sequence(texts, enforce_sorted=False))
+    both = torch.zeros(2, 3, 6, 5, dtype=torch.double)
+    real = torch.arange(6) >= 6 - lengths[:, None]
+    for row, text in enumerate(texts):
+        both[0, row, 6 - len(text) :], both[1, row, 6 - len(text) :] = text, text.flip(0)
+    assert torch.allclose(ours(both, real), torch.cat([last[0], last[1]], -1), atol=1e-9)
+    slopes = torch.autograd.grad(ours(both, real).square().sum(), ours.forwards.of_state)[0]
+    known = torch.autograd.grad(
+        torch.cat([last[0], last[1]], -1).square().sum(), theirs.weight_hh_l0
+    )[0]
+    assert torch.allclose(slopes, known, atol=1e-9)
+
+
+def test_padding_changes_nothing():
+    model = world.seeded(small).eval()
+    x = sentences((9, 1, 4, 7))
+    longer = torch.cat([x, torch.zeros(4, 13, dtype=torch.int64)], 1)
+    assert torch.allclose(model(x), model(longer), atol=1e-6)
+    assert torch.allclose(model(x)[1:2], model(x[1:2, :1]), atol=1e-6)
+
+
+def test_the_network_takes_its_words_in_order():
+    model = world.seeded(small).eval()
+    assert not torch.allclose(
+        model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[3, 2, 1]])), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dropout", [None, 0.3])
+def test_batched_devices_train_as_one_by_one(dropout):
+    model = world.seeded(lambda: small(dropout=dropout))
+    people = [
+        (sentences(lengths, seed=place), torch.arange(len(lengths)) % 3)
+        for place, lengths in enumerate(((9, 1, 4, 7, 2), (3, 8)))
+    ]
+    train = from_tensors(people, test=0.0, validation=0.0).train
+    from glocal.algorithms import lg_fedavg
+
+    algorithm = lg_fedavg(
+        cross_entropy(model),
+        adam(0.01, lr_schedule=StepLR(gamma=0.5, step_size=1)),
+        split=Split.of(model, local="head"),
+    )
+    plan = Plan(3, 2, batch_size=3, max_tokens=16)
+    runs = [
+        world.last(simulate(algorithm, params_of(model), train, plan, engine=engine))[0]
+        for engine in ("looped", "vmapped")
+    ]
+    assert world.gap(*runs, total=2) < 1e-5
+
+
+def test_the_alpha_splits_are_the_shares_they_say():
+    settings = PAPER["paper-mood"].parts["14-people"].settings
+    model = default_model("mood_lstm")
+    params = params_of(model)
+    assert trees.numel(params) == 1_436_101
+    for name, share in SHARES.items():
+        shared = trees.numel(
+            build_split(settings, settings.experiments[name], model).take_shared(params)
+        )
+        assert 1 - shared / trees.numel(params) == pytest.approx(share, abs=5e-4)
+        if "α" in name:
+            assert share == pytest.approx(float(name.rpartition(" ")[2]), abs=0.035)
+
+
+def test_every_method_of_the_study_has_the_same_number_of_rounds():
+    from glocal.studies.run import plans_of
+
+    for part in PAPER["paper-mood"].parts.values():
+        assert {plan.total_rounds for plan in plans_of(part.settings).values()} == {
+            part.settings.plan.rounds
+        }
+
+
+def test_one_class_people_are_found_by_their_texts():
+    federation = from_tensors(
+        [(np.zeros((40, 2)), np.repeat([0, 1], [38, 2])), (np.zeros((40, 2)), np.arange(40) % 2)]
+    )
+    assert one_class_clients(federation, 0.95) == {0}
+    assert one_class_clients(federation, 0.96) == frozenset()
+
+
+def test_error_counts_how_many_classes_a_guess_is_off():
+    federation = from_tensors(
+        [(np.zeros((2, 1)), np.array([0, 4])), (np.zeros((1, 1)), np.array([2]))],
+        test=0.0,
+        validation=0.0,
+    )
+    guesses = [np.array([0, 1]), np.array([2])]
+    assert ordinal_metrics(guesses, federation.train) == (2 / 3, 1.0, 2 / 3, 1.0)
+    assert ordinal_metrics(guesses, federation.train, {0}) == (2 / 3, 1.0, 1.0, 0.0)
+    assert ordinal_metrics(guesses, federation.train, {0, 1})[2:] == (None, None)
+
+
+def test_bags_of_words_tell_what_the_words_say_and_cope_with_one_class_people(tmp_path):
+    texts = read_texts([diary(tmp_path / "maps.csv", (60, 40, 3))])
+    y = np.where(np.array(texts.person) == "p1", 4, texts.y)  # always the best mood
+    (federation,) = partition_texts(texts._replace(y=y), seeds=[0])
+    found = {
+        name: ordinal_metrics(guess.test, federation.test)
+        for name, guess in baselines(federation).items()
+    }
+    assert found["Bag of words, per person"].accuracy == 1.0
+    assert found["Bag of words, pooled, knows the person"].accuracy > found["Majority"].accuracy
+    assert found["Majority per person"].accuracy < 1.0
+
+
+def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts():
+    runs = restarts_of(PlanSettings(seed=3, seeds=2, restarts=3))
+    assert [run.deal for run in runs] == [3, 4, 3, 4, 3, 4]
+    assert len({run.seed for run in runs}) == 6
+    results = [
+        {"seed": run.seed, "validation": {"pooled": pooled}}
+        for run, pooled in zip(runs, (0.1, None, 0.3, 0.2, 0.3, 0.1), strict=True)
+    ]
+    chosen = best_restarts(results, PlanSettings(seed=3, seeds=2, restarts=3))
+    assert [(result["seed"], result["try"], result["place"]) for result in chosen] == [
+        (3, 1, 2),
+        (4, 1, 3),
+    ]
+    assert best_restarts(results, PlanSettings()) == results
+    with pytest.raises(InputError, match=r"plan.restarts is 0; a whole number from 1 to"):
+        restarts_of(PlanSettings(restarts=0))
+
+
+def quick(path, **plan):
+    table = {
+        "data": {"source": str(path), "partition": "natural"},
+        "model": {"name": "tests.studies.test_mood:tiny"},
+        "optimizer": {"name": "adam", "lr": 0.01, "lr_gamma": 0.5, "lr_step_size": 1},
+        "plan": {
+            "rounds": 2,
+            "clients_per_round": 4,
+            "batch": 8,
+            "max_tokens": 60,
+            "seeds": 2,
+            **plan,
+        },
+        "run": {"select": "best", "validate_every": 1, "engine": "vmapped"},
+        "ordinal": {"bag_of_words": True},
+        "experiments": {
+            "FedAvg": {"algorithm": "fedavg"},
+            "LG": {"algorithm": "lg_fedavg", "local": ["head"]},
+        },
+    }
+    return from_dict(table)
+
+
+def tiny():
+    return mood_lstm(5, width=4, units=3)
+
+
+def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
+    settings = quick(diary(tmp_path / "maps.csv"), restarts=2)
+    list(run_study(settings, tmp_path / "run"))
+    results = read_results(tmp_path / "run")
+    assert [result["seed"] for result in results["LG"]] == [0, 1]
+    assert len(json.loads((tmp_path / "run/experiments/lg/result.json").read_text())) == 4
+    assert {*results["LG"][0]["ordinal"]} >= {"accuracy", "error", "accuracy_rest", "error_rest"}
+    assert [device["test"] for device in results["LG"][0]["clients"]][-1] == 0
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 8
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    told = capfd.readouterr()
+    assert SECRET not in told.out + told.err + caplog.text
+    assert SECRET not in repr(read_texts([tmp_path / "maps.csv"]))
+
+
+def test_a_deal_has_one_federation_for_all_its_tries_and_one_store_for_all_deals(tmp_path):
+    parts = build_components(quick(diary(tmp_path / "maps.csv"), restarts=2), lambda *_: None)
+    assert len(parts.seeds) == 4
+    assert parts.federations[0] is parts.federations[2]
+    assert parts.federations[0].train.examples is parts.federations[1].train.examples
+    assert not trees.same_bits(parts.params[0], parts.params[2])
+
+
+def test_texts_are_dealt_person_by_person_only(tmp_path):
+    settings = quick(diary(tmp_path / "maps.csv"))
+    with pytest.raises(InputError, match=r"let data.partition be 'natural', not 'iid'"):
+        build_components(
+            replace(settings, data=replace(settings.data, partition="iid")), lambda *_: None
+        )
+    with pytest.raises(
+        InputError, match="holds texts, which are numbered only once they are dealt out"
+    ):
+        load(settings.data.source)
+    with pytest.raises(InputError, match="digits holds no texts"):
+        load_texts("digits")
+
+
+@pytest.mark.slow
+def test_the_mood_study_is_run_reported_and_drawn(tmp_path, capfd):
+    study, source = PAPER["paper-mood"], diary(tmp_path / "maps.csv")
+    changes = [
+        "plan.seeds=2",
+        "plan.restarts=1",
+        "plan.rounds=30",
+        "plan.clients_per_round=4",
+        "data.keep_clients=4",
+        'run.engine="vmapped"',
+    ]
+    changes += [f'data.source="{source}"', 'model.name="tests.studies.test_mood:tiny"', "run.validate_every=10"]
+    parts = write_study(study, tmp_path / "run", patterns=["14-people"], changes=changes)
+    experiments = {
+        name: experiment
+        for name, experiment in parts["14-people"].experiments.items()
+        if name in ("FedAvg", "Local only", "head local, α = .2")
+    }
+    for _ in run_parts(
+        {"14-people": replace(parts["14-people"], experiments=experiments)}, tmp_path / "run"
+    ):
+        pass
+    findings = read_findings(tmp_path / "run")
+    text = study_markdown(findings)
+    assert "| Bag of words, pooled, knows the person |" in text
+    assert "the best mix is above FedAvg" in text
+    (picture,) = draw_study(findings, tmp_path)
+    assert picture.name == "paper-mood-14-people.png"
+    assert SECRET not in text + capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_essays_are_what_their_authors_say():
+    texts = load_texts("mood_essays")
+    assert repr(texts) == "Texts(4501 texts of 182 people)"
+    assert np.bincount(texts.y).tolist() == [599, 624, 1483, 896, 899]
+    (federation,) = partition_texts(texts, seeds=[0], people=14)
+    parts = (federation.train, federation.val, federation.test)
+    assert sum(part.sizes for part in parts).tolist() == [
+        215,
+        210,
+        206,
+        177,
+        97,
+        88,
+        82,
+        77,
+        76,
+        63,
+        47,
+        42,
+        42,
+        41,
+    ]
+    assert len(one_class_clients(federation, 0.95)) == 2
+    read = math.fsum(min(len(words), MAX_WORDS) for words in texts.words) / math.fsum(
+        map(len, texts.words)
+    )
+    assert read == pytest.approx(0.927, abs=2e-3)
+
+
+def test_words_and_marks_are_kept_apart():
+    assert tokenize("Don’t: é2 <PER>") == ("don", "’", "t", ":", "é2", "<", "per", ">")

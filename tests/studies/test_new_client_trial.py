@@ -1,0 +1,330 @@
+"""Table 3 of the paper: a newcomer with rotated digits at the end of a case, and how its study is reported."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.datasets import load
+from glocal.datasets.rotation import rotate_images
+from glocal.personalize.onboarding import JoinPlan
+from glocal.report import study_markdown, write_study_report
+from glocal.studies import new_client_trial
+from glocal.studies.findings import Findings, part_folder, read_findings
+from glocal.studies.new_client_trial import NewClientSettings
+from glocal.studies.paper import PAPER
+from glocal.studies.run import run_study
+from glocal.studies.settings import (
+    DataSettings,
+    ExperimentSettings,
+    ModelSettings,
+    PlanSettings,
+    Settings,
+    SplitSettings,
+    from_dict,
+)
+from glocal.studies.study import Study
+from glocal.studies.study_parts import run_parts, write_study
+from tests.cli.test_cli import complaint, run
+
+SMALL = Settings(
+    name="small",
+    data=DataSettings(clients=6, classes_per_client=4),
+    model=ModelSettings(hidden=(16, 16)),
+    split=SplitSettings(local=("layer1",)),
+    plan=PlanSettings(rounds=4, clients_per_round=2, batch_size=8, seeds=2),
+    new_client=NewClientSettings(rotate=90, train=60, test=40),
+    experiments={
+        "FedAvg": ExperimentSettings("fedavg", join_plan=JoinPlan(epochs=0, rounds=2)),
+        "LG": ExperimentSettings(
+            "lg_fedavg",
+            start_from="FedAvg",
+            join_plan=JoinPlan(epochs=2, rounds=2, existing_clients=2),
+        ),
+        "Quiet": ExperimentSettings("lg_fedavg", start_from="FedAvg", join_plan=JoinPlan(epochs=2)),
+    },
+)
+
+
+def done(settings, folder):
+    for _ in run_study(settings, folder):
+        pass
+    return {
+        name: json.loads((folder / "experiments" / name.lower() / "result.json").read_text())
+        for name in settings.experiments
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return done(SMALL, tmp_path_factory.mktemp("arrival"))
+
+
+def test_every_seed_tells_what_the_newcomers_coming_came_to(results):
+    for seeds in results.values():
+        assert len(seeds) == 2
+        for result in seeds:
+            assert {"normal", "normal_local", "rotated", "rotated_before", "ledger"} == {
+                *result["arrival"]
+            }
+
+
+def test_a_newcomer_that_only_settles_leaves_the_old_devices_as_they_were(results):
+    for result in results["Quiet"]:
+        assert result["arrival"]["normal"] == result["new_test"]["logits"]
+        assert result["arrival"]["normal_local"] == result["local_test"]["mean"]
+        assert result["arrival"]["ledger"]["upload"]["bytes"] == 0
+
+
+def test_what_the_arrival_cost_is_what_crossed(results):
+    shared, whole = 4 * (17 * 16 + 17 * 10), 4 * (65 * 16 + 17 * 16 + 17 * 10)
+    ledgers = {name: seeds[0]["arrival"]["ledger"] for name, seeds in results.items()}
+    assert ledgers["FedAvg"]["total"]["bytes"] == whole + 2 * 2 * whole
+    assert ledgers["LG"]["total"]["bytes"] == whole + 2 * 3 * 2 * shared
+
+
+def test_two_runs_of_an_arrival_give_the_same_bits(results, tmp_path):
+    assert done(SMALL, tmp_path) == results
+
+
+def test_seeds_side_by_side_change_no_newcomer(results, tmp_path):
+    alone = done(replace(SMALL, plan=replace(SMALL.plan, seeds=1, seed=1)), tmp_path)
+    for name, seeds in results.items():
+        assert alone[name][0]["arrival"]["rotated"] == pytest.approx(
+            seeds[1]["arrival"]["rotated"], abs=1e-6
+        )
+
+
+def test_a_quarter_turn_only_moves_pixels():
+    x = load("digits").train.x[:50]
+    turned = rotate_images(x, 90)
+    assert torch.equal(rotate_images(turned, 270), x)
+    assert torch.equal(turned[:, :, 0, 0], x[:, :, 0, -1])
+    assert trees.same_bits({"x": rotate_images(x, 360)}, {"x": x})
+
+
+WRONG = {
+    "no newcomer": (
+        replace(SMALL, new_client=None),
+        r"experiments.FedAvg has a welcome, but there is no \[newcomer\]",
+    ),
+    "too many": (
+        replace(SMALL, new_client=NewClientSettings(train=10**6)),
+        "new_client.train is 1000000; it must be from 1 to 1347",
+    ),
+    "no angle": (
+        replace(SMALL, new_client=NewClientSettings(float("nan"), 9, 9)),
+        "new_client.rotate is nan",
+    ),
+    "none to test": (
+        replace(SMALL, new_client=NewClientSettings(train=9, test=0)),
+        "new_client.test is 0; it must be from 1 to 450",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), WRONG.values(), ids=WRONG)
+def test_an_arrival_that_cannot_be_is_refused_before_anything_is_written(settings, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        done(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_with_a_newcomer_come_back_from_json():
+    assert from_dict(json.loads(json.dumps(SMALL.as_dict()))) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("experiments.LG.join_plan.epoch=3", "unknown option 'experiments.LG.join_plan.epoch'"),
+        ("new_client.rotate=far", "new_client.rotate is 'far'"),
+    ],
+)
+def test_a_misspelt_welcome_is_named(change, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text(
+        '[new_client]\n[experiments.LG]\nalgorithm = "lg_fedavg"\njoin_plan = {rounds = 1}\n'
+    )
+    assert run("run", "a.toml", "--set", change) == 2
+    assert words in complaint(capsys)
+
+
+def test_a_run_cannot_go_on_with_another_welcome(tmp_path):
+    folder = tmp_path / "run"
+    done(SMALL, folder)
+    experiments = {
+        **SMALL.experiments,
+        "LG": replace(SMALL.experiments["LG"], join_plan=JoinPlan(epochs=9)),
+    }
+    with pytest.raises(InputError, match="another welcome"):
+        done(replace(SMALL, experiments=experiments), folder)
+
+
+# the study
+
+
+def test_table_3_is_published_whole():
+    parts = PAPER["paper-rotated"].parts
+    rows = {
+        "FedAvg, C = 0.0",
+        "FedAvg, C = 0.1",
+        "FedProx, C = 0.1",
+        "LG-FedAvg, C = 0.0",
+        "LG-FedAvg, C = 0.1",
+    }
+    assert [{*part.published} for part in parts.values()] == [rows, rows]
+    assert parts["iid"].published["FedAvg, C = 0.0"].scores == ((32.0, 6.2), (91.8, 3.0))
+    assert parts["2-classes"].published["LG-FedAvg, C = 0.1"].scores == ((98.2, 0.7), (93.9, 1.4))
+    for part in parts.values():
+        assert rows <= {*part.settings.experiments}
+        assert part.settings.new_client == NewClientSettings(90, 3000, 500)
+        existing_clients = {
+            name: experiment.join_plan.existing_clients
+            for name, experiment in part.settings.experiments.items()
+            if experiment.join_plan
+        }
+        assert all(
+            count == (10 if name.endswith("0.1") else 0) for name, count in existing_clients.items()
+        )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[Findings, Path]:
+    """The study in small, run as it would be."""
+    study = PAPER["paper-rotated"]
+    folder = tmp_path_factory.mktemp("rotated")
+    changes = [
+        "data.source=digits",
+        "data.clients=12",
+        "model.hidden=[16,16,16,16]",
+        "new_client.train=60",
+        "new_client.test=40",
+    ]
+    parts = write_study(
+        study, folder, changes=[*changes, "plan.clients_per_round=3", "plan.seeds=2"]
+    )
+    small = {
+        name: replace(settings, experiments=_short(settings.experiments))
+        for name, settings in parts.items()
+    }
+    for _ in run_parts(small, folder):
+        pass
+    return read_findings(folder), folder
+
+
+def _short(experiments):
+    short = {}
+    for name, experiment in experiments.items():
+        join_plan = experiment.join_plan and replace(
+            experiment.join_plan,
+            rounds=1,
+            epochs=min(experiment.join_plan.epochs, 1),
+            existing_clients=min(experiment.join_plan.existing_clients, 2),
+        )
+        short[name] = replace(
+            experiment,
+            rounds=2,
+            start_round=2 if experiment.start_from else None,
+            join_plan=join_plan,
+        )
+    return short
+
+
+def test_the_report_has_normal_and_rotated_beside_the_papers_own(found):
+    findings, folder = found
+    text = study_markdown(findings)
+    row = next(line for line in text.splitlines() if line.startswith("| LG-FedAvg, C = 0.1"))
+    assert "97.70 ± 0.80" in row
+    assert "93.20 ± 1.30" in row
+    assert "Sent for the arrival" in text
+    assert (
+        "Local Test" not in text.partition("### What the paper claims")[2].partition("Normal:")[0]
+    )
+    page = write_study_report(findings, folder).read_text()
+    assert "Rotated, %" in page
+    assert "FedProx, C = 0.0" in page
+
+
+def test_every_claim_of_table_3_gets_a_verdict(found):
+    findings, _ = found
+    assert len(findings.verdicts()) == len(findings.study.claims) == 12
+
+
+def test_the_figures_are_the_runs_own(found):
+    findings, folder = found
+    experiment = findings.parts["iid"]["experiments"]["FedAvg, C = 0.0"]
+    kept = json.loads(
+        (part_folder(folder, "iid") / "experiments" / "fedavg-c-0-0" / "result.json").read_text()
+    )
+    assert experiment["rotated"] == pytest.approx(
+        [result["arrival"]["rotated"] for result in kept], abs=1e-6
+    )
+    assert experiment["arrival_bytes"] == kept[0]["arrival"]["ledger"]["total"]["bytes"]
+    assert np.isfinite(experiment["normal"]).all()
+
+
+def test_show_tells_of_table_3(capsys):
+    assert run("show", "paper-rotated") == 0
+    shown = capsys.readouterr().out
+    assert "paper: Normal" in shown
+    assert "32.00 ± 6.20" in shown
+
+
+def test_a_study_tells_what_it_measures():
+    assert isinstance(PAPER["paper-rotated"], Study)
+    assert [*PAPER["paper-rotated"].measures] == ["normal", "rotated"]
+    assert [*PAPER["paper-mnist"].measures] == ["local", "new"]
+
+
+def own_source():
+    """Images device by device: training and test rows lie in one store."""
+    x, y, _ = load("digits").train
+    return [(x[start : start + 100], y[start : start + 100]) for start in range(0, 600, 100)]
+
+
+def pictures(images):
+    return {tuple(image.flatten().tolist()) for image in images}
+
+
+def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_path):
+    seen, dealt = {}, new_client_trial._dealt
+
+    def spy(experiment, new_client, part):
+        rows, store = dealt(experiment, new_client, part)
+        fed = experiment.federations[0]
+        seen[part] = pictures(rotate_images(store.x[rows[0]], 270))
+        seen["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
+        return rows, store
+
+    monkeypatch.setattr(new_client_trial, "_dealt", spy)
+    data = DataSettings(source="tests.studies.test_new_client_trial:own_source", validation=0.1)
+    done(
+        replace(
+            SMALL,
+            data=data,
+            plan=replace(SMALL.plan, seeds=1),
+            experiments={"FedAvg": SMALL.experiments["FedAvg"]},
+        ),
+        tmp_path,
+    )
+    assert not seen["train"] & seen["tests"]
+    assert seen["test"] <= seen["tests"]
+
+
+def test_a_stop_during_the_arrival_keeps_the_rounds_before(monkeypatch, tmp_path, results):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    figures = replace(SMALL, run=replace(SMALL.run, save="figures", checkpoint_every=100))
+    with monkeypatch.context() as patch:
+        patch.setattr("glocal.studies.run.join_new_clients", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            done(figures, tmp_path)
+    assert (tmp_path / "experiments" / "fedavg" / "checkpoint.safetensors").exists()
+    assert done(figures, tmp_path) == results

@@ -1,0 +1,179 @@
+"""Before the first round: every device trains its private part alone, with labels or without, and nothing is sent."""
+
+import tomllib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from glocal import datasets
+from glocal.core import trees
+from glocal.core.errors import InputError
+from glocal.core.files import read_tensors
+from glocal.datasets.fetch import no_progress
+from glocal.federate.fitting import start_or_resume
+from glocal.studies import build
+from glocal.studies.build import build_components
+from glocal.studies.models import bottleneck_cnn, bottleneck_mlp
+from glocal.studies.run import initial_case, run_study
+from glocal.studies.settings import from_dict
+
+STUDY = """
+[data]
+source = "digits"
+clients = 6
+validation = 0.1
+labeled_fraction = {labelled}
+[model]
+name = "coded_mlp"
+hidden = [16]
+bottleneck = 8
+[split]
+local = ["encoder"]
+[optimizer]
+name = "adam"
+lr = 0.005
+[plan]
+rounds = 4
+clients_per_round = 3
+seeds = 2
+batch_size = 40
+[run]
+engine = "looped"
+[experiments.Plain]
+algorithm = "lg_fedavg"
+[experiments.First]
+algorithm = "{algorithm}"
+pretext = {{kind = "{kind}", layer = "encoder", weight = 0, hidden = [8], pretrain_epochs = {epochs}}}
+"""
+
+
+def settings_of(*, kind="decoder", epochs=2, labeled_fraction=0.1, algorithm="lg_fedavg", **plan):
+    settings = from_dict(
+        tomllib.loads(
+            STUDY.format(
+                kind=kind, epochs=epochs, labeled_fraction=labeled_fraction, algorithm=algorithm
+            )
+        )
+    )
+    return replace(settings, plan=replace(settings.plan, **plan))
+
+
+def studied(folder, settings):
+    for _ in run_study(settings, folder):
+        pass
+    return read_tensors(folder / "experiments" / "first" / "checkpoint.safetensors")[0]
+
+
+def begun(settings):
+    """The case before its first round, and where it starts."""
+    experiment = initial_case(settings, "First", build_components(settings, no_progress))
+    return experiment, start_or_resume(experiment, settings.run, None)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "jigsaw", "classifier"])
+def test_everybodys_private_part_moves_the_shared_one_does_not_and_nothing_is_sent(kind):
+    experiment, progress = begun(settings_of(kind=kind))
+    _, fresh = begun(settings_of(kind=kind, epochs=0))
+    for state, start, ledger in zip(progress.states, fresh.states, progress.ledgers, strict=True):
+        assert trees.same_bits(state.shared, start.shared)
+        assert sorted(state.private.trained) == [*range(6)]
+        for number in range(6):
+            own = state.private.of(number)
+            assert all(not torch.equal(own[name], start.private.initial[name]) for name in own), (
+                "encoder and auxiliary alike"
+            )
+        assert ledger.total.bytes == 0
+    assert experiment.pretraining.labels == (kind == "classifier")
+
+
+def test_an_adversary_comes_along_from_the_start():
+    settings = settings_of(kind="adversary", labeled_fraction=1.0)
+    settings = replace(settings, data=replace(settings.data, source="tests.personalize.test_representations:census"))
+    experiment, progress = begun(settings)
+    assert experiment.pretraining.labels
+    names = {*progress.states[0].private.of(0)}
+    assert {name.partition("/")[0].partition(".")[0] for name in names} == {"encoder", "adversary"}
+
+
+def test_what_was_learnt_before_changes_the_run(tmp_path):
+    plain, first = (
+        studied(tmp_path / str(epochs), settings_of(epochs=epochs)) for epochs in (0, 3)
+    )
+    assert plain.keys() <= first.keys()
+    assert not trees.same_bits(plain, {name: first[name] for name in plain})
+
+
+def test_a_study_that_was_stopped_comes_to_the_same_bits(tmp_path):
+    settings = settings_of()
+    whole = studied(tmp_path / "whole", settings)
+    for step in run_study(settings, tmp_path / "parts"):
+        if step.experiment == "First" and step.moment and step.moment.progress.done == 2:
+            break
+    assert trees.same_bits(whole, studied(tmp_path / "parts", settings))
+
+
+def test_labels_are_known_of_a_share_and_inputs_of_all():
+    fed = datasets.partition(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
+    some = fed.subsample_labels(0.05, seed=3)
+    assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
+    assert all(
+        np.isin(few, own).all() for few, own in zip(some.train.rows, fed.train.rows, strict=True)
+    )
+    assert some.unlabeled is fed.train
+    assert some.val is fed.val
+    assert fed.subsample_labels(1e-9, seed=0).train.sizes.tolist() == [1] * 5
+    again, other = fed.subsample_labels(0.05, seed=3), fed.subsample_labels(0.05, seed=4)
+    assert all(map(np.array_equal, some.train.rows, again.train.rows))
+    assert not all(map(np.array_equal, some.train.rows, other.train.rows))
+
+
+@pytest.mark.parametrize(("kind", "differs"), [("decoder", True), ("classifier", False)])
+def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
+    """Hide all but a few rows: a decoder has learnt from the hidden ones, a classifier cannot have."""
+    settings = settings_of(kind=kind, seeds=1, rounds=1)
+    few = studied(tmp_path / "few", settings)
+
+    def without_the_rest(loaded, wanted, seed):
+        dealt = kept(loaded, wanted, seed)
+        return replace(dealt, unlabeled=dealt.train)
+
+    kept = build.partition_data
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "partition_data", without_the_rest)
+        alone = studied(tmp_path / "alone", settings)
+    assert trees.same_bits(few, alone) != differs
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"epochs": -1}, "pretrain is -1"),
+        ({"algorithm": "fedavg"}, "fedavg: nothing of it is private"),
+        ({"labeled_fraction": 0.0}, "labelled is 0.0"),
+        ({"labeled_fraction": 1.5}, "labelled is 1.5"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_written(change, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        list(run_study(settings_of(**change), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_networks_are_as_wide_as_they_are_asked_to_be():
+    images = torch.zeros(2, 3, 32, 32)
+    model = bottleneck_cnn((3, 32, 32), 7, bottleneck=5)
+    assert (model.encoder(images).shape, model(images).shape) == ((2, 5), (2, 7))
+    with pytest.raises(InputError, match="at least 16 x 16"):
+        bottleneck_cnn((1, 8, 8))
+    make_dropout = bottleneck_mlp(dropout=0.5)
+    assert [type(layer).__name__ for layer in make_dropout.head] == [
+        "Linear",
+        "ReLU",
+        "Dropout",
+        "Linear",
+    ]
+    assert sum("Dropout" in type(layer).__name__ for layer in make_dropout.encoder) == 2
+    with pytest.raises(InputError, match=r"dropout is 1\.5"):
+        bottleneck_mlp(dropout=1.5)
