@@ -16,7 +16,7 @@ _HOMES = {
     "core.errors": ("GlocalWarning", "InputError"),
     "core.modules": ("params_of",),
     "core.optimizers": ("adam", "sgd"),
-    "core.sampling": ("Availability", "Plan", "stream"),
+    "core.sampling": ("Availability", "Plan", "make_rng"),
     "core.split": ("Split", "first_layers", "last_layers"),
     "core.training": (
         "Objective",

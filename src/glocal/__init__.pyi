@@ -10,7 +10,6 @@ from glocal import personalize as personalize
 from glocal import report as report
 from glocal import studies as studies
 from glocal import wire as wire
-from glocal.None import stream as stream
 from glocal.algorithms.apfl import apfl as apfl
 from glocal.algorithms.contract import Algorithm as Algorithm
 from glocal.algorithms.contract import Update as Update
@@ -26,6 +25,7 @@ from glocal.core.optimizers import adam as adam
 from glocal.core.optimizers import sgd as sgd
 from glocal.core.sampling import Availability as Availability
 from glocal.core.sampling import Plan as Plan
+from glocal.core.sampling import make_rng as make_rng
 from glocal.core.split import Split as Split
 from glocal.core.split import first_layers as first_layers
 from glocal.core.split import last_layers as last_layers

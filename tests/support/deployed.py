@@ -29,7 +29,7 @@ def data(device):
     return x, (x[:, 0] > 0).long() + (x[:, 1] > x[:, 2]).long()
 
 def everyone():
-    return [data(device) for device in range({devices})]
+    return [data(device) for device in range({clients})]
 """
 STUDY = """
 [data]

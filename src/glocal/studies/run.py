@@ -110,7 +110,7 @@ class Steady:
 
     def move_to_device(self) -> "Steady":
         """The same with data and weights on the computing device."""
-        return replace(self, experiment=move_to_device(self.case, self.options))
+        return replace(self, case=move_to_device(self.case, self.options))
 
     def fingerprint(self) -> Json:
         """What must be the same for a run to be continued."""
