@@ -1,0 +1,113 @@
+"""How dense code is: python -m tests.support.readability src/glocal/core src/glocal/wire ...
+
+With a folder or a file, its figures; each function above the limit of p95 is named.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median, quantiles
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+COLUMNS, LINES = 100, 400
+
+
+@dataclass
+class Measured:
+    """Figures of some files."""
+
+    bodies: dict[str, int] = field(default_factory=dict)  # AST nodes of each function's body
+    comprehensions: dict[str, int] = field(default_factory=dict)
+    nodes: int = 0
+    code_lines: int = 0
+    long_lines: list[str] = field(default_factory=list)
+    long_files: list[str] = field(default_factory=list)
+
+    @property
+    def median_nodes(self) -> float:
+        return median(self.bodies.values())
+
+    @property
+    def p95_nodes(self) -> float:
+        return quantiles(self.bodies.values(), n=20)[-1]
+
+    @property
+    def nodes_per_line(self) -> float:
+        return self.nodes / self.code_lines
+
+    @property
+    def comprehensions_per_function(self) -> float:
+        return mean(self.comprehensions.values())
+
+
+def measure(paths):
+    """The figures of these files together; C++ has only lines."""
+    measured = Measured()
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        long = [number for number, line in enumerate(lines, 1) if len(line) > COLUMNS]
+        measured.long_lines += [f"{path}:{number}" for number in long]
+        if len(lines) > LINES:
+            measured.long_files.append(f"{path} ({len(lines)} lines)")
+        if path.suffix == ".py":
+            _add(measured, path, text)
+    return measured
+
+
+def files(folder):
+    """The Python and C++ files in a folder."""
+    if folder.is_file():
+        return [folder]
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+
+
+def _add(measured, path, text):
+    tree = ast.parse(text)
+    measured.nodes += sum(1 for _ in ast.walk(tree))
+    measured.code_lines += len(_code_lines(text))
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            name = f"{path}:{node.lineno} {node.name}"
+            inside = [each for part in _body(node) for each in ast.walk(part)]
+            measured.bodies[name] = len(inside)
+            measured.comprehensions[name] = sum(isinstance(each, COMPREHENSIONS) for each in inside)
+
+
+def _body(function):
+    """The statements of a function, without its docstring."""
+    first, *others = function.body
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return others if is_docstring and isinstance(first.value.value, str) else function.body
+
+
+def _code_lines(text):
+    """The numbers of the lines that hold code: neither blank, nor only a comment."""
+    layout = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in layout and token.type != tokenize.ENDMARKER:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return lines
+
+
+def main():
+    paths = [path for name in sys.argv[1:] for path in files(Path(name))]
+    measured = measure(paths)
+    print(f"AST nodes of a function's body: median {measured.median_nodes:.0f}, limit 48")
+    print(f"                                p95 {measured.p95_nodes:.0f}, limit 200")
+    print(f"nodes per line of code: {measured.nodes_per_line:.2f}, limit 9")
+    print(f"comprehensions per function: {measured.comprehensions_per_function:.2f}, limit 0.4")
+    print(f"lines over {COLUMNS} columns: {len(measured.long_lines)}")
+    print(f"files over {LINES} lines: {measured.long_files}")
+    for name, nodes in sorted(measured.bodies.items(), key=lambda item: -item[1]):
+        if nodes > 150:
+            print(f"{nodes:5} {name}")
+
+
+if __name__ == "__main__":
+    main()
