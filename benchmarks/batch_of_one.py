@@ -39,7 +39,7 @@ def main() -> None:
     chosen = replace(train, rows=tuple(train.rows[device] for device in [*one[:10], *full[:10]]))
     algorithm = build_algorithm(settings, settings.experiments["Local only"], parts)
     plan = replace(
-        plans_of(settings)["Local only"], rounds=given.rounds, clients_per_round=chosen.clients
+        plans_of(settings)["Local only"], rounds=given.rounds, clients_per_round=chosen.num_clients
     )
     executor = Executor(
         algorithm.client_update, engine=settings.run.engine_config(), num_calls=given.rounds

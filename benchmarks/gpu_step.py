@@ -50,7 +50,7 @@ class Workload:
     inputs: tuple[int, ...]
     clients: int
     steps: int
-    batch: int
+    batch_size: int
 
     @cached_property
     def chain(self) -> LayerChain:

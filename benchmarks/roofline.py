@@ -71,9 +71,9 @@ def _after(layer: Layer, shape: Shape) -> Shape:
     return {"linear": tuple(numbers[1:]), "flatten": (prod(shape),), "relu": shape}[kind]
 
 
-def floor(workload: Workload, rate: float, bandwidth: float) -> Figures:
+def floor(workload: Workload, flops: float, bandwidth: float) -> Figures:
     """The least time of a round in milliseconds, and what sets it; rate in operations and bandwidth in bytes per second."""
-    arithmetic, traffic = 1e3 * operations(workload) / rate, 1e3 * least_bytes(workload) / bandwidth
+    arithmetic, traffic = 1e3 * operations(workload) / flops, 1e3 * least_bytes(workload) / bandwidth
     return {
         "gflop": operations(workload) / 1e9,
         "gigabytes": least_bytes(workload) / 1e9,

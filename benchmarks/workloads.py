@@ -32,12 +32,12 @@ class Workload:
     batch_size: int
     lr: float
     momentum: float
-    epochs: int = 1
+    local_epochs: int = 1
 
     @property
     def steps(self) -> int:
         """Steps of one device in one round."""
-        return self.epochs * -(-self.examples // self.batch_size)
+        return self.local_epochs * -(-self.examples // self.batch_size)
 
 
 def dense(*widths: int) -> tuple[Layer, ...]:
@@ -148,7 +148,7 @@ def _real(workload: Workload) -> Data | None:
 
     if (
         workload.source not in datasets.SOURCES
-        or datasets.status(workload.source) == "not downloaded"
+        or datasets.source_status(workload.source) == "not downloaded"
     ):
         return None
     examples = datasets.load(workload.source).train

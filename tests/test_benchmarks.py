@@ -19,7 +19,7 @@ TINY = Workload(
     clients=4,
     examples=7,
     clients_per_round=2,
-    batch=3,
+    batch_size=3,
     lr=0.1,
     momentum=0.5,
 )
@@ -67,8 +67,8 @@ def test_without_momentum_no_velocity_is_moved():
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_traffic():
-    assert roofline.floor(MLP, lr=1e9, bandwidth=1e15)["bound"] == "arithmetic"
-    assert roofline.floor(MLP, lr=1e15, bandwidth=1e9)["floor_ms"] == pytest.approx(
+    assert roofline.floor(MLP, flops=1e9, bandwidth=1e15)["bound"] == "arithmetic"
+    assert roofline.floor(MLP, flops=1e15, bandwidth=1e9)["floor_ms"] == pytest.approx(
         roofline.least_bytes(MLP) / 1e6
     )
 
@@ -84,7 +84,7 @@ def test_data_are_dealt_once_and_said_to_be_random_where_there_are_none(tmp_path
 
 
 def test_one_round_of_the_plain_loop_is_one_round_of_glocal(tmp_path):
-    everyone = replace(TINY, clients_per_round=4, batch=7)
+    everyone = replace(TINY, clients_per_round=4, batch_size=7)
     write_arrays(everyone, tmp_path)
     asked = job.Job(
         everyone,

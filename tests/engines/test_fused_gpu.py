@@ -156,7 +156,7 @@ def assert_same_bits(one, other):
 
 
 @needs_kernels
-@pytest.mark.parametrize(("devices", "batch"), [(3, 1), (2, 10), (1, 16), (3, 17), (1, 70)])
+@pytest.mark.parametrize(("clients", "batch"), [(3, 1), (2, 10), (1, 16), (3, 17), (1, 70)])
 def test_an_mlp_of_odd_widths_takes_the_same_steps(clients, batch):
     trial = Trial(mlp(67, 35, CLASSES), (67,), batch=batch, clients=clients, steps=2)
     assert_same(trial.fused(momentum=0.5), trial.truth(momentum=0.5))
