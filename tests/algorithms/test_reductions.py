@@ -79,7 +79,7 @@ def test_fedprox_with_a_pull_is_not_fedavg():
 def test_mtl_without_a_tie_is_local_only():
     model = world.seeded(world.with_batch_norm)
     assert same(
-        personal(lambda o, s: mtl(o, s, clients=6, lam=0.0), model), personal(local_only, model)
+        personal(lambda o, s: mtl(o, s, num_clients=6, lam=0.0), model), personal(local_only, model)
     )
 
 

@@ -21,7 +21,7 @@ from tests.cli.test_cli import complaint, run
 from tests.support import world
 
 NO_SHARES = [3.0, -0.5, 1.0, math.nan, math.inf]
-NO_DEVIATIONS = [-0.1, 1e30, math.nan, math.inf]
+NO_STDS = [-0.1, 1e30, math.nan, math.inf]
 MODELS = ["mlp", "softmax_mlp", "coded_mlp", "lenet5", "coded_cnn", "mood_lstm", "vqa"]
 
 
@@ -36,7 +36,7 @@ def test_a_share_to_drop_outside_0_to_1_is_refused_for_every_model(share, model,
     assert not out.exists()
 
 
-@pytest.mark.parametrize("deviation", [-0.1, "1e30", "inf", "nan"])
+@pytest.mark.parametrize("std", [-0.1, "1e30", "inf", "nan"])
 def test_noise_outside_its_bounds_is_refused_for_every_model(std, capsys, tmp_path):
     for model in MODELS:
         changes = ("--set", f'model.name="{model}"', "--set", f"model.noise_std={std}")
@@ -46,7 +46,7 @@ def test_noise_outside_its_bounds_is_refused_for_every_model(std, capsys, tmp_pa
 
 
 def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
-    for line in ("dropout = 3.0", "dropout = -0.5", "blur = -1.0"):
+    for line in ("dropout = 3.0", "dropout = -0.5", "noise_std = -1.0"):
         text = f'[model]\nname = "coded_mlp"\n{line}\n[experiments.A]\nalgorithm = "fedavg"\n'
         (tmp_path / "study.toml").write_text(text)
         assert run("run", tmp_path / "study.toml", "--out", tmp_path / "run") == 2
@@ -77,7 +77,7 @@ def test_a_layer_of_ones_own_that_was_set_to_such_a_share_is_refused_by_name(sha
         glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 2))
 
 
-@pytest.mark.parametrize("deviation", NO_DEVIATIONS)
+@pytest.mark.parametrize("std", NO_STDS)
 def test_noise_is_refused_in_python_too(std):
     with pytest.raises(InputError, match=r"^model: the noise's deviation is .*from 0 to 1000"):
         GaussianNoise(std)
@@ -142,7 +142,7 @@ def test_the_counts_of_every_table_are_known_here():
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_count_in_the_settings_has_bounds(name, value):
     """Without them it hangs, or fills the memory."""
-    pretext = {"pretext": LEARNS} if ".learns." in name else {}
+    pretext = {"pretext": LEARNS} if ".pretext." in name else {}
     experiment = {"algorithm": "lg_fedavg", **pretext}
     written = f"[{value}]" if COUNTS[name] else f"{value}"
     with pytest.raises(InputError) as refused:
@@ -159,8 +159,8 @@ PLAN = {"rounds": 2, "clients_per_round": 2}
 PLAN_COUNTS = [
     "rounds",
     "clients_per_round",
-    "epochs",
-    "batch",
+    "local_epochs",
+    "batch_size",
     "seed",
     "first_round",
     "max_tokens",

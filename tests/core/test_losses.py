@@ -58,7 +58,7 @@ REDUCING = {
 OWN = """
 from torch import nn
 from glocal import fedavg
-from glocal.training import supervised
+from glocal.core.training import supervised
 
 def made(objective, optimiser):
     return fedavg(supervised(objective.loss.model, nn.CrossEntropyLoss()), optimiser)

@@ -345,7 +345,7 @@ def test_evaluation_never_writes_into_the_federations_state():
 def test_randomness_of_torchs_own_does_not_depend_on_who_else_is_in_the_batch():
     model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
-    engines = [EngineConfig("vmapped", chunk=chunk) for chunk in (None, 1, 3)]
+    engines = [EngineConfig("vmapped", chunk_size=size) for size in (None, 1, 3)]
     runs = [
         simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=engine)
         for engine in engines

@@ -19,22 +19,22 @@ def rounds(ledger, tree, count, *, num_clients, clients_per_round):
     return ledger
 
 
-def counted(model, split, fedavg_rounds, lg_rounds, *, clients=100, clients_per_round=10):
+def counted(model, split, fedavg_rounds, lg_rounds, *, num_clients=100, clients_per_round=10):
     """FedAvg, then LG-FedAvg, then one sending of every model for the New Test."""
     params = params_of(model)
     ledger = rounds(
-        Ledger(), params, fedavg_rounds, clients=clients, clients_per_round=clients_per_round
+        Ledger(), params, fedavg_rounds, num_clients=num_clients, clients_per_round=clients_per_round
     )
     if lg_rounds:
         ledger = rounds(
             ledger,
             split.take_shared(params),
             lg_rounds,
-            clients=clients,
+            num_clients=num_clients,
             clients_per_round=clients_per_round,
         )
         ledger = ledger.add_ensemble(
-            split.take_local(params), params, num_trained=clients, num_clients=clients
+            split.take_local(params), params, num_trained=num_clients, num_clients=num_clients
         )
     return ledger
 
@@ -81,10 +81,10 @@ def test_the_papers_vqa_counts_come_out(fedavg, lg, published):
         {"shared": torch.empty(5_149_200, device="meta")},
     )
     ledger = rounds(
-        rounds(Ledger(), whole, fedavg, clients=50, clients_per_round=5),
+        rounds(Ledger(), whole, fedavg, num_clients=50, clients_per_round=5),
         shared,
         lg,
-        clients=50,
+        num_clients=50,
         clients_per_round=5,
     )
     assert f"{ledger.paper.parameters / 1e10:.2f}" == published
@@ -92,7 +92,7 @@ def test_the_papers_vqa_counts_come_out(fedavg, lg, published):
 
 def test_the_honest_count_is_of_those_who_take_part():
     tree = {"w": torch.zeros(10), "steps": torch.tensor(0)}
-    ledger = rounds(Ledger(), tree, 3, clients=100, clients_per_round=4)
+    ledger = rounds(Ledger(), tree, 3, num_clients=100, clients_per_round=4)
     assert ledger.download == ledger.upload == Traffic(3 * 4 * 11, 3 * 4 * 48)
     assert ledger.paper == Traffic(3 * 104 * 11, 3 * 104 * 48)
     ledger = ledger.add_evaluation(tree, 7).add_ensemble(
