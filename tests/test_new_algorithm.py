@@ -17,11 +17,11 @@ from tests.support import world
 
 PAGE = (Path(__file__).parents[1] / "docs/new-algorithm.md").read_text()
 FILE = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
-# what the exercise asks for: one argument, one factor and one more word in `about`
+# what the exercise asks for: one argument, one factor and one more word in `description`
 EXERCISE = {
-    "momentum: float = 0.9": "momentum: float = 0.9, server_rate: float = 1.0",
-    "shared[name] - velocity, velocity": "shared[name] - server_rate * velocity, velocity",
-    "momentum={momentum}": "momentum={momentum}, server_rate={server_rate}",
+    "momentum: float = 0.9": "momentum: float = 0.9, server_lr: float = 1.0",
+    "shared[name] - velocity, velocity": "shared[name] - server_lr * velocity, velocity",
+    "momentum={momentum}": "momentum={momentum}, server_lr={server_lr}",
 }
 STUDY = """
 [plan]
@@ -29,7 +29,7 @@ rounds = 2
 [experiments.FedAvgM]
 algorithm = "solved:fedavgm"
 momentum = 0.5
-server_rate = 0.5
+server_lr = 0.5
 """
 
 
@@ -75,8 +75,8 @@ def test_momentum_leaves_a_model_that_works(kind):
 
 def test_the_exercise_of_the_page_can_be_done():
     make = defined_in(solved())
-    whole = trained(make, "plain", momentum=0.0, server_rate=1.0)
-    half = trained(make, "plain", momentum=0.0, server_rate=0.5)
+    whole = trained(make, "plain", momentum=0.0, server_lr=1.0)
+    half = trained(make, "plain", momentum=0.0, server_lr=0.5)
     assert world.distance(whole, trained(fedavg, "plain")) < 1e-5
     assert world.distance(half, whole) > 1e-3
 

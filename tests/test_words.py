@@ -91,7 +91,9 @@ def test_a_participle_is_no_name(name):
 def test_what_may_stand_is_still_there():
     """An exception that nothing needs any more is taken out of the list."""
     everything = "\n".join(TEXTS.values())
-    stale = [part for parts in WORDS["may_stand"].values() for part in parts if part not in everything]
+    stale = [
+        part for parts in WORDS["may_stand"].values() for part in parts if part not in everything
+    ]
     used = {name for each in NAMES.values() for name in each}
     listed = [name for about in WORDS["names"].values() for name in about["may_stand"]]
     assert not stale

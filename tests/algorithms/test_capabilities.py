@@ -83,7 +83,7 @@ def setup(folder, changes, *, settings):
     with (folder / "deploy.toml").open("a") as file:
         file.write(settings)
     if "privacy" not in settings:
-        deployed.change(folder / "deploy.toml", "settle = 20", "settle = 20\nsecure = true")
+        deployed.change(folder / "deploy.toml", "adapt_epochs = 20", "adapt_epochs = 20\nsecure_aggregation = true")
     return Project.from_folder(folder).setup
 
 

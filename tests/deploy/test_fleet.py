@@ -255,7 +255,7 @@ def with_a_deep_tree(connection, received, node):
 
 
 @pytest.mark.parametrize(
-    ("attack", "config"),
+    ("attack", "words"),
     [
         (unreadable, "its reply cannot be read (DecodeError"),
         (of_another_class, "a ConfigRecord was sent as a message"),

@@ -580,7 +580,7 @@ def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about
 
 
 @pytest.mark.parametrize(
-    ("fails", "config"),
+    ("fails", "words"),
     [
         ("raise ValueError(row)", "Jane Doe, 41"),
         ("raise SystemExit(row)", "Jane Doe, 41"),

@@ -327,7 +327,7 @@ def test_the_line_says_which_layer_the_fused_steps_do_not_know(caplog):
     assert (
         line
         == "engine: 2 processes, one device at a time each (no fused steps: layer '1' is BatchNorm1d on (8,))".replace(
-            "2", str(EngineConfig().crew), 1
+            "2", str(EngineConfig().num_workers), 1
         )
     )
 
@@ -389,7 +389,7 @@ def test_what_takes_long_is_tried_no_more_than_twice_and_told(
 ):
     caplog.set_level("INFO", "glocal")
     form = Mock()
-    monkeypatch.setattr(planning, "build", lambda *_: form)
+    monkeypatch.setattr(planning, "build_engine", lambda *_: form)
     monkeypatch.setattr(planning, "_LONG_SECONDS", long)
     assert (
         "measured, ms a step: vmapped"
@@ -484,7 +484,7 @@ def test_equal_devices_are_not_padded():
         ({"name": "warp"}, "engine: 'warp' is unknown"),
         ({"precision": "fp16"}, "engine: precision 'fp16' is unknown"),
         ({"workers": 0}, "engine: workers is 0; a whole number from 1 to 1,024"),
-        ({"chunk_size": 0}, "engine: chunk is 0; a whole number from 1 to"),
+        ({"chunk_size": 0}, "engine: chunk_size is 0; a whole number from 1 to"),
     ],
 )
 def test_a_wrong_engine_is_one_line(settings, message):
@@ -731,13 +731,13 @@ def test_fused_steps_look_at_every_journey(monkeypatch):
         fused(TrainingRequest(objective, Clipped(0.1), params, *rest))
 
 
-@pytest.mark.parametrize("name", ["the optimiser is Apart", "the loss is not the cross entropy"])
+@pytest.mark.parametrize("name", ["the optimiser is PartitionedOptimizer", "the loss is not the cross entropy"])
 def test_fused_steps_do_not_claim_what_they_leave_to_others(monkeypatch, name):
     """A rule of two rates or a loss of one's own is none of theirs: the engine says so, and takes other steps."""
     monkeypatch.setattr("glocal.engines.fused.gpu.find_spec", lambda name: name)
     model, rule = world.seeded(world.plain), SGD(0.1)
     objective = cross_entropy(model)
-    if "optimizer" in name:
+    if "optimiser" in name:
         rule = PartitionedOptimizer(SGD(0.1), SGD(0.01), "2.")
     else:
         inner = objective.loss

@@ -132,7 +132,7 @@ def test_settling_moves_the_own_model_only():
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"alpha": -0.1}, {"alpha": 1.5}, {"alpha_lr": -1.0}, {"alpha_lr": float("nan")}]
+    "hyperparameters", [{"alpha": -0.1}, {"alpha": 1.5}, {"alpha_lr": -1.0}, {"alpha_lr": float("nan")}]
 )
 def test_a_knob_out_of_its_range_is_refused(hyperparameters):
     with pytest.raises(InputError, match="alpha must be from 0 to 1, pace at least 0"):

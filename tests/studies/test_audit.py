@@ -208,7 +208,7 @@ name = "small"
 [data]
 source = "tests.studies.test_audit:people"
 [model]
-name = "coded_mlp"
+name = "bottleneck_mlp"
 hidden = [8]
 bottleneck = 3
 noise_std = 0.05
@@ -269,16 +269,16 @@ def aucs(found, knowledge):
     return {row["attacker"]: row["auc"] for row in found["leaks"] if row["knowledge"] == knowledge}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("experiment", CASES)
 def test_every_algorithm_can_be_audited(kept, experiment):
     audit = SavedAudit(open_experiment(kept, experiment), AuditQuery("0", encoders=1))
     found = audit.figures()
-    assert (audit.name, audit.settings.layer, audit.chosen) == (
+    assert (audit.name, audit.settings.layer, audit.layer_reason) == (
         "attribute 0",
         "encoder",
         "the last module that stays on the devices",
     )
-    assert [(row["knowledge"], row["over"]) for row in found["leaks"][::3]] == [
+    assert [(row["knowledge"], row["averaged_over"]) for row in found["leaks"][::3]] == [
         ("own", 3),
         ("pooled", 1),
         ("strong", 1),
@@ -330,7 +330,7 @@ def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
     [result] = json.loads((tmp_path / "experiments" / "lg" / "result.json").read_text())
     audit = SavedAudit(open_experiment(tmp_path), AuditQuery("1", encoders=2))
     found, study = audit.figures(), result["audit"]["attributes"][1]
-    assert audit.chosen == "as the study's [audit] says"
+    assert audit.layer_reason == "as the study's [audit] says"
     assert max(aucs(found, "pooled").values()) == study["pooled"]
     assert np.mean([row["leak"] for row in found["clients"]]) == pytest.approx(study["own"])
 
@@ -350,7 +350,7 @@ def test_a_device_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
     assert one_class["equalized_odds_difference"] is None
     assert None not in plain.values()
     assert (tiny["people"], tiny["accuracy"], tiny["leak"]) == ([0, 0], None, None)
-    assert found["leaks"][0]["over"] == 2, "the mean is over those that can be asked"
+    assert found["leaks"][0]["averaged_over"] == 2, "the mean is over those that can be asked"
     page = (tmp_path / "audits" / "attribute-0-lg" / "report.html").read_text()
     assert "<td>–</td>" in page
     assert "The mean over 2 devices" in page
@@ -393,7 +393,7 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
         (place / "report.html").read_text(),
     )
     assert (
-        found["command"] == f"glocal audit {saved} --attribute 'attribute 0' --case LG --encoders 2"
+        found["command"] == f"glocal audit {saved} --attribute 'attribute 0' --experiment LG --encoders 2"
     )
     assert (found["run"], found["experiment"], found["algorithm"], found["seed"]) == (
         "run",
@@ -467,7 +467,7 @@ MISTAKES = {
     ),
     "number": (["--attribute", "2"], "there is no attribute '2'"),
     "module": (
-        ["--attribute", "0", "--at", "encodr"],
+        ["--attribute", "0", "--layer", "encodr"],
         "there is no module 'encodr' to take the representation from; did you mean 'encoder'",
     ),
     "experiment": (["--attribute", "0", "--experiment", "LGG"], "did you mean 'LG'?"),
@@ -525,7 +525,7 @@ def test_places_that_hold_something_else_are_refused(kept, tmp_path, capsys):
 
 
 def test_runs_that_kept_their_figures_only_are_refused(tmp_path, capsys):
-    made(tmp_path, "plan.rounds=1", "run.save=figures")
+    made(tmp_path, "plan.rounds=1", "run.save=metrics")
     assert run("audit", tmp_path, "--attribute", "0") == 2
     assert "kept its figures only" in complaint(capsys)
     assert run("audit", tmp_path / "none", "--attribute", "0") == 2
@@ -562,10 +562,10 @@ def test_stages_are_the_outermost_modules_as_they_are_called():
 USUAL = {
     "end of the local part": (SplitSettings(local=("encoder",)), "encoder"),
     "the other side named": (SplitSettings(shared=("head",)), "encoder"),
-    "local at the other end": (SplitSettings(local=("head",)), "noise_std"),
-    "half a module": (SplitSettings(local=("encoder.layer1",)), "noise_std"),
-    "all local": (SplitSettings(local=("encoder", "head")), "noise_std"),
-    "no split": (SplitSettings(), "noise_std"),
+    "local at the other end": (SplitSettings(local=("head",)), "noise"),
+    "half a module": (SplitSettings(local=("encoder.layer1",)), "noise"),
+    "all local": (SplitSettings(local=("encoder", "head")), "noise"),
+    "no split": (SplitSettings(), "noise"),
 }
 
 

@@ -70,20 +70,20 @@ def test_every_seed_tells_what_the_newcomers_coming_came_to(results):
         assert len(seeds) == 2
         for result in seeds:
             assert {"normal", "normal_local", "rotated", "rotated_before", "ledger"} == {
-                *result["arrival"]
+                *result["new_client"]
             }
 
 
 def test_a_newcomer_that_only_settles_leaves_the_old_devices_as_they_were(results):
     for result in results["Quiet"]:
-        assert result["arrival"]["normal"] == result["new_test"]["logits"]
-        assert result["arrival"]["normal_local"] == result["local_test"]["mean"]
-        assert result["arrival"]["ledger"]["upload"]["bytes"] == 0
+        assert result["new_client"]["normal"] == result["new_test"]["logits"]
+        assert result["new_client"]["normal_local"] == result["local_test"]["mean"]
+        assert result["new_client"]["ledger"]["upload"]["bytes"] == 0
 
 
 def test_what_the_arrival_cost_is_what_crossed(results):
     shared, whole = 4 * (17 * 16 + 17 * 10), 4 * (65 * 16 + 17 * 16 + 17 * 10)
-    ledgers = {name: seeds[0]["arrival"]["ledger"] for name, seeds in results.items()}
+    ledgers = {name: seeds[0]["new_client"]["ledger"] for name, seeds in results.items()}
     assert ledgers["FedAvg"]["total"]["bytes"] == whole + 2 * 2 * whole
     assert ledgers["LG"]["total"]["bytes"] == whole + 2 * 3 * 2 * shared
 
@@ -95,8 +95,8 @@ def test_two_runs_of_an_arrival_give_the_same_bits(results, tmp_path):
 def test_seeds_side_by_side_change_no_newcomer(results, tmp_path):
     alone = done(replace(SMALL, plan=replace(SMALL.plan, seeds=1, seed=1)), tmp_path)
     for name, seeds in results.items():
-        assert alone[name][0]["arrival"]["rotated"] == pytest.approx(
-            seeds[1]["arrival"]["rotated"], abs=1e-6
+        assert alone[name][0]["new_client"]["rotated"] == pytest.approx(
+            seeds[1]["new_client"]["rotated"], abs=1e-6
         )
 
 
@@ -263,9 +263,9 @@ def test_the_figures_are_the_runs_own(found):
         (part_folder(folder, "iid") / "experiments" / "fedavg-c-0-0" / "result.json").read_text()
     )
     assert experiment["rotated"] == pytest.approx(
-        [result["arrival"]["rotated"] for result in kept], abs=1e-6
+        [result["new_client"]["rotated"] for result in kept], abs=1e-6
     )
-    assert experiment["arrival_bytes"] == kept[0]["arrival"]["ledger"]["total"]["bytes"]
+    assert experiment["join_bytes"] == kept[0]["new_client"]["ledger"]["total"]["bytes"]
     assert np.isfinite(experiment["normal"]).all()
 
 
@@ -293,7 +293,7 @@ def pictures(images):
 
 
 def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_path):
-    seen, dealt = {}, new_client_trial._dealt
+    seen, dealt = {}, new_client_trial._new_client_rows
 
     def spy(experiment, new_client, part):
         rows, store = dealt(experiment, new_client, part)
@@ -302,7 +302,7 @@ def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_pa
         seen["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
         return rows, store
 
-    monkeypatch.setattr(new_client_trial, "_dealt", spy)
+    monkeypatch.setattr(new_client_trial, "_new_client_rows", spy)
     data = DataSettings(source="tests.studies.test_new_client_trial:own_source", validation=0.1)
     done(
         replace(
@@ -321,7 +321,7 @@ def test_a_stop_during_the_arrival_keeps_the_rounds_before(monkeypatch, tmp_path
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
-    figures = replace(SMALL, run=replace(SMALL.run, save="figures", checkpoint_every=100))
+    figures = replace(SMALL, run=replace(SMALL.run, save="metrics", checkpoint_every=100))
     with monkeypatch.context() as patch:
         patch.setattr("glocal.studies.run.join_new_clients", stopped)
         with pytest.raises(KeyboardInterrupt):

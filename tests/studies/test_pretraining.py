@@ -24,9 +24,9 @@ STUDY = """
 source = "digits"
 clients = 6
 validation = 0.1
-labeled_fraction = {labelled}
+labeled_fraction = {labeled_fraction}
 [model]
-name = "coded_mlp"
+name = "bottleneck_mlp"
 hidden = [16]
 bottleneck = 8
 [split]

@@ -40,13 +40,13 @@ name = "federation:model"
 lr = 0.1
 [plan]
 rounds = {rounds}
-clients_per_round = {cohort}
+clients_per_round = {clients_per_round}
 batch_size = 5
 seed = 3
 {weights}
 [experiments.Case]
 algorithm = "{algorithm}"
-{knobs}
+{hyperparameters}
 """
 LOCAL = 'local = ["0", "1"]'
 

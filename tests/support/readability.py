@@ -69,7 +69,7 @@ def files(folder):
 def _add(measured, path, text):
     tree = ast.parse(text)
     measured.nodes += sum(1 for _ in ast.walk(tree))
-    measured.code_lines += len(_code_lines(text))
+    measured.code_lines += len(code_lines(text))
     for node in ast.walk(tree):
         if isinstance(node, FUNCTIONS):
             name = f"{path}:{node.lineno} {node.name}"
@@ -85,7 +85,7 @@ def _body(function):
     return others if is_docstring and isinstance(first.value.value, str) else function.body
 
 
-def _code_lines(text):
+def code_lines(text):
     """The numbers of the lines that hold code: neither blank, nor only a comment."""
     layout = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     lines = set()
