@@ -108,6 +108,7 @@ VALUES = {
     ("model/name", '"coded_mlp"'): '"bottleneck_mlp"',
     ("model/name", '"coded_cnn"'): '"bottleneck_cnn"',
     ("learns/kind", '"puzzle"'): '"jigsaw"',
+    ("run/keep", '"figures"'): '"metrics"',
     ("rows/axis", '"cohort"'): '"clients_per_round"',
     ("rows/axis", '"devices"'): '"clients"',
 }
@@ -154,7 +155,9 @@ def converted(text: str) -> str:
         new = _new_key(place.path, patterns) if place.is_key else _new_value(place.path, token)
         pieces += [text[done : place.start], new or token]
         done = place.end
-    return "".join([*pieces, text[done:]])
+    pieces.append(text[done:])
+    new_text = "".join(pieces)
+    return new_text.replace('{\n "study": ', '{\n "format": "0.2",\n "study": ', 1)
 
 
 def _pattern(path: str) -> re.Pattern[str]:

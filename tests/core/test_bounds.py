@@ -22,7 +22,7 @@ from tests.support import world
 
 NO_SHARES = [3.0, -0.5, 1.0, math.nan, math.inf]
 NO_STDS = [-0.1, 1e30, math.nan, math.inf]
-MODELS = ["mlp", "softmax_mlp", "coded_mlp", "lenet5", "coded_cnn", "mood_lstm", "vqa"]
+MODELS = ["mlp", "softmax_mlp", "bottleneck_mlp", "lenet5", "bottleneck_cnn", "mood_lstm", "vqa"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -47,15 +47,15 @@ def test_noise_outside_its_bounds_is_refused_for_every_model(std, capsys, tmp_pa
 
 def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
     for line in ("dropout = 3.0", "dropout = -0.5", "noise_std = -1.0"):
-        text = f'[model]\nname = "coded_mlp"\n{line}\n[experiments.A]\nalgorithm = "fedavg"\n'
+        text = f'[model]\nname = "bottleneck_mlp"\n{line}\n[experiments.A]\nalgorithm = "fedavg"\n'
         (tmp_path / "study.toml").write_text(text)
         assert run("run", tmp_path / "study.toml", "--out", tmp_path / "run") == 2
         assert f"model.{line.split()[0]} is {line.split()[2]}" in complaint(capsys)
 
 
 MAKES = {
-    "coded_mlp": lambda share: bottleneck_mlp(dropout=share),
-    "coded_mlp without hidden layers": lambda share: bottleneck_mlp(hidden=(), dropout=share),
+    "bottleneck_mlp": lambda share: bottleneck_mlp(dropout=share),
+    "bottleneck_mlp without hidden layers": lambda share: bottleneck_mlp(hidden=(), dropout=share),
     "mood_lstm": lambda share: mood_lstm(5, dropout=share),
     "resnet": lambda share: ResNet(dropout=share),
 }

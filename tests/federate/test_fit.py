@@ -196,7 +196,7 @@ def test_kill_minus_nine_at_a_random_moment_then_resume_gives_the_same_bits(plan
 @pytest.mark.parametrize("request_to_stop", [signal.SIGINT, signal.SIGTERM])
 def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp_path):
     (tmp_path / "study.toml").write_text(
-        STUDY.replace("rounds = 12", "rounds = 5000").replace("keep_every = 2", "keep_every = 5000")
+        STUDY.replace("rounds = 12", "rounds = 5000").replace("checkpoint_every = 2", "checkpoint_every = 5000")
     )
     process = subprocess.Popen(
         command("run", "study.toml", "--out", "stopped"),
@@ -379,7 +379,7 @@ def test_an_unknown_device_number_is_refused():
     ("options", "message"),
     [
         ({"select": "test"}, "'last' or 'best'"),
-        ({"checkpoint_every": 0}, "keep_every is 0; a whole number from 1"),
+        ({"checkpoint_every": 0}, "checkpoint_every is 0; a whole number from 1"),
         ({"validate_every": -1}, "validate_every is -1; a whole number from 1"),
     ],
 )
@@ -388,7 +388,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
         Options(**options)
 
 
-@pytest.mark.parametrize("options", [{"engine": "vmaped"}, {"chunk": 0}, {"device": "quantum"}])
+@pytest.mark.parametrize("options", [{"engine": "vmaped"}, {"chunk_size": 0}, {"device": "quantum"}])
 def test_engines_that_do_not_exist_are_refused(options):
     with pytest.raises(InputError):
         fitted("fedavg", options=Options(**options))
@@ -431,7 +431,7 @@ def test_uneven_parts_are_tested_the_same_on_every_engine():
     federation = world.federation(sizes=(2000, 50, 700, 3), test=0.4)
     algorithm = world.algorithm("lg_fedavg", model, total=4)
     figures = []
-    for options in ({}, {"engine": "looped"}, {"chunk": 1}, {"chunk": 3}):
+    for options in ({}, {"engine": "looped"}, {"chunk_size": 1}, {"chunk_size": 3}):
         result = glocal.fit(
             algorithm,
             model,
@@ -507,7 +507,7 @@ def test_a_longer_run_costs_what_a_straight_one_does(tmp_path):
 def test_a_study_that_is_refused_leaves_its_folder_as_it_was(tmp_path):
     study = from_dict(
         tomllib.loads(
-            STUDY.replace("rounds = 12", "rounds = 4").replace("after_round = 8", "after_round = 2")
+            STUDY.replace("rounds = 12", "rounds = 4").replace("start_round = 8", "start_round = 2")
         )
     )
     list(run_study(study, tmp_path))
@@ -529,7 +529,7 @@ def test_a_study_that_is_refused_leaves_its_folder_as_it_was(tmp_path):
 
 
 def test_a_study_goes_on_for_longer_and_its_later_cases_stay_where_they_started(tmp_path):
-    plain = STUDY.replace("rounds = 12", "rounds = 4").replace("after_round = 8\n", "rounds = 4\n")
+    plain = STUDY.replace("rounds = 12", "rounds = 4").replace("start_round = 8\n", "rounds = 4\n")
     list(run_study(from_dict(tomllib.loads(plain)), tmp_path))
     second = (tmp_path / "experiments/second/rows.jsonl").read_bytes()
     list(run_study(with_overrides(read_settings(tmp_path), ["plan.rounds=6"]), tmp_path))
@@ -538,9 +538,9 @@ def test_a_study_goes_on_for_longer_and_its_later_cases_stay_where_they_started(
 
 
 def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path):
-    figures = Options(validate_every=2, checkpoint_every=3, save="figures")
+    figures = Options(validate_every=2, checkpoint_every=3, save="metrics")
     whole, light = (
-        fitted("lg_fedavg", folder=tmp_path / o.keep, options=o) for o in (OFTEN, figures)
+        fitted("lg_fedavg", folder=tmp_path / each.save, options=each) for each in (OFTEN, figures)
     )
     assert light.as_dict() == whole.as_dict()
     assert (tmp_path / "figures/result.json").read_bytes() == (
@@ -549,7 +549,7 @@ def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path
     assert not (tmp_path / "figures/models").exists()
     sizes = [
         (tmp_path / name / "checkpoint.safetensors").stat().st_size
-        for name in ("figures", "everything")
+        for name in ("metrics", "everything")
     ]
     assert sizes[0] < sizes[1] / 2
     with pytest.raises(InputError, match="kept its figures only, so it cannot go on"):
@@ -562,7 +562,7 @@ def test_a_run_that_keeps_figures_only_keeps_no_models_and_cannot_go_on(tmp_path
 
 
 def test_a_run_that_keeps_figures_only_goes_on_after_a_stop(tmp_path):
-    figures = Options(validate_every=2, checkpoint_every=3, save="figures")
+    figures = Options(validate_every=2, checkpoint_every=3, save="metrics")
     now = move_to_device(experiment("lg_fedavg"), figures)
     for moment in train(now, figures, start_or_resume(now, figures, tmp_path), tmp_path):
         if moment.progress.done == 4:
@@ -661,7 +661,7 @@ def test_a_case_that_has_begun_keeps_the_model_it_started_from(given, then, tmp_
             tmp_path,
         )
     )
-    with pytest.raises(InputError, match="early was made with another after_model"):
+    with pytest.raises(InputError, match="early was made with another start_model"):
         list(
             run_study(
                 from_dict(tomllib.loads(WARM), [*both, f"experiments.early.start_model={then}"]),
@@ -679,9 +679,9 @@ def test_a_case_that_has_begun_keeps_the_case_it_started_from(tmp_path):
     }
     settings = replace(warm, experiments={**both, "late": late})
     list(run_study(settings, tmp_path))
-    moved = replace(settings, experiments={**both, "late": replace(late, after="other", rounds=2)})
+    moved = replace(settings, experiments={**both, "late": replace(late, start_from="other", rounds=2)})
     with pytest.raises(
-        InputError, match=r"late was made with another after \(first\) than the one given \(other\)"
+        InputError, match=r"late was made with another start_from \(first\) than the one given \(other\)"
     ):
         list(run_study(moved, tmp_path))
 
@@ -734,7 +734,7 @@ def test_a_case_can_be_added_after_one_that_is_done(tmp_path):
 
 
 def test_a_case_cannot_be_added_where_figures_alone_were_kept(tmp_path):
-    whole = from_dict(tomllib.loads(WARM), ["run.save=figures"])
+    whole = from_dict(tomllib.loads(WARM), ["run.save=metrics"])
     first = replace(
         whole,
         experiments={

@@ -266,7 +266,7 @@ def test_a_model_of_each_kind_predicts_what_was_tested():
 
 
 @pytest.mark.parametrize(
-    "options", [OFTEN, replace(OFTEN, select="best"), replace(OFTEN, save="figures")]
+    "options", [OFTEN, replace(OFTEN, select="best"), replace(OFTEN, save="metrics")]
 )
 @pytest.mark.parametrize("stop_after", [1, 4])
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(stop_after, options, tmp_path):
@@ -532,7 +532,7 @@ def test_the_first_kind_of_a_warm_start_is_plain_fedavg():
 @pytest.mark.parametrize(
     ("example", "settings"),
     [
-        ("kinds_mnist.py", ["--source", "digits", "--devices", "2"]),
+        ("kinds_mnist.py", ["--source", "digits", "--clients", "2"]),
         ("kinds_tabular.py", ["--dealings", "1"]),
     ],
 )

@@ -239,7 +239,7 @@ def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
 
     monkeypatch.setattr(sys.modules["glocal.federate.rounds"], "client_batches", spy)
     trained_federation = trained_federation._replace(
-        plan=replace(trained_federation.plan, epochs=4)
+        plan=replace(trained_federation.plan, local_epochs=4)
     )
     join(
         trained_federation,
@@ -379,7 +379,7 @@ def test_alone_is_training_on_its_own_data_from_fresh_weights():
     ("wrong", "words"),
     [
         ({"epochs": -1}, "epochs is -1"),
-        ({"existing_clients": -2}, "guests is -2"),
+        ({"existing_clients": -2}, "existing_clients is -2"),
         ({"start": "middle"}, "'middle'"),
     ],
 )
@@ -389,14 +389,14 @@ def test_a_welcome_that_makes_no_sense_is_refused(wrong, words):
 
 
 def test_a_joining_needs_members_and_a_sample():
-    with pytest.raises(InputError, match="members is 0"):
+    with pytest.raises(InputError, match="ensemble_size is 0"):
         JoinTrialSettings(ensemble_size=0)
 
 
 def test_old_data_and_the_newcomers_go_into_one_store():
     _, fed = trained()
     crowd = append_client(examples(), fed.train, NEW)
-    assert crowd.clients == NEW + 1
+    assert crowd.num_clients == NEW + 1
     assert torch.equal(crowd.of(NEW).x, examples().x)
     assert all(torch.equal(crowd.of(device).y, fed.train.of(device).y) for device in range(NEW))
     assert isinstance(crowd, ClientData)
@@ -458,7 +458,7 @@ def test_join_tries_every_way_and_leaves_the_run_as_it_was(saved, tmp_path, caps
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "Ward 7", *options) == 0
     assert checksums(saved) == before
     found = json.loads((saved / "joined" / "ward-7" / "join.json").read_text())
-    ways = [(row["way"], row["labels"]) for row in found["rows"]]
+    ways = [(row["method"], row["labels"]) for row in found["rows"]]
     learnt = [
         ("local part", 5),
         ("alone", 5),
@@ -507,7 +507,7 @@ def test_a_device_without_labels_of_its_own_can_be_tested(saved, tmp_path):
     )
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "tested") == 0
     rows = json.loads((saved / "joined" / "tested" / "join.json").read_text())["rows"]
-    assert [row["way"] for row in rows] == ["everyone", "confident", "nearest"]
+    assert [row["method"] for row in rows] == ["everyone", "confident", "nearest"]
     assert all(row["accuracy"] is not None for row in rows)
 
 

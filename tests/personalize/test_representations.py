@@ -328,7 +328,7 @@ def test_a_rule_may_be_for_so_many_names():
             "weight is -1",
         ),
         (lambda model: jigsaw(model, nn.Linear(5, 9), layer="encoder", side=3), "362,880 orders"),
-        (lambda model: PartitionedOptimizer(sgd(1.0), sgd(1.0), "a/", -1), "turns is -1"),
+        (lambda model: PartitionedOptimizer(sgd(1.0), sgd(1.0), "a/", -1), "other_steps is -1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, words):
@@ -378,7 +378,7 @@ source = "{source}"
 clients = 6
 validation = 0.1
 [model]
-name = "coded_mlp"
+name = "bottleneck_mlp"
 hidden = [16]
 bottleneck = 4
 noise_std = 0.05
@@ -423,7 +423,7 @@ def studied(folder, kind, more="", **run):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_study_has_auxiliary_models_that_stay_where_they_are(kind, tmp_path):
-    studied(tmp_path, kind, ", rate = 0.02, turns = 1" if kind == "adversary" else "")
+    studied(tmp_path, kind, ", lr = 0.02, steps_per_update = 1" if kind == "adversary" else "")
     for experiment in ("learnt", "after"):
         tensors, _ = read_tensors(tmp_path / "experiments" / experiment / "checkpoint.safetensors")
         sides = {name.split("/")[2] for name in tensors if f"/{kind}/" in name}
@@ -483,7 +483,7 @@ WRONG_LEARNS = {
     "place": ("decoder", {"layer": "encodr"}, "there is no module 'encodr'"),
     "weight": ("decoder", {"weight": -1.0}, "weight is -1"),
     "no groups": ("decoder", {"kind": "adversary"}, "these data have none"),
-    "other_steps": ("adversary", {"other_steps": -1}, "turns is -1"),
+    "steps_per_update": ("adversary", {"steps_per_update": -1}, "steps_per_update is -1"),
     "tiles": ("adversary", {"kind": "jigsaw"}, "images that 2 x 2 tiles fill"),
 }
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from glocal.core.errors import InputError
+from glocal.core.files import FORMAT
 from glocal.report import draw_classes, write_report
 from glocal.studies.run import experiment_folder
 
@@ -93,7 +94,7 @@ def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path
     plan = {"rounds": rounds, "clients_per_round": 2, "seeds": seeds}
     write(
         folder / "settings.json",
-        {"name": "toy", "data": {"clients": DEVICES}, "plan": plan, "experiments": experiments},
+        {"format": FORMAT, "name": "toy", "data": {"clients": DEVICES}, "plan": plan, "experiments": experiments},
     )
     counts = (np.arange(DEVICES * CLASSES).reshape(DEVICES, CLASSES) % 3).tolist()
     write(folder / "federation.json", {"classes": CLASSES, "train": counts, "test": counts})

@@ -14,7 +14,7 @@ from glocal.core.files import require_writable, write_json
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan
 from glocal.core.trees import numel
-from glocal.evaluate.theory import ConfidenceInterval
+from glocal.evaluate.intervals import ConfidenceInterval
 from glocal.personalize.advisor import Advice, AdvisorConfig, advise
 from glocal.personalize.advisor.candidates import NOTHING
 from glocal.personalize.advisor.search import CandidateResult

@@ -67,7 +67,7 @@ def show_audit(place: Path) -> None:
     """Write the page of an audit, and print what it found."""
     found, page = read_json(place / "audit.json", dict), write_audit_report(place)
     print(
-        f"{found['experiment']}, seed {found['seed']}; representation: what '{found['settings']['layer']}' puts out ({found['chosen']})"
+        f"{found['experiment']}, seed {found['seed']}; representation: what '{found['settings']['layer']}' puts out ({found['layer_reason']})"
     )
     print(audit_headline(found))
     _print_leaks(found)

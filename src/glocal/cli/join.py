@@ -138,18 +138,18 @@ def _measure(trial: JoinTrial) -> list[Json]:
         for row in trial.rows():
             rows.append(row)
             status.update(
-                f"{row['way']} with {row['labels']} labels: {format_percent(row['accuracy'])}"
+                f"{row['method']} with {row['labels']} labels: {format_percent(row['accuracy'])}"
             )
     return rows
 
 
 def _print(rows: list[Json]) -> None:
-    table = Table("way", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table("method", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("labels", "accuracy", "sent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            escape(row["way"]),
+            escape(row["method"]),
             str(row["labels"]),
             format_percent(row["accuracy"]),
             format_bytes(row["bytes"]),

@@ -62,7 +62,7 @@ def print_groups(results: dict[str, list[Json]]) -> None:
             found = [result["groups"][group] for result in seeds if result["groups"][group]]
             figures = [
                 format_mean_std([each[column] for each in found])
-                for column in ("onboarding", "best", "last", "forgetting")
+                for column in ("first_round", "best", "last", "forgetting")
             ]
             table.add_row(escape(experiment), escape(group), *figures)
     print()
@@ -76,8 +76,8 @@ def print_new_clients(results: dict[str, list[Json]]) -> None:
     for heading in ("normal %,\nbefore", "\nafter", "new %,\nbefore", "\nafter", "sent"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, seeds in results.items():
-        if "onboarding" in seeds[0]:
-            met = [result["onboarding"] for result in seeds]
+        if "new_client" in seeds[0]:
+            met = [result["new_client"] for result in seeds]
             before = [
                 result["new_test"]["logits"] if result["new_test"] else None for result in seeds
             ]
@@ -85,7 +85,7 @@ def print_new_clients(results: dict[str, list[Json]]) -> None:
                 before,
                 *(
                     [row[key] for row in met]
-                    for key in ("existing_clients", "new_client_before", "new_client")
+                    for key in ("normal", "rotated_before", "rotated")
                 ),
             ]
             table.add_row(

@@ -21,6 +21,7 @@ except ImportError:  # Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
 Json = dict[str, Any]
+FORMAT = "0.2"  # the first version of glocal that wrote files as this one does
 _LOCK = ".running"
 
 
@@ -202,20 +203,35 @@ def read_json(path: Path, kind: type) -> Any:
     return data
 
 
+def require_format(data: Json, path: Path) -> Json:
+    """The same data without their format; a file of another version of glocal is refused."""
+    found = data.get("format", "0.1")  # version 0.1 wrote none
+    if found != FORMAT:
+        raise InputError(
+            f"run: {path} was written by glocal {found}, and {FORMAT} was expected; "
+            f"run it again, or use glocal {found}"
+        )
+    return {key: value for key, value in data.items() if key != "format"}
+
+
 def write_tensors(path: Path, tensors: Params, metadata: Mapping[str, object]) -> None:
-    """Replace a safetensors file; `metadata` goes into its header as JSON."""
+    """Replace a safetensors file; `metadata` and the format go into its header as JSON."""
     with atomic_write(path) as half:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, half, metadata={"metadata": json.dumps(metadata)})
+        header = json.dumps({"format": FORMAT, **metadata})
+        save_file(contiguous, half, metadata={"metadata": header})
 
 
 def read_metadata(path: Path) -> Json:
     """What the header of a safetensors file says about it; the tensors are not read."""
     with _open_tensors(path, "cpu") as file:
-        metadata: Json = json.loads((file.metadata() or {}).get("metadata", "{}"))
+        header = file.metadata() or {}
+        if "metadata" not in header and "about" not in header:
+            return {}  # not a file of glocal
+        metadata = json.loads(header.get("metadata", "{}"))  # "about" was version 0.1's name
         if not isinstance(metadata, dict):
             raise ValueError("its header holds no table")
-        return metadata
+        return require_format(metadata, path)
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> tuple[Params, Json]:

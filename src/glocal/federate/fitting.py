@@ -70,7 +70,7 @@ class Options:
             raise InputError(
                 f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)"
             )
-        if self.save not in ("everything", "figures"):
+        if self.save not in ("everything", "metrics"):
             raise InputError(
                 f"options: save is '{self.save}'; it must be 'everything' or 'figures'"
             )
@@ -614,7 +614,7 @@ def finish(
             folder / "result.json",
             [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)],
         )
-        if options.save == "figures":
+        if options.save == "metrics":
             checkpoint.drop_tensors(progress)
     return results
 

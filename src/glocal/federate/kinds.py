@@ -432,6 +432,6 @@ def _finished(
             folder / "result.json",
             [{"kind": name, **result.as_dict()} for name, result in results.items()],
         )
-        if checkpoint and options.save == "figures":
+        if checkpoint and options.save == "metrics":
             checkpoint.drop_tensors(progress)
     return results

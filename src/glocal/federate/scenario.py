@@ -281,7 +281,7 @@ class Story:
                 for result in results
             ]
             write_json(folder / "result.json", told)
-            if checkpoint and options.save == "figures":
+            if checkpoint and options.save == "metrics":
                 checkpoint.drop_tensors(progress)
         return results
 

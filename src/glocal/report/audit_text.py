@@ -44,14 +44,14 @@ def audit_summary(found: Json) -> str:
     return (
         f"Audited is {found['experiment']} ({found['algorithm']}, seed {found['seed']}) of the run {found['run']}: "
         f"{pluralize(len(found['clients']), 'device')} with {people:,} people in their test data ({found['data']}). "
-        f"The representation is what the module ‘{found['settings']['layer']}’ puts out ({found['chosen']}). "
+        f"The representation is what the module ‘{found['settings']['layer']}’ puts out ({found['layer_reason']}). "
         "No file of that run was changed."
     )
 
 
 def attacker_data_text(found: Json) -> list[tuple[str, str]]:
     """What attackers know, for each knowledge that could be tried."""
-    over, name = {row["knowledge"]: row["over"] for row in found["leaks"]}, found["attribute"]
+    over, name = {row["knowledge"]: row["averaged_over"] for row in found["leaks"]}, found["attribute"]
     told = {
         "own": f"{name} of the people in a device’s training data; they read its test data. The mean over "
         f"{pluralize(over.get('own', 0), 'device')}.",

@@ -333,7 +333,7 @@ def _sent(findings: Findings, part: str, name: str, published: PublishedRow | No
             "",
             experiment["parameters"],
             experiment["bytes"],
-            experiment.get("onboarding_bytes", 0),
+            experiment.get("join_bytes", 0),
         )
     digits = published or told[0]
     return SentTotals(

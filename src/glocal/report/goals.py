@@ -66,7 +66,7 @@ def goal_text(findings: Findings, part: str) -> str:
 def goal(findings: Findings, part: str) -> float:
     """The goal of a part, a share; 0 where its row was not measured."""
     return goal_accuracy(
-        (findings.experiment(part, findings.study.parts[part].goal) or {}).get("course", [])
+        (findings.experiment(part, findings.study.parts[part].goal) or {}).get("validation_curve", [])
     )
 
 
@@ -76,7 +76,7 @@ def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
     if not of.goal or not goal(findings, part) or part not in findings.parts:
         return []
     courses = {
-        row: (findings.experiment(part, row) or {}).get("course", []) for row in row_names(of)
+        row: (findings.experiment(part, row) or {}).get("validation_curve", []) for row in row_names(of)
     }
     sending = {
         row: course
@@ -165,11 +165,11 @@ def draw_goal(findings: Findings) -> Drawing | None:
     )
     about, aim = findings.study.parts[part], PERCENT * goal(findings, part)
     looks = dict(zip((soon.row for soon in ways_to_goal(findings, part)), _STYLES, strict=False))
-    first = mean_over_seeds((findings.experiment(part, about.goal) or {})["course"])
+    first = mean_over_seeds((findings.experiment(part, about.goal) or {})["validation_curve"])
     figure = new_figure(6.2)
     whole, near = figure.subplots(2, 1)
     for row, line_style in looks.items():
-        course = mean_over_seeds((findings.experiment(part, row) or {})["course"])
+        course = mean_over_seeds((findings.experiment(part, row) or {})["validation_curve"])
         common = 0 if row == about.goal else sum(point in first for point in course)
         own = course[max(common - 1, 0) :]
         accuracies = [[PERCENT * point["validation"]] for point in own]

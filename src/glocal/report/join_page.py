@@ -54,7 +54,7 @@ def _summary(found: Json) -> str:
     words = (
         f"A new device with {pluralize(told['examples'], 'labelled example')} of {classes} meets the federation of "
         f"{pluralize(told['client'], 'device')} in {found['run']} ({found['experiment']}, seed {found['seed']}). "
-        f"It is tested on {pluralize(told['tested on'], 'example')} of its own. No file of that run was changed."
+        f"It is tested on {pluralize(told['test_examples'], 'example')} of its own. No file of that run was changed."
     )
     return f"<p>{escape(words)}</p>"
 
@@ -62,11 +62,11 @@ def _summary(found: Json) -> str:
 def draw_labels(rows: Sequence[Json]) -> Drawing:
     """Accuracy against labelled examples; what needs no label is a level line."""
     figure, axes = new_axes()
-    ways = [way for way in _DESCRIPTIONS if any(row["way"] == way for row in rows)]
+    ways = [way for way in _DESCRIPTIONS if any(row["method"] == way for row in rows)]
     most = max(row["labels"] for row in rows)
     for place, way in enumerate(ways):
         points = sorted(
-            (row["labels"], PERCENT * row["accuracy"]) for row in rows if row["way"] == way
+            (row["labels"], PERCENT * row["accuracy"]) for row in rows if row["method"] == way
         )
         _plot_curve(axes, points, nth_line_style(place), most, label=way)
     _scale_labels(axes, sorted({row["labels"] for row in rows}))
@@ -126,7 +126,7 @@ def _table(rows: Sequence[Json]) -> str:
 
 
 def _row(row: Json) -> str:
-    words = f'<th class="name" scope="row">{escape(row["way"])}</th><td class="name">{_DESCRIPTIONS[row["way"]]}</td>'
+    words = f'<th class="name" scope="row">{escape(row["method"])}</th><td class="name">{_DESCRIPTIONS[row["method"]]}</td>'
     return f"<tr>{words}<td>{row['labels']:,}</td><td>{_percent(row['accuracy'])}</td><td>{size(row['bytes'])}</td></tr>"
 
 

@@ -21,7 +21,7 @@ def new_clients_table(run: RunData) -> str:
     rows = [
         _row(record)
         for record in run.records
-        if record.finished and "onboarding" in record.results[0]
+        if record.finished and "new_client" in record.results[0]
     ]
     heads = "".join(
         f'<th scope="col">{head}</th>'
@@ -41,13 +41,13 @@ def _row(record: ExperimentRecord) -> str:
 
 def _cells(results: Sequence[Json]) -> list[str]:
     """Normal before and after, new before and after, over seeds; and what was sent on average."""
-    met = [result["onboarding"] for result in results]
+    met = [result["new_client"] for result in results]
     before = [result["new_test"]["logits"] for result in results if result["new_test"]]
     columns = [
         before,
         *(
             [row[key] for row in met if row[key] is not None]
-            for key in ("existing_clients", "new_client_before", "new_client")
+            for key in ("normal", "rotated_before", "rotated")
         ),
     ]
     return [

@@ -239,7 +239,7 @@ def build_partition(settings: DataSettings, questions: VQAMetadata | None = None
 def _question_types(questions: VQAMetadata | None) -> tuple[IntArray, IntArray]:
     if questions is None:
         raise InputError(
-            "data: partition 'kinds' is for questions, which are dealt by how they begin; use 'shards' or another one"
+            "data: partition 'question_types' is for questions, which are dealt by how they begin; use 'shards' or another one"
         )
     return questions.question_types
 
@@ -256,11 +256,11 @@ def build_model(
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
         "softmax_mlp": lambda: softmax_mlp(example.numel(), settings.hidden, classes),
-        "coded_mlp": lambda: bottleneck_mlp(
+        "bottleneck_mlp": lambda: bottleneck_mlp(
             example.numel(), settings.hidden, classes, **_bottleneck_options(settings)
         ),
         "lenet5": lambda: lenet5(example.shape[0], classes),
-        "coded_cnn": lambda: bottleneck_cnn(example.shape, classes, bottleneck=settings.bottleneck),
+        "bottleneck_cnn": lambda: bottleneck_cnn(example.shape, classes, bottleneck=settings.bottleneck),
         "mood_lstm": lambda: mood_lstm(classes, dropout=settings.dropout),
         "vqa": lambda: build_vqa_net(settings, questions, classes),
     }
@@ -397,7 +397,7 @@ def build_auxiliary(
     """What a case's local models learn from besides labels, and the auxiliary model of a seed."""
     if pretext.kind == "adversary" and settings.data.augment != "none":
         raise InputError(
-            "settings: an adversary learns from the data as they are; leave datasets.augment out"
+            "settings: an adversary learns from the data as they are; leave data.augment out"
         )
     train = parts.federations[0].train
     return build_pretext(
@@ -427,9 +427,9 @@ def _hyperparameters(
                 "clients_per_round",
                 "local",
                 "shared",
-                "after",
+                "start_from",
                 "start_round",
-                "after_model",
+                "start_model",
                 "lr",
                 "local_lr",
             }

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from glocal.core.errors import InputError, describe_error, suggest_name
-from glocal.core.files import Json, read_json, read_rows, write_json
+from glocal.core.files import FORMAT, Json, read_json, read_rows, require_format, write_json
 from glocal.studies.goal_cost import validation_curve
 from glocal.studies.paper import PAPER
 from glocal.studies.run import is_run, read_results, read_settings, slug
@@ -113,7 +113,7 @@ class Findings:
 
     def as_dict(self) -> Json:
         """For JSON."""
-        return {"study": self.study.name, **self.about, "parts": self.parts}
+        return {"format": FORMAT, "study": self.study.name, **self.about, "parts": self.parts}
 
 
 def seeds_of(experiment: Json, values: Sequence[float | None]) -> list[int]:
@@ -144,7 +144,7 @@ def part_folder(folder: Path, part: str) -> Path:
 def read_findings(path: Path) -> Findings:
     """From the folder of a study, or from a file that was written of one."""
     try:
-        found = _from_dict(read_json(path, dict)) if path.is_file() else _from_folder(path)
+        found = _from_file(path) if path.is_file() else _from_folder(path)
         for part in found.parts.values():
             for experiment in part["experiments"].values():
                 read = (*found.study.measures, "validation_leak", "fresh")
@@ -161,7 +161,8 @@ def read_findings(path: Path) -> Findings:
 
 
 def _from_folder(path: Path) -> Findings:
-    about = read_json(path / "study.json", dict)
+    file = path / "study.json"
+    about = require_format(read_json(file, dict), file)
     study = find_study(about["study"])
     parts = {
         name: found
@@ -185,7 +186,8 @@ def write_findings(findings: Findings, path: Path) -> None:
     write_json(path, findings.as_dict())
 
 
-def _from_dict(data: Json) -> Findings:
+def _from_file(path: Path) -> Findings:
+    data = require_format(read_json(path, dict), path)
     study = find_study(data["study"])
     about = {key: value for key, value in data.items() if key not in ("study", "parts")}
     return Findings(
@@ -210,7 +212,7 @@ def _part(folder: Path, study: Path, name: str, of: StudyPart) -> Json | None:
         }
     if of.goal:
         experiments = {
-            experiment: {**figures, "course": validation_curve(folder, experiment)}
+            experiment: {**figures, "validation_curve": validation_curve(folder, experiment)}
             for experiment, figures in experiments.items()
         }
     return {
@@ -232,7 +234,7 @@ def _experiment(results: Sequence[Json]) -> Json:
             for key, way in _WAYS.items()
         },
         **_new_client_metrics(
-            [result["first_round"] for result in results if "first_round" in result]
+            [result["new_client"] for result in results if "new_client" in result]
         ),
         **_audit_metrics([result["audit"] for result in results if "audit" in result]),
         **_ordinal_metrics([result["ordinal"] for result in results if "ordinal" in result]),
@@ -266,11 +268,11 @@ def _new_client_metrics(arrivals: Sequence[Json]) -> Json:
         return {}
     scores = {
         key: [_round(row[key]) for row in arrivals]
-        for key in ("existing_clients", "normal_local", "new_client", "new_client_before")
+        for key in ("normal", "normal_local", "rotated", "rotated_before")
     }
     return {
         **scores,
-        "onboarding_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals)),
+        "join_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals)),
     }
 
 

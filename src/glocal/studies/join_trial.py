@@ -110,7 +110,7 @@ class JoinTrial:
                 else None
             )
             yield {
-                "way": way,
+                "method": way,
                 "labels": 0,
                 "accuracy": accuracy,
                 "members": chosen,
@@ -164,7 +164,7 @@ class JoinTrial:
             else None
         )
         sent = 0 if way == "alone" else joined.ledger.total.bytes
-        return {"way": way, "labels": labels, "accuracy": accuracy, "bytes": sent}
+        return {"method": way, "labels": labels, "accuracy": accuracy, "bytes": sent}
 
     def save(self, folder: Path, rows: list[Json], about: Json) -> None:
         """Figures, and the newcomer's model by each way, as last learnt; predictions for a newcomer without any label."""
@@ -172,7 +172,7 @@ class JoinTrial:
             write_tensors(
                 folder / f"{way.replace(' ', '-')}.safetensors",
                 joined.state_dict(self.trained_federation),
-                {"way": way},
+                {"method": way},
             )
         if "in the rounds" in self.joined:
             write_tensors(
@@ -193,7 +193,7 @@ class JoinTrial:
         classes = sorted({*self.train.y.tolist()})
         told = {
             "examples": len(self.train.y),
-            "tested on": len(self.test.y),
+            "test_examples": len(self.test.y),
             "classes": classes,
             "client": self.trained_federation.clients,
         }

@@ -10,7 +10,7 @@ from glocal.studies.findings import Findings, seeds_of
 
 _IGNORED = {
     "plan": ("seed", "seeds"),
-    "run": ("engine", "chunk"),
+    "run": ("engine", "chunk_size"),
 }  # what may differ between runs of one part
 
 
@@ -112,7 +112,7 @@ def _merge_seeds(words: str, runs: Sequence[Json]) -> Json:
                 )
     seeds = sorted(by_seed)
     lists = {
-        key: [by_seed[seed][key] for seed in seeds] for key in by_seed[seeds[0]] if key != "course"
+        key: [by_seed[seed][key] for seed in seeds] for key in by_seed[seeds[0]] if key != "validation_curve"
     }
     sent = {
         key: round(fmean(run[key] for run in runs for _ in seeds_of(run, run["validation"])))
@@ -120,8 +120,8 @@ def _merge_seeds(words: str, runs: Sequence[Json]) -> Json:
         if isinstance(value, int | float)
     }
     courses = (
-        {"course": [row for seed in seeds for row in by_seed[seed]["course"]]}
-        if any("course" in run for run in runs)
+        {"validation_curve": [row for seed in seeds for row in by_seed[seed]["validation_curve"]]}
+        if any("validation_curve" in run for run in runs)
         else {}
     )
     return {"seeds": seeds, **lists, **sent, **courses}
@@ -132,12 +132,12 @@ def _by_seed(run: Json) -> dict[int, Json]:
     lists = {
         key: values
         for key, values in run.items()
-        if isinstance(values, list) and key not in ("seeds", "course")
+        if isinstance(values, list) and key not in ("seeds", "validation_curve")
     }
     found = {
         seed: {key: values[place] for key, values in lists.items()}
         for place, seed in enumerate(seeds_of(run, run["validation"]))
     }
     for seed, figures in found.items():
-        figures["course"] = [row for row in run.get("course", []) if row["seed"] == seed]
+        figures["validation_curve"] = [row for row in run.get("validation_curve", []) if row["seed"] == seed]
     return found

@@ -68,7 +68,7 @@ def bottleneck_mlp(
     )
     return nn.Sequential(
         OrderedDict[str, nn.Module](
-            encoder=encoder, noise_std=GaussianNoise(noise_std or 0.0), head=head
+            encoder=encoder, noise=GaussianNoise(noise_std or 0.0), head=head
         )
     )
 
@@ -92,7 +92,7 @@ def bottleneck_cnn(
     """An encoder of two convolutions whose code is 64 or so many numbers wide, and a head of two layers; for images."""
     if len(shape) != 3 or min(shape[1:]) < 16:
         raise InputError(
-            f"model: coded_cnn needs images (channels, height, width) of at least 16 x 16, not {tuple(shape)}"
+            f"model: bottleneck_cnn needs images (channels, height, width) of at least 16 x 16, not {tuple(shape)}"
         )
     width = 64 if bottleneck is None else bottleneck
     height, breadth = (((side - 4) // 2 - 4) // 2 for side in shape[1:])

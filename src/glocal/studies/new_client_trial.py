@@ -51,7 +51,7 @@ def join_new_clients(
     new = [ClientData(test_store, (rows,)) for rows in tests]
     rows = [
         _measure(evaluation, each, fed, own)
-        | {"new_client_before": _accuracy_before(evaluation, result, own)}
+        | {"rotated_before": _accuracy_before(evaluation, result, own)}
         for each, fed, own, result in zip(joined, experiment.federations, new, results, strict=True)
     ]
     evaluation.close()
@@ -116,9 +116,9 @@ def _measure(
         evaluation, [(joined.state.shared, joined.state.private.of(joined.client))], own
     )
     return {
-        "existing_clients": normal.logits if normal else None,
+        "normal": normal.logits if normal else None,
         "normal_local": local.mean,
-        "new_client": new,
+        "rotated": new,
         "ledger": joined.ledger.as_dict(),
     }
 

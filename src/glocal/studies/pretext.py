@@ -34,7 +34,7 @@ class PretextSettings:
     """An auxiliary model of the `kind` adversary, classifier, decoder or puzzle, on what the module `layer` puts out.
 
     `weight` is what its loss counts beside the main one; an adversary's is how strongly it is worked against. `hidden` are its
-    hidden widths. `lr` and `other_steps` are those of its own rule, if it has one: so many steps of it to each of the others. For
+    hidden widths. `lr` and `steps_per_update` are those of its own rule, if it has one: so many steps of it to each of the others. For
     `pretrain_epochs` epochs before the first round every device trains its local part alone: by the auxiliary loss, and with an
     adversary by the whole one.
     """
@@ -44,7 +44,7 @@ class PretextSettings:
     weight: float = 1.0
     hidden: tuple[int, ...] = count_field((32, 32), maximum=MAX_WIDTH)
     lr: float | None = None
-    other_steps: int = count_field(0, minimum=0, maximum=MAX_EPOCHS)
+    steps_per_update: int = count_field(0, minimum=0, maximum=MAX_EPOCHS)
     pretrain_epochs: int = count_field(0, minimum=0, maximum=MAX_EPOCHS)
 
     def __post_init__(self) -> None:
@@ -99,11 +99,11 @@ def with_auxiliary_optimizer(
     optimizer: Optimizer, settings: PretextSettings, name: str
 ) -> Optimizer:
     """The optimiser, with another rate or other turns for the auxiliary model."""
-    if settings.lr is None and not settings.other_steps:
+    if settings.lr is None and not settings.steps_per_update:
         return optimizer
     assert isinstance(optimizer, SGD | Adam)
     other = optimizer if settings.lr is None else _with_lr(optimizer, settings.lr)
-    return PartitionedOptimizer(optimizer, other, f"{name}/", settings.other_steps)
+    return PartitionedOptimizer(optimizer, other, f"{name}/", settings.steps_per_update)
 
 
 def _with_lr(rule: SGD | Adam, lr: float) -> SGD | Adam:

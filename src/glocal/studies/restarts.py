@@ -49,7 +49,7 @@ def best_restarts(results: Sequence[Json], plan: PlanSettings) -> list[Json]:
     for place, result in enumerate(results):
         number, data_seed = divmod(result["seed"], _SEED_STRIDE)
         deals.setdefault(data_seed, []).append(
-            {**result, "seed": data_seed, "try": number, "place": place}
+            {**result, "seed": data_seed, "restart": number, "index": place}
         )
     return [max(runs, key=_validation) for runs in deals.values()]
 

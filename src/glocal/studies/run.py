@@ -9,11 +9,13 @@ from typing import NamedTuple
 from glocal import datasets
 from glocal.core.errors import DivergedError, InputError, suggest_name
 from glocal.core.files import (
+    FORMAT,
     Json,
     append_rows,
     lock_folder,
     read_json,
     read_tensors,
+    require_format,
     write_json,
     write_tensors,
 )
@@ -179,7 +181,7 @@ def _run_locked(
             experiment.plan, study.parts.federations[0].num_clients, experiment.plan.first_round
         )
         _require_resumable(study, name, experiment)
-    write_json(folder / "settings.json", settings.as_dict())
+    write_json(folder / "settings.json", {"format": FORMAT, **settings.as_dict()})
     write_json(folder / "federation.json", _class_counts(study.parts.federations[0]))
     _write_baselines(study)
     for name, experiment in experiments.items():
@@ -325,7 +327,8 @@ def is_run(folder: Path) -> bool:
 
 def read_settings(folder: Path) -> Settings:
     """The settings that a run was started with."""
-    return from_dict(read_json(folder / "settings.json", dict))
+    path = folder / "settings.json"
+    return from_dict(require_format(read_json(path, dict), path))
 
 
 def read_results(folder: Path) -> dict[str, list[Json]]:
@@ -365,7 +368,7 @@ def _run_experiment(study: StudyRun, name: str, experiment: Case) -> Iterator[St
             last := checkpoint.read()
         ):
             _save_snapshot(folder, experiment, last, wanted)  # for a case that has been added since
-        if study.options.save == "figures":  # a stop may have come between the figures and this
+        if study.options.save == "metrics":  # a stop may have come between the figures and this
             checkpoint.drop_tensors()
         yield StudyEvent(name, plan.rounds, None, _read_best_results(study, folder))
         return
@@ -416,7 +419,7 @@ def _with_final_measurements(
             met = join_new_clients(
                 training.case, results, study.options, new_client=new_client, join_plan=join_plan
             )
-            told = [{**row, "onboarding": arrival} for row, arrival in zip(told, met, strict=True)]
+            told = [{**row, "new_client": arrival} for row, arrival in zip(told, met, strict=True)]
         if audit is not None:
             read = audit_experiment(
                 training.case,
@@ -512,7 +515,7 @@ def _warm_start(settings: Settings, experiment: ExperimentSettings) -> WarmStart
     if not plan.first_round < start <= plan.total_rounds:
         done = f"{plan.first_round + 1} to {plan.total_rounds} rounds done"
         raise InputError(
-            f"settings: after_round is {start}, but one can go on from {experiment.start_from} with {done}; choose one of those"
+            f"settings: start_round is {start}, but one can go on from {experiment.start_from} with {done}; choose one of those"
         )
     return WarmStart(
         start,

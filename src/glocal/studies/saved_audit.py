@@ -53,7 +53,7 @@ class SavedAudit:
         require_fairlearn()
         self.saved, self.seed = saved, saved.trained_federation.plan.seed
         self.name, self.column = find_attribute(saved, question.attribute)
-        layer, self.chosen = (
+        layer, self.layer_reason = (
             default_representation(saved)
             if question.layer is None
             else (question.layer, "as asked for")
@@ -120,7 +120,7 @@ class SavedAudit:
             **of,
             "data": source,
             "settings": asdict(self.settings),
-            "chosen": self.chosen,
+            "layer_reason": self.layer_reason,
         }
         write_json(folder / "audit.json", {**told, **figures})
 
@@ -201,7 +201,7 @@ def _leak_rows(found: Mapping[str, Sequence[Mapping[str, AttackResult]]]) -> lis
         {
             "knowledge": knowledge,
             **average_leakage(attacker, read)._asdict(),
-            "over": len(read),
+            "averaged_over": len(read),
             "beyond_chance": beyond_chance(read, comparisons=len(tried)),
         }
         for (knowledge, attacker), read in tried.items()

@@ -56,7 +56,7 @@ def open_experiment(
             f"run: {folder} is a scenario, whose devices come and go; give a run without groups"
         )
     _require_finished(results, experiment)
-    if settings.run.save == "figures":
+    if settings.run.save == "metrics":
         raise InputError(
             f"run: {folder} kept its figures only; for this, a study has to run with run.save = 'everything'"
         )
@@ -70,7 +70,7 @@ def open_experiment(
             f"run: {folder} has no checkpoint of {name} any more; run the study anew, or choose another case"
         )
     result = results[name][place]
-    place = result.get("place", place)  # of several tries, the best one's
+    place = result.get("index", place)  # of several tries, the best one's
     plan = replace(whole.plans()[place], rounds=progress.done)
     if result["rounds"] != plan.total_rounds:
         raise InputError(

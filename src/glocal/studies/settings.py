@@ -59,9 +59,9 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which network: mlp, softmax_mlp or coded_mlp (of these hidden widths), lenet5, coded_cnn, vqa, or your own "module:function".
+    """Which network: mlp, softmax_mlp or bottleneck_mlp (of these hidden widths), lenet5, bottleneck_cnn, vqa, or your own "module:function".
 
-    The encoders of coded_mlp and coded_cnn put out a code so many numbers wide; coded_mlp's with noise of the deviation `noise_std`
+    The encoders of bottleneck_mlp and bottleneck_cnn put out a code so many numbers wide; bottleneck_mlp's with noise of the deviation `noise_std`
     while training, and a share `dropout` of its hidden units left out. For texts there is mood_lstm; a share `dropout` of its word
     vectors and hidden units is left out while training, and of what vqa's ResNet sees and of its answer's hidden units.
 

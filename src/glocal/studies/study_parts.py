@@ -13,7 +13,15 @@ import torch
 
 from glocal import __version__, datasets
 from glocal.core.errors import DivergedError, GlocalWarning, InputError
-from glocal.core.files import Json, append_rows, read_json, read_rows, write_json
+from glocal.core.files import (
+    FORMAT,
+    Json,
+    append_rows,
+    read_json,
+    read_rows,
+    require_format,
+    write_json,
+)
 from glocal.datasets.fetch import no_progress
 from glocal.studies.findings import part_folder
 from glocal.studies.restarts import restarts_of
@@ -41,7 +49,13 @@ def write_study(
     }
     for chosen in settings.values():
         chosen.run.torch_device()
-    about: Json = {"study": study.name, "command": [], "version": __version__, "machine": None}
+    about: Json = {
+        "format": FORMAT,
+        "study": study.name,
+        "command": [],
+        "version": __version__,
+        "machine": None,
+    }
     write_json(
         folder / "study.json",
         {**about, "parts": {name: chosen.as_dict() for name, chosen in settings.items()}},
@@ -60,7 +74,8 @@ def read_parts(folder: Path) -> dict[str, Settings]:
 
 
 def _read(folder: Path) -> Json:
-    written: Json = read_json(folder / "study.json", dict)
+    path = folder / "study.json"
+    written = {"format": FORMAT, **require_format(read_json(path, dict), path)}
     parts = written.get("parts")
     if not isinstance(parts, dict) or not parts or not isinstance(written.get("command"), list):
         raise InputError(
@@ -136,7 +151,7 @@ def _steps(
                 "part": part,
                 "experiment": error.experiment,
                 "seed": error.seed,
-                "why": str(error),
+                "reason": str(error),
             }
             append_rows(folder / "diverged.jsonl", [noted])
 
