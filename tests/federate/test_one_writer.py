@@ -144,8 +144,8 @@ def test_a_study_in_parts_is_held_as_a_whole(tmp_path, capsys):
 FORKS = """
 import os, sys, time
 from pathlib import Path
-from glocal.core.files import alone
-with alone(Path("held")):
+from glocal.core.files import lock_folder
+with lock_folder(Path("held")):
     child = os.fork()
     if not child:
         time.sleep(600)
@@ -185,8 +185,8 @@ UNLOCKED = """
 import sys
 from pathlib import Path
 sys.modules["fcntl"] = None
-from glocal.core.files import alone
-with alone(Path("new")):
+from glocal.core.files import lock_folder
+with lock_folder(Path("new")):
     Path("new/file").touch()
 """
 

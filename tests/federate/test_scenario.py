@@ -79,10 +79,10 @@ def test_an_attendance_is_sorted_and_samples_nobody_who_comes_anyway():
     assert [row.tolist() for row in attendance] == [[0, 5], [1, 3], [5]]
 
 
-@pytest.mark.parametrize("part", ["present", "always", "dropouts"])
+@pytest.mark.parametrize("part", ["available", "always", "dropouts"])
 def test_a_device_named_twice_is_refused(part):
     with pytest.raises(InputError, match=f"attendance: {part} names a device twice"):
-        Availability.of(**{"present": [0, 1], part: [2, 2]})
+        Availability.of(**{"available": [0, 1], part: [2, 2]})
 
 
 def test_with_all_present_a_cohort_is_the_plain_one():
@@ -494,7 +494,7 @@ def test_a_study_stopped_in_a_scenario_goes_on_to_the_same_results(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("groups.old.leave=3", "unknown option 'groups.old.leave'; did you mean 'leaves'"),
+        ("groups.old.leave=3", "unknown option 'groups.old.leave'; did you mean 'leave_round'"),
         (
             "groups.old.leave_round=0",
             "groups.old arrives in round 0 and leaves in round 0; let it leave later than it arrives",
@@ -629,8 +629,8 @@ def test_a_group_that_left_before_a_warm_start_has_no_part_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"present": [0, -1]}, "names device -1"),
-        ({"present": [0], "dropouts": [7]}, "device 7 leaves, and was not there"),
+        ({"available": [0, -1]}, "names device -1"),
+        ({"available": [0], "dropouts": [7]}, "device 7 leaves, and was not there"),
     ],
 )
 def test_an_attendance_that_cannot_be_is_refused(wrong, words):

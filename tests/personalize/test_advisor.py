@@ -20,7 +20,7 @@ from glocal.core.modules import params_of
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy
 from glocal.engines import Executor
-from glocal.evaluate.theory import ConfidenceInterval
+from glocal.evaluate.intervals import ConfidenceInterval
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.personalize.advisor import AdvisorConfig, Budget, advise, halving, search
 from glocal.personalize.advisor.budget import Cost
@@ -191,13 +191,13 @@ def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
     )
     spy(
         search,
-        "variances",
+        "estimate_variances",
         lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()},
     )
     spy(search, "keep_better_half", lambda arguments: arguments[1])
     asked(federation(own_labels=True))
     shapes = {name: tuple(tensor.shape) for name, tensor in params_of(two_layers()).items()}
-    assert {name for name, _ in crossed} == {"admit", "variances", "keep_better_half"}
+    assert {name for name, _ in crossed} == {"admit", "estimate_variances", "keep_better_half"}
     for name, what in crossed:
         if name == "keep_better_half":
             assert what.halves.shape == (2, 4, 8)  # one number per half, split and device
@@ -441,7 +441,7 @@ def test_an_algorithm_with_private_parts_is_refused():
 
 def test_no_advice_comes_of_a_training_that_diverged():
     model = world.seeded(two_layers)
-    with pytest.raises(InputError, match=r"training diverged; lower optimiser\.rate"):
+    with pytest.raises(InputError, match=r"training diverged; lower optimizer\.lr"):
         advise(
             fedavg(cross_entropy(model), glocal.sgd(1e30)),
             model,
@@ -476,7 +476,7 @@ def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
     for word in ("alpha*", "The race", "split.local = [", "Why:", "How sure:", "Groups:", "Cost:"):
         assert word in printed
     told = json.loads(out.read_text())
-    assert told["command"] == "glocal advise digits mlp --rounds 3 --racers 5 --prefer accuracy"
+    assert told["command"] == "glocal advise digits mlp --rounds 3 --clients 5 --prefer accuracy"
     assert told["choice"]["name"] in [row["split"] for row in told["candidates"]]
     assert told["cost"]["ledger"]["total"]["bytes"] > 0
 
