@@ -26,7 +26,7 @@ from glocal.personalize.advisor import AdvisorConfig, Budget, advise, halving, s
 from glocal.personalize.advisor.budget import Cost
 from glocal.personalize.advisor.candidates import make_candidates
 from glocal.personalize.advisor.groups import accuracy_difference, find_groups
-from glocal.personalize.advisor.halving import HalvingSetup, Rung, run_rounds, start_halving
+from glocal.personalize.advisor.halving import HalvingSetup, Stage, run_rounds, start_halving
 from glocal.personalize.advisor.variances import estimate_variances
 from glocal.studies import STUDIES, with_overrides
 from glocal.studies.models import lenet5
@@ -34,7 +34,7 @@ from glocal.wire import Ledger
 from tests.support import world
 
 DEVICES, FEATURES, CLASSES = 8, 6, 4
-QUICK = AdvisorConfig(num_clients=8, rungs=(1, 2))
+QUICK = AdvisorConfig(num_clients=8, stages=(1, 2))
 SGD = glocal.sgd(0.1, momentum=0.5)
 
 
@@ -266,32 +266,32 @@ def test_a_budget_of_seconds_ends_it():
     assert not replace(cost, started_at=cost.started_at - 200).within(Budget(seconds=100.0))
 
 
-def rung(ahead, *, names=("all shared", "first 1 shared"), noise=0.0, rows=50):
-    """A rung in which the second split is ahead of the first by so much on each device."""
+def stage(ahead, *, names=("all shared", "first 1 shared"), noise=0.0, rows=50):
+    """A stage in which the second split is ahead of the first by so much on each device."""
     generator = np.random.default_rng(0)
     base = np.full((2, len(ahead)), 0.5)
     halves = np.stack(
         [base, base + ahead + noise * generator.standard_normal((2, len(ahead)))], axis=1
     )
-    return Rung(4, names, halves, np.full((2, len(ahead)), rows))
+    return Stage(4, names, halves, np.full((2, len(ahead)), rows))
 
 
 def test_a_group_that_clearly_prefers_another_split_is_found():
     ahead = np.array([0.1] * 10 + [-0.1] * 20)
-    (group,) = find_groups([rung(ahead, noise=0.02)], "all shared", np.arange(30) + 100)
+    (group,) = find_groups([stage(ahead, noise=0.02)], "all shared", np.arange(30) + 100)
     assert group.candidate == "first 1 shared"
     assert group.clients == tuple(range(100, 110))
     assert group.gain.low < 0.1 < group.gain.high
 
 
 def test_chance_makes_no_group():
-    assert not find_groups([rung(np.zeros(30), noise=0.05)], "all shared", np.arange(30))
+    assert not find_groups([stage(np.zeros(30), noise=0.05)], "all shared", np.arange(30))
 
 
 def test_a_difference_is_paired_where_both_raced_last():
     first, last = (
-        rung(np.full(10, 0.2)),
-        rung(np.full(10, 0.1), names=("all shared", "last 1 shared")),
+        stage(np.full(10, 0.2)),
+        stage(np.full(10, 0.1), names=("all shared", "last 1 shared")),
     )
     assert accuracy_difference([first, last], "first 1 shared", "all shared").mean == pytest.approx(
         0.2
@@ -346,7 +346,7 @@ def test_a_tolerance_that_is_no_number_is_refused():
     [(-0.02, "nothing shared"), (-0.002, "first 1 shared"), (0.02, "first 1 shared")],
 )
 def test_to_share_nothing_has_to_be_clearly_ahead(ahead, expected):
-    close = rung(np.full(30, ahead), names=("nothing shared", "first 1 shared"), noise=0.02)
+    close = stage(np.full(30, ahead), names=("nothing shared", "first 1 shared"), noise=0.02)
     assert search._equally_good([close], 0.01) == [expected]
 
 
@@ -354,14 +354,14 @@ def test_what_sharing_nothing_is_clearly_ahead_of_is_not_as_good():
     shares = np.random.default_rng(0).normal(0.5, 0.1, 30)
     names, gaps = ("nothing shared", "first 1 shared", "first 2 shared"), np.zeros((3, 30))
     gaps[1], gaps[2] = -0.004 + 0.02 * np.resize([1, -1], 30), -0.005
-    close = Rung(4, names, np.stack([shares + gaps] * 2), np.full((2, 30), 50))
+    close = Stage(4, names, np.stack([shares + gaps] * 2), np.full((2, 30), 50))
     assert accuracy_difference([close], "first 1 shared", "first 2 shared").low < 0
     assert search._equally_good([close], 0.01) == ["first 1 shared"]
 
 
 def judged(*, ahead):
     """Advice to share all where to share nothing was ahead by so much, give or take two points."""
-    advice = asked(federation(own_labels=False), plan=Plan(2, 2), rungs=(1,), max_candidates=2)
+    advice = asked(federation(own_labels=False), plan=Plan(2, 2), stages=(1,), max_candidates=2)
     gap = ConfidenceInterval(ahead, ahead - 0.02, ahead + 0.02)
     nothing, everything = advice.rows
     rows = (
@@ -411,9 +411,9 @@ def test_a_table_keeps_its_digits_where_lines_are_short(capsys, monkeypatch):
 
 
 def test_what_is_clearly_below_is_not_as_good_and_neither_is_what_is_far_below():
-    assert search._equally_good([rung(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
-    assert search._equally_good([rung(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
-    assert search._equally_good([rung(np.full(30, 0.005), noise=0.05)], 0.01) == [
+    assert search._equally_good([stage(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
+    assert search._equally_good([stage(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
+    assert search._equally_good([stage(np.full(30, 0.005), noise=0.05)], 0.01) == [
         "first 1 shared",
         "all shared",
     ]

@@ -20,7 +20,7 @@ from glocal.personalize.advisor.candidates import NOTHING
 from glocal.personalize.advisor.search import CandidateResult
 from glocal.studies import STUDIES, Settings, from_toml, with_overrides
 from glocal.studies.build import build_algorithm, build_components
-from glocal.studies.paper import PAPER
+from glocal.studies.registry import installed_studies
 from glocal.studies.settings import DataSettings, ExperimentSettings
 
 _HALF = 0.5
@@ -33,7 +33,7 @@ def resolve_settings(data: str, model: str | None, changes: list[str]) -> Settin
         base = STUDIES[data]
     elif Path(data).suffix == ".toml":
         base = from_toml(Path(data))
-    elif data in PAPER:
+    elif data in installed_studies():
         raise InputError(
             f"advise: '{data}' is a study of several parts; name a data set and a model, such as mnist and mlp"
         )

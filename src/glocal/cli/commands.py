@@ -12,7 +12,7 @@ from rich.table import Table
 
 from glocal.cli.deploy_commands import deploy_app
 from glocal.cli.typer_compat import require_command
-from glocal.core.errors import InputError, suggest_name
+from glocal.core.errors import InputError
 
 app = typer.Typer(
     name="glocal",
@@ -116,7 +116,7 @@ def _command_line(
 def list_studies() -> None:
     """List the studies that come with glocal."""
     from glocal.studies import STUDIES
-    from glocal.studies.paper import PAPER
+    from glocal.studies.registry import installed_studies, missing_packages
 
     table = Table("name", "what", "of the paper", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, settings in STUDIES.items():
@@ -126,9 +126,11 @@ def list_studies() -> None:
             f"{settings.data.source} on {settings.data.clients} devices: {', '.join(settings.experiments)}{groups}",
             "",
         )
-    for name, study in PAPER.items():
+    for name, study in installed_studies().items():
         table.add_row(name, f"{study.title}, {len(study.parts)} parts", study.source)
     Console().print(table)
+    if missing := missing_packages():
+        print(missing)
 
 
 @app.command()
@@ -138,16 +140,15 @@ def show(
     """Show what a study claims, what it runs, and which numbers were published."""
     from glocal.cli.tables import show_study
     from glocal.studies import STUDIES
-    from glocal.studies.paper import PAPER
+    from glocal.studies.registry import installed_studies, unknown_study
 
-    if study in PAPER:
-        show_study(PAPER[study])
-    elif study in STUDIES:
+    if study in STUDIES:
         print(json.dumps(STUDIES[study].as_dict(), indent=1))
-    else:
-        raise InputError(
-            f"show: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}"
-        )
+        return
+    installed = installed_studies()
+    if study not in installed:
+        raise InputError(f"show: {unknown_study(study, {**STUDIES, **installed})}")
+    show_study(installed[study])
 
 
 @app.command()
@@ -165,7 +166,7 @@ def run(
     """Run a study and write its report."""
     from glocal.cli.run import free_folder, run_and_report, start_parts
     from glocal.studies import STUDIES, from_toml, with_overrides
-    from glocal.studies.paper import PAPER
+    from glocal.studies.registry import installed_studies, unknown_study
     from glocal.studies.run import is_run, slug
     from glocal.studies.study_parts import is_study
 
@@ -174,12 +175,13 @@ def run(
         raise InputError(
             f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out"
         )
-    if study in PAPER:
+    installed = {} if study in STUDIES else installed_studies()
+    if study in installed:
         typed = _command_line(
             "run", study, changes, part=parts or [], engine=[engine], seeds=[seeds], device=[device]
         )
         start_parts(
-            PAPER[study],
+            installed[study],
             out or free_folder(Path("runs") / study),
             patterns=parts or [],
             changes=overrides,
@@ -195,9 +197,8 @@ def run(
     elif Path(study).suffix == ".toml" or Path(study).exists():
         settings = from_toml(Path(study), overrides)
     else:
-        raise InputError(
-            f"run: there is no study '{study}'; {suggest_name(study, [*STUDIES, *PAPER])}; or give a TOML file"
-        )
+        known = {**STUDIES, **installed}
+        raise InputError(f"run: {unknown_study(study, known)}; or give a TOML file")
     run_and_report(settings, out or free_folder(Path("runs") / slug(settings.name)))
 
 
@@ -382,44 +383,6 @@ def audit(
         AuditTarget(folder, experiment, seed, out),
         AuditQuery(attribute, layer, encoders),
         command=typed,
-    )
-
-
-@app.command()
-def theory(
-    d: Annotated[int, typer.Option("--d", help="How many numbers an input has.")] = 20,
-    clients: Annotated[int, typer.Option(help="How many devices there are, M.")] = 100,
-    n: Annotated[int, typer.Option("--n", help="How many examples each device has, N.")] = 2000,
-    rho: Annotated[
-        float,
-        typer.Option(
-            help="How much devices differ: the standard deviation of their teachers' weights."
-        ),
-    ] = 0.1,
-    sigma: Annotated[float, typer.Option(help="How noisy labels are: a standard deviation.")] = 1.5,
-    inputs: Annotated[
-        str,
-        typer.Option(
-            help="uniform (between -1 and 1), normal (of variance 1) or unit (normal, of mean squared length 1)."
-        ),
-    ] = "uniform",
-    repeats: Annotated[
-        int, typer.Option(help="How often to try it out; 0 for the closed forms alone.")
-    ] = 50,
-    seed: Annotated[int, typer.Option(help="What the trials are drawn from.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Also draw it into this .svg or .png file.")
-    ] = None,
-) -> None:
-    """How much of a model to keep local, by the paper's linear theory: closed forms, and trials beside them."""
-    from glocal.cli.theory import make_inputs, show_theory
-    from glocal.evaluate.theory import LinearProblem
-
-    show_theory(
-        LinearProblem(make_inputs(inputs, d), clients, n, rho, sigma),
-        repeats=repeats,
-        seed=seed,
-        out=out,
     )
 
 

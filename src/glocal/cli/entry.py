@@ -15,7 +15,15 @@ from glocal.core.errors import GlocalWarning, InputError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line: a mistake in the input is one line and exit code 2, a stop by Ctrl-C is 130."""
+    """Run glocal's command line."""
+    run_app(app, arguments)
+
+
+def run_app(commands: typer.Typer, arguments: Sequence[str] | None = None) -> None:
+    """Run a command line, and exit with its code: 2 and one line for wrong input, 130 for Ctrl-C.
+
+    Packages of studies with commands of their own use it too.
+    """
     if "" not in sys.path:
         sys.path.insert(
             0, ""
@@ -29,15 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("once", GlocalWarning)
         warnings.showwarning = _show_warning
-        code = _run_command(arguments)
+        code = _run_command(commands, arguments)
     log.removeHandler(lines)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _run_command(arguments: Sequence[str] | None) -> Any:
+def _run_command(commands: typer.Typer, arguments: Sequence[str] | None) -> Any:
     """Run a command; its exit code."""
     try:
-        return app(args=arguments, standalone_mode=False)
+        return commands(args=arguments, standalone_mode=False)
     except UsageError as error:
         return _print_error(f"command line: {error.format_message()}")
     except InputError as error:

@@ -1,6 +1,6 @@
 """How good the models are, for the devices that trained them and for new ones."""
 
-from glocal.evaluate import leakage, theory
+from glocal.evaluate import leakage
 from glocal.evaluate.evaluation import (
     Accuracies,
     AccuracySummary,
@@ -33,6 +33,5 @@ __all__ = [
     "new_test",
     "predict_classes",
     "summarize",
-    "theory",
     "vqa_accuracy",
 ]

@@ -9,15 +9,12 @@ from glocal.report.page import write_report
 from glocal.report.samples import draw_samples
 from glocal.report.study_figures import draw_study
 from glocal.report.study_page import write_study_report
-from glocal.report.theory import draw_mixture, draw_theory
 
 __all__ = [
     "draw_classes",
     "draw_join",
-    "draw_mixture",
     "draw_samples",
     "draw_study",
-    "draw_theory",
     "study_markdown",
     "write_audit_report",
     "write_deploy_report",

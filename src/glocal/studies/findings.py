@@ -2,27 +2,19 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
-from glocal.core.errors import InputError, describe_error, suggest_name
+from glocal.core.errors import InputError, describe_error
 from glocal.core.files import FORMAT, Json, read_json, read_rows, require_format, write_json
+from glocal.evaluate.intervals import ConfidenceInterval, confidence_interval
 from glocal.studies.goal_cost import validation_curve
-from glocal.studies.paper import PAPER
+from glocal.studies.registry import find_study
 from glocal.studies.run import is_run, read_results, read_settings, slug
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
 
 _PERCENT = 100.0
-
-
-class ConfidenceInterval(NamedTuple):
-    """A mean over seeds with a 95 % confidence interval (Student's t); endless for one seed."""
-
-    mean: float
-    low: float
-    high: float
 
 
 class Verdict(NamedTuple):
@@ -121,21 +113,6 @@ def seeds_of(experiment: Json, values: Sequence[float | None]) -> list[int]:
     return list(experiment.get("seeds", range(len(values)))) if values else []
 
 
-def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
-    """The mean and where it lies with 95 % confidence.
-
-    >>> [round(end, 2) for end in confidence_interval([1.0, 2.0, 3.0])]
-    [2.0, -0.48, 4.48]
-    """
-    from scipy import stats  # takes a second to load, and few commands need it
-
-    mean = fmean(values)
-    if len(values) < 2:
-        return ConfidenceInterval(mean, float("-inf"), float("inf"))
-    reach = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / sqrt(len(values))
-    return ConfidenceInterval(mean, mean - reach, mean + reach)
-
-
 def part_folder(folder: Path, part: str) -> Path:
     """Where a part of a study runs: an ordinary run folder."""
     return folder / "parts" / slug(part)
@@ -172,13 +149,6 @@ def _from_folder(path: Path) -> Findings:
     return Findings(
         study, {key: about[key] for key in ("command", "version", "machine") if key in about}, parts
     )
-
-
-def find_study(name: str) -> Study:
-    """A study of a paper by name."""
-    if not isinstance(name, str) or name not in PAPER:
-        raise InputError(f"study: there is no study '{name}'; {suggest_name(str(name), PAPER)}")
-    return PAPER[name]
 
 
 def write_findings(findings: Findings, path: Path) -> None:

@@ -1,10 +1,27 @@
 """Functions of the user's own, which settings name as "module:function"."""
 
 import importlib
+import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
 
 from glocal.core.errors import InputError, describe_error
+from glocal.datasets.vqa import VQAMetadata
+from glocal.studies.settings import ModelSettings
+
+_REQUEST = "request"
+
+
+class ModelRequest(NamedTuple):
+    """What a function that makes a model gets, if it has a parameter `request`."""
+
+    settings: ModelSettings
+    example: Tensor
+    classes: int
+    questions: VQAMetadata | None = None
 
 
 def import_function(address: str, where: str) -> Callable[..., Any]:
@@ -34,3 +51,23 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
         raise
     except (Exception, SystemExit) as error:  # whatever a user's own function may raise
         raise InputError(f"{name}: the function failed ({describe_error(error)})") from error
+
+
+def takes_request(function: Callable[..., Any]) -> bool:
+    """Whether a function of the user's own has a parameter `request`."""
+    try:
+        return _REQUEST in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables have no signature that can be read
+        return False
+
+
+def call_model_function(address: str, where: str, request: ModelRequest) -> nn.Module:
+    """The model of a function "module:function"; it gets the request if it has a parameter for it."""
+    function = import_function(address, where)
+    make = partial(function, request=request) if takes_request(function) else function
+    model = call_user_function(make, address)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model: {address} returned {type(model).__name__}; an nn.Module was expected"
+        )
+    return model

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
 
 from glocal.core.data import Examples
 from glocal.core.errors import InputError, suggest_name
@@ -16,42 +15,15 @@ from glocal.datasets.fetch import ProgressCallback, no_progress
 from glocal.datasets.image_table import ImageTable
 from glocal.datasets.vqa import VQAMetadata
 from glocal.studies.settings import ModelSettings, Settings
-from glocal.studies.user_functions import call_user_function, import_function
-from glocal.studies.vqa_model import WIDTHS, ResNet, Sizes, Trunk, VqaNet, load_weights, vqa_net
+from glocal.studies.user_functions import (
+    ModelRequest,
+    call_model_function,
+    call_user_function,
+    import_function,
+    takes_request,
+)
 
 _CONTROLS = ("own", "shuffled", "none")
-_ENCODERS = ("trained", "frozen")
-
-
-def build_vqa_net(settings: ModelSettings, questions: VQAMetadata | None, answers: int) -> VqaNet:
-    """The network for these questions; the caller seeds torch's generator."""
-    if questions is None:
-        raise InputError(
-            "model: vqa answers questions about pictures; let data.source be vqav2, easy_vqa or questions of your own"
-        )
-    if len(settings.hidden) != len(Sizes._fields) or min(settings.hidden) < 1:
-        widths = ", ".join(Sizes._fields)
-        raise InputError(
-            f"model: the hidden widths of vqa are {list(settings.hidden)}; four from 1 on were expected: {widths}"
-        )
-    resnet = _resnet(settings) if len(questions.pictures.shape) == 3 else None
-    return vqa_net(
-        questions.pictures,
-        words=len(questions.words),
-        answers=answers,
-        sizes=Sizes(*settings.hidden),
-        resnet=resnet,
-        dropout=settings.dropout,
-    )
-
-
-def _resnet(settings: ModelSettings) -> ResNet:
-    resnet = ResNet(
-        WIDTHS if settings.widths is None else settings.widths, dropout=settings.dropout
-    )
-    if settings.weights is not None:
-        load_weights(resnet, settings.weights)
-    return resnet
 
 
 def with_frozen_features(
@@ -61,44 +33,42 @@ def with_frozen_features(
     *,
     report: ProgressCallback = no_progress,
 ) -> Dataset:
-    """The same with features in place of pictures, where the encoder is frozen; it is one for all seeds, as pretrained ones are."""
-    encoder = "trained" if settings.encoder is None else settings.encoder
-    if encoder not in _ENCODERS and ":" not in encoder:
+    """The same with features in place of pictures, where an encoder is named; it is one for all seeds.
+
+    Pretrained encoders are one for all seeds, too.
+    """
+    address = settings.encoder
+    if address is not None and ":" not in address:
         raise InputError(
-            f"settings: model.encoder is '{encoder}'; {suggest_name(encoder, _ENCODERS)}, or your own module:function"
+            f"settings: model.encoder is '{address}'; name a function that makes it, module:function"
         )
     questions = dataset.questions
-    if encoder == "trained" or questions is None or len(questions.pictures.shape) == 1:
+    if address is None or questions is None or len(questions.pictures.shape) == 1:
         return dataset
+    _require_no_resnet_settings(settings, address)
+    request = ModelRequest(settings, dataset.train.x[0], dataset.classes, questions)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(make_rng(0, "frozen encoder").integers(2**62)))
-        network = (
-            Trunk(_resnet(replace(settings, dropout=None)))
-            if encoder == "frozen"
-            else _user_encoder(settings, encoder)
-        )
+        network = call_model_function(address, "model.encoder", request)
     where = device()
 
     def features() -> ImageTable:
         return extract_features(questions.pictures, network, where, report=report)
 
-    seen = features() if encoder == "frozen" else call_user_function(features, encoder)
-    return dataset._replace(questions=replace(questions, pictures=seen))
+    table = call_user_function(features, address)
+    return dataset._replace(questions=replace(questions, pictures=table))
 
 
-def _user_encoder(settings: ModelSettings, encoder: str) -> nn.Module:
-    """A network of the user's own."""
+def _require_no_resnet_settings(settings: ModelSettings, address: str) -> None:
+    """Refuse settings that an encoder of the user's own does not get to see."""
+    if takes_request(import_function(address, "model.encoder")):
+        return
     for name, value in (("widths", settings.widths), ("weights", settings.weights)):
         if value is not None:
             raise InputError(
-                f"settings: model.{name} is {value!r}, of a ResNet, and the encoder is {encoder}; leave one of them out"
+                f"settings: model.{name} is {value!r}, of a ResNet, and the encoder is {address}; "
+                "leave one of them out"
             )
-    network = call_user_function(import_function(encoder, "model.encoder"), encoder)
-    if not isinstance(network, nn.Module):
-        raise InputError(
-            f"model: {encoder} returned {type(network).__name__}; a torch.nn.Module was expected"
-        )
-    return network
 
 
 def refuse_vqa_settings(settings: Settings) -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from glocal.core.sampling import IntArray
-from glocal.evaluate.theory import ConfidenceInterval, confidence_interval
-from glocal.personalize.advisor.halving import Rung
+from glocal.evaluate.intervals import ConfidenceInterval, confidence_interval
+from glocal.personalize.advisor.halving import Stage
 
 _MIN_GROUP_SIZE = 4  # devices that make a group
 _MIN_GAIN = 0.01  # a point of accuracy: less is no reason for a second federation
@@ -23,26 +23,26 @@ class ClientGroup(NamedTuple):
     gain: ConfidenceInterval
 
 
-def accuracy_difference(rungs: Sequence[Rung], name: str, other: str) -> ConfidenceInterval:
+def accuracy_difference(stages: Sequence[Stage], name: str, other: str) -> ConfidenceInterval:
     """By how much a split is above another: paired over devices, where both raced last, with a 95 % interval."""
-    rung = last_common_rung(rungs, name, other)
-    return confidence_interval(rung.accuracies_of(name) - rung.accuracies_of(other))
+    stage = last_common_stage(stages, name, other)
+    return confidence_interval(stage.accuracies_of(name) - stage.accuracies_of(other))
 
 
-def last_common_rung(rungs: Sequence[Rung], name: str, other: str) -> Rung:
+def last_common_stage(stages: Sequence[Stage], name: str, other: str) -> Stage:
     """Where two splits were last in the race together."""
-    return [rung for rung in rungs if {name, other} <= {*rung.names}][-1]
+    return [stage for stage in stages if {name, other} <= {*stage.names}][-1]
 
 
-def find_groups(rungs: Sequence[Rung], choice: str, participants: IntArray) -> list[ClientGroup]:
+def find_groups(stages: Sequence[Stage], choice: str, participants: IntArray) -> list[ClientGroup]:
     """Groups that clearly prefer another split to the choice, the largest gain first; a device is in at most one."""
     found, free = [], np.ones(len(participants), dtype=np.bool_)
-    others = [name for name in rungs[0].names if name != choice]
+    others = [name for name in stages[0].names if name != choice]
     while others:
         tried = [
             group
             for name in others
-            if (group := _find_group(rungs, choice, (name, participants, free), len(others)))
+            if (group := _find_group(stages, choice, (name, participants, free), len(others)))
         ]
         if not tried:
             break
@@ -54,15 +54,15 @@ def find_groups(rungs: Sequence[Rung], choice: str, participants: IntArray) -> l
 
 
 def _find_group(
-    rungs: Sequence[Rung],
+    stages: Sequence[Stage],
     choice: str,
     among: tuple[str, IntArray, npt.NDArray[np.bool_]],
     trials: int,
 ) -> ClientGroup | None:
     """Those who prefer a split on the first half, if on the second they do so too, beyond what so many trials bring by chance."""
     name, participants, free = among
-    rung = last_common_rung(rungs, choice, name)
-    ahead = rung.halves[:, rung.names.index(name)] - rung.halves[:, rung.names.index(choice)]
+    stage = last_common_stage(stages, choice, name)
+    ahead = stage.halves[:, stage.names.index(name)] - stage.halves[:, stage.names.index(choice)]
     members = free & (ahead[0] > 0)
     if members.sum() < _MIN_GROUP_SIZE:
         return None

@@ -21,7 +21,7 @@ from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, Executor
 from glocal.evaluate import Evaluator, Metric, accuracy, local_tests
-from glocal.evaluate.theory import ConfidenceInterval
+from glocal.evaluate.intervals import ConfidenceInterval
 from glocal.federate.fitting import (
     Case,
     Options,
@@ -36,7 +36,7 @@ from glocal.personalize.advisor.groups import ClientGroup, accuracy_difference, 
 from glocal.personalize.advisor.halving import (
     CandidateState,
     HalvingSetup,
-    Rung,
+    Stage,
     keep_better_half,
     run_rounds,
     start_halving,
@@ -55,14 +55,14 @@ _HALVES = 2
 class AdvisorConfig:
     """How advice is found: who races and for how long, what they are judged on, and what it may cost.
 
-    A part `holdout_fraction` of a racing device's examples, its validation data among them, is trained on by nobody. In each of `rungs` all
+    A part `holdout_fraction` of a racing device's examples, its validation data among them, is trained on by nobody. In each of `stages` all
     splits that are left go on for so many rounds. A split within `tolerance` of the best, and not clearly below it, is as good. If
     you `prefer` accuracy, the one of these that shares most is chosen, for what is learnt together shows later than a race ends; if
     bytes, one that sends at most half as much as the best, where there are several that which variances expect to err least.
     """
 
     num_clients: int = 24
-    rungs: tuple[int, ...] = (1, 3, 8)
+    stages: tuple[int, ...] = (1, 3, 8)
     holdout_fraction: float = 0.25
     tolerance: float = 0.01
     max_candidates: int = 12
@@ -72,13 +72,13 @@ class AdvisorConfig:
     def __post_init__(self) -> None:
         if (
             self.num_clients < _MIN_CLIENTS
-            or not self.rungs
-            or min(self.rungs) < 1
+            or not self.stages
+            or min(self.stages) < 1
             or self.max_candidates < _HALVES
         ):
             raise InputError(
-                f"advise: {self.num_clients} racers, rungs of {list(self.rungs)} rounds and {self.max_candidates} splits were asked for; "
-                f"at least {_MIN_CLIENTS}, one rung of a round, and {_HALVES} are needed"
+                f"advise: {self.num_clients} racers, stages of {list(self.stages)} rounds and {self.max_candidates} splits were asked for; "
+                f"at least {_MIN_CLIENTS}, one stage of a round, and {_HALVES} are needed"
             )
         if self.prefer not in PREFERENCES:
             raise InputError(
@@ -219,7 +219,7 @@ def _prepare(experiment: Case, config: AdvisorConfig, options: Options, log: Log
     fed, plan = experiment.federations[0], experiment.plan
     participants = _choose_participants(fed, plan, _affordable_clients(experiment, config))
     train, eval_data = _hold_out(fed, participants, plan.seed, config.holdout_fraction)
-    num_calls = plan.rounds + sum(config.rungs)
+    num_calls = plan.rounds + sum(config.stages)
     executor = Executor(
         experiment.algorithm.client_update, engine=options.engine_config(), num_calls=num_calls
     )
@@ -247,7 +247,7 @@ def _affordable_clients(experiment: Case, config: AdvisorConfig) -> int:
         for each in make_candidates(experiment.model, max_candidates=config.max_candidates)
     )
     total = 0
-    for rounds in config.rungs:
+    for rounds in config.stages:
         total += (2 * rounds + 1) * sum(sent)
         sent = sent[len(sent) // 2 :]
     limit = config.budget.bytes
@@ -302,10 +302,10 @@ def _find_advice(run_state: AdvisorRun) -> Advice:
     run_state.log("two updates of every racing device")
     found, cost = _estimate_variances(run_state, warm, cost)
     rivals = make_candidates(run_state.model, max_candidates=run_state.config.max_candidates)
-    rungs, cost, finished = _run_halving(run_state, rivals, warm, cost)
+    stages, cost, finished = _run_halving(run_state, rivals, warm, cost)
     predicted_error = {rival.name: _predicted_error(rival, found) for rival in rivals}
     expected = min(predicted_error, key=lambda name: predicted_error[name])
-    equally_good = _equally_good(rungs, run_state.config.tolerance) if rungs else [expected]
+    equally_good = _equally_good(stages, run_state.config.tolerance) if stages else [expected]
     sent_fraction = {rival.name: rival.sent_fraction(warm) for rival in rivals}
     choice = next(
         rival
@@ -315,20 +315,20 @@ def _find_advice(run_state: AdvisorRun) -> Advice:
     )
     rows = [
         _candidate_result(
-            rival, rungs, choice.name, sent_fraction[rival.name], predicted_error[rival.name]
+            rival, stages, choice.name, sent_fraction[rival.name], predicted_error[rival.name]
         )
         for rival in rivals
     ]
     return Advice(
         choice=choice,
-        ran_halving=bool(rungs),
+        ran_halving=bool(stages),
         rows=tuple(rows),
         equally_good=tuple(equally_good),
         variances=found,
         by_variances=expected,
-        groups=tuple(find_groups(rungs, choice.name, run_state.participants) if rungs else []),
+        groups=tuple(find_groups(stages, choice.name, run_state.participants) if stages else []),
         participants=tuple(run_state.participants.tolist()),
-        rounds=rungs[-1].rounds if rungs else 0,
+        rounds=stages[-1].rounds if stages else 0,
         finished=finished,
         cost=cost,
         seconds=cost.seconds,
@@ -419,23 +419,23 @@ def _tensors_of_layers(model: nn.Module, moved: Params) -> dict[str, list[str]]:
 
 def _run_halving(
     run_state: AdvisorRun, rivals: Sequence[Candidate], warm: Params, cost: Cost
-) -> tuple[list[Rung], Cost, bool]:
-    """Rung after rung until one split is left or the budget is spent; whether it came to its end."""
+) -> tuple[list[Stage], Cost, bool]:
+    """Stage after stage until one split is left or the budget is spent; whether it came to its end."""
     setup = HalvingSetup(
         run_state.plan, run_state.train, run_state.participants, run_state.executor
     )
-    candidate_states, rungs, done = (
+    candidate_states, stages, done = (
         start_halving(rivals, warm, len(run_state.participants)),
-        list[Rung](),
+        list[Stage](),
         0,
     )
-    for rounds in run_state.config.rungs:
-        if rungs:
-            candidate_states = keep_better_half(candidate_states, rungs[-1])
+    for rounds in run_state.config.stages:
+        if stages:
+            candidate_states = keep_better_half(candidate_states, stages[-1])
         if len(candidate_states) == 1:
             break
         if not _can_afford(run_state, candidate_states, rounds, cost):
-            return rungs, cost, False
+            return stages, cost, False
         first = run_state.plan.total_rounds + done
         for moved, ledger in run_rounds(setup, candidate_states, range(first, first + rounds)):
             candidate_states = moved
@@ -446,17 +446,17 @@ def _run_halving(
             )
             done += 1
             run_state.log(
-                f"{len(candidate_states)} splits on {len(run_state.participants)} devices, round {done} of {sum(run_state.config.rungs)}"
+                f"{len(candidate_states)} splits on {len(run_state.participants)} devices, round {done} of {sum(run_state.config.stages)}"
             )
-        rung, traffic = _evaluate_candidates(run_state, candidate_states, done)
-        rungs, cost = [*rungs, rung], cost.add(traffic)
-    return rungs, cost, True
+        stage, traffic = _evaluate_candidates(run_state, candidate_states, done)
+        stages, cost = [*stages, stage], cost.add(traffic)
+    return stages, cost, True
 
 
 def _can_afford(
     run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int, cost: Cost
 ) -> bool:
-    """Whether the next rung fits into the budget: bytes are known, seconds guessed from those so far."""
+    """Whether the next stage fits into the budget: bytes are known, seconds guessed from those so far."""
     budget, updates = (
         run_state.config.budget,
         rounds * len(candidate_states) * len(run_state.participants),
@@ -473,7 +473,7 @@ def _can_afford(
 
 def _evaluate_candidates(
     run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int
-) -> tuple[Rung, Ledger]:
+) -> tuple[Stage, Ledger]:
     """Every device's accuracy in every lane on both halves of what it is judged on; the shared part has to reach it for that."""
     clients, traffic = run_state.participants.tolist(), Ledger()
     states = [
@@ -494,7 +494,7 @@ def _evaluate_candidates(
     sizes = np.array(
         [judge.sizes[run_state.participants] for judge in run_state.eval_data], dtype=np.float64
     )
-    return Rung(
+    return Stage(
         rounds,
         tuple(candidate_state.candidate.name for candidate_state in candidate_states),
         found,
@@ -514,23 +514,23 @@ def _predicted_error(candidate: Candidate, found: dict[str, Variances]) -> float
     )
 
 
-def _equally_good(rungs: Sequence[Rung], tolerance: float) -> list[str]:
-    """The best of the last rung, and those that were neither clearly nor noticeably below it when they raced last.
+def _equally_good(stages: Sequence[Stage], tolerance: float) -> list[str]:
+    """The best of the last stage, and those that were neither clearly nor noticeably below it when they raced last.
 
-    Who fell out at the first rung has not raced long enough. To share nothing has to be clearly ahead: a short race shows at once
+    Who fell out at the first stage has not raced long enough. To share nothing has to be clearly ahead: a short race shows at once
     what local parts gain, and what is learnt together comes later. What it is clearly ahead of is not as good.
     """
-    best, *others = rungs[-1].ranking()
-    if best == NOTHING and others and accuracy_difference(rungs, best, others[0]).low <= 0:
+    best, *others = stages[-1].ranking()
+    if best == NOTHING and others and accuracy_difference(stages, best, others[0]).low <= 0:
         best = others[0]
-    known = rungs[min(1, len(rungs) - 1)].ranking()
+    known = stages[min(1, len(stages) - 1)].ranking()
     beaten = {
         name
         for name in known
-        if NOTHING in rungs[0].names and accuracy_difference(rungs, NOTHING, name).low > 0
+        if NOTHING in stages[0].names and accuracy_difference(stages, NOTHING, name).low > 0
     }
     behind = {
-        name: accuracy_difference(rungs, best, name)
+        name: accuracy_difference(stages, best, name)
         for name in known
         if name not in (best, NOTHING, *beaten)
     }
@@ -554,20 +554,20 @@ def choose_candidate(
 
 def _candidate_result(
     rival: Candidate,
-    rungs: Sequence[Rung],
+    stages: Sequence[Stage],
     choice: str,
     sent_fraction: float,
     predicted_error: float,
 ) -> CandidateResult:
     accuracy = {
-        rung.rounds: float(rung.accuracies_of(rival.name).mean())
-        for rung in rungs
-        if rival.name in rung.names
+        stage.rounds: float(stage.accuracies_of(rival.name).mean())
+        for stage in stages
+        if rival.name in stage.names
     }
     return CandidateResult(
         rival,
         sent_fraction,
         predicted_error,
         accuracy,
-        accuracy_difference(rungs, rival.name, choice) if rungs else None,
+        accuracy_difference(stages, rival.name, choice) if stages else None,
     )

@@ -243,27 +243,6 @@ def break_even_examples(problem: LinearProblem) -> float:
     return d + 1 + d * problem.sigma**2 / spread if spread else inf
 
 
-class ConfidenceInterval(NamedTuple):
-    """A mean over trials, and its confidence interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def confidence_interval(values: Floats, *, confidence: float = 0.95) -> ConfidenceInterval:
-    """The mean of independent values (repeats,) with Student's interval.
-
-    >>> confidence_interval(np.array([1.0, 2.0, 3.0]), confidence=0.5)
-    Estimate(mean=2.0, low=1.528..., high=2.471...)
-    """
-    from scipy.stats import t
-
-    mean, error = float(values.mean()), float(values.std(ddof=1)) / sqrt(len(values))
-    reach = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * error
-    return ConfidenceInterval(mean, mean - reach, mean + reach)
-
-
 class Trials(NamedTuple):
     """What came of worlds drawn at random, each a mean over devices (repeats,); f_u is the local model and f_v the shared one."""
 

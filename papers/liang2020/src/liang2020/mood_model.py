@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from glocal.core.errors import InputError
 from glocal.core.modules import make_dropout
 from glocal.datasets.texts import VOCABULARY_SIZE
-from glocal.studies.lstm import lstm_scan
+from glocal.studies.user_functions import ModelRequest
+from liang2020.lstm import lstm_scan
 
 HIDDEN = (512, 512)
 VECTOR = 300
@@ -116,3 +117,8 @@ def mood_lstm(
             f"model: mood_lstm of {classes} classes, {vocabulary} words, width {width}, {units} units cannot be built"
         )
     return MoodLstm(classes, vocabulary=vocabulary, width=width, units=units, dropout=dropout)
+
+
+def build_mood_lstm(request: ModelRequest) -> MoodLstm:
+    """The network of a study."""
+    return mood_lstm(request.classes, dropout=request.settings.dropout)

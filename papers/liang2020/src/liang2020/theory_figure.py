@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.evaluate.theory import (
+from liang2020.theory import (
     LinearProblem,
     Trials,
     finite_sample_closed_form,

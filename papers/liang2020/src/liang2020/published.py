@@ -9,7 +9,7 @@ from glocal.studies.study import PublishedRow, Score
 
 def published(table: str, classes: int) -> dict[str, PublishedRow]:
     """The rows that the paper prints for one split, by case."""
-    text = files("glocal.studies").joinpath("published.csv").read_text(encoding="utf-8")
+    text = files("liang2020").joinpath("published.csv").read_text(encoding="utf-8")
     rows = [
         row
         for row in csv.DictReader(text.splitlines())

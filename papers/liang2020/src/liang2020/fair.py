@@ -9,7 +9,7 @@ from dataclasses import replace
 from glocal.federate.fitting import Options
 from glocal.studies.audit import AuditSettings
 from glocal.studies.pretext import PretextSettings
-from glocal.studies.published import published
+from liang2020.published import published
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
@@ -26,11 +26,11 @@ WIDTHS = (1, 2, 8, 32)
 LIMIT = 0.57  # what fresh attackers may read from validation data
 _SPLITS = {"iid": 10, "noniid": 2}  # as the published tables number them
 _ADVERSARY = PretextSettings("adversary", layer="encoder", hidden=(32, 32, 32))
-_KEPT = Options(save="figures", checkpoint_every=250)
+_KEPT = Options(save="metrics", checkpoint_every=250)
 
 _PAPER = Settings(
     data=DataSettings(source="adult", clients=10),
-    model=ModelSettings("coded_mlp", hidden=(32, 32), bottleneck=32, dropout=0.2),
+    model=ModelSettings("bottleneck_mlp", hidden=(32, 32), bottleneck=32, dropout=0.2),
     split=SplitSettings(local=("encoder",)),
     optimizer=OptimizerSettings(lr=0.1, momentum=0.5),
     plan=PlanSettings(clients_per_round=10, batch_size=32, local_epochs=10, seeds=10),
@@ -39,7 +39,7 @@ _PAPER = Settings(
 )
 _TUNED = replace(
     _PAPER,
-    model=ModelSettings("coded_mlp", hidden=(32, 32), bottleneck=1, noise_std=0.1),
+    model=ModelSettings("bottleneck_mlp", hidden=(32, 32), bottleneck=1, noise_std=0.1),
     optimizer=OptimizerSettings("adam", lr=0.002),
     plan=PlanSettings(clients_per_round=10, batch_size=64, seeds=10),
 )
@@ -94,7 +94,7 @@ def _open(rounds: int) -> ExperimentSettings:
 
 def _hiding(strength: float) -> ExperimentSettings:
     pretext = PretextSettings(
-        "adversary", layer="encoder", weight=strength, lr=0.004, other_steps=3
+        "adversary", layer="encoder", weight=strength, lr=0.004, steps_per_update=3
     )
     return replace(_open(30), pretext=pretext)
 

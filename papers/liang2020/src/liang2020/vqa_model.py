@@ -6,6 +6,7 @@ width, and two layers answer from their product. An example is one row of whole 
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from glocal.core.errors import InputError, describe_error, suggest_name
 from glocal.core.modules import make_dropout
 from glocal.datasets.image_table import ImageTable
-from glocal.studies.lstm import lstm_scan
+from glocal.studies.settings import ModelSettings
+from glocal.studies.user_functions import ModelRequest
+from liang2020.lstm import lstm_scan
 
 WIDTHS = (64, 128, 256, 512)
 SHARED = ("image.fc", "question.fc", "answer")
@@ -212,6 +215,44 @@ def vqa_net(
     )
     image, question = ImageChannel(pictures, resnet, sizes.common), QuestionChannel(words, sizes)
     return VqaNet(image, question, nn.Sequential(answer))
+
+
+def build_vqa_net(request: ModelRequest) -> VqaNet:
+    """The network for the questions of a study; the caller seeds torch's generator."""
+    settings, questions = request.settings, request.questions
+    if questions is None:
+        raise InputError(
+            "model: build_vqa_net answers questions about pictures; "
+            "let data.source be vqav2, easy_vqa or questions of your own"
+        )
+    if len(settings.hidden) != len(Sizes._fields) or min(settings.hidden) < 1:
+        widths = ", ".join(Sizes._fields)
+        raise InputError(
+            f"model: the hidden widths of build_vqa_net are {list(settings.hidden)}; "
+            f"four from 1 on were expected: {widths}"
+        )
+    resnet = _build_resnet(settings) if len(questions.pictures.shape) == 3 else None
+    return vqa_net(
+        questions.pictures,
+        words=len(questions.words),
+        answers=request.classes,
+        sizes=Sizes(*settings.hidden),
+        resnet=resnet,
+        dropout=settings.dropout,
+    )
+
+
+def frozen_resnet(request: ModelRequest) -> Trunk:
+    """The convolutions of the study's ResNet, for model.encoder: they are not trained."""
+    return Trunk(_build_resnet(replace(request.settings, dropout=None)))
+
+
+def _build_resnet(settings: ModelSettings) -> ResNet:
+    widths = WIDTHS if settings.widths is None else settings.widths
+    resnet = ResNet(widths, dropout=settings.dropout)
+    if settings.weights is not None:
+        load_weights(resnet, settings.weights)
+    return resnet
 
 
 def load_weights(resnet: ResNet, source: str) -> None:

@@ -33,11 +33,11 @@ _MNIST = Settings(
     data=DataSettings(
         source="mnist", partition="iid", clients=20, validation=0.05, labeled_fraction=0.01
     ),
-    model=ModelSettings("coded_cnn"),
+    model=ModelSettings("bottleneck_cnn"),
     split=SplitSettings(local=("encoder",)),
     optimizer=OptimizerSettings("adam", lr=0.002),
     plan=PlanSettings(rounds=100, clients_per_round=10, batch_size=20, seeds=10),
-    run=Options(select="best", save="figures", validate_every=10),
+    run=Options(select="best", save="metrics", validate_every=10),
     experiments=_CASES,
 )
 

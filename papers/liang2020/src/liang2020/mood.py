@@ -92,7 +92,7 @@ def _cases() -> dict[str, ExperimentSettings]:
 
 _ESSAYS = Settings(
     data=DataSettings("mood_essays", "natural", validation=0.1),
-    model=ModelSettings("mood_lstm"),
+    model=ModelSettings("liang2020.mood_model:build_mood_lstm"),
     optimizer=OptimizerSettings("adam", lr=5e-3, lr_gamma=0.5, lr_step_size=_SHRINK_EVERY),
     plan=PlanSettings(
         rounds=ROUNDS,
@@ -104,7 +104,7 @@ _ESSAYS = Settings(
     ),
     # 5 x 100 short and 2 x 100 long tasks of 10 splits x 5 tries x 14 people: few shapes
     run=Options(
-        select="best", save="figures", validate_every=1, checkpoint_every=1000, chunk_size=100
+        select="best", save="metrics", validate_every=1, checkpoint_every=1000, chunk_size=100
     ),
     ordinal=OrdinalSettings(bag_of_words=True),
     experiments=_cases(),

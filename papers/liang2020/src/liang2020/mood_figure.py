@@ -12,7 +12,7 @@ from glocal.report.drawing import Drawing, new_figure
 from glocal.report.formatting import PERCENT
 from glocal.report.styles import COLOURS, LineStyle, legend, line_sample
 from glocal.studies.findings import Findings
-from glocal.studies.mood import BASELINES, DIRECTIONS, FINE_TUNED, SHARES
+from liang2020.mood import BASELINES, DIRECTIONS, FINE_TUNED, SHARES
 from glocal.studies.study import Measurement
 
 _LINES = dict(

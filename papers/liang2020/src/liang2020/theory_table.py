@@ -9,7 +9,8 @@ from rich.table import Table
 
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import require_writable
-from glocal.evaluate.theory import (
+from glocal.evaluate.intervals import confidence_interval
+from liang2020.theory import (
     ClosedForm,
     Floats,
     InputDistribution,
@@ -17,7 +18,6 @@ from glocal.evaluate.theory import (
     Trials,
     break_even_examples,
     closed_form,
-    confidence_interval,
     finite_sample_closed_form,
     normal_inputs,
     published_closed_form,
@@ -27,7 +27,7 @@ from glocal.evaluate.theory import (
 )
 from glocal.report.drawing import picture_kind
 from glocal.report.formatting import PERCENT
-from glocal.report.theory import TheoryResult, draw_mixture
+from liang2020.theory_figure import TheoryResult, draw_mixture
 
 _INPUTS = {"uniform": uniform_inputs, "normal": normal_inputs, "unit": unit_inputs}
 _NOTEWORTHY = 0.005  # half a percent of the model
