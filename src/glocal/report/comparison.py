@@ -1,22 +1,26 @@
 """What a study found beside what its paper printed: rows, tables and splits as plain values."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glocal.core import trees
 from glocal.core.files import Json
 from glocal.core.modules import params_of
 from glocal.studies.build import build_split, default_model
 from glocal.studies.findings import Findings
-from glocal.studies.paper import FINE_TUNED
 from glocal.studies.run import resolve
-from glocal.studies.study import MEASURES, Claim, Measurement, PublishedRow, Score, Study, StudyPart
-
-_MTL = {"mtl-10": "MTL, M = 10", "mtl-100": "MTL, M = 100"}
-_TABLE_1_STARTS = ("LG 1200+100", "LG 1800+100")
-_TABLE_1_LOCAL = {"LG 1200+100": Score(91.07, 0.50)}
-_TABLE_1_NOTE = "Of LG 1200+100 the paper prints two numbers on Local Test: 91.07 ± 0.50 here, 90.77 ± 0.50 in the appendix."
+from glocal.studies.study import (
+    MEASURES,
+    Claim,
+    Measurement,
+    PublishedRow,
+    ReportFunction,
+    Score,
+    Study,
+    StudyPart,
+)
+from glocal.studies.user_functions import import_function
 
 
 class ScorePair(NamedTuple):
@@ -88,6 +92,7 @@ class ComparisonTable(NamedTuple):
     protocols: tuple[str, ...]
     rows: Mapping[str, Mapping[str, Row]]
     note: str = ""
+    reference_protocol: str = "paper"
 
     @property
     def counts(self) -> bool:
@@ -136,26 +141,21 @@ def rows_of(findings: Findings, part: str) -> list[Row]:
     """The published rows of a part in the paper's order, then those that the paper lacks."""
     published = findings.study.parts[part].published
     return [
-        _row(findings, part, name, published.get(name))
+        comparison_row(findings, part, name, published.get(name))
         for name in row_names(findings.study.parts[part])
     ]
 
 
 def row_names(part: StudyPart) -> list[str]:
     """Published rows first; cases that only serve the sweep of splits are left out, and those that a newcomer never meets."""
-    sweep_points, new_client = set(part.splits.values()) - {FINE_TUNED}, part.settings.new_client
+    new_client = part.settings.new_client
     experiments = {
         name: experiment
         for name, experiment in part.settings.experiments.items()
         if new_client is None or experiment.join_plan
     }
-    names = [
-        *(
-            part.candidates
-            or [name for name in experiments if name in part.published or name not in sweep_points]
-        ),
-        *part.baselines,
-    ]
+    in_table = [name for name in experiments if name not in part.sweep_only]
+    names = [*(part.candidates or in_table), *part.baselines]
     return [
         *(name for name in part.published if name in names),
         *(name for name in names if name not in part.published),
@@ -166,31 +166,23 @@ def tables_of(findings: Findings) -> list[ComparisonTable]:
     """One table for each split of the data of which something was measured."""
     columns: dict[str, dict[str, list[Row]]] = {}
     for name, part in findings.study.parts.items():
-        if name in findings.parts and name not in _MTL:
+        if name in findings.parts and part.in_tables:
             behind = f", {part.control}" if part.control else ""
             rows = [row._replace(name=f"{row.name}{behind}") for row in rows_of(findings, name)]
             columns.setdefault(part.title, {}).setdefault(part.protocol, []).extend(rows)
-    return [_side_by_side(title, findings.study, of) for title, of in columns.items()]
+    return [side_by_side(title, findings.study, of) for title, of in columns.items()]
 
 
-def table_1(findings: Findings) -> ComparisonTable | None:
-    """Table 1 of the main text, CIFAR-10 with two classes per device; None in a study without it, or where nothing was measured."""
-    if not _MTL.keys() <= findings.study.parts.keys():
-        return None
-    wanted = ("FedAvg", "Local only", *_MTL.values(), *_TABLE_1_STARTS)
-    columns = {
-        protocol: _main_text(findings, f"{protocol}-2")
-        for protocol in ("paper", "released", "tuned")
-    }
-    columns["paper"] += [
-        row._replace(name=_MTL[part]) for part in _MTL for row in rows_of(findings, part)
-    ]
-    measured = {
-        protocol: rows for protocol, rows in columns.items() if any(row.measured for row in rows)
-    }
-    table = _side_by_side("Table 1 of the main text", findings.study, measured)
-    rows = {name: table.rows[name] for name in wanted if name in table.rows}
-    return table._replace(rows=rows, note=_TABLE_1_NOTE) if measured else None
+def all_tables(findings: Findings) -> list[ComparisonTable]:
+    """The study's own tables, then one for each split of the data."""
+    functions = findings.study.tables.items()
+    tables = [load_report_function(of, f"tables.{name}")(findings) for name, of in functions]
+    return [table for table in [*tables, *tables_of(findings)] if table is not None]
+
+
+def load_report_function(function: ReportFunction, where: str) -> Callable[..., Any]:
+    """The function itself, imported if it is named by "module:function"."""
+    return import_function(function, where) if isinstance(function, str) else function
 
 
 def sweep_points(findings: Findings, part: str) -> list[SweepPoint]:
@@ -302,7 +294,10 @@ def left_out(findings: Findings, part: str) -> dict[str, list[int]]:
     }
 
 
-def _row(findings: Findings, part: str, name: str, published: PublishedRow | None) -> Row:
+def comparison_row(
+    findings: Findings, part: str, name: str, published: PublishedRow | None
+) -> Row:
+    """A row of a part: what was measured, beside what was published."""
     study = findings.study
     ours = {
         measure: score(findings.values(Measurement(part, name, measure)))
@@ -344,25 +339,22 @@ def _sent(findings: Findings, part: str, name: str, published: PublishedRow | No
     )
 
 
-def _side_by_side(
+def side_by_side(
     title: str, study: Study, columns: Mapping[str, Iterable[Row]]
 ) -> ComparisonTable:
+    """A table of rows by protocol."""
     rows: dict[str, dict[str, Row]] = {}
     for protocol, of in columns.items():
         for row in of:
             rows.setdefault(row.name, {})[protocol] = row
-    return ComparisonTable(title, study.measures, study.lower_is_better, tuple(columns), rows)
-
-
-def _main_text(findings: Findings, part: str) -> list[Row]:
-    """The rows of a part with what Table 1 prints of them, where that is not what the appendix does."""
-    published = dict(findings.study.parts[part].published)
-    for name, local in _TABLE_1_LOCAL.items():
-        published[name] = published[name]._replace(scores=(local, *published[name].scores[1:]))
-    return [
-        _row(findings, part, name, published.get(name))
-        for name in row_names(findings.study.parts[part])
-    ]
+    return ComparisonTable(
+        title,
+        study.measures,
+        study.lower_is_better,
+        tuple(columns),
+        rows,
+        reference_protocol=study.reference_protocol,
+    )
 
 
 def _sizes(part: StudyPart) -> dict[str, int]:

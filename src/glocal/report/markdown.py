@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from glocal.report.comparison import ComparisonTable, sweep_points, table_1, tables_of
+from glocal.report.comparison import ComparisonTable, all_tables, sweep_points
 from glocal.report.goals import GOAL_HEADS, goal_cells, goal_text, ways_to_goal
 from glocal.report.study_text import (
     CLAIM_HEADS,
@@ -61,7 +61,7 @@ def _claims(findings: Findings) -> list[str]:
 
 
 def _tables(findings: Findings) -> list[str]:
-    tables = [*filter(None, [table_1(findings)]), *tables_of(findings)]
+    tables = all_tables(findings)
     return (
         [about_columns(findings), *(block for table in tables for block in _side_by_side(table))]
         if tables

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from glocal.report.comparison import ComparisonTable, sweep_points, table_1, tables_of
+from glocal.report.comparison import ComparisonTable, all_tables, sweep_points
 from glocal.report.drawing import BACKGROUND, FOREGROUND, colour_theme, figure_html
 from glocal.report.goals import GOAL_HEADS, goal_cells, goal_text, ways_to_goal
 from glocal.report.page import figure_grid, section, write_page
@@ -77,7 +77,7 @@ def _claim_row(says: str, word: str, *numbers: str) -> str:
 
 def _tables(findings: Findings) -> str:
     """Every table with the protocols side by side, first what they mean."""
-    tables = [*filter(None, [table_1(findings)]), *tables_of(findings)]
+    tables = all_tables(findings)
     meaning = "".join(f"<li>{_html(protocol)}</li>\n" for protocol in about_protocols(findings))
     note = f'<p class="note">{_html(about_columns(findings))}</p>'
     inner = f"<ul>{meaning}</ul>{note}\n" + "\n".join(map(_side_by_side, tables))
@@ -102,13 +102,14 @@ def _cell(entry: Entry) -> str:
 
 
 def _figures(findings: Findings) -> str:
-    """All figures that there are measurements for: that of classes, or the only one, first, with its words beside it."""
+    """Every figure with measurements; the lead figure, or the only one, is wide and first."""
     with colour_theme(FOREGROUND, BACKGROUND):
         drawn = {
             name: drawing._replace(caption=_html(drawing.caption))
             for name, drawing in study_drawings(findings).items()
         }
-        wide = [name for name in drawn if name == "classes" or len(drawn) == 1]
+        lead = findings.study.lead_figure
+        wide = [name for name in drawn if name == lead or len(drawn) == 1]
         first = "".join(figure_html(drawn.pop(name), name, kind="beside") for name in wide)
         others = (
             figure_grid(figure_html(drawing, name) for name, drawing in drawn.items())

@@ -29,14 +29,6 @@ SPLITS_NOTE = (
 _BELOW = "below the published mean less its standard deviation"
 _ABOVE = "above the published mean plus its standard deviation"
 CLAIM_HEADS = ("Claim", "Verdict", "Published lead", "Our lead, points", "95 % interval")
-_PROTOCOLS = {
-    "paper": "the paper’s text, done right: averages weighted by examples, the round chosen on validation data",
-    "released": (
-        "what the authors’ released code does where it differs from the text, but for its choice of rounds on test data: the last "
-        "round counts"
-    ),
-    "tuned": "as `paper`, once for each of several learning rates; the one that is best on validation data stands for its row",
-}
 
 
 class Entry(NamedTuple):
@@ -116,7 +108,7 @@ def _seeds_text(seeds: Sequence[int]) -> str:
 
 def about_protocols(findings: Findings) -> list[str]:
     """What each protocol that was run means."""
-    known = {**_PROTOCOLS, **findings.study.protocols}
+    known = findings.study.protocols
     run = {findings.study.parts[part].protocol for part in findings.parts}
     return [f"`{protocol}`: {meaning}." for protocol, meaning in known.items() if protocol in run]
 
@@ -129,7 +121,7 @@ def about_columns(findings: Findings) -> str:
         f" ↑ is {_ABOVE}, where less is better." if findings.study.lower_is_better else ""
     )
     return (
-        f"{findings.study.caption} {spread}Beside `paper` stands the difference to the published mean; {EMPTY_CELL} is what was not "
+        f"{findings.study.caption} {spread}Beside `{findings.study.reference_protocol}` stands the difference to the published mean; {EMPTY_CELL} is what was not "
         f"measured, or what the paper lacks. ↓ is {_BELOW}.{lower_is_better}"
     )
 
@@ -183,14 +175,14 @@ def columns_of(table: ComparisonTable) -> list[Column]:
 
 def entries(table: ComparisonTable, name: str) -> list[Entry]:
     """The cells of a row, in the order of the columns."""
-    rows = table.rows[name]
+    rows, reference = table.rows[name], table.reference_protocol
     any_row = next(iter(rows.values()))
     cells = []
     for place, measure in enumerate(table.measures):
         if table.published(measure):
             cells.append(Entry(str(any_row.scores[measure].paper or EMPTY_CELL)))
         cells += [
-            _measured(rows.get(protocol), protocol, measure, choice=place == 0)
+            _measured(rows.get(protocol), measure, place == 0, protocol == reference)
             for protocol in table.protocols
         ]
     return cells + (_sent(rows) if table.counts else [_cost(rows)])
@@ -293,17 +285,17 @@ def _seconds(findings: Findings) -> float:
     return float(sum(part["seconds"] for part in findings.parts.values()))
 
 
-def _measured(row: Row | None, protocol: str, measure: str, *, choice: bool) -> Entry:
-    """One of our scores, with its difference where the protocol is the paper's, or first with the row's choice."""
+def _measured(row: Row | None, measure: str, with_choice: bool, compared: bool) -> Entry:
+    """One of our scores; with the row's choice, or with its difference to the published one."""
     pair = row.scores[measure] if row else None
     if row is None or pair is None or pair.ours is None:
         return Entry(EMPTY_CELL)
     difference = (
-        signed(pair.difference) if protocol == "paper" and pair.difference is not None else ""
+        signed(pair.difference) if compared and pair.difference is not None else ""
     )
     mark = "↑" if pair.lower_is_better else "↓"
     return Entry(
-        str(pair.ours), (choice and row.choice) or difference, mark if pair.shortfall else ""
+        str(pair.ours), (with_choice and row.choice) or difference, mark if pair.shortfall else ""
     )
 
 

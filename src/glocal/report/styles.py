@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # each colour has a contrast of at least 3:1 on the light and on the dark page; dashes and markers tell lines apart without colour
 COLOURS = ("#2a7fc4", "#cf5b1f", "#12946c", "#b65fa0", "#9a7b12", "#6f6ad6", "#c2485f", "#6f7f8c")
@@ -18,6 +18,12 @@ _MARKERS = {
     "X": "M-4-2L-2-4L0-2L2-4L4-2L2 0L4 2L2 4L0 2L-2 4L-4 2L-2 0z",
 }
 MARKERS = tuple(_MARKERS)
+# of published numbers, for matplotlib
+HOLLOW_MARKER: dict[str, Any] = {
+    "markerfacecolor": "none",
+    "markeredgewidth": 1.3,
+    "markersize": 9.5,
+}
 
 
 class LineStyle(NamedTuple):

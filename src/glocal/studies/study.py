@@ -1,18 +1,23 @@
-"""A study of a paper as a value: what is claimed and where, the settings that are run, and the numbers that were published."""
+"""A paper's study as a value: its claims, the settings to run, and the published numbers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from glocal.core.errors import InputError, suggest_name
 from glocal.studies.settings import Settings
 
 MEASURES = {"local": "Local Test", "new": "New Test"}
+# of a study's findings, what its report shows; as a function, or as "module:function"
+ReportFunction = Callable[..., Any] | str
 
 
 class Score(NamedTuple):
-    """Mean and sample standard deviation in percent, with two decimals; one seed has no deviation."""
+    """Mean and sample standard deviation in percent, printed with two decimals.
+
+    One seed has no deviation.
+    """
 
     mean: float
     std: float | None
@@ -22,18 +27,22 @@ class Score(NamedTuple):
 
 
 class PublishedRow(NamedTuple):
-    """A row of a paper's table: scores of the first so many of the study's measures, and parameters sent, if told, as printed."""
+    """A row of a paper's table.
+
+    `scores` are those of the study's first measures; `parameters` is how many are sent, if the
+    paper gives it, and `parameters_text` how it prints that.
+    """
 
     scores: tuple[Score, ...]
     parameters: float = 0.0
     parameters_text: str = ""
 
     def by_measure(self, measures: Iterable[str]) -> dict[str, Score]:
-        """The scores by the study's measures; those beyond have none."""
+        """The scores by measure; measures beyond the published ones have none."""
         return dict(zip([*measures][: len(self.scores)], self.scores, strict=True))
 
     def parameters_printed(self, counted: float) -> str:
-        """A count in the digits in which the paper prints its own, such as 2.9e10 or 12.7e9."""
+        """A count with as many digits as the paper's own, such as 2.9e10 or 12.7e9."""
         if not self.parameters:
             return f"{counted:.1e}".replace("e+", "e") if counted else "0"
         digits, _, exponent = self.parameters_text.partition("e")
@@ -42,13 +51,15 @@ class PublishedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyPart:
-    """One block of a table: what runs together, on one deal of the data per seed.
+    """One block of a table: experiments on the same partition of the data per seed.
 
-    `candidates` names for a row the cases that differ in a few settings only; the one that is best on validation data stands for it,
-    among those from whose representations attackers read no more there than the row's of `leak_limits` (an AUC, such as 0.55).
-    `splits` names the cases that differ in what is shared only, from nothing to everything, by what they share. `baselines` are
-    rows that no federation has trained. `goal` is the row whose accuracy on validation data the others are to reach as soon as
-    they can. The rows of a `control` stand in the table of the part whose title and protocol it has, with this behind their names.
+    `candidates` names for a row the experiments that differ in a few settings only. The one with
+    the best validation accuracy stands for the row, among those whose representations leak no more
+    there than the row's `leak_limits` (an AUC, such as 0.55). `splits` names the experiments that
+    differ only in what is shared, from nothing to everything, by what they share. `baselines` are
+    rows without federated training. `goal` is the row whose validation accuracy the others should
+    reach. The rows of a `control` go into the table of the part with the same title and protocol,
+    with this text behind their names.
     """
 
     title: str
@@ -61,9 +72,11 @@ class StudyPart:
     baselines: tuple[str, ...] = ()
     goal: str = ""
     control: str = ""
+    sweep_only: tuple[str, ...] = ()
+    in_tables: bool = True
 
     def published_for(self, experiment: str) -> PublishedRow | None:
-        """What was published of a case, or of the row that it may stand for."""
+        """What was published for an experiment, or for the row that it may stand for."""
         row = next(
             (row for row, experiments in self.candidates.items() if experiment in experiments),
             experiment,
@@ -72,7 +85,7 @@ class StudyPart:
 
 
 class Measurement(NamedTuple):
-    """One measured figure, seed by seed: a measure, such as "local", of a case of a part."""
+    """One measure, such as "local", of an experiment of a part; it has a value per seed."""
 
     part: str
     experiment: str
@@ -81,9 +94,10 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """The sum of some figures is above the sum of others, or not more than `margin` points below; tested seed by seed.
+    """The sum of `more` is above that of `less`, or at most `margin` points below.
 
-    With a `level`, it is so many points above; so a figure alone can be held against a level.
+    It is tested over paired seeds. With a `level`, the sum is that many points above; so one
+    measurement alone can be compared with a level.
     """
 
     statement: str
@@ -95,10 +109,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Study:
-    """All of it; parts run one after the other, each in a folder of its own.
+    """A study of a paper; its parts run one after the other, each in a folder of its own.
 
-    `measures` are what its tables tell of every row, `lower` are those of which less is better, and `columns` says what they are.
-    `protocols` says what a protocol means here, where that is not the usual thing.
+    `measures` are the columns of its tables, with their headings; of those in `lower_is_better`
+    less is better. `protocols` explains protocols that differ from the usual ones.
     """
 
     name: str
@@ -115,9 +129,13 @@ class Study:
         "round. On the wire: what really crosses, evaluation included, in the first protocol that was run."
     )
     lower_is_better: frozenset[str] = frozenset()
+    reference_protocol: str = "paper"
+    figures: Mapping[str, ReportFunction] = field(default_factory=dict)
+    lead_figure: str = ""
+    tables: Mapping[str, ReportFunction] = field(default_factory=dict)
 
     def select_parts(self, patterns: tuple[str, ...]) -> dict[str, StudyPart]:
-        """Parts whose names fit one of the patterns, such as "paper-2" or "paper-*"; all of them without a pattern."""
+        """The parts that match a pattern, such as "paper-2" or "paper-*"; without patterns, all."""
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in self.parts):
                 raise InputError(

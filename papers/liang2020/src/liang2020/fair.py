@@ -5,11 +5,11 @@ Race and sex are no inputs: they are what attackers look for.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from glocal.federate.fitting import Options
 from glocal.studies.audit import AuditSettings
 from glocal.studies.pretext import PretextSettings
-from liang2020.published import published
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
@@ -20,6 +20,7 @@ from glocal.studies.settings import (
     SplitSettings,
 )
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
+from liang2020.published import published
 
 STRENGTHS = (3, 10, 30)
 WIDTHS = (1, 2, 8, 32)
@@ -99,11 +100,27 @@ def _hiding(strength: float) -> ExperimentSettings:
     return replace(_open(30), pretext=pretext)
 
 
+class Code(NamedTuple):
+    """A representation that an adversary was trained against: its width, and the adversary's weight."""
+
+    width: int
+    strength: float
+
+
+def _code_name(code: Code) -> str:
+    return f"LG + Adv, code {code.width}, strength {code.strength}"
+
+
+CODES = {
+    _code_name(code): code
+    for code in (Code(width, strength) for width in WIDTHS for strength in (1, *STRENGTHS))
+}
+
+
 def _curve(width: int) -> StudyPart:
     """What a strength and a width of the code cost, and what they hide."""
     experiments = {
-        f"LG + Adv, code {width}, strength {strength}": _hiding(strength)
-        for strength in (1, *STRENGTHS)
+        name: _hiding(code.strength) for name, code in CODES.items() if code.width == width
     }
     settings = _dealt(_TUNED, f"a code {width} wide", "iid")
     settings = replace(
@@ -164,6 +181,7 @@ FAIR = Study(
             for place, name in enumerate(("race", "sex"))
         },
     },
+    figures={"tradeoff": "liang2020.tradeoff:draw_adult"},
     lower_is_better=frozenset(
         {"adversary", *(f"{view}_{place}" for view in _VIEWS for place in (0, 1))}
     ),

@@ -18,6 +18,7 @@ from glocal.studies.settings import (
     SplitSettings,
 )
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
+from liang2020.protocols import PAPER
 
 _FIRST = PretextSettings("decoder", layer="encoder", weight=0.0, hidden=(200,), pretrain_epochs=3)
 _CASES = {
@@ -62,4 +63,5 @@ FEW_LABELS = Study(
     statement="local models may learn from the data themselves, as an autoencoder or by solving a jigsaw, before or beside labels.",
     parts={"mnist": StudyPart("1 % of labels, 20 devices, iid", "paper", _MNIST)},
     claims=_claims(),
+    protocols={"paper": PAPER},
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 from glocal.federate.fitting import Options
-from liang2020.published import published
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
@@ -19,6 +18,8 @@ from glocal.studies.settings import (
     SplitSettings,
 )
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
+from liang2020.protocols import PROTOCOLS
+from liang2020.published import published
 
 CLASSES = (2, 3, 4, 5, 10)
 LEARNING_RATES = (0.02, 0.05, 0.1, 0.2)
@@ -88,12 +89,16 @@ def _paper(base: Settings, classes: int) -> StudyPart:
         _named(base, f"{data}, paper, {classes} classes", classes),
         experiments={**_cases(data), **extra},
     )
+    rows = published(data, classes)
+    splits = _splits(data) if extra else {}
+    in_tables = (FINE_TUNED, *rows)
     return StudyPart(
         _title(classes),
         "paper",
         settings,
-        published(data, classes),
-        splits=_splits(data) if extra else {},
+        rows,
+        splits=splits,
+        sweep_only=tuple(name for name in splits.values() if name not in in_tables),
     )
 
 
@@ -180,6 +185,7 @@ def _mtl(clients: int | None) -> StudyPart:
         settings,
         published("table1", 2),
         candidates={"MTL": tuple(experiments)},
+        in_tables=False,
     )
 
 
@@ -263,6 +269,11 @@ def _growing(last: str) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
+_FIGURES = {
+    "classes": "liang2020.figures:draw_variance",
+    "traffic": "liang2020.figures:draw_traffic",
+    "splits": "liang2020.figures:draw_splits",
+}
 MNIST = Study(
     name="paper-mnist",
     title="MNIST, an MLP whose last three layers are shared",
@@ -273,6 +284,9 @@ MNIST = Study(
     ),
     parts=_parts(_MNIST_BASE),
     claims=_claims("mnist", "LG 400+100", 0.5),
+    protocols=PROTOCOLS,
+    figures=_FIGURES,
+    lead_figure="classes",
 )
 
 CIFAR10 = Study(
@@ -289,4 +303,8 @@ CIFAR10 = Study(
         *_above_mtl("LG 1200+100"),
         *_growing("LG 1800+100"),
     ),
+    protocols=PROTOCOLS,
+    figures=_FIGURES,
+    lead_figure="classes",
+    tables={"table-1": "liang2020.table_1:table_1"},
 )

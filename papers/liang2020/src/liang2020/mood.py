@@ -193,6 +193,10 @@ MOOD = Study(
         "accuracy_rest": "Accuracy, without one-class people",
         "error_rest": "Mean absolute error, without one-class people",
     },
+    figures={
+        "14-people": "liang2020.mood_figure:draw_14_people",
+        "all-people": "liang2020.mood_figure:draw_all_people",
+    },
     lower_is_better=frozenset({"error", "error_rest"}),
     protocols={
         "paper": (

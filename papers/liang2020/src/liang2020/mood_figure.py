@@ -12,8 +12,8 @@ from glocal.report.drawing import Drawing, new_figure
 from glocal.report.formatting import PERCENT
 from glocal.report.styles import COLOURS, LineStyle, legend, line_sample
 from glocal.studies.findings import Findings
-from liang2020.mood import BASELINES, DIRECTIONS, FINE_TUNED, SHARES
 from glocal.studies.study import Measurement
+from liang2020.mood import BASELINES, DIRECTIONS, FINE_TUNED, SHARES
 
 _LINES = dict(
     zip(
@@ -46,6 +46,16 @@ _PANELS = (
     Panel("error", "", "mean absolute error, % of a class"),
     Panel("error_rest", "", ""),
 )
+
+
+def draw_14_people(findings: Findings) -> Drawing | None:
+    """The figure of the people with most texts."""
+    return draw_mood(findings, "14-people")
+
+
+def draw_all_people(findings: Findings) -> Drawing | None:
+    """The figure of everybody."""
+    return draw_mood(findings, "all-people")
 
 
 def draw_mood(findings: Findings, part: str) -> Drawing | None:

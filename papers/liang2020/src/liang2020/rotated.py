@@ -9,7 +9,6 @@ from dataclasses import replace
 from glocal.federate.fitting import Options
 from glocal.personalize.onboarding import JoinPlan
 from glocal.studies.new_client_trial import NewClientSettings
-from liang2020.published import published
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
@@ -20,6 +19,8 @@ from glocal.studies.settings import (
     SplitSettings,
 )
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
+from liang2020.protocols import PAPER
+from liang2020.published import published
 
 _BEFORE, _LAST = 400, 100  # rounds with the old devices only
 _ALONE, _TOGETHER, _SETTLE = 6, 20, 15  # rounds, rounds, epochs
@@ -99,6 +100,7 @@ ROTATED = Study(
     parts={name: _part(name, classes) for name, classes in _SPLITS.items()},
     claims=_claims(),
     measures=_MEASURES,
+    protocols={"paper": PAPER},
     caption=(
         "Normal: the ensemble of the old devices (averaged logits) on everyone’s test data, once the newcomer is in. Rotated: the "
         "newcomer’s own model on its own test data. Sent: all bytes from the newcomer’s coming on; the paper does not tell."

@@ -8,6 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from glocal.report.drawing import colour_theme, new_axes, new_figure, picture_kind, save_picture
+from glocal.report.formatting import PERCENT
+from glocal.report.styles import COLOURS, LineStyle
 from liang2020.theory import (
     LinearProblem,
     Trials,
@@ -15,9 +18,6 @@ from liang2020.theory import (
     run_trials,
     uniform_inputs,
 )
-from glocal.report.drawing import colour_theme, new_axes, new_figure, picture_kind, save_picture
-from glocal.report.formatting import PERCENT
-from glocal.report.styles import COLOURS, LineStyle
 
 _LINE, _MARKED = np.linspace(0, 1, 201), slice(None, None, 40)
 _TRIALS_STYLE = LineStyle(COLOURS[0], (), "o")

@@ -10,6 +10,8 @@ from rich.table import Table
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import require_writable
 from glocal.evaluate.intervals import confidence_interval
+from glocal.report.drawing import picture_kind
+from glocal.report.formatting import PERCENT
 from liang2020.theory import (
     ClosedForm,
     Floats,
@@ -25,8 +27,6 @@ from liang2020.theory import (
     uniform_inputs,
     unit_inputs,
 )
-from glocal.report.drawing import picture_kind
-from glocal.report.formatting import PERCENT
 from liang2020.theory_figure import TheoryResult, draw_mixture
 
 _INPUTS = {"uniform": uniform_inputs, "normal": normal_inputs, "unit": unit_inputs}

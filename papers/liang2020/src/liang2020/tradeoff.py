@@ -1,6 +1,5 @@
 """What it costs to hide protected attributes, as a figure: accuracy against what fresh attackers read."""
 
-import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -13,10 +12,8 @@ from glocal.report.drawing import Drawing, new_figure
 from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.studies.findings import Findings
 from glocal.studies.study import MEASURES, Measurement
+from liang2020.fair import CODES, Code
 
-_EXPERIMENT_NAME = re.compile(
-    r"LG \+ Adv, code (?P<width>\d+), strength (?P<strength>\d+(\.\d+)?(e[+-]?\d+)?)"
-)
 _CHANCE_AUC = 50.0
 # where a line's numbers stand: lines rise to the right, so first on either side of that, then on either side of a steep one
 _SIDES: tuple[dict[str, Any], ...] = (
@@ -41,12 +38,17 @@ class Point(NamedTuple):
 TradeoffLines = dict[int, dict[float, Point]]  # by width of the code, then by strength
 
 
-def draw_tradeoff(findings: Findings) -> Drawing | None:
+def draw_adult(findings: Findings) -> Drawing | None:
+    """The trade-off of the Adult study."""
+    return draw_tradeoff(findings, CODES)
+
+
+def draw_tradeoff(findings: Findings, codes: Mapping[str, Code]) -> Drawing | None:
     """One line for each width of the code through its strengths; one panel for each part, or for all if no width comes twice."""
     parts = {
         findings.study.parts[name].title: lines
         for name in findings.parts
-        if (lines := _lines(findings, name))
+        if (lines := _lines(findings, name, codes))
     }
     if not parts:
         return None
@@ -65,11 +67,11 @@ def draw_tradeoff(findings: Findings) -> Drawing | None:
     return Drawing(figure, "Accuracy by what attackers read", _caption(findings), key)
 
 
-def _lines(findings: Findings, part: str) -> TradeoffLines:
+def _lines(findings: Findings, part: str, codes: Mapping[str, Code]) -> TradeoffLines:
     """The audited cases of a part, strengths in ascending order."""
     lines: TradeoffLines = {}
     for experiment in findings.parts[part]["experiments"]:
-        if named := _EXPERIMENT_NAME.fullmatch(experiment):
+        if code := codes.get(experiment):
             point = Point(
                 *(
                     findings.values(Measurement(part, experiment, measure))
@@ -77,7 +79,7 @@ def _lines(findings: Findings, part: str) -> TradeoffLines:
                 )
             )
             if all(point):
-                lines.setdefault(int(named["width"]), {})[float(named["strength"])] = point
+                lines.setdefault(code.width, {})[code.strength] = point
     return {width: dict(sorted(points.items())) for width, points in sorted(lines.items())}
 
 

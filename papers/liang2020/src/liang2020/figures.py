@@ -1,0 +1,254 @@
+"""The figures of the MNIST and CIFAR-10 studies, drawn like the paper's: ours as lines, its numbers as hollow markers."""
+
+from collections.abc import Mapping, Sequence
+from math import log
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Sheet
+from matplotlib.ticker import MaxNLocator
+
+from glocal.report.comparison import SweepPoint, published_score, seeds_of, sweep_points
+from glocal.report.drawing import Drawing, new_axes, new_figure, plot_mean_and_range
+from glocal.report.formatting import BILLION, PERCENT
+from glocal.report.styles import (
+    COLOURS,
+    HOLLOW_MARKER,
+    LineStyle,
+    hollow_sample,
+    legend,
+    line_sample,
+)
+from glocal.studies.findings import Findings
+from glocal.studies.study import MEASURES, Measurement, Score
+
+_FEDAVG, _ALONE, _LG = (
+    LineStyle(COLOURS[1], (6, 2), "s"),
+    LineStyle(COLOURS[2], (2, 1.6), "^"),
+    LineStyle(COLOURS[0], (), "o"),
+)
+_ENDS = {
+    "first layers shared": LineStyle(COLOURS[0], (), "o"),
+    "last layers shared": LineStyle(COLOURS[3], (6, 2), "D"),
+}
+_SHARES = (0.002, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.998)
+_BEYOND = 7.5  # where none and all stand on the stretched axis of shares; 0.2 % is at -6.2
+_HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviations."
+
+
+def draw_variance(findings: Findings) -> Drawing | None:
+    """The paper's Figure 2(c): Local Test by classes per device."""
+    protocol, parts = _protocol(findings)
+    rows = {"Local only": _ALONE, "FedAvg": _FEDAVG, _starts(findings)[-1]: _LG}
+    if not any(findings.experiment(part, row) for part in parts for row in rows):
+        return None
+    figure, axes = new_axes(3.6)
+    for row, line_style in rows.items():
+        values = [findings.values(Measurement(part, row, "local")) for part in parts]
+        _line(axes, {float(place): of for place, of in enumerate(values)}, line_style, label=row)
+        for place, part in enumerate(parts):
+            _hollow(
+                axes,
+                place,
+                published_score(
+                    findings.study, findings.study.parts[part].published.get(row), "local"
+                ),
+                line_style,
+            )
+    axes.set_xticks(range(len(parts)), [_classes(findings, part) for part in parts])
+    axes.set(xlabel="classes per device", ylabel="Local Test, %")
+    caption = (
+        "As in the paper’s Figure 2(c): the fewer classes a device has, the more devices differ. "
+        f"Protocol `{protocol}`. {_over_seeds(findings)} {_HOLLOW}"
+    )
+    return Drawing(figure, "Local Test by classes per device", caption, _legend(rows))
+
+
+def draw_traffic(findings: Findings) -> Drawing | None:
+    """Local and New Test of LG-FedAvg from every start against what it sent by the paper's count, with FedAvg beside it."""
+    protocol, parts = _protocol(findings)
+    part = next(
+        (
+            name
+            for name in parts
+            if any(findings.experiment(name, row) for row in _starts(findings))
+        ),
+        None,
+    )
+    if part is None:
+        return None
+    figure, panels = _two_panels()
+    for axes, measure in zip(panels, MEASURES, strict=True):
+        _costs(axes, findings, part, measure)
+    panels[-1].set(xlabel="parameters sent, billions (the paper’s count)")
+    first, *_, last = _starts(findings)
+    caption = (
+        f"What accuracy costs, {findings.study.parts[part].title}, protocol `{protocol}`: LG-FedAvg from its earliest start "
+        f"({first}) to its latest ({last}), and as a level line the FedAvg that it goes on from. {_over_seeds(findings)} {_HOLLOW}"
+    )
+    return Drawing(
+        figure,
+        "Local and New Test by parameters sent",
+        caption,
+        _legend({"FedAvg": _FEDAVG, "LG-FedAvg": _LG}),
+    )
+
+
+def draw_splits(findings: Findings) -> Drawing | None:
+    """Local and New Test against the share of the model that is sent, for lower and for upper layers."""
+    part = next((name for name in findings.study.parts if sweep_points(findings, name)), None)
+    if part is None:
+        return None
+    figure, panels = _two_panels()
+    for axes, measure in zip(panels, MEASURES, strict=True):
+        _sweep(axes, findings, part, measure)
+    ticks = {_stretched(share): f"{PERCENT * share:g}" for share in _SHARES}
+    panels[-1].set_xticks([-_BEYOND, *ticks, _BEYOND], ["none", *ticks.values(), "all"])
+    panels[-1].set(xlabel="share of the model that is sent each round, %")
+    about = findings.study.parts[part]
+    caption = (
+        f"How much to share, {about.title}, protocol `{about.protocol}`: every split of the layers into a shared and a local part, "
+        "each from the same FedAvg on, from none shared (fine-tuning) to all (FedAvg goes on). The axis is stretched towards both "
+        f"ends. {_over_seeds(findings)} The hollow marker is what the paper printed of its own split."
+    )
+    return Drawing(figure, "Local and New Test by share of the model", caption, _legend(_ENDS))
+
+
+def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
+    """One panel of the figure of parameters sent."""
+    _level(axes, findings, Measurement(part, "FedAvg", measure))
+    starts = _starts(findings)
+    counted = {
+        _sent(findings, part, row): findings.values(Measurement(part, row, measure))
+        for row in starts
+    }
+    _line(axes, counted, _LG, label="LG-FedAvg")
+    published = findings.study.parts[part].published
+    for row, line_style in {"FedAvg": _FEDAVG, **dict.fromkeys(starts, _LG)}.items():
+        _hollow(
+            axes,
+            published[row].parameters / BILLION,
+            published_score(findings.study, published[row], measure),
+            line_style,
+        )
+
+
+def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
+    """One panel of the figure of shares; the paper's own split is in the sweep under the name of its last row."""
+    about, row = findings.study.parts[part], _starts(findings)[-1]
+    for words, line_style in _ENDS.items():
+        shared = ("none", "all", words.partition(" ")[0])
+        line = [split for split in sweep_points(findings, part) if split.shares.startswith(shared)]
+        _line(
+            axes, {_place(split): split.figures[measure] for split in line}, line_style, label=words
+        )
+        for split in line:
+            if about.splits[split.shares] == row:
+                _hollow(
+                    axes,
+                    _place(split),
+                    published_score(findings.study, about.published[row], measure),
+                    line_style,
+                )
+
+
+def _protocol(findings: Findings) -> tuple[str, list[str]]:
+    """The first protocol of which anything was measured, and its parts from the fewest classes on."""
+    parts: dict[str, list[str]] = {}
+    for name, part in findings.study.parts.items():
+        if "FedAvg" in part.published and not part.candidates:
+            parts.setdefault(part.protocol, []).append(name)
+    return next((of for of in parts.items() if findings.parts.keys() & set(of[1])), ("", []))
+
+
+def _starts(findings: Findings) -> list[str]:
+    """The rows of LG-FedAvg, from the earliest start on."""
+    return [
+        row for row in next(iter(findings.study.parts.values())).published if row.startswith("LG")
+    ]
+
+
+def _sent(findings: Findings, part: str, row: str) -> float:
+    experiment = findings.experiment(part, row)
+    return experiment["paper_parameters"] / BILLION if experiment else 0.0
+
+
+def _over_seeds(findings: Findings) -> str:
+    many = any(seeds_of(findings, part) > 1 for part in findings.parts)
+    return (
+        "A line is our mean over seeds, its band reaches from the lowest to the highest."
+        if many
+        else "One seed was run."
+    )
+
+
+def _two_panels() -> tuple[Sheet, tuple[Axes, Axes]]:
+    """Local Test above New Test."""
+    figure = new_figure(5.2)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for axes, words in ((upper, MEASURES["local"]), (lower, MEASURES["new"])):
+        axes.set(ylabel=f"{words}, %")
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    return figure, (upper, lower)
+
+
+def _line(
+    axes: Axes, values: Mapping[float, Sequence[float]], line_style: LineStyle, *, label: str
+) -> None:
+    """What was measured, by its place."""
+    measured = {place: values[place] for place in sorted(values) if values[place]}
+    if measured:
+        plot_mean_and_range(axes, list(measured), list(measured.values()), line_style, label=label)
+
+
+def _level(axes: Axes, findings: Findings, figure: Measurement) -> None:
+    """A row as a marker where it is, and a line and a band through the whole panel."""
+    values = findings.values(figure)
+    if values:
+        _line(
+            axes,
+            {_sent(findings, figure.part, figure.experiment): values},
+            _FEDAVG,
+            label=figure.experiment,
+        )
+        axes.axhspan(min(values), max(values), color=_FEDAVG.colour, alpha=0.16, linewidth=0)
+        axes.axhline(
+            fmean(values), color=_FEDAVG.colour, linestyle=(0, _FEDAVG.dash), linewidth=1.8
+        )
+
+
+def _hollow(axes: Axes, place: float, score: Score | None, line_style: LineStyle) -> None:
+    """What the paper printed."""
+    if score is None:
+        return
+    spread = score.std or 0.0
+    axes.plot(
+        [place, place],
+        [score.mean - spread, score.mean + spread],
+        color=line_style.colour,
+        linewidth=1.2,
+    )
+    axes.plot(
+        place, score.mean, line_style.marker, **HOLLOW_MARKER, markeredgecolor=line_style.colour
+    )
+
+
+def _place(split: SweepPoint) -> float:
+    """Where a split stands on the axis of shares."""
+    if split.parameters in (0, split.whole):
+        return _BEYOND if split.parameters else -_BEYOND
+    return _stretched(split.parameters / split.whole)
+
+
+def _stretched(share: float) -> float:
+    """The log of the odds: what is near none and what is near all are told apart."""
+    return log(share / (1 - share))
+
+
+def _classes(findings: Findings, part: str) -> str:
+    return str(findings.study.parts[part].settings.data.classes_per_client)
+
+
+def _legend(looks: Mapping[str, LineStyle]) -> str:
+    ours = [(line_sample(line_style), words) for words, line_style in looks.items()]
+    return legend([*ours, (hollow_sample(_LG), "published")])
