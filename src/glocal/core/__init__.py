@@ -1,1 +1,1 @@
-"""What one client does: its data, model, split, optimizer and training loop; randomness, files and errors."""
+"""What one client does: data, model, split, optimizer, training; randomness, files, errors."""

@@ -1,4 +1,4 @@
-"""What counts may be: what is beyond is a slip, and would run for ever or fill the memory."""
+"""Bounds of counts: a larger number is a mistake, and would run for ever or fill the memory."""
 
 from dataclasses import MISSING, field, fields
 from numbers import Integral
@@ -9,26 +9,27 @@ from glocal.core.errors import InputError
 MILLION = 10**6
 MAX_ROUNDS = MAX_CLIENTS = MAX_EXAMPLES = MILLION
 MAX_EPOCHS = MAX_SEEDS = 1_000
-MAX_WIDTH = 16_384  # two layers of it hold a gigabyte
+MAX_WIDTH = 16_384  # two layers of this width hold a gigabyte
 MAX_WORKERS = 1_024
-MAX_SEED = 2**32 - 1  # what scikit-learn takes
-_LONG = 10**20
+MAX_SEED = 2**32 - 1  # the largest seed that scikit-learn accepts
+_PRINTABLE = 10**20  # larger numbers are not printed in full
 
 
 def count_field(default: Any = MISSING, *, minimum: int = 1, maximum: int = MILLION) -> Any:
-    """A dataclass's field that holds a count, several, or None: each from `least` to `most`."""
+    """A dataclass field that holds a count, several, or None: each from `minimum` to `maximum`."""
     return field(default=default, metadata={"count": (minimum, maximum)})
 
 
-def require_counts(where: str, settings: Any) -> None:
-    """Refuse a dataclass one of whose counts is out of bounds; `where` comes before its name."""
+def require_counts(prefix: str, settings: Any) -> None:
+    """Refuse a dataclass with a count out of bounds; the message has `prefix` before its name."""
     for part in fields(settings):
         if "count" not in part.metadata:
             continue
         value = getattr(settings, part.name)
-        for each in value if isinstance(value, tuple) else (value,):
-            if each is not None:
-                require_count(f"{where}{part.name}", each, *part.metadata["count"])
+        counts = value if isinstance(value, tuple) else (value,)
+        for count in counts:
+            if count is not None:
+                require_count(prefix + part.name, count, *part.metadata["count"])
 
 
 def require_count(name: str, value: object, minimum: int, maximum: int) -> None:
@@ -42,8 +43,8 @@ def require_count(name: str, value: object, minimum: int, maximum: int) -> None:
     whole = int(value) if isinstance(value, Integral) else None
     if whole is not None and minimum <= whole <= maximum:
         return
-    long = whole is not None and not -_LONG < whole < _LONG
-    told = "a number of more than 20 digits" if long else value
+    is_long = whole is not None and not -_PRINTABLE < whole < _PRINTABLE
+    shown = "a number of more than 20 digits" if is_long else value
     raise InputError(
-        f"{name} is {told}; a whole number from {minimum:,} to {maximum:,} was expected"
+        f"{name} is {shown}; a whole number from {minimum:,} to {maximum:,} was expected"
     )

@@ -1,12 +1,13 @@
-"""Optimisers as pure functions: a memory in, a memory out; the same rules as `torch.optim`."""
+"""Optimizers as pure functions, with the update rules of `torch.optim`: state in, state out."""
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.trees import Params
 
@@ -14,24 +15,30 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class Optimizer(Protocol):
-    """How slopes move params: a rule with a memory. `SGD` and `Adam` are two; a rule of your own needs these three."""
+    """A rule that updates params by their gradients; `SGD` and `Adam` are two.
+
+    A rule of your own needs these three members.
+    """
 
     @property
     def description(self) -> str:
-        """Its settings in words."""
+        """The settings in words."""
 
     def init(self, params: Params) -> Params:
-        """The memory before the first step."""
+        """The optimizer state before the first step."""
 
     def step(
         self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
     ) -> tuple[Params, Params]:
-        """Params and memory after a step."""
+        """Params and optimizer state after a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLR:
-    """The rate is multiplied by `by` after every `every` rounds; deterministic, so that every device knows it by the round."""
+    """The learning rate is multiplied by `gamma` after every `step_size` rounds.
+
+    It depends on the round alone, so that every client knows it.
+    """
 
     gamma: float = 0.5
     step_size: int = 1
@@ -41,18 +48,21 @@ class StepLR:
         _require("lr_step_size", self.step_size, self.step_size >= 1, "at least 1")
 
     def factor(self, round_index: Number) -> Number:
-        """What is left of the rate in a round.
+        """The factor of the learning rate in a round.
 
         >>> [StepLR(gamma=0.5, step_size=10).factor(t) for t in (0, 9, 10, 25)]
         [1.0, 1.0, 0.5, 0.25]
         """
-        left: Number = self.gamma ** (round_index // self.step_size)
-        return left
+        factor: Number = self.gamma ** (round_index // self.step_size)
+        return factor
 
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent as in `torch.optim.SGD`; the rate in round t is rate / (1 + decay * t), less what shrinks."""
+    """Stochastic gradient descent as in `torch.optim.SGD`.
+
+    The learning rate in round t is lr / (1 + lr_decay * t), times the factor of `lr_schedule`.
+    """
 
     lr: float
     momentum: float = 0.0
@@ -67,26 +77,27 @@ class SGD:
 
     @property
     def has_lr_schedule(self) -> bool:
-        """Whether the rate is another from round to round."""
+        """True when the learning rate changes from round to round."""
         return bool(self.lr_decay) or self.lr_schedule is not None
 
     def lr_at(self, round_index: Number) -> Number:
-        """The rate in a round."""
+        """The learning rate in a round."""
         return _lr_at(self, round_index)
 
     @property
     def description(self) -> str:
-        """Its settings in words."""
-        told = f"rate={self.lr}, momentum={self.momentum}, weight_decay={self.weight_decay}, decay={self.lr_decay}"
-        return f"sgd({told}{_describe_schedule(self.lr_schedule)})"
+        """The settings in words."""
+        settings = (
+            f"lr={self.lr}, momentum={self.momentum}, "
+            f"weight_decay={self.weight_decay}, lr_decay={self.lr_decay}"
+        )
+        return f"sgd({settings}{_describe_schedule(self.lr_schedule)})"
 
     def init(self, params: Params) -> Params:
         """A velocity for every tensor, if there is momentum."""
-        return (
-            {name: torch.zeros_like(tensor) for name, tensor in params.items()}
-            if self.momentum
-            else {}
-        )
+        if not self.momentum:
+            return {}
+        return {name: torch.zeros_like(tensor) for name, tensor in params.items()}
 
     def step(
         self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
@@ -94,28 +105,33 @@ class SGD:
         """One fused pass over each tensor where torch has one: the passes are the cost."""
         velocity = grads
         if self.weight_decay:
-            velocity = {
-                n: torch.add(grad, params[n], alpha=self.weight_decay) for n, grad in grads.items()
-            }
+            velocity = _add_scaled(velocity, params, self.weight_decay)
         if self.momentum:
-            velocity = {
-                name: torch.add(grad, opt_state[name], alpha=self.momentum)
-                for name, grad in velocity.items()
-            }
+            velocity = _add_scaled(velocity, opt_state, self.momentum)
+        updated = {}
         if self.has_lr_schedule:
-            lr_at = self.lr_at(round_index)
-            moved = {name: tensor - lr_at * velocity[name] for name, tensor in params.items()}
+            lr = self.lr_at(round_index)
+            for name, tensor in params.items():
+                updated[name] = tensor - lr * velocity[name]
         else:
-            moved = {
-                name: torch.sub(tensor, velocity[name], alpha=self.lr)
-                for name, tensor in params.items()
-            }
-        return moved, velocity if self.momentum else {}
+            for name, tensor in params.items():
+                updated[name] = torch.sub(tensor, velocity[name], alpha=self.lr)
+        return updated, velocity if self.momentum else {}
+
+
+class _Moments(NamedTuple):
+    """Adam's running means of the gradients and of their squares."""
+
+    first: Params
+    second: Params
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`; the rate in round t is rate / (1 + decay * t), less what shrinks."""
+    """Adam (Kingma and Ba 2015) as in `torch.optim.Adam`.
+
+    The learning rate in round t is lr / (1 + lr_decay * t), times the factor of `lr_schedule`.
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -125,55 +141,62 @@ class Adam:
     lr_schedule: StepLR | None = None
 
     def __post_init__(self) -> None:
+        in_bounds = all(0 <= beta < 1 for beta in self.betas)
         _require("lr", self.lr, self.lr > 0, "above 0")
-        _require(
-            "betas",
-            self.betas,
-            all(0 <= beta < 1 for beta in self.betas),
-            "each at least 0 and below 1",
-        )
+        _require("betas", self.betas, in_bounds, "each at least 0 and below 1")
         _require_nonnegative_decays(self.weight_decay, self.lr_decay)
 
     @property
     def description(self) -> str:
-        """Its settings in words."""
-        settings = f"betas={self.betas}, eps={self.eps}, weight_decay={self.weight_decay}, decay={self.lr_decay}"
-        return f"adam(rate={self.lr}, {settings}{_describe_schedule(self.lr_schedule)})"
+        """The settings in words."""
+        settings = (
+            f"lr={self.lr}, betas={self.betas}, eps={self.eps}, "
+            f"weight_decay={self.weight_decay}, lr_decay={self.lr_decay}"
+        )
+        return f"adam({settings}{_describe_schedule(self.lr_schedule)})"
 
     def init(self, params: Params) -> Params:
-        """Two moments for every tensor, and how many steps there were."""
-        zeros = {
-            f"{moment}/{name}": torch.zeros_like(tensor)
-            for moment in ("first", "second")
-            for name, tensor in params.items()
-        }
-        return {**zeros, "steps": torch.zeros((), device=next(iter(params.values())).device)}
+        """Two moments for every tensor, and the number of steps."""
+        opt_state = {}
+        for moment in ("first", "second"):
+            for name, tensor in params.items():
+                opt_state[f"{moment}/{name}"] = torch.zeros_like(tensor)
+        opt_state["steps"] = _zero_like(params)
+        return opt_state
 
     def step(
         self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
     ) -> tuple[Params, Params]:
-        """Both moments, freed of their bias, and the step they give."""
-        grads = {name: grad + self.weight_decay * params[name] for name, grad in grads.items()}
-        (fade, spread), steps = self.betas, opt_state["steps"] + 1
-        first = {n: fade * opt_state[f"first/{n}"] + (1 - fade) * grad for n, grad in grads.items()}
-        second = {
-            n: spread * opt_state[f"second/{n}"] + (1 - spread) * grad.square()
-            for n, grad in grads.items()
-        }
-        pace = _lr_at(self, round_index) / _one_minus_power(fade, steps)
-        scale = _one_minus_power(spread, steps).sqrt()
-        moved = {
-            n: tensor - pace * first[n] / (second[n].sqrt() / scale + self.eps)
-            for n, tensor in params.items()
-        }
-        return moved, {**_prefixed("first", first), **_prefixed("second", second), "steps": steps}
+        """Update both moments, and move params by their bias-corrected ratio."""
+        steps = opt_state["steps"] + 1
+        moments = self._update_moments(params, grads, opt_state)
+        beta1, beta2 = self.betas
+        lr = _lr_at(self, round_index) / _one_minus_power(beta1, steps)
+        scale = _one_minus_power(beta2, steps).sqrt()
+        updated = {}
+        for name, tensor in params.items():
+            denominator = moments.second[name].sqrt() / scale + self.eps
+            updated[name] = tensor - lr * moments.first[name] / denominator
+        state = {**_prefixed("first", moments.first), **_prefixed("second", moments.second)}
+        return updated, {**state, "steps": steps}
+
+    def _update_moments(self, params: Params, grads: Params, opt_state: Params) -> _Moments:
+        beta1, beta2 = self.betas
+        first, second = {}, {}
+        for name, plain in grads.items():
+            grad = plain + self.weight_decay * params[name]
+            first[name] = beta1 * opt_state[f"first/{name}"] + (1 - beta1) * grad
+            second[name] = beta2 * opt_state[f"second/{name}"] + (1 - beta2) * grad.square()
+        return _Moments(first, second)
 
 
 @dataclass(frozen=True)
 class PartitionedOptimizer:
-    """Some tensors by a rule of their own: `other_steps` steps of that rule to each step of the main one.
+    """Two optimizers, each for its own tensors.
 
-    They are those `other_names` so many names, or whose names begin with it. With 0 turns both step together, every time.
+    `other` updates the tensors in `other_names` (or with that prefix, if it is a string), `main`
+    all the rest. `other` takes `other_steps` steps for each step of `main`; with 0, both step
+    together.
     """
 
     main: SGD | Adam
@@ -186,78 +209,57 @@ class PartitionedOptimizer:
 
     @property
     def description(self) -> str:
-        """Its settings in words."""
-        other_names = (
-            self.other_names
-            if isinstance(self.other_names, str)
-            else f"[{', '.join(sorted(self.other_names))}]"
-        )
-        return f"{self.main.description}, {other_names} by {self.other.description}, {self.other_steps} turns"
+        """The settings in words."""
+        names = self.other_names
+        if not isinstance(names, str):
+            names = f"[{', '.join(sorted(names))}]"
+        other = f"{names} by {self.other.description}"
+        return f"{self.main.description}, {other}, {self.other_steps} other steps"
 
     def init(self, params: Params) -> Params:
-        """Both memories, and whose turn it is."""
-        opt_states = zip(
-            ("main", "other"), (self.main, self.other), self._parts(params), strict=True
-        )
-        kept = {
-            f"{side}/{name}": t
-            for side, rule, part in opt_states
-            if part
-            for name, t in rule.init(part).items()
-        }
-        return {**kept, "turn": torch.zeros((), device=next(iter(params.values())).device)}
+        """Both optimizer states, and the step in the cycle of both."""
+        parts = self._partition(params)
+        opt_state = {}
+        for side, rule in self._rules().items():
+            if parts[side]:
+                opt_state |= _prefixed(side, rule.init(parts[side]))
+        return {**opt_state, "turn": _zero_like(params)}
 
     def step(
         self, params: Params, grads: Params, opt_state: Params, round_index: Tensor
     ) -> tuple[Params, Params]:
-        """Both rules step; what it is not the turn of stays as it was."""
-        moved: Params = {}
-        kept: Params = {}
-        sides = zip(
-            ("main", "other"),
-            (self.main, self.other),
-            self._parts(params),
-            self._parts(grads),
-            strict=True,
-        )
-        for side, rule, own, down in sides:
-            if not own:
+        """Both rules step; the result of the rule whose turn it is not is discarded."""
+        own, own_grads = self._partition(params), self._partition(grads)
+        updated: Params = {}
+        state: Params = {}
+        for side, rule in self._rules().items():
+            if not own[side]:
                 continue
-            before = {
-                name.removeprefix(f"{side}/"): t
-                for name, t in opt_state.items()
-                if name.startswith(f"{side}/")
-            }
-            after, opt_states = rule.step(own, down, before, round_index)
+            before = _without_prefix(side, opt_state)
+            after, rule_state = rule.step(own[side], own_grads[side], before, round_index)
             if self.other_steps:
-                now = (opt_state["turn"] >= self.other_steps) == (side == "main")
-                after = {
-                    name: torch.where(now, tensor, own[name]) for name, tensor in after.items()
-                }
-                opt_states = {
-                    name: torch.where(now, tensor, before[name])
-                    for name, tensor in opt_states.items()
-                }
-            moved |= after
-            kept |= {f"{side}/{name}": tensor for name, tensor in opt_states.items()}
-        return {name: moved[name] for name in params}, {
-            **kept,
-            "turn": (opt_state["turn"] + 1) % (self.other_steps + 1),
-        }
+                is_turn = (opt_state["turn"] >= self.other_steps) == (side == "main")
+                after = trees.where(is_turn, after, own[side])
+                rule_state = trees.where(is_turn, rule_state, before)
+            updated |= after
+            state |= _prefixed(side, rule_state)
+        state["turn"] = (opt_state["turn"] + 1) % (self.other_steps + 1)
+        return {name: updated[name] for name in params}, state
 
-    def _parts(self, tree: Params) -> tuple[Params, Params]:
-        """What the main rule moves, and what the other does."""
-        other_names = self.other_names
-        other = {
-            name: t
-            for name, t in tree.items()
-            if (
-                name.startswith(other_names)
-                if isinstance(other_names, str)
-                else name in other_names
-            )
-        }
-        return {name: tensor for name, tensor in tree.items() if name not in other}, other
+    def _rules(self) -> dict[str, SGD | Adam]:
+        return {"main": self.main, "other": self.other}
+
+    def _partition(self, tree: Params) -> dict[str, Params]:
+        """The tensors of each rule."""
+        parts: dict[str, Params] = {"main": {}, "other": {}}
+        for name, tensor in tree.items():
+            parts["other" if self._is_other(name) else "main"][name] = tensor
+        return parts
+
+    def _is_other(self, name: str) -> bool:
+        if isinstance(self.other_names, str):
+            return name.startswith(self.other_names)
+        return name in self.other_names
 
 
 def sgd(
@@ -286,16 +288,24 @@ def adam(
 
 
 def _lr_at(rule: SGD | Adam, round_index: Number) -> Number:
-    pace = rule.lr / (1 + rule.lr_decay * round_index)
-    return pace if rule.lr_schedule is None else pace * rule.lr_schedule.factor(round_index)
+    lr = rule.lr / (1 + rule.lr_decay * round_index)
+    return lr if rule.lr_schedule is None else lr * rule.lr_schedule.factor(round_index)
 
 
 def _describe_schedule(lr_schedule: StepLR | None) -> str:
-    return (
-        ""
-        if lr_schedule is None
-        else f", times {lr_schedule.gamma} every {lr_schedule.step_size} rounds"
-    )
+    if lr_schedule is None:
+        return ""
+    return f", times {lr_schedule.gamma} every {lr_schedule.step_size} rounds"
+
+
+def _add_scaled(tree: Params, other: Params, scale: float) -> Params:
+    """tree + scale * other, name by name, in one pass over each tensor."""
+    return {name: torch.add(tensor, other[name], alpha=scale) for name, tensor in tree.items()}
+
+
+def _zero_like(params: Params) -> Tensor:
+    """A counter () on the device of the params."""
+    return torch.zeros((), device=next(iter(params.values())).device)
 
 
 def _one_minus_power(beta: float, steps: Tensor) -> Tensor:
@@ -303,8 +313,18 @@ def _one_minus_power(beta: float, steps: Tensor) -> Tensor:
     return -torch.expm1(steps * math.log(beta)) if beta else torch.ones_like(steps)
 
 
-def _prefixed(moment: str, tree: Params) -> Params:
-    return {f"{moment}/{name}": tensor for name, tensor in tree.items()}
+def _prefixed(prefix: str, tree: Params) -> Params:
+    return {f"{prefix}/{name}": tensor for name, tensor in tree.items()}
+
+
+def _without_prefix(prefix: str, tree: Params) -> Params:
+    """The tensors under a prefix, without it."""
+    start = f"{prefix}/"
+    part = {}
+    for name, tensor in tree.items():
+        if name.startswith(start):
+            part[name.removeprefix(start)] = tensor
+    return part
 
 
 def _require_nonnegative_decays(weight_decay: float, lr_decay: float) -> None:
@@ -314,4 +334,4 @@ def _require_nonnegative_decays(weight_decay: float, lr_decay: float) -> None:
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
-        raise InputError(f"optimiser: {name} is {value}; it must be {expected}")
+        raise InputError(f"optimizer: {name} is {value}; it must be {expected}")

@@ -1,14 +1,13 @@
-"""Where on disk the library keeps what it can make or fetch again."""
+"""The folder for files that the library can compute or download again."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """GLOCAL_CACHE if set, else glocal in the user's cache."""
-    own = os.environ.get("GLOCAL_CACHE")
-    return (
-        Path(own).expanduser()
-        if own
-        else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "glocal"
-    )
+    """$GLOCAL_CACHE if it is set, else the folder `glocal` in the user's cache."""
+    chosen = os.environ.get("GLOCAL_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "glocal"

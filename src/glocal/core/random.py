@@ -1,7 +1,8 @@
-"""Random numbers computed from an address instead of drawn from a state.
+"""Random numbers computed from an address: no generator has a state.
 
-A key is a whole number (); folding a step, a layer or an element into it gives another. The numbers are the same on a CPU, on a
-GPU, alone or batched with other devices: a generator with a state cannot promise that under `vmap`.
+A key is a whole number (). Folding a step, a layer or an element into it gives another key. The
+numbers are the same on a CPU, on a GPU, for one client alone and for many in a batch: a generator
+with a state cannot promise that under `vmap`.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ _ALL = 2**64 - 1
 
 
 def fold_in(key: Tensor, address: Tensor | int) -> Tensor:
-    """A new key (or many) out of a key and an address; shapes broadcast."""
-    if isinstance(
-        address, int
-    ):  # worked out here: a copy to the accelerator at every step would wait for it
-        return _mix((key ^ _mixed_number(address * _GOLDEN)) + _GOLDEN)
-    # torch's compiler folds a product with `arange` into an index of 32 bits; behind `^ 0` it is a number of 64 bits again
+    """A new key (or many) from a key and an address; shapes broadcast."""
+    if isinstance(address, int):
+        # Python mixes a number itself: copying it to a GPU at every step would stall the GPU.
+        return _mix((key ^ _mix_number(address * _GOLDEN)) + _GOLDEN)
+    # torch.compile folds a product with `arange` into an index of 32 bits, which overflows.
+    # `^ 0` changes no number, and the product stays one of 64 bits.
     return _mix((key ^ _mix((address ^ 0) * _GOLDEN)) + _GOLDEN)
 
 
@@ -38,8 +39,9 @@ def uniform(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def normal(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Normal numbers of mean 0 and deviation 1 of this shape, float32 (Box and Muller 1958)."""
-    radius, angle = (uniform(fold_in(key, half), shape) for half in (0, 1))
+    """Standard normal numbers of this shape, float32 (Box and Muller 1958)."""
+    radius = uniform(fold_in(key, 0), shape)
+    angle = uniform(fold_in(key, 1), shape)
     return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)
 
 
@@ -49,8 +51,8 @@ def _mix(bits: Tensor) -> Tensor:
     return bits ^ _shift(bits, 31)
 
 
-def _mixed_number(number: int) -> int:
-    """What `_mix` does to one whole number, in Python."""
+def _mix_number(number: int) -> int:
+    """`_mix` of one whole number, in Python."""
     bits = number & _ALL
     bits = ((bits ^ (bits >> 30)) * _FIRST) & _ALL
     bits = ((bits ^ (bits >> 27)) * _SECOND) & _ALL
@@ -59,5 +61,5 @@ def _mixed_number(number: int) -> int:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical shift to the right: torch's own keeps the sign."""
+    """Logical shift to the right: torch's own shift keeps the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)

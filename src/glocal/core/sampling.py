@@ -1,4 +1,8 @@
-"""Who takes part in a round, and in which order a device visits its data: randomness by address, not by state."""
+"""Client sampling, and the order of each client's examples: randomness by address, not by state.
+
+The strings in `make_rng(seed, "cohort", ...)` are addresses: another string is another random
+number, so they stay as they are whatever the functions are called.
+"""
 
 import zlib
 from collections.abc import Sequence
@@ -24,9 +28,10 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Plan:
-    """How long, with how many devices, and how they train; `first_round` > 0 continues the numbering of a warm start.
+    """The number of rounds, the clients per round, and their local training.
 
-    With `max_tokens`, a batch of texts has at most `batch_size` rows and rows times its longest text are at most so many.
+    `first_round` > 0 continues the numbering of a warm start. With `max_tokens`, a batch of texts
+    has at most `batch_size` rows, and rows times its longest text are at most `max_tokens`.
     """
 
     rounds: int = count_field(maximum=MAX_ROUNDS)
@@ -39,7 +44,7 @@ class Plan:
 
     @property
     def total_rounds(self) -> int:
-        """How many rounds there have been at the end, a warm start's included."""
+        """The number of rounds at the end, those of a warm start included."""
         return self.first_round + self.rounds
 
     def __post_init__(self) -> None:
@@ -47,7 +52,11 @@ class Plan:
 
 
 class Availability(NamedTuple):
-    """Who can be asked: `present` are sampled from, `always` take part besides, `leaving` are asked and gone before they answer."""
+    """The clients that can be sampled in a round.
+
+    `available` clients are sampled from, `always` clients take part in addition, and `dropouts`
+    may be sampled but leave before they answer.
+    """
 
     available: IntArray
     always: IntArray
@@ -57,98 +66,99 @@ class Availability(NamedTuple):
     def of(
         cls, available: Sequence[int], *, always: Sequence[int] = (), dropouts: Sequence[int] = ()
     ) -> "Availability":
-        """From plain numbers of devices; one that always takes part is not sampled as well."""
-        for name, clients in (("present", available), ("always", always), ("dropouts", dropouts)):
-            if len({*clients}) != len(clients):
-                raise InputError(f"attendance: {name} names a device twice; name each once")
-            if any(client < 0 for client in clients):
-                raise InputError(
-                    f"attendance: {name} names device {min(clients)}; devices are numbered from 0"
-                )
+        """From plain numbers of clients; a client that always takes part is not sampled as well."""
+        _require_client_numbers("available", available)
+        _require_client_numbers("always", always)
+        _require_client_numbers("dropouts", dropouts)
         absent = {*dropouts} - {*available, *always}
         if absent:
             raise InputError(
-                f"attendance: device {min(absent)} leaves, and was not there; let it be present too"
+                f"availability: client {min(absent)} drops out, but is not available; "
+                "let it be available too"
             )
-        sampled = sorted({*available} - {*always})
-        return cls(
-            *(
-                np.array(clients, dtype=np.int64)
-                for clients in (sampled, sorted(always), sorted(dropouts))
-            )
+        sampled = {*available} - {*always}
+        return cls(_sorted_array(sampled), _sorted_array(always), _sorted_array(dropouts))
+
+
+def _require_client_numbers(name: str, clients: Sequence[int]) -> None:
+    if len({*clients}) != len(clients):
+        raise InputError(f"availability: {name} names a client twice; name each once")
+    if any(client < 0 for client in clients):
+        raise InputError(
+            f"availability: {name} names client {min(clients)}; clients are numbered from 0"
         )
 
 
+def _sorted_array(clients: set[int] | Sequence[int]) -> IntArray:
+    return np.array(sorted(clients), dtype=np.int64)
+
+
 def make_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
-    """A generator for one purpose at one address; the same on a device as in the simulator.
+    """A generator for one purpose at one address; the same on a client as in the simulator.
 
     >>> bool(make_rng(0, "order", 3).integers(100) == make_rng(0, "order", 3).integers(100))
     True
     """
-    return np.random.Generator(
-        np.random.PCG64(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address]))
-    )
+    entropy = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *address])
+    return np.random.Generator(np.random.PCG64(entropy))
 
 
-def sample_clients(plan: Plan, clients: int, round_index: int) -> IntArray:
-    """The devices of one round, S_t in the paper, in ascending order."""
-    if plan.clients_per_round > clients:
+def sample_clients(plan: Plan, num_clients: int, round_index: int) -> IntArray:
+    """The clients of one round, S_t in the paper, in ascending order."""
+    if plan.clients_per_round > num_clients:
         raise InputError(
-            f"plan: the cohort is {plan.clients_per_round}, but there are {clients} devices; choose at most {clients}"
+            f"plan: clients_per_round is {plan.clients_per_round}, but there are {num_clients} "
+            f"clients; choose at most {num_clients}"
         )
-    return np.sort(
-        make_rng(plan.seed, "cohort", round_index).choice(
-            clients, plan.clients_per_round, replace=False
-        )
-    )
+    rng = make_rng(plan.seed, "cohort", round_index)
+    return np.sort(rng.choice(num_clients, plan.clients_per_round, replace=False))
 
 
-def sample_available(plan: Plan, attendance: Availability, round_index: int) -> IntArray:
-    """The devices of a round where not all are there: a cohort of those present, or all of them, and who always takes part."""
-    available = attendance.available
-    drawn = make_rng(plan.seed, "cohort", round_index).choice(
-        len(available), min(plan.clients_per_round, len(available)), replace=False
-    )
-    return np.sort(np.concatenate([available[drawn], attendance.always]))
+def sample_available(plan: Plan, availability: Availability, round_index: int) -> IntArray:
+    """The clients of a round with some clients absent: those sampled, and those always there."""
+    available = availability.available
+    count = min(plan.clients_per_round, len(available))
+    places = make_rng(plan.seed, "cohort", round_index).choice(len(available), count, replace=False)
+    return np.sort(np.concatenate([available[places], availability.always]))
 
 
 def batch_order(
     plan: Plan, size: int, round_index: int, client: int, *, lengths: IntArray | None = None
 ) -> IntArray:
-    """The order in which a device visits its own examples (steps, batch); -1 is padding, at each epoch's end only.
+    """The order of a client's examples in local training (steps, batch); -1 is padding.
 
-    Where the plan counts tokens, by the examples' `lengths` (size,), any batch may end in padding.
+    Only the end of an epoch has padding. Where the plan counts tokens, by the examples' `lengths`
+    (size,), any batch may end in padding.
     """
-    generator = make_rng(plan.seed, "order", round_index, client)
-    if plan.max_tokens is None or lengths is None:
-        return np.concatenate(
-            [
-                to_batches(generator.permutation(size), plan.batch_size)
-                for _ in range(plan.local_epochs)
-            ]
-        )
-    local_epochs = [
-        to_token_batches(lengths, generator, batch_size=plan.batch_size, max_tokens=plan.max_tokens)
-        for _ in range(plan.local_epochs)
-    ]
-    return np.concatenate(local_epochs)
+    rng = make_rng(plan.seed, "order", round_index, client)
+    epochs = []
+    for _ in range(plan.local_epochs):
+        if plan.max_tokens is None or lengths is None:
+            epochs.append(to_batches(rng.permutation(size), plan.batch_size))
+        else:
+            epochs.append(
+                to_token_batches(
+                    lengths, rng, batch_size=plan.batch_size, max_tokens=plan.max_tokens
+                )
+            )
+    return np.concatenate(epochs)
 
 
 def client_batches(
     plan: Plan, rows: IntArray, round_index: int, client: int, *, lengths: IntArray | None = None
 ) -> IntArray:
-    """The same as rows of the store, of a device that holds these."""
+    """The same order as rows of the store, for a client with these rows."""
     order = batch_order(plan, len(rows), round_index, client, lengths=lengths)
     return np.where(order >= 0, rows[order.clip(min=0)], -1)
 
 
 def client_key(plan: Plan, round_index: int, client: int) -> int:
-    """Where a device's dropout and augmentation of one round start from."""
+    """The key of a client's dropout and augmentation in one round."""
     return int(make_rng(plan.seed, "noise", round_index, client).integers(2**62))
 
 
 def to_batches(rows: IntArray, batch_size: int) -> IntArray:
-    """Rows as they come (steps, batch), no wider than they are many; -1 is padding."""
+    """Rows in the given order (steps, batch), at most as wide as there are rows; -1 is padding."""
     batch_size = min(batch_size, max(len(rows), 1))
     steps = -(-len(rows) // batch_size)
     order = np.full(steps * batch_size, -1, dtype=np.int64)
@@ -159,12 +169,14 @@ def to_batches(rows: IntArray, batch_size: int) -> IntArray:
 def to_token_batches(
     lengths: IntArray, generator: np.random.Generator, *, batch_size: int, max_tokens: int
 ) -> IntArray:
-    """Rows by length, at random among those of one length, cut into batches; the batches in random order, -1 is padding.
+    """Rows sorted by length and cut into batches (steps, batch), in random order; -1 is padding.
 
-    So does fairseq (Ott et al. 2019), whose `--max-tokens` counts rows times the longest. Texts of like length share a batch,
-    and whatever the chance, there are equally many batches of the same widths: shapes stay the same from round to round.
+    This is fairseq's way (Ott et al. 2019), where `--max-tokens` counts rows times the longest.
+    Rows of one length are shuffled. Texts of similar length share a batch. The number of batches
+    and their widths do not depend on the generator: shapes are the same in every round.
 
-    >>> to_token_batches(np.array([2, 9, 2, 2]), make_rng(0, "order"), batch_size=4, max_tokens=6).shape
+    >>> rng = make_rng(0, "order")
+    >>> to_token_batches(np.array([2, 9, 2, 2]), rng, batch_size=4, max_tokens=6).shape
     (2, 3)
     """
     shuffled = generator.permutation(len(lengths))
@@ -175,13 +187,15 @@ def to_token_batches(
         if rows and (rows == batch_size or (rows + 1) * length > max_tokens):
             starts.append(place)
     cut = np.split(ordered, starts[1:])
-    return pad_and_stack([cut[place][None] for place in generator.permutation(len(cut))])[:, 0]
+    shuffled_batches = [cut[place][None] for place in generator.permutation(len(cut))]
+    return pad_and_stack(shuffled_batches)[:, 0]
 
 
 def pad_and_stack(orders: Sequence[IntArray]) -> IntArray:
-    """Orders of many devices as one array (devices, steps, batch); short or narrow ones end in padding."""
-    longest, widest = (max(order.shape[axis] for order in orders) for axis in (0, 1))
-    stacked = np.full((len(orders), longest, widest), -1, dtype=np.int64)
+    """Orders of many clients as one array (clients, steps, batch); short ones end in padding."""
+    steps = max(order.shape[0] for order in orders)
+    width = max(order.shape[1] for order in orders)
+    stacked = np.full((len(orders), steps, width), -1, dtype=np.int64)
     for place, order in zip(stacked, orders, strict=True):
         place[: len(order), : order.shape[1]] = order
     return stacked

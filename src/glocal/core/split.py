@@ -1,4 +1,4 @@
-"""Which parameters and buffers stay on the device (local) and which are averaged (shared)."""
+"""The split of a model: local tensors stay on the client, shared tensors are averaged."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -32,44 +32,27 @@ class Split:
     def of(
         cls, model: nn.Module, *, local: Selector | None = None, shared: Selector | None = None
     ) -> "Split":
-        """Split a model by naming one side, or both.
+        """Split a model by the names of one side, or of both.
 
-        A term is a module or tensor name ("encoder"), a glob ("blocks.[0-2].*"), or a predicate (name, tensor) -> bool;
-        a selector is a term or several. Nothing on a side: an empty list.
+        A term is the name of a module or tensor ("encoder"), a glob ("blocks.[0-2].*"), or a
+        predicate (name, tensor) -> bool. A selector is a term or several; an empty list selects
+        nothing.
 
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> sorted(Split.of(model, local="0").shared)
         ['2.bias', '2.weight']
         """
-        named = named_tensors(model)
-        sides = {
-            side: _select(term, named)
-            for side, term in (("local", local), ("shared", shared))
-            if term is not None
-        }
-        if not sides:
-            raise InputError(
-                "split: neither side given; name the private part with local= or the averaged one with shared="
-            )
-        everything = frozenset(named)
-        chosen_local = sides.get("local", everything - sides.get("shared", everything))
-        chosen_shared = sides.get("shared", everything - chosen_local)
-        left_over = everything - chosen_local - chosen_shared
-        if left_over:
-            raise InputError(
-                f"split: {sorted(left_over)} is on neither side; name only one side, and the rest is the other"
-            )
-        split = cls(chosen_local, chosen_shared)
+        split = cls(*_select_sides(named_tensors(model), local, shared))
         _refuse_tied_across(split, model)
         names = frozenset(unique_tensors(model))
         return cls(split.local & names, split.shared & names)
 
     def with_local(self, names: Iterable[str]) -> "Split":
-        """The same with some more tensors that stay on the device, such as those of an auxiliary model."""
+        """The same split with more local tensors, such as those of an auxiliary model."""
         return Split(self.local | frozenset(names), self.shared)
 
     def take_local(self, params: Params) -> Params:
-        """The part that never leaves the device."""
+        """The part that never leaves the client."""
         return trees.pick(params, self.local)
 
     def take_shared(self, params: Params) -> Params:
@@ -77,20 +60,24 @@ class Split:
         return trees.pick(params, self.shared)
 
     def describe(self, params: Params) -> str:
-        """A table: name, side, parameters, bytes; and what part of the model is sent each round."""
+        """A table (name, side, parameters, bytes), and the fraction that is sent each round."""
         width = max(len(name) for name in params)
         lines = [f"{'tensor':<{width}}  side    {'parameters':>12}  {'bytes':>12}"]
         for name, tensor in params.items():
             side = "local " if name in self.local else "shared"
             size = f"{tensor.numel():>12,}  {trees.nbytes({name: tensor}):>12,}"
             lines.append(f"{name:<{width}}  {side}  {size}")
-        sent, all_ = trees.numel(self.take_shared(params)), trees.numel(params)
-        bytes_sent = trees.nbytes(self.take_shared(params))
-        share = 100 * sent / all_ if all_ else 0.0
-        lines.append(
-            f"{share:.2f} % of the model is sent each round: {sent:,} of {all_:,} parameters, {bytes_sent:,} bytes"
-        )
+        lines.append(self._describe_sent(params))
         return "\n".join(lines)
+
+    def _describe_sent(self, params: Params) -> str:
+        shared = self.take_shared(params)
+        sent, total = trees.numel(shared), trees.numel(params)
+        percent = 100 * sent / total if total else 0.0
+        return (
+            f"{percent:.2f} % of the model is sent each round: "
+            f"{sent:,} of {total:,} parameters, {trees.nbytes(shared):,} bytes"
+        )
 
 
 def named_tensors(model: nn.Module) -> Params:
@@ -105,18 +92,18 @@ def unique_tensors(model: nn.Module) -> Params:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter and buffer, with the first name of the same tensor: they differ where weights are tied."""
+    """Every name of every tensor -> the tensor's first name; they differ for tied weights."""
     first = {id(tensor): name for name, tensor in unique_tensors(model).items()}
     return {name: first[id(tensor)] for name, tensor in named_tensors(model).items()}
 
 
 def first_layers(model: nn.Module, count: int) -> tuple[str, ...]:
-    """A selector: the first `count` layers that hold weights, in the order the module registers them."""
+    """A selector: the first `count` layers with weights, in the order of registration."""
     return tuple(_checked_layer_names(model, count)[:count])
 
 
 def last_layers(model: nn.Module, count: int) -> tuple[str, ...]:
-    """A selector: the last `count` layers that hold weights.
+    """A selector: the last `count` layers with weights.
 
     >>> last_layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), 1)
     ('2',)
@@ -126,30 +113,61 @@ def last_layers(model: nn.Module, count: int) -> tuple[str, ...]:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """The layers that hold weights, in the order the module registers them.
+    """The layers with weights, in the order of registration.
 
     >>> layer_names(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
     ['0', '2']
     """
-    return [
-        name
-        for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
+    return [name for name, module in model.named_modules() if _has_weights(module)]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _checked_layer_names(model: nn.Module, count: int) -> list[str]:
     names = layer_names(model)
     if not 0 <= count <= len(names):
         raise InputError(
-            f"split: asked for {count} layers, but the model has {len(names)} with weights: {', '.join(names)}"
+            f"split: {count} layers were requested, but the model has {len(names)} with weights: "
+            f"{', '.join(names)}"
         )
     return names
 
 
+def _select_sides(
+    named: Params, local: Selector | None, shared: Selector | None
+) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the local and of the shared side; a side that is not given is the rest."""
+    everything = frozenset(named)
+    if local is not None and shared is not None:
+        local_names, shared_names = _select(local, named), _select(shared, named)
+    elif local is not None:
+        local_names = _select(local, named)
+        shared_names = everything - local_names
+    elif shared is not None:
+        shared_names = _select(shared, named)
+        local_names = everything - shared_names
+    else:
+        raise InputError(
+            "split: neither side given; name the private part with local= "
+            "or the averaged one with shared="
+        )
+    left_over = everything - local_names - shared_names
+    if left_over:
+        raise InputError(
+            f"split: {sorted(left_over)} is on neither side; "
+            "name only one side, and the rest is the other"
+        )
+    return local_names, shared_names
+
+
 def _select(selector: Selector, named: Params) -> frozenset[str]:
     terms = [selector] if isinstance(selector, str) or callable(selector) else list(selector)
-    return frozenset(name for term in terms for name in _matching_names(term, named))
+    names: set[str] = set()
+    for term in terms:
+        names.update(_matching_names(term, named))
+    return frozenset(names)
 
 
 def _matching_names(term: Term, named: Params) -> list[str]:
@@ -159,15 +177,19 @@ def _matching_names(term: Term, named: Params) -> list[str]:
         )
     matched = [name for name, tensor in named.items() if _term_matches(term, name, tensor)]
     if not matched:
-        known = {*named, *(parent for name in named for parent in _parents(name))}
         given = f"'{term}'" if isinstance(term, str) else "the predicate"
-        hint = (
-            suggest_name(term, known)
-            if isinstance(term, str)
-            else f"names: {', '.join(sorted(named))}"
-        )
+        hint = _suggest_term(term, named)
         raise InputError(f"split: {given} matches no parameter or buffer of this model; {hint}")
     return matched
+
+
+def _suggest_term(term: Term, named: Params) -> str:
+    if not isinstance(term, str):
+        return f"names: {', '.join(sorted(named))}"
+    known = set(named)
+    for name in named:
+        known.update(_parents(name))
+    return suggest_name(term, known)
 
 
 def _term_matches(term: Term, name: str, tensor: Tensor) -> bool:
@@ -177,13 +199,13 @@ def _term_matches(term: Term, name: str, tensor: Tensor) -> bool:
 
 
 def _parents(name: str) -> list[str]:
-    """The modules a tensor sits in: 'a.b.weight' -> ['a', 'a.b']."""
+    """The modules that contain a tensor: 'a.b.weight' -> ['a', 'a.b']."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def _refuse_tied_across(split: Split, model: nn.Module) -> None:
-    """One tensor under two names must not be both private and averaged."""
+    """Refuse one tensor under two names that would be both private and averaged."""
     for name, twin in canonical_names(model).items():
         if (name in split.local) != (twin in split.local):
             raise InputError(

@@ -1,4 +1,4 @@
-"""What a federation remembers between rounds: the shared tree, and each device's private rows."""
+"""The state of a federation between rounds: the shared tree, and each client's private tree."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +9,15 @@ import torch
 from glocal.core import trees
 from glocal.core.trees import Params
 
-_GPU_SHARE = 0.1  # of a GPU's memory; a row may keep those that were trained beside it
+_GPU_SHARE = 0.1  # the fraction of a GPU's memory for rows that wait for their next round
 
 
 @dataclass(frozen=True)
 class PrivateStates:
-    """Private state of many devices, those that took part last at the end; one that never did has the initial row, at no cost.
+    """The private states (rows) of many clients, the client that trained last at the end.
 
-    `max_gpu_rows` is how many rows may stay on a GPU: those that took part longest ago wait in the host's memory.
+    A client that never trained has the initial row, at no cost. At most `max_gpu_rows` rows stay
+    on a GPU: those of the clients that trained longest ago wait in the host's memory.
     """
 
     initial: Params
@@ -24,31 +25,25 @@ class PrivateStates:
     max_gpu_rows: int | None = None
 
     def of(self, client: int) -> Params:
-        """One device's private tree, brought back if it waits elsewhere."""
+        """The private tree of one client, moved back to the GPU if it waits on the host."""
         row = self.trained.get(client, self.initial)
-        here = next((tensor.device for tensor in self.initial.values()), None)
-        return (
-            row
-            if here is None or all(tensor.device == here for tensor in row.values())
-            else trees.to(row, here)
-        )
+        device = next((tensor.device for tensor in self.initial.values()), None)
+        if device is None or all(tensor.device == device for tensor in row.values()):
+            return row
+        return trees.to(row, device)
 
     def put(self, clients: Sequence[int], rows: Sequence[Params]) -> "PrivateStates":
-        """New rows for some devices; all others keep the very tensors they had."""
+        """New rows for some clients; all others keep the very tensors they had."""
         new = dict(zip(clients, rows, strict=True))
-        kept = {client: row for client, row in self.trained.items() if client not in new}
-        return replace(self, trained=_offload({**kept, **new}, self.max_gpu_rows))
+        others = {client: row for client, row in self.trained.items() if client not in new}
+        return replace(self, trained=_offload({**others, **new}, self.max_gpu_rows))
 
     def to(self, device: torch.device, max_gpu_rows: int | None) -> "PrivateStates":
-        """The same rows on a computing device, as many as there is room for."""
-        trained = list(self.trained.items())
-        cold = len(trained) - (
-            len(trained) if max_gpu_rows is None else min(max_gpu_rows, len(trained))
-        )
-        placed = {
-            number: row if place < cold else trees.to(row, device)
-            for place, (number, row) in enumerate(trained)
-        }
+        """The same rows on another device, at most `max_gpu_rows` of them."""
+        num_waiting = 0 if max_gpu_rows is None else max(0, len(self.trained) - max_gpu_rows)
+        placed = {}
+        for place, (client, row) in enumerate(self.trained.items()):
+            placed[client] = row if place < num_waiting else trees.to(row, device)
         return PrivateStates(trees.to(self.initial, device), placed, max_gpu_rows)
 
 
@@ -59,25 +54,26 @@ class State(NamedTuple):
     private: PrivateStates
 
     def to(self, device: torch.device, max_gpu_rows: int | None) -> "State":
-        """The same state on a computing device."""
+        """The same state on another device."""
         return State(trees.to(self.shared, device), self.private.to(device, max_gpu_rows))
 
 
 def fitting_gpu_rows(private: Params, federations: int = 1) -> int | None:
-    """How many rows like this one may stay on the GPU that it is on, for each of several federations; None on a CPU."""
+    """The number of such rows that may stay on their GPU, per federation; None on a CPU."""
     size = trees.nbytes(private)
     if not size or not all(tensor.is_cuda for tensor in private.values()):
         return None
-    memory = torch.cuda.get_device_properties(next(iter(private.values())).device).total_memory
+    device = next(iter(private.values())).device
+    memory = torch.cuda.get_device_properties(device).total_memory
     return max(1, int(_GPU_SHARE * memory / size / federations))
 
 
 def _offload(trained: dict[int, Params], max_gpu_rows: int | None) -> dict[int, Params]:
-    """Rows beyond what there is room for go to the host, those that took part longest ago first."""
+    """Move rows beyond the maximum to the host, those of the longest-waiting clients first."""
     if max_gpu_rows is None or len(trained) <= max_gpu_rows:
         return trained
-    host, cold = torch.device("cpu"), len(trained) - max_gpu_rows
-    return {
-        device: trees.to(row, host) if place < cold else row
-        for place, (device, row) in enumerate(trained.items())
-    }
+    host, num_waiting = torch.device("cpu"), len(trained) - max_gpu_rows
+    placed = {}
+    for place, (client, row) in enumerate(trained.items()):
+        placed[client] = trees.to(row, host) if place < num_waiting else row
+    return placed

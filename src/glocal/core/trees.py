@@ -1,4 +1,4 @@
-"""Params: a model's tensors by name, and the little arithmetic that federated learning does on them."""
+"""Trees: the tensors of a model by name, and the arithmetic of federated learning on them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,8 +9,9 @@ Params = dict[str, Tensor]
 
 
 def require_same_names(given: Params, expected: Params, what: str) -> None:
-    """Refuse trees that do not hold the same names: trees are matched by name, never by position."""
-    missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+    """Refuse trees with different names: trees are matched by name, never by position."""
+    missing = sorted(expected.keys() - given.keys())
+    extra = sorted(given.keys() - expected.keys())
     if missing or extra:
         raise ValueError(f"{what}: names do not match; missing {missing}, unexpected {extra}")
 
@@ -21,17 +22,17 @@ def pick(tree: Params, names: Iterable[str]) -> Params:
     >>> pick({"a": torch.zeros(1), "b": torch.ones(1)}, {"b"})
     {'b': tensor([1.])}
     """
-    wanted = frozenset(names)
-    return {name: tensor for name, tensor in tree.items() if name in wanted}
+    chosen = frozenset(names)
+    return {name: tensor for name, tensor in tree.items() if name in chosen}
 
 
 def merge(*trees: Params) -> Params:
-    """One tree out of several that have no name in common."""
+    """One tree from several that have no name in common."""
     merged: Params = {}
     for tree in trees:
-        twice = merged.keys() & tree.keys()
-        if twice:
-            raise ValueError(f"cannot merge trees that share the names {sorted(twice)}")
+        common = merged.keys() & tree.keys()
+        if common:
+            raise ValueError(f"cannot merge trees that share the names {sorted(common)}")
         merged.update(tree)
     return merged
 
@@ -44,12 +45,12 @@ def stack(trees: Sequence[Params]) -> Params:
 
 
 def row(stacked: Params, index: int) -> Params:
-    """One tree out of a stack, as tensors of its own: the stack is not kept alive by it."""
+    """One tree of a stack, copied: it does not keep the whole stack in memory."""
     return {name: tensor[index].clone() for name, tensor in stacked.items()}
 
 
 def unstack(stacked: Params, rows: int) -> list[Params]:
-    """The trees of a stack of known height; a stack of empty trees has no tensor to ask."""
+    """All trees of a stack; `rows` is given, as a stack of empty trees has no tensor to measure."""
     return [row(stacked, index) for index in range(rows)]
 
 
@@ -64,10 +65,10 @@ def mean(stacked: Params, weights: Tensor) -> Params:
 
 
 def _weighted(tensor: Tensor, shares: Tensor) -> Tensor:
-    counts = not (tensor.is_floating_point() or tensor.is_complex())
-    values = tensor.double() if counts else tensor
-    summed: Tensor = torch.tensordot(shares.to(values.dtype), values, dims=1)
-    return summed.round().to(tensor.dtype) if counts else summed
+    is_counter = not (tensor.is_floating_point() or tensor.is_complex())
+    values = tensor.double() if is_counter else tensor
+    total: Tensor = torch.tensordot(shares.to(values.dtype), values, dims=1)
+    return total.round().to(tensor.dtype) if is_counter else total
 
 
 def add(left: Params, right: Params) -> Params:
@@ -85,36 +86,38 @@ def subtract(left: Params, right: Params) -> Params:
 def squared_distance(left: Params, right: Params) -> Tensor:
     """Sum over all names of ||left - right||^2, a scalar ()."""
     require_same_names(right, left, "squared_distance")
-    return torch.stack(
-        [(tensor - right[name]).square().sum() for name, tensor in left.items()]
-    ).sum()
+    squares = [(tensor - right[name]).square().sum() for name, tensor in left.items()]
+    return torch.stack(squares).sum()
 
 
 def where(condition: Tensor, chosen: Params, otherwise: Params) -> Params:
-    """Chosen where the scalar condition () holds, otherwise the other tree, bit for bit."""
+    """`chosen` where the scalar condition () holds, else `otherwise`, bit for bit."""
     return {
         name: torch.where(condition, tensor, otherwise[name]) for name, tensor in chosen.items()
     }
 
 
 def numel(tree: Params) -> int:
-    """How many numbers a tree holds."""
+    """The number of elements of a tree."""
     return sum(tensor.numel() for tensor in tree.values())
 
 
 def nbytes(tree: Params) -> int:
-    """How many bytes those numbers take."""
+    """The bytes of a tree's elements."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tree.values())
 
 
 def to(tree: Params, device: torch.device) -> Params:
-    """The tree on a computing device."""
+    """The same tree on another device."""
     return {name: tensor.to(device) for name, tensor in tree.items()}
 
 
 def same_bits(left: Params, right: Params) -> bool:
     """True when both trees hold the same names, types and bits."""
-    return left.keys() == right.keys() and all(
-        tensor.dtype == right[name].dtype and torch.equal(tensor, right[name])
-        for name, tensor in left.items()
-    )
+    if left.keys() != right.keys():
+        return False
+    for name, tensor in left.items():
+        other = right[name]
+        if tensor.dtype != other.dtype or not torch.equal(tensor, other):
+            return False
+    return True
