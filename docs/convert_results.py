@@ -1,6 +1,6 @@
 """Rewrite the keys of results that version 0.1 wrote; every figure stays as it was written.
 
-python docs/convert_results.py docs/results/*.json
+python docs/convert_results.py docs/results/*.json papers/liang2020/results/*.json
 
 Run once, when the names changed; kept to show what was done. It works on the text: a key is
 replaced where it stands, so that no number is read and written again.
@@ -109,6 +109,11 @@ VALUES = {
     ("model/name", '"coded_cnn"'): '"bottleneck_cnn"',
     ("learns/kind", '"puzzle"'): '"jigsaw"',
     ("run/keep", '"figures"'): '"metrics"',
+    ("model/name", '"mood_lstm"'): '"liang2020.mood_model:build_mood_lstm"',
+    ("model/name", '"vqa"'): '"liang2020.vqa_model:build_vqa_net"',
+    ("model/encoder", '"frozen"'): '"liang2020.vqa_model:frozen_resnet"',
+    ("algorithm", '"glocal.studies.majority:majority"'): '"liang2020.majority:majority"',
+    ("algorithm", '"glocal.studies.majority:own_majority"'): '"liang2020.majority:own_majority"',
     ("rows/axis", '"cohort"'): '"clients_per_round"',
     ("rows/axis", '"devices"'): '"clients"',
 }
