@@ -8,7 +8,7 @@ lives.
 from importlib import import_module
 from pkgutil import iter_modules
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "algorithms": ("apfl", "fedavg", "fedprox", "lg_fedavg", "local_only", "mtl"),
