@@ -13,16 +13,14 @@ from glocal.core.errors import InputError
 from glocal.core.modules import GaussianNoise
 from glocal.personalize.onboarding import JoinPlan
 from glocal.studies.models import bottleneck_mlp
-from glocal.studies.recurrent import mood_lstm
 from glocal.studies.restarts import restarts_of
 from glocal.studies.settings import Settings, from_dict
-from glocal.studies.vqa_model import ResNet
 from tests.cli.test_cli import complaint, run
 from tests.support import world
 
 NO_SHARES = [3.0, -0.5, 1.0, math.nan, math.inf]
 NO_STDS = [-0.1, 1e30, math.nan, math.inf]
-MODELS = ["mlp", "softmax_mlp", "bottleneck_mlp", "lenet5", "bottleneck_cnn", "mood_lstm", "vqa"]
+MODELS = ["mlp", "softmax_mlp", "bottleneck_mlp", "lenet5", "bottleneck_cnn"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -56,8 +54,6 @@ def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
 MAKES = {
     "bottleneck_mlp": lambda share: bottleneck_mlp(dropout=share),
     "bottleneck_mlp without hidden layers": lambda share: bottleneck_mlp(hidden=(), dropout=share),
-    "mood_lstm": lambda share: mood_lstm(5, dropout=share),
-    "resnet": lambda share: ResNet(dropout=share),
 }
 
 

@@ -17,8 +17,8 @@ from glocal.core.sampling import Availability
 from glocal.federate.kinds import Kind, fit_kinds
 from glocal.federate.scenario import Chapter, Scenario, fit_scenario
 from glocal.studies import run_study
-from glocal.studies.paper import PAPER
-from glocal.studies.settings import from_dict
+from glocal.studies.settings import ExperimentSettings, Settings, from_dict
+from glocal.studies.study import Study, StudyPart
 from glocal.studies.study_parts import write_study
 from tests.cli.test_cli import complaint, run
 from tests.support import world
@@ -132,7 +132,9 @@ def test_training_in_python_is_refused_there_and_goes_on_elsewhere(fit, held, tm
 
 def test_a_study_in_parts_is_held_as_a_whole(tmp_path, capsys):
     short = ["plan.rounds=1", "data.clients=10"]
-    write_study(PAPER["paper-mnist"], tmp_path / "study", patterns=["paper-2"], changes=short)
+    settings = Settings(experiments={"FedAvg": ExperimentSettings("fedavg")})
+    study = Study("small", "small", "nobody", "It runs.", {"a": StudyPart("a", "", settings)})
+    write_study(study, tmp_path / "study", changes=short)
     before = bytes_of(tmp_path / "study")
     with lock_folder(tmp_path / "study"):
         assert run("resume", tmp_path / "study") == 2

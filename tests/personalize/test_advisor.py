@@ -520,7 +520,6 @@ def test_what_it_says_to_paste_is_a_setting(capsys):
         (["digits", "--set", "plan.clients_per_round=99"], "the cohort is 99"),
         (["nowhere.toml"], "cannot read nowhere.toml"),
         (["digits", "--budget", ""], "the budget is ''; bytes or seconds were expected"),
-        (["paper-mood"], "'paper-mood' is a study of several parts"),
         (["digits", "--set", "plan.max_tokens=100"], "max_tokens"),
     ],
 )

@@ -1,4 +1,4 @@
-"""From settings to the things they name: data, model, split, optimiser, algorithm."""
+"""From settings to what they name: data, model, split, optimiser, algorithm."""
 
 import hashlib
 import inspect
@@ -36,7 +36,6 @@ from glocal.studies.pretext import (
     build_pretext,
     with_auxiliary_optimizer,
 )
-from glocal.studies.recurrent import mood_lstm
 from glocal.studies.restarts import restarts_of
 from glocal.studies.settings import (
     DataSettings,
@@ -46,9 +45,13 @@ from glocal.studies.settings import (
     OptimizerSettings,
     Settings,
 )
-from glocal.studies.user_functions import call_user_function, import_function
+from glocal.studies.user_functions import (
+    ModelRequest,
+    call_model_function,
+    call_user_function,
+    import_function,
+)
 from glocal.studies.vqa_settings import (
-    build_vqa_net,
     refuse_non_vqa_settings,
     refuse_vqa_settings,
     require_questions,
@@ -59,14 +62,14 @@ from glocal.wire import pack
 
 T = TypeVar("T")
 Loaded = Dataset | FederatedData | ClientData | Texts
-OWN_TEST_FRACTION = 0.2  # of data that come device by device
+OWN_TEST_FRACTION = 0.2  # of data that come client by client
 
 
 @dataclass(frozen=True)
 class Components:
-    """What all cases of a study have in common; one federation and one set of initial parameters per seed.
+    """What all experiments of a study share: one partition and one set of initial weights per seed.
 
-    `about` is what else must be the same for a run to go on.
+    `about` is what else must not change when a run is resumed.
     """
 
     model: nn.Module
@@ -78,37 +81,39 @@ class Components:
     about: Json = field(default_factory=dict)
 
     def without_seeds(self, seeds: Collection[int]) -> "Components":
-        """The same with the other seeds only."""
-        kept = [place for place, seed in enumerate(self.seeds) if seed not in seeds]
-        if not kept:
+        """The same for the other seeds only."""
+        places = [place for place, seed in enumerate(self.seeds) if seed not in seeds]
+        if not places:
             raise InputError(
-                f"settings: without is {sorted(seeds)}, and no other seed is left; leave out fewer"
+                f"settings: skip_seeds is {sorted(seeds)}, and no other seed is left; skip fewer"
             )
         return replace(
             self,
-            seeds=tuple(self.seeds[place] for place in kept),
-            federations=tuple(self.federations[place] for place in kept),
-            params=tuple(self.params[place] for place in kept),
+            seeds=tuple(self.seeds[place] for place in places),
+            federations=tuple(self.federations[place] for place in places),
+            params=tuple(self.params[place] for place in places),
         )
 
 
 def build_components(settings: Settings, report: datasets.ProgressCallback) -> Components:
-    """Load the data, deal it out, and build the model, once per seed."""
+    """Load and partition the data, and build the model, once per seed."""
     runs = restarts_of(settings.plan)
     seeds = tuple(run.seed for run in runs)
     loaded = build_data(settings.data, report)
     if isinstance(loaded, Dataset) and loaded.questions:
         refuse_non_vqa_settings(settings)
         require_questions(loaded)
-        asked = with_image_control(loaded, settings.data.pictures)
+        with_images = with_image_control(loaded, settings.data.pictures)
         loaded = with_frozen_features(
-            settings.model, asked, settings.run.torch_device, report=report
+            settings.model, with_images, settings.run.torch_device, report=report
         )
-    elif settings.model.name != "vqa":  # which says so itself
+    else:
         refuse_vqa_settings(settings)
-    deals = sorted({run.data_seed for run in runs})
-    dealt = dict(zip(deals, partition_seeds(loaded, settings.data, deals), strict=True))
-    federations = tuple(dealt[run.data_seed] for run in runs)
+    data_seeds = sorted({run.data_seed for run in runs})
+    partitions = dict(
+        zip(data_seeds, partition_seeds(loaded, settings.data, data_seeds), strict=True)
+    )
+    federations = tuple(partitions[run.data_seed] for run in runs)
     classes = _classes(loaded, federations[0])
     questions = loaded.questions if isinstance(loaded, Dataset) else None
     example = federations[0].train.examples.x[0]
@@ -137,40 +142,45 @@ def _classes(loaded: Loaded, federation: FederatedData) -> int:
 
 
 def build_data(settings: DataSettings, report: datasets.ProgressCallback) -> Loaded:
-    """A known data set, or what the user's function returns: a Dataset, a Federation, or one (x, y) pair per device."""
+    """A known data set, or what the user's function returns.
+
+    That is a Dataset, a FederatedData, or one (x, y) pair per client.
+    """
     if ":" not in settings.source or settings.source.endswith(".csv"):
         return datasets.load_any(settings.source, report=report)
-    made = call_user_function(import_function(settings.source, "data.source"), settings.source)
-    if isinstance(made, Dataset | FederatedData):
-        return made
-    if isinstance(made, list | tuple):
-        return concatenate(made)
+    data = call_user_function(import_function(settings.source, "data.source"), settings.source)
+    if isinstance(data, Dataset | FederatedData):
+        return data
+    if isinstance(data, list | tuple):
+        return concatenate(data)
     raise InputError(
-        f"data: {settings.source} returned {type(made).__name__}; a Dataset, a Federation or a list of (x, y) was expected"
+        f"data: {settings.source} returned {type(data).__name__}; "
+        "a Dataset, a FederatedData or a list of (x, y) was expected"
     )
 
 
 def partition_seeds(
     loaded: Loaded, settings: DataSettings, seeds: Sequence[int]
 ) -> tuple[FederatedData, ...]:
-    """The data set dealt to devices once per seed, all of one store."""
+    """The data set partitioned among clients once per seed, all with the same store."""
     if not isinstance(loaded, Texts):
         return tuple(partition_data(loaded, settings, seed) for seed in seeds)
     if settings.partition != "natural":
         raise InputError(
-            f"data: texts are dealt out person by person; let data.partition be 'natural', not '{settings.partition}'"
+            "data: texts have one client per person; "
+            f"set data.partition to 'natural', not '{settings.partition}'"
         )
-    dealt = datasets.partition_texts(
+    partitions = datasets.partition_texts(
         loaded, seeds=seeds, people=settings.keep_clients, validation=settings.validation
     )
     return tuple(
         _with_labeled_fraction(federation, settings, seed)
-        for federation, seed in zip(dealt, seeds, strict=True)
+        for federation, seed in zip(partitions, seeds, strict=True)
     )
 
 
 def partition_data(loaded: Loaded, settings: DataSettings, seed: int) -> FederatedData:
-    """The data set dealt to devices; data that come device by device are taken as they are."""
+    """The data set partitioned among clients; data that come client by client stay as they are."""
     if isinstance(loaded, Texts):
         return partition_seeds(loaded, settings, [seed])[0]
     return _with_labeled_fraction(
@@ -179,12 +189,12 @@ def partition_data(loaded: Loaded, settings: DataSettings, seed: int) -> Federat
 
 
 def _with_labeled_fraction(
-    dealt: FederatedData, settings: DataSettings, seed: int
+    federation: FederatedData, settings: DataSettings, seed: int
 ) -> FederatedData:
     return (
-        dealt
+        federation
         if settings.labeled_fraction is None
-        else dealt.subsample_labels(settings.labeled_fraction, seed=seed)
+        else federation.subsample_labels(settings.labeled_fraction, seed=seed)
     )
 
 
@@ -230,8 +240,8 @@ def build_partition(settings: DataSettings, questions: VQAMetadata | None = None
     }
     if settings.partition == "natural":
         raise InputError(
-            "data: partition 'natural' needs to know whose each example is; "
-            "let data.source be a function of yours that returns one (x, y) pair per device"
+            "data: partition 'natural' needs the client of every example; "
+            "set data.source to a function of yours that returns one (x, y) pair per client"
         )
     return _pick(settings.partition, known, "data.partition")()
 
@@ -239,7 +249,8 @@ def build_partition(settings: DataSettings, questions: VQAMetadata | None = None
 def _question_types(questions: VQAMetadata | None) -> tuple[IntArray, IntArray]:
     if questions is None:
         raise InputError(
-            "data: partition 'question_types' is for questions, which are dealt by how they begin; use 'shards' or another one"
+            "data: partition 'question_types' is for questions, by how they begin; "
+            "use 'shards' or another one"
         )
     return questions.question_types
 
@@ -252,7 +263,10 @@ def build_model(
     seed: int,
     questions: VQAMetadata | None = None,
 ) -> nn.Module:
-    """The network for such examples, its weights drawn from the seed; the caller's random state is left as it was."""
+    """The network for such examples, with weights drawn from the seed.
+
+    The caller's random state does not change.
+    """
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": lambda: mlp(example.numel(), settings.hidden, classes),
         "softmax_mlp": lambda: softmax_mlp(example.numel(), settings.hidden, classes),
@@ -260,24 +274,16 @@ def build_model(
             example.numel(), settings.hidden, classes, **_bottleneck_options(settings)
         ),
         "lenet5": lambda: lenet5(example.shape[0], classes),
-        "bottleneck_cnn": lambda: bottleneck_cnn(example.shape, classes, bottleneck=settings.bottleneck),
-        "mood_lstm": lambda: mood_lstm(classes, dropout=settings.dropout),
-        "vqa": lambda: build_vqa_net(settings, questions, classes),
+        "bottleneck_cnn": lambda: bottleneck_cnn(
+            example.shape, classes, bottleneck=settings.bottleneck
+        ),
     }
-    own = ":" in settings.name
-    make = (
-        import_function(settings.name, "model.name")
-        if own
-        else _pick(settings.name, known, "model.name")
-    )
+    request = ModelRequest(settings, example, classes, questions)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(make_rng(seed, "weights").integers(2**62)))
-        model = call_user_function(make, settings.name)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"model: {settings.name} returned {type(model).__name__}; an nn.Module was expected"
-        )
-    return model
+        if ":" in settings.name:
+            return call_model_function(settings.name, "model.name", request)
+        return _pick(settings.name, known, "model.name")()
 
 
 def _bottleneck_options(settings: ModelSettings) -> dict[str, Any]:
@@ -289,12 +295,11 @@ def _bottleneck_options(settings: ModelSettings) -> dict[str, Any]:
 
 
 def default_model(name: str) -> nn.Module:
-    """A model by name alone, with the paper's sizes."""
+    """A model by name, with the paper's sizes."""
     known: dict[str, Callable[[], nn.Module]] = {
         "mlp": mlp,
         "softmax_mlp": softmax_mlp,
         "lenet5": lenet5,
-        "mood_lstm": mood_lstm,
     }
     model = call_user_function(
         import_function(name, "model") if ":" in name else _pick(name, known, "model"), name
@@ -307,7 +312,7 @@ def default_model(name: str) -> nn.Module:
 
 
 def build_split(settings: Settings, experiment: ExperimentSettings, model: nn.Module) -> Split:
-    """The split as named, by the case or else by the study."""
+    """The split that the experiment names, or else the study."""
     named = settings.split if experiment.local is None and experiment.shared is None else experiment
     return Split.of(model, local=named.local, shared=named.shared)
 
@@ -315,7 +320,7 @@ def build_split(settings: Settings, experiment: ExperimentSettings, model: nn.Mo
 def build_pretraining(
     settings: Settings, experiment: ExperimentSettings, parts: Components
 ) -> Pretraining | None:
-    """What a case's devices do before the first round, if its settings say so."""
+    """What an experiment's clients do before the first round, if its settings ask for it."""
     if experiment.pretext is None or not experiment.pretext.pretrain_epochs:
         return None
     algorithm = build_algorithm(settings, experiment, parts, before=True)
@@ -329,75 +334,85 @@ def build_pretraining(
 def build_algorithm(
     settings: Settings, experiment: ExperimentSettings, parts: Components, *, before: bool = False
 ) -> Algorithm:
-    """An exported algorithm (or your own "module:function"), given what its signature asks for; or what comes before it."""
-    exported = {name: getattr(algorithms, name) for name in algorithms.__all__}
-    own = ":" in experiment.algorithm
-    make = (
-        import_function(experiment.algorithm, "algorithm")
-        if own
-        else _pick(experiment.algorithm, exported, "algorithm")
-    )
-    offered: dict[str, Callable[[], object]] = {
-        "split": lambda: build_split(settings, experiment, parts.model),
-        "num_clients": lambda: parts.federations[0].num_clients,
+    """An exported algorithm, or your own "module:function", with what its signature asks for.
+
+    With `before`, the algorithm of the pre-training.
+    """
+    make = _algorithm_function(experiment.algorithm)
+    parameters = {
+        parameter.name: parameter
+        for parameter in list(inspect.signature(make).parameters.values())[2:]
     }
-    wanted = list(inspect.signature(make).parameters.values())[2:]
-    if (experiment.local or experiment.shared) and "split" not in [
-        parameter.name for parameter in wanted
-    ]:
+    if (experiment.local or experiment.shared) and "split" not in parameters:
         raise InputError(
-            f"settings: {experiment.algorithm} has no split, so that its cases take neither 'local' nor 'shared'; leave them out"
+            f"settings: {experiment.algorithm} has no split, "
+            "so its experiments take neither 'local' nor 'shared'; leave them out"
         )
-    given: dict[str, Any] = {
-        parameter.name: offered[parameter.name]()
-        for parameter in wanted
-        if parameter.name in offered
-    }
-    hyperparameters = _hyperparameters(
-        experiment,
-        {parameter.name: parameter for parameter in wanted if parameter.name not in offered},
-    )
-    objective, rule = parts.objective, build_optimizer(settings.optimizer, experiment.lr)
-    optimizer: Optimizer = rule
-    if experiment.local_lr is not None:
-        optimizer = _with_local_optimizer(
-            rule,
-            build_optimizer(settings.optimizer, experiment.local_lr),
-            experiment,
-            given.get("split"),
-        )
+    arguments: dict[str, Any] = {}
+    if "split" in parameters:
+        arguments["split"] = build_split(settings, experiment, parts.model)
+    if "num_clients" in parameters:
+        arguments["num_clients"] = parts.federations[0].num_clients
+    others = {name: each for name, each in parameters.items() if name not in arguments}
+    hyperparameters = _hyperparameters(experiment, others)
+    objective = parts.objective
+    optimizer = _experiment_optimizer(settings, experiment, arguments.get("split"))
     if experiment.pretext is not None:
         objective, auxiliary = build_auxiliary(settings, experiment.pretext, parts, parts.seeds[0])
         optimizer = with_auxiliary_optimizer(optimizer, experiment.pretext, auxiliary.name)
-        given |= (
-            {"split": auxiliary.local(given["split"])}
-            if isinstance(given.get("split"), Split)
-            else {}
-        )
+        if "split" in arguments:
+            arguments["split"] = auxiliary.local(arguments["split"])
         if before and experiment.pretext.kind != "adversary":
-            local = given["split"].local if "split" in given else parts.objective.trainable
+            local = arguments["split"].local if "split" in arguments else parts.objective.trainable
             objective = auxiliary_only(parts.objective, auxiliary, local=local)
-    made = call_user_function(
-        partial(make, objective, optimizer, **given, **hyperparameters), experiment.algorithm
+    algorithm = call_user_function(
+        partial(make, objective, optimizer, **arguments, **hyperparameters), experiment.algorithm
     )
-    if not isinstance(made, Algorithm):
+    if not isinstance(algorithm, Algorithm):
         raise InputError(
-            f"algorithm: {experiment.algorithm} returned {type(made).__name__}; a glocal Algorithm was expected"
+            f"algorithm: {experiment.algorithm} returned {type(algorithm).__name__}; "
+            "a glocal Algorithm was expected"
         )
-    known: dict[str, Callable[[Algorithm], Algorithm]] = {
+    weightings: dict[str, Callable[[Algorithm], Algorithm]] = {
         "examples": lambda algorithm: algorithm,
         "equal": unweighted,
     }
-    return _pick(settings.plan.weighting, known, "plan.weighting")(made)
+    return _pick(settings.plan.weighting, weightings, "plan.weighting")(algorithm)
+
+
+def _algorithm_function(name: str) -> Callable[..., object]:
+    """The function that makes an algorithm: an exported one, or the user's own."""
+    if ":" in name:
+        return import_function(name, "algorithm")
+    exported = {each: getattr(algorithms, each) for each in algorithms.__all__}
+    return _pick(name, exported, "algorithm")
+
+
+def _experiment_optimizer(
+    settings: Settings, experiment: ExperimentSettings, split: Split | None
+) -> Optimizer:
+    """The optimiser of an experiment, with `local_lr` for the local part."""
+    main = build_optimizer(settings.optimizer, experiment.lr)
+    if experiment.local_lr is None:
+        return main
+    if split is None:
+        raise InputError(
+            f"settings: {experiment.algorithm} has no split, "
+            "so its experiments take no 'local_lr'; leave it out"
+        )
+    if experiment.pretext is not None:
+        raise InputError("settings: an experiment has `local_lr` and `pretext`; use one of the two")
+    local = build_optimizer(settings.optimizer, experiment.local_lr)
+    return PartitionedOptimizer(main, local, split.local)
 
 
 def build_auxiliary(
     settings: Settings, pretext: PretextSettings, parts: Components, seed: int
 ) -> tuple[Objective, Auxiliary]:
-    """What a case's local models learn from besides labels, and the auxiliary model of a seed."""
+    """The objective with an experiment's pretext task, and a seed's auxiliary model."""
     if pretext.kind == "adversary" and settings.data.augment != "none":
         raise InputError(
-            "settings: an adversary learns from the data as they are; leave data.augment out"
+            "settings: an adversary is trained on data without augmentation; leave data.augment out"
         )
     train = parts.federations[0].train
     return build_pretext(
@@ -406,7 +421,7 @@ def build_auxiliary(
 
 
 def build_adversary(pretext: PretextSettings | None, parts: Components) -> nn.Module | None:
-    """The adversary's network, if a case has one."""
+    """The adversary's network, if an experiment has one."""
     if pretext is None or pretext.kind != "adversary":
         return None
     train = parts.federations[0].train
@@ -416,13 +431,13 @@ def build_adversary(pretext: PretextSettings | None, parts: Components) -> nn.Mo
 
 
 def _hyperparameters(
-    experiment: ExperimentSettings, wanted: Mapping[str, inspect.Parameter]
+    experiment: ExperimentSettings, parameters: Mapping[str, inspect.Parameter]
 ) -> dict[str, Hyperparameter]:
-    """The case's knobs, held against the algorithm's signature."""
+    """The experiment's hyper-parameters, checked against the algorithm's signature."""
     for name, value in experiment.hyperparameters.items():
-        if name not in wanted:
+        if name not in parameters:
             known = {
-                *wanted,
+                *parameters,
                 "rounds",
                 "clients_per_round",
                 "local",
@@ -434,46 +449,35 @@ def _hyperparameters(
                 "local_lr",
             }
             raise InputError(
-                f"settings: {experiment.algorithm} has no knob '{name}'; {suggest_name(name, known)}"
+                f"settings: {experiment.algorithm} has no hyper-parameter '{name}'; "
+                f"{suggest_name(name, known)}"
             )
-        if wanted[name].annotation in (int, float) and (
+        if parameters[name].annotation in (int, float) and (
             isinstance(value, bool) or not isinstance(value, int | float)
         ):
             raise InputError(
                 f"settings: {experiment.algorithm}.{name} is {value!r}; a number was expected"
             )
-    for name, parameter in wanted.items():
+    for name, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and name not in experiment.hyperparameters:
             raise InputError(
-                f"settings: {experiment.algorithm} needs the knob '{name}'; add it to the case"
+                f"settings: {experiment.algorithm} needs the hyper-parameter '{name}'; "
+                "add it to the experiment"
             )
     return experiment.hyperparameters
 
 
 def build_optimizer(settings: OptimizerSettings, lr: float | None = None) -> SGD | Adam:
-    """The optimiser, by name; a case may have a rate of its own."""
-    pace = settings.lr if lr is None else lr
+    """The optimiser by name; an experiment may have a learning rate of its own."""
+    rate = settings.lr if lr is None else lr
     decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "lr_decay": settings.lr_decay}
     known: dict[str, Callable[[], SGD | Adam]] = {
         "sgd": lambda: sgd(
-            pace, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)
+            rate, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)
         ),
-        "adam": lambda: adam(pace, **decays, lr_schedule=_lr_steps(settings)),
+        "adam": lambda: adam(rate, **decays, lr_schedule=_lr_steps(settings)),
     }
     return _pick(settings.name, known, "optimizer.name")()
-
-
-def _with_local_optimizer(
-    main: SGD | Adam, other: SGD | Adam, experiment: ExperimentSettings, split: Split | None
-) -> Optimizer:
-    """The local part by a rule of its own."""
-    if split is None:
-        raise InputError(
-            f"settings: {experiment.algorithm} has no split, so that its cases take no 'local_rate'; leave it out"
-        )
-    if experiment.pretext is not None:
-        raise InputError("settings: a case has `local_rate` and `learns`; use one of the two")
-    return PartitionedOptimizer(main, other, split.local)
 
 
 def _lr_steps(settings: OptimizerSettings) -> StepLR | None:
@@ -481,7 +485,8 @@ def _lr_steps(settings: OptimizerSettings) -> StepLR | None:
         return None
     if settings.lr_gamma is None or settings.lr_step_size is None:
         raise InputError(
-            "settings: optimizer.lr_gamma and shrink_every belong together, such as 0.5 and 10 rounds; give both"
+            "settings: optimizer.lr_gamma and optimizer.lr_step_size belong together, "
+            "such as 0.5 and 10 rounds; give both"
         )
     return StepLR(gamma=settings.lr_gamma, step_size=settings.lr_step_size)
 
@@ -494,7 +499,8 @@ def _with_augmentation(
     def cropped() -> Objective:
         if images.dim() != 4:
             raise InputError(
-                f"data: crop_and_flip needs images (channels, height, width); the inputs are {tuple(images.shape[1:])}"
+                "data: crop_and_flip needs images (channels, height, width); "
+                f"the inputs are {tuple(images.shape[1:])}"
             )
         # after normalisation a black pixel is each channel's smallest value
         return with_augmentation(

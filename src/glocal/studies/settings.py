@@ -1,4 +1,4 @@
-"""What a run is: a tree of frozen settings, read from TOML, with every mistake named where it stands."""
+"""The settings of a study: frozen dataclasses, read from TOML; every error names its setting."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -30,19 +30,21 @@ from glocal.studies.pretext import PretextSettings
 
 SettingsT = TypeVar("SettingsT")
 Hyperparameter = int | float | str | bool
-_NAMED_TABLES = ("experiments", "groups")  # tables of tables, whose names are the user's own
+_NAMED_TABLES = ("experiments", "groups")  # tables of tables, with names of the user's choice
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and who gets what; `source` is a known data set, such as mnist or vqav2, or your own "module:function".
+    """Which data, and which client holds what.
 
-    It may also be a .csv file of texts with the columns person, text and mood (1 to 100). Texts have the partition natural: a
-    device for each person, those with most texts first.
+    `source` is a known data set, such as mnist or vqav2, a function of your own
+    ("module:function"), or a .csv file of texts with the columns person, text and mood (1 to 100).
+    Texts need the partition "natural": one client per person, people with most texts first.
 
-    Once dealt out, only the first `keep_clients` take part, if that is given. With `labeled_fraction`, a device knows the labels of that
-    share of its training examples only; what pre-trains without labels still learns from all of them. `pictures` are those that
-    questions are asked about: their own, or as a control "shuffled" among the questions, or "none".
+    Only the first `keep_clients` of the partition take part, if it is given. With
+    `labeled_fraction`, a client has labels for that fraction of its training examples only;
+    pre-training without labels still uses all of them. `pictures` are the images of a VQA data set:
+    their own (None), "shuffled" among the questions as a control, or "none".
     """
 
     source: str = "digits"
@@ -59,16 +61,18 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which network: mlp, softmax_mlp or bottleneck_mlp (of these hidden widths), lenet5, bottleneck_cnn, vqa, or your own "module:function".
+    """Which network: a known one by name, or your own "module:function".
 
-    The encoders of bottleneck_mlp and bottleneck_cnn put out a code so many numbers wide; bottleneck_mlp's with noise of the deviation `noise_std`
-    while training, and a share `dropout` of its hidden units left out. For texts there is mood_lstm; a share `dropout` of its word
-    vectors and hidden units is left out while training, and of what vqa's ResNet sees and of its answer's hidden units.
+    mlp, softmax_mlp and bottleneck_mlp have these `hidden` widths; the others are lenet5 and
+    bottleneck_cnn. The encoders of bottleneck_mlp and bottleneck_cnn end in a representation
+    `bottleneck` wide. bottleneck_mlp adds Gaussian noise of standard deviation `noise_std` to it in
+    training. `dropout` is the dropout rate of bottleneck_mlp's hidden units.
 
-    The hidden widths of vqa are those of a word, of the LSTM, of what both channels are brought to and of the answer's first layer;
-    `widths` are those of its ResNet, whose `weights` come from a file or are "official". With `encoder` = "frozen" the ResNet's
-    convolutions stay as they are: what they see in each picture is worked out once. So is what a network of your own sees, where
-    `encoder` is the "module:function" that makes it: from pictures (rows, 3, height, width) to features (rows, width).
+    A function of your own that has a parameter `request` gets a `ModelRequest`, with these settings
+    in it; the others get nothing. With questions about images, `encoder` may be the
+    "module:function" of a frozen encoder, from images (rows, 3, height, width) to features
+    (rows, width), which are computed once per image. `widths` and `weights` are for functions that
+    build a ResNet: its widths, and a file of pretrained weights or "official".
     """
 
     name: str = "mlp"
@@ -87,7 +91,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """Which side is named: tensors, modules or globs."""
+    """The local or the shared side of the model, by names of tensors or modules, or by globs."""
 
     local: tuple[str, ...] | None = None
     shared: tuple[str, ...] | None = None
@@ -95,7 +99,11 @@ class SplitSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """How a device descends: sgd or adam; the rate in round t is rate / (1 + decay * t), times `lr_gamma` every so often."""
+    """The clients' optimiser: sgd or adam.
+
+    The learning rate of round t is lr / (1 + lr_decay * t), times `lr_gamma` after every
+    `lr_step_size` rounds.
+    """
 
     name: str = "sgd"
     lr: float = 0.05
@@ -108,11 +116,12 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """How long and with how many devices; `seeds` runs side by side, from `seed` on.
+    """How long training takes, and with how many clients; `seeds` seeds are run, from `seed` on.
 
-    In an average a device weighs as much as it has examples, or all weigh the same (`weights` = "equal"). Batches of texts hold at
-    most `max_tokens` words, padding counted. Each seed has so many `restarts` with other first weights, all on its deal of the data; the
-    one that is best on validation data, over all devices' examples together, is its result.
+    An average weights clients by their examples, or equally (`weighting` = "equal"). Batches of
+    texts hold at most `max_tokens` words, padding included. Each seed is run `restarts` times with
+    other initial weights on the same partition; its result is that of the restart with the best
+    validation accuracy, over all clients' examples together.
     """
 
     rounds: int = count_field(50, maximum=MAX_ROUNDS)
@@ -128,13 +137,17 @@ class PlanSettings:
 
 @dataclass(frozen=True)
 class ExperimentSettings:
-    """One row of the study: an algorithm and its knobs; `start_from` names an earlier case to start from, at its round `start_round`.
+    """One row of the study: an algorithm and its hyper-parameters.
 
-    Where rounds are chosen on validation data, it starts from the best model until then, or from that round's own (`start_model`
-    = "last"), so that no choice has been made on the data on which the two are compared round by round.
-    `rounds`, `clients_per_round`, `lr` and the split (`local` or `shared`) are the study's own unless they are given. `local_lr` is that
-    of the local part, if it is another. With a `join_plan` the study's newcomer is taken in when the rounds are over. `pretext` is
-    what local models learn from besides labels. `skip_seeds` are seeds of the study that the case does not run with.
+    `start_from` names an earlier experiment to start from, after its round `start_round`. Where
+    rounds are selected on validation data, it starts from the best model until then, or with
+    `start_model` = "last" from that round's own. The latter compares the two round by round without
+    a selection on the validation data.
+
+    `rounds`, `clients_per_round`, `lr` and the split (`local` or `shared`) are the study's unless
+    they are given. `local_lr` is the learning rate of the local part, if it differs. With a
+    `join_plan` the study's new client joins after the last round. `pretext` is what local models
+    learn from besides labels. The experiment is not run for the seeds in `skip_seeds`.
     """
 
     algorithm: str
@@ -155,10 +168,12 @@ class ExperimentSettings:
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Devices that come, go and change together, the next so many of the data's; groups make a study a scenario.
+    """Clients that join, leave and drift together; with groups a study is a scenario.
 
-    They take part from round `join_round` on; in round `leave_round` they are gone before they answer. Their images are turned by `rotate`
-    degrees, and by `drift` more after every ten rounds from `drift_start` (else their arrival) to `drift_end` (else the end).
+    Groups take the data's clients in order. A group takes part from round `join_round` on; in round
+    `leave_round` it drops out before it answers. Its images are rotated by `rotate` degrees, and by
+    `drift` more after every ten rounds, from `drift_start` (default: when it joins) to `drift_end`
+    (default: the end).
     """
 
     clients: int = count_field(maximum=MAX_CLIENTS)
@@ -188,7 +203,7 @@ class Settings:
     groups: dict[str, GroupSettings] = field(default_factory=dict)
 
     def as_dict(self) -> Json:
-        """As TOML would hold it: no entry for what is not set, knobs beside the algorithm."""
+        """As in TOML: no entry for what is None, hyper-parameters beside the algorithm."""
         plain: Json = _without_none(asdict(self))
         plain["experiments"] = {
             name: experiment.pop("hyperparameters") | experiment
@@ -202,14 +217,14 @@ class Settings:
 
 
 def from_toml(path: Path, changes: Sequence[str] = ()) -> Settings:
-    """Read a TOML file; each change is "a.b=value"."""
+    """Settings from a TOML file; each change is "a.b=value"."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"settings: cannot read {path} ({error.strerror}); give a study's name or a TOML file"
         ) from error
-    except ValueError as error:  # no TOML, no text, or a number of thousands of digits
+    except ValueError as error:  # not TOML, not text, or a number of thousands of digits
         raise InputError(f"settings: {path} is not TOML ({error})") from error
     return from_dict({"name": path.stem, **table}, changes)
 
@@ -235,7 +250,7 @@ def from_dict(table: Json, changes: Sequence[str] = ()) -> Settings:
 
 
 def _tables(table: Json, kind: str) -> Json:
-    """The tables of one kind, each with a name of the user's own."""
+    """The tables of one kind, by the user's names for them."""
     named = table.get(kind, {})
     if not isinstance(named, dict):
         raise InputError(f"settings: {kind} is {named!r}; tables [{kind}.NAME] were expected")
@@ -248,13 +263,16 @@ def _read_group(table: Any, name: str) -> GroupSettings:
         raise InputError(f"settings: {where} is {table!r}; a table was expected")
     if "clients" not in table:
         raise InputError(
-            f"settings: {where} does not say how many devices it has; add devices = 5, or another number"
+            f"settings: {where} has no number of clients; add clients = 5, or another number"
         )
     return read_table(GroupSettings, table, where)
 
 
 def _read_experiment(table: Any, name: str) -> ExperimentSettings:
-    """A case: what is not a setting of every case is a knob of its algorithm, checked when that is built."""
+    """An experiment; keys that are no settings of every experiment are hyper-parameters.
+
+    These are checked when the algorithm is built.
+    """
     where = f"experiments.{name}"
     if not isinstance(table, dict):
         raise InputError(f"settings: {where} is {table!r}; a table was expected")
@@ -267,7 +285,7 @@ def _read_experiment(table: Any, name: str) -> ExperimentSettings:
     for key, value in hyperparameters.items():
         if not isinstance(value, Hyperparameter):
             raise InputError(
-                f"settings: {where}.{key} is {value!r}; a number or a word was expected"
+                f"settings: {where}.{key} is {value!r}; a number or a string was expected"
             )
     experiment = read_table(
         ExperimentSettings, {key: value for key, value in table.items() if key in known}, where
@@ -276,7 +294,7 @@ def _read_experiment(table: Any, name: str) -> ExperimentSettings:
 
 
 def read_table(kind: type[SettingsT], table: Mapping[str, Any], where: str) -> SettingsT:
-    """A dataclass of settings from plain data; `where` says where in the file it stands."""
+    """A dataclass of settings from plain data; `where` is its address in the file."""
     hints = get_type_hints(kind)
     for key in table:
         if key not in hints or key in ("hyperparameters", *_NAMED_TABLES):
@@ -285,13 +303,13 @@ def read_table(kind: type[SettingsT], table: Mapping[str, Any], where: str) -> S
                 f"settings: unknown option '{_dotted(where, key)}'; {suggest_name(key, known)}"
             )
     values = {key: _convert(hints[key], value, _dotted(where, key)) for key, value in table.items()}
-    made = kind(**values)
-    require_counts(f"settings: {_dotted(where, '')}", made)
-    return made
+    settings = kind(**values)
+    require_counts(f"settings: {_dotted(where, '')}", settings)
+    return settings
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """A value of the type that a setting has, or an error that names it."""
+    """A value converted to the type of its setting, or an error that names the setting."""
     for option in get_args(kind) if get_origin(kind) is UnionType else (kind,):
         if is_dataclass(option) and isinstance(value, Mapping):
             return read_table(option, value, where)  # type: ignore[arg-type]
@@ -318,20 +336,21 @@ def _type_name(kind: Any) -> str:
         )
     if get_origin(kind) is tuple:
         return f"a list, each item {_type_name(get_args(kind)[0])},"
-    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
 
 
 def _with_change(table: Json, change: str) -> Json:
-    """Plain data with one "a.b=value" put in; the value is TOML, or else a text as it stands."""
+    """Plain data with one "a.b=value" applied; the value is TOML, or else a plain string."""
     address, equals, text = change.partition("=")
     keys = address.strip().split(".")
     if not equals or not all(keys):
         raise InputError(
-            f"settings: '{change}' is no change; write it as section.option=value, such as plan.rounds=20"
+            f"settings: '{change}' is not a change; "
+            "write it as section.option=value, such as plan.rounds=20"
         )
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except ValueError:  # no TOML, or a number of thousands of digits
+    except ValueError:  # not TOML, or a number of thousands of digits
         value = text.strip()
     return _set_nested(table, keys, value, change)
 
@@ -339,7 +358,8 @@ def _with_change(table: Json, change: str) -> Json:
 def _set_nested(table: Any, keys: Sequence[str], value: Any, change: str) -> Json:
     if not isinstance(table, dict):
         raise InputError(
-            f"settings: '{change}' goes through a value that is no table; write section.option=value"
+            f"settings: '{change}' goes through a value that is not a table; "
+            "write section.option=value"
         )
     if len(keys) == 1:
         return {**table, keys[0]: value}

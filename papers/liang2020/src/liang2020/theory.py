@@ -125,7 +125,7 @@ class LinearProblem:
     def __post_init__(self) -> None:
         if not 2 <= self.clients <= _MAX_VALUE:
             raise InputError(
-                f"theory: devices is {self.clients}; at least 2 can share, at most {_MAX_VALUE:.0e} are meant"
+                f"theory: clients is {self.clients}; at least 2 can share, at most {_MAX_VALUE:.0e} are meant"
             )
         if not self.inputs.d + 2 <= self.n <= _MAX_VALUE:
             least = f"d + 2 = {self.inputs.d + 2}"

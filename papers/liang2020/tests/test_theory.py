@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from glocal.cli import main
 from glocal.core.errors import InputError
-from glocal.evaluate.theory import (
+from glocal.evaluate.intervals import confidence_interval
+from liang2020.cli import main
+from liang2020.theory import (
     ClosedForm,
     InputDistribution,
     LinearProblem,
     break_even_examples,
     closed_form,
-    confidence_interval,
     correlated_inputs,
     equal_weights,
     finite_sample_closed_form,
@@ -29,10 +29,9 @@ from glocal.evaluate.theory import (
     uniform_inputs,
     unit_inputs,
 )
-from glocal.report import draw_mixture, draw_theory
-from glocal.report.theory import TheoryResult
+from liang2020.theory_figure import TheoryResult, draw_mixture, draw_theory
 
-PAGE = (Path(__file__).parents[2] / "docs/theory.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs/theory.md").read_text()
 CLOSE = 0.03
 SURE = 0.99999  # some six hundred intervals are looked at
 
@@ -156,7 +155,7 @@ def plain_errors(covariance, problem, generator):
     """One trial as one writes it down: correlated inputs, least squares device by device and over all, a thousand tests each."""
     d = len(covariance)
     v = generator.random(d)
-    teachers = [v + problem.rho * generator.standard_normal(d) for _ in range(problem.num_clients)]
+    teachers = [v + problem.rho * generator.standard_normal(d) for _ in range(problem.clients)]
     examples = [generator.multivariate_normal(np.zeros(d), covariance, problem.n) for _ in teachers]
     labels = [
         x @ u + problem.sigma * generator.standard_normal(problem.n)
@@ -173,7 +172,7 @@ def plain_errors(covariance, problem, generator):
 
     return [
         error(students),
-        error([together] * problem.num_clients),
+        error([together] * problem.clients),
         error([0.5 * student + 0.5 * together for student in students]),
     ]
 
@@ -215,7 +214,7 @@ def test_the_same_seed_gives_the_same_trials_and_more_repeats_go_on_from_them():
 
 def test_devices_drawn_in_blocks_are_devices_all_the_same(monkeypatch):
     problem = LinearProblem(normal_inputs(3), clients=7, n=20, rho=0.1, sigma=1.0)
-    monkeypatch.setattr("glocal.evaluate.theory._CHUNK_SIZE", 3 * 20 * 3)
+    monkeypatch.setattr("liang2020.theory._CHUNK_SIZE", 3 * 20 * 3)
     found = confidence_interval(run_trials(problem, repeats=2000).shared, confidence=SURE)
     assert found.low <= finite_sample_closed_form(problem).global_error() <= found.high
 
@@ -370,7 +369,7 @@ def test_the_papers_formula_misses_its_own_experiment():
         (lambda: correlated_inputs([[1.0, 0.5], [0.5]]), "the covariance is no table of numbers"),
         (lambda: correlated_inputs([[1.0, 0.5]]), r"shape \(1, 2\)"),
         (lambda: correlated_inputs([[1.0, 0.5], [0.0, 1.0]]), "symmetric"),
-        (lambda: LinearProblem(uniform_inputs(3), 1, 10, 0.1, 1.0), "devices is 1; at least 2"),
+        (lambda: LinearProblem(uniform_inputs(3), 1, 10, 0.1, 1.0), "clients is 1; at least 2"),
         (lambda: LinearProblem(uniform_inputs(3), 2, 4, 0.1, 1.0), r"n is 4; from d \+ 2 = 5"),
         (lambda: run_trials(paper(0.1, 1.5), repeats=1), "repeats is 1"),
         (lambda: run_trials(paper(0.1, 1.5), seed=-1), "seed is -1"),
@@ -392,7 +391,7 @@ def run(*arguments):
     return stopped.value.code
 
 
-QUICK = ("--d", 4, "--devices", 5, "--n", 50, "--repeats", 5)
+QUICK = ("--d", 4, "--clients", 5, "--n", 50, "--repeats", 5)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +399,7 @@ QUICK = ("--d", 4, "--devices", 5, "--n", 50, "--repeats", 5)
     [
         (("--d", 0), "d is 0"),
         (("--n", 21), "n is 21; from d + 2 = 22"),
-        (("--devices", 1), "devices is 1"),
+        (("--clients", 1), "clients is 1"),
         (("--rho", -1), "rho is -1; it is a standard deviation"),
         (("--rho", "nan"), "rho is nan"),
         (("--sigma", "inf"), "sigma is inf"),
@@ -470,7 +469,7 @@ def test_the_papers_figures_have_six_panels_with_both_readings_of_the_noise(tmp_
         Figure, "savefig", lambda figure, half, **about: (drawn.append(figure), half.touch())
     )
     monkeypatch.setattr(
-        "glocal.report.theory.run_trials",
+        "liang2020.theory_figure.run_trials",
         lambda problem, **about: run_trials(LinearProblem(*small(problem)), repeats=3),
     )
     draw_theory(tmp_path / "theory.png")
@@ -502,7 +501,7 @@ def test_the_same_trials_give_the_same_picture(tmp_path):
 
 def test_the_page_shows_what_the_command_prints(capsys):
     command, shown = re.search(
-        r"^\$ glocal theory (.*?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+        r"^\$ liang2020 theory (.*?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
     ).groups()
     assert run(*command.split()) == 0
     printed = capsys.readouterr().out

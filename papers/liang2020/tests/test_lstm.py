@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from glocal.studies.lstm import lstm_scan
+from liang2020.lstm import lstm_scan
 
 
 def plainly(asked, of_state, real):

@@ -23,7 +23,7 @@ from glocal.datasets.image_table import ImageTable
 from glocal.engines.protocol import ClientTask, run_one
 from glocal.evaluate import Evaluator, local_test, vqa_accuracy
 from glocal.federate.rounds import simulate
-from glocal.studies.vqa_model import (
+from liang2020.vqa_model import (
     SHARED,
     Block,
     Lstm,
