@@ -160,9 +160,10 @@ def converted(text: str) -> str:
         new = _new_key(place.path, patterns) if place.is_key else _new_value(place.path, token)
         pieces += [text[done : place.start], new or token]
         done = place.end
-    pieces.append(text[done:])
-    new_text = "".join(pieces)
-    return new_text.replace('{\n "study": ', '{\n "format": "0.2",\n "study": ', 1)
+    new_text = "".join([*pieces, text[done:]])
+    if '"parts": ' in text or '"new_client": ' in new_text and '"rows": ' in text:
+        return new_text.replace("{\n", '{\n "format": "0.2",\n', 1)  # files that are read again
+    return new_text
 
 
 def _pattern(path: str) -> re.Pattern[str]:

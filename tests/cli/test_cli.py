@@ -154,7 +154,7 @@ def test_data_are_listed_and_drawn(capsys):
         (["split", "mpl", "--local", "x"], "did you mean 'mlp'"),
         (["data", "fetch", "minst"], "did you mean 'mnist'"),
         (["data", "check", "cifar"], "did you mean 'cifar10'"),
-        (["data", "draw", "digits", "--set", "data.clients=0"], "devices"),
+        (["data", "draw", "digits", "--set", "data.clients=0"], "clients"),
         (["data", "draw", "digits", "--out", "who.doc"], "who.doc"),
     ],
 )
@@ -245,9 +245,9 @@ def test_a_model_that_cannot_be_batched_says_so_in_one_line(capsys):
         line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: engine")
     ]
     assert (
-        lines[0] == "glocal: engine: all devices in one batched step (too short a run to measure)"
+        lines[0] == "glocal: engine: all clients in one batched step (too short a run to measure)"
     )
-    assert lines[1].endswith("now one device after the other")
+    assert lines[1].endswith("now one client after the other")
     assert "data-dependent" in lines[1]
 
 

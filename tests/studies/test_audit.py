@@ -276,7 +276,7 @@ def test_every_algorithm_can_be_audited(kept, experiment):
     assert (audit.name, audit.settings.layer, audit.layer_reason) == (
         "attribute 0",
         "encoder",
-        "the last module that stays on the devices",
+        "the last module of the local part",
     )
     assert [(row["knowledge"], row["averaged_over"]) for row in found["leaks"][::3]] == [
         ("own", 3),
@@ -330,7 +330,7 @@ def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
     [result] = json.loads((tmp_path / "experiments" / "lg" / "result.json").read_text())
     audit = SavedAudit(open_experiment(tmp_path), AuditQuery("1", encoders=2))
     found, study = audit.figures(), result["audit"]["attributes"][1]
-    assert audit.layer_reason == "as the study's [audit] says"
+    assert audit.layer_reason == "from the study's [audit]"
     assert max(aucs(found, "pooled").values()) == study["pooled"]
     assert np.mean([row["leak"] for row in found["clients"]]) == pytest.approx(study["own"])
 
@@ -491,7 +491,7 @@ WRONG_DATA = {
     ),
     "values": (
         "tests.studies.test_audit:with_twos",
-        "attribute 0 is 2 for somebody; a protected attribute must be 0 or 1",
+        "attribute 0 has the value 2; a protected attribute must be 0 or 1",
     ),
     "one group": (
         "tests.studies.test_audit:all_alike",
@@ -524,10 +524,10 @@ def test_places_that_hold_something_else_are_refused(kept, tmp_path, capsys):
     assert "choose another place with --out" in line
 
 
-def test_runs_that_kept_their_figures_only_are_refused(tmp_path, capsys):
+def test_runs_that_saved_their_metrics_only_are_refused(tmp_path, capsys):
     made(tmp_path, "plan.rounds=1", "run.save=metrics")
     assert run("audit", tmp_path, "--attribute", "0") == 2
-    assert "kept its figures only" in complaint(capsys)
+    assert "saved its metrics only" in complaint(capsys)
     assert run("audit", tmp_path / "none", "--attribute", "0") == 2
     assert "does not exist" in complaint(capsys)
 
@@ -615,7 +615,7 @@ def test_a_module_that_puts_out_no_rows_is_refused(kept):
         model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()})
     )
     for layer in ("memory", "idle"):
-        with pytest.raises(InputError, match=f"the module '{layer}' does not put out one tensor"):
+        with pytest.raises(InputError, match=f"the output of the module '{layer}' is not one tensor"):
             SavedAudit(
                 saved._replace(trained_federation=trained_federation), AuditQuery("0", layer=layer)
             )

@@ -455,7 +455,7 @@ def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts()
         for run, pooled in zip(runs, (0.1, None, 0.3, 0.2, 0.3, 0.1), strict=True)
     ]
     chosen = best_restarts(results, PlanSettings(seed=3, seeds=2, restarts=3))
-    assert [(result["seed"], result["try"], result["place"]) for result in chosen] == [
+    assert [(result["seed"], result["restart"], result["index"]) for result in chosen] == [
         (3, 1, 2),
         (4, 1, 3),
     ]

@@ -141,7 +141,7 @@ DEALT = Settings(
     model=ModelSettings(hidden=(16,)),
     split=SplitSettings(local=("layer1",)),
     plan=PlanSettings(clients_per_round=3, seeds=2),
-    run=Options(select="best", validate_every=1, save="figures"),
+    run=Options(select="best", validate_every=1, save="metrics"),
     experiments={
         "FedAvg": ExperimentSettings("fedavg", rounds=4),
         "Local only": ExperimentSettings("local_only", rounds=2, clients_per_round=6),

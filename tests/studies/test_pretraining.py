@@ -149,7 +149,7 @@ def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"epochs": -1}, "pretrain is -1"),
+        ({"epochs": -1}, "pretrain_epochs is -1"),
         ({"algorithm": "fedavg"}, "fedavg: nothing of it is private"),
         ({"labeled_fraction": 0.0}, "labelled is 0.0"),
         ({"labeled_fraction": 1.5}, "labelled is 1.5"),

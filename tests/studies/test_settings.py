@@ -1,4 +1,4 @@
-"""Settings from TOML: every mistake is named where it stands."""
+"""Settings from TOML: every error names its setting."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ from glocal.studies.run import plans_of, run_study
 from glocal.studies.settings import DataSettings, from_dict
 from tests.support import world
 
-CASE = {"experiments": {"a": {"algorithm": "fedavg"}}}
+EXPERIMENT = {"experiments": {"a": {"algorithm": "fedavg"}}}
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
@@ -27,7 +27,8 @@ def test_a_study_survives_being_written_and_read(study):
 def test_toml_and_changes_are_read(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
-        '[data]\nclients = 4\n[split]\nlocal = "layer1"\n[experiments.one]\nalgorithm = "fedprox"\nmu = 1\nrounds = 3\n'
+        '[data]\nclients = 4\n[split]\nlocal = "layer1"\n'
+        '[experiments.one]\nalgorithm = "fedprox"\nmu = 1\nrounds = 3\n'
     )
     settings = from_toml(
         file,
@@ -40,7 +41,7 @@ def test_toml_and_changes_are_read(tmp_path):
         ],
     )
     assert settings.name == "mine"
-    assert settings.data.num_clients == 4
+    assert settings.data.clients == 4
     assert settings.split.local == ("layer1",)
     assert settings.plan.rounds == 9
     assert settings.optimizer.lr == 1.0
@@ -58,41 +59,41 @@ def test_toml_and_changes_are_read(tmp_path):
         ("plan.rounds=2.5", "plan.rounds is 2.5; a whole number was expected"),
         ("plan.rounds=true", "plan.rounds is True; a whole number was expected"),
         ("optimizer.lr=fast", "optimizer.lr is 'fast'; a number was expected"),
-        ("data.source=3", "data.source is 3; a text was expected"),
+        ("data.source=3", "data.source is 3; a string was expected"),
         ("model.hidden=[1, 'x']", "model.hidden is 'x'; a whole number was expected"),
         ("model.hidden=7", "model.hidden is 7; a list, each item a whole number, was expected"),
         ("plan=3", "plan is 3; a table was expected"),
         ("run.chunk_size=x", "run.chunk_size is 'x'; a whole number was expected"),
-        ("cases=3", "cases is 3; tables"),
+        ("experiments=3", "experiments is 3; tables"),
         ("experiments.a=3", "experiments.a is 3; a table was expected"),
-        ("experiments.a.algorithm=3", "experiments.a.algorithm is 3; a text was expected"),
+        ("experiments.a.algorithm=3", "experiments.a.algorithm is 3; a string was expected"),
         ("experiments.b.rounds=3", "experiments.b has no algorithm"),
-        ("experiments.a.mu=[1]", r"experiments.a.mu is \[1\]; a number or a word was expected"),
-        ("plan.rounds", "is no change; write it as section.option=value"),
-        ("name.x=3", "goes through a value that is no table"),
+        ("experiments.a.mu=[1]", r"experiments.a.mu is \[1\]; a number or a string was expected"),
+        ("plan.rounds", "is not a change; write it as section.option=value"),
+        ("name.x=3", "goes through a value that is not a table"),
     ],
 )
 def test_a_mistake_in_a_setting_is_named(change, message):
     with pytest.raises(InputError, match=message):
-        from_dict({"name": "x", **CASE}, [change])
+        from_dict({"name": "x", **EXPERIMENT}, [change])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["experiments.a.algorithm=fedavgg"], "algorithm is 'fedavgg'; did you mean 'fedavg'"),
-        (["experiments.a.mu=1"], "fedavg has no knob 'mu'"),
+        (["experiments.a.mu=1"], "fedavg has no hyper-parameter 'mu'"),
         (
             ["experiments.a.local_lr=0.1"],
-            "fedavg has no split, so that its cases take no 'local_rate'",
+            "fedavg has no split, so its experiments take no 'local_lr'",
         ),
         (
             ["experiments.a.algorithm=lg_fedavg", "split.local=layer1", "experiments.a.local_lr=0"],
-            "rate is 0.0; it must be above 0",
+            "lr is 0.0; it must be above 0",
         ),
         (
             ["experiments.a.algorithm=fedprox", "experiments.a.nu=1"],
-            "fedprox has no knob 'nu'; did you mean 'mu'",
+            "fedprox has no hyper-parameter 'nu'; did you mean 'mu'",
         ),
         (
             ["experiments.a.algorithm=fedprox", "experiments.a.mu=big"],
@@ -105,7 +106,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         ),
         (["data.source=minst"], "did you mean 'mnist'"),
         (["data.partition=shard"], "did you mean 'shards'"),
-        (["data.partition=natural"], "one \\(x, y\\) pair per device"),
+        (["data.partition=natural"], "one \\(x, y\\) pair per client"),
         (["data.augment=flip"], "data.augment is 'flip'"),
         (
             ["data.augment=crop_and_flip", "data.source=settings_data:vectors"],
@@ -113,37 +114,37 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         ),
         (["model.name=mpl"], "did you mean 'mlp'"),
         (["model.name=nowhere:build"], "cannot be found"),
-        (["model.name=math:pi"], "is no function"),
+        (["model.name=math:pi"], "is not a function"),
         (["model.name=os:getcwd"], "returned str; an nn.Module was expected"),
         (["data.source=os:getcwd"], "returned str; a Dataset"),
         (["optimizer.name=sdg"], "did you mean 'sgd'"),
-        (["optimizer.lr=-1"], "rate is -1.0; it must be above 0"),
+        (["optimizer.lr=-1"], "lr is -1.0; it must be above 0"),
         (["optimizer.momentum=1"], "momentum is 1.0"),
-        (["plan.clients_per_round=0"], "cohort is 0; a whole number from 1 to"),
-        (["plan.clients_per_round=99"], "the cohort is 99, but there are 20 devices"),
+        (["plan.clients_per_round=0"], "clients_per_round is 0; a whole number from 1 to"),
+        (["plan.clients_per_round=99"], "clients_per_round is 99, but there are 20"),
         (["plan.seeds=0"], "plan.seeds is 0"),
         (["plan.seed=-1"], "seed is -1"),
         (["run.select=test"], "'last' or 'best'"),
         (["run.engine=warp"], "engine: 'warp' is unknown"),
         (["run.device=abacus"], "device 'abacus' cannot be used here"),
-        (["data.clients=5000"], "device"),
+        (["data.clients=5000"], "client"),
         (["data.validation=1"], "below 1"),
         (["data.validation=0", "run.select=best"], "needs validation data"),
         (["model.hidden=[-3]"], "model.hidden is -3; a whole number from 1 to"),
         (["model.hidden=[0]"], "model.hidden is 0; a whole number from 1 to"),
         (["run.device=meta"], "device 'meta' cannot be used here"),
         (["experiments.a.algorithm=math:sqrt"], "math:sqrt"),
-        (["experiments.!!.algorithm=fedavg"], "is no name"),
+        (["experiments.!!.algorithm=fedavg"], "is not a name"),
         (["model.name=settings_data:fails"], "the function failed .ZeroDivisionError"),
         (["data.source=settings_data:fails"], "the function failed .ZeroDivisionError"),
-        (["experiments.a.start_from=b"], "is no earlier case"),
+        (["experiments.a.start_from=b"], "is not an earlier experiment"),
         (
             [
                 "experiments.b.algorithm=fedavg",
                 "experiments.b.start_from=a",
                 "experiments.b.start_round=99",
             ],
-            "after_round is 99, but one can go on from a with 1 to 2 rounds done",
+            "start_round is 99, but an experiment can start from a after 1 to 2 rounds",
         ),
         (
             [
@@ -155,7 +156,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         ),
         (
             ["experiments.a.start_model=last"],
-            "'last', and it starts from no other case; name one with `after`",
+            "'last', but it starts from no other experiment; name one with `start_from`",
         ),
         (
             [
@@ -163,7 +164,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
                 "experiments.b.start_from=a",
                 "experiments.b.start_model=best",
             ],
-            "run.select is 'last', so that no round",
+            "run.select is 'last', so no round",
         ),
         (["experiments.A.algorithm=fedavg"], "would share a folder"),
     ],
@@ -172,22 +173,24 @@ def test_a_study_that_cannot_run_is_refused_before_it_starts(
     changes, message, tmp_path, monkeypatch
 ):
     (tmp_path / "settings_data.py").write_text(
-        "import torch\ndef vectors():\n    return [(torch.zeros(9, 4), torch.arange(9) % 2)] * 6\ndef fails():\n    return 1 / 0\n"
+        "import torch\ndef vectors():\n    return [(torch.zeros(9, 4), torch.arange(9) % 2)] * 6\n"
+        "def fails():\n    return 1 / 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=message):
         list(
             run_study(
-                from_dict({"name": "x", "plan": {"rounds": 2}, **CASE}, changes), tmp_path / "run"
+                from_dict({"name": "x", "plan": {"rounds": 2}, **EXPERIMENT}, changes),
+                tmp_path / "run",
             )
         )
     assert not (tmp_path / "run").exists()
 
 
-def test_the_local_part_may_have_a_rate_of_its_own():
+def test_the_local_part_may_have_a_learning_rate_of_its_own():
     def after_a_round(*changes):
         settings = from_dict(
-            {"split": {"local": ["layer1"]}, **CASE},
+            {"split": {"local": ["layer1"]}, **EXPERIMENT},
             ["experiments.a.algorithm=lg_fedavg", *changes],
         )
         parts = build_components(settings, no_progress)
@@ -208,15 +211,15 @@ def test_the_local_part_may_have_a_rate_of_its_own():
     )
     assert world.gap(plain, same, total=20) < 1e-6
     assert (
-        max(world.distance(slow.private.of(0), slow.private.of(device)) for device in range(20))
+        max(world.distance(slow.private.of(0), slow.private.of(client)) for client in range(20))
         < 1e-6
     )
     assert world.distance(plain.private.of(0), slow.private.of(0)) > 1e-3
-    assert world.distance(plain.shared, slow.shared) < 1e-3  # what is shared goes as far as it did
+    assert world.distance(plain.shared, slow.shared) < 1e-3  # the shared part is trained as before
 
 
-def test_a_study_without_cases_is_refused(tmp_path):
-    with pytest.raises(InputError, match="there are no cases"):
+def test_a_study_without_experiments_is_refused(tmp_path):
+    with pytest.raises(InputError, match="there are no experiments"):
         list(run_study(Settings(), tmp_path))
 
 
@@ -244,7 +247,7 @@ def test_changes_go_in_as_they_are(rounds, lr, hidden):
     )
 
 
-def test_a_case_may_have_a_cohort_and_a_split_of_its_own():
+def test_an_experiment_may_have_clients_per_round_and_a_split_of_its_own():
     settings = from_dict(
         {
             "split": {"local": ["layer1"]},
@@ -266,13 +269,13 @@ def test_a_case_may_have_a_cohort_and_a_split_of_its_own():
     }
 
 
-def test_only_the_first_devices_take_part_if_so_asked():
+def test_only_the_first_clients_take_part_with_keep_clients():
     dataset = load("digits")
     everyone, few = (
         partition_data(dataset, DataSettings(clients=10, keep_clients=keep), 0)
         for keep in (None, 3)
     )
-    assert few.clients == 3
+    assert few.num_clients == 3
     for part in ("train", "val", "test"):
         for mine, theirs in zip(
             getattr(few, part).rows, getattr(everyone, part).rows[:3], strict=True

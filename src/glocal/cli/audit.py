@@ -11,8 +11,9 @@ from rich.table import Table
 from glocal.cli.join import reserve_folder
 from glocal.cli.progress import download_bars
 from glocal.core.errors import InputError
-from glocal.core.files import Json, read_json
+from glocal.core.files import Json
 from glocal.report import write_audit_report
+from glocal.report.audit_page import read_audit
 from glocal.report.audit_text import KNOWLEDGE, audit_headline, differences, with_interval
 from glocal.studies.run import read_results, slug
 from glocal.studies.saved_audit import AuditQuery, SavedAudit
@@ -65,7 +66,7 @@ def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> Non
 
 def show_audit(place: Path) -> None:
     """Write the page of an audit, and print what it found."""
-    found, page = read_json(place / "audit.json", dict), write_audit_report(place)
+    found, page = read_audit(place / "audit.json"), write_audit_report(place)
     print(
         f"{found['experiment']}, seed {found['seed']}; representation: what '{found['settings']['layer']}' puts out ({found['layer_reason']})"
     )

@@ -12,10 +12,11 @@ from rich.table import Table
 from glocal.cli.progress import download_bars
 from glocal.cli.tables import format_bytes, format_percent
 from glocal.core.errors import InputError
-from glocal.core.files import Json, lock_folder, read_json
+from glocal.core.files import Json, lock_folder
 from glocal.federate.fitting import num_classes
 from glocal.personalize.onboarding import JoinPlan, require_joinable
 from glocal.report import write_join_report
+from glocal.report.join_page import read_join
 from glocal.studies.join_trial import JoinTrial, JoinTrialSettings
 from glocal.studies.new_client import read_new_client
 from glocal.studies.run import slug
@@ -90,7 +91,7 @@ def join_client(
 
 def show_join(place: Path) -> None:
     """Print what became of a newcomer, and write its page."""
-    _print(read_json(place / "join.json", dict)["rows"])
+    _print(read_join(place / "join.json")["rows"])
     print(f"report: {write_join_report(place)}")
 
 

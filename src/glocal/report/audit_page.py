@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from glocal.core.files import Json, read_json
+from glocal.core.files import Json, read_json, require_format
 from glocal.report.audit_text import (
     CHANCE_AUC,
     CLIENTS_NOTE,
@@ -45,9 +45,14 @@ _DIFFERENCES = {
 }
 
 
+def read_audit(path: Path) -> Json:
+    """The metrics of an audit, from its file."""
+    return require_format(read_json(path, dict), path)
+
+
 def write_audit_report(folder: Path) -> Path:
     """Write folder/report.html from folder/audit.json."""
-    found = read_json(folder / "audit.json", dict)
+    found = read_audit(folder / "audit.json")
     with colour_theme(FOREGROUND, BACKGROUND):
         sections = [_leaks(found), _groups(found), _clients(found), _command(found)]
     summary = f'<p class="notice">{escape(audit_headline(found))}</p>\n<p>{escape(audit_summary(found))}</p>'

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from glocal.core.files import Json, atomic_write, read_json
+from glocal.core.files import Json, atomic_write, read_json, require_format
 from glocal.report.drawing import (
     BACKGROUND,
     FOREGROUND,
@@ -31,9 +31,14 @@ _DESCRIPTIONS = {
 }
 
 
+def read_join(path: Path) -> Json:
+    """A trial of every method to join, from its file."""
+    return require_format(read_json(path, dict), path)
+
+
 def write_join_report(folder: Path) -> Path:
     """Write folder/report.html from folder/join.json."""
-    found = read_json(folder / "join.json", dict)
+    found = read_join(folder / "join.json")
     rows = [row for row in found["rows"] if row["accuracy"] is not None]
     with colour_theme(FOREGROUND, BACKGROUND):
         drawn = (
@@ -78,7 +83,7 @@ def draw_labels(rows: Sequence[Json]) -> Drawing:
 
 def draw_join(path: Path, into: Path) -> Path:
     """The same from a join.json into a PNG file, with its legend."""
-    found = read_json(path, dict)
+    found = read_join(path)
     with colour_theme("#1c2126", "#ffffff"):
         drawing = draw_labels([row for row in found["rows"] if row["accuracy"] is not None])
         drawing.figure.legend(

@@ -1,7 +1,8 @@
-"""What the representations of a finished case give away about protected attributes, and what its predictions are worth.
+"""What an experiment's representations leak about protected attributes, and its predictions' AUC.
 
-Everything is measured after training, on frozen, noise-free representations: by attackers who know a device's own people, who know
-everybody's, or who have one device's encoder and run everybody through it.
+Everything is measured after training, on frozen representations without noise. Attackers know the
+attributes of a client's own people, or of everybody, or have one client's encoder and everybody
+else's data.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ from glocal.personalize.representations.auxiliary import without_prefix
 
 @dataclass(frozen=True)
 class AuditSettings:
-    """Where the representation is, and through how many devices' encoders everybody is run."""
+    """The layer of the representation, and how many clients' encoders strong attackers use."""
 
     layer: str
     encoders: int = count_field(3, maximum=MAX_CLIENTS)
@@ -50,7 +51,7 @@ class AuditSettings:
 
 
 class AuditedClient(NamedTuple):
-    """One device's part in an audit: all that it holds, and its people by what they are used for."""
+    """One client's parameters, and its examples for training, validation and test."""
 
     params: Params
     train: Examples
@@ -59,11 +60,12 @@ class AuditedClient(NamedTuple):
 
 
 def require_audit(settings: AuditSettings, experiment: Case, federation: FederatedData) -> None:
-    """Refuse an audit of data without attributes, and of a module that is not there."""
+    """Refuse data without protected attributes, and a module that the model does not have."""
     group = federation.train.examples.group
     if group is None or not bool(((group == 0) | (group == 1)).all()):
         raise InputError(
-            "audit: it needs protected attributes of 0 or 1 as the group of every example, and these data have none"
+            "audit: these data have no protected attributes; "
+            "give every example a group of 0 or 1 per attribute"
         )
     feature_extractor(experiment.model, settings.layer)
 
@@ -74,9 +76,9 @@ def audit_experiment(
     settings: AuditSettings,
     critic: nn.Module | None = None,
 ) -> list[Json]:
-    """For each seed: income and the like as AUC, and for each attribute what the joint adversary and fresh attackers read.
+    """Per seed: the task's AUC, and per attribute the AUC of the joint adversary and of attackers.
 
-    "validation" tells the same of validation data, of which nobody has learnt; a study may choose by it.
+    "validation" has the same for validation data, which nothing was trained on; it may select.
     """
     return [
         _audit(experiment, result, fed, settings, critic)
@@ -91,55 +93,40 @@ def _audit(
     settings: AuditSettings,
     critic: nn.Module | None,
 ) -> Json:
+    model = experiment.model
     clients = audited_clients(experiment.algorithm, result.state, fed)
-    encode = Encoder(experiment.model, settings.layer)
-    attributes = range(protected_attributes(clients[0].train).shape[1])
-    found = [
-        _attack(encode, clients, attribute, settings, result.plan.seed) for attribute in attributes
-    ]
-    joint = [_joint_adversary_auc(encode, clients, attribute, critic) for attribute in attributes]
+    encode = Encoder(model, settings.layer)
+    attributes: list[Json] = []
+    for index in range(protected_attributes(clients[0].train).shape[1]):
+        aucs = _attack(encode, clients, index, settings, result.plan.seed)
+        joint = _joint_adversary_auc(encode, clients, index, critic)
+        attributes.append({**aucs, "joint": joint})
+    correct = [_correct(model, client.params, client.test) for client in clients]
+    test = [_task_auc(model, client.params, client.test) for client in clients]
+    validation = [_task_auc(model, client.params, client.validation) for client in clients]
+    # one client's own people there are too few to select the best of three attackers
+    leaks = [each["validation"]["pooled"] for each in attributes]
     return {
-        "accuracy": float(
-            np.concatenate(
-                [_correct(experiment.model, device.params, device.test) for device in clients]
-            ).mean()
-        ),
-        "auc": _mean(
-            [_task_auc(experiment.model, device.params, device.test) for device in clients]
-        ),
-        "attributes": [
-            {**fresh, "joint": along} for fresh, along in zip(found, joint, strict=True)
-        ],
-        "validation": {
-            "auc": _mean(
-                [
-                    _task_auc(experiment.model, device.params, device.validation)
-                    for device in clients
-                ]
-            ),
-            # one device's people there are too few to judge the best of three attackers by
-            "leak": max(
-                filter(None, (each["validation"]["pooled"] for each in found)), default=None
-            ),
-        },
+        "accuracy": float(np.concatenate(correct).mean()),
+        "auc": _mean(test),
+        "attributes": attributes,
+        "validation": {"auc": _mean(validation), "leak": max(filter(None, leaks), default=None)},
     }
 
 
 def audited_clients(algorithm: Algorithm, state: State, fed: FederatedData) -> list[AuditedClient]:
-    """Every device, in the host's memory, where the attackers are."""
+    """Every client, in the memory of the CPU, where the attackers run."""
     cpu = torch.device("cpu")
-    parts = (fed.train, fed.val, fed.test)
-    return [
-        AuditedClient(
-            trees.to(_params(algorithm, state, number), cpu),
-            *(part.of(number).to(cpu) for part in parts),
-        )
-        for number in range(fed.num_clients)
-    ]
+    clients = []
+    for number in range(fed.num_clients):
+        params = trees.to(_params(algorithm, state, number), cpu)
+        parts = [part.of(number).to(cpu) for part in (fed.train, fed.val, fed.test)]
+        clients.append(AuditedClient(params, *parts))
+    return clients
 
 
 def _params(algorithm: Algorithm, state: State, number: int) -> Params:
-    """What a device holds: its personal model, and its auxiliary one."""
+    """A client's parameters: its personal model, and its auxiliary one."""
     private = state.private.of(number)
     return {**private, **state.shared, **algorithm.personal(state.shared, private)}
 
@@ -151,18 +138,18 @@ class Encoder:
         self.represent = feature_extractor(model, layer)
 
     def __call__(self, params: Params, examples: Examples) -> Floats:
-        """In double precision, as attackers want it."""
+        """In double precision, as attackers need it."""
         with torch.no_grad():
             h = self.represent(params, examples.x, torch.ones(len(examples.y), dtype=torch.bool))
         return np.asarray(h.flatten(1).double().numpy())
 
     def observe(self, params: Params, examples: Examples, attribute: int) -> AttackData:
-        """These people as an attacker sees them through this model."""
+        """The examples as an attacker sees them through this encoder."""
         return AttackData(self(params, examples), protected_attribute(examples, attribute))
 
 
 class TrainedAttackers(NamedTuple):
-    """Fresh ones, by what they know: each device's own people, everybody, or everybody else through one device's encoder."""
+    """Attackers by what they know: own rows of each client, all rows, or one client's encoder."""
 
     own: list[dict[str, Scorer]]
     pooled: dict[str, Scorer]
@@ -172,11 +159,11 @@ class TrainedAttackers(NamedTuple):
 def train_all_attackers(
     encode: Encoder, clients: Sequence[AuditedClient], attribute: int, *, encoders: int, seed: int
 ) -> TrainedAttackers:
-    """Attackers that have learnt from training data, frozen and without noise."""
-    trainable = [encode.observe(device.params, device.train, attribute) for device in clients]
+    """Attackers trained on representations of training data, frozen and without noise."""
+    data = [encode.observe(client.params, client.train, attribute) for client in clients]
     return TrainedAttackers(
-        [train_attackers(train, seed=seed) for train in trainable],
-        train_attackers(pool(trainable), seed=seed),
+        [train_attackers(train, seed=seed) for train in data],
+        train_attackers(pool(data), seed=seed),
         [
             _transfer_attackers(encode, clients, number, attribute, seed)
             for number in range(min(encoders, len(clients)))
@@ -191,36 +178,33 @@ def _attack(
     settings: AuditSettings,
     seed: int,
 ) -> Json:
-    """The AUC of the best fresh attacker, by what it knows."""
-    own_rows, pooled, strong = train_all_attackers(
+    """The AUC of the best attacker, by what it knows."""
+    attackers = train_all_attackers(
         encode, clients, attribute, encoders=settings.encoders, seed=seed
     )
-    validations, tests = (
-        [encode.observe(d.params, getattr(d, of), attribute) for d in clients]
-        for of in ("validation", "test")
-    )
+    validation = [encode.observe(each.params, each.validation, attribute) for each in clients]
+    test = [encode.observe(each.params, each.test, attribute) for each in clients]
+    return {**_aucs(attackers, test), "validation": _aucs(attackers, validation)}
 
-    def read(tested: Sequence[AttackData]) -> Json:
-        return {
-            "own": _mean(
-                [best_auc(guesses, seen) for guesses, seen in zip(own_rows, tested, strict=True)]
-            ),
-            "pooled": best_auc(pooled, pool(tested)),
-            "strong": _mean(
-                [
-                    best_auc(guesses, seen)
-                    for guesses, seen in zip(strong, tested[: len(strong)], strict=True)
-                ]
-            ),
-        }
 
-    return {**read(tests), "validation": read(validations)}
+def _aucs(attackers: TrainedAttackers, data: Sequence[AttackData]) -> Json:
+    """The AUC of the best attacker on every client's data, by what it knows."""
+    own = [best_auc(scorers, each) for scorers, each in zip(attackers.own, data, strict=True)]
+    audited = data[: len(attackers.strong)]
+    strong = [
+        best_auc(scorers, each) for scorers, each in zip(attackers.strong, audited, strict=True)
+    ]
+    return {
+        "own": _mean(own),
+        "pooled": best_auc(attackers.pooled, pool(data)),
+        "strong": _mean(strong),
+    }
 
 
 def _transfer_attackers(
     encode: Encoder, clients: Sequence[AuditedClient], number: int, attribute: int, seed: int
 ) -> dict[str, Scorer]:
-    """Attackers who have one device's encoder, and have learnt from everybody else's people."""
+    """Attackers with one client's encoder, trained on everybody else's examples."""
     one = clients[number]
     others = [
         encode.observe(one.params, each.train, attribute) for each in clients if each is not one
@@ -231,29 +215,29 @@ def _transfer_attackers(
 def _joint_adversary_auc(
     encode: Encoder, clients: Sequence[AuditedClient], attribute: int, critic: nn.Module | None
 ) -> float | None:
-    """The AUC of the adversary that was trained along, if there was one; the mean over devices."""
+    """The AUC of the adversary of the training, if there was one; the mean over clients."""
     if critic is None or not without_prefix("adversary", clients[0].params):
         return None
-    attack, found = predictor(critic), []
-    for device in clients:
-        h = torch.from_numpy(encode(device.params, device.test)).float()
+    attack, aucs = predictor(critic), []
+    for client in clients:
+        h = torch.from_numpy(encode(client.params, client.test)).float()
         with torch.no_grad():
-            guess = attack(
-                without_prefix("adversary", device.params), h, torch.ones(len(h), dtype=torch.bool)
+            scores = attack(
+                without_prefix("adversary", client.params), h, torch.ones(len(h), dtype=torch.bool)
             )[:, attribute]
-        found.append(
-            _auc_or_none(guess.double().numpy(), protected_attribute(device.test, attribute))
+        aucs.append(
+            _auc_or_none(scores.double().numpy(), protected_attribute(client.test, attribute))
         )
-    return _mean(found)
+    return _mean(aucs)
 
 
 def _correct(model: nn.Module, params: Params, people: Examples) -> npt.NDArray[np.bool_]:
-    """Of whom a device's model tells the class (people,)."""
+    """For which examples a client's model predicts the class (people,)."""
     return np.asarray((predict(model, params, people).argmax(1) == people.y).numpy())
 
 
 def _task_auc(model: nn.Module, params: Params, people: Examples) -> float | None:
-    """How well a device tells class 1 from class 0 of its own people."""
+    """The AUC of a client's model on its own examples; None if there are not two classes."""
     output = predict(model, params, people)
     if output.shape[1] != 2:
         return None
@@ -261,7 +245,7 @@ def _task_auc(model: nn.Module, params: Params, people: Examples) -> float | Non
 
 
 def predict(model: nn.Module, params: Params, people: Examples) -> torch.Tensor:
-    """What a device's model says of some people (rows, classes)."""
+    """The outputs of a client's model (rows, classes)."""
     with torch.no_grad():
         return predictor(model)(params, people.x, torch.ones(len(people.y), dtype=torch.bool))
 
@@ -281,10 +265,10 @@ def protected_attribute(examples: Examples, attribute: int) -> Labels:
     return np.asarray(protected_attributes(examples)[:, attribute].long().numpy())
 
 
-def pool(seen: Sequence[AttackData]) -> AttackData:
-    """Everybody in one."""
+def pool(data: Sequence[AttackData]) -> AttackData:
+    """The data of all clients as one."""
     return AttackData(
-        np.concatenate([each.h for each in seen]), np.concatenate([each.attribute for each in seen])
+        np.concatenate([each.h for each in data]), np.concatenate([each.attribute for each in data])
     )
 
 

@@ -384,7 +384,9 @@ def _algorithm_function(name: str) -> Callable[..., object]:
     """The function that makes an algorithm: an exported one, or the user's own."""
     if ":" in name:
         return import_function(name, "algorithm")
-    exported = {each: getattr(algorithms, each) for each in algorithms.__all__}
+    exported: dict[str, Callable[..., object]] = {
+        each: getattr(algorithms, each) for each in algorithms.__all__
+    }
     return _pick(name, exported, "algorithm")
 
 

@@ -1,7 +1,8 @@
-"""What a study has found so far: every figure seed by seed, small enough to be committed, and what follows from it."""
+"""The findings of a study: every measure per seed, small enough to commit, and its verdicts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -18,7 +19,7 @@ _PERCENT = 100.0
 
 
 class Verdict(NamedTuple):
-    """A claim and how far ahead it is, in points, paired over seeds; `word` is holds, fails, or open where seeds do not decide."""
+    """A claim, its lead in points, paired over seeds, and whether it holds, fails or is open."""
 
     claim: Claim
     lead: ConfidenceInterval
@@ -27,14 +28,14 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Findings:
-    """The study, how it was run, and `parts`: for each part its seconds and its cases' figures, one per seed."""
+    """The study, how it was run, and per part its seconds and its experiments' values per seed."""
 
     study: Study
     about: Json
     parts: dict[str, Json]
 
     def values(self, figure: Measurement) -> list[float]:
-        """A measure in percent, one for each seed that has one; none if it was not measured."""
+        """A measure in percent, one value for each seed that has one."""
         return [*self._by_seed(figure).values()]
 
     def _by_seed(self, figure: Measurement) -> dict[int, float]:
@@ -48,36 +49,31 @@ class Findings:
         }
 
     def experiment(self, part: str, row: str) -> Json | None:
-        """The figures of a row: its case's, or of several those of the one that was best on validation data within the limit.
+        """The values of a row: its experiment's, or those of the best of its candidates.
 
-        One that diverged in some seeds does not stand for a row if another did not. Where none is within the limit, the one that
-        gives least away does.
+        The best has the highest validation accuracy among those within the row's leak limit; where
+        none is within the limit, the one that leaks least stands for the row. A candidate that
+        diverged in some seeds does not stand for a row if another did not.
         """
-        experiments, of = self.parts.get(part, {}).get("experiments", {}), self.study.parts[part]
-        found: list[Json] = [
-            experiments[name] for name in of.candidates.get(row, (row,)) if name in experiments
-        ]
-        most = max((len(experiment["validation"]) for experiment in found), default=0)
-        found = [experiment for experiment in found if len(experiment["validation"]) == most]
-        within = [
-            experiment
-            for experiment in found
-            if row not in of.leak_limits or _leak(experiment) <= of.leak_limits[row]
-        ]
+        experiments = self.parts.get(part, {}).get("experiments", {})
+        names = self.study.parts[part].candidates.get(row, (row,))
+        limit = self.study.parts[part].leak_limits.get(row, inf)
+        rows: list[Json] = [experiments[name] for name in names if name in experiments]
+        most_seeds = max((len(each["validation"]) for each in rows), default=0)
+        rows = [each for each in rows if len(each["validation"]) == most_seeds]
+        within = [each for each in rows if _leak(each) <= limit]
         if within:
-            return max(within, key=lambda experiment: _mean(experiment["validation"]))
-        return min(found, key=_leak, default=None)
+            return max(within, key=lambda each: _mean(each["validation"]))
+        return min(rows, key=_leak, default=None)
 
     def name_of(self, part: str, row: str) -> str:
-        """The case that stands for a row."""
-        found, experiments = (
-            self.experiment(part, row),
-            self.parts.get(part, {}).get("experiments", {}),
-        )
-        return next((name for name, experiment in experiments.items() if experiment is found), row)
+        """The experiment that stands for a row."""
+        experiments = self.parts.get(part, {}).get("experiments", {})
+        chosen = self.experiment(part, row)
+        return next((name for name, each in experiments.items() if each is chosen), row)
 
     def verdicts(self) -> list[Verdict]:
-        """Every claim of which all figures were measured."""
+        """Every claim whose measurements are all there."""
         return [
             verdict for claim in self.study.claims if (verdict := self._verdict(claim)) is not None
         ]
@@ -94,47 +90,44 @@ class Findings:
         lead = confidence_interval(
             [sum(sign * values[seed] for sign, values in figures) - claim.level for seed in seeds]
         )
-        word = (
-            "holds"
-            if lead.low > -claim.margin
-            else "fails"
-            if lead.high <= -claim.margin
-            else "open"
-        )
-        return Verdict(claim, lead, word)
+        status = "open"
+        if lead.low > -claim.margin:
+            status = "holds"
+        elif lead.high <= -claim.margin:
+            status = "fails"
+        return Verdict(claim, lead, status)
 
     def as_dict(self) -> Json:
-        """For JSON."""
+        """As JSON."""
         return {"format": FORMAT, "study": self.study.name, **self.about, "parts": self.parts}
 
 
 def seeds_of(experiment: Json, values: Sequence[float | None]) -> list[int]:
-    """The seeds of some of a case's figures, one each; those from 0 on where an earlier version left them out."""
+    """The seeds of some of an experiment's values; findings without seeds have those from 0 on."""
     return list(experiment.get("seeds", range(len(values)))) if values else []
 
 
 def part_folder(folder: Path, part: str) -> Path:
-    """Where a part of a study runs: an ordinary run folder."""
+    """The folder of a part of a study: an ordinary run folder."""
     return folder / "parts" / slug(part)
 
 
 def read_findings(path: Path) -> Findings:
-    """From the folder of a study, or from a file that was written of one."""
+    """The findings in a study's folder, or in a findings file."""
     try:
-        found = _from_file(path) if path.is_file() else _from_folder(path)
-        for part in found.parts.values():
+        findings = _from_file(path) if path.is_file() else _from_folder(path)
+        for part in findings.parts.values():
             for experiment in part["experiments"].values():
-                read = (*found.study.measures, "validation_leak", "fresh")
-                told = (
-                    *experiment["validation"],
-                    *(value for measure in read for value in experiment.get(measure, ())),
-                )
-                sum(value or 0.0 for value in told)  # numbers, or an error
+                values = [*experiment["validation"]]
+                for measure in (*findings.study.measures, "validation_leak", "fresh"):
+                    values += experiment.get(measure, ())
+                sum(value or 0.0 for value in values)  # numbers, or an error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
-            f"report: {path} does not hold the findings of a study ({describe_error(error)}); give the folder of a run, or its findings.json"
+            f"report: {path} does not hold the findings of a study ({describe_error(error)}); "
+            "give the folder of a run, or its findings.json"
         ) from error
-    return found
+    return findings
 
 
 def _from_folder(path: Path) -> Findings:
@@ -152,7 +145,7 @@ def _from_folder(path: Path) -> Findings:
 
 
 def write_findings(findings: Findings, path: Path) -> None:
-    """Keep them as one JSON file."""
+    """Write the findings as one JSON file."""
     write_json(path, findings.as_dict())
 
 
@@ -166,14 +159,11 @@ def _from_file(path: Path) -> Findings:
 
 
 def _part(folder: Path, study: Path, name: str, of: StudyPart) -> Json | None:
-    """What a part has finished so far; None if nothing."""
+    """What a part has finished so far, or None."""
     if not is_run(folder) or not (results := read_results(folder)):
         return None
-    seconds = sum(
-        row.get("seconds", 0.0)
-        for row in read_rows(study / "timing.jsonl")
-        if row.get("part") == name
-    )
+    sessions = [row for row in read_rows(study / "timing.jsonl") if row.get("part") == name]
+    seconds = sum(row.get("seconds", 0.0) for row in sessions)
     experiments = {experiment: _experiment(seeds) for experiment, seeds in results.items()}
     if (folder / "baselines.json").exists():
         experiments |= {
@@ -181,10 +171,8 @@ def _part(folder: Path, study: Path, name: str, of: StudyPart) -> Json | None:
             for name, rows in read_json(folder / "baselines.json", dict).items()
         }
     if of.goal:
-        experiments = {
-            experiment: {**figures, "validation_curve": validation_curve(folder, experiment)}
-            for experiment, figures in experiments.items()
-        }
+        for experiment, values in experiments.items():
+            values["validation_curve"] = validation_curve(folder, experiment)
     return {
         "seconds": round(seconds, 1),
         "settings": read_settings(folder).as_dict(),
@@ -193,16 +181,19 @@ def _part(folder: Path, study: Path, name: str, of: StudyPart) -> Json | None:
 
 
 def _experiment(results: Sequence[Json]) -> Json:
-    """One case's figures, seed by seed; traffic is the same for all seeds but for the ensemble, so its mean is kept."""
+    """One experiment's values, seed by seed; traffic is the mean over seeds.
+
+    Traffic differs between seeds only in the ensemble.
+    """
     ledgers = [result["ledger"] for result in results]
+    new_tests = [result["new_test"] or {} for result in results]
     return {
         "seeds": [result["seed"] for result in results],
         "local": [_round(result["local_test"]["mean"]) for result in results],
         "worst_tenth": [_round(result["local_test"]["worst_tenth"]) for result in results],
-        **{
-            key: [_round((result["new_test"] or {}).get(way)) for result in results]
-            for key, way in _WAYS.items()
-        },
+        "new": [_round(each.get("logits")) for each in new_tests],
+        "new_by_votes": [_round(each.get("votes")) for each in new_tests],
+        "new_by_weights": [_round(each.get("weights")) for each in new_tests],
         **_new_client_metrics(
             [result["new_client"] for result in results if "new_client" in result]
         ),
@@ -218,7 +209,7 @@ def _experiment(results: Sequence[Json]) -> Json:
 
 
 def _baseline(rows: Sequence[Json]) -> Json:
-    """A row that nobody has trained in rounds, and that sends nothing."""
+    """A row that was not trained in rounds and sends nothing."""
     return {
         "seeds": [row["seed"] for row in rows],
         **_ordinal_metrics([row["ordinal"] for row in rows]),
@@ -228,56 +219,55 @@ def _baseline(rows: Sequence[Json]) -> Json:
 
 
 def _ordinal_metrics(rows: Sequence[Json]) -> Json:
-    """How right and how far off guesses are, seed by seed; nothing where classes have no order."""
+    """Accuracy and mean absolute error per seed; nothing where classes have no order."""
     return {key: [_round(row[key]) for row in rows] for key in _ORDINAL} if rows else {}
 
 
-def _new_client_metrics(arrivals: Sequence[Json]) -> Json:
-    """What a newcomer's arrival came to, seed by seed, and what it cost; nothing if none arrived."""
-    if not arrivals:
+def _new_client_metrics(trials: Sequence[Json]) -> Json:
+    """How the new client did, seed by seed, and the bytes sent; nothing where none joined."""
+    if not trials:
         return {}
     scores = {
-        key: [_round(row[key]) for row in arrivals]
+        key: [_round(row[key]) for row in trials]
         for key in ("normal", "normal_local", "rotated", "rotated_before")
     }
     return {
         **scores,
-        "join_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in arrivals)),
+        "join_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in trials)),
     }
 
 
 def _audit_metrics(audits: Sequence[Json]) -> Json:
-    """What predictions are worth and what representations give away, seed by seed, as AUC; nothing if there was no audit.
+    """The audit's AUCs, seed by seed; nothing without an audit.
 
-    "adversary" is the one that was trained along, the mean over attributes; "own_0" and the like are the best fresh attackers by
-    what they know and by attribute, and "fresh" is the best of all these.
+    "adversary" is the one that was trained along, the mean over attributes. "own_0" and the like
+    are the best attackers trained afterwards, by what they know and by attribute; "fresh" is the
+    best of these.
     """
     if not audits:
         return {}
-    attributes = [audit["attributes"] for audit in audits]
-    views = [(place, view) for place in range(len(attributes[0])) for view in _VIEWS]
-    return {
+    metrics: Json = {
         "accuracy": [_round(audit["accuracy"]) for audit in audits],
         "auc": [_round(audit["auc"]) for audit in audits],
-        "adversary": [
-            _round(_aggregate_known(fmean, [each["joint"] for each in of])) for of in attributes
-        ],
-        **{
-            f"{view}_{place}": [_round(of[place][view]) for of in attributes]
-            for place, view in views
-        },
-        "fresh": [
-            _round(_aggregate_known(max, [of[place][view] for place, view in views]))
-            for of in attributes
-        ],
-        "validation_auc": [_round(audit["validation"]["auc"]) for audit in audits],
-        "validation_leak": [_round(audit["validation"]["leak"]) for audit in audits],
+        "adversary": [],
     }
+    for audit in audits:
+        joint = [attribute["joint"] for attribute in audit["attributes"]]
+        metrics["adversary"].append(_round(_aggregate_known(fmean, joint)))
+    views = []
+    for index in range(len(audits[0]["attributes"])):
+        for view in _VIEWS:
+            views.append(f"{view}_{index}")
+            metrics[views[-1]] = [_round(audit["attributes"][index][view]) for audit in audits]
+    by_seed = zip(*(metrics[view] for view in views), strict=True)
+    metrics["fresh"] = [_aggregate_known(max, aucs) for aucs in by_seed]
+    metrics["validation_auc"] = [_round(audit["validation"]["auc"]) for audit in audits]
+    metrics["validation_leak"] = [_round(audit["validation"]["leak"]) for audit in audits]
+    return metrics
 
 
 _ORDINAL = ("accuracy", "error", "accuracy_rest", "error_rest")
 _VIEWS = ("own", "pooled", "strong")
-_WAYS = {"new": "logits", "new_by_votes": "votes", "new_by_weights": "weights"}
 
 
 def _round(value: float | None) -> float | None:
@@ -289,13 +279,13 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def _aggregate_known(
-    of: Callable[[Sequence[float]], float], values: Iterable[float | None]
+    aggregate: Callable[[Sequence[float]], float], values: Iterable[float | None]
 ) -> float | None:
-    """The mean, the largest or the like of what is known; None where nothing is."""
+    """The mean, the maximum or the like of the values that are not None; None without any."""
     known = [value for value in values if value is not None]
-    return of(known) if known else None
+    return aggregate(known) if known else None
 
 
 def _leak(experiment: Json) -> float:
-    """What attackers read from a case's representations of validation data; nothing where there was no audit."""
+    """The AUC of attackers on representations of validation data; 0 without an audit."""
     return _aggregate_known(fmean, experiment.get("validation_leak", ())) or 0.0

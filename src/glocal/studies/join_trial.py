@@ -1,4 +1,4 @@
-"""Every way to take a new device into a saved federation, by how many labelled examples it has; kept in a folder of its own."""
+"""Every method for a new client to join a saved federation, by number of labelled examples."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ import torch
 
 from glocal.core.data import ClientData, Examples
 from glocal.core.errors import InputError
-from glocal.core.files import Json, write_json, write_tensors, write_text
+from glocal.core.files import FORMAT, Json, write_json, write_tensors, write_text
 from glocal.core.sampling import make_rng
 from glocal.core.trees import nbytes
 from glocal.personalize.onboarding import (
@@ -31,7 +31,10 @@ LABEL_COUNTS = (0, 1, 5, 10, 50, None)
 
 @dataclass(frozen=True)
 class JoinTrialSettings:
-    """What is tried: numbers of labels (None: all), members of a small ensemble, inputs they are judged by, and the welcome."""
+    """What is tried: numbers of labels (None: all), sizes of the ensemble and its sample, a plan.
+
+    The small ensemble has `ensemble_size` members, chosen by their outputs on `sample_size` inputs.
+    """
 
     labels: tuple[int | None, ...] = LABEL_COUNTS
     ensemble_size: int = 10
@@ -41,22 +44,21 @@ class JoinTrialSettings:
     def __post_init__(self) -> None:
         if self.ensemble_size < 1 or self.sample_size < 1:
             raise InputError(
-                f"join: members is {self.ensemble_size} and sample {self.sample_size}; both must be at least 1"
+                f"join: ensemble_size is {self.ensemble_size} and sample_size {self.sample_size}; "
+                "both must be at least 1"
             )
 
 
 class JoinTrial:
-    """One newcomer at one host, with the host's data for those that are asked as guests."""
+    """One new client at one federation, with the data of existing clients that take part."""
 
     def __init__(
         self, saved: SavedExperiment, new_client: NewClient, joining: JoinTrialSettings
     ) -> None:
         device = saved.options.torch_device()
-        self.trained_federation, self.config, self.engine = (
-            saved.trained_federation,
-            joining,
-            saved.options.engine_config(),
-        )
+        self.trained_federation = saved.trained_federation
+        self.config = joining
+        self.engine = saved.options.engine_config()
         self.train, self.test = new_client.train.to(device), new_client.test.to(device)
         self.unlabeled = new_client.unlabeled.to(device)
         train = saved.federation.train
@@ -64,7 +66,7 @@ class JoinTrial:
         self.joined: dict[str, JoinResult] = {}
 
     def rows(self) -> Iterator[Json]:
-        """One row per way and number of labels, as they are measured."""
+        """One row per method and number of labels, each as it is measured."""
         if 0 in self.config.labels or not len(self.train.y):
             yield from self._ensemble_rows()
         for labels in self._label_counts():
@@ -73,7 +75,7 @@ class JoinTrial:
                 yield from self._training_rows(some, every=len(some.y) == len(self.train.y))
 
     def missing_label_counts(self) -> list[int]:
-        """Numbers of labels that were asked for and that the device does not have."""
+        """Numbers of labels that were asked for, but that the client does not have."""
         return sorted(
             {
                 labels
@@ -83,26 +85,23 @@ class JoinTrial:
         )
 
     def _label_counts(self) -> list[int | None]:
-        """The numbers of labels that there are examples for, in ascending order; all of them once."""
+        """The numbers of labels that there are examples for, ascending; all of them once."""
         size = len(self.train.y)
-        known = sorted(
-            {labels for labels in self.config.labels if labels is not None and 0 < labels < size}
-        )
-        return (
-            [*known, None]
-            if size and (None in self.config.labels or size in self.config.labels)
-            else [*known]
-        )
+        counts = {
+            labels for labels in self.config.labels if labels is not None and 0 < labels < size
+        }
+        all_labels = size and (None in self.config.labels or size in self.config.labels)
+        return [*sorted(counts), *([None] if all_labels else [])]
 
     def _ensemble_rows(self) -> Iterator[Json]:
-        """Nothing is trained: models of others, all of them or some that fit a sample of inputs."""
+        """No training: an ensemble of all clients, or of some that fit a sample of inputs."""
         order = make_rng(self.trained_federation.plan.seed, "sample").permutation(
             len(self.unlabeled)
         )[: self.config.sample_size]
         sample = self.unlabeled[torch.from_numpy(order).to(self.unlabeled.device)]
-        for way in ENSEMBLES:
+        for method in ENSEMBLES:
             chosen = select_ensemble(
-                self.trained_federation, sample, by=way, count=self.config.ensemble_size
+                self.trained_federation, sample, by=method, count=self.config.ensemble_size
             )
             accuracy = (
                 new_client_ensemble_accuracy(self.trained_federation, chosen, self.test)
@@ -110,7 +109,7 @@ class JoinTrial:
                 else None
             )
             yield {
-                "method": way,
+                "method": method,
                 "labels": 0,
                 "accuracy": accuracy,
                 "members": chosen,
@@ -118,12 +117,19 @@ class JoinTrial:
             }
 
     def _ensemble_bytes(self) -> int:
-        """What it takes to have the shared part and every trained device's local part once: some are judged by what all say."""
+        """The bytes of the shared part and of every trained client's local part, once.
+
+        All are needed even for a small ensemble, because its members are chosen by what all
+        predict.
+        """
         state = self.trained_federation.state
         return nbytes(state.shared) + len(state.private.trained) * nbytes(state.private.initial)
 
     def _training_rows(self, some: Examples, *, every: bool) -> Iterator[Json]:
-        """The local part alone, the same network without a federation, and with all labels also in the rounds."""
+        """The local part alone, the same network without a federation, and joining the rounds.
+
+        The latter is tried only with all labels.
+        """
         trained_federation, join_plan, labels = (
             self.trained_federation,
             self.config.join_plan,
@@ -144,41 +150,44 @@ class JoinTrial:
             train_alone(trained_federation, some, epochs=join_plan.epochs, engine=self.engine),
         )
         if every and join_plan.rounds:
-            met = join(
+            joined = join(
                 trained_federation,
                 some,
                 existing_data=self.existing_data,
                 join_plan=join_plan,
                 engine=self.engine,
             )
-            yield self._row("in the rounds", labels, self._remember("in the rounds", met))
+            yield self._row("in the rounds", labels, self._remember("in the rounds", joined))
 
-    def _remember(self, way: str, joined: JoinResult) -> JoinResult:
-        self.joined[way] = joined
+    def _remember(self, method: str, joined: JoinResult) -> JoinResult:
+        self.joined[method] = joined
         return joined
 
-    def _row(self, way: str, labels: int, joined: JoinResult) -> Json:
+    def _row(self, method: str, labels: int, joined: JoinResult) -> Json:
         accuracy = (
             new_client_accuracy(self.trained_federation, joined, self.test)
             if len(self.test.y)
             else None
         )
-        sent = 0 if way == "alone" else joined.ledger.total.bytes
-        return {"method": way, "labels": labels, "accuracy": accuracy, "bytes": sent}
+        sent = 0 if method == "alone" else joined.ledger.total.bytes
+        return {"method": method, "labels": labels, "accuracy": accuracy, "bytes": sent}
 
     def save(self, folder: Path, rows: list[Json], about: Json) -> None:
-        """Figures, and the newcomer's model by each way, as last learnt; predictions for a newcomer without any label."""
-        for way, joined in self.joined.items():
+        """Write the metrics, and the new client's last model of each method.
+
+        A new client without labels gets predictions.
+        """
+        for method, joined in self.joined.items():
             write_tensors(
-                folder / f"{way.replace(' ', '-')}.safetensors",
+                folder / f"{method.replace(' ', '-')}.safetensors",
                 joined.state_dict(self.trained_federation),
-                {"method": way},
+                {"method": method},
             )
         if "in the rounds" in self.joined:
             write_tensors(
                 folder / "shared.safetensors",
                 self.joined["in the rounds"].state.shared,
-                {"after": "in the rounds"},
+                {"method": "in the rounds"},
             )
         if not len(self.train.y):
             guesses = new_client_ensemble_classes(
@@ -191,7 +200,7 @@ class JoinTrial:
                 "row,class\n" + "".join(f"{row},{guess}\n" for row, guess in enumerate(guesses)),
             )
         classes = sorted({*self.train.y.tolist()})
-        told = {
+        new_client = {
             "examples": len(self.train.y),
             "test_examples": len(self.test.y),
             "classes": classes,
@@ -199,5 +208,5 @@ class JoinTrial:
         }
         write_json(
             folder / "join.json",
-            {**about, "new_client": told, "settings": asdict(self.config), "rows": rows},
+            {"format": FORMAT, **about, "new_client": new_client, "settings": asdict(self.config), "rows": rows},
         )

@@ -1,7 +1,8 @@
-"""What several runs of one study found, made one: other parts, or of one part other seeds and other cases."""
+"""Merge the findings of several runs of one study: other parts, other seeds, other experiments."""
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
 
 from glocal.core.errors import InputError
@@ -15,29 +16,29 @@ _IGNORED = {
 
 
 def merge_findings(findings: Sequence[Findings]) -> Findings:
-    """All parts, in the study's order; seeds and cases of a part that several have run stand side by side."""
+    """All parts, in the study's order, each with the seeds and experiments of all runs."""
     first = findings[0]
     parts: dict[str, Json] = {}
     for other in findings:
         if other.study.name != first.study.name:
             raise InputError(
-                f"report: {first.study.name} and {other.study.name} are two studies; report them one by one"
+                f"report: {first.study.name} and {other.study.name} are two studies; "
+                "report them one by one"
             )
         for name, part in other.parts.items():
             parts[name] = _merge_part(name, parts[name], part) if name in parts else part
     for key in ("machine", "version"):
-        told = dict.fromkeys(json.dumps(other.about.get(key)) for other in findings)
-        if len(told) > 1:
+        values = dict.fromkeys(json.dumps(other.about.get(key)) for other in findings)
+        if len(values) > 1:
             raise InputError(
-                f"report: these runs are of different {key}s ({' and '.join(told)}); report them one by one"
+                f"report: these runs are of different {key}s ({' and '.join(values)}); "
+                "report them one by one"
             )
-    commands = list(
-        dict.fromkeys(
-            command for other in findings for command in _as_list(other.about.get("command"))
-        )
-    )
+    commands: list[str] = []
+    for other in findings:
+        commands += _as_list(other.about.get("command"))
     ordered = {name: parts[name] for name in first.study.parts if name in parts}
-    return Findings(first.study, {**first.about, "command": commands}, ordered)
+    return Findings(first.study, {**first.about, "command": [*dict.fromkeys(commands)]}, ordered)
 
 
 def _as_list(command: str | list[str] | None) -> list[str]:
@@ -45,29 +46,26 @@ def _as_list(command: str | list[str] | None) -> list[str]:
 
 
 def _merge_part(name: str, part: Json, other: Json) -> Json:
-    """Two runs of a part: all seeds of all cases; what both have run must be alike."""
-    both = (part, other)
+    """Two runs of a part: all seeds of all experiments; what both have run must be the same."""
     if _experiment_seeds(other) <= _experiment_seeds(part):
         raise InputError(f"report: part '{name}' was given twice; leave one of the two out")
-    _require_alike(name, *(_compared_settings(each["settings"]) for each in both))
-    experiments = {
-        experiment: _merge_seeds(
-            f"part '{name}', {experiment}",
-            [each["experiments"][experiment] for each in both if experiment in each["experiments"]],
-        )
-        for experiment in dict.fromkeys(experiment for each in both for experiment in each["experiments"])
-    }
-    seeds = {seed for experiment in experiments.values() for seed in experiment["seeds"]}
+    _require_alike(
+        name, _compared_settings(part["settings"]), _compared_settings(other["settings"])
+    )
+    experiments: dict[str, Json] = {}
+    for experiment in {**part["experiments"], **other["experiments"]}:
+        runs = [
+            each["experiments"][experiment]
+            for each in (part, other)
+            if experiment in each["experiments"]
+        ]
+        experiments[experiment] = _merge_seeds(f"part '{name}', {experiment}", runs)
+    seeds: set[int] = set().union(*(each["seeds"] for each in experiments.values()))
     plan = {**part["settings"]["plan"], "seed": min(seeds), "seeds": len(seeds)}
-    told = {
-        experiment: about
-        for each in both
-        for experiment, about in each["settings"]["experiments"].items()
-    }
-    seconds = round(sum(each["seconds"] for each in both), 1)
+    settings = {**part["settings"]["experiments"], **other["settings"]["experiments"]}
     return {
-        "seconds": seconds,
-        "settings": {**part["settings"], "plan": plan, "experiments": told},
+        "seconds": round(part["seconds"] + other["seconds"], 1),
+        "settings": {**part["settings"], "plan": plan, "experiments": settings},
         "experiments": experiments,
     }
 
@@ -75,13 +73,13 @@ def _merge_part(name: str, part: Json, other: Json) -> Json:
 def _experiment_seeds(part: Json) -> set[tuple[str, int]]:
     return {
         (experiment, seed)
-        for experiment, figures in part["experiments"].items()
-        for seed in seeds_of(figures, figures["validation"])
+        for experiment, run in part["experiments"].items()
+        for seed in seeds_of(run, run["validation"])
     }
 
 
 def _require_alike(name: str, one: Json, other: Json) -> None:
-    """Refuse runs with other settings; a case may be in one of them only."""
+    """Refuse runs with different settings; an experiment may be in one of them only."""
     for key in sorted(one.keys() | other.keys()):
         if one.get(key) != other.get(key) and (
             key.partition(".")[0] != "experiments" or (key in one and key in other)
@@ -92,52 +90,49 @@ def _require_alike(name: str, one: Json, other: Json) -> None:
 
 
 def _compared_settings(settings: Json) -> Json:
-    """Settings by name, such as plan.rounds and experiments.FedAvg, but for what changes nothing or is made one."""
-    return {
-        f"{table}.{key}": value
-        for table, values in settings.items()
-        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-        if key not in _IGNORED.get(table, ())
-    }
+    """Settings by name, such as plan.rounds, without those that may differ between runs."""
+    compared: Json = {}
+    for table, values in settings.items():
+        entries = values if isinstance(values, dict) else {"": values}
+        ignored = _IGNORED.get(table, ())
+        compared |= {f"{table}.{key}": entries[key] for key in entries if key not in ignored}
+    return compared
 
 
-def _merge_seeds(words: str, runs: Sequence[Json]) -> Json:
-    """A case's figures with the seeds of all runs, each once; traffic is the mean over them."""
+def _merge_seeds(title: str, runs: Sequence[Json]) -> Json:
+    """An experiment's values with the seeds of all runs, each once; traffic is their mean."""
     by_seed: dict[int, Json] = {}
+    weights = [len(seeds_of(run, run["validation"])) for run in runs]
     for run in runs:
-        for seed, figures in _by_seed(run).items():
-            if by_seed.setdefault(seed, figures) != figures:
+        for seed, values in _by_seed(run).items():
+            if by_seed.setdefault(seed, values) != values:
                 raise InputError(
-                    f"report: {words}: two runs of seed {seed} have other figures; leave one of the two out"
+                    f"report: {title}: two runs of seed {seed} have different values; "
+                    "leave one of the two out"
                 )
     seeds = sorted(by_seed)
-    lists = {
-        key: [by_seed[seed][key] for seed in seeds] for key in by_seed[seeds[0]] if key != "validation_curve"
-    }
-    sent = {
-        key: round(fmean(run[key] for run in runs for _ in seeds_of(run, run["validation"])))
-        for key, value in runs[0].items()
-        if isinstance(value, int | float)
-    }
-    courses = (
-        {"validation_curve": [row for seed in seeds for row in by_seed[seed]["validation_curve"]]}
-        if any("validation_curve" in run for run in runs)
-        else {}
-    )
-    return {"seeds": seeds, **lists, **sent, **courses}
+    merged: Json = {"seeds": seeds}
+    for key in by_seed[seeds[0]]:
+        if key != "validation_curve":
+            merged[key] = [by_seed[seed][key] for seed in seeds]
+    for key, value in runs[0].items():
+        if isinstance(value, int | float):
+            merged[key] = round(fmean([run[key] for run in runs], weights))
+    if any("validation_curve" in run for run in runs):
+        curves = [by_seed[seed]["validation_curve"] for seed in seeds]
+        merged["validation_curve"] = list(chain.from_iterable(curves))
+    return merged
 
 
 def _by_seed(run: Json) -> dict[int, Json]:
-    """Figures of a case that differ from seed to seed, and its course."""
-    lists = {
-        key: values
-        for key, values in run.items()
-        if isinstance(values, list) and key not in ("seeds", "validation_curve")
-    }
-    found = {
-        seed: {key: values[place] for key, values in lists.items()}
-        for place, seed in enumerate(seeds_of(run, run["validation"]))
-    }
-    for seed, figures in found.items():
-        figures["validation_curve"] = [row for row in run.get("validation_curve", []) if row["seed"] == seed]
-    return found
+    """The values of an experiment that differ between seeds, and its validation curve."""
+    rows: dict[int, Json] = {}
+    for index, seed in enumerate(seeds_of(run, run["validation"])):
+        row: Json = {}
+        for key, values in run.items():
+            if isinstance(values, list) and key not in ("seeds", "validation_curve"):
+                row[key] = values[index]
+        curve = run.get("validation_curve", [])
+        row["validation_curve"] = [point for point in curve if point["seed"] == seed]
+        rows[seed] = row
+    return rows

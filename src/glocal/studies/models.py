@@ -1,4 +1,4 @@
-"""The paper's networks (Liang et al. 2020, appendix C), layer by layer under names that a split can use."""
+"""The paper's networks (Liang et al. 2020, appendix C), with layer names that a split can use."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,7 +13,10 @@ from glocal.core.modules import GaussianNoise, make_dropout
 def mlp(
     inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10
 ) -> nn.Sequential:
-    """Linear layers layer1, layer2, ... with ReLU between; the defaults are the paper's MNIST network, 633,226 parameters."""
+    """Linear layers layer1, layer2, ... with ReLU between.
+
+    The defaults are the paper's MNIST network, 633,226 parameters.
+    """
     if not all(width >= 1 for width in hidden):
         raise InputError(f"model: the hidden widths are {list(hidden)}; each must be at least 1")
     widths = [inputs, *hidden, classes]
@@ -27,7 +30,10 @@ def mlp(
 def softmax_mlp(
     inputs: int = 784, hidden: Sequence[int] = (512, 256, 256, 128), classes: int = 10
 ) -> nn.Sequential:
-    """The same with a softmax at its end, as in the paper's released code: with cross entropy it is then applied twice."""
+    """An mlp that ends in a softmax, as in the paper's released code.
+
+    With cross entropy the softmax is then applied twice.
+    """
     return nn.Sequential(
         OrderedDict(
             [*mlp(inputs, hidden, classes).named_children(), ("softmax", nn.Softmax(dim=1))]
@@ -44,13 +50,15 @@ def bottleneck_mlp(
     noise_std: float | None = None,
     dropout: float | None = None,
 ) -> nn.Sequential:
-    """An encoder whose code, 32 or so many numbers between -1 and 1, is blurred while training; and a head of two layers.
+    """An encoder to a narrow representation between -1 and 1, and a head of two layers.
 
-    After each hidden layer of both a share of the units is dropped while training, if `dropout` says so.
+    The representation is `bottleneck` wide (default 32), with noise of standard deviation
+    `noise_std` in training. After each hidden layer of both parts a fraction `dropout` of the units
+    is dropped in training.
     """
     width = 32 if bottleneck is None else bottleneck
     if width < 1:
-        raise InputError(f"model: the code is {width} wide; it must be at least 1")
+        raise InputError(f"model: the bottleneck is {width} wide; it must be at least 1")
     inner = hidden[-1] if hidden else width
     encoder = _with_dropout(
         nn.Sequential(
@@ -73,26 +81,29 @@ def bottleneck_mlp(
     )
 
 
-def _with_dropout(layers: nn.Sequential, share: float | None) -> nn.Sequential:
+def _with_dropout(layers: nn.Sequential, rate: float | None) -> nn.Sequential:
     """The same with dropout after every ReLU."""
-    if not share:
+    if not rate:
         return layers
     parts: list[tuple[str, nn.Module]] = []
     for name, layer in layers.named_children():
-        parts += [
-            (name, layer),
-            *([(f"drop{name[-1]}", make_dropout(share))] if isinstance(layer, nn.ReLU) else []),
-        ]
+        parts.append((name, layer))
+        if isinstance(layer, nn.ReLU):
+            parts.append((f"drop{name[-1]}", make_dropout(rate)))
     return nn.Sequential(OrderedDict(parts))
 
 
 def bottleneck_cnn(
     shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, bottleneck: int | None = None
 ) -> nn.Sequential:
-    """An encoder of two convolutions whose code is 64 or so many numbers wide, and a head of two layers; for images."""
+    """An encoder of two convolutions, and a head of two layers; for images.
+
+    The representation is `bottleneck` wide (default 64).
+    """
     if len(shape) != 3 or min(shape[1:]) < 16:
         raise InputError(
-            f"model: bottleneck_cnn needs images (channels, height, width) of at least 16 x 16, not {tuple(shape)}"
+            "model: bottleneck_cnn needs images (channels, height, width) of at least 16 x 16, "
+            f"not {tuple(shape)}"
         )
     width = 64 if bottleneck is None else bottleneck
     height, breadth = (((side - 4) // 2 - 4) // 2 for side in shape[1:])
@@ -114,7 +125,10 @@ def bottleneck_cnn(
 
 
 def lenet5(channels: int = 3, classes: int = 10) -> nn.Sequential:
-    """Conv 6@5, pool, conv 16@5, pool, fc 120, fc 100, fc: the paper's CIFAR-10 network for 32x32, 64,102 parameters."""
+    """The paper's CIFAR-10 network for 32 x 32 images, 64,102 parameters.
+
+    Conv 6@5, pool, conv 16@5, pool, fc 120, fc 100, fc.
+    """
     return nn.Sequential(
         OrderedDict[str, nn.Module](
             conv1=nn.Conv2d(channels, 6, 5),

@@ -1,4 +1,4 @@
-"""A new device's own examples, from a file or a function of the user's, held against what the federation expects."""
+"""A new client's examples, from a file or a user's function, checked against the federation's."""
 
 import zipfile
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from glocal.core.data import Examples, Rows, hold_out
 from glocal.core.errors import InputError, describe_error
 from glocal.studies.user_functions import call_user_function, import_function
 
-TEST_FRACTION = 0.3  # of data that come without a test part
+TEST_FRACTION = 0.3  # of data without a test part
 _NAMES = ("x", "y", "x_test", "y_test")
 _UNREADABLE = (
     OSError,
@@ -28,7 +28,7 @@ _UNREADABLE = (
 
 
 class NewClient(NamedTuple):
-    """What a new device has: labelled examples to learn from and to be tested on, and inputs of whose labels nothing is asked."""
+    """A new client's labelled examples for training and test, and its inputs without labels."""
 
     train: Examples
     test: Examples
@@ -36,9 +36,12 @@ class NewClient(NamedTuple):
 
 
 def read_new_client(address: str, *, like: Tensor, classes: int, seed: int) -> NewClient:
-    """From FILE.npz with x and y (and x_test, y_test), or from "module:function" that returns the same; y may be missing."""
-    given = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
-    tensors = {name: _as_tensor(name, array) for name, array in given.items() if array is not None}
+    """The new client's data, from FILE.npz or "module:function".
+
+    They hold x and y, and maybe x_test and y_test; y may be missing.
+    """
+    arrays = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
+    tensors = {name: _as_tensor(name, array) for name, array in arrays.items() if array is not None}
     for name in ("x", "x_test"):
         if name in tensors:
             _require_inputs(name, tensors[name], like)
@@ -47,21 +50,22 @@ def read_new_client(address: str, *, like: Tensor, classes: int, seed: int) -> N
             _require_labels(labels, tensors[labels], tensors[inputs], classes)
     if not len(tensors["x"]):
         raise InputError(
-            f"data: {address} holds no examples; a new device needs some, labelled or not"
+            f"data: {address} holds no examples; a new client needs some, labelled or not"
         )
     return _with_test_split(tensors, seed)
 
 
 def read_inputs(address: str, *, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Inputs to predict, and their labels if they are known, from FILE.npz or "module:function"."""
-    given = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
-    tensors = {name: _as_tensor(name, array) for name, array in given.items() if array is not None}
+    """Inputs to predict, and their labels if there are any, from FILE.npz or "module:function"."""
+    arrays = _from_file(Path(address)) if address.endswith(".npz") else _from_function(address)
+    tensors = {name: _as_tensor(name, array) for name, array in arrays.items() if array is not None}
     _require_inputs("x", tensors["x"], like)
     if not len(tensors["x"]):
         raise InputError(f"data: {address} holds no inputs; give at least one")
     if "y" in tensors and tensors["y"].shape != tensors["x"].shape[:1]:
         raise InputError(
-            f"data: y is {tuple(tensors['y'].shape)} for {len(tensors['x'])} inputs; one label per input was expected"
+            f"data: y is {tuple(tensors['y'].shape)} for {len(tensors['x'])} inputs; "
+            "one label per input was expected"
         )
     return tensors["x"], tensors.get("y")
 
@@ -79,7 +83,8 @@ def _from_file(path: Path) -> Mapping[str, Any]:
         ) from error
     except _UNREADABLE as error:
         raise InputError(
-            f"data: {path} cannot be read ({describe_error(error)}); write it with numpy.savez(path, x=..., y=...)"
+            f"data: {path} cannot be read ({describe_error(error)}); "
+            "write it with numpy.savez(path, x=..., y=...)"
         ) from error
     return _by_name(arrays, str(path))
 
@@ -89,13 +94,14 @@ def _from_function(address: str) -> Mapping[str, Any]:
         raise InputError(
             f"data: the data are '{address}'; give an .npz file with x and y, or module:function"
         )
-    made = call_user_function(import_function(address, "data"), address)
-    if isinstance(made, dict):
-        return _by_name(made, address)
-    if isinstance(made, tuple | list) and len(made) in (2, 4):
-        return _by_name(dict(zip(_NAMES[: len(made)], made, strict=True)), address)
+    data = call_user_function(import_function(address, "data"), address)
+    if isinstance(data, dict):
+        return _by_name(data, address)
+    if isinstance(data, tuple | list) and len(data) in (2, 4):
+        return _by_name(dict(zip(_NAMES[: len(data)], data, strict=True)), address)
     raise InputError(
-        f"data: {address} returned {type(made).__name__}; (x, y), (x, y, x_test, y_test) or a dict was expected"
+        f"data: {address} returned {type(data).__name__}; "
+        "(x, y), (x, y, x_test, y_test) or a dict was expected"
     )
 
 
@@ -105,9 +111,10 @@ def _by_name(arrays: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         or not {*_NAMES} >= arrays.keys()
         or ("x_test" in arrays) != ("y_test" in arrays)
     ):
-        held = ", ".join(sorted(map(str, arrays))) or "nothing"
+        names = ", ".join(sorted(map(str, arrays))) or "nothing"
         raise InputError(
-            f"data: {where} holds {held}; x and y were expected, and x_test with y_test if there is a test part"
+            f"data: {where} holds {names}; "
+            "x and y were expected, and x_test with y_test if there is a test part"
         )
     return arrays
 
@@ -126,44 +133,54 @@ def _as_tensor(name: str, array: Any) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def _require_inputs(name: str, given: Tensor, like: Tensor) -> None:
-    """Refuse inputs that the federation's network was not made for."""
-    if given.dim() != like.dim() or given.shape[1:] != like.shape[1:] or given.dtype != like.dtype:
+def _require_inputs(name: str, inputs: Tensor, like: Tensor) -> None:
+    """Refuse inputs that the federation's model does not take."""
+    if (
+        inputs.dim() != like.dim()
+        or inputs.shape[1:] != like.shape[1:]
+        or inputs.dtype != like.dtype
+    ):
         shape = ", ".join(map(str, like.shape[1:]))
         raise InputError(
-            f"data: {name} is {tuple(given.shape)} {given.dtype}, but this federation takes (rows, {shape}) "
-            f"{like.dtype}, prepared as its own data were; bring it into that form"
+            f"data: {name} is {tuple(inputs.shape)} {inputs.dtype}, "
+            f"but this federation takes (rows, {shape}) {like.dtype}; "
+            "prepare it in the same way as the federation's own data"
         )
-    if given.is_floating_point() and not bool(torch.isfinite(given).all()):
+    if inputs.is_floating_point() and not bool(torch.isfinite(inputs).all()):
         raise InputError(f"data: {name} holds NaN or infinity; clean or drop those examples")
 
 
 def _require_labels(name: str, labels: Tensor, inputs: Tensor, classes: int) -> None:
-    """Refuse labels that are not one class number per input."""
+    """Refuse labels that are not one class index per input."""
     if labels.shape != inputs.shape[:1]:
         raise InputError(
-            f"data: {name} is {tuple(labels.shape)} for {len(inputs)} inputs; one label per input was expected"
+            f"data: {name} is {tuple(labels.shape)} for {len(inputs)} inputs; "
+            "one label per input was expected"
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InputError(
-            f"data: {name} is {labels.dtype}; class numbers 0..{classes - 1} as whole numbers were expected"
+            f"data: {name} is {labels.dtype}; "
+            f"class numbers 0..{classes - 1} as whole numbers were expected"
         )
     wrong = labels[(labels < 0) | (labels >= classes)]
     if len(wrong):
         raise InputError(
-            f"data: {name} holds {int(wrong[0])}, but this federation knows the classes 0..{classes - 1}; leave it out"
+            f"data: {name} holds {int(wrong[0])}, "
+            f"but this federation knows the classes 0..{classes - 1}; leave it out"
         )
 
 
 def _with_test_split(tensors: Mapping[str, Tensor], seed: int) -> NewClient:
-    """Train and test as given, or a part of the labelled examples set aside for the test."""
-    x, nothing = tensors["x"], Examples(tensors["x"][:0], torch.zeros(0, dtype=torch.int64))
-    given = Examples(tensors["x_test"], tensors["y_test"].long()) if "x_test" in tensors else None
+    """Training and test examples as given, or some labelled ones held out for the test."""
+    x = tensors["x"]
+    empty = Examples(x[:0], torch.zeros(0, dtype=torch.int64))
+    test = Examples(tensors["x_test"], tensors["y_test"].long()) if "x_test" in tensors else None
     if "y" not in tensors:
-        return NewClient(nothing, given or nothing, x)
-    whole = Examples(x, tensors["y"].long())
-    if given is not None:
-        return NewClient(whole, given, x)
-    everything: Rows = np.arange(len(whole.y), dtype=np.int64)
-    kept, taken = hold_out(everything, TEST_FRACTION, seed, "test", 0)
-    return NewClient(whole.take(kept), whole.take(taken), x[torch.from_numpy(kept)])
+        return NewClient(empty, test or empty, x)
+    labeled = Examples(x, tensors["y"].long())
+    if test is not None:
+        return NewClient(labeled, test, x)
+    rows: Rows = np.arange(len(labeled.y), dtype=np.int64)
+    train_rows, test_rows = hold_out(rows, TEST_FRACTION, seed, "test", 0)
+    unlabeled = x[torch.from_numpy(train_rows)]
+    return NewClient(labeled.take(train_rows), labeled.take(test_rows), unlabeled)

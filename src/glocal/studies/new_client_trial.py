@@ -1,4 +1,7 @@
-"""A newcomer at the end of a case: images that no device has seen like that, taken in as the case says (Liang et al. 2020, 5.4)."""
+"""A new client after the last round of an experiment: images rotated as no client has seen them.
+
+Liang et al. 2020, section 5.4.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +27,7 @@ from glocal.personalize.onboarding import JoinPlan, JoinResult, join_many
 
 @dataclass(frozen=True)
 class NewClientSettings:
-    """A new device: so many examples drawn from the training and the test data, turned by `rotate` degrees."""
+    """How many examples a new client draws from the training and test data, and their rotation."""
 
     rotate: float = 90.0
     train: int = count_field(3000, maximum=MAX_EXAMPLES)
@@ -39,7 +42,7 @@ def join_new_clients(
     new_client: NewClientSettings,
     join_plan: JoinPlan,
 ) -> list[Json]:
-    """Take a newcomer into each seed's federation as it was tested; what the old devices and the new one can do then."""
+    """Let a new client join each seed's federation as it was tested; the accuracies after that."""
     trainable, store = _new_client_rows(experiment, new_client, "train")
     tests, test_store = _new_client_rows(experiment, new_client, "test")
     seats = [
@@ -61,16 +64,18 @@ def join_new_clients(
 def require_new_client(
     new_client: NewClientSettings | None, federation: FederatedData, experiment: str
 ) -> None:
-    """Refuse a welcome without a newcomer, and a newcomer that the data are too few for."""
+    """Refuse a join_plan without a new client, and a new client with too few data to draw from."""
     if new_client is None:
         raise InputError(
-            f"settings: experiments.{experiment} has a welcome, but there is no [newcomer]; add one, or leave the welcome out"
+            f"settings: experiments.{experiment} has a join_plan, but there is no [new_client]; "
+            "add one, or leave the join_plan out"
         )
     for part in ("train", "test"):
         size = len(_pool_for(federation, part))
         if not 1 <= getattr(new_client, part) <= size:
             raise InputError(
-                f"settings: newcomer.{part} is {getattr(new_client, part)}; it must be from 1 to {size}"
+                f"settings: new_client.{part} is {getattr(new_client, part)}; "
+                f"it must be from 1 to {size}"
             )
     if not isfinite(new_client.rotate):
         raise InputError(
@@ -82,13 +87,13 @@ def require_new_client(
 def _new_client_rows(
     experiment: Case, new_client: NewClientSettings, part: str
 ) -> tuple[list[Rows], Examples]:
-    """Each seed's newcomer's rows, and the store that holds them behind the old ones."""
+    """The rows of each seed's new client, and the store that holds them after the old ones."""
     old, count = getattr(experiment.federations[0], part).examples, getattr(new_client, part)
     fill, stores, rows = channel_minimum(old.x), [old], []
     for seed, federation in zip(experiment.seeds, experiment.federations, strict=True):
-        known = _pool_for(federation, part)
+        pool = _pool_for(federation, part)
         drawn = old.take(
-            np.sort(make_rng(seed, f"newcomer, {part}").choice(known, count, replace=False))
+            np.sort(make_rng(seed, f"newcomer, {part}").choice(pool, count, replace=False))
         )
         start = sum(len(store.y) for store in stores)
         rows.append(np.arange(start, start + count, dtype=np.int64))
@@ -99,7 +104,7 @@ def _new_client_rows(
 
 
 def _pool_for(federation: FederatedData, part: str) -> Rows:
-    """What a newcomer's examples are drawn from: everyone's for training and validation, or everyone's for the test."""
+    """The examples to draw from: all clients' training and validation data, or all test data."""
     if part == "test":
         return np.sort(federation.test.all_rows())
     return np.sort(np.concatenate([federation.train.all_rows(), federation.val.all_rows()]))
@@ -108,7 +113,7 @@ def _pool_for(federation: FederatedData, part: str) -> Rows:
 def _measure(
     evaluation: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData
 ) -> Json:
-    """Normal: the ensemble of the old devices on their test data, and each on its own; rotated: the newcomer on its own."""
+    """Normal: existing clients, as an ensemble and each alone; rotated: the new client."""
     old = _without_client(joined.state, joined.client)
     normal = new_test(evaluation, old, fed.test)
     local = summarize(local_test(evaluation, old, fed.test), fed.test.sizes)
@@ -124,17 +129,17 @@ def _measure(
 
 
 def _accuracy_before(evaluation: Evaluator, result: Result, own: ClientData) -> float:
-    """How the newcomer does with the ensemble of the old devices, before it has learnt anything."""
+    """The accuracy of the existing clients' ensemble on the new client's data, before it trains."""
     state = result.state
-    members = [state.private.of(device) for device in sorted(state.private.trained)] or [
-        state.private.initial
-    ]
-    return ensemble_accuracy(
-        evaluation, [(state.shared, member) for member in members[: None if members[0] else 1]], own
-    )
+    members = [state.private.of(client) for client in sorted(state.private.trained)]
+    if not members:
+        members = [state.private.initial]
+    if not members[0]:  # nothing is private: all models are the same
+        members = members[:1]
+    return ensemble_accuracy(evaluation, [(state.shared, member) for member in members], own)
 
 
-def _without_client(state: State, device: int) -> State:
-    """The federation without one device."""
-    kept = {number: row for number, row in state.private.trained.items() if number != device}
-    return State(state.shared, replace(state.private, trained=kept))
+def _without_client(state: State, client: int) -> State:
+    """The federation without one client."""
+    others = {number: row for number, row in state.private.trained.items() if number != client}
+    return State(state.shared, replace(state.private, trained=others))

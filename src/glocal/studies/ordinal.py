@@ -1,4 +1,4 @@
-"""Measures of a study whose classes have an order, and its baselines, on the very splits that its cases have."""
+"""Metrics of a study whose classes have an order, and its baselines, on the same partitions."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,9 +16,10 @@ from glocal.federate.result import Result
 
 @dataclass(frozen=True)
 class OrdinalSettings:
-    """Also the mean absolute error; all once more without devices of which a share `one_class_fraction` of examples is of one class.
+    """Also measure the mean absolute error; and all metrics without one-class clients.
 
-    With `bag_of_words`, what the most frequent class and logistic regression on texts come to stands beside the cases.
+    These have a fraction `one_class_fraction` of their examples in one class. With `bag_of_words`,
+    the most frequent class and logistic regression on bags of words are baselines.
     """
 
     one_class_fraction: float = 0.95
@@ -27,12 +28,13 @@ class OrdinalSettings:
     def __post_init__(self) -> None:
         if not 0 < self.one_class_fraction <= 1:
             raise InputError(
-                f"ordinal: one_class is {self.one_class_fraction}; a share above 0 and up to 1 was expected"
+                f"ordinal: one_class_fraction is {self.one_class_fraction}; "
+                "a number above 0 and up to 1 was expected"
             )
 
 
 def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> None:
-    """Refuse bags of words of what are no texts."""
+    """Refuse bags of words for data that are not texts."""
     if settings.bag_of_words:
         federation.train.text_lengths.sum()
 
@@ -40,25 +42,25 @@ def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> Non
 def measure_ordinal(
     experiment: Case, results: Sequence[Result], options: Options, settings: OrdinalSettings
 ) -> list[Json]:
-    """For each seed of a case, how right and how far off its devices' models are on their own test data."""
+    """Accuracy and mean absolute error of the clients' own models on their test data, per seed."""
     with closing(build_evaluation(experiment, options)) as evaluation:
-        told = []
+        rows = []
         for result, fed in zip(results, experiment.federations, strict=True):
-            alike = one_class_clients(fed, settings.one_class_fraction)
-            said = ordinal_metrics(
-                predict_classes(evaluation, result.state, fed.test), fed.test, alike
-            )
-            told.append({**said._asdict(), "one_class_clients": len(alike)})
-        return told
+            one_class = one_class_clients(fed, settings.one_class_fraction)
+            predictions = predict_classes(evaluation, result.state, fed.test)
+            metrics = ordinal_metrics(predictions, fed.test, one_class)
+            rows.append({**metrics._asdict(), "one_class_clients": len(one_class)})
+        return rows
 
 
 def baseline_metrics(federation: FederatedData, settings: OrdinalSettings) -> dict[str, Json]:
-    """Every baseline's figures on one deal of the data."""
-    alike, found = one_class_clients(federation, settings.one_class_fraction), {}
+    """The metrics of every baseline on one partition of the data."""
+    one_class = one_class_clients(federation, settings.one_class_fraction)
+    metrics: dict[str, Json] = {}
     for name, (val, test) in baselines(federation).items():
-        chosen = ordinal_metrics(val, federation.val, alike).accuracy
-        found[name] = {
-            "ordinal": ordinal_metrics(test, federation.test, alike)._asdict(),
-            "validation": {"mean": None, "pooled": chosen},
+        validation = ordinal_metrics(val, federation.val, one_class).accuracy
+        metrics[name] = {
+            "ordinal": ordinal_metrics(test, federation.test, one_class)._asdict(),
+            "validation": {"mean": None, "pooled": validation},
         }
-    return found
+    return metrics

@@ -1,4 +1,4 @@
-"""What the local models of a case learn from besides labels, as settings name it."""
+"""Pretext tasks: what an experiment's local models learn from besides labels, from settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,19 +24,20 @@ from glocal.personalize.representations import (
 )
 from glocal.studies.models import mlp
 
-_PERMUTATIONS = 24  # of two by two tiles
+_PERMUTATIONS = 24  # of 2 x 2 tiles
 KINDS = ("adversary", "classifier", "decoder", "jigsaw")
 SUPERVISED_KINDS = ("adversary", "classifier")
 
 
 @dataclass(frozen=True)
 class PretextSettings:
-    """An auxiliary model of the `kind` adversary, classifier, decoder or puzzle, on what the module `layer` puts out.
+    """An auxiliary model of the `kind` adversary, classifier, decoder or jigsaw.
 
-    `weight` is what its loss counts beside the main one; an adversary's is how strongly it is worked against. `hidden` are its
-    hidden widths. `lr` and `steps_per_update` are those of its own rule, if it has one: so many steps of it to each of the others. For
-    `pretrain_epochs` epochs before the first round every device trains its local part alone: by the auxiliary loss, and with an
-    adversary by the whole one.
+    Its input is the output of the module `layer`; `hidden` are its hidden widths. `weight` is the
+    weight of its loss beside the main one; for an adversary, how strongly the encoder works against
+    it. The auxiliary model may have its own learning rate, `lr`, and `steps_per_update` steps to
+    each step of the rest. Before the first round, every client trains its local part alone for
+    `pretrain_epochs` epochs: with the auxiliary loss, or against an adversary with the whole loss.
     """
 
     kind: str
@@ -48,39 +49,43 @@ class PretextSettings:
     pretrain_epochs: int = count_field(0, minimum=0, maximum=MAX_EPOCHS)
 
     def __post_init__(self) -> None:
-        require_counts("settings: learns.", self)
+        require_counts("settings: pretext.", self)
 
 
 def build_pretext(
     settings: PretextSettings, objective: Objective, model: nn.Module, some: Examples, *, seed: int
 ) -> tuple[Objective, Auxiliary]:
-    """The whole objective and the auxiliary model, whose weights are drawn from the seed; `some` are a few of the examples."""
+    """The whole objective and the auxiliary model, with weights drawn from the seed.
+
+    `some` are a few of the examples.
+    """
     if settings.kind not in KINDS:
         raise InputError(
-            f"settings: learns.kind is '{settings.kind}'; {suggest_name(settings.kind, KINDS)}"
+            f"settings: pretext.kind is '{settings.kind}'; {suggest_name(settings.kind, KINDS)}"
         )
     if settings.kind == "adversary" and some.group is None:
         raise InputError(
-            "settings: an adversary needs protected attributes, and these data have none; use data with groups"
+            "settings: an adversary needs protected attributes, but these data have none; "
+            "use data with groups"
         )
-    extra = build_auxiliary_network(settings, model, some, seed=seed)
+    network = build_auxiliary_network(settings, model, some, seed=seed)
     if settings.kind == "adversary":
-        return adversarial(model, extra, layer=settings.layer, strength=settings.weight)
-    makes: dict[str, Callable[..., Auxiliary]] = {
+        return adversarial(model, network, layer=settings.layer, strength=settings.weight)
+    builders: dict[str, Callable[..., Auxiliary]] = {
         "classifier": auxiliary_classifier,
         "decoder": autoencoder,
         "jigsaw": jigsaw,
     }
-    made = makes[settings.kind](model, extra, layer=settings.layer)
-    return add_auxiliary(
-        objective, made, weight=settings.weight
-    ) if settings.weight else objective, made
+    auxiliary = builders[settings.kind](model, network, layer=settings.layer)
+    if not settings.weight:
+        return objective, auxiliary
+    return add_auxiliary(objective, auxiliary, weight=settings.weight), auxiliary
 
 
 def build_auxiliary_network(
     settings: PretextSettings, model: nn.Module, some: Examples, *, seed: int
 ) -> nn.Module:
-    """The auxiliary network: as wide as the representation where it begins, and as what it tells where it ends."""
+    """The auxiliary network, from the width of the representation to that of its targets."""
     outputs = {
         "adversary": some.group[0].numel() if some.group is not None else 0,
         "classifier": num_outputs(model, some.x),
@@ -98,7 +103,7 @@ def build_auxiliary_network(
 def with_auxiliary_optimizer(
     optimizer: Optimizer, settings: PretextSettings, name: str
 ) -> Optimizer:
-    """The optimiser, with another rate or other turns for the auxiliary model."""
+    """The optimiser, with another learning rate or more steps for the auxiliary model."""
     if settings.lr is None and not settings.steps_per_update:
         return optimizer
     assert isinstance(optimizer, SGD | Adam)

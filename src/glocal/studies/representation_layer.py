@@ -1,4 +1,4 @@
-"""Where a model's representation is, if nobody says: the outermost modules in the order in which they are called."""
+"""The default layer of a model's representation, from the order in which modules are called."""
 
 import copy
 
@@ -12,28 +12,35 @@ from glocal.studies.saved_experiment import SavedExperiment
 
 
 def default_representation(saved: SavedExperiment) -> tuple[str, str]:
-    """The module whose output is looked at, and why: the study's choice, else the end of the local part, else before the last."""
+    """The module whose output is audited, and the reason.
+
+    The study's choice, else the end of the local part, else the last module before the output.
+    """
     if saved.settings.audit is not None:
-        return saved.settings.audit.layer, "as the study's [audit] says"
+        return saved.settings.audit.layer, "from the study's [audit]"
     model = saved.trained_federation.model
     order = outer_modules(model, saved.federation.train.examples.x[:1].cpu())
-    weighty = [name for name in order if tensors_in(model, name)]
-    kept = _local(saved)
-    local = [name for name in weighty if tensors_in(model, name) <= kept]
-    if local and local == weighty[: len(local)] and len(local) < len(weighty):
-        return local[-1], "the last module that stays on the devices"
-    before = order[: order.index(weighty[-1])] if weighty else []
+    with_tensors = [name for name in order if tensors_in(model, name)]
+    local_tensors = _local(saved)
+    local = [name for name in with_tensors if tensors_in(model, name) <= local_tensors]
+    if local and local == with_tensors[: len(local)] and len(local) < len(with_tensors):
+        return local[-1], "the last module of the local part"
+    before = order[: order.index(with_tensors[-1])] if with_tensors else []
     if not before:
         raise InputError(
-            "audit: this model has no module before its output; say with --at where the representation is"
+            "audit: this model has no module before its output; "
+            "name the representation's module with --layer"
         )
     return before[-1], "the last module before the output"
 
 
 def outer_modules(model: nn.Module, example: Tensor) -> list[str]:
-    """The outermost modules that are called for an example (1, ...), in that order; those inside where one holds all others.
+    """The outermost modules that are called for an example (1, ...), in order of their calls.
 
-    >>> outer_modules(nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1)), torch.zeros(1, 2))
+    If one module holds all others, those inside it.
+
+    >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1))
+    >>> outer_modules(model, torch.zeros(1, 2))
     ['0', '1']
     """
     called, copied = [], copy.deepcopy(model).eval()
@@ -41,11 +48,11 @@ def outer_modules(model: nn.Module, example: Tensor) -> list[str]:
         module.register_forward_hook(lambda module, inputs, output, name=name: called.append(name))
     with torch.no_grad():
         copied(example)
-    found = [name for name in dict.fromkeys(called) if name]
-    while (
-        len(outer := [name for name in found if not _inside(name, found)]) == 1 and len(found) > 1
-    ):
-        found = [name for name in found if name != outer[0]]
+    names = [name for name in dict.fromkeys(called) if name]
+    outer = [name for name in names if not _inside(name, names)]
+    while len(outer) == 1 and len(names) > 1:
+        names.remove(outer[0])
+        outer = [name for name in names if not _inside(name, names)]
     return outer
 
 
@@ -54,14 +61,17 @@ def _inside(name: str, others: list[str]) -> bool:
 
 
 def tensors_in(model: nn.Module, module: str) -> frozenset[str]:
-    """The parameters and buffers in a module, by their first names."""
+    """The parameters and buffers in a module, by their canonical names."""
     return frozenset(
         first for name, first in canonical_names(model).items() if name.startswith(f"{module}.")
     )
 
 
 def _local(saved: SavedExperiment) -> frozenset[str]:
-    """What stays on the devices by the split of the case, or of its study: so that FedAvg is looked at where LG-FedAvg is."""
+    """What stays on the clients by the experiment's split, or by the study's.
+
+    FedAvg is then audited at the same layer as LG-FedAvg.
+    """
     settings, experiment = saved.settings, saved.settings.experiments[saved.experiment]
     sides = (experiment.local, experiment.shared, settings.split.local, settings.split.shared)
     named = any(side is not None for side in sides)

@@ -1,4 +1,7 @@
-"""Several tries for every deal of the data, of which the one that is best on validation data counts (Liang et al. 2020, C.3)."""
+"""Several restarts per partition, of which the best on validation data counts.
+
+Liang et al. 2020, appendix C.3.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,50 +11,54 @@ from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.studies.settings import PlanSettings
 
-_SEED_STRIDE = 1_000_000  # between the seeds of one deal's tries
+_SEED_STRIDE = 1_000_000  # between the seeds of one partition's restarts
 
 
 class Restart(NamedTuple):
-    """A run: the seed that deals out the data, and the one that draws weights and orders; of a first try they are the same."""
+    """A run: the seed of its partition, and the seed of its weights and batches.
+
+    In the first restart they are the same.
+    """
 
     data_seed: int
     seed: int
 
 
 def restarts_of(plan: PlanSettings) -> list[Restart]:
-    """Every run of a plan, all first tries first.
+    """Every run of a plan, all first restarts first.
 
     >>> [run.seed for run in restarts_of(PlanSettings(seeds=2, restarts=2))]
     [0, 1, 1000000, 1000001]
     """
     require_counts("settings: plan.", plan)
     require_count("settings: plan.seeds x plan.restarts", plan.seeds * plan.restarts, 1, MAX_SEEDS)
-    deals = range(plan.seed, plan.seed + plan.seeds)
-    if plan.restarts > 1 and deals[-1] >= _SEED_STRIDE:
+    data_seeds = range(plan.seed, plan.seed + plan.seeds)
+    if plan.restarts > 1 and data_seeds[-1] >= _SEED_STRIDE:
         raise InputError(
-            f"settings: with plan.restarts, seeds must be below {_SEED_STRIDE}, not {deals[-1]}; choose a lower plan.seed"
+            f"settings: with plan.restarts, seeds must be below {_SEED_STRIDE}, "
+            f"not {data_seeds[-1]}; choose a lower plan.seed"
         )
     return [
         Restart(data_seed, data_seed + number * _SEED_STRIDE)
         for number in range(plan.restarts)
-        for data_seed in deals
+        for data_seed in data_seeds
     ]
 
 
 def best_restarts(results: Sequence[Json], plan: PlanSettings) -> list[Json]:
-    """For every deal the result of its best try on all validation examples together, under the deal's seed.
+    """For every partition, the result of its best restart, under the partition's seed.
 
-    "try" says which it was, "place" where among all runs.
+    The best has the highest accuracy on all validation examples together. "restart" is its number,
+    "index" its position among all runs.
     """
     if plan.restarts == 1:
         return list(results)
-    deals: dict[int, list[Json]] = {}
-    for place, result in enumerate(results):
+    by_partition: dict[int, list[Json]] = {}
+    for index, result in enumerate(results):
         number, data_seed = divmod(result["seed"], _SEED_STRIDE)
-        deals.setdefault(data_seed, []).append(
-            {**result, "seed": data_seed, "restart": number, "index": place}
-        )
-    return [max(runs, key=_validation) for runs in deals.values()]
+        row = {**result, "seed": data_seed, "restart": number, "index": index}
+        by_partition.setdefault(data_seed, []).append(row)
+    return [max(runs, key=_validation) for runs in by_partition.values()]
 
 
 def _validation(result: Json) -> float:

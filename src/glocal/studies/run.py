@@ -1,4 +1,4 @@
-"""Run a study case by case in a folder of its own, from wherever the folder left off."""
+"""Run a study, experiment by experiment, in a folder; a stopped run is resumed."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -58,9 +58,10 @@ from glocal.wire import Ledger
 
 
 class WarmStart(NamedTuple):
-    """Where a case takes over from another: after which round, with the model of that round ("last") or the "best" until then.
+    """Where an experiment starts from another: a round, and which of its models.
 
-    Where no round is chosen on validation data the two are one, called "best".
+    `model` is "last", that round's own, or "best", the best so far. Where no round is selected on
+    validation data the two are one, and it is called "best".
     """
 
     round_index: int
@@ -68,7 +69,7 @@ class WarmStart(NamedTuple):
 
 
 class StudyEvent(NamedTuple):
-    """What a study's caller sees: a case's next round, or (moment None) its final results, one per seed."""
+    """A round of an experiment, or (moment None) its final results, one per seed."""
 
     experiment: str
     rounds: int
@@ -78,7 +79,7 @@ class StudyEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyRun:
-    """Settings, the parts made of them, and the folder they run in; a scenario, if devices come, go or change."""
+    """Settings, the components built from them, and the folder; a scenario, if there are groups."""
 
     settings: Settings
     parts: Components
@@ -87,7 +88,7 @@ class StudyRun:
     scenario: Scenario | None = None
 
     def training(self, experiment: Case) -> "Steady | Story":
-        """How a case trains."""
+        """How an experiment trains."""
         if self.scenario is None:
             return Steady(experiment, self.options)
         return Story(
@@ -99,7 +100,10 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Steady:
-    """A case in which all devices are there all the time: what a `Story` can do, the plain way."""
+    """An experiment whose clients all take part from the first round to the last.
+
+    It has the methods of `Story`, which is for clients that join and leave.
+    """
 
     case: Case
     options: Options
@@ -111,32 +115,32 @@ class Steady:
             require_trainable(self.case, federation, self.options)
 
     def move_to_device(self) -> "Steady":
-        """The same with data and weights on the computing device."""
+        """The same with data and weights on torch's device."""
         return replace(self, case=move_to_device(self.case, self.options))
 
     def fingerprint(self) -> Json:
-        """What must be the same for a run to be continued."""
+        """What must not change when a run is resumed."""
         return fingerprint(self.case, self.options)
 
     def start_or_resume(self, folder: Path) -> Progress:
-        """Where to start."""
+        """The state before the first round, or the checkpoint's."""
         return start_or_resume(self.case, self.options, folder)
 
     def train(self, progress: Progress, folder: Path) -> Iterator[Moment]:
-        """Rounds as they happen."""
+        """The rounds, one by one."""
         return train(self.case, self.options, progress, folder)
 
     def finish(self, progress: Progress, folder: Path) -> list[Result]:
-        """The final tests."""
+        """The final evaluation."""
         return finish(self.case, self.options, progress, folder, also=self.also)
 
 
 def run_study(
     settings: Settings, folder: Path, *, report: datasets.ProgressCallback = no_progress
 ) -> Iterator[StudyEvent]:
-    """All cases in order; what the folder has finished is not done again.
+    """Run all experiments in order; those that the folder has finished are not run again.
 
-    What cannot run is refused before anything is written; so is a folder that is being run already.
+    What cannot run is refused before anything is written; so is a folder that is in use.
     """
     with lock_folder(folder):
         yield from _run_locked(settings, folder, report)
@@ -149,22 +153,23 @@ def _run_locked(
     parts = build_components(settings, report)
     study = StudyRun(settings, parts, settings.run, folder, _scenario(settings, parts))
     experiments = {name: initial_case(settings, name, study.parts) for name in settings.experiments}
-    for place, (name, experiment) in enumerate(experiments.items()):
-        of_ones_own = ":" in settings.experiments[name].algorithm  # it may have a loss of its own
-        if place == 0 or of_ones_own or settings.experiments[name].pretext is not None:
+    for index, (name, experiment) in enumerate(experiments.items()):
+        user_defined = ":" in settings.experiments[name].algorithm  # it may have a loss of its own
+        if index == 0 or user_defined or settings.experiments[name].pretext is not None:
             study.training(experiment).require()
     study.options.torch_device()
     if study.scenario is not None and any(
         experiment.pretraining for experiment in experiments.values()
     ):
         raise InputError(
-            "settings: a case has `learns.pretrain`, and there are groups that arrive; use one of the two"
+            "settings: an experiment has `pretext.pretrain_epochs`, and the study has groups; "
+            "use one of the two"
         )
     if study.scenario is not None and any(
         experiment.skip_seeds for experiment in settings.experiments.values()
     ):
         raise InputError(
-            "settings: a case has `without`, and there are groups that arrive; leave no seeds out there"
+            "settings: an experiment has `skip_seeds`, and the study has groups; use one of the two"
         )
     if settings.ordinal is not None:
         require_ordinal(settings.ordinal, study.parts.federations[0])
@@ -174,7 +179,8 @@ def _run_locked(
         if settings.experiments[name].join_plan is not None:
             if study.scenario is not None:
                 raise InputError(
-                    f"settings: experiments.{name} has a welcome, and there are groups that arrive; use one of the two"
+                    f"settings: experiments.{name} has a join_plan, and the study has groups; "
+                    "use one of the two"
                 )
             require_new_client(settings.new_client, study.parts.federations[0], name)
         sample_clients(
@@ -190,36 +196,37 @@ def _run_locked(
 
 
 def _write_baselines(study: StudyRun) -> None:
-    """Baselines, one per deal of the data, if the study has any and they are not there yet."""
+    """Write the baselines, one per partition of the data, unless they are there already."""
     ordinal, path = study.settings.ordinal, study.folder / "baselines.json"
     if ordinal is None or not ordinal.bag_of_words:
         return
-    deals = {
-        run.data_seed: place
-        for place, run in reversed([*enumerate(restarts_of(study.settings.plan))])
-    }
-    if path.exists() and [
-        row["seed"] for row in next(iter(read_json(path, dict).values()))
-    ] == sorted(deals):
-        return
-    found = {
-        deal: baseline_metrics(study.parts.federations[place], ordinal)
-        for deal, place in sorted(deals.items())
-    }
-    names = next(iter(found.values()))
-    write_json(
-        path, {name: [{"seed": deal, **of[name]} for deal, of in found.items()] for name in names}
-    )
+    first_run: dict[int, int] = {}  # of each partition
+    for index, run in enumerate(restarts_of(study.settings.plan)):
+        first_run.setdefault(run.data_seed, index)
+    seeds = sorted(first_run)
+    if path.exists():
+        saved_rows = next(iter(read_json(path, dict).values()))
+        if [row["seed"] for row in saved_rows] == seeds:
+            return
+    rows: dict[str, list[Json]] = {}
+    for seed in seeds:
+        metrics = baseline_metrics(study.parts.federations[first_run[seed]], ordinal)
+        for name, values in metrics.items():
+            rows.setdefault(name, []).append({"seed": seed, **values})
+    write_json(path, rows)
 
 
 def _scenario(settings: Settings, parts: Components) -> Scenario | None:
-    """What happens while the cases train, if groups are named; it lasts as long as the longest of them."""
+    """The scenario, if there are groups; it is as long as the longest experiment."""
     rounds = max(plan.total_rounds for plan in plans_of(settings).values())
     return build_scenario(settings.groups, parts.federations, rounds) if settings.groups else None
 
 
 def resolve(settings: Settings) -> Settings:
-    """The same settings with every case's start written out, so that a longer run starts its later cases where it did before."""
+    """The same settings with the start round of every warm start.
+
+    A longer run then still starts its later experiments where it did before.
+    """
     _check_experiments(settings)
     starts = {
         name: _warm_start(settings, experiment).round_index
@@ -236,7 +243,7 @@ def resolve(settings: Settings) -> Settings:
 
 
 def initial_case(settings: Settings, name: str, parts: Components) -> Case:
-    """A case before its start is known: initial weights, nothing sent."""
+    """An experiment before its warm start is known: initial weights, nothing sent."""
     plain, parts = settings.as_dict(), parts_of(settings.experiments[name], parts)
     algorithm = build_algorithm(settings, settings.experiments[name], parts)
     about = {
@@ -247,14 +254,12 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
             "join_plan": plain["experiments"][name]["join_plan"],
             "new_client": plain.get("new_client"),
         }
-    spent, params, pretext = (
-        tuple(Ledger() for _ in parts.seeds),
-        parts.params,
-        settings.experiments[name].pretext,
-    )
+    params, pretext = parts.params, settings.experiments[name].pretext
     if pretext is not None:
-        extra = [build_auxiliary(settings, pretext, parts, seed)[1].params for seed in parts.seeds]
-        params = tuple({**own, **more} for own, more in zip(parts.params, extra, strict=True))
+        auxiliary = [
+            build_auxiliary(settings, pretext, parts, seed)[1].params for seed in parts.seeds
+        ]
+        params = tuple({**own, **more} for own, more in zip(parts.params, auxiliary, strict=True))
         about |= {"pretext": plain["experiments"][name]["pretext"]}
     if settings.audit is not None:
         about |= {"audit": plain["audit"]}
@@ -263,6 +268,7 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
             "start_from": settings.experiments[name].start_from,
             "start_model": _warm_start(settings, settings.experiments[name]).model,
         }
+    ledgers = tuple(Ledger() for _ in parts.seeds)
     before = build_pretraining(settings, settings.experiments[name], parts)
     plan = plans_of(settings)[name]
     return Case(
@@ -272,7 +278,7 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
         parts.seeds,
         params,
         parts.federations,
-        spent,
+        ledgers,
         about,
         pretraining=before,
         metric=parts.metric,
@@ -280,12 +286,12 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
 
 
 def parts_of(experiment: ExperimentSettings, parts: Components) -> Components:
-    """What a case runs with: all seeds but those that it leaves out."""
+    """The components of an experiment: all seeds but those that it skips."""
     return parts.without_seeds(experiment.skip_seeds or ())
 
 
 def _require_resumable(study: StudyRun, name: str, experiment: Case) -> None:
-    """Refuse to go on with something else than the folder holds, or to go back."""
+    """Refuse a folder of another run, or one that is past the round to be done."""
     folder = experiment_folder(study.folder, name)
     checkpoint = Checkpoint(folder, study.training(experiment).fingerprint())
     rounds_done = checkpoint.rounds_done()
@@ -293,7 +299,8 @@ def _require_resumable(study: StudyRun, name: str, experiment: Case) -> None:
         checkpoint.require_tensors()
     if rounds_done > experiment.plan.rounds:
         raise InputError(
-            f"resume: {folder} has done {rounds_done} rounds, and plan.rounds is {experiment.plan.rounds}; choose {rounds_done} or more"
+            f"resume: {folder} has done {rounds_done} rounds, "
+            f"and plan.rounds is {experiment.plan.rounds}; choose {rounds_done} or more"
         )
     missing = [
         start
@@ -302,16 +309,17 @@ def _require_resumable(study: StudyRun, name: str, experiment: Case) -> None:
     ]
     for start in sorted(missing):
         if start.round_index < experiment.plan.first_round + rounds_done:
-            of = f"the {start.model} model" if study.options.select == "best" else "the model"
+            model = f"the {start.model} model" if study.options.select == "best" else "the model"
             raise InputError(
-                f"resume: {folder} is past round {start.round_index} and has not kept {of} of it; start a new run for that"
+                f"resume: {folder} is past round {start.round_index} and did not save {model} "
+                "of it; start a new run for that"
             )
     if missing and _is_finished(folder, experiment.plan):
         checkpoint.require_tensors()
 
 
 def _class_counts(federation: FederatedData) -> Json:
-    """How many examples of each class every device of the first seed holds."""
+    """The number of examples per client and class, for the first seed."""
     classes = int(federation.train.examples.y.max()) + 1
     counts = {
         part: datasets.class_counts(getattr(federation, part), classes).tolist()
@@ -321,18 +329,18 @@ def _class_counts(federation: FederatedData) -> Json:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run which was begun."""
+    """Whether the folder holds a run."""
     return (folder / "settings.json").exists()
 
 
 def read_settings(folder: Path) -> Settings:
-    """The settings that a run was started with."""
+    """The settings of the run in a folder."""
     path = folder / "settings.json"
     return from_dict(require_format(read_json(path, dict), path))
 
 
 def read_results(folder: Path) -> dict[str, list[Json]]:
-    """Every finished case's results, one per seed."""
+    """The results of every finished experiment, one per seed."""
     settings = read_settings(folder)
     paths = {name: experiment_folder(folder, name) / "result.json" for name in settings.experiments}
     return {
@@ -343,20 +351,20 @@ def read_results(folder: Path) -> dict[str, list[Json]]:
 
 
 def experiment_folder(folder: Path, name: str) -> Path:
-    """Where a case lives: its name in small letters and dashes."""
+    """The folder of an experiment: its name in small letters and dashes."""
     return folder / "experiments" / slug(name)
 
 
 def slug(name: str) -> str:
-    """A name as a folder: small letters, figures and dashes.
+    """A name as a folder: small letters, digits and dashes.
 
     >>> slug("LG-FedAvg, 2 classes")
     'lg-fedavg-2-classes'
     """
-    made = re.sub(r"\W+", "-", name.lower()).strip("-")
-    if not made:
-        raise InputError(f"settings: '{name}' is no name; use letters or figures")
-    return made
+    folder = re.sub(r"\W+", "-", name.lower()).strip("-")
+    if not folder:
+        raise InputError(f"settings: '{name}' is not a name; use letters or digits")
+    return folder
 
 
 def _run_experiment(study: StudyRun, name: str, experiment: Case) -> Iterator[StudyEvent]:
@@ -364,11 +372,10 @@ def _run_experiment(study: StudyRun, name: str, experiment: Case) -> Iterator[St
     wanted = _needed_snapshots(study.settings, name)
     if _is_finished(folder, plan):
         checkpoint = Checkpoint(folder, study.training(experiment).fingerprint())
-        if any(not _snapshot(folder, start).exists() for start in wanted) and (
-            last := checkpoint.read()
-        ):
-            _save_snapshot(folder, experiment, last, wanted)  # for a case that has been added since
-        if study.options.save == "metrics":  # a stop may have come between the figures and this
+        missing = any(not _snapshot(folder, start).exists() for start in wanted)
+        if missing and (last := checkpoint.read()):  # an experiment that needs it was added since
+            _save_snapshot(folder, experiment, last, wanted)
+        if study.options.save == "metrics":  # a run may have stopped between the results and this
             checkpoint.drop_tensors()
         yield StudyEvent(name, plan.rounds, None, _read_best_results(study, folder))
         return
@@ -400,7 +407,7 @@ def _read_best_results(study: StudyRun, folder: Path) -> list[Json]:
 def _with_final_measurements(
     study: StudyRun, name: str, training: Steady | Story
 ) -> Steady | Story:
-    """Once a case is tested, a newcomer is taken in if it has a welcome, and it is audited or measured as the study says."""
+    """Add what is measured after the test: a new client, an audit, ordinal metrics."""
     settings, experiment = study.settings, study.settings.experiments[name]
     join_plan, new_client, audit, ordinal = (
         experiment.join_plan,
@@ -414,24 +421,23 @@ def _with_final_measurements(
         return training
 
     def also(results: Sequence[Result]) -> list[Json]:
-        told: list[Json] = [{} for _ in results]
+        extra: list[Json] = [{} for _ in results]
+
+        def add(key: str, measurements: Sequence[Json]) -> None:
+            for row, measured in zip(extra, measurements, strict=True):
+                row[key] = measured
+
         if join_plan is not None and new_client is not None:
-            met = join_new_clients(
+            joined = join_new_clients(
                 training.case, results, study.options, new_client=new_client, join_plan=join_plan
             )
-            told = [{**row, "new_client": arrival} for row, arrival in zip(told, met, strict=True)]
+            add("new_client", joined)
         if audit is not None:
-            read = audit_experiment(
-                training.case,
-                results,
-                audit,
-                build_adversary(experiment.pretext, parts_of(experiment, study.parts)),
-            )
-            told = [{**row, "audit": found} for row, found in zip(told, read, strict=True)]
+            adversary = build_adversary(experiment.pretext, parts_of(experiment, study.parts))
+            add("audit", audit_experiment(training.case, results, audit, adversary))
         if ordinal is not None:
-            off = measure_ordinal(training.case, results, study.options, ordinal)
-            told = [{**row, "ordinal": found} for row, found in zip(told, off, strict=True)]
-        return told
+            add("ordinal", measure_ordinal(training.case, results, study.options, ordinal))
+        return extra
 
     return replace(training, also=also)
 
@@ -444,7 +450,7 @@ def _is_finished(folder: Path, plan: Plan) -> bool:
 def _initial_params(
     study: StudyRun, experiment: ExperimentSettings
 ) -> tuple[tuple[Params, ...], tuple[Ledger, ...]]:
-    """Initial parameters and traffic so far: fresh, or as an earlier case had them."""
+    """Initial parameters and ledgers: new ones, or those of the warm start."""
     parts = parts_of(experiment, study.parts)
     if experiment.start_from is None:
         return parts.params, tuple(Ledger() for _ in parts.seeds)
@@ -455,29 +461,26 @@ def _initial_params(
         )
     )
     earlier = parts_of(study.settings.experiments[experiment.start_from], study.parts).seeds
-    places = [earlier.index(seed) for seed in parts.seeds]
-    params = tuple(
-        {name: tensors[f"{place}/{name}"] for name in parts.params[0]} for place in places
-    )
-    return params, tuple(Ledger.from_dict(about["ledgers"][place]) for place in places)
+    params: list[Params] = []
+    ledgers: list[Ledger] = []
+    for seed in parts.seeds:
+        index = earlier.index(seed)
+        params.append({name: tensors[f"{index}/{name}"] for name in parts.params[0]})
+        ledgers.append(Ledger.from_dict(about["ledgers"][index]))
+    return tuple(params), tuple(ledgers)
 
 
 def _save_snapshot(
     folder: Path, experiment: Case, progress: Progress, wanted: set[WarmStart]
 ) -> None:
-    """Keep the models that later cases start from."""
+    """Save the models that later experiments start from."""
     done = experiment.plan.first_round + progress.done
     for start in sorted(wanted):
         if start.round_index == done and not _snapshot(folder, start).exists():
-            models = [
-                warm_start_params(experiment.algorithm, state)
-                for state in _start_states(progress, start)
-            ]
-            tensors = {
-                f"{place}/{name}": tensor
-                for place, model in enumerate(models)
-                for name, tensor in model.items()
-            }
+            tensors: Params = {}
+            for index, state in enumerate(_start_states(progress, start)):
+                model = warm_start_params(experiment.algorithm, state)
+                tensors |= {f"{index}/{name}": tensor for name, tensor in model.items()}
             write_tensors(
                 _snapshot(folder, start),
                 tensors,
@@ -486,7 +489,7 @@ def _save_snapshot(
 
 
 def _start_states(progress: Progress, start: WarmStart) -> list[State]:
-    """Each seed's state to start from; there is a best one where rounds are chosen on validation data."""
+    """The state of each seed to start from: the best so far, or the last."""
     if start.model == "last":
         return progress.states
     return [
@@ -496,8 +499,8 @@ def _start_states(progress: Progress, start: WarmStart) -> list[State]:
 
 
 def _snapshot(folder: Path, start: WarmStart) -> Path:
-    of = "-last" if start.model == "last" else ""
-    return folder / "snapshots" / f"round-{start.round_index:05d}{of}.safetensors"
+    suffix = "-last" if start.model == "last" else ""
+    return folder / "snapshots" / f"round-{start.round_index:05d}{suffix}.safetensors"
 
 
 def _needed_snapshots(settings: Settings, name: str) -> set[WarmStart]:
@@ -513,9 +516,10 @@ def _warm_start(settings: Settings, experiment: ExperimentSettings) -> WarmStart
     plan = plans_of(settings)[experiment.start_from]
     start = plan.total_rounds if experiment.start_round is None else experiment.start_round
     if not plan.first_round < start <= plan.total_rounds:
-        done = f"{plan.first_round + 1} to {plan.total_rounds} rounds done"
         raise InputError(
-            f"settings: start_round is {start}, but one can go on from {experiment.start_from} with {done}; choose one of those"
+            f"settings: start_round is {start}, but an experiment can start from "
+            f"{experiment.start_from} after {plan.first_round + 1} to {plan.total_rounds} rounds; "
+            "choose one of those"
         )
     return WarmStart(
         start,
@@ -524,7 +528,7 @@ def _warm_start(settings: Settings, experiment: ExperimentSettings) -> WarmStart
 
 
 def plans_of(settings: Settings) -> dict[str, Plan]:
-    """Each case's plan; a case that starts after another continues its numbering."""
+    """Each experiment's plan; one with a warm start continues the numbering of rounds."""
     common = settings.plan
     plans: dict[str, Plan] = {}
     for name, experiment in settings.experiments.items():
@@ -556,13 +560,16 @@ def _check_experiments(settings: Settings) -> None:
     """Refuse a study that could not run to its end, before it starts."""
     if not settings.experiments:
         raise InputError(
-            "settings: there are no cases; add a table such as [experiments.LG] with algorithm = 'lg_fedavg'"
+            "settings: there are no experiments; "
+            "add a table such as [experiments.LG] with algorithm = 'lg_fedavg'"
         )
     seen: dict[Path, str] = {}
     for name, experiment in settings.experiments.items():
         if experiment.start_from is not None and experiment.start_from not in seen.values():
             raise InputError(
-                f"settings: experiments.{name}.start_from is '{experiment.start_from}', which is no earlier case; {suggest_name(experiment.start_from, seen.values())}"
+                f"settings: experiments.{name}.start_from is '{experiment.start_from}', "
+                "which is not an earlier experiment; "
+                f"{suggest_name(experiment.start_from, seen.values())}"
             )
         missing = (
             {*(settings.experiments[experiment.start_from].skip_seeds or ())}
@@ -572,12 +579,13 @@ def _check_experiments(settings: Settings) -> None:
         )
         if missing:
             raise InputError(
-                f"settings: experiments.{name} starts from {experiment.start_from}, which runs without seed {min(missing)}; leave it out too"
+                f"settings: experiments.{name} starts from {experiment.start_from}, "
+                f"which skips seed {min(missing)}; skip it too"
             )
         twin = seen.setdefault(experiment_folder(Path(), name), name)
         if twin != name:
             raise InputError(
-                f"settings: the cases '{twin}' and '{name}' would share a folder; rename one"
+                f"settings: the experiments '{twin}' and '{name}' would share a folder; rename one"
             )
     plans_of(settings)
     for name, experiment in settings.experiments.items():
@@ -587,16 +595,19 @@ def _check_experiments(settings: Settings) -> None:
 
 
 def _require_start_model(settings: Settings, name: str) -> None:
-    """Refuse an `start_model` that is none, or that nothing would read."""
+    """Refuse a `start_model` that is unknown or has no effect."""
     experiment, where = (
         settings.experiments[name],
         f"settings: experiments.{name}.start_model is '{settings.experiments[name].start_model}'",
     )
     if experiment.start_model not in (None, "best", "last"):
-        raise InputError(f"{where}; it must be 'best' (until then, on validation data) or 'last'")
+        raise InputError(f"{where}; it must be 'best' (so far, on validation data) or 'last'")
     if experiment.start_model and experiment.start_from is None:
-        raise InputError(f"{where}, and it starts from no other case; name one with `after`")
+        raise InputError(
+            f"{where}, but it starts from no other experiment; name one with `start_from`"
+        )
     if experiment.start_model == "best" and settings.run.select != "best":
         raise InputError(
-            f"{where}, and run.select is '{settings.run.select}', so that no round is chosen; let that be 'best' too"
+            f"{where}, but run.select is '{settings.run.select}', so no round is selected; "
+            "set run.select to 'best' too"
         )

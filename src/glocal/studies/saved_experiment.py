@@ -1,4 +1,4 @@
-"""A finished case of a run as it lies in its folder; reading it changes nothing there."""
+"""A finished experiment, read from its folder; reading it changes nothing there."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from glocal.studies.settings import Settings
 
 
 class SavedExperiment(NamedTuple):
-    """A trained federation, its data, and how it was run."""
+    """A trained federation, its data, and its settings."""
 
     experiment: str
     trained_federation: TrainedFederation
@@ -45,40 +45,46 @@ def open_experiment(
     seed: int | None = None,
     report: datasets.ProgressCallback = no_progress,
 ) -> SavedExperiment:
-    """One seed of a finished case: the one named, or the last that keeps something on its devices and shares something."""
+    """One seed of a finished experiment: the named one, or the last with two sides to its split.
+
+    That is the last with a local part that can be adapted and a shared part, or else just the last.
+    """
     if (folder / "study.json").exists():
         raise InputError(
-            f"run: {folder} is a study in parts; give the folder of one, such as {_example_part(folder)}"
+            f"run: {folder} is a study in parts; "
+            f"give the folder of one, such as {_example_part(folder)}"
         )
     settings, results = read_settings(folder), read_results(folder)
     if settings.groups:
         raise InputError(
-            f"run: {folder} is a scenario, whose devices come and go; give a run without groups"
+            f"run: {folder} is a scenario, whose clients join and leave; give a run without groups"
         )
     _require_finished(results, experiment)
     if settings.run.save == "metrics":
         raise InputError(
-            f"run: {folder} kept its figures only; for this, a study has to run with run.save = 'everything'"
+            f"run: {folder} saved its metrics only; "
+            "run the study with run.save = 'everything' for this"
         )
     parts = build_components(settings, report)
     name = experiment or _last_with_split(settings, parts, [*results])
-    whole, place = initial_case(settings, name, parts), _seed_index(results[name], seed)
+    whole, index = initial_case(settings, name, parts), _seed_index(results[name], seed)
     checkpoint = Checkpoint(experiment_folder(folder, name), fingerprint(whole, settings.run))
     progress = checkpoint.read()
     if progress is None:
         raise InputError(
-            f"run: {folder} has no checkpoint of {name} any more; run the study anew, or choose another case"
+            f"run: {folder} has no checkpoint of {name} any more; "
+            "run the study again, or choose another experiment"
         )
-    result = results[name][place]
-    place = result.get("index", place)  # of several tries, the best one's
-    plan = replace(whole.plans()[place], rounds=progress.done)
+    result = results[name][index]
+    index = result.get("index", index)  # of several restarts, the best one's
+    plan = replace(whole.plans()[index], rounds=progress.done)
     if result["rounds"] != plan.total_rounds:
         raise InputError(
-            f"run: {name} has gone on since it was tested; finish it with `glocal resume {folder}`"
+            f"run: {name} was resumed after its test; finish it with `glocal resume {folder}`"
         )
-    state = _tested_state(progress, place, result["selected_round"] - plan.first_round)
+    state = _tested_state(progress, index, result["selected_round"] - plan.first_round)
     federation, device = (
-        parts_of(settings.experiments[name], parts).federations[place],
+        parts_of(settings.experiments[name], parts).federations[index],
         settings.run.torch_device(),
     )
     trained_federation = TrainedFederation(
@@ -99,19 +105,19 @@ def _example_part(folder: Path) -> Path:
     )
 
 
-def _require_finished(results: dict[str, list[Json]], wanted: str | None) -> None:
+def _require_finished(results: dict[str, list[Json]], name: str | None) -> None:
     if not results:
         raise InputError(
-            "run: no case is finished yet; wait for one, or go on with `glocal resume`"
+            "run: no experiment is finished yet; wait for one, or continue with `glocal resume`"
         )
-    if wanted is not None and wanted not in results:
+    if name is not None and name not in results:
         raise InputError(
-            f"run: there is no finished case '{wanted}'; {suggest_name(wanted, results)}"
+            f"run: there is no finished experiment '{name}'; {suggest_name(name, results)}"
         )
 
 
 def _last_with_split(settings: Settings, parts: Components, finished: list[str]) -> str:
-    """The last case with a shared part and a local one that can be learnt, or just the last."""
+    """The last experiment with a shared part and a local one that can adapt, or just the last."""
     for name in reversed(finished):
         experiment = initial_case(settings, name, parts)
         if (
@@ -129,7 +135,7 @@ def _seed_index(results: list[Json], seed: int | None) -> int:
     return 0 if seed is None else seeds.index(seed)
 
 
-def _tested_state(progress: Progress, place: int, rounds: int) -> State:
+def _tested_state(progress: Progress, index: int, rounds: int) -> State:
     """The state that was tested: the last one, or the best on validation data."""
-    best = progress.best[place]
-    return best[2] if best is not None and best[1] == rounds else progress.states[place]
+    best = progress.best[index]
+    return best[2] if best is not None and best[1] == rounds else progress.states[index]

@@ -124,9 +124,10 @@ class Study:
     measures: Mapping[str, str] = field(default_factory=lambda: MEASURES)
     protocols: Mapping[str, str] = field(default_factory=dict)
     caption: str = (
-        "Local Test: each device’s own model on its own test data. New Test: the ensemble of all trained devices (averaged logits) "
-        "on everyone’s test data. Parameters sent, published and ours: by the paper’s count, as if every device received in every "
-        "round. On the wire: what really crosses, evaluation included, in the first protocol that was run."
+        "Local Test: each client’s own model on its own test data. New Test: the ensemble of all "
+        "trained clients (averaged logits) on all clients’ test data. Parameters sent, published "
+        "and ours: by the paper’s count, as if every client received in every round. On the wire: "
+        "what is really sent, evaluation included, in the first protocol that was run."
     )
     lower_is_better: frozenset[str] = frozenset()
     reference_protocol: str = "paper"
@@ -139,7 +140,8 @@ class Study:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in self.parts):
                 raise InputError(
-                    f"study: {self.name} has no part '{pattern}'; {suggest_name(pattern, self.parts)}"
+                    f"study: {self.name} has no part '{pattern}'; "
+                    f"{suggest_name(pattern, self.parts)}"
                 )
         return {
             n: part

@@ -1,4 +1,4 @@
-"""Run the parts of a study one after the other, each in a folder of its own, from wherever they left off."""
+"""Run the parts of a study one after the other, each in its own folder; it can be resumed."""
 
 import platform
 import time
@@ -31,7 +31,7 @@ from glocal.studies.study import Study
 
 
 class PartEvent(NamedTuple):
-    """What the caller sees: the part, its place among how many, and its next step."""
+    """A part's next event, and the part's position among all parts."""
 
     part: str
     position: int
@@ -42,7 +42,7 @@ class PartEvent(NamedTuple):
 def write_study(
     study: Study, folder: Path, *, patterns: Sequence[str] = (), changes: Sequence[str] = ()
 ) -> dict[str, Settings]:
-    """Write down what is to run in a folder: some parts or all, each with the same changes of its settings."""
+    """Write what is to run into a folder: some parts or all, with the same changes to each."""
     settings = {
         name: resolve(with_overrides(part.settings, changes))
         for name, part in study.select_parts(tuple(patterns)).items()
@@ -64,12 +64,12 @@ def write_study(
 
 
 def is_study(folder: Path) -> bool:
-    """Whether a folder is that of a study in parts."""
+    """Whether the folder holds a study in parts."""
     return (folder / "study.json").exists()
 
 
 def read_parts(folder: Path) -> dict[str, Settings]:
-    """The settings of every part that is to run in a folder."""
+    """The settings of every part in a folder."""
     return {name: from_dict(settings) for name, settings in _read(folder)["parts"].items()}
 
 
@@ -79,19 +79,19 @@ def _read(folder: Path) -> Json:
     parts = written.get("parts")
     if not isinstance(parts, dict) or not parts or not isinstance(written.get("command"), list):
         raise InputError(
-            f"run: {folder / 'study.json'} does not hold what glocal writes there; start the study anew"
+            f"run: {path} does not hold what glocal writes there; start the study again"
         )
     return written
 
 
 def record_session(folder: Path, parts: Mapping[str, Settings], command: str) -> None:
-    """Note what was asked for and on what it runs; a study that has moved names every machine."""
+    """Record the command and the machine; a study that moved lists every machine."""
     about = _read(folder)
-    now, then = (
+    now, before = (
         _machine({settings.run.torch_device().type for settings in parts.values()}),
         about["machine"],
     )
-    devices = dict.fromkeys([*(then["device"].split("; ") if then else []), now["device"]])
+    devices = dict.fromkeys([*(before["device"].split("; ") if before else []), now["device"]])
     write_json(
         folder / "study.json",
         {
@@ -103,27 +103,30 @@ def record_session(folder: Path, parts: Mapping[str, Settings], command: str) ->
 
 
 def remove_unstarted(folder: Path) -> None:
-    """Take back what was written of a study that was refused before its first part began."""
+    """Remove what was written for a study that was refused before its first part started."""
     if not (folder / "parts").exists():
         (folder / "study.json").unlink(missing_ok=True)
-        with suppress(OSError):  # not empty: something of the user's own
+        with suppress(OSError):  # not empty: it holds files of the user
             folder.rmdir()
 
 
 def run_parts(
     parts: Mapping[str, Settings], folder: Path, *, report: datasets.ProgressCallback = no_progress
 ) -> Iterator[PartEvent]:
-    """Every part in order; what is finished is not done again. The seconds of every sitting are kept."""
+    """Run every part in order; finished ones are not run again.
+
+    Every session's seconds are recorded.
+    """
     for place, (name, settings) in enumerate(parts.items(), start=1):
-        started, begun = time.perf_counter(), False
+        started, started_any = time.perf_counter(), False
         try:
             for step in _steps(name, settings, folder, report):
-                if not begun:
+                if not started_any:
                     _save_settings(folder, name, settings)
-                begun = True
+                started_any = True
                 yield PartEvent(name, place, len(parts), step)
         finally:
-            if begun:
+            if started_any:
                 append_rows(
                     folder / "timing.jsonl",
                     [{"part": name, "seconds": time.perf_counter() - started}],
@@ -133,7 +136,11 @@ def run_parts(
 def _steps(
     part: str, settings: Settings, folder: Path, report: datasets.ProgressCallback
 ) -> Iterator[StudyEvent]:
-    """A part's steps; a seed of a case that diverges is noted, and left out there and in all that starts from it."""
+    """A part's events.
+
+    A seed of an experiment that diverges is recorded, and skipped there and in all that start from
+    it.
+    """
     place = part_folder(folder, part)
     while True:
         rows = [row for row in read_rows(folder / "diverged.jsonl") if row.get("part") == part]
@@ -142,47 +149,49 @@ def _steps(
             return
         except DivergedError as error:
             warnings.warn(
-                f"{part}, {error.experiment}: {error}; seed {error.seed} is left out",
+                f"{part}, {error.experiment}: {error}; seed {error.seed} is skipped",
                 GlocalWarning,
                 stacklevel=2,
             )
             _move_aside(experiment_folder(place, error.experiment), error.seed)
-            noted = {
+            row = {
                 "part": part,
                 "experiment": error.experiment,
                 "seed": error.seed,
                 "reason": str(error),
             }
-            append_rows(folder / "diverged.jsonl", [noted])
+            append_rows(folder / "diverged.jsonl", [row])
 
 
 def _move_aside(experiment: Path, seed: int) -> None:
-    """What was written of a case before one of its seeds diverged, so that the others can begin anew."""
+    """Rename the folder of an experiment with a seed that diverged; its other seeds start again."""
     if experiment.exists():
         experiment.rename(experiment.with_name(f"{experiment.name}.diverged-{seed}"))
 
 
 def _without_diverged(settings: Settings, diverged: Sequence[Json]) -> Settings:
-    """The settings without the seeds that diverged, case by case, and without the cases that have no other left."""
+    """The settings without the seeds that diverged, and without experiments that have none left."""
     seeds = {run.seed for run in restarts_of(settings.plan)}
-    lost: dict[str, set[int]] = {}
+    skipped: dict[str, set[int]] = {}
     for name, experiment in settings.experiments.items():
         own = {row["seed"] for row in diverged if row["experiment"] == name}
-        lost[name] = (
-            own | {*(experiment.skip_seeds or ())} | lost.get(experiment.start_from or "", set())
+        skipped[name] = (
+            own | {*(experiment.skip_seeds or ())} | skipped.get(experiment.start_from or "", set())
         )
     experiments = {
-        name: replace(experiment, skip_seeds=tuple(sorted(lost[name])) or None)
+        name: replace(experiment, skip_seeds=tuple(sorted(skipped[name])) or None)
         for name, experiment in settings.experiments.items()
     }
-    left = {name: experiment for name, experiment in experiments.items() if seeds - lost[name]}
+    left = {name: experiment for name, experiment in experiments.items() if seeds - skipped[name]}
     if not left:
-        raise InputError(f"study: every case of {settings.name} diverged; lower the learning rate")
+        raise InputError(
+            f"study: every experiment of {settings.name} diverged; lower the learning rate"
+        )
     return replace(settings, experiments=left)
 
 
 def _save_settings(folder: Path, part: str, settings: Settings) -> None:
-    """A part goes on as it was last accepted."""
+    """Save a part's settings once they are accepted, for the next session."""
     written = _read(folder)
     if written["parts"].get(part) != settings.as_dict():
         write_json(
@@ -192,7 +201,7 @@ def _save_settings(folder: Path, part: str, settings: Settings) -> None:
 
 
 def _machine(devices: set[str]) -> dict[str, str]:
-    """What it runs on, without telling whose it is."""
+    """The hardware and versions, without the machine's name."""
     gpu = torch.cuda.get_device_name() if "cuda" in devices else None
     return {
         "device": gpu or platform.machine(),

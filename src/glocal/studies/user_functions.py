@@ -1,4 +1,4 @@
-"""Functions of the user's own, which settings name as "module:function"."""
+"""Functions of the user's, named in settings as "module:function"."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ _REQUEST = "request"
 
 
 class ModelRequest(NamedTuple):
-    """What a function that makes a model gets, if it has a parameter `request`."""
+    """What a model function gets, if it has a parameter `request`."""
 
     settings: ModelSettings
     example: Tensor
@@ -28,33 +28,31 @@ def import_function(address: str, where: str) -> Callable[..., Any]:
     """The function behind "module:function"."""
     module, _, name = address.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever a user's own module may raise while it is imported
+        function = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # an import of a user's module may raise anything
         raise InputError(
-            f"settings: {where} = '{address}' cannot be found ({describe_error(error)}); write it as module:function, importable from here"
+            f"settings: {where} = '{address}' cannot be found ({describe_error(error)}); "
+            "write it as module:function, importable from here"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise InputError(
-            f"settings: {where} = '{address}' is no function; write it as module:function"
+            f"settings: {where} = '{address}' is not a function; write it as module:function"
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def call_user_function(function: Callable[[], Any], name: str) -> Any:
-    """What a function of the user's makes; whatever it raises is told in one line."""
+    """The result of a user's function; an error in it becomes one line."""
     try:
         return function()
     except InputError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's own function may raise
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise InputError(f"{name}: the function failed ({describe_error(error)})") from error
 
 
 def takes_request(function: Callable[..., Any]) -> bool:
-    """Whether a function of the user's own has a parameter `request`."""
+    """Whether a user's function has a parameter `request`."""
     try:
         return _REQUEST in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables have no signature that can be read
@@ -62,7 +60,7 @@ def takes_request(function: Callable[..., Any]) -> bool:
 
 
 def call_model_function(address: str, where: str, request: ModelRequest) -> nn.Module:
-    """The model of a function "module:function"; it gets the request if it has a parameter for it."""
+    """The model that a function "module:function" builds; the request is passed if it takes one."""
     function = import_function(address, where)
     make = partial(function, request=request) if takes_request(function) else function
     model = call_user_function(make, address)
