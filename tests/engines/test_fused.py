@@ -1,4 +1,4 @@
-"""The compiled step takes the same steps as the general path, or declines and says why."""
+"""The compiled step trains as the general path does, or declines with a reason."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -25,7 +25,7 @@ from glocal.core.training import (
 from glocal.datasets import crop_and_flip
 from glocal.engines.fused import compiler
 from glocal.engines.fused.compiler import NoFusedStepError, load_step
-from glocal.engines.fused.cpu import FusedCpuTraining, merge_pulls
+from glocal.engines.fused.cpu import FusedCpuTraining, merge_proximal
 
 CLASSES = 5
 MANY = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -38,26 +38,26 @@ def fused(tmp_path_factory):
         patch.setenv("GLOCAL_CACHE", str(tmp_path_factory.getbasetemp().parent / "cache"))
         try:
             return FusedCpuTraining()
-        except NoFusedStepError as why:
-            pytest.skip(str(why))
+        except NoFusedStepError as error:
+            pytest.skip(str(error))
 
 
 def work_of(shape, order, *, seed=0, round_index=0):
     """Random examples of a shape, and an order over them."""
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(30, *shape, generator=draw)
-    y = torch.randint(CLASSES, (30,), generator=draw)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(30, *shape, generator=generator)
+    y = torch.randint(CLASSES, (30,), generator=generator)
     return Work(
         Examples(x, y, None), torch.as_tensor(order), torch.tensor(seed), torch.tensor(round_index)
     )
 
 
 def random_order(steps, batch, *, seed, padding=0.0):
-    """Rows of a store of 30, some of them padding, and whole steps of it among them."""
-    draw = torch.Generator().manual_seed(seed)
-    order = torch.randint(30, (steps, batch), generator=draw)
-    order[torch.rand(steps, batch, generator=draw) < padding] = -1
-    order[torch.rand(steps, generator=draw) < padding] = -1
+    """Rows of a store of 30; some of them are padding, and some steps are only padding."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randint(30, (steps, batch), generator=generator)
+    order[torch.rand(steps, batch, generator=generator) < padding] = -1
+    order[torch.rand(steps, generator=generator) < padding] = -1
     return order
 
 
@@ -66,7 +66,7 @@ def doubled(tree):
 
 
 def in_double(objective, params, work, optimizer):
-    """The general path in float64: the fairest judge of two ways to compute in float32."""
+    """The general path in float64: the reference for two ways to compute in float32."""
     examples = work.examples._replace(x=work.examples.x.double())
     proximal = tuple(Proximal(doubled(anchor), strength) for anchor, strength in objective.proximal)
     return local_train(
@@ -79,9 +79,9 @@ def in_double(objective, params, work, optimizer):
 
 def assert_agrees(fused, objective, params, work, optimizer):
     before = {name: tensor.clone() for name, tensor in params.items()}
-    taken = fused(objective, params, work, optimizer)
-    assert taken is not None, fused.reason
-    trained, loss = taken
+    result = fused(objective, params, work, optimizer)
+    assert result is not None, fused.reason
+    trained, loss = result
     expected, expected_loss = in_double(objective, params, work, optimizer)
     assert list(trained) == list(params)
     assert trees.same_bits(params, before)
@@ -135,41 +135,39 @@ def test_linear_chains_agree_with_the_general_path(
 
 @st.composite
 def conv_layers(draw):
-    """A convolution with whatever may follow it."""
-    kernel, stride = (
-        draw(st.tuples(st.integers(1, 5), st.integers(1, 5))),
-        draw(st.tuples(st.integers(1, 3), st.integers(1, 2))),
-    )
+    """A convolution, and the ReLU and max-pool that may follow it."""
+    kernel = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))
+    after = draw(st.sampled_from([[], ["relu"], ["pool"], ["relu", "pool"]]))
     return {
         "outputs": draw(st.sampled_from([1, 2, 3, 5, 6, 16, 19, 33])),
         "kernel": kernel,
         "stride": draw(st.sampled_from([(1, 1), stride])),
         "padding": draw(st.sampled_from([(0, 0), (kernel[0] // 2, kernel[1] // 2)])),
-        "after": draw(
-            st.permutations(draw(st.sampled_from([[], ["relu"], ["pool"], ["relu", "pool"]])))
-        ),
+        "after": draw(st.permutations(after)),
         "side": draw(st.integers(1, 4)),
         "bias": draw(st.booleans()),
     }
 
 
 def conv_net(shape, convs, hidden):
-    """The convolutions that still fit, then linear layers; the shape that enters must be (channels, height, width)."""
-    layers, entered = [], torch.zeros(1, *shape)
+    """The convolutions that fit, then linear layers; inputs are (channels, height, width)."""
+    layers, image = [], torch.zeros(1, *shape)
     for conv in convs:
-        kernel, stride, padding = conv["kernel"], conv["stride"], conv["padding"]
-        piece = [
-            nn.Conv2d(entered.shape[1], conv["outputs"], kernel, stride, padding, bias=conv["bias"])
-        ]
-        piece += [
-            nn.ReLU() if kind == "relu" else nn.MaxPool2d(conv["side"]) for kind in conv["after"]
-        ]
+        block = conv_block(image.shape[1], **conv)
         try:
-            entered = nn.Sequential(*piece)(entered).detach()
+            image = nn.Sequential(*block)(image).detach()
         except RuntimeError:  # torch refuses an image that shrinks to nothing
             break
-        layers += piece
-    return nn.Sequential(*layers, nn.Flatten(), mlp(entered.numel(), *hidden, CLASSES))
+        layers += block
+    return nn.Sequential(*layers, nn.Flatten(), mlp(image.numel(), *hidden, CLASSES))
+
+
+def conv_block(channels, *, outputs, kernel, stride, padding, after, side, bias):
+    block = [nn.Conv2d(channels, outputs, kernel, stride, padding, bias=bias)]
+    for kind in after:
+        block.append(nn.ReLU() if kind == "relu" else nn.MaxPool2d(side))
+    return block
 
 
 @MANY
@@ -186,7 +184,7 @@ def test_convolutional_chains_agree_with_the_general_path(
 ):
     torch.manual_seed(seed)
     model = conv_net(shape, convs, hidden)
-    # one step: two correct paths part ways for good where two outputs are nearly the greatest of their window
+    # one step: where two outputs of a pool window are nearly equal, two correct paths diverge
     work = work_of(shape, random_order(1, batch, seed=seed), seed=seed)
     assert_agrees(fused, cross_entropy(model), params_of(model), work, rule)
 
@@ -212,7 +210,7 @@ def test_a_few_steps_of_lenet_agree_with_the_general_path(fused):
 
 
 def brightened(x, key):
-    """Inner pixels only, each image lighter by a number of its own."""
+    """Inner pixels only, each image brighter by its own random number."""
     return x[:, :, 1:-1, 1:-1] + random.uniform(key, (x.shape[0], 1, 1, 1))
 
 
@@ -235,8 +233,8 @@ def test_augmented_examples_agree_with_the_general_path(fused, augment):
     )
 
 
-def test_equal_values_in_a_window_share_nothing_as_in_torch(fused):
-    """The background of a drawing: every output of a window is the same, and the first of them gets the slope."""
+def test_the_first_of_equal_values_in_a_window_gets_the_gradient_as_in_torch(fused):
+    """On the background of a drawing all outputs of a window are equal."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3),
@@ -257,7 +255,7 @@ def test_equal_values_in_a_window_share_nothing_as_in_torch(fused):
     strengths=st.lists(st.sampled_from([0.0, 0.1, 2.0]), min_size=1, max_size=3),
     momentum=st.sampled_from([0.0, 0.9]),
 )
-def test_pulls_are_part_of_slopes_and_loss(fused, strengths, momentum):
+def test_proximal_terms_are_part_of_gradients_and_loss(fused, strengths, momentum):
     torch.manual_seed(0)
     for model, shape in (
         (mlp(9, 12, 7, CLASSES), (9,)),
@@ -293,20 +291,21 @@ PLAIN = {
 }
 
 
-def test_many_pulls_are_one_pull_and_a_floor():
+def test_several_proximal_terms_are_one_term_and_a_constant():
     w, *anchors = torch.randn(4, 6, dtype=torch.float64)
     proximal = [
         Proximal({"w": anchor}, strength)
         for anchor, strength in zip(anchors, (0.5, 1.0, 0.25), strict=True)
     ]
-    strengths, middle, floor = merge_pulls(proximal)
-    apart = sum(strength / 2 * (w - anchor["w"]).square().sum() for anchor, strength in proximal)
-    torch.testing.assert_close(
-        strengths["w"] / 2 * (w - middle["w"]).square().sum() + floor, apart, rtol=1e-6, atol=1e-6
+    strengths, mean, floor = merge_proximal(proximal)
+    separate = sum(
+        strength / 2 * (w - anchor["w"]).square().sum() for anchor, strength in proximal
     )
+    merged = strengths["w"] / 2 * (w - mean["w"]).square().sum() + floor
+    torch.testing.assert_close(merged, separate, rtol=1e-6, atol=1e-6)
 
 
-def test_work_that_is_all_padding_leaves_everything_as_it_was(fused):
+def test_work_that_is_all_padding_changes_nothing(fused):
     model = mlp(4, 3, CLASSES)
     params = params_of(model)
     trained, loss = fused(
@@ -332,10 +331,10 @@ def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
     def run(work):
         return fused(objective, params, work, sgd(0.1, momentum=0.5))
 
-    alone = [run(work) for work in works]
+    sequential = [run(work) for work in works]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(run, works * 3))
-    for (tree, loss), (other, other_loss) in zip(alone * 3, together, strict=True):
+        parallel = list(pool.map(run, works * 3))
+    for (tree, loss), (other, other_loss) in zip(sequential * 3, parallel, strict=True):
         assert trees.same_bits(tree, other)
         assert loss == other_loss
 
@@ -343,7 +342,7 @@ def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
 @pytest.mark.parametrize(
     "model", [mlp(6, 7, CLASSES), conv_net((2, 6, 6), [PLAIN], [])], ids=["mlp", "conv"]
 )
-def test_what_diverges_has_a_loss_that_says_so(fused, model):
+def test_a_diverged_loss_is_not_finite(fused, model):
     shape = (6,) if isinstance(model[0], nn.Linear) else (2, 6, 6)
     work = work_of(shape, random_order(6, 5, seed=0))
     _, huge = fused(cross_entropy(model), params_of(model), work, sgd(1e30))
@@ -353,7 +352,7 @@ def test_what_diverges_has_a_loss_that_says_so(fused, model):
     assert not torch.isfinite(lost)
 
 
-def test_descend_takes_the_fused_steps_if_the_work_brings_them(fused):
+def test_local_train_uses_the_trainer_of_the_work(fused):
     model = mlp(4, 6, CLASSES)
     work = work_of((4,), random_order(3, 5, seed=0))
     objective, params, rule = cross_entropy(model), params_of(model), sgd(0.1)
@@ -379,7 +378,7 @@ def declined_case(objective=None, *, model=LINEAR, rule=None, tree=None, **examp
 
 X, Y = work_of((4,), [[0]]).examples[:2]
 DECLINED = {
-    "the optimiser is Adam, not Sgd": declined_case(rule=adam(0.1)),
+    "the optimiser is Adam, not SGD": declined_case(rule=adam(0.1)),
     "the loss is AugmentedLoss, not a model's own": declined_case(
         with_augmentation(
             with_augmentation(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x
@@ -406,20 +405,20 @@ DECLINED = {
     "there is no batch": declined_case(order=torch.zeros(0, 3, dtype=torch.int64)),
     "a row of the order is outside the examples": declined_case(order=torch.tensor([[0, 30]])),
     "a label is no class of the model": declined_case(y=Y - 100),
-    "'0.weight' asks for a gradient": declined_case(
+    "'0.weight' requires a gradient": declined_case(
         tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}
     ),
-    "a pull pushes": declined_case(with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)),
+    "a proximal term has a negative strength": declined_case(with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)),
 }
 
 
 @pytest.mark.parametrize("reason", DECLINED)
-def test_what_is_not_its_business_is_declined_with_a_reason(fused, reason):
+def test_unsupported_work_is_declined_with_a_reason(fused, reason):
     assert fused(*DECLINED[reason]) is None
     assert fused.reason == reason
 
 
-def test_batched_devices_are_declined(fused):
+def test_batched_clients_are_declined(fused):
     work, objective = work_of((4,), random_order(2, 3, seed=0)), cross_entropy(LINEAR)
 
     def one(params):
@@ -427,21 +426,25 @@ def test_batched_devices_are_declined(fused):
         return params["0.bias"]
 
     torch.vmap(one)(trees.stack([params_of(LINEAR)] * 2))
-    assert fused.reason == "devices are batched"
+    assert fused.reason == "clients are batched"
 
 
-def test_the_step_is_compiled_once(fused, monkeypatch, tmp_path):
-    command = compiler._compiler()
+def test_the_step_is_compiled_once_for_the_same_source_and_headers(fused, monkeypatch, tmp_path):
+    command = compiler._find_compiler()
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path))
     monkeypatch.setattr(compiler, "SOURCE", tmp_path / "step.cpp")
-    (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 0; }\n')
-    made = compiler.compile_library(command)
-    stamp = made.stat().st_mtime_ns
-    assert compiler.compile_library(command) == made
-    assert made.stat().st_mtime_ns == stamp
-    (tmp_path / "step.cpp").write_text('extern "C" int glocal_train(void *) { return 1; }\n')
-    assert compiler.compile_library(command) != made
-    assert {path.suffix for path in made.parent.iterdir()} == {".so"}
+    step = '#include "status.h"\nextern "C" int glocal_train(void *) { return STATUS; }\n'
+    (tmp_path / "step.cpp").write_text(step)
+    (tmp_path / "status.h").write_text("#define STATUS 0\n")
+    library = compiler.compile_library(command)
+    modified = library.stat().st_mtime_ns
+    assert compiler.compile_library(command) == library
+    assert library.stat().st_mtime_ns == modified
+    (tmp_path / "status.h").write_text("#define STATUS 1\n")
+    with_another_header = compiler.compile_library(command)
+    (tmp_path / "step.cpp").write_text(step + "int other;\n")
+    assert len({library, with_another_header, compiler.compile_library(command)}) == 3
+    assert {path.suffix for path in library.parent.iterdir()} == {".so"}
 
 
 def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
@@ -449,7 +452,8 @@ def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         NoFusedStepError,
-        match=r"^there is no C\+\+ compiler \(looked for c\+\+, g\+\+, clang\+\+; CXX may name another\)$",
+        match=r"^there is no C\+\+ compiler \(looked for c\+\+, g\+\+, clang\+\+; CXX may name "
+        r"another\)$",
     ):
         load_step()
 

@@ -1,1 +1,1 @@
-"""Faster ways to take the steps of gradient descent, for the layers that people use most."""
+"""Faster training steps for the most common layers: compiled C++ on a CPU, Triton on a GPU."""

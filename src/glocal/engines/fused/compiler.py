@@ -15,7 +15,7 @@ from pathlib import Path
 from glocal.core.errors import describe_error
 from glocal.core.paths import cache_folder
 
-SOURCE = Path(__file__).with_name("step.cpp")
+SOURCE = Path(__file__).parent / "cpp" / "step.cpp"  # includes the headers beside it
 # no -ffast-math: a diverged loss must come out as NaN
 _FLAGS = (
     "-std=c++17",
@@ -26,9 +26,11 @@ _FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-_NATIVE_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+_NATIVE_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT = 300.0  # seconds
+# the lines of /proc/cpuinfo that say what -march=native means
+_PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU")
 
 
 class NoFusedStepError(RuntimeError):
@@ -37,65 +39,74 @@ class NoFusedStepError(RuntimeError):
 
 def load_step() -> ctypes.CDLL:
     """The compiled step, from the cache if it was compiled before."""
-    path = compile_library(_compiler())
+    path = compile_library(_find_compiler())
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NoFusedStepError(
-            f"the compiled step could not be loaded ({describe_error(error)})"
-        ) from error
+        reason = describe_error(error)
+        raise NoFusedStepError(f"the compiled step could not be loaded ({reason})") from error
 
 
 def compile_library(compiler: Sequence[str]) -> Path:
-    """The library of this source, compiler and processor; another of any of them has another name."""
-    marks = (
-        SOURCE.read_text(),
-        *_FLAGS,
-        *map(str, _NATIVE_FLAGS),
-        *compiler,
-        _version(compiler),
-        _processor_id(),
+    """The library of these sources, compiled at most once per compiler and processor."""
+    target = cache_folder() / "fused" / f"step-{_fingerprint(compiler)}.so"
+    if target.exists():
+        return target
+    logging.getLogger("glocal").info(
+        "compiling the fused steps for this machine, once; this takes some seconds"
     )
-    name = hashlib.sha256("\0".join(marks).encode()).hexdigest()[:16]
-    target = cache_folder() / "fused" / f"step-{name}.so"
-    if not target.exists():
-        logging.getLogger("glocal").info(
-            "compiling the fused steps for this machine, once; this takes some seconds"
-        )
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, target)
-        except OSError as error:
-            raise NoFusedStepError(
-                f"the C++ step could not be compiled ({describe_error(error)})"
-            ) from error
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, target)
+    except OSError as error:
+        reason = describe_error(error)
+        raise NoFusedStepError(f"the C++ step could not be compiled ({reason})") from error
     return target
 
 
+def _fingerprint(compiler: Sequence[str]) -> str:
+    """Changes with any source file, the flags, the compiler and the processor."""
+    parts = [path.read_text() for path in _source_files()]
+    parts += _FLAGS
+    parts += [str(flags) for flags in _NATIVE_FLAGS]
+    parts += [*compiler, _compiler_version(compiler), _processor_id()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _source_files() -> list[Path]:
+    """The file to compile and every header beside it."""
+    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+
+
 def _compile(compiler: Sequence[str], target: Path) -> None:
-    """Compile beside the target and put it in place in one step: another process may be doing the same."""
+    """Compile in a folder beside the target, then replace the target in one step.
+
+    Another process may compile the same library at the same time.
+    """
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made, said = Path(folder) / "step.so", ""
-        for tuned in _NATIVE_FLAGS:
-            done = _run([*compiler, *_FLAGS, *tuned, str(SOURCE), "-o", str(made)])
-            if done.returncode == 0:
-                os.replace(made, target)
+        library = Path(folder) / "step.so"
+        message = ""
+        for native in _NATIVE_FLAGS:
+            process = _run([*compiler, *_FLAGS, *native, str(SOURCE), "-o", str(library)])
+            if process.returncode == 0:
+                os.replace(library, target)
                 return
-            said = said or _first_error(done.stderr)
-        raise NoFusedStepError(f"{compiler[0]} could not compile the C++ step ({said})")
+            message = message or _first_error(process.stderr)
+    raise NoFusedStepError(f"{compiler[0]} could not compile the C++ step ({message})")
 
 
-def _compiler() -> list[str]:
-    """What CXX names, else the machine's own."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for candidate in [named] if named else [[name] for name in _COMPILERS]:
+def _find_compiler() -> list[str]:
+    """The command in CXX, else the machine's own compiler."""
+    from_environment = shlex.split(os.environ.get("CXX", ""))
+    candidates = [from_environment] if from_environment else [[name] for name in _COMPILERS]
+    for candidate in candidates:
         if shutil.which(candidate[0]):
             return candidate
-    tried = named[0] if named else ", ".join(_COMPILERS)
-    raise NoFusedStepError(f"there is no C++ compiler (looked for {tried}; CXX may name another)")
+    names = ", ".join(candidate[0] for candidate in candidates)
+    raise NoFusedStepError(f"there is no C++ compiler (looked for {names}; CXX may name another)")
 
 
-def _version(compiler: Sequence[str]) -> str:
+def _compiler_version(compiler: Sequence[str]) -> str:
     return _run([*compiler, "--version"]).stdout
 
 
@@ -105,23 +116,25 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, errors="replace"
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoFusedStepError(
-            f"{command[0]} could not be run ({describe_error(error)})"
-        ) from error
+        reason = describe_error(error)
+        raise NoFusedStepError(f"{command[0]} could not be run ({reason})") from error
 
 
-def _first_error(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return next(
-        (line for line in lines if "error" in line), lines[0] if lines else "it said nothing"
-    )[:160]
+def _first_error(output: str) -> str:
+    """The first line with an error, else the first line."""
+    lines = [line.strip() for line in output.splitlines()]
+    lines = [line for line in lines if line]
+    for line in lines:
+        if "error" in line:
+            return line[:160]
+    return lines[0][:160] if lines else "no output"
 
 
 def _processor_id() -> str:
-    """Model and abilities of the processor: what -march=native depends on."""
+    """Model and features of the processor: what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    relevant = {line for line in lines if line.startswith(_PROCESSOR_FIELDS)}
+    return "\n".join(sorted(relevant))

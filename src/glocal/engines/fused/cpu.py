@@ -1,8 +1,9 @@
-"""Gradient descent on one device in one call of compiled code, for chains of plain layers on a CPU."""
+"""Local training of one client in one call of compiled code: chains of plain layers on a CPU."""
 
 import ctypes
 from collections.abc import Callable, Iterable
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,47 +29,58 @@ from glocal.engines.fused.layer_chain import (
     parse_chain,
 )
 
-_POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+# messages for Status in step.cpp; the general path then raises its own error
+_FAILURES = {
+    1: "a row of the order is outside the examples",
+    2: "a label is no class of the model",
+    3: "there is no memory left",
+}
 
 
 class _LayerSpec(ctypes.Structure):
-    """Mirrors LayerSpec of step.cpp."""
+    """Mirrors LayerSpec of job.h."""
 
     _fields_ = (
-        *((name, _INT64) for name in ("is_conv", "channels", "height", "width", "outputs")),
-        *(
-            (name, _INT64)
-            for name in (
-                "kernel_height",
-                "kernel_width",
-                "stride_height",
-                "stride_width",
-                "pad_height",
-                "pad_width",
-            )
-        ),
-        *((name, _INT64) for name in ("relu", "pool")),
-        *((name, _POINTER) for name in ("weight", "bias", "weight_anchor", "bias_anchor")),
-        *((name, ctypes.c_double) for name in ("weight_pull", "bias_pull")),
+        ("is_conv", _INT64),
+        ("channels", _INT64),
+        ("height", _INT64),
+        ("width", _INT64),
+        ("outputs", _INT64),
+        ("kernel_height", _INT64),
+        ("kernel_width", _INT64),
+        ("stride_height", _INT64),
+        ("stride_width", _INT64),
+        ("pad_height", _INT64),
+        ("pad_width", _INT64),
+        ("relu", _INT64),
+        ("pool", _INT64),
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("weight_anchor", _POINTER),
+        ("bias_anchor", _POINTER),
+        ("weight_strength", _DOUBLE),
+        ("bias_strength", _DOUBLE),
     )
 
 
 class _Job(ctypes.Structure):
-    """Mirrors Job of step.cpp."""
+    """Mirrors Job of job.h."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(_LayerSpec)),
         ("layer_count", _INT64),
         ("x", _POINTER),
-        ("y", ctypes.c_void_p),
+        ("y", _POINTER),
         ("rows", _INT64),
-        ("order", ctypes.c_void_p),
+        ("order", _POINTER),
         ("steps", _INT64),
-        ("batch", _INT64),
-        *(
-            (name, ctypes.c_double)
-            for name in ("lr", "momentum", "weight_decay", "pull_floor", "loss")
-        ),
+        ("batch_size", _INT64),
+        ("lr", _DOUBLE),
+        ("momentum", _DOUBLE),
+        ("weight_decay", _DOUBLE),
+        ("proximal_floor", _DOUBLE),
+        ("loss", _DOUBLE),
     )
 
 
@@ -76,42 +88,54 @@ class _DeclinedError(Exception):
     """Why this work is for the general path, in one line."""
 
 
+class MergedProximal(NamedTuple):
+    """Several proximal terms as one: strengths and anchors by name, and a constant `floor`."""
+
+    strengths: dict[str, float]
+    anchors: Params
+    floor: float
+
+
 class FusedCpuTraining:
-    """A `LocalTrainer` in compiled code; `reason` says why it last declined. Several threads may call it at once."""
+    """A `LocalTrainer` in compiled code; `reason` says why it last declined.
+
+    Several threads may call it at once.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
         self._compiled: Callable[..., int] | None = None
         self._chains: dict[tuple[ModelLoss, Shape], LayerChain | str] = {}
-        self._lock = Lock()  # tracing a model patches torch for its duration
+        self._lock = Lock()  # tracing a model patches torch while it lasts
 
     def __call__(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
     ) -> tuple[Params, Tensor] | None:
         """Trained params and the mean loss over examples (); None if it declines."""
         try:
-            rule = _require_sgd(optimizer)
-            one, shown = _augmented_beforehand(objective, work._replace(order=work.order[:1, :1]))
-            chain = self._chain(_model_loss(one), _shape(shown))
-            objective, work = _augmented_beforehand(objective, work)
+            sgd = _require_sgd(optimizer)
+            one_example = work._replace(order=work.order[:1, :1])
+            plain, sample = _augment_first(objective, one_example)
+            chain = self._chain(_model_loss(plain), _input_shape(sample))
+            objective, work = _augment_first(objective, work)
             _require_supported(objective, params, work, chain)
-            return self._train(chain, objective, params, work, rule)
+            return self._train(chain, objective, params, work, sgd)
         except _DeclinedError as declined:
             self.reason = str(declined)
             return None
 
     def _chain(self, loss: ModelLoss, shape: Shape) -> LayerChain:
-        """The model as a chain, found once."""
+        """The model as a chain; each model is parsed once."""
         with self._lock:
             if (loss, shape) not in self._chains:
                 self._chains[loss, shape] = _chain_or_reason(loss, shape)
-            found = self._chains[loss, shape]
-        if isinstance(found, str):
-            raise _DeclinedError(found)
-        return found
+            chain = self._chains[loss, shape]
+        if isinstance(chain, str):
+            raise _DeclinedError(chain)
+        return chain
 
     def _step(self) -> Callable[..., int]:
-        """The compiled step, loaded or compiled when it is first needed: a model that is declined needs none."""
+        """The compiled step, loaded when it is first needed: a declined model needs none."""
         with self._lock:
             if self._compiled is None:
                 step = load_step().glocal_train
@@ -120,107 +144,117 @@ class FusedCpuTraining:
         return self._compiled
 
     def _train(
-        self, chain: LayerChain, objective: Objective, params: Params, work: Work, rule: SGD
+        self, chain: LayerChain, objective: Objective, params: Params, work: Work, sgd: SGD
     ) -> tuple[Params, Tensor]:
-        trained = {
-            name: tensor.detach().clone(memory_format=torch.contiguous_format)
-            for name, tensor in params.items()
-        }
-        strengths, anchors, floor = merge_pulls(objective.proximal)
-        specs = [_layer_spec(layer, trained, strengths, anchors) for layer in chain.layers]
+        trained = _copy(params)
+        proximal = merge_proximal(objective.proximal)
         order = work.order.contiguous()
-        job = _Job(
-            layers=(_LayerSpec * len(specs))(*specs),
-            layer_count=len(specs),
-            x=work.examples.x.data_ptr(),
-            y=work.examples.y.data_ptr(),
-            rows=len(work.examples.y),
-            order=order.data_ptr(),
-            steps=order.shape[0],
-            batch=order.shape[1],
-            lr=rule.lr_at(int(work.round_index)),
-            momentum=rule.momentum,
-            weight_decay=rule.weight_decay,
-            pull_floor=floor,
-        )
-        _require_success(self._step()(ctypes.byref(job)))
+        job = _job(work, order, sgd, int(work.round_index))
+        # the structure holds addresses only: trained, proximal and order must outlive the call
+        layers = [_layer_spec(layer, trained, proximal) for layer in chain.layers]
+        job.layers, job.layer_count = (_LayerSpec * len(layers))(*layers), len(layers)
+        job.proximal_floor = proximal.floor
+        status = self._step()(ctypes.byref(job))
+        if status:
+            raise _DeclinedError(_FAILURES.get(status, f"the compiled step returned {status}"))
         return trained, torch.tensor(job.loss, dtype=torch.float32)
 
 
-def merge_pulls(proximal: Iterable[Proximal]) -> tuple[dict[str, float], Params, float]:
-    """Many pulls as one: by name its strength S and anchor m, and a floor c: sum of s/2 |w - a|^2 = S/2 |w - m|^2 + c."""
+def merge_proximal(proximal: Iterable[Proximal]) -> MergedProximal:
+    """Several proximal terms as one term and a constant.
+
+    By name: sum of s/2 ||w - a||^2 = S/2 ||w - m||^2 + c, where S is the sum of the strengths s, m
+    the mean of the anchors a weighted by s, and c the floor.
+    """
     by_name: dict[str, list[tuple[float, Tensor]]] = {}
     for anchors, strength in proximal:
-        for name, anchor in anchors.items() if strength else ():
-            by_name.setdefault(name, []).append((strength, anchor.detach()))
-    strengths = {name: sum(strength for strength, _ in parts) for name, parts in by_name.items()}
-    middles = {name: _weighted_anchor(parts) for name, parts in by_name.items()}
-    floor = sum(
-        strength / 2 * _squared_norm(anchor - middles[name])
-        for name, parts in by_name.items()
-        for strength, anchor in parts
-    )
-    return strengths, middles, floor
+        if strength:
+            for name, anchor in anchors.items():
+                by_name.setdefault(name, []).append((strength, anchor.detach()))
+    strengths, means, floor = {}, {}, 0.0
+    for name, terms in by_name.items():
+        strengths[name] = sum(strength for strength, _ in terms)
+        means[name] = _weighted_anchor(terms)
+        for strength, anchor in terms:
+            floor += strength / 2 * _squared_norm(anchor - means[name])
+    return MergedProximal(strengths, means, floor)
 
 
-def _weighted_anchor(parts: list[tuple[float, Tensor]]) -> Tensor:
+def _weighted_anchor(terms: list[tuple[float, Tensor]]) -> Tensor:
     """The mean of anchors, weighted by their strengths."""
-    if len(parts) == 1:
-        return parts[0][1].contiguous()
-    weighted = torch.stack([strength * anchor.double() for strength, anchor in parts]).sum(0)
-    return (weighted / sum(strength for strength, _ in parts)).to(parts[0][1].dtype)
+    if len(terms) == 1:
+        return terms[0][1].contiguous()
+    weighted = [strength * anchor.double() for strength, anchor in terms]
+    total = sum(strength for strength, _ in terms)
+    return (torch.stack(weighted).sum(0) / total).to(terms[0][1].dtype)
 
 
 def _squared_norm(difference: Tensor) -> float:
     return float(difference.double().square().sum())
 
 
+def _copy(params: Params) -> Params:
+    """Contiguous copies that compiled code may overwrite."""
+    copies = {}
+    for name, tensor in params.items():
+        copies[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return copies
+
+
+def _job(work: Work, order: Tensor, sgd: SGD, round_index: int) -> _Job:
+    """The job without its layers."""
+    return _Job(
+        x=work.examples.x.data_ptr(),
+        y=work.examples.y.data_ptr(),
+        rows=len(work.examples.y),
+        order=order.data_ptr(),
+        steps=order.shape[0],
+        batch_size=order.shape[1],
+        lr=sgd.lr_at(round_index),
+        momentum=sgd.momentum,
+        weight_decay=sgd.weight_decay,
+    )
+
+
 def _layer_spec(
-    layer: LinearSpec | ConvSpec, weights: Params, strengths: dict[str, float], anchors: Params
+    layer: LinearSpec | ConvSpec, weights: Params, proximal: MergedProximal
 ) -> _LayerSpec:
     spec = _LayerSpec(
         relu=layer.relu,
         weight=weights[layer.weight].data_ptr(),
-        weight_anchor=_address(anchors, layer.weight),
-        weight_pull=strengths.get(layer.weight, 0.0),
+        weight_anchor=_address(proximal.anchors, layer.weight),
+        weight_strength=proximal.strengths.get(layer.weight, 0.0),
         bias=_address(weights, layer.bias),
-        bias_anchor=_address(anchors, layer.bias),
-        bias_pull=strengths.get(layer.bias or "", 0.0),
+        bias_anchor=_address(proximal.anchors, layer.bias),
+        bias_strength=proximal.strengths.get(layer.bias or "", 0.0),
     )
     if isinstance(layer, LinearSpec):
         spec.channels, spec.height, spec.width, spec.outputs = layer.inputs, 1, 1, layer.outputs
-        return spec
+    else:
+        _set_conv_sizes(spec, layer)
+    return spec
+
+
+def _set_conv_sizes(spec: _LayerSpec, layer: ConvSpec) -> None:
     spec.is_conv, spec.outputs, spec.pool = 1, layer.outputs[0], layer.pool
     spec.channels, spec.height, spec.width = layer.inputs
     spec.kernel_height, spec.kernel_width = layer.kernel
     spec.stride_height, spec.stride_width = layer.stride
     spec.pad_height, spec.pad_width = layer.padding
-    return spec
 
 
 def _address(tree: Params, name: str | None) -> int | None:
     return tree[name].data_ptr() if name in tree else None
 
 
-def _require_success(outcome: int) -> None:
-    """What step.cpp's Outcome says; the general path then raises what it always raised."""
-    said = {
-        1: "a row of the order is outside the examples",
-        2: "a label is no class of the model",
-        3: "there is no memory left",
-    }
-    if outcome:
-        raise _DeclinedError(said.get(outcome, f"the compiled step returned {outcome}"))
-
-
 def _require_sgd(optimizer: Optimizer) -> SGD:
     if type(optimizer) is not SGD:
-        raise _DeclinedError(f"the optimiser is {type(optimizer).__name__}, not Sgd")
+        raise _DeclinedError(f"the optimiser is {type(optimizer).__name__}, not SGD")
     return optimizer
 
 
-def _augmented_beforehand(objective: Objective, work: Work) -> tuple[Objective, Work]:
-    """The same on examples that are augmented beforehand, if they are to be."""
+def _augment_first(objective: Objective, work: Work) -> tuple[Objective, Work]:
+    """The same training on examples that are augmented beforehand, if the loss augments them."""
     loss = objective.loss
     if type(loss) is not AugmentedLoss or type(loss.inner) is not ModelLoss:
         return objective, work
@@ -231,15 +265,14 @@ def _augmented_beforehand(objective: Objective, work: Work) -> tuple[Objective, 
 def _model_loss(objective: Objective) -> ModelLoss:
     loss = objective.loss
     if type(loss) is not ModelLoss:
-        raise _DeclinedError(
-            f"the loss is {getattr(loss, '__name__', type(loss).__name__)}, not a model's own"
-        )
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise _DeclinedError(f"the loss is {name}, not a model's own")
     if loss.per_example is not per_example_cross_entropy:
         raise _DeclinedError("the loss is not the cross entropy")
     return loss
 
 
-def _shape(work: Work) -> Shape:
+def _input_shape(work: Work) -> Shape:
     return tuple(work.examples.x.shape[1:])
 
 
@@ -250,63 +283,73 @@ def _chain_or_reason(loss: ModelLoss, shape: Shape) -> LayerChain | str:
         return str(error)
     if chain.softmax:
         return "it ends in a softmax"
-    convs = [layer for layer in chain.layers if isinstance(layer, ConvSpec)]
-    empty = next((conv.weight for conv in convs if min(conv.pooled) < 1), None)
-    return f"nothing leaves the layer of '{empty}'" if empty else chain
+    for layer in chain.layers:
+        if isinstance(layer, ConvSpec) and min(layer.pooled) < 1:
+            return f"the output of the layer of '{layer.weight}' is empty"
+    return chain
 
 
 def _require_supported(objective: Objective, params: Params, work: Work, chain: LayerChain) -> None:
-    """Decline whatever compiled code cannot read where it lies."""
+    """Decline everything that compiled code cannot read in place."""
+    _require_readable_tensors(objective, params, work)
+    _require_whole_model(params, chain, objective)
+    _require_proximal(objective, params)
     x, y, _ = work.examples
-    pulled = [(name, tensor) for anchor, _ in objective.proximal for name, tensor in anchor.items()]
-    named = [
-        *params.items(),
-        *pulled,
-        ("x", x),
-        ("y", y),
-        ("order", work.order),
-        ("round_index", work.round_index),
-    ]
-    for name, tensor in named:
-        _require_readable(
-            name, tensor, torch.float32 if name in params or name == "x" else torch.int64
-        )
-    _require_shapes(params, chain, objective)
-    for name, tensor in pulled:
-        if tensor.shape != params[name].shape:
-            raise _DeclinedError(f"a pull on '{name}' has another shape")
-    if any(strength < 0 for _, strength in objective.proximal):
-        raise _DeclinedError("a pull pushes")
     if not (x.is_contiguous() and y.is_contiguous()):
         raise _DeclinedError("the examples are not contiguous")
     if work.order.dim() != 2 or work.order.numel() == 0 or y.shape != x.shape[:1]:
         raise _DeclinedError("there is no batch")
 
 
+def _require_readable_tensors(objective: Objective, params: Params, work: Work) -> None:
+    x, y, _ = work.examples
+    for name, tensor in params.items():
+        _require_readable(name, tensor, torch.float32)
+    for anchor, _ in objective.proximal:
+        for name, tensor in anchor.items():
+            _require_readable(name, tensor, torch.float32)
+    _require_readable("x", x, torch.float32)
+    _require_readable("y", y, torch.int64)
+    _require_readable("order", work.order, torch.int64)
+    _require_readable("round_index", work.round_index, torch.int64)
+
+
 def _require_readable(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise _DeclinedError("devices are batched")
-    if tensor.device.type != "cpu" or tensor.dtype != dtype or tensor.layout != torch.strided:
-        raise _DeclinedError(
-            f"'{name}' is {tensor.dtype} on {tensor.device.type}, not {dtype} on cpu"
-        )
+        raise _DeclinedError("clients are batched")
+    device = tensor.device.type
+    if device != "cpu" or tensor.dtype != dtype or tensor.layout != torch.strided:
+        raise _DeclinedError(f"'{name}' is {tensor.dtype} on {device}, not {dtype} on cpu")
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise _DeclinedError(f"'{name}' asks for a gradient")
+        raise _DeclinedError(f"'{name}' requires a gradient")
 
 
-def _require_shapes(params: Params, chain: LayerChain, objective: Objective) -> None:
-    expected = {name: shape for layer in chain.layers for name, shape in _shapes(layer).items()}
-    if params.keys() != expected.keys() or objective.trainable != expected.keys():
+def _require_whole_model(params: Params, chain: LayerChain, objective: Objective) -> None:
+    shapes: dict[str, Shape] = {}
+    for layer in chain.layers:
+        shapes |= _shapes(layer)
+    if params.keys() != shapes.keys() or objective.trainable != shapes.keys():
         raise _DeclinedError("not every weight of the model is trained")
-    for name, shape in expected.items():
+    for name, shape in shapes.items():
         if params[name].shape != shape:
             raise _DeclinedError(f"'{name}' is {tuple(params[name].shape)}, not {shape}")
 
 
+def _require_proximal(objective: Objective, params: Params) -> None:
+    for anchor, strength in objective.proximal:
+        for name, tensor in anchor.items():
+            if name not in params:
+                raise _DeclinedError(f"the anchor '{name}' is no parameter of the model")
+            if tensor.shape != params[name].shape:
+                raise _DeclinedError(f"the anchor of '{name}' has another shape")
+        if strength < 0:
+            raise _DeclinedError("a proximal term has a negative strength")
+
+
 def _shapes(layer: LinearSpec | ConvSpec) -> dict[str, Shape]:
-    weight: Shape = (
-        (layer.outputs[0], layer.inputs[0], *layer.kernel)
-        if isinstance(layer, ConvSpec)
-        else (layer.outputs, layer.inputs)
-    )
+    weight: Shape
+    if isinstance(layer, ConvSpec):
+        weight = (layer.outputs[0], layer.inputs[0], *layer.kernel)
+    else:
+        weight = (layer.outputs, layer.inputs)
     return {layer.weight: weight} | ({layer.bias: weight[:1]} if layer.bias else {})

@@ -1,9 +1,9 @@
-"""A network as a chain of plain layers, if it is one: what the fused steps are made for."""
+"""A model as a chain of plain layers: the form that the fused steps can train."""
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """A convolution (channels, height, width) -> (channels, height, width), with a ReLU and a max-pool after it if they follow.
+    """A convolution (channels, height, width) -> (channels, height, width).
 
-    `pool` is the side of a square window that moves by its own side; 1 is no pool. A ReLU commutes with it, so their order is free.
+    A ReLU and a max-pool after it belong to it; they commute, so their order is free. `pool` is the
+    side of a square window whose stride is its side; 1 means no pool.
     """
 
     weight: str
@@ -46,147 +47,182 @@ class ConvSpec:
 
     @property
     def pooled(self) -> Shape:
-        """What leaves the layer."""
+        """The shape of the layer's output."""
         channels, height, width = self.outputs
         return (channels, height // self.pool, width // self.pool)
 
 
+LayerSpec = LinearSpec | ConvSpec
+
+
 @dataclass(frozen=True)
 class LayerChain:
-    """Layers in order, the last one linear and without a ReLU: its outputs are logits, or a softmax of them is what is put out."""
+    """Layers in order; the last one is linear and without a ReLU.
 
-    layers: tuple[LinearSpec | ConvSpec, ...]
+    Its outputs are the logits. With `softmax` the model's output is a softmax of them.
+    """
+
+    layers: tuple[LayerSpec, ...]
     inputs: Shape
     softmax: bool = False
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all weights and biases, in order."""
+        return _names(self.layers)
+
 
 class UnsupportedModelError(Exception):
-    """Why a network is no chain of layers that the fused steps know."""
+    """Why a model is no chain of layers that the fused steps know."""
 
 
 def parse_chain(model: nn.Module, inputs: Shape) -> LayerChain:
-    """The model as a chain for examples of this shape; NotAChainError says which layer is in the way."""
-    layers: list[LinearSpec | ConvSpec] = []
-    shape, modules = inputs, _modules_in_order(model)
-    softmax = bool(modules) and type(modules[-1][1]) is nn.Softmax and modules[-1][1].dim in (1, -1)
+    """The model as a chain for examples of this shape.
+
+    UnsupportedModelError names the first layer that does not fit.
+    """
+    modules = _modules_in_order(model)
+    softmax = _ends_in_softmax(modules)
+    layers: list[LayerSpec] = []
+    shape = inputs
     for name, module in modules[:-1] if softmax else modules:
-        layers, shape = _append_module(layers, shape, name, module)
+        shape = _append_module(layers, shape, name, module)
     if not layers or not isinstance(layers[-1], LinearSpec) or layers[-1].relu:
         raise UnsupportedModelError("it does not end in a linear layer")
-    names = [name for layer in layers for name in (layer.weight, layer.bias) if name]
+    _require_all_tensors(model, _names(layers))
+    return LayerChain(tuple(layers), inputs, softmax)
+
+
+def _names(layers: Iterable[LayerSpec]) -> list[str]:
+    names = []
+    for layer in layers:
+        names.append(layer.weight)
+        if layer.bias:
+            names.append(layer.bias)
+    return names
+
+
+def _ends_in_softmax(modules: list[tuple[str, nn.Module]]) -> bool:
+    if not modules:
+        return False
+    last = modules[-1][1]
+    return type(last) is nn.Softmax and last.dim in (1, -1)
+
+
+def _require_all_tensors(model: nn.Module, names: list[str]) -> None:
+    """Refuse a chain that does not train each tensor of the model exactly once."""
     if len(set(names)) != len(names):
         raise UnsupportedModelError("a layer is used twice")
     if set(names) != {*canonical_names(model).values()}:
         raise UnsupportedModelError("it has tensors beside its layers")
     if set(names) != trainable_names(model):
         raise UnsupportedModelError("some of its weights are frozen")
-    return LayerChain(tuple(layers), inputs, softmax)
 
 
-def _append_module(
-    layers: list[LinearSpec | ConvSpec], shape: Shape, name: str, module: nn.Module
-) -> tuple[list[LinearSpec | ConvSpec], Shape]:
-    """The chain with one more module, and the shape that leaves it."""
-    if isinstance(module, nn.Identity) or (type(module) is nn.Flatten and len(shape) == 1):
-        return layers, shape
-    if type(module) is nn.Flatten and module.start_dim == 1 and module.end_dim in (-1, len(shape)):
-        return layers, (math.prod(shape),)
+def _append_module(layers: list[LayerSpec], shape: Shape, name: str, module: nn.Module) -> Shape:
+    """Append a module to the layers, or merge it into the last one; returns the shape after it."""
+    if isinstance(module, nn.Identity):
+        return shape
+    if type(module) is nn.Flatten and _flattens_all(module, shape):
+        return (math.prod(shape),)
     if type(module) is nn.ReLU and layers:
-        return [*layers[:-1], _replace_fields(layers[-1], relu=True)], shape
+        layers[-1] = replace(layers[-1], relu=True)
+        return shape
     if type(module) is nn.Linear and shape == (module.in_features,):
-        layer = LinearSpec(
-            f"{name}.weight", _bias(name, module), module.in_features, module.out_features
-        )
-        return [*layers, layer], (module.out_features,)
+        layers.append(_linear(name, module))
+        return (module.out_features,)
     if type(module) is nn.Conv2d and len(shape) == 3:
         conv = _conv(name, module, shape)
-        return [*layers, conv], conv.outputs
-    if (
-        type(module) is nn.MaxPool2d
-        and layers
-        and isinstance(layers[-1], ConvSpec)
-        and layers[-1].pool == 1
-    ):
-        pooled = _replace_fields(layers[-1], pool=_pool_side(module))
-        assert isinstance(pooled, ConvSpec)
-        return [*layers[:-1], pooled], pooled.pooled
+        layers.append(conv)
+        return conv.outputs
+    if type(module) is nn.MaxPool2d and layers:
+        conv_before = layers[-1]
+        if isinstance(conv_before, ConvSpec) and conv_before.pool == 1:
+            pooled = replace(conv_before, pool=_pool_side(module))
+            layers[-1] = pooled
+            return pooled.pooled
     raise UnsupportedModelError(f"layer '{name}' is {type(module).__name__} on {shape}")
 
 
+def _flattens_all(module: nn.Flatten, shape: Shape) -> bool:
+    """Whether it makes one axis of all but the batch axis."""
+    if len(shape) == 1:
+        return True
+    return module.start_dim == 1 and module.end_dim in (-1, len(shape))
+
+
+def _linear(name: str, module: nn.Linear) -> LinearSpec:
+    bias = _bias_name(name, module)
+    return LinearSpec(f"{name}.weight", bias, module.in_features, module.out_features)
+
+
 def _conv(name: str, module: nn.Conv2d, shape: Shape) -> ConvSpec:
-    plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
-    if not plain or isinstance(module.padding, str) or shape[0] != module.in_channels:
+    is_plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
+    if not is_plain or isinstance(module.padding, str) or shape[0] != module.in_channels:
         raise UnsupportedModelError(
             f"layer '{name}' is a convolution with groups, dilation or named padding"
         )
-    kernel, stride, padding = (
-        _pair(value) for value in (module.kernel_size, module.stride, module.padding)
-    )
-    height, width = ((shape[1 + i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
+    kernel, stride = _pair(module.kernel_size), _pair(module.stride)
+    padding = _pair(module.padding)
+    height = (shape[1] + 2 * padding[0] - kernel[0]) // stride[0] + 1
+    width = (shape[2] + 2 * padding[1] - kernel[1]) // stride[1] + 1
     outputs = (module.out_channels, height, width)
-    return ConvSpec(f"{name}.weight", _bias(name, module), shape, outputs, kernel, stride, padding)
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    first, second = values
-    return int(first), int(second)
+    bias = _bias_name(name, module)
+    return ConvSpec(f"{name}.weight", bias, shape, outputs, kernel, stride, padding)
 
 
 def _pool_side(module: nn.MaxPool2d) -> int:
-    """The side of a pool's window; refused unless windows are square, lie side by side and are not padded."""
-    sizes = {*(_as_pair(module.kernel_size)), *(_as_pair(module.stride))}
-    if (
-        len(sizes) != 1
-        or _as_pair(module.padding) != (0, 0)
-        or _as_pair(module.dilation) != (1, 1)
-        or module.ceil_mode
-    ):
+    """The side of a pool's window.
+
+    Windows must be square and not padded, and must not overlap or leave gaps.
+    """
+    sides = {*_pair(module.kernel_size), *_pair(module.stride)}
+    is_plain = _pair(module.padding) == (0, 0) and _pair(module.dilation) == (1, 1)
+    if len(sides) != 1 or not is_plain or module.ceil_mode:
         raise UnsupportedModelError("a max-pool has windows that overlap, are padded or not square")
-    return int(sizes.pop())
+    return sides.pop()
 
 
-def _as_pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else _pair(value)
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, int):
+        return (value, value)
+    first, second = value
+    return int(first), int(second)
 
 
-def _bias(name: str, module: nn.Linear | nn.Conv2d) -> str | None:
+def _bias_name(name: str, module: nn.Linear | nn.Conv2d) -> str | None:
     return None if module.bias is None else f"{name}.bias"
 
 
-def _replace_fields(
-    layer: LinearSpec | ConvSpec, *, relu: bool | None = None, pool: int | None = None
-) -> LinearSpec | ConvSpec:
-    values = {**vars(layer), **({"relu": relu} if relu else {}), **({"pool": pool} if pool else {})}
-    return type(layer)(**values)
-
-
 def _modules_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What the model calls, in order, each once on what the one before gave; functional calls as the modules they stand for."""
-    try:
-        graph = fx.symbolic_trace(copy.deepcopy(model).to("meta")).graph
-    except Exception as error:  # whatever a user's own forward may raise when it is traced
-        raise UnsupportedModelError(
-            f"its forward cannot be traced ({type(error).__name__})"
-        ) from error
-    found: list[tuple[str, nn.Module]] = []
+    """The modules that the model calls, each on the output of the one before.
+
+    A functional call counts as the module that does the same.
+    """
+    modules: list[tuple[str, nn.Module]] = []
     before: fx.Node | None = None
-    for node in graph.nodes:
+    for node in _trace(model).nodes:
         if node.op not in ("placeholder", "output"):
-            found.append(_module_called_by(model, node))
-        given = [argument for argument in node.all_input_nodes if argument is not before]
-        if given or (node.op == "placeholder" and before is not None):
-            raise UnsupportedModelError(f"'{node.name}' does more than pass on what came before")
+            modules.append(_module_of(model, node))
+        others = [argument for argument in node.all_input_nodes if argument is not before]
+        is_second_input = node.op == "placeholder" and before is not None
+        if others or is_second_input:
+            raise UnsupportedModelError(f"'{node.name}' uses more than the output before it")
         before = node
-    return found
+    return modules
 
 
-_MODULE_FOR_FUNCTION: dict[Callable[..., Any] | str, Callable[[], nn.Module]] = {
-    functional.relu: nn.ReLU,
-    torch.relu: nn.ReLU,
-    "relu": nn.ReLU,
-}
+def _trace(model: nn.Module) -> fx.Graph:
+    try:
+        return fx.symbolic_trace(copy.deepcopy(model).to("meta")).graph
+    except Exception as error:  # a user's forward may raise anything when it is traced
+        name = type(error).__name__
+        raise UnsupportedModelError(f"its forward cannot be traced ({name})") from error
 
 
+_RELU_FUNCTIONS: tuple[Callable[..., Any] | str, ...] = (functional.relu, torch.relu, "relu")
+_FLATTEN_FUNCTIONS: tuple[Callable[..., Any] | str, ...] = (torch.flatten, "flatten")
+_POOL_FUNCTIONS: tuple[Callable[..., Any] | str, ...] = (functional.max_pool2d, torch.max_pool2d)
 _POOL_DEFAULTS = {
     "stride": None,
     "padding": 0,
@@ -196,31 +232,35 @@ _POOL_DEFAULTS = {
 }
 
 
-def _module_called_by(model: nn.Module, node: fx.Node) -> tuple[str, nn.Module]:
-    """The module that a node calls, or the module that its function stands for."""
+def _module_of(model: nn.Module, node: fx.Node) -> tuple[str, nn.Module]:
+    """The module that a node calls, or the module that does the same as its function."""
     if node.op == "call_module":
-        return str(node.target), model.get_submodule(str(node.target))
-    rest, named = (
-        node.args[1:],
-        {key: value for key, value in node.kwargs.items() if key != "inplace"},
-    )
-    named = {
-        key: value
-        for key, value in named.items()
-        if key not in _POOL_DEFAULTS or value != _POOL_DEFAULTS[key]
-    }
-    make = _MODULE_FOR_FUNCTION.get(node.target)
-    if make is not None and not rest and not named:
-        return node.name, make()
-    if node.target in (torch.flatten, "flatten") and (rest, named) in (
-        ((1,), {}),
-        ((), {"start_dim": 1}),
-    ):
+        name = str(node.target)
+        return name, model.get_submodule(name)
+    settings: tuple[Any, ...] = node.args[1:]  # without the input
+    keywords = _changed_keywords(node)
+    if node.target in _RELU_FUNCTIONS and not settings and not keywords:
+        return node.name, nn.ReLU()
+    if node.target in _FLATTEN_FUNCTIONS and _flattens_from_one(settings, keywords):
         return node.name, nn.Flatten()
-    if (
-        node.target in (functional.max_pool2d, torch.max_pool2d)
-        and len(rest) <= 2
-        and {*named} <= {"kernel_size", "stride"}
-    ):
-        return node.name, nn.MaxPool2d(*rest, **named)  # type: ignore[arg-type]
+    if node.target in _POOL_FUNCTIONS and len(settings) <= 2:
+        if keywords.keys() <= {"kernel_size", "stride"}:
+            return node.name, nn.MaxPool2d(*settings, **keywords)
     raise UnsupportedModelError(f"'{node.name}' calls {node.target}")
+
+
+def _changed_keywords(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments that change what the function computes."""
+    keywords: dict[str, Any] = {}
+    for key, value in node.kwargs.items():
+        is_default = key in _POOL_DEFAULTS and value == _POOL_DEFAULTS[key]
+        if key != "inplace" and not is_default:
+            keywords[key] = value
+    return keywords
+
+
+def _flattens_from_one(settings: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether `start_dim` is 1 and nothing else is set."""
+    if settings == (1,):
+        return not keywords
+    return not settings and keywords == {"start_dim": 1}
