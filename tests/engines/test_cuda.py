@@ -184,7 +184,7 @@ def test_a_model_that_cannot_be_captured_falls_back_in_sight():
             if issubclass(warning.category, glocal.GlocalWarning)
         ]
         assert (engine == "looped") or any(
-            "now one device after the other" in line for line in lines
+            "now one client after the other" in line for line in lines
         )
     assert world.gap(*results) < 1e-5
 

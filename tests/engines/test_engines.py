@@ -303,7 +303,7 @@ def test_graphs_without_a_gpu_fall_back_in_sight():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.warns(
-        GlocalWarning, match="graphs need an NVIDIA GPU.*now all devices in one batched step"
+        GlocalWarning, match="graphs need an NVIDIA GPU.*now all clients in one batched step"
     ):
         state = run("lg_fedavg", "plain", "graphed")
     assert world.gap(state, run("lg_fedavg", "plain", "looped")) < 1e-5
@@ -326,7 +326,7 @@ def test_the_line_says_which_layer_the_fused_steps_do_not_know(caplog):
     (line,) = [record.message for record in caplog.records]
     assert (
         line
-        == "engine: 2 processes, one device at a time each (no fused steps: layer '1' is BatchNorm1d on (8,))".replace(
+        == "engine: 2 processes, one client at a time each (no fused steps: layer '1' is BatchNorm1d on (8,))".replace(
             "2", str(EngineConfig().num_workers), 1
         )
     )

@@ -16,8 +16,8 @@ from tests.support import world
 PLAN = glocal.Plan(rounds=200, clients_per_round=3, batch_size=5)  # long enough to be measured for
 OFTEN = Options(validate_every=1000, checkpoint_every=1000)
 TELLS = {
-    "one device after the other": "looped",
-    "all devices in one batched step": "vmapped",
+    "one client after the other": "looped",
+    "all clients in one batched step": "vmapped",
 }
 
 

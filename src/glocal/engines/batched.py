@@ -1,21 +1,37 @@
-"""`descend` for all devices of a batch at once: called from within `vmap`, it works on the tensors beneath it (devices, ...).
+"""Local training of all clients of a batch at once, called from within `vmap`.
 
-There a step can be traced, compiled or replaced by a fused one, which `vmap` itself knows nothing of.
+An algorithm is written for one client, and `vmap` runs it for many. Inside, each tensor looks like
+one client's: its axis of clients is hidden in a wrapper. Tracing, `torch.compile` and Triton cannot
+work on such wrappers. `BatchedTraining` therefore leaves `vmap` for the duration of local training.
+
+Idea: an `autograd.Function` may define how `vmap` treats it (`_LeaveVmap.vmap`). Torch calls this
+method once, with the bare tensors and with the place of the axis of clients in each. What it
+returns is wrapped again, and the algorithm goes on as if one client had been trained.
+
+Invariant: whatever may differ from client to client is an argument of `apply`: weights, anchors of
+proximal terms, order and keys. Everything else goes into the `_RequestTemplate` and must be the
+same for all clients. A loss or an optimizer that holds tensors of the call that made it would carry
+wrapped tensors out of their `vmap`; such training is declined, see `is_traceable`.
+
+Traps:
+- Torch does not look into the template. Its objective thus holds anchors that are still wrapped:
+  only their names and strengths may be used.
+- `setup_context` is needed although nothing differentiates through local training: torch refuses
+  to run a function without it within `vmap`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from glocal.core import trees
 from glocal.core.data import Examples
 from glocal.core.errors import describe_error
 from glocal.core.optimizers import SGD, Adam, Optimizer
 from glocal.core.training import (
     AugmentedLoss,
-    Batch,
     ModelLoss,
     Objective,
     Proximal,
@@ -27,22 +43,27 @@ from glocal.core.training import (
 )
 from glocal.core.trees import Params
 from glocal.engines.conv_matmul import ConvAsMatmul
-from glocal.engines.fused.gpu import local_train_batched, unsupported_reason
-from glocal.engines.fused.layer_chain import LayerChain, parse_chain
-from glocal.engines.traced import (
+from glocal.engines.flat_step import (
     FlatStep,
+    StepInputs,
     StepSignature,
     StepState,
     is_traceable,
     make_flat_step,
-    trace_step,
+    tensor_kinds,
 )
+from glocal.engines.fused.gpu import local_train_batched, unsupported_reason
+from glocal.engines.fused.layer_chain import LayerChain, parse_chain
+from glocal.engines.fx_passes import trace_step
 
 StepCompiler = Callable[[FlatStep], FlatStep]
 
 
 class TrainingRequest(NamedTuple):
-    """A descent of many devices: trees (devices, ...), orders (devices, steps, batch), keys (devices,), round_index ()."""
+    """Local training of many clients.
+
+    Trees are (clients, ...), order (clients, steps, batch), key (clients,), round_index ().
+    """
 
     objective: Objective
     optimizer: Optimizer
@@ -54,68 +75,62 @@ class TrainingRequest(NamedTuple):
     full_steps: int
 
 
-class BatchedTraining:
-    """A `LocalTrainer` for use under `vmap`: `train` is how a journey is made once its tensors are bare.
+TrainClients = Callable[[TrainingRequest], tuple[Params, Tensor]]
 
-    Where the loss or the optimiser may hold tensors of the call that made them it passes, unless `train` itself `skip_check` those.
+
+class BatchedTraining:
+    """A `LocalTrainer` for use within `vmap`: `train` gets a request with bare tensors.
+
+    It declines a loss or an optimizer that may hold tensors of the call that made it, unless
+    `train` checks this itself (`skip_check`).
     """
 
-    def __init__(
-        self, train: Callable[[TrainingRequest], tuple[Params, Tensor]], *, skip_check: bool = False
-    ) -> None:
-        self.train, self.skip_check = train, skip_check
+    def __init__(self, train: TrainClients, *, skip_check: bool = False) -> None:
+        self.train = train
+        self.skip_check = skip_check
 
     def __call__(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
     ) -> tuple[Params, Tensor] | None:
-        """Trained params and the loss (); None where it passes."""
-        if not self.skip_check and not (
-            is_traceable(objective.loss) and isinstance(optimizer, SGD | Adam)
-        ):
+        """Trained params and the mean loss (); None if it declines."""
+        is_known = is_traceable(objective.loss) and isinstance(optimizer, SGD | Adam)
+        if not (is_known or self.skip_check):
             return None
-        sizes = [len(params), *(len(pull.anchor) for pull in objective.proximal)]
-        anchor = [tensor for pull in objective.proximal for tensor in pull.anchor.values()]
-        ticket = _RequestTemplate(self, objective, optimizer, work, [*params], sizes)
-        *trained, loss = _BelowVmap.apply(  # type: ignore[no-untyped-call]
-            ticket, *params.values(), *anchor, work.order, work.key, work.round_index
+        anchors: list[Tensor] = []
+        for term in objective.proximal:
+            anchors += term.anchor.values()
+        names = tuple(params)
+        template = _RequestTemplate(
+            self.train, objective, optimizer, names, work.examples, work.full_steps
         )
-        return dict(zip(params, trained, strict=True)), loss
+        *trained, loss = _LeaveVmap.apply(  # type: ignore[no-untyped-call]
+            template, *params.values(), *anchors, work.order, work.key, work.round_index
+        )
+        return dict(zip(names, trained, strict=True)), loss
 
 
+@dataclass(frozen=True, eq=False)
 class _RequestTemplate:
-    """What goes beneath `vmap` beside tensors."""
+    """What leaves `vmap` beside the tensors; a plain object, into which torch does not look."""
 
-    def __init__(
-        self,
-        batched: BatchedTraining,
-        objective: Objective,
-        optimizer: Optimizer,
-        work: Work,
-        names: list[str],
-        sizes: list[int],
-    ) -> None:
-        self.batched, self.objective, self.optimizer = batched, objective, optimizer
-        self.examples, self.full_steps, self.names, self.sizes = (
-            work.examples,
-            work.full_steps,
-            names,
-            sizes,
-        )
+    train: TrainClients
+    objective: Objective
+    optimizer: Optimizer
+    names: tuple[str, ...]
+    examples: Examples
+    full_steps: int
 
     def request(self, tensors: Sequence[Tensor]) -> TrainingRequest:
-        """The journey whose tensors, now bare, are these."""
+        """The request with these bare tensors, in the order of `_LeaveVmap.apply`."""
         *rest, order, key, round_index = tensors
-        params, rest = (
-            dict(zip(self.names, rest[: self.sizes[0]], strict=True)),
-            rest[self.sizes[0] :],
-        )
+        values = iter(rest)
+        params = {name: next(values) for name in self.names}
         proximal = []
-        for pull in self.objective.proximal:
-            proximal.append(Proximal(dict(zip(pull.anchor, rest, strict=False)), pull.strength))
-            rest = rest[len(pull.anchor) :]
-        objective = self.objective._replace(proximal=tuple(proximal))
+        for term in self.objective.proximal:
+            anchor = {name: next(values) for name in term.anchor}
+            proximal.append(Proximal(anchor, term.strength))
         return TrainingRequest(
-            objective,
+            self.objective._replace(proximal=tuple(proximal)),
             self.optimizer,
             params,
             self.examples,
@@ -126,12 +141,12 @@ class _RequestTemplate:
         )
 
 
-class _BelowVmap(torch.autograd.Function):
-    """The door: torch calls `vmap` below with bare tensors and tells which of their axes are devices."""
+class _LeaveVmap(torch.autograd.Function):
+    """The way out of `vmap`; the module's docstring explains it."""
 
     @staticmethod
-    def forward(ticket: _RequestTemplate, *tensors: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError("a descent of many devices was asked for one")
+    def forward(template: _RequestTemplate, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise RuntimeError("batched local training was called outside of vmap")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -139,66 +154,56 @@ class _BelowVmap(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Sequence[int | None], ticket: _RequestTemplate, *tensors: Tensor
+        info: Any, in_dims: Sequence[int | None], template: _RequestTemplate, *tensors: Tensor
     ) -> Any:
-        *many, _ = [
-            _clients_first(tensor, axis, info.batch_size)
-            for tensor, axis in zip(tensors, in_dims[1:], strict=True)
-        ]
-        params, loss = ticket.batched.train(ticket.request([*many, tensors[-1]]))
-        return (*params.values(), loss), (0,) * (len(params) + 1)
+        *per_client, round_index = tensors
+        bare = []
+        for tensor, axis in zip(per_client, in_dims[1:-1], strict=True):
+            bare.append(_clients_first(tensor, axis, info.batch_size))
+        params, loss = template.train(template.request([*bare, round_index]))
+        outputs = (*params.values(), loss)
+        return outputs, (0,) * len(outputs)
 
 
 def _clients_first(tensor: Tensor, axis: int | None, size: int) -> Tensor:
-    """The tensor with devices along its first axis."""
+    """The tensor with clients along its first axis; None: it is the same for all of them."""
     return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
 
 
 class TracedBatchedTraining:
-    """Journeys step by step, each step traced once per shape, then compiled if `compiler` says how."""
+    """Local training step by step; each step is traced once per shape, and may be compiled."""
 
     def __init__(
         self, *, compiler: StepCompiler | None = None, conv_as_matmul: bool = False
     ) -> None:
-        self.compiler, self.conv_as_matmul = compiler, conv_as_matmul
+        self.compiler = compiler
+        self.conv_as_matmul = conv_as_matmul
         self.steps: dict[Hashable, FlatStep] = {}
 
     def __call__(self, request: TrainingRequest) -> tuple[Params, Tensor]:
-        """Trained params (devices, ...) and losses (devices,)."""
-        objective, params, order = request.objective, request.params, request.order
-        trainable = {
-            name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()
-        }
-        buffers = {
-            name: tensor.clone()
-            for name, tensor in params.items()
-            if name not in objective.trainable
-        }
-        state = StepState(trainable, torch.vmap(request.optimizer.init)(trainable), buffers)
-        (rows, mask, keys), losses = step_indices(order, request.key), []
-        for step in range(order.shape[1]):
+        """Trained params (clients, ...) and losses (clients,)."""
+        init = torch.vmap(request.optimizer.init)
+        state = StepState.start(request.params, request.objective.trainable, init)
+        rows, mask, keys = step_indices(request.order, request.key)
+        losses: list[Tensor] = []
+        for step in range(request.order.shape[1]):
             batch = take_batch(request.examples, rows[:, step], mask[:, step], keys[:, step])
-            state, loss = self._take_step(request, state, batch, guard=step >= request.full_steps)
+            inputs = StepInputs(state, request.objective.proximal, batch, request.round_index)
+            state, loss = self._take_step(request, inputs, guard=step >= request.full_steps)
             losses.append(loss)
-        trained = {**state.trainable, **state.buffers}
-        return {name: trained[name] for name in params}, mean_example_loss(losses, order)
+        return state.params(like=request.params), mean_example_loss(losses, request.order)
 
     def _take_step(
-        self, request: TrainingRequest, state: StepState, batch: Batch, *, guard: bool
+        self, request: TrainingRequest, inputs: StepInputs, *, guard: bool
     ) -> tuple[StepState, Tensor]:
-        signature = StepSignature.of(state, request.objective.proximal, batch)
-        tensors = signature.flatten(state, request.objective.proximal, batch, request.round_index)
-        key = (
-            request.objective.loss,
-            request.optimizer,
-            signature,
-            guard,
-            tuple((t.shape, t.dtype) for t in tensors),
-        )
+        signature = StepSignature.of(inputs)
+        tensors = signature.flatten(inputs)
+        kinds = tensor_kinds(tensors)
+        key = (request.objective.loss, request.optimizer, signature, guard, kinds)
         if key not in self.steps:
             self.steps[key] = self._make_step(request, signature, tensors, guard=guard)
         after = self.steps[key](*tensors)
-        return signature.state(after), after[-1]
+        return signature.unflatten_state(after), after[-1]
 
     def _make_step(
         self,
@@ -208,73 +213,76 @@ class TracedBatchedTraining:
         *,
         guard: bool,
     ) -> FlatStep:
-        one = make_flat_step(request.objective, request.optimizer, signature, guard=guard)
-        many = torch.vmap(one, in_dims=(*(0 for _ in tensors[:-1]), None), randomness="error")
+        one_client = make_flat_step(request.objective, request.optimizer, signature, guard=guard)
+        # the last tensor is the round index, which all clients share
+        in_dims = (*[0] * (len(tensors) - 1), None)
+        all_clients = torch.vmap(one_client, in_dims=in_dims, randomness="error")
         with ConvAsMatmul(enabled=self.conv_as_matmul):
-            traced = trace_step(many, [tensor.clone() for tensor in tensors])
+            traced = trace_step(all_clients, [tensor.clone() for tensor in tensors])
         return self.compiler(traced) if self.compiler else traced
 
 
 class FusedGpuTraining:
-    """Journeys by the fused steps for a GPU; a model that they do not know is refused with the reason."""
+    """Local training by the fused steps for a GPU; an unsupported request is an error."""
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
 
     def __call__(self, request: TrainingRequest) -> tuple[Params, Tensor]:
-        """Trained params (devices, ...) and losses (devices,)."""
+        """Trained params (clients, ...) and losses (clients,)."""
         try:
-            return self._train(self._chain(request), _augmented_beforehand(request))
+            return self._train(self._chain(request), _with_augmented_examples(request))
         except (RuntimeError, ValueError):
             raise
-        except Exception as error:  # whatever Triton raises where it cannot compile
-            raise RuntimeError(
-                f"the fused steps cannot be compiled here ({describe_error(error)})"
-            ) from error
+        except Exception as error:  # Triton raises errors of its own where it cannot compile
+            message = f"the fused steps cannot be compiled here ({describe_error(error)})"
+            raise RuntimeError(message) from error
 
     def _train(self, chain: LayerChain, request: TrainingRequest) -> tuple[Params, Tensor]:
-        rule = request.optimizer
-        assert isinstance(rule, SGD)
+        sgd = request.optimizer
+        assert isinstance(sgd, SGD)
         return local_train_batched(
             chain,
             request.params,
             request.examples.x,
             request.examples.y,
             request.order,
-            lr=rule.lr_at(request.round_index) if rule.has_lr_schedule else rule.lr,
-            momentum=rule.momentum,
-            weight_decay=rule.weight_decay,
+            lr=sgd.lr_at(request.round_index) if sgd.has_lr_schedule else sgd.lr,
+            momentum=sgd.momentum,
+            weight_decay=sgd.weight_decay,
             proximal=request.objective.proximal,
             precision="tf32" if self.precision == "tf32" else "fp32",
         )
 
     def _chain(self, request: TrainingRequest) -> LayerChain:
-        """The model as a chain; looked at every time, for what may be done with it depends on the whole journey."""
-        one = _augmented_beforehand(
-            request._replace(order=request.order[:1, :1, :1], key=request.key[:1])
-        )
-        loss, inputs = one.objective.loss, tuple(one.examples.x.shape[1:])
-        dtypes = {tensor.dtype for tensor in (*request.params.values(), one.examples.x)}
-        reason = unsupported_reason(
-            one.objective,
-            request.optimizer,
-            inputs,
-            dtypes.pop() if len(dtypes) == 1 else torch.float64,
-        )
+        """The model as a chain of layers.
+
+        It is checked for every request: one algorithm may train the whole model, then its head.
+        """
+        one_example = request._replace(order=request.order[:1, :1, :1], key=request.key[:1])
+        request = _with_augmented_examples(one_example)
+        loss, shape = request.objective.loss, tuple(request.examples.x.shape[1:])
+        dtype = _common_dtype([*request.params.values(), request.examples.x])
+        reason = unsupported_reason(request.objective, request.optimizer, shape, dtype)
         if reason:
             raise NotImplementedError(reason)
         assert isinstance(loss, ModelLoss)
-        return parse_chain(loss.model, inputs)
+        return parse_chain(loss.model, shape)
 
 
-def _augmented_beforehand(request: TrainingRequest) -> TrainingRequest:
-    """The same journey on examples that are augmented beforehand, if they are to be."""
+def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of all tensors; float64, which is unsupported, if they differ."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float64
+
+
+def _with_augmented_examples(request: TrainingRequest) -> TrainingRequest:
+    """The same request on examples that are augmented in advance, if its loss augments them."""
     loss = request.objective.loss
     if type(loss) is not AugmentedLoss:
         return request
     examples, order = precompute_augmented(
         loss.augment, request.examples, request.order, request.key
     )
-    return request._replace(
-        objective=request.objective._replace(loss=loss.inner), examples=examples, order=order
-    )
+    objective = request.objective._replace(loss=loss.inner)
+    return request._replace(objective=objective, examples=examples, order=order)

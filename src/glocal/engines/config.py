@@ -1,4 +1,4 @@
-"""Which engine runs, and what was settled about it."""
+"""Which engine to use, and the execution plan that was chosen for a run."""
 
 import json
 import os
@@ -20,10 +20,11 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to run a function over devices; nothing here but the precision changes the numbers beyond rounding.
+    """How to run a function over clients; only `precision` changes the numbers beyond rounding.
 
-    `chunk` is how many devices go into one batched step, `workers` how many compute at once on a CPU (by default one per core), and
-    `fused` allows steps of our own for chains of plain layers.
+    `chunk_size` is the number of clients in one batched step. `workers` is the number of clients
+    that are computed at once on a CPU, by default one per core. `fused` allows the library's own
+    compiled steps, which exist for chains of plain layers.
     """
 
     name: str = "auto"
@@ -34,24 +35,25 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
-            raise InputError(
-                f"engine: '{self.name}' is unknown; {suggest_name(self.name, ENGINES)}"
-            )
+            hint = suggest_name(self.name, ENGINES)
+            raise InputError(f"engine: '{self.name}' is unknown; {hint}")
         if self.precision not in PRECISIONS:
-            raise InputError(
-                f"engine: precision '{self.precision}' is unknown; {suggest_name(self.precision, PRECISIONS)}"
-            )
+            hint = suggest_name(self.precision, PRECISIONS)
+            raise InputError(f"engine: precision '{self.precision}' is unknown; {hint}")
         require_counts("engine: ", self)
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self.workers or available_cores()
 
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """What was settled: the form, and whether its steps are fused, compiled, or have convolutions as products; and why."""
+    """The engine that runs, the kind of its steps, and the reason for the choice.
+
+    Steps may be fused, or compiled by torch; convolutions may run as matrix products.
+    """
 
     engine: str
     fused: bool = False
@@ -60,66 +62,69 @@ class ExecutionPlan:
     reason: str = ""
 
     def as_dict(self) -> dict[str, str | bool]:
-        """For JSON."""
+        """The plan as JSON."""
         return asdict(self)
 
     def allowed_by(self, config: EngineConfig) -> bool:
-        """Whether a run that began like this goes on so: nobody has asked for another engine."""
+        """Whether a run that began with this plan may go on with it under `config`."""
         return config.name in ("auto", self.engine) and (config.fused or not self.fused)
 
     @classmethod
     def from_dict(cls, data: object) -> "ExecutionPlan | None":
-        """Back from JSON; None if it is something else."""
-        known = {part.name for part in fields(cls)}
-        if (
-            not isinstance(data, dict)
-            or not {"engine"} <= {*data} <= known
-            or data["engine"] not in ENGINES
-        ):
+        """A plan from JSON; None if `data` is no plan."""
+        if not isinstance(data, dict) or data.get("engine") not in ENGINES:
             return None
-        return cls(**data)
+        known = {each.name for each in fields(cls)}
+        return cls(**data) if data.keys() <= known else None
 
 
 class ResolvedEngine(NamedTuple):
-    """What was settled when a run began, if it did before, and who is told what is settled now."""
+    """The plan with which a run began, if it began before, and a callback for a new plan."""
 
     execution_plan: ExecutionPlan | None = None
     on_plan: Callable[[ExecutionPlan], None] | None = None
 
 
 def available_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager
 def precision(name: str, device: torch.device) -> Iterator[None]:
-    """Full single precision, the same bits every time, unless asked for less; the caller's settings come back afterwards."""
-    if device.type != "cuda":
-        with torch.autocast(
-            "cpu", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False
-        ):
+    """Compute in this precision, deterministically; the caller's settings are restored."""
+    backend = "cuda" if device.type == "cuda" else "cpu"
+    autocast = torch.autocast(
+        backend, dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False
+    )
+    if backend == "cpu":
+        with autocast:
             yield
         return
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    with _cuda_matmul(allow_tf32=name == "tf32"), autocast:
+        yield
+
+
+@contextmanager
+def _cuda_matmul(*, allow_tf32: bool) -> Iterator[None]:
+    """Deterministic convolutions and matrix products, in full single precision or in TF32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
     convolutions = torch.backends.cudnn.flags(
-        enabled=True, benchmark=False, deterministic=True, allow_tf32=name == "tf32"
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=allow_tf32
     )
-    matmul.allow_tf32 = name == "tf32"
+    matmul.allow_tf32 = allow_tf32
     try:
-        with (
-            convolutions,
-            torch.autocast(
-                "cuda", dtype=torch.bfloat16, enabled=name == "bf16", cache_enabled=False
-            ),
-        ):
+        with convolutions:
             yield
     finally:
         matmul.allow_tf32 = before
 
 
 def load_cached_plan(key: str) -> ExecutionPlan | None:
-    """What was settled for such work on this machine before."""
+    """The plan that was measured on this machine before, for work with this key."""
     try:
         return ExecutionPlan.from_dict(json.loads(_cache_file().read_text()).get(key))
     except (OSError, ValueError, AttributeError):
@@ -127,14 +132,15 @@ def load_cached_plan(key: str) -> ExecutionPlan | None:
 
 
 def cache_plan(key: str, execution_plan: ExecutionPlan) -> None:
-    """Keep what was settled; a cache that cannot be written is no reason to stop."""
-    book = _cache_file()
+    """Store a measured plan; a cache that cannot be written does not stop the run."""
+    file = _cache_file()
     try:
-        book.parent.mkdir(parents=True, exist_ok=True)
-        kept = json.loads(book.read_text()) if book.exists() else {}
-        draft = book.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({**kept, key: execution_plan.as_dict()}, indent=1))
-        draft.replace(book)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        plans = json.loads(file.read_text()) if file.exists() else {}
+        text = json.dumps({**plans, key: execution_plan.as_dict()}, indent=1)
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(text)
+        draft.replace(file)
     except (OSError, ValueError):
         return
 

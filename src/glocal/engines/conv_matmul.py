@@ -1,4 +1,8 @@
-"""Convolutions as matrix products: over many devices one becomes a convolution with as many groups, slow for wide layers."""
+"""Convolutions as matrix products.
+
+Over many clients, `vmap` turns a convolution into one with as many groups, which is slow for wide
+layers.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,13 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+Pair = tuple[int, int]
+
 
 class ConvAsMatmul(TorchFunctionMode):
-    """While it is on, plain 2-d convolutions are one matrix product each; all else is left as it is."""
+    """While it is active, each plain 2-d convolution is one matrix product.
+
+    `saw_conv2d` tells whether any convolution ran, also where the mode is not `enabled`.
+    """
 
     def __init__(self, *, enabled: bool = True) -> None:
         super().__init__()
-        self.enabled, self.saw_conv2d = enabled, False
+        self.enabled = enabled
+        self.saw_conv2d = False
 
     def __torch_function__(
         self,
@@ -23,11 +33,12 @@ class ConvAsMatmul(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Instead of `conv2d`, the product."""
-        self.saw_conv2d = self.saw_conv2d or function is torch.conv2d
-        if self.enabled and function is torch.conv2d:
-            return _conv2d(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        """Call the product instead of `conv2d`, and everything else as it is."""
+        arguments = kwargs or {}
+        if function is not torch.conv2d:
+            return function(*args, **arguments)
+        self.saw_conv2d = True
+        return _conv2d(*args, **arguments) if self.enabled else function(*args, **arguments)
 
 
 def _conv2d(
@@ -39,37 +50,47 @@ def _conv2d(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
+    """`torch.conv2d` as a matrix product; grouped convolutions are left to torch."""
     if groups != 1 or isinstance(padding, str):
         return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    kernel, (down, right) = tuple(weight.shape[2:]), _pair(padding)
-    columns, (height, width) = _columns(
-        functional.pad(x, (right, right, down, down)), kernel, _pair(stride), _pair(dilation)
-    )
-    out = columns @ weight.flatten(1).t()
-    out = out if bias is None else out + bias
-    return out.reshape(len(x), height, width, len(weight)).permute(0, 3, 1, 2)
+    pad_height, pad_width = _pair(padding)
+    padded = functional.pad(x, (pad_width, pad_width, pad_height, pad_height))
+    patches = _patches(padded, _pair(weight.shape[2:]), _pair(stride), _pair(dilation))
+    examples, height, width = patches.shape[:3]
+    rows = patches.reshape(examples * height * width, -1)
+    out = rows @ weight.flatten(1).t()
+    if bias is not None:
+        out = out + bias
+    return out.reshape(examples, height, width, len(weight)).permute(0, 3, 1, 2)
 
 
-def _columns(
-    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, int], dilation: tuple[int, int]
-) -> tuple[Tensor, tuple[int, int]]:
-    """For every place of the kernel what it covers (places, channels * kernel), and how many places there are down and across.
+def _patches(x: Tensor, kernel: Pair, stride: Pair, dilation: Pair) -> Tensor:
+    """What the kernel covers at each output position.
 
-    Made of shifted slices: their slope is a sum of shifted slices too, in a fixed order, where torch's own adds in any order.
+    The shape is (examples, height, width, channels, kernel positions).
+
+    The patches consist of shifted slices of x, one for each position in the kernel. Their gradient
+    is then a sum of shifted slices too, in a fixed order. Torch's own way to cut patches sums its
+    gradient in any order, so that the bits would vary.
     """
-    reach = [dilation[i] * (kernel[i] - 1) + 1 for i in (0, 1)]
-    height, width = ((x.shape[2 + i] - reach[i]) // stride[i] + 1 for i in (0, 1))
-    slices = [
-        x[:, :, i * dilation[0] :, j * dilation[1] :][
-            :, :, : (height - 1) * stride[0] + 1, : (width - 1) * stride[1] + 1
-        ][:, :, :: stride[0], :: stride[1]]
-        for i in range(kernel[0])
-        for j in range(kernel[1])
-    ]
-    together = torch.stack(slices, -1).permute(0, 2, 3, 1, 4)
-    return together.reshape(len(x) * height * width, -1), (height, width)
+    height = _output_size(x.shape[2], kernel[0], stride[0], dilation[0])
+    width = _output_size(x.shape[3], kernel[1], stride[1], dilation[1])
+    rows = (height - 1) * stride[0] + 1
+    columns = (width - 1) * stride[1] + 1
+    slices = []
+    for top in range(0, kernel[0] * dilation[0], dilation[0]):
+        for left in range(0, kernel[1] * dilation[1], dilation[1]):
+            covered = x[:, :, top:, left:][:, :, :rows, :columns]
+            slices.append(covered[:, :, :: stride[0], :: stride[1]])
+    return torch.stack(slices, -1).permute(0, 2, 3, 1, 4)
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _output_size(size: int, kernel: int, stride: int, dilation: int) -> int:
+    """The number of output positions along one axis."""
+    reach = dilation * (kernel - 1) + 1
+    return (size - reach) // stride + 1
+
+
+def _pair(value: Any) -> Pair:
     first, second = (value, value) if isinstance(value, int) else value
     return int(first), int(second)

@@ -1,4 +1,4 @@
-"""Run a function written for one device over many, on the engine that was asked for or the one that is fastest here."""
+"""Run a function of one client over many, on the chosen engine or on the fastest one here."""
 
 import logging
 import warnings
@@ -27,16 +27,17 @@ from glocal.engines.protocol import (
 
 _CHUNK_BYTES = 2**30
 _CHUNK_SHARE = 0.25  # of a GPU's memory
-_COPIES_WHILE_TRAINING = 6  # weights, slopes, momentum, and what a step makes new of each
+_COPIES_WHILE_TRAINING = 6  # weights, grads, momentum, and the new values of each in a step
 _FAILURES = (RuntimeError, ValueError, UserWarning, NotImplementedError)
 _LOG = logging.getLogger("glocal")
 
 
 class Executor(Generic[ResultT]):
-    """A one-device function, ready to run over many.
+    """A function of one client, ready to run over many.
 
-    `num_calls` is about how often; one that `trains` may be given faster steps. A `execution_plan` that was
-    made before is kept to; a new one is noted before the function runs for the first time.
+    `num_calls` is about how often it is called. With `trains`, the executor may use faster steps
+    of local training. An `execution_plan` from an earlier run is reused; a new plan is handed to
+    `on_plan` before the function runs for the first time.
     """
 
     def __init__(
@@ -49,12 +50,10 @@ class Executor(Generic[ResultT]):
         execution_plan: ExecutionPlan | None = None,
         on_plan: Callable[[ExecutionPlan], None] | None = None,
     ) -> None:
-        self.function, self.num_calls, self.trains, self.execution_plan = (
-            function,
-            num_calls,
-            trains,
-            execution_plan,
-        )
+        self.function = function
+        self.num_calls = num_calls
+        self.trains = trains
+        self.execution_plan = execution_plan
         self.on_plan = on_plan
         self.config = EngineConfig(engine) if isinstance(engine, str) else engine
         self.engine: Engine[ResultT] | None = None
@@ -63,7 +62,7 @@ class Executor(Generic[ResultT]):
     def __call__(
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int = 0
     ) -> ClientResults[ResultT]:
-        """One result per task; where devices are batched, those of like length share a batch."""
+        """One result per task; where clients are batched, those of similar length share a batch."""
         with precision(self.config.precision, examples.y.device):
             if self.engine is None:
                 self._plan(tasks, examples, round_index)
@@ -74,103 +73,132 @@ class Executor(Generic[ResultT]):
             except _FAILURES as error:
                 return self._run_fallback(error, tasks, examples, round_index)
 
-    def _run_fallback(
-        self, error: Exception, tasks: Sequence[ClientTask], examples: Examples, round_index: int
-    ) -> ClientResults[ResultT]:
-        """The first form further down that runs, with the same numbers and one visible line; a wrong model runs in none."""
-        if isinstance(error, torch.OutOfMemoryError):
-            raise InputError(
-                f"engine: {len(tasks)} devices at once do not fit into memory; give a smaller chunk"
-            ) from error
-        failed, latest = self.describe(), error
-        while self.fallbacks:
-            self._switch_to(self.fallbacks[0], self.fallbacks[1:])
-            try:
-                outcome = self._run(tasks, examples, round_index)
-            except _FAILURES as again:
-                latest = again
-                continue
-            warnings.warn(
-                f"engine: {failed} failed ({describe_error(error)}); now {self.describe()}",
-                GlocalWarning,
-                stacklevel=3,
-            )
-            return outcome
-        raise latest
+    def describe(self) -> str:
+        """The engine that runs and the reason for it, in one line."""
+        assert self.engine is not None
+        assert self.execution_plan is not None
+        description, reason = self.engine.describe(), self.execution_plan.reason
+        return f"{description} ({reason})" if reason else description
+
+    def close(self) -> None:
+        """Release workers and graphs."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
 
     def _plan(self, tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> None:
-        """Choose a form, or take the one that was chosen before; say which and why."""
+        """Choose a plan, or reuse the one from before; log it and its reason."""
         if self.execution_plan is None:
-            bench = ProbeSetup(self.function, self.config, tasks, examples, round_index)
-            fallbacks = plan_execution(bench, num_calls=self.num_calls, trains=self.trains)
+            setup = ProbeSetup(self.function, self.config, tasks, examples, round_index)
+            plans = plan_execution(setup, num_calls=self.num_calls, trains=self.trains)
             if self.on_plan is not None:
-                self.on_plan(fallbacks[0])
+                self.on_plan(plans[0])
         else:
-            fallbacks = [self.execution_plan, *fallbacks_for(self.execution_plan)]
-        self._switch_to(fallbacks[0], fallbacks[1:])
+            plans = [self.execution_plan, *fallbacks_for(self.execution_plan)]
+        self._switch_to(plans[0], fallbacks=plans[1:])
         if self.trains:
             _LOG.info("engine: %s", self.describe())
 
-    def _switch_to(self, execution_plan: ExecutionPlan, fallbacks: Sequence[ExecutionPlan]) -> None:
+    def _switch_to(self, execution_plan: ExecutionPlan, *, fallbacks: list[ExecutionPlan]) -> None:
         self.close()
-        self.execution_plan, self.fallbacks = execution_plan, list(fallbacks)
+        self.execution_plan = execution_plan
+        self.fallbacks = fallbacks
         self.engine = build_engine(self.function, execution_plan, self.config)
 
-    def describe(self) -> str:
-        """What runs, in one line."""
-        assert self.engine is not None
-        assert self.execution_plan is not None
-        return f"{self.engine.describe()}{f' ({self.execution_plan.reason})' if self.execution_plan.reason else ''}"
+    def _run_fallback(
+        self, error: Exception, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> ClientResults[ResultT]:
+        """The result of the first fallback that runs, with one visible warning.
+
+        The numbers are the same on every engine. A model that is wrong runs on none of them: the
+        last error is then raised.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            raise InputError(
+                f"engine: {len(tasks)} clients at once do not fit into memory; "
+                "use a smaller chunk_size"
+            ) from error
+        failed, last_error = self.describe(), error
+        while self.fallbacks:
+            self._switch_to(self.fallbacks[0], fallbacks=self.fallbacks[1:])
+            try:
+                results = self._run(tasks, examples, round_index)
+            except _FAILURES as next_error:
+                last_error = next_error
+                continue
+            message = f"engine: {failed} failed ({describe_error(error)}); now {self.describe()}"
+            warnings.warn(message, GlocalWarning, stacklevel=3)
+            return results
+        raise last_error
 
     def _run(
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
     ) -> ClientResults[ResultT]:
         assert self.engine is not None
         assert self.execution_plan is not None
-        if self.execution_plan.engine not in ("vmapped", "graphed"):
-            return self.engine(tasks, examples, round_index)
-        by_length = sorted(range(len(tasks)), key=lambda index: len(tasks[index].order))
-        size = self.config.chunk_size or _max_chunk(tasks[0], examples.y.device)
-        chunks = _chunks(by_length, [len(task.order) for task in tasks], size)
-        if len(chunks) == 1:
-            return self.engine(tasks, examples, round_index)
-        whole: ResultT | None = None
-        for chunk in chunks:  # one after the other to its place, so that no more than one chunk's results are there twice
-            part = self.engine([tasks[index] for index in chunk], examples, round_index).stacked()
-            whole = _empty_like_rows(len(tasks), part) if whole is None else whole
-            _write_rows(part, whole, to_device(np.array(chunk), examples.y.device))
-        return ClientResults(stack=whole)
-
-    def close(self) -> None:
-        """Let go of workers and graphs."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+        if self.execution_plan.engine in ("vmapped", "graphed"):
+            size = self.config.chunk_size or _max_chunk(tasks[0], examples.y.device)
+            chunks = _chunks([len(task.order) for task in tasks], size)
+            if len(chunks) > 1:
+                return _run_chunks(self.engine, chunks, tasks, examples, round_index)
+        return self.engine(tasks, examples, round_index)
 
 
-def _empty_like_rows(clients: int, part: ResultT) -> ResultT:
-    """Where the results of so many devices go, to be filled, like those of some of them."""
-    return cast(
-        ResultT, tree_map(lambda tensor: tensor.new_empty(clients, *tensor.shape[1:]), part)
-    )
+def _run_chunks(
+    engine: Engine[ResultT],
+    chunks: Sequence[Sequence[int]],
+    tasks: Sequence[ClientTask],
+    examples: Examples,
+    round_index: int,
+) -> ClientResults[ResultT]:
+    """The results of all chunks as one stack, in the order of the tasks.
+
+    Each chunk is written to its rows before the next one runs, so that the results of at most one
+    chunk are in memory twice.
+    """
+    whole: ResultT | None = None
+    for chunk in chunks:
+        part = engine([tasks[index] for index in chunk], examples, round_index).stacked()
+        if whole is None:
+            whole = _empty_like_rows(part, len(tasks))
+        _write_rows(part, whole, to_device(np.array(chunk), examples.y.device))
+    return ClientResults(stack=whole)
 
 
-def _write_rows(part: ResultT, whole: ResultT, places: Tensor) -> None:
-    tree_map(lambda all_rows, rows: all_rows.index_copy_(0, places, rows), whole, part)
+def _empty_like_rows(part: ResultT, clients: int) -> ResultT:
+    """Uninitialised results of this many clients, like the results of some of them."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        return tensor.new_empty(clients, *tensor.shape[1:])
+
+    return cast(ResultT, tree_map(empty, part))
 
 
-def _chunks(order: list[int], lengths: list[int], size: int) -> list[list[int]]:
-    """Devices in ascending length, at most `size` together, and none beside one more than twice as long: it would wait for it."""
+def _write_rows(part: ResultT, whole: ResultT, rows: Tensor) -> None:
+    tree_map(lambda target, source: target.index_copy_(0, rows, source), whole, part)
+
+
+def _chunks(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices of clients in ascending length, at most `size` in one chunk.
+
+    No client shares a chunk with one more than twice as long: it would wait for it.
+
+    >>> _chunks([4, 9, 3, 5], 2)
+    [[2, 0], [3, 1]]
+    >>> _chunks([4, 9, 3, 5], 4)
+    [[2, 0, 3], [1]]
+    """
     chunks: list[list[int]] = []
-    for index in order:
-        if not chunks or len(chunks[-1]) == size or lengths[index] > 2 * lengths[chunks[-1][0]]:
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        is_full = not chunks or len(chunks[-1]) == size
+        if is_full or lengths[index] > 2 * lengths[chunks[-1][0]]:
             chunks.append([])
         chunks[-1].append(index)
     return chunks
 
 
 def _max_chunk(task: ClientTask, device: torch.device) -> int:
-    """How many devices fit into the memory that a chunk may take."""
+    """How many clients fit into the memory that a chunk may take."""
     memory = _CHUNK_BYTES
     if device.type == "cuda":
         memory = int(_CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory)

@@ -1,4 +1,19 @@
-"""Whole rounds on a GPU, captured once as a CUDA graph and replayed: hundreds of small kernels without a word from the host."""
+"""Whole rounds on a GPU, captured once as a CUDA graph and then replayed.
+
+A round consists of hundreds of small kernels that take microseconds each. Launching them one by
+one from Python takes longer than running them. A CUDA graph records the launches once;
+a replay then costs the host a single call.
+
+A graph records addresses, not values: it reads and writes the same memory at every replay. So
+- inputs are copied into buffers that never move (`_CapturedRound.fill`), and results are copied out
+  before the next replay overwrites them;
+- everything that decides which kernels run is part of `GraphKey`: shapes, the number of steps, the
+  address of the examples. What differs from round to round must be a tensor: the keys, the round
+  index, and which shared tree a client starts from;
+- nothing inside may wait for the GPU: no `.item()`, no copy from the host. Work that is done once,
+  such as tracing and compiling a step, must be over before a capture starts. Therefore the first
+  round of a shape runs without a graph, and the second one is captured.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple
@@ -25,7 +40,7 @@ _MAX_GRAPHS = 24
 
 
 class GraphKey(NamedTuple):
-    """What must be alike for a captured round to be replayed."""
+    """What must be equal for a captured round to be replayed."""
 
     clients: int
     shared: int
@@ -37,7 +52,7 @@ class GraphKey(NamedTuple):
 
 
 class GraphedEngine(Generic[ResultT]):
-    """A function over many devices; a shape that comes back is captured, then replayed."""
+    """Runs the function over all clients at once; a shape that repeats is captured and replayed."""
 
     def __init__(
         self,
@@ -46,7 +61,9 @@ class GraphedEngine(Generic[ResultT]):
         trainer: LocalTrainer | None,
         description: str = "",
     ) -> None:
-        self.function, self.trainer, self.description = function, trainer, description
+        self.function = function
+        self.trainer = trainer
+        self.description = description
         self.graphs: dict[GraphKey, _CapturedRound | None] = {}
         self.pool: Any = None
 
@@ -58,90 +75,87 @@ class GraphedEngine(Generic[ResultT]):
             raise RuntimeError("graphs need an NVIDIA GPU")
         number = len(tasks)
         tasks, orders = _pad_tasks(tasks)
-        shape = _graph_key(tasks, orders, examples)
-        graph = self.graphs.get(shape)
+        key = _graph_key(tasks, orders, examples)
+        graph = self.graphs.get(key)
         if graph is None:
-            graph = _CapturedRound(self.function, shape, tasks, examples, self.trainer)
+            graph = _CapturedRound(self.function, key, tasks[0], examples, self.trainer)
         graph.fill(tasks, orders, round_index)
-        result = self._result(graph, shape)
+        result = self._result(graph, key)
         return ClientResults(stack=tree_map(lambda tensor: tensor[:number], result))
 
-    def _result(self, graph: "_CapturedRound", shape: GraphKey) -> Any:
-        """The first time as it comes, which prepares whatever is prepared once; from the second on captured."""
-        if shape not in self.graphs:
+    def _result(self, graph: "_CapturedRound", key: GraphKey) -> Any:
+        """The round's result: of a plain run the first time, of a replay from the second on."""
+        if key not in self.graphs:
             while len(self.graphs) >= _MAX_GRAPHS:
-                self.graphs.pop(next(iter(self.graphs)))
-            self.graphs[shape] = None
+                oldest = next(iter(self.graphs))
+                del self.graphs[oldest]
+            self.graphs[key] = None
             return graph.run()
-        self.graphs[shape] = graph
-        # one after the other, and results are copied at once: what one graph needs on its way, all others can use
+        self.graphs[key] = graph
+        # All graphs share one memory pool: they run one after the other, and results are copied
+        # at once, so that each may use the memory in which the others hold intermediate values.
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         return graph.replay(self.pool)
 
     def describe(self) -> str:
-        """What it is."""
-        return f"all devices at once, whole rounds replayed as a CUDA graph{self.description}"
+        """The engine in a few words."""
+        return f"all clients at once, whole rounds replayed as a CUDA graph{self.description}"
 
     def close(self) -> None:
-        """Forget the graphs and the memory they hold."""
+        """Release the graphs and their memory."""
         self.graphs.clear()
 
 
 class _CapturedRound:
-    """A round of one shape: inputs that lie still, and the graph that reads them."""
+    """A round of one shape: input buffers that never move, and the graph that reads them."""
 
     def __init__(
         self,
         function: ClientFunction[Any],
-        shape: GraphKey,
-        tasks: Sequence[ClientTask],
+        key: GraphKey,
+        task: ClientTask,
         examples: Examples,
         trainer: LocalTrainer | None,
     ) -> None:
         device = examples.y.device
-        self.function, self.examples, self.trainer = function, examples, trainer
-        self.shared = _zeros(tasks[0].shared, shape.shared, device)
-        self.private = _zeros(tasks[0].private, shape.clients, device)
-        self.shared_index = torch.zeros(shape.clients, dtype=torch.int64, device=device)
-        self.order = torch.zeros(
-            shape.clients, shape.steps, shape.batch, dtype=torch.int64, device=device
-        )
-        self.key = torch.zeros(shape.clients, dtype=torch.int64, device=device)
-        self.round_index = torch.zeros((), dtype=torch.int64, device=device)
-        self.full_steps = shape.full_steps
+        self.function = function
+        self.examples = examples
+        self.trainer = trainer
+        self.full_steps = key.full_steps
+        self.shared = _zeros(task.shared, key.shared, device)
+        self.private = _zeros(task.private, key.clients, device)
+        self.shared_index = _int_buffer(device, key.clients)
+        self.key = _int_buffer(device, key.clients)
+        self.order = _int_buffer(device, key.clients, key.steps, key.batch)
+        self.round_index = _int_buffer(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Any = None
 
     def fill(self, tasks: Sequence[ClientTask], orders: IntArray, round_index: int) -> None:
-        """Put a round's inputs where the graph reads them."""
-        trees_of = {id(task.shared): task.shared for task in tasks}
-        places = {key: place for place, key in enumerate(trees_of)}
-        _stack_into(self.shared, list(trees_of.values()))
+        """Copy a round's inputs into the buffers; all integers cross in one transfer."""
+        shared_trees = {id(task.shared): task.shared for task in tasks}
+        _stack_into(self.shared, list(shared_trees.values()))
         _stack_into(self.private, [task.private for task in tasks])
-        numbers = [
-            [places[id(task.shared)] for task in tasks],
-            [task.key for task in tasks],
-            [round_index] * len(tasks),
-        ]
-        there = to_device(
-            np.concatenate([np.array(numbers).reshape(-1), orders.reshape(-1)]), self.order.device
-        )
-        shared_index, key, number = there[: 3 * len(tasks)].view(3, -1)
+        numbers = _client_numbers(tasks, list(shared_trees), round_index)
+        packed = np.concatenate([numbers.reshape(-1), orders.reshape(-1)])
+        on_gpu = to_device(packed, self.order.device)
+        shared_index, key, round_tensor = on_gpu[: numbers.size].view(3, -1)
         self.shared_index.copy_(shared_index)
         self.key.copy_(key)
-        self.round_index.copy_(number[0])
-        self.order.copy_(there[3 * len(tasks) :].view_as(self.order))
+        self.round_index.copy_(round_tensor[0])
+        self.order.copy_(on_gpu[numbers.size :].view_as(self.order))
 
     def run(self) -> Any:
         """The round, launched kernel by kernel."""
         work = Work(
             self.examples, self.order, self.key, self.round_index, self.full_steps, self.trainer
         )
-        own = {name: tensor[self.shared_index] for name, tensor in self.shared.items()}
-        return vmap_clients(self.function, own, self.private, work)
+        # indexing, not Python: a replay must read today's `shared_index`
+        shared = {name: tensor[self.shared_index] for name, tensor in self.shared.items()}
+        return vmap_clients(self.function, shared, self.private, work)
 
     def replay(self, pool: Any) -> Any:
-        """The round as it was captured, on today's inputs; the results are copies, for the next replay writes over them."""
+        """The captured round on the buffers' inputs; a copy of its result."""
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -152,22 +166,24 @@ class _CapturedRound:
 
 
 def _pad_tasks(tasks: Sequence[ClientTask]) -> tuple[Sequence[ClientTask], IntArray]:
-    """Tasks and orders (devices, steps, batch); unequal ones are brought to one of few shapes, so that it comes back.
+    """Tasks and orders (clients, steps, batch), padded to one of few shapes if they are unequal.
 
-    Devices to make up the number and steps to make up the length are padding. A function of the tasks alone: a round has the same
-    shape in a run that was stopped and went on.
+    A shape that repeats can be replayed. Missing clients and missing steps are filled with
+    padding. The shape depends on these tasks alone, so that a run that was stopped and resumed
+    goes through the same shapes.
     """
     if len({task.order.shape for task in tasks}) == 1:
         return tasks, np.stack([task.order for task in tasks])
     idle = tasks[-1]._replace(order=np.full_like(tasks[-1].order, -1))
-    tasks = [*tasks, *[idle] * (_round_up(len(tasks)) - len(tasks))]
+    missing_tasks = _round_up(len(tasks)) - len(tasks)
+    tasks = [*tasks, *[idle] * missing_tasks]
     orders = pad_and_stack([task.order for task in tasks])
-    steps = _round_up(orders.shape[1])
-    return tasks, np.pad(orders, ((0, 0), (0, steps - orders.shape[1]), (0, 0)), constant_values=-1)
+    missing_steps = _round_up(orders.shape[1]) - orders.shape[1]
+    return tasks, np.pad(orders, ((0, 0), (0, missing_steps), (0, 0)), constant_values=-1)
 
 
 def _round_up(number: int) -> int:
-    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, ...: at most a fifth more.
+    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, ...: at most a quarter more.
 
     >>> [_round_up(n) for n in (3, 9, 17, 60, 100)]
     [3, 10, 20, 64, 112]
@@ -177,23 +193,48 @@ def _round_up(number: int) -> int:
 
 
 def _graph_key(tasks: Sequence[ClientTask], orders: IntArray, examples: Examples) -> GraphKey:
-    described = tuple((name, t.shape, t.dtype) for tree in tasks[0][:2] for name, t in tree.items())
-    # unequal devices: how many steps are full differs from round to round, so none is taken to be
-    full = count_full_steps(orders)
-    full = full if full == orders.shape[1] else 0
-    copies = len({id(task.shared) for task in tasks})
-    _, steps, batch = orders.shape
-    store = tuple((tensor.data_ptr(), tensor.shape) for tensor in examples if tensor is not None)
-    return GraphKey(len(tasks), copies, steps, batch, full, described, store)
+    clients, steps, batch = orders.shape
+    full_steps = count_full_steps(orders)
+    if full_steps < steps:
+        # among unequal clients this number changes from round to round: count no step as full
+        full_steps = 0
+    return GraphKey(
+        clients=clients,
+        shared=len({id(task.shared) for task in tasks}),
+        steps=steps,
+        batch=batch,
+        full_steps=full_steps,
+        trees=_tree_shapes(tasks[0].shared) + _tree_shapes(tasks[0].private),
+        store=tuple((each.data_ptr(), each.shape) for each in examples if each is not None),
+    )
+
+
+def _tree_shapes(tree: Params) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tree.items())
+
+
+def _client_numbers(
+    tasks: Sequence[ClientTask], shared_ids: Sequence[int], round_index: int
+) -> IntArray:
+    """Each client's shared tree and key, and the round (3, clients)."""
+    places = {shared_id: place for place, shared_id in enumerate(shared_ids)}
+    shared_index = [places[id(task.shared)] for task in tasks]
+    keys = [task.key for task in tasks]
+    return np.array([shared_index, keys, [round_index] * len(tasks)])
+
+
+def _int_buffer(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64, device=device)
 
 
 def _zeros(tree: Params, rows: int, device: torch.device) -> Params:
-    return {
-        name: torch.zeros(rows, *tensor.shape, dtype=tensor.dtype, device=device)
-        for name, tensor in tree.items()
-    }
+    """A buffer for this many trees, stacked."""
+    buffers: Params = {}
+    for name, tensor in tree.items():
+        buffers[name] = torch.zeros(rows, *tensor.shape, dtype=tensor.dtype, device=device)
+    return buffers
 
 
-def _stack_into(static: Params, rows: Sequence[Params]) -> None:
-    for name, tensor in static.items():
-        torch.stack([row[name] for row in rows], out=tensor)
+def _stack_into(buffers: Params, rows: Sequence[Params]) -> None:
+    for name, buffer in buffers.items():
+        torch.stack([row[name] for row in rows], out=buffer)

@@ -1,4 +1,4 @@
-"""One device after the other: slow, simple, and what every other form must agree with."""
+"""One client after the other: slow and simple; every other engine must agree with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from glocal.engines.protocol import (
 
 @dataclass(frozen=True)
 class LoopedEngine(Generic[ResultT]):
-    """The function itself, called for one task after the other."""
+    """Calls the function for one task after the other."""
 
     function: ClientFunction[ResultT]
 
@@ -36,8 +36,8 @@ class LoopedEngine(Generic[ResultT]):
             return run_one(self.function, task, examples, round_index)
 
     def describe(self) -> str:
-        """What it is."""
-        return "one device after the other"
+        """The engine in a few words."""
+        return "one client after the other"
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to release."""

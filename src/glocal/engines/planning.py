@@ -1,10 +1,10 @@
-"""Which form to take: what was asked for, or what a few measured steps show to be fastest here."""
+"""Choose the execution plan: as configured, or the fastest one in a few measured steps."""
 
 import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 
 from glocal.core.data import Examples
 from glocal.core.errors import describe_error
+from glocal.core.trees import Params
 from glocal.engines.config import (
     EngineConfig,
     ExecutionPlan,
@@ -26,15 +27,17 @@ from glocal.engines.protocol import ClientFunction, ClientTask
 
 _MIN_STEPS_TO_MEASURE = 300  # steps, one after the other, in the whole run
 _MIN_STEPS_TO_COMPILE = 20_000
-_MIN_EXAMPLES_TO_MEASURE = 5_000  # examples
-_PROBE_STEPS = 2  # steps
-_PROBE_CLIENTS = 16  # devices, on a CPU
-_LONG_SECONDS = 10  # seconds
+_MIN_EXAMPLES_TO_MEASURE = 5_000
+_PROBE_STEPS = 2
+_PROBE_CLIENTS = 16  # on a CPU
+_LONG_SECONDS = 10
+_LOOPED = ExecutionPlan("looped")
+_VMAPPED = ExecutionPlan("vmapped")
 _LOG = logging.getLogger("glocal")
 
 
 class ProbeSetup(NamedTuple):
-    """What is tried out: a function, on the first steps of the tasks at hand."""
+    """What engines are compared on: a function, and the first steps of the tasks at hand."""
 
     function: ClientFunction[Any]
     config: EngineConfig
@@ -43,113 +46,124 @@ class ProbeSetup(NamedTuple):
     round_index: int
 
     def probe_tasks(self) -> list[ClientTask]:
-        """First steps of the tasks that go into one batched step; on a CPU of some tasks, for there each costs the same."""
-        most = len(self.tasks) if self.examples.y.is_cuda else _PROBE_CLIENTS
-        tasks = self.tasks[: min(most, self.config.chunk_size or most)]
+        """The first steps of the tasks that share one batched step.
+
+        On a CPU a few tasks are enough: there each of them costs about the same.
+        """
+        limit = len(self.tasks) if self.examples.y.is_cuda else _PROBE_CLIENTS
+        tasks = self.tasks[: min(limit, self.config.chunk_size or limit)]
         return [task._replace(order=task.order[:_PROBE_STEPS]) for task in tasks]
 
     def max_steps(self) -> int:
-        """How many steps the longest task has."""
+        """The number of steps of the longest task."""
         return max(len(task.order) for task in self.tasks)
 
     def cache_key(self) -> str:
-        """What the answer depends on, as one word."""
+        """A hash of everything that the fastest plan depends on."""
         first = self.tasks[0]
-        shapes = [
-            (name, tuple(tensor.shape)) for tree in first[:2] for name, tensor in tree.items()
-        ]
+        parts = (
+            _named_shapes(first.shared) + _named_shapes(first.private),
+            (len(self.tasks), self.config.chunk_size),
+            first.order.shape[1],
+            self.max_steps(),
+            tuple(self.examples.x.shape[1:]),
+            self._environment(),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def _environment(self) -> tuple[str, str, str, str]:
+        """What runs the function, and where."""
+        function_name = getattr(self.function, "__qualname__", type(self.function).__name__)
+        return torch.__version__, self._hardware(), function_name, self.config.precision
+
+    def _hardware(self) -> str:
         device = self.examples.y.device
-        where = (
-            torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"{available_cores()} cores, {self.config.num_workers} workers"
-        )
-        here = (
-            torch.__version__,
-            where,
-            getattr(self.function, "__qualname__", type(self.function).__name__),
-            self.config.precision,
-        )
-        at_once = len(self.tasks), self.config.chunk_size
-        told = repr(
-            (
-                shapes,
-                at_once,
-                first.order.shape[1],
-                self.max_steps(),
-                tuple(self.examples.x.shape[1:]),
-                here,
-            )
-        )
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        if device.type == "cuda":
+            return torch.cuda.get_device_name(device)
+        return f"{available_cores()} cores, {self.config.num_workers} workers"
 
 
-def plan_execution(bench: ProbeSetup, *, num_calls: int, trains: bool) -> list[ExecutionPlan]:
-    """The form to take, then those to fall back to."""
-    name, on_gpu = bench.config.name, bench.examples.y.is_cuda
-    fused = bench.config.fused and trains and bench.config.precision != "bf16"
+def plan_execution(setup: ProbeSetup, *, num_calls: int, trains: bool) -> list[ExecutionPlan]:
+    """The plan to execute, then its fallbacks."""
+    name, on_gpu = setup.config.name, setup.examples.y.is_cuda
+    fused = setup.config.fused and trains and setup.config.precision != "bf16"
+    num_steps = num_calls * setup.max_steps()
     if name == "looped":
-        return [ExecutionPlan("looped")]
+        return [_LOOPED]
     if name == "vmapped":
-        return [ExecutionPlan("vmapped"), ExecutionPlan("looped")]
+        return [_VMAPPED, _LOOPED]
     if name == "graphed" or (name in ("auto", "workers") and on_gpu):
-        worth = name == "graphed" or num_calls * bench.max_steps() >= _MIN_STEPS_TO_COMPILE
-        return (
-            _plan_gpu(bench, fused=fused, worth=worth)
-            if trains
-            else [ExecutionPlan("graphed"), ExecutionPlan("vmapped"), ExecutionPlan("looped")]
-        )
+        if not trains:
+            return [ExecutionPlan("graphed"), _VMAPPED, _LOOPED]
+        compiles = name == "graphed" or num_steps >= _MIN_STEPS_TO_COMPILE
+        return _plan_gpu(setup, fused=fused, compiles=compiles)
     if name == "workers":
-        return [*_plans_with_fused("workers", bench, fused=fused), ExecutionPlan("looped")]
-    examples = sum(task.order.size for task in bench.tasks)
-    return _plan_cpu(
-        bench,
-        fused=fused,
-        worth=num_calls * bench.max_steps() >= _MIN_STEPS_TO_MEASURE
-        if trains
-        else examples >= _MIN_EXAMPLES_TO_MEASURE,
-    )
+        return [*_plans_with_fused("workers", setup, fused=fused), _LOOPED]
+    measures = num_steps >= _MIN_STEPS_TO_MEASURE if trains else _is_long_evaluation(setup)
+    return _plan_cpu(setup, fused=fused, measures=measures)
 
 
 def fallbacks_for(execution_plan: ExecutionPlan) -> list[ExecutionPlan]:
-    """What to fall back to from a choice that was made before."""
+    """The fallbacks of a plan from an earlier run."""
     if execution_plan.engine == "workers":
-        return [
-            *([ExecutionPlan("workers")] if execution_plan.fused else []),
-            ExecutionPlan("looped"),
-        ]
+        return [ExecutionPlan("workers"), _LOOPED] if execution_plan.fused else [_LOOPED]
     if execution_plan.engine == "graphed":
-        plainer = (
-            [replace(execution_plan, fused=False, compiled=False)]
-            if execution_plan.fused or execution_plan.compiled
-            else []
-        )
-        return [*plainer, ExecutionPlan("vmapped"), ExecutionPlan("looped")]
-    return [ExecutionPlan("looped")] if execution_plan.engine == "vmapped" else []
+        if execution_plan.fused or execution_plan.compiled:
+            return [replace(execution_plan, fused=False, compiled=False), _VMAPPED, _LOOPED]
+        return [_VMAPPED, _LOOPED]
+    return [_LOOPED] if execution_plan.engine == "vmapped" else []
 
 
-def _plans_with_fused(engine: str, bench: ProbeSetup, *, fused: bool) -> list[ExecutionPlan]:
-    """A form with fused steps if they know the model, then without."""
+def _named_shapes(tree: Params) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(tensor.shape)) for name, tensor in tree.items()]
+
+
+def _is_long_evaluation(setup: ProbeSetup) -> bool:
+    """Whether a call without training has enough examples to be worth a measurement."""
+    return sum(task.order.size for task in setup.tasks) >= _MIN_EXAMPLES_TO_MEASURE
+
+
+def _plan_cpu(setup: ProbeSetup, *, fused: bool, measures: bool) -> list[ExecutionPlan]:
+    """Fused steps where they support the model, else what a measurement shows to be fastest."""
+    workers = _plans_with_fused("workers", setup, fused=fused)
+    if workers[0].fused:
+        return [*workers, _LOOPED]
+    if not measures:
+        return [replace(_VMAPPED, reason="too short a run to measure"), _LOOPED]
+    fastest = _measured_plan(setup, [workers[0], _VMAPPED, _LOOPED])
+    return [fastest] if fastest.engine == "looped" else [fastest, _LOOPED]
+
+
+def _plan_gpu(setup: ProbeSetup, *, fused: bool, compiles: bool) -> list[ExecutionPlan]:
+    """Fused steps where they support the model, else compiled ones if the run is long enough."""
+    on_gpu = setup.examples.y.is_cuda
+    graphed = _plans_with_fused("graphed", setup, fused=fused and on_gpu)
+    if graphed[0].fused:
+        return [*graphed, _VMAPPED, _LOOPED]
+    plain = graphed[0]
+    if on_gpu and _has_convolutions(setup):
+        plain = _measured_plan(setup, [plain, replace(plain, conv_as_matmul=True)])
+    compiled = [replace(plain, compiled=True)] if compiles else []
+    return [*compiled, plain, _VMAPPED, _LOOPED]
+
+
+def _plans_with_fused(engine: str, setup: ProbeSetup, *, fused: bool) -> list[ExecutionPlan]:
+    """The engine with fused steps if these support the model, then without."""
+    plain = ExecutionPlan(engine)
     if not fused:
-        return [ExecutionPlan(engine)]
-    reason = _failure_reason(ExecutionPlan(engine, fused=True), bench)
-    if reason:
-        return [ExecutionPlan(engine, reason=f"no fused steps: {reason}")]
-    return [
-        ExecutionPlan(engine, fused=True, reason="they know all its layers"),
-        ExecutionPlan(engine),
-    ]
+        return [plain]
+    obstacle = _failure_reason(replace(plain, fused=True), setup)
+    if obstacle:
+        return [replace(plain, reason=f"no fused steps: {obstacle}")]
+    return [replace(plain, fused=True, reason="they know all its layers"), plain]
 
 
-def _failure_reason(execution_plan: ExecutionPlan, bench: ProbeSetup) -> str:
-    """Why a form does not run here; nothing if it does."""
-    engine = build_engine(bench.function, execution_plan, bench.config)
+def _failure_reason(execution_plan: ExecutionPlan, setup: ProbeSetup) -> str:
+    """Why a plan does not run here; empty if it does."""
+    engine = build_engine(setup.function, execution_plan, setup.config)
+    one_step = [task._replace(order=task.order[:1]) for task in setup.tasks[:1]]
     try:
-        engine(
-            [task._replace(order=task.order[:1]) for task in bench.tasks[:1]],
-            bench.examples,
-            bench.round_index,
-        )
+        engine(one_step, setup.examples, setup.round_index)
     except (NotImplementedError, NoFusedStepError) as error:
         return str(error)
     except (RuntimeError, ValueError, ImportError) as error:
@@ -159,90 +173,79 @@ def _failure_reason(execution_plan: ExecutionPlan, bench: ProbeSetup) -> str:
     return ""
 
 
-def _plan_cpu(bench: ProbeSetup, *, fused: bool, worth: bool) -> list[ExecutionPlan]:
-    known = _plans_with_fused("workers", bench, fused=fused)
-    if known[0].fused:
-        return [*known, ExecutionPlan("looped")]
-    if not worth:
-        return [
-            ExecutionPlan("vmapped", reason="too short a run to measure"),
-            ExecutionPlan("looped"),
-        ]
-    best = load_cached_plan(bench.cache_key()) or _fastest(
-        bench, [known[0], ExecutionPlan("vmapped"), ExecutionPlan("looped")]
-    )
-    cache_plan(bench.cache_key(), best)
-    return [best, *([] if best.engine == "looped" else [ExecutionPlan("looped")])]
+def _has_convolutions(setup: ProbeSetup) -> bool:
+    watcher = ConvAsMatmul(enabled=False)
+    with watcher:
+        _failure_reason(_VMAPPED, setup)
+    return watcher.saw_conv2d
 
 
-def _plan_gpu(bench: ProbeSetup, *, fused: bool, worth: bool) -> list[ExecutionPlan]:
-    rest = [ExecutionPlan("vmapped"), ExecutionPlan("looped")]
-    known = _plans_with_fused("graphed", bench, fused=fused and bench.examples.y.is_cuda)
-    if known[0].fused:
-        return [*known, *rest]
-    plain = known[0]
-    if bench.examples.y.is_cuda and _has_convolutions(bench):
-        cache_key = bench.cache_key()
-        plain = load_cached_plan(cache_key) or _fastest(
-            bench, [plain, replace(plain, conv_as_matmul=True)]
-        )
-        cache_plan(cache_key, plain)
-    return [*([replace(plain, compiled=True)] if worth else []), plain, *rest]
+def _measured_plan(setup: ProbeSetup, choices: Sequence[ExecutionPlan]) -> ExecutionPlan:
+    """The fastest of several plans, from the cache if it was measured here before."""
+    key = setup.cache_key()
+    fastest = load_cached_plan(key) or _fastest(setup, choices)
+    cache_plan(key, fastest)
+    return fastest
 
 
-def _has_convolutions(bench: ProbeSetup) -> bool:
-    met = ConvAsMatmul(enabled=False)
-    with met:
-        _failure_reason(ExecutionPlan("vmapped"), bench)
-    return met.saw_conv2d
-
-
-def _fastest(bench: ProbeSetup, choices: Sequence[ExecutionPlan]) -> ExecutionPlan:
-    """The fastest of several forms on a few steps; what each took is told."""
+def _fastest(setup: ProbeSetup, choices: Sequence[ExecutionPlan]) -> ExecutionPlan:
+    """The fastest of several plans on a few steps; the times become part of its reason."""
     seconds: dict[ExecutionPlan, float] = {}
-    for execution_plan in choices:
-        seconds[execution_plan] = _time_plan(bench, execution_plan)
-        if len(seconds) == 1 and _LONG_SECONDS < seconds[execution_plan] < math.inf:
+    for choice in choices:
+        seconds[choice] = _time_plan(setup, choice)
+        if len(seconds) == 1 and _LONG_SECONDS < seconds[choice] < math.inf:
             _LOG.info(
                 "engine: trying out what is fastest, which takes a while: %d steps took %.0f s",
                 _PROBE_STEPS,
-                seconds[execution_plan],
+                seconds[choice],
             )
-    best = min(seconds, key=lambda execution_plan: seconds[execution_plan])
-    told = ", ".join(
-        f"{_label(execution_plan)} {1000 * taken / _PROBE_STEPS:.2g}"
-        for execution_plan, taken in seconds.items()
-    )
-    reason = f"{best.reason}; " if best.reason else ""
-    return replace(best, reason=f"{reason}measured, ms a step: {told}")
+    fastest = min(seconds, key=lambda choice: seconds[choice])
+    reason = f"{fastest.reason}; " if fastest.reason else ""
+    return replace(fastest, reason=f"{reason}measured, ms a step: {_describe_times(seconds)}")
 
 
-def _time_plan(bench: ProbeSetup, execution_plan: ExecutionPlan) -> float:
-    """Seconds for a few steps, the best of those after two that warm up, or one that is long; endless for a form that fails."""
-    engine = build_engine(bench.function, execution_plan, bench.config)
-    wait: Callable[[], None] = torch.cuda.synchronize if bench.examples.y.is_cuda else lambda: None
-    taken = []
+def _describe_times(seconds: dict[ExecutionPlan, float]) -> str:
+    """Milliseconds per step of every plan."""
+    parts = []
+    for execution_plan, duration in seconds.items():
+        milliseconds = 1000 * duration / _PROBE_STEPS
+        parts.append(f"{_label(execution_plan)} {milliseconds:.2g}")
+    return ", ".join(parts)
+
+
+def _label(execution_plan: ExecutionPlan) -> str:
+    if execution_plan.engine != "graphed":
+        return execution_plan.engine
+    return "products" if execution_plan.conv_as_matmul else "grouped"
+
+
+def _time_plan(setup: ProbeSetup, execution_plan: ExecutionPlan) -> float:
+    """Seconds for a few steps; infinite for a plan that fails.
+
+    The first two runs warm up, and the best of the others counts. A plan that takes long gets two
+    runs only, and the second counts: the first one also starts processes or compiles, and beside
+    so long a run the rest of the warm-up is small.
+    """
+    engine = build_engine(setup.function, execution_plan, setup.config)
+    tasks = setup.probe_tasks()
+    durations: list[float] = []
     try:
-        for _ in range(5 if bench.examples.y.is_cuda else 4):
-            wait()
-            started = time.perf_counter()
-            engine(bench.probe_tasks(), bench.examples, bench.round_index)
-            wait()
-            taken.append(time.perf_counter() - started)
-            if (
-                len(taken) > 1 and taken[-1] > _LONG_SECONDS
-            ):  # the first also starts up what it needs; beside so much the rest is little
+        for _ in range(5 if setup.examples.y.is_cuda else 4):
+            _synchronize(setup)
+            start = time.perf_counter()
+            engine(tasks, setup.examples, setup.round_index)
+            _synchronize(setup)
+            durations.append(time.perf_counter() - start)
+            if len(durations) > 1 and durations[-1] > _LONG_SECONDS:
                 break
     except (RuntimeError, ValueError, UserWarning, NotImplementedError):
         return math.inf
     finally:
         engine.close()
-    return min(taken[2:] or taken[-1:])
+    return min(durations[2:] or durations[-1:])
 
 
-def _label(execution_plan: ExecutionPlan) -> str:
-    return (
-        {True: "products", False: "grouped"}[execution_plan.conv_as_matmul]
-        if execution_plan.engine == "graphed"
-        else execution_plan.engine
-    )
+def _synchronize(setup: ProbeSetup) -> None:
+    """Wait for the GPU, whose kernels run on after the call that launched them."""
+    if setup.examples.y.is_cuda:
+        torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What engines run: one task per device in, one result per device out."""
+"""What engines run: one task per client as input, one result per client as output."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +18,14 @@ from glocal.core.trees import Params
 ResultT = TypeVar("ResultT")
 ClientFunction = Callable[[Params, Params, Work], ResultT]
 _MIN_BYTES_FOR_THREADS = 2**23
-_LARGE_ROW_BYTES = 2**20  # bytes
+_LARGE_ROW_BYTES = 2**20
 
 
 class ClientTask(NamedTuple):
-    """One device's inputs: its trees, the rows it visits (steps, batch) with -1 for padding, and the key of its randomness."""
+    """One client's inputs: its trees, its order of examples and the key of its randomness.
+
+    `order` (steps, batch) holds rows of the examples; -1 is padding.
+    """
 
     shared: Params
     private: Params
@@ -32,31 +35,34 @@ class ClientTask(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientResults(Generic[ResultT]):
-    """The results of several devices, as the engine has them: `rows` one by one, or `stack` with a first axis (devices, ...)."""
+    """The results of several clients, in the form in which the engine has them.
+
+    Either `rows`, one by one, or `stack`, whose tensors have a first axis (clients, ...).
+    """
 
     rows: Sequence[ResultT] | None = None
     stack: ResultT | None = None
 
     def stacked(self) -> ResultT:
-        """All results as one, each tensor with a first axis (devices, ...)."""
+        """All results as one, each tensor with a first axis (clients, ...)."""
         if self.rows is None:
             return cast(ResultT, self.stack)
-        return cast(ResultT, tree_map(lambda *parts: torch.stack(parts), *self.rows))
+        return cast(ResultT, tree_map(_stack_tensors, *self.rows))
 
 
 class Engine(Protocol[ResultT]):
-    """A way to run a one-device function over many."""
+    """A way to run a function of one client over many clients."""
 
     def __call__(
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
     ) -> ClientResults[ResultT]:
-        """One result per task, in the tasks' order."""
+        """One result per task, in the order of the tasks."""
 
     def describe(self) -> str:
-        """What it is, in a few words."""
+        """The engine in a few words, for the log."""
 
     def close(self) -> None:
-        """Let go of whatever it holds."""
+        """Release processes, threads and memory."""
 
 
 def run_one(
@@ -66,32 +72,42 @@ def run_one(
     round_index: int,
     trainer: LocalTrainer | None = None,
 ) -> ResultT:
-    """One task, by itself."""
+    """The result of a single task."""
     device = examples.y.device
     order = torch.from_numpy(task.order).to(device)
-    key, number = torch.tensor(task.key, device=device), torch.tensor(round_index, device=device)
-    work = Work(examples, order, key, number, count_full_steps(task.order[None]), trainer)
+    key = torch.tensor(task.key, device=device)
+    round_tensor = torch.tensor(round_index, device=device)
+    full_steps = count_full_steps(task.order[None])
+    work = Work(examples, order, key, round_tensor, full_steps, trainer)
     return function(task.shared, task.private, work)
 
 
 def count_full_steps(orders: IntArray) -> int:
-    """How many of the first steps of orders (devices, steps, batch) hold a row of every device."""
-    return int((orders >= 0).any(2).all(0).cumprod().sum())
+    """The number of leading steps in which every client has an example.
+
+    `orders` is (clients, steps, batch).
+    """
+    has_example = (orders >= 0).any(2).all(0)
+    return int(has_example.cumprod().sum())
 
 
 def tree_bytes(task: ClientTask) -> int:
-    """How large a task's trees are."""
+    """The size of a task's trees."""
     return trees.nbytes(task.shared) + trees.nbytes(task.private)
 
 
 def choose_num_threads(bytes_at_once: int) -> int:
-    """How many threads to use: small steps gain nothing from several, which wait for each other when a neighbour takes a core."""
+    """How many threads torch should use.
+
+    Small steps gain nothing from several threads: these wait for each other as soon as another
+    process takes a core.
+    """
     return 1 if bytes_at_once < _MIN_BYTES_FOR_THREADS else torch.get_num_threads()
 
 
 @contextmanager
 def use_num_threads(number: int) -> Iterator[None]:
-    """Compute with that many threads."""
+    """Let torch compute with this number of threads."""
     before = torch.get_num_threads()
     if number != before:
         torch.set_num_threads(number)
@@ -104,33 +120,49 @@ def use_num_threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def seeded_rng(key: int, device: torch.device) -> Iterator[None]:
-    """Layers that draw from torch's own generator start from the device's key; the caller's generators are left as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    """Seed torch's own generators with the client's key; the caller's states are restored.
+
+    Only layers such as `nn.Dropout`, which draw from these generators, need this.
+    """
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
         torch.default_generator.manual_seed(key)
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.default_generators[device.index or 0].manual_seed(key)
         yield
 
 
 def to_device(array: IntArray, device: torch.device) -> Tensor:
-    """Numbers on a computing device; a GPU gets them without being waited for."""
+    """An array as a tensor on a device; the host does not wait for the copy to a GPU."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def unstack_rows(stack: Params, number: int) -> list[Params]:
-    """The trees of a stack: tensors of their own on a CPU; on a GPU small ones are views, see `unbind_rows`."""
+    """The trees of a stack: copies on a CPU; on a GPU small rows are views, see `unbind_rows`."""
     if not all(tensor.is_cuda for tensor in stack.values()):
         return trees.unstack(stack, number)
     columns = {name: unbind_rows(tensor) for name, tensor in stack.items()}
-    return [{name: column[place] for name, column in columns.items()} for place in range(number)]
+    rows: list[Params] = []
+    for index in range(number):
+        rows.append({name: column[index] for name, column in columns.items()})
+    return rows
 
 
 def unbind_rows(stack: Tensor) -> Sequence[Tensor]:
-    """The rows of a stack; small ones are views, for many small copies would take longer than a step.
+    """The rows of a stack. Small ones are views: many small copies would take longer than a step.
 
-    A view keeps its whole stack: about three times the rows' memory for cohorts of ten, if all devices take part often, and more
-    for every state that is kept besides. Large rows are therefore copied.
+    A view keeps its whole stack in memory. With ten sampled clients a round this is about three
+    times the memory of the rows if all clients take part often, and more for every state that is
+    stored besides. Large rows are therefore copied.
     """
     rows = stack.unbind(0)
-    return [row.clone() for row in rows] if rows and rows[0].nbytes >= _LARGE_ROW_BYTES else rows
+    if not rows or rows[0].nbytes < _LARGE_ROW_BYTES:
+        return rows
+    return [row.clone() for row in rows]
+
+
+def _stack_tensors(*tensors: Tensor) -> Tensor:
+    return torch.stack(tensors)

@@ -1,4 +1,4 @@
-"""Workers on a CPU whose steps are fused: threads, for such a step holds no Python lock and needs no copy of anything."""
+"""Threads on a CPU for fused steps: these hold no Python lock and copy nothing."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,30 +22,23 @@ from glocal.engines.protocol import (
 
 
 class ThreadPool(Generic[ResultT]):
-    """A one-device function, run by several threads; its descents must be ones that the fused step knows."""
+    """Runs the function in several threads; the fused step must support its local training."""
 
     def __init__(
         self, function: ClientFunction[ResultT], *, workers: int, fused: FusedCpuTraining
     ) -> None:
-        self.function, self.workers, self.fused = function, workers, fused
+        self.function = function
+        self.workers = workers
+        self.fused = fused
         self.pool: ThreadPoolExecutor | None = None
 
     def __call__(
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
     ) -> ClientResults[ResultT]:
         """One result per task."""
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(
-                self.workers, initializer=torch.set_num_threads, initargs=(1,)
-            )
-        longest_first = sorted(range(len(tasks)), key=lambda index: -tasks[index].order.size)
         before = torch.get_rng_state()
         with use_num_threads(1):
-            futures = {
-                index: self.pool.submit(self._one, tasks[index], examples, round_index)
-                for index in longest_first
-            }
-            rows = [futures[index].result() for index in range(len(tasks))]
+            rows = self._run(tasks, examples, round_index)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             raise NotImplementedError(
@@ -53,24 +46,42 @@ class ThreadPool(Generic[ResultT]):
             )
         return ClientResults(rows=rows)
 
-    def _one(self, task: ClientTask, examples: Examples, round_index: int) -> ResultT:
-        return run_one(self.function, task, examples, round_index, self._descent)
+    def _run(
+        self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
+    ) -> list[ResultT]:
+        """The results in the order of the tasks; the longest task starts first."""
+        pool = self._start_threads()
+        longest_first = sorted(range(len(tasks)), key=lambda index: -tasks[index].order.size)
+        futures = {}
+        for index in longest_first:
+            futures[index] = pool.submit(self._one, tasks[index], examples, round_index)
+        return [futures[index].result() for index in range(len(tasks))]
 
-    def _descent(
+    def _start_threads(self) -> ThreadPoolExecutor:
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(
+                self.workers, initializer=torch.set_num_threads, initargs=(1,)
+            )
+        return self.pool
+
+    def _one(self, task: ClientTask, examples: Examples, round_index: int) -> ResultT:
+        return run_one(self.function, task, examples, round_index, self._local_train)
+
+    def _local_train(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
     ) -> tuple[Params, torch.Tensor]:
-        """A fused descent, or an error: modules must not be called from several threads."""
-        taken = self.fused(objective, params, work, optimizer)
-        if taken is None:
+        """Fused local training, or an error: several threads must not call one module."""
+        result = self.fused(objective, params, work, optimizer)
+        if result is None:
             raise NotImplementedError(self.fused.reason)
-        return taken
+        return result
 
     def describe(self) -> str:
-        """What it is."""
-        return f"{self.workers} threads, one device at a time each, with fused steps"
+        """The engine in a few words."""
+        return f"{self.workers} threads, one client at a time each, with fused steps"
 
     def close(self) -> None:
-        """Let the threads go."""
+        """End the threads."""
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
             self.pool = None

@@ -1,4 +1,4 @@
-"""All devices in one batched step, by `torch.vmap`."""
+"""All clients in one batched step, by `torch.vmap`."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from glocal.engines.protocol import (
 
 @dataclass(frozen=True)
 class VmappedEngine(Generic[ResultT]):
-    """The function, called once for all tasks; the short ones end in padded steps."""
+    """Calls the function once for all tasks; the shorter ones end in padded steps."""
 
     function: ClientFunction[ResultT]
 
@@ -34,43 +34,51 @@ class VmappedEngine(Generic[ResultT]):
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
     ) -> ClientResults[ResultT]:
         """One stack of results."""
-        device = examples.y.device
-        orders = pad_and_stack([task.order for task in tasks])
-        keys, number = (
-            torch.tensor([task.key for task in tasks], device=device),
-            torch.tensor(round_index, device=device),
-        )
-        work = Work(
-            examples, torch.from_numpy(orders).to(device), keys, number, count_full_steps(orders)
-        )
-        trees_of_all = stack_rows([t.shared for t in tasks]), stack_rows([t.private for t in tasks])
+        work = _stacked_work(tasks, examples, round_index)
+        shared = stack_rows([task.shared for task in tasks])
+        private = stack_rows([task.private for task in tasks])
         with use_num_threads(choose_num_threads(tree_bytes(tasks[0]) * len(tasks))):
-            return ClientResults(stack=vmap_clients(self.function, *trees_of_all, work))
+            return ClientResults(stack=vmap_clients(self.function, shared, private, work))
 
     def describe(self) -> str:
-        """What it is."""
-        return "all devices in one batched step"
+        """The engine in a few words."""
+        return "all clients in one batched step"
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to release."""
 
 
 def vmap_clients(
     function: ClientFunction[ResultT], shared: Params, private: Params, work: Work
 ) -> ResultT:
-    """The function on trees (devices, ...) and work with orders (devices, steps, batch).
+    """The function on trees (clients, ...) and on work with orders (clients, steps, batch).
 
-    A model that draws from torch's own generator is refused by vmap: its numbers would depend on who else is in the batch.
+    A model that draws from torch's own generator is refused by vmap (`randomness="error"`): its
+    numbers would depend on which clients share the batch.
     """
-    in_dims = (0, 0, Work(None, 0, 0, None, None, None))  # type: ignore[arg-type]
+    # of `work`, the orders and keys have an axis of clients; None: the same for all clients
+    work_dims = Work(None, 0, 0, None, None, None)  # type: ignore[arg-type]
+    batched = torch.vmap(function, in_dims=(0, 0, work_dims), randomness="error")
     with warnings.catch_warnings():
-        # where torch has no batched rule it loops inside, and warns: our own loop is as fast and says so once
+        # Where torch has no batching rule it loops over the clients inside, and warns. An error
+        # instead lets the executor fall back to its own loop: as fast, and reported once.
         warnings.filterwarnings("error", message="There is a performance drop")
-        return torch.vmap(function, in_dims=in_dims, randomness="error")(shared, private, work)
+        return batched(shared, private, work)
 
 
 def stack_rows(rows: Sequence[Params]) -> Params:
-    """Rows as one tree; rows that are one and the same tree are not copied."""
-    if all(row is rows[0] for row in rows):
-        return {name: tensor.expand(len(rows), *tensor.shape) for name, tensor in rows[0].items()}
+    """Rows as one tree (rows, ...); rows that are one and the same tree are not copied."""
+    first = rows[0]
+    if all(row is first for row in rows):
+        return {name: tensor.expand(len(rows), *tensor.shape) for name, tensor in first.items()}
     return trees.stack(rows)
+
+
+def _stacked_work(tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> Work:
+    """The work of all tasks, their orders padded to the longest one."""
+    device = examples.y.device
+    orders = pad_and_stack([task.order for task in tasks])
+    keys = torch.tensor([task.key for task in tasks], device=device)
+    round_tensor = torch.tensor(round_index, device=device)
+    order_tensor = torch.from_numpy(orders).to(device)
+    return Work(examples, order_tensor, keys, round_tensor, count_full_steps(orders))
