@@ -77,7 +77,7 @@ def test_noise_is_refused_where_the_server_takes_no_mean():
 
 def setup(folder, changes, *, settings):
     """What server and devices would have in common, with an algorithm of one's own."""
-    deployed.project(folder, algorithm="own:own", weights='weights = "equal"')
+    deployed.project(folder, algorithm="own:own", weights='weighting = "equal"')
     (folder / "own.py").write_text(OWN.format(changes=changes))
     deployed.change(folder / "federation.py", "nn.BatchNorm1d(8)", "nn.Identity()")
     with (folder / "deploy.toml").open("a") as file:

@@ -102,7 +102,7 @@ def test_the_noise_is_as_strong_as_it_is_said_to_be():
 
 @pytest.fixture
 def deployment(tmp_path):
-    folder = deployed.project(tmp_path / "here", weights='weights = "equal"')
+    folder = deployed.project(tmp_path / "here", weights='weighting = "equal"')
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
     return folder

@@ -69,15 +69,15 @@ def test_a_layer_of_ones_own_that_was_set_to_such_a_share_is_refused_by_name(sha
     model = world.seeded(world.with_dropout)
     model[2].p = share  # torch's own constructor lets NaN through, and looks at nothing afterwards
     algorithm = glocal.fedavg(glocal.cross_entropy(world.seeded(world.plain)), glocal.sgd(0.1))
-    with pytest.raises(InputError, match=r"^model: '2' drops a share of .*give one from 0 to 1"):
+    with pytest.raises(InputError, match=r"^model: '2' has the dropout rate .*give one from 0 to 1"):
         glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 2))
 
 
 @pytest.mark.parametrize("std", NO_STDS)
 def test_noise_is_refused_in_python_too(std):
-    with pytest.raises(InputError, match=r"^model: the noise's deviation is .*from 0 to 1000"):
+    with pytest.raises(InputError, match=r"^model: the noise std is .*from 0 to 1000"):
         GaussianNoise(std)
-    with pytest.raises(InputError, match=r"^model: the noise's deviation is "):
+    with pytest.raises(InputError, match=r"^model: the noise std is "):
         bottleneck_mlp(noise_std=std)
 
 

@@ -76,7 +76,7 @@ def test_a_loss_that_reduces_is_refused_before_anything_is_written(loss, batch, 
     given, told = REDUCING[loss]
     made, model = algorithm(given)
     plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=batch)
-    message = rf"^loss: it gave {told} for 2 .*one value per example.*use reduction='none'"
+    message = rf"^loss: it returned {told} for 2 .*one value per example.*use reduction='none'"
     with pytest.raises(InputError, match=message) as refused:
         glocal.fit(made, model, world.federation(), plan, folder=tmp_path / "run")
     assert "\n" not in str(refused.value)

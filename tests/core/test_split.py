@@ -112,7 +112,7 @@ def test_a_split_that_cannot_be_is_refused_with_the_names(sides, message):
 
 
 def test_too_many_layers_are_refused():
-    with pytest.raises(InputError, match="asked for 9 layers, but the model has 5"):
+    with pytest.raises(InputError, match="9 layers were requested, but the model has 5"):
         first_layers(mlp(), 9)
 
 

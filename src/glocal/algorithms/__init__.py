@@ -1,4 +1,4 @@
-"""One paper per file. A new algorithm is one new file and its line here; everything else picks it up."""
+"""One paper per file; a new algorithm is one new file and its line here."""
 
 from glocal.algorithms.apfl import apfl
 from glocal.algorithms.fedavg import fedavg

@@ -1,5 +1,9 @@
-"""APFL: Deng, Kamani and Mahdavi 2020, "Adaptive Personalized Federated Learning", Algorithm 1 and the step on alpha below it."""
+"""APFL: Deng, Kamani and Mahdavi 2020, "Adaptive Personalized Federated Learning".
 
+Algorithm 1, and the step on alpha below it.
+"""
+
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,78 +23,109 @@ ALPHA, _OWN = "mixing/alpha", "own/"
 def apfl(
     objective: Objective, optimizer: Optimizer, *, alpha: float = 0.5, alpha_lr: float = 0.0
 ) -> Algorithm:
-    """A device predicts with alpha * v + (1 - alpha) * w, its own model and FedAvg's; with a pace, alpha descends once a round."""
+    """A client predicts with alpha * v + (1 - alpha) * w, its own model and FedAvg's.
+
+    With `alpha_lr`, alpha takes one gradient step per round.
+    """
+    _require_alpha(alpha, alpha_lr)
+    client = _Client(objective, optimizer, alpha, alpha_lr)
+    own_names = frozenset(_OWN + name for name in objective.trainable)
+    return Algorithm(
+        name="apfl",
+        init=client.init,
+        client_update=partial(client.update, objective.trainable | own_names),
+        aggregate=average,
+        personal=interpolate,
+        description=f"{optimizer.description}, alpha={alpha}, alpha_lr={alpha_lr}",
+        adapt=partial(client.update, own_names),
+        is_mean=True,
+    )
+
+
+@dataclass(frozen=True)
+class _Client:
+    """The functions of a client: w is the shared tree, v and alpha are private."""
+
+    objective: Objective
+    optimizer: Optimizer
+    alpha: float
+    alpha_lr: float
+
+    def init(self, params: Params) -> tuple[Params, Params]:
+        """Both models start equal."""
+        device = next(iter(params.values())).device
+        alpha = torch.full((), self.alpha, dtype=torch.float32, device=device)
+        return params, {**params, ALPHA: alpha}
+
+    def update(
+        self, trainable: frozenset[str], shared: Params, private: Params, work: Work
+    ) -> Update:
+        """Train w and v together, those of them that are trainable."""
+        alpha = private[ALPHA]
+        if self.alpha_lr:
+            gradient = _alpha_gradient(self.objective, shared, private, work)
+            alpha = (alpha - self.alpha_lr * gradient).clamp(0, 1)
+        joint = Objective(partial(_joint_loss, self.objective), trainable)
+        both = {**shared, **_prefixed(trees.pick(private, shared)), ALPHA: alpha}
+        trained, loss = local_train(joint, both, work, self.optimizer)
+        own = _without_prefix(trained)
+        return Update(trees.pick(trained, shared), {**own, ALPHA: alpha}, loss)
+
+
+def _require_alpha(alpha: float, alpha_lr: float) -> None:
     if not 0 <= alpha <= 1 or not 0 <= alpha_lr < float("inf"):
         raise InputError(
-            f"apfl: alpha is {alpha} and pace {alpha_lr}; alpha must be from 0 to 1, pace at least 0 and finite"
+            f"apfl: alpha is {alpha} and alpha_lr {alpha_lr}; "
+            "alpha must be from 0 to 1, alpha_lr at least 0 and finite"
         )
-    owned = frozenset(_OWN + name for name in objective.trainable)
-
-    def init(params: Params) -> tuple[Params, Params]:
-        return params, {
-            **params,
-            ALPHA: torch.full_like(
-                next(iter(params.values())).flatten()[0], alpha, dtype=torch.float32
-            ),
-        }
-
-    def update(trainable: frozenset[str], shared: Params, private: Params, work: Work) -> Update:
-        share = (
-            _step_alpha(objective, shared, private, work, alpha_lr=alpha_lr)
-            if alpha_lr
-            else private[ALPHA]
-        )
-        both = Objective(partial(_joint_loss, objective), trainable)
-        own = {_OWN + name: private[name] for name in shared}
-        trained, loss = local_train(both, {**shared, **own, ALPHA: share}, work, optimizer)
-        return Update(
-            trees.pick(trained, shared),
-            {**{name: trained[_OWN + name] for name in shared}, ALPHA: share},
-            loss,
-        )
-
-    description = f"{optimizer.description}, alpha={alpha}, pace={alpha_lr}"
-    train, adapt = partial(update, objective.trainable | owned), partial(update, owned)
-    return Algorithm(
-        "apfl", init, train, average, interpolate, description, adapt=adapt, is_mean=True
-    )
 
 
 def interpolate(shared: Params, private: Params) -> Params:
     """Alpha * v + (1 - alpha) * w, name by name; counters are rounded."""
-    blends = {
-        name: private[ALPHA] * private[name] + (1 - private[ALPHA]) * tensor
-        for name, tensor in shared.items()
-    }
-    return {
-        name: blend if shared[name].is_floating_point() else blend.round().to(shared[name])
-        for name, blend in blends.items()
-    }
+    alpha = private[ALPHA]
+    mixture = {}
+    for name, tensor in shared.items():
+        mixed = alpha * private[name] + (1 - alpha) * tensor
+        mixture[name] = mixed if tensor.is_floating_point() else mixed.round().to(tensor)
+    return mixture
 
 
 def _joint_loss(objective: Objective, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-    """The loss of the mixture, with the slopes of w by its own loss and of v by that of the mixture."""
-    own = {
-        name.removeprefix(_OWN): tensor for name, tensor in params.items() if name.startswith(_OWN)
-    }
+    """One value whose gradients are those of two losses: of w its own, of v the mixture's.
+
+    The mixture holds a detached copy of w, so its loss has no gradient with respect to w. The
+    difference `alone - alone.detach()` is 0, and has the gradient of w's own loss.
+    """
+    own = _without_prefix(params)
     shared = trees.pick(params, own)
-    blend = interpolate(
-        {name: tensor.detach() for name, tensor in shared.items()}, {**own, ALPHA: params[ALPHA]}
-    )
+    detached = {name: tensor.detach() for name, tensor in shared.items()}
+    mixture = interpolate(detached, {**own, ALPHA: params[ALPHA]})
     alone, buffers = objective.value(shared, batch)
-    together, moved = objective.value({**own, **trees.pick(blend, objective.trainable)}, batch)
-    return together + alone - alone.detach(), {
-        **buffers,
-        **{_OWN + name: tensor for name, tensor in moved.items()},
-    }
+    mixed_params = {**own, **trees.pick(mixture, objective.trainable)}
+    mixed, own_buffers = objective.value(mixed_params, batch)
+    return mixed + alone - alone.detach(), {**buffers, **_prefixed(own_buffers)}
 
 
-def _step_alpha(
-    objective: Objective, shared: Params, private: Params, work: Work, *, alpha_lr: float
-) -> Tensor:
-    """Alpha after a step down its slope, <v - w, slope of the mixture's loss>, on the round's first batch; from 0 to 1."""
+def _alpha_gradient(objective: Objective, shared: Params, private: Params, work: Work) -> Tensor:
+    """<v - w, gradient of the mixture's loss> on the first batch of the round ()."""
     batch = next(batches(work))
-    slope: Tensor = grad(
-        lambda alpha: objective.value(interpolate(shared, {**private, ALPHA: alpha}), batch)[0]
-    )(private[ALPHA])
-    return (private[ALPHA] - alpha_lr * slope).clamp(0, 1)
+
+    def mixture_loss(alpha: Tensor) -> Tensor:
+        mixture = interpolate(shared, {**private, ALPHA: alpha})
+        return objective.value(mixture, batch)[0]
+
+    gradient: Tensor = grad(mixture_loss)(private[ALPHA])
+    return gradient
+
+
+def _prefixed(tree: Params) -> Params:
+    return {_OWN + name: tensor for name, tensor in tree.items()}
+
+
+def _without_prefix(params: Params) -> Params:
+    """The tensors of the client's own model, by the names of the shared one."""
+    own = {}
+    for name, tensor in params.items():
+        if name.startswith(_OWN):
+            own[name.removeprefix(_OWN)] = tensor
+    return own

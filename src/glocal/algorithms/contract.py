@@ -1,4 +1,4 @@
-"""The contract: what every federated algorithm is made of, written for ONE device."""
+"""The contract: the functions of a federated algorithm, written for ONE client."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from glocal.core.trees import Params
 
 
 class Update(NamedTuple):
-    """What a device has after a round; only upload and loss () leave it."""
+    """The result of a client's round; only `upload` and `loss` () leave the client."""
 
     upload: Params
     private: Params
@@ -20,13 +20,20 @@ class Update(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """Four pure functions. `aggregate` never sees private state; an upload has exactly the names of the shared tree.
+    """Pure functions for one client and for the server.
 
-    `adapt` is how a newcomer learns its private part while the shared one stays as it is: a `client_update` whose upload is not
-    sent; None where nothing is private. `about` tells two runs of one algorithm apart, and `devices` is set where an algorithm is
-    made for that many. `is_mean` says that `aggregate` is the mean of the uploads, by the weights
-    it is given or by equal ones, so that a server which sees their sum only will do. Whoever
-    replaces `aggregate` sets it anew.
+    - `init(params)` gives the shared and the private tree.
+    - `client_update(shared, private, work)` is a client's round. An upload has exactly the names
+      of the shared tree.
+    - `aggregate(shared, uploads, weights)` is the server's step. It never sees private state.
+    - `personal(shared, private)` gives the model of a client.
+    - `description` distinguishes two runs of one algorithm with other settings.
+    - `num_clients` is set where an algorithm is made for a fixed number of clients.
+    - `adapt` trains the private part of a new client while the shared part stays fixed: a
+      `client_update` whose upload is not sent. It is None where nothing is private.
+    - `is_mean` is True where `aggregate` is the mean of the uploads, by the given weights or by
+      equal ones: then a server that sees only their sum is enough. Code that replaces `aggregate`
+      must set it again.
     """
 
     name: str
@@ -41,13 +48,16 @@ class Algorithm(NamedTuple):
 
 
 def average(shared: Params, uploads: Params, weights: Tensor) -> Params:
-    """Sum over the cohort of N_m / N * upload_m (Algorithm 1, line 6): uploads (devices, ...), weights N_m (devices,)."""
+    """Sum over the sampled clients of N_m / N * upload_m (Algorithm 1, line 6).
+
+    uploads (clients, ...), weights N_m (clients,).
+    """
     trees.require_same_names(uploads, shared, "aggregate")
     return trees.mean(uploads, weights)
 
 
 def freeze_shared(algorithm: Algorithm) -> Algorithm:
-    """The algorithm while the shared part stays as it is, and nothing is sent."""
+    """The algorithm with a fixed shared part: clients adapt, and nothing is sent."""
     assert algorithm.adapt is not None
     return algorithm._replace(
         client_update=algorithm.adapt,
@@ -57,11 +67,10 @@ def freeze_shared(algorithm: Algorithm) -> Algorithm:
 
 
 def unweighted(algorithm: Algorithm) -> Algorithm:
-    """The same algorithm with every device of a cohort counting the same, however many examples it has."""
+    """The same algorithm with equal weights for all sampled clients, whatever data they have."""
 
     def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
         return algorithm.aggregate(shared, uploads, torch.ones_like(weights))
 
-    return algorithm._replace(
-        aggregate=aggregate, description=f"{algorithm.description}, unweighted".removeprefix(", ")
-    )
+    description = f"{algorithm.description}, unweighted".removeprefix(", ")
+    return algorithm._replace(aggregate=aggregate, description=description)

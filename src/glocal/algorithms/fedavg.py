@@ -1,4 +1,7 @@
-"""FedAvg: McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data", Algorithm 1."""
+"""FedAvg: McMahan et al. 2017, Algorithm 1.
+
+"Communication-Efficient Learning of Deep Networks from Decentralized Data".
+"""
 
 from glocal.algorithms.contract import Algorithm, Update, average
 from glocal.core.optimizers import Optimizer
@@ -7,18 +10,18 @@ from glocal.core.trees import Params
 
 
 def fedavg(objective: Objective, optimizer: Optimizer) -> Algorithm:
-    """Everything is shared: each device trains a copy of the model, the copies are averaged."""
+    """Everything is shared: each client trains a copy of the model, the copies are averaged."""
+
+    def init(params: Params) -> tuple[Params, Params]:
+        return params, {}
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
         trained, loss = local_train(objective, shared, work, optimizer)
         return Update(trained, {}, loss)
 
+    def personal(shared: Params, private: Params) -> Params:
+        return shared
+
     return Algorithm(
-        "fedavg",
-        lambda params: (params, {}),
-        client_update,
-        average,
-        lambda shared, private: shared,
-        optimizer.description,
-        is_mean=True,
+        "fedavg", init, client_update, average, personal, optimizer.description, is_mean=True
     )

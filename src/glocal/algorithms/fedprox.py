@@ -9,7 +9,7 @@ from glocal.core.trees import Params
 
 
 def fedprox(objective: Objective, optimizer: Optimizer, *, mu: float = 0.1) -> Algorithm:
-    """FedAvg whose devices are held near the shared model by mu/2 * ||w - w_t||^2."""
+    """FedAvg with a term mu/2 * ||w - w_t||^2 that keeps clients near the shared model."""
     if mu < 0:
         raise InputError(f"fedprox: mu is {mu}; it must be at least 0")
 

@@ -1,4 +1,4 @@
-"""Local only: every device trains its own model and sends nothing; one end of the scale in Liang et al. 2020, section 5.2."""
+"""Local only: clients train alone and send nothing. A baseline of Liang et al. 2020, 5.2."""
 
 from glocal.algorithms.contract import Algorithm, Update, average
 from glocal.core.optimizers import Optimizer
@@ -7,22 +7,25 @@ from glocal.core.trees import Params
 
 
 def local_only(objective: Objective, optimizer: Optimizer) -> Algorithm:
-    """Everything is local."""
+    """Everything is local: the shared tree is empty."""
+
+    def init(params: Params) -> tuple[Params, Params]:
+        return {}, params
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
         trained, loss = local_train(objective, private, work, optimizer)
         return Update({}, trained, loss)
 
-    def init(params: Params) -> tuple[Params, Params]:
-        return {}, params
+    def personal(shared: Params, private: Params) -> Params:
+        return private
 
     return Algorithm(
-        "local_only",
-        init,
-        client_update,
-        average,  # of nothing
-        lambda shared, private: private,
-        optimizer.description,
+        name="local_only",
+        init=init,
+        client_update=client_update,
+        aggregate=average,  # of empty trees
+        personal=personal,
+        description=optimizer.description,
         adapt=client_update,
         is_mean=True,
     )

@@ -1,7 +1,9 @@
-"""Mean-regularised multi-task learning: Evgeniou and Pontil 2004, as the baseline of Liang et al. 2020, appendix C.2.
+"""Mean-regularised multi-task learning: Evgeniou and Pontil 2004.
 
-R(W) = tie * tr(W Omega W') + ridge * ||W||^2 with Omega = (I - 11'/M)^2. As I - 11'/M is a projection, the trace is the sum over
-devices of ||w_m - mean||^2, and its gradient with respect to w_m is 2 * tie * (w_m - mean): a device needs only the mean.
+It is a baseline of Liang et al. 2020, appendix C.2, with the regulariser
+R(W) = lam * tr(W Omega W') + ridge * ||W||^2 and Omega = (I - 11'/M)^2. As I - 11'/M is a
+projection, the trace is the sum over clients of ||w_m - mean||^2. Its gradient with respect to w_m
+is 2 * lam * (w_m - mean), so a client needs only the mean.
 """
 
 from torch import Tensor
@@ -22,33 +24,37 @@ def mtl(
     lam: float = 0.1,
     ridge: float = 0.0,
 ) -> Algorithm:
-    """Every device has its own w_m, pulled to the mean of all M; shared is that mean, an upload is how w_m moved."""
+    """Every client has its own w_m, pulled to the mean of all M clients.
+
+    The shared tree is that mean; an upload is the change of w_m in a round.
+    """
     if lam < 0 or ridge < 0:
-        raise InputError(f"mtl: tie is {lam} and ridge {ridge}; neither may be negative")
+        raise InputError(f"mtl: lam is {lam} and ridge {ridge}; neither may be negative")
 
     def init(params: Params) -> tuple[Params, Params]:
         return trees.pick(params, objective.trainable), params
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
-        origin = {name: 0 * tensor for name, tensor in shared.items()}
-        regularised = with_proximal(with_proximal(objective, shared, 2 * lam), origin, 2 * ridge)
+        regularised = _regularise(objective, shared, lam=lam, ridge=ridge)
         trained, loss = local_train(regularised, private, work, optimizer)
-        moved = trees.subtract(trees.pick(trained, shared), trees.pick(private, shared))
-        return Update(moved, trained, loss)
+        change = trees.subtract(trees.pick(trained, shared), trees.pick(private, shared))
+        return Update(change, trained, loss)
 
     def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
-        # devices outside the cohort did not move, so the mean over all M moves by the cohort's sum over M
-        return trees.add(
-            shared, {name: moved.sum(0) / num_clients for name, moved in uploads.items()}
-        )
+        # All other clients did not change: the mean over all M changes by this sum over M.
+        change = {name: changes.sum(0) / num_clients for name, changes in uploads.items()}
+        return trees.add(shared, change)
 
-    description = f"{optimizer.description}, tie={lam}, ridge={ridge}"
-    return Algorithm(
-        "mtl",
-        init,
-        client_update,
-        aggregate,
-        lambda shared, private: private,
-        description,
-        num_clients,
-    )
+    description = f"{optimizer.description}, lam={lam}, ridge={ridge}"
+    return Algorithm("mtl", init, client_update, aggregate, _own_model, description, num_clients)
+
+
+def _regularise(objective: Objective, mean: Params, *, lam: float, ridge: float) -> Objective:
+    """Add lam * ||w - mean||^2 + ridge * ||w||^2."""
+    origin = {name: 0 * tensor for name, tensor in mean.items()}
+    near_mean = with_proximal(objective, mean, 2 * lam)
+    return with_proximal(near_mean, origin, 2 * ridge)
+
+
+def _own_model(shared: Params, private: Params) -> Params:
+    return private

@@ -1,7 +1,8 @@
-"""Clip and noise on the device, before anything is sent: Abadi et al. 2016 and McMahan et al. 2018, each device adding its own.
+"""Differential privacy on the client: uploads are clipped and get noise before they are sent.
 
-The server sees noisy uploads only, so that the bound holds against it too; it has to be paid for by more noise than where a trusted
-server adds it once.
+Abadi et al. 2016 and McMahan et al. 2018, with noise from each client. The server sees only noisy
+uploads, so the bound holds against the server too. The price is more noise than with a trusted
+server that adds it once.
 """
 
 import os
@@ -18,14 +19,17 @@ from glocal.core.training import Work
 from glocal.core.trees import Params
 
 NoiseFn = Callable[[Tensor, Sequence[int]], Tensor]
-_PRIVACY = -2  # its address among what a device draws in a round
+_PRIVACY = -2  # the address of this noise within the key of a client's round
 
 
 @dataclass(frozen=True)
 class DifferentialPrivacy:
-    """A device's move is at most `clip` long; `noise` times that is the deviation of what is added to each of its numbers."""
+    """A client's change is clipped to the L2 norm `clip_norm`.
 
-    clipping_norm: float
+    The noise in each element has the std `noise_multiplier` * `clip_norm`.
+    """
+
+    clip_norm: float
     noise_multiplier: float
 
 
@@ -35,58 +39,61 @@ def clip_and_noise(
     privacy: DifferentialPrivacy,
     draw: Callable[[int, Sequence[int]], Tensor],
 ) -> Params:
-    """The upload with its move from the shared tree clipped and noised; counters stay as the server knows them."""
-    moved = {
-        name: tensor - shared[name] for name, tensor in upload.items() if tensor.is_floating_point()
-    }
-    length = (
-        torch.stack([move.double().square().sum() for move in moved.values()]).sum().sqrt()
-        if moved
-        else torch.zeros(())
-    )
-    scale = (privacy.clipping_norm / length.clamp(min=1e-12)).clamp(max=1.0)
-    deviation = privacy.noise_multiplier * privacy.clipping_norm
-    hidden = {
-        name: shared[name]
-        + move * scale.to(move.dtype)
-        + deviation * draw(place, move.shape).to(move)
-        for place, (name, move) in enumerate(sorted(moved.items()))
-    }
-    return {name: hidden.get(name, shared[name]) for name in upload}
+    """The upload with its change of the shared tree clipped and with noise.
+
+    Counters stay as the server knows them. `draw(index, shape)` gives the noise of one tensor.
+    """
+    changes = {}
+    for name, tensor in upload.items():
+        if tensor.is_floating_point():
+            changes[name] = tensor - shared[name]
+    scale = (privacy.clip_norm / _norm(changes).clamp(min=1e-12)).clamp(max=1.0)
+    std = privacy.noise_multiplier * privacy.clip_norm
+    noisy = dict(shared)
+    for index, name in enumerate(sorted(changes)):
+        change = changes[name]
+        noise = std * draw(index, change.shape).to(change)
+        noisy[name] = shared[name] + change * scale.to(change.dtype) + noise
+    return {name: noisy[name] for name in upload}
+
+
+def _norm(tree: Params) -> Tensor:
+    """The L2 norm of a whole tree ()."""
+    if not tree:
+        return torch.zeros(())
+    squares = [tensor.double().square().sum() for tensor in tree.values()]
+    return torch.stack(squares).sum().sqrt()
 
 
 def with_differential_privacy(
     algorithm: Algorithm, privacy: DifferentialPrivacy, *, draw: NoiseFn = random.normal
 ) -> Algorithm:
-    """The same algorithm whose devices clip and noise what they send.
+    """The same algorithm with clients that clip their uploads and add noise.
 
-    The simulator draws from addressed randomness, so that runs repeat; a real device must draw what nobody can (`secure_noise`).
+    The simulator draws by address, so that runs repeat. A deployed client must draw numbers that
+    nobody can predict (`secure_noise`).
     """
     if not algorithm.is_mean:
         raise InputError(
-            f"privacy: '{algorithm.name}' does not say that its server takes a mean (is_mean); "
-            "clip and noise are made for that: choose another algorithm, or set it if it does"
+            f"privacy: the server of '{algorithm.name}' takes no mean (is_mean is False), and "
+            "clipping and noise need one: choose another algorithm, or set is_mean if it does"
         )
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
         update = algorithm.client_update(shared, private, work)
         key = random.fold_in(work.key, _PRIVACY)
-        return update._replace(
-            upload=clip_and_noise(
-                update.upload,
-                shared,
-                privacy,
-                lambda place, shape: draw(random.fold_in(key, place), shape),
-            )
-        )
 
-    description = (
-        f"{algorithm.description}, clip={privacy.clipping_norm}, noise={privacy.noise_multiplier}"
-    )
+        def draw_for(index: int, shape: Sequence[int]) -> Tensor:
+            return draw(random.fold_in(key, index), shape)
+
+        return update._replace(upload=clip_and_noise(update.upload, shared, privacy, draw_for))
+
+    settings = f"clip_norm={privacy.clip_norm}, noise_multiplier={privacy.noise_multiplier}"
+    description = f"{algorithm.description}, {settings}"
     return algorithm._replace(client_update=client_update, description=description)
 
 
 def secure_noise(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Normal numbers from the machine's own entropy; the key, which the server could guess, is not used."""
+    """Normal numbers from the machine's own entropy; the key is ignored: the server knows it."""
     generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
     return torch.randn(tuple(shape), generator=generator).to(key.device)

@@ -219,7 +219,7 @@ class PartitionedOptimizer:
     def init(self, params: Params) -> Params:
         """Both optimizer states, and the step in the cycle of both."""
         parts = self._partition(params)
-        opt_state = {}
+        opt_state: Params = {}
         for side, rule in self._rules().items():
             if parts[side]:
                 opt_state |= _prefixed(side, rule.init(parts[side]))

@@ -1,8 +1,7 @@
-"""Gradient descent on one device: the only training loop."""
+"""Local training of one client: the only training loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from glocal.core.trees import Params
 
 
 class Batch(NamedTuple):
-    """One step's examples; rows with mask False are padding; key () seeds whatever is random in the step."""
+    """The examples of one step; rows with mask False are padding; key () seeds its randomness."""
 
     x: Tensor
     y: Tensor
@@ -29,10 +28,11 @@ class Batch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one device does in one round: order (steps, batch) holds rows of examples, -1 = padding; key and round_index ().
+    """The work of one client in one round, with key () and round_index ().
 
-    Of the first `full_steps` steps it is known that they are not wholly padding, so that they need no guarding. `trainer`, if an
-    engine gives one, is a faster way to take the same steps.
+    order (steps, batch) holds row numbers of the examples; -1 is padding. The first `full_steps`
+    steps are known to have real rows, so they need no guard. `trainer`, if an engine sets one, is a
+    faster way to take the same steps.
     """
 
     examples: Examples
@@ -46,20 +46,21 @@ class Work(NamedTuple):
 LossFn = Callable[[Params, Batch], tuple[Tensor, Params]]
 PerExampleLoss = Callable[[Tensor, Tensor], Tensor]
 Augment = Callable[[Tensor, Tensor], Tensor]
-_AUGMENTATION = -1  # its address among what a step draws
+_AUGMENTATION = -1  # the address of augmentation within the key of a step
 
 
 class Proximal(NamedTuple):
-    """strength/2 * ||params - towards||^2 over the names in `anchor`."""
+    """strength/2 * ||params - anchor||^2 over the names in `anchor`."""
 
     anchor: Params
     strength: float
 
 
 class Objective(NamedTuple):
-    """What a device minimises: loss(params, batch) -> (value, buffers after the step) plus pulls; and the names that may move.
+    """What a client minimises: loss(params, batch) -> (value, buffers after the step), plus terms.
 
-    Tensors that differ from device to device belong into `proximal`: a loss is the same function for all of them.
+    `trainable` names the tensors that training may change. Tensors that differ between clients
+    belong into `proximal`: the loss is the same function for all clients.
     """
 
     loss: LossFn
@@ -67,17 +68,16 @@ class Objective(NamedTuple):
     proximal: tuple[Proximal, ...] = ()
 
     def value(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """The whole of what is minimised (), and the buffers after the step."""
+        """The loss plus all proximal terms (), and the buffers after the step."""
         total, buffers = self.loss(params, batch)
         for anchor, strength in self.proximal:
-            total = total + strength / 2 * trees.squared_distance(
-                trees.pick(params, anchor), anchor
-            )
+            distance = trees.squared_distance(trees.pick(params, anchor), anchor)
+            total = total + strength / 2 * distance
         return total, buffers
 
 
 class LocalTrainer(Protocol):
-    """Another way to do what `local_train` does; None where it does not know how."""
+    """Another implementation of `local_train`; it returns None for an objective beyond it."""
 
     def __call__(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
@@ -108,14 +108,12 @@ class AugmentedLoss:
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (), and the buffers after the step."""
-        return self.inner(
-            params,
-            batch._replace(x=self.augment(batch.x, random.fold_in(batch.key, _AUGMENTATION))),
-        )
+        x = self.augment(batch.x, random.fold_in(batch.key, _AUGMENTATION))
+        return self.inner(params, batch._replace(x=x))
 
 
 def supervised(model: nn.Module, loss: PerExampleLoss) -> Objective:
-    """Mean over the real rows of loss(output, y) (rows,); torch's have to have reduction="none"."""
+    """The mean over the real rows of loss(output, y) (rows,); torch's need reduction="none"."""
     trainable = trainable_names(model)
     if not trainable:
         raise InputError("model: every parameter is frozen; there is nothing to train")
@@ -133,78 +131,108 @@ def per_example_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def with_proximal(objective: Objective, anchor: Params, strength: float) -> Objective:
-    """Add strength/2 * ||params - towards||^2 over the weights that move."""
-    pull = Proximal(trees.pick(anchor, objective.trainable), strength)
-    return objective._replace(proximal=(*objective.proximal, pull))
+    """Add strength/2 * ||params - anchor||^2 over the trainable tensors."""
+    term = Proximal(trees.pick(anchor, objective.trainable), strength)
+    return objective._replace(proximal=(*objective.proximal, term))
 
 
 def with_augmentation(objective: Objective, augment: Augment) -> Objective:
-    """Train on augment(x, key) instead of x; evaluation never sees it."""
+    """Train on augment(x, key) instead of x; evaluation does not augment."""
     return objective._replace(loss=AugmentedLoss(objective.loss, augment))
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the values (rows,) whose mask is True; 0 when there are none."""
+    """Mean of the values (rows,) with mask True; 0 when there are none."""
     _require_per_example(values, mask)
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    return kept.sum() / mask.sum().clamp(min=1)
+    real = torch.where(mask, values, torch.zeros_like(values))
+    return real.sum() / mask.sum().clamp(min=1)
 
 
 def _require_per_example(values: object, mask: Tensor) -> None:
-    """Refuse a loss that reduces: padded rows have entered its mean, and no mask takes them out."""
+    """Refuse a loss that reduces: padded rows are in its mean, and no mask can remove them."""
     if isinstance(values, Tensor) and values.shape == mask.shape:
         return
     rows, shape = len(mask), getattr(values, "shape", None)
-    gave = f"a {type(values).__name__}" if shape is None else f"shape {tuple(shape)}"
+    returned = f"a {type(values).__name__}" if shape is None else f"shape {tuple(shape)}"
     raise InputError(
-        f"loss: it gave {gave} for {rows} examples; one value per example, shape ({rows},), "
-        "was expected: use reduction='none', and a mean or sum over every other axis"
+        f"loss: it returned {returned} for {rows} examples; "
+        f"one value per example, shape ({rows},), was expected: "
+        "use reduction='none', and a mean or sum over every other axis"
     )
+
+
+class _TrainState(NamedTuple):
+    """What one step passes to the next; `fixed` holds buffers and frozen parameters."""
+
+    trainable: Params
+    opt_state: Params
+    fixed: Params
 
 
 def local_train(
     objective: Objective, params: Params, work: Work, optimizer: Optimizer
 ) -> tuple[Params, Tensor]:
-    """Train params through the work's steps; returns them and the mean loss over examples (). A padded step is the identity."""
-    taken = work.trainer(objective, params, work, optimizer) if work.trainer else None
-    if taken is not None:
-        return taken
-    # the caller's tensors stay as they are
-    trainable = {
-        name: tensor.clone() for name, tensor in trees.pick(params, objective.trainable).items()
-    }
-    fixed = trees.pick(params, params.keys() - objective.trainable)
-    opt_state, losses = optimizer.init(trainable), []
+    """Train params by all steps of the work; returns them and the mean loss over examples ().
+
+    A padded step is the identity: without the guard, momentum would go on moving the params of a
+    client that has no more data, while clients with more data train in the same batch.
+    """
+    if work.trainer:
+        result = work.trainer(objective, params, work, optimizer)
+        if result is not None:
+            return result
+    state = _initial_state(objective, params, optimizer)
+    losses = []
     for step, batch in enumerate(batches(work)):
-        grads, loss, buffers = compute_grads(objective, trainable, fixed, batch)
-        before = (trainable, opt_state, fixed)
-        trainable, opt_state = optimizer.step(trainable, grads, opt_state, work.round_index)
-        fixed = {**fixed, **buffers}
-        if step >= work.full_steps:  # else a device out of data coasts on its momentum
-            trainable, opt_state, fixed = map(
-                partial(trees.where, batch.mask.any()), (trainable, opt_state, fixed), before
-            )
+        before = state
+        grads, loss, buffers = compute_grads(objective, state.trainable, state.fixed, batch)
+        trainable, opt_state = optimizer.step(
+            state.trainable, grads, state.opt_state, work.round_index
+        )
+        state = _TrainState(trainable, opt_state, {**state.fixed, **buffers})
+        if step >= work.full_steps:
+            state = _where_state(batch.mask.any(), state, before)
         losses.append(loss)
-    trained = {**trainable, **fixed}
+    trained = {**state.trainable, **state.fixed}
     return {name: trained[name] for name in params}, mean_example_loss(losses, work.order)
 
 
+def _initial_state(objective: Objective, params: Params, optimizer: Optimizer) -> _TrainState:
+    """Trainable tensors are copied: the caller's stay as they are."""
+    chosen = trees.pick(params, objective.trainable)
+    trainable = {name: tensor.clone() for name, tensor in chosen.items()}
+    fixed = trees.pick(params, params.keys() - objective.trainable)
+    return _TrainState(trainable, optimizer.init(trainable), fixed)
+
+
+def _where_state(condition: Tensor, after: _TrainState, before: _TrainState) -> _TrainState:
+    return _TrainState(
+        trees.where(condition, after.trainable, before.trainable),
+        trees.where(condition, after.opt_state, before.opt_state),
+        trees.where(condition, after.fixed, before.fixed),
+    )
+
+
 def batches(work: Work) -> Iterator[Batch]:
-    """Each step's examples; padding shows the device's own first row, masked."""
+    """The batch of each step; a padded row is a masked copy of the client's first row."""
     rows, mask, keys = step_indices(work.order, work.key)
     for step in range(len(rows)):
         yield take_batch(work.examples, rows[step], mask[step], keys[step])
 
 
 def step_indices(order: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and mask (..., steps, batch) and keys (..., steps) of all steps, of one device or of many."""
+    """Rows and mask (..., steps, batch) and keys (..., steps) of all steps.
+
+    For one client, or for many with more axes in front.
+    """
     mask = order >= 0
     steps = torch.arange(order.shape[-2], device=order.device)
-    return torch.where(mask, order, order[..., :1, :1]), mask, random.fold_in(key[..., None], steps)
+    rows = torch.where(mask, order, order[..., :1, :1])
+    return rows, mask, random.fold_in(key[..., None], steps)
 
 
 def take_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) -> Batch:
-    """One step's examples, of one device or of many: x (..., batch, ...)."""
+    """The examples of one step, of one client or of many: x (..., batch, ...)."""
     x, y, group = examples
     return Batch(x[rows], y[rows], None if group is None else group[rows], mask, key)
 
@@ -212,33 +240,35 @@ def take_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) -> B
 def precompute_augmented(
     augment: Augment, examples: Examples, order: Tensor, key: Tensor
 ) -> tuple[Examples, Tensor]:
-    """Every visit's augmented example, one after the other, and the order (..., steps, batch) that visits them in turn.
+    """All augmented examples of a round in a row, and an order (..., steps, batch) of them.
 
-    For one device or for many; a loss without the augmentation then takes the steps that the augmented one would have taken.
+    For one client or for many. Training on them without augmentation takes the same steps as
+    training with augmentation.
     """
     rows, mask, keys = step_indices(order, key)
     for _ in range(keys.dim()):
         augment = torch.vmap(augment)
     x, y, _ = take_batch(examples, rows, mask, keys)[:3]
-    made = augment(x, random.fold_in(keys, _AUGMENTATION)).flatten(0, order.dim() - 1)
-    in_turn = torch.arange(order.numel(), device=order.device).reshape(order.shape)
-    return Examples(made, y.flatten(), None), torch.where(mask, in_turn, -1)
+    augmented = augment(x, random.fold_in(keys, _AUGMENTATION)).flatten(0, order.dim() - 1)
+    places = torch.arange(order.numel(), device=order.device).reshape(order.shape)
+    return Examples(augmented, y.flatten(), None), torch.where(mask, places, -1)
 
 
 def mean_example_loss(losses: Sequence[Tensor], order: Tensor) -> Tensor:
-    """The mean (...) of the steps' losses, each (...) counting as often as it has real rows in order (..., steps, batch)."""
+    """The mean (...) over examples of the losses (...) of all steps.
+
+    Each step is weighted by its number of real rows in order (..., steps, batch).
+    """
     counts = (order >= 0).sum(-1)
     values = torch.stack(list(losses), -1)
-    kept = torch.where(
-        counts > 0, values, torch.zeros_like(values)
-    )  # a padded step's loss is not one
-    return (kept * counts).sum(-1) / counts.sum(-1).clamp(min=1)
+    real = torch.where(counts > 0, values, torch.zeros_like(values))  # a padded step has no loss
+    return (real * counts).sum(-1) / counts.sum(-1).clamp(min=1)
 
 
 def compute_grads(
     objective: Objective, trainable: Params, fixed: Params, batch: Batch
 ) -> tuple[Params, Tensor, Params]:
-    """Slopes of one step, its loss, and the buffers after it."""
+    """The gradients of one step, its loss, and the buffers after it."""
 
     def loss(weights: Params) -> tuple[Tensor, Params]:
         return objective.value({**weights, **fixed}, batch)

@@ -1,4 +1,4 @@
-"""What crosses between a device and the server: only shared trees, counted to the byte."""
+"""What crosses between a client and the server: only shared trees, counted to the byte."""
 
 from glocal.wire.gate import admit, pack, unpack
 from glocal.wire.ledger import Ledger, Traffic

@@ -1,6 +1,6 @@
-"""The gate: a tree crosses only if it has exactly the names and shapes of the shared tree; and its form as bytes.
+"""The gate: a tree crosses only with exactly the names and shapes of the shared tree, as bytes.
 
-Both ends know the model, so nothing but the numbers is sent: the bytes of all tensors, in the order of their names.
+Both ends know the model, so only the numbers are sent: the bytes of all tensors, sorted by name.
 """
 
 import torch
@@ -10,17 +10,17 @@ from glocal.core.trees import Params
 
 
 def admit(uploads: Params, shared: Params) -> Params:
-    """Uploads (devices, ...) that may leave their devices; anything that is not a shared tensor is refused."""
+    """Uploads (clients, ...) that may leave their clients; any other tensor is refused."""
     trees.require_same_names(
         uploads, shared, "an upload may hold the shared tensors and nothing else"
     )
     for name, tensor in uploads.items():
-        if tensor.shape[1:] != shared[name].shape or tensor.dtype != shared[name].dtype:
-            given, expected = (
-                f"{tuple(tensor.shape[1:])} {tensor.dtype}",
-                f"{tuple(shared[name].shape)} {shared[name].dtype}",
+        expected = shared[name]
+        if tensor.shape[1:] != expected.shape or tensor.dtype != expected.dtype:
+            raise ValueError(
+                f"upload: '{name}' is {tuple(tensor.shape[1:])} {tensor.dtype}, "
+                f"the shared tensor is {tuple(expected.shape)} {expected.dtype}"
             )
-            raise ValueError(f"upload: '{name}' is {given}, the shared tensor is {expected}")
     return uploads
 
 
@@ -34,22 +34,28 @@ def pack(tree: Params) -> bytes:
 
 
 def unpack(data: bytes, like: Params) -> Params:
-    """The tree that was packed, given one with the same names, shapes and types."""
-    if len(data) != trees.nbytes(like):
+    """The packed tree, given one with the same names, shapes and types."""
+    expected = trees.nbytes(like)
+    if len(data) != expected:
         raise ValueError(
-            f"unpack: {len(data)} bytes arrived, {trees.nbytes(like)} were expected; is it the same model and split?"
+            f"unpack: {len(data)} bytes arrived, {expected} were expected; "
+            "is it the same model and split?"
         )
-    tree, start = {}, 0
+    tree = {}
+    start = 0
     for name in sorted(like):
-        size = trees.nbytes({name: like[name]})
-        raw = (
-            torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
-            if size
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        tree[name], start = raw.view(like[name].dtype).reshape(like[name].shape), start + size
+        end = start + trees.nbytes({name: like[name]})
+        tree[name] = _from_raw(data[start:end], like[name])
+        start = end
     return {name: tree[name] for name in like}
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_raw(data: bytes, like: torch.Tensor) -> torch.Tensor:
+    if not data:
+        return torch.empty(like.shape, dtype=like.dtype)  # `frombuffer` refuses an empty buffer
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return raw.view(like.dtype).reshape(like.shape)

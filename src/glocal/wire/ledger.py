@@ -1,10 +1,12 @@
-"""The byte ledger: what really crossed, and the same rounds counted the way the paper counts."""
+"""The byte ledger: the traffic as it was, and the same rounds counted as the paper counts them."""
 
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from glocal.core import trees
 from glocal.core.trees import Params
+
+_SENT = ("download", "upload", "evaluation", "ensemble")
 
 
 class Traffic(NamedTuple):
@@ -14,10 +16,9 @@ class Traffic(NamedTuple):
     bytes: int = 0
 
     def add_tree(self, tree: Params, copies: int = 1) -> "Traffic":
-        """This and some copies of a tree more."""
-        return Traffic(
-            self.parameters + copies * trees.numel(tree), self.bytes + copies * trees.nbytes(tree)
-        )
+        """This amount plus some copies of a tree."""
+        parameters = self.parameters + copies * trees.numel(tree)
+        return Traffic(parameters, self.bytes + copies * trees.nbytes(tree))
 
     def add(self, other: "Traffic") -> "Traffic":
         """Both amounts together."""
@@ -26,11 +27,14 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """Everything sent so far, by purpose.
+    """All traffic so far, by purpose.
 
-    `paper` counts as Liang et al. do: in every round all M devices receive the shared tree, the sampled ones send theirs, and for
-    the New Test ensemble every device sends its whole model once (only so do all rows of their tables come out). The other columns
-    are the honest count: only who takes part receives, the ensemble needs the local parts alone, and evaluation traffic is in it.
+    `paper` counts as Liang et al. do. In every round all M clients receive the shared tree, and the
+    sampled clients send theirs. For the New Test ensemble, every client sends its whole model once;
+    only this count reproduces all rows of their tables.
+
+    The other columns are the honest count. Only sampled clients receive, the ensemble needs the
+    local parts alone, and evaluation traffic is included.
     """
 
     download: Traffic = Traffic()
@@ -42,18 +46,21 @@ class Ledger:
     @property
     def total(self) -> Traffic:
         """The honest count."""
-        parts = (self.download, self.upload, self.evaluation, self.ensemble)
-        return Traffic(sum(part.parameters for part in parts), sum(part.bytes for part in parts))
+        total = Traffic()
+        for purpose in _SENT:
+            total = total.add(getattr(self, purpose))
+        return total
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        return Ledger(
-            *(getattr(self, part.name).add(getattr(other, part.name)) for part in fields(self))
-        )
+        sums = {}
+        for part in fields(self):
+            sums[part.name] = getattr(self, part.name).add(getattr(other, part.name))
+        return Ledger(**sums)
 
     def add_round(
         self, sent: Params, uploads: Params, *, num_sampled: int, num_clients: int
     ) -> "Ledger":
-        """A round: `sent` went to each of the cohort, uploads (cohort, ...) came back."""
+        """A round: `sent` went to each sampled client, uploads (sampled clients, ...) came back."""
         return replace(
             self,
             download=self.download.add_tree(sent, num_sampled),
@@ -62,19 +69,20 @@ class Ledger:
         )
 
     def add_evaluation(self, sent: Params, num_clients: int) -> "Ledger":
-        """`sent` went to devices that test it on their own data."""
+        """`sent` went to clients that evaluate it on their own data."""
         return replace(self, evaluation=self.evaluation.add_tree(sent, num_clients))
 
     def add_warm_start(self, local: Params, num_clients: int) -> "Ledger":
-        """Every device received the local part that a warm start gives it."""
+        """Every client received the local part of a warm start."""
         return replace(self, download=self.download.add_tree(local, num_clients))
 
     def add_ensemble(
         self, local: Params, whole: Params, *, num_trained: int, num_clients: int
     ) -> "Ledger":
-        """Every trained device sent its local part once for the New Test; nothing is sent where nothing is local.
+        """Every trained client sent its local part once for the New Test, if it has one.
 
-        `num_clients` is how many the paper would count: all, or none where nothing is ever shared, for there it prints 0.
+        `num_clients` is the number that the paper would count: all clients, or 0 where nothing is
+        ever shared, as the paper prints 0 there.
         """
         if not local:
             return self
@@ -86,10 +94,14 @@ class Ledger:
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For JSON: parameters and bytes by purpose."""
-        parts = ("download", "upload", "evaluation", "ensemble", "total", "paper")
-        return {part: getattr(self, part)._asdict() for part in parts}
+        purposes = (*_SENT, "total", "paper")
+        return {purpose: getattr(self, purpose)._asdict() for purpose in purposes}
 
     @classmethod
     def from_dict(cls, data: dict[str, dict[str, int]]) -> "Ledger":
         """Back from JSON."""
-        return cls(**{part: Traffic(**amount) for part, amount in data.items() if part != "total"})
+        amounts = {}
+        for purpose, amount in data.items():
+            if purpose != "total":
+                amounts[purpose] = Traffic(**amount)
+        return cls(**amounts)

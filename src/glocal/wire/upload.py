@@ -1,4 +1,4 @@
-"""What leaves a real device: a type that cannot hold anything but the shared tensors, checked at both ends."""
+"""What leaves a deployed client: a type for the shared tensors alone, checked at both ends."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from glocal.wire.gate import admit
 
 
 class UploadError(ValueError):
-    """An upload that is refused; it says which tensor is wrong, and how."""
+    """An upload is refused; the message names the tensor and what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A tree with exactly the names, shapes and types of the shared one (`like`), every number finite.
+    """A tree with exactly the names, shapes and types of the shared one (`like`), and finite.
 
     >>> shared = {"head": torch.zeros(2)}
     >>> Upload({"head": torch.ones(2), "encoder": torch.ones(3)}, shared)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    glocal.wire.upload.UploadError: an upload may hold ... nothing else: names do not match; missing [], unexpected [...]
+    glocal.wire.upload.UploadError: an upload may hold ... nothing else: ... unexpected [...]
     """
 
     tensors: Params
@@ -38,5 +38,5 @@ class Upload:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of numbers it holds."""
+        """The bytes of its tensors."""
         return trees.nbytes(self.tensors)
