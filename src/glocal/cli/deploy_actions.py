@@ -1,8 +1,8 @@
-"""A deployment as a user sees it: lines with the time while something runs, tables when asked."""
+"""What the commands of a deployment do, and what they print."""
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shlex import quote
@@ -24,12 +24,12 @@ from glocal.cli.tables import format_bytes, format_percent
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import atomic_write, read_json, read_rows
 from glocal.deploy.certificates import make_server_certificate
-from glocal.deploy.client import STATE, RunClient, predict_classes
+from glocal.deploy.client import JOURNAL, STATE, RunClient, predict_classes
 from glocal.deploy.flower.server_internals import RunState
 from glocal.deploy.formatting import format_live, format_round
 from glocal.deploy.preflight import free_port
 from glocal.deploy.project import Project
-from glocal.deploy.registry import REGISTRY, read_registry, revoke
+from glocal.deploy.registry import REGISTRY, RegistryEntry, read_registry, revoke
 from glocal.deploy.runtime import (
     connect_server,
     connected_clients,
@@ -54,63 +54,57 @@ from glocal.studies.new_client import read_inputs
 _STARTUP_TIMEOUT = 60.0  # seconds that the demo's server may take to start
 
 
-def init(folder: Path, wanted: DeploymentSpec) -> None:
+def init(folder: Path, spec: DeploymentSpec) -> None:
     """Write a new deployment's folder."""
-    project = create_deployment(folder, wanted)
+    project = create_deployment(folder, spec)
     print(f"written: {folder}")
+    print("  federation.py, study.toml   your model, your data and the study: edit them;")
+    print("                              `glocal run study.toml` simulates it")
+    print("  deploy.toml                 the server's address, time limits, privacy")
     print(
-        "  federation.py, study.toml   your model, your data, what is trained: edit them; `glocal run study.toml` simulates it"
+        f"  {CERTIFICATES}/               the server's certificate; ca.key signs new ones, keep it safe"
     )
-    print("  deploy.toml                 where the server is, how long things may take, privacy")
-    print(
-        f"  {CERTIFICATES}/               the server's; ca.key signs new ones and belongs in a safe place"
-    )
-    print(
-        f"  {CLIENTS_FOLDER}/NAME/               one folder to hand to each device, with its secret key"
-    )
+    print(f"  {CLIENTS_FOLDER}/NAME/               a folder for each client, with its secret key")
     own, server = quote(str(folder)), project.deployment.server
     if server.bind == "0.0.0.0":
         print(
-            f"the server will listen on all of this machine's addresses, port {server.port}; only registered devices pass its gate"
+            f"the server will listen on all of this machine's addresses, port {server.port}; "
+            "only registered clients may connect"
         )
-    print(
-        f"next: glocal deploy server {own}; on each device: glocal deploy device FOLDER; then: glocal deploy run {own}"
-    )
-    project.setup  # noqa: B018 (refuses what cannot be built)
+    print(f"next: glocal deploy server {own}")
+    print("then on each client: glocal deploy client FOLDER")
+    print(f"then: glocal deploy run {own}")
+    project.setup  # noqa: B018 (refuses an unusable model or study)
 
 
 def add(folder: Path, name: str | None, *, share_metrics: bool) -> None:
-    """One more device."""
+    """Add a client."""
     project = Project.from_folder(folder)
     algorithm = project.setup.algorithm
     if algorithm.num_clients is not None:
         raise InputError(
-            f"deploy: {algorithm.name} is made for {algorithm.num_clients} devices, and has no place for one more"
+            f"deploy: {algorithm.name} has a fixed number of {algorithm.num_clients} clients, "
+            "and cannot take one more"
         )
     own = add_client(folder, name, share_metrics=share_metrics)
+    print(f"written: {own}; copy it to the client's machine, and start the client there with")
     print(
-        f"written: {own}; hand it to the device, and start it there with `glocal deploy device FOLDER`"
+        "`glocal deploy client FOLDER`. A running server accepts it within seconds. It takes part"
     )
-    now = f"glocal deploy join {quote(str(folder))}"
-    print(
-        f"a running server lets it in within seconds; it takes part in the next round, or now: {now}"
-    )
+    print(f"in the next round, or adapts now with: glocal deploy join {quote(str(folder))}")
 
 
 def renew_certificate(folder: Path) -> None:
-    """A new certificate for the server."""
-    until = make_server_certificate(
-        folder / CERTIFICATES, [Project.from_folder(folder).deployment.server.host]
-    )
+    """Make a new certificate for the server."""
+    host = Project.from_folder(folder).deployment.server.host
+    until = make_server_certificate(folder / CERTIFICATES, [host])
     print(f"renewed until {until:%Y-%m-%d}; restart `glocal deploy server {quote(str(folder))}`")
 
 
 def revoke_client(folder: Path, name: str) -> None:
-    """Let a device in no longer."""
+    """Revoke a client."""
     entry = revoke(folder, name)
-    print(
-        f"{entry.name} is refused from its next request on; it stays in {folder / REGISTRY}, revoked"
-    )
+    print(f"{entry.name} is refused from its next request on; it stays in {folder / REGISTRY}")
 
 
 def run(folder: Path, name: str) -> None:
@@ -121,36 +115,37 @@ def run(folder: Path, name: str) -> None:
 
 
 def resume(folder: Path, name: str) -> None:
-    """Go on with a run from its last round."""
+    """Continue a run from its last round."""
     project = Project.from_folder(folder)
     require_unfinished(project, name)
     _follow_and_show(project, name)
 
 
 def join(folder: Path, name: str) -> None:
-    """Newcomers learn their private part from a finished run, and everybody tests."""
+    """Let new clients adapt their private part to a trained run, and all clients evaluate."""
     project = Project.from_folder(folder)
     if not rounds_done(project.folder, name):
         start = f"glocal deploy run {quote(str(folder))}"
         raise InputError(
-            f"join: there is no run '{name}' in {folder} that has done a round; do one with `{start}`"
+            f"join: there is no run '{name}' in {folder} with a completed round; "
+            f"train one with `{start}`"
         )
-    _follow_and_show(project, name, adapt=True)
+    _follow_and_show(project, name, skip_training=True)
 
 
-def _follow_and_show(project: Project, name: str, *, adapt: bool = False) -> None:
+def _follow_and_show(project: Project, name: str, *, skip_training: bool = False) -> None:
     try:
-        follow(project, name, log_line, adapt=adapt)
+        follow(project, name, log_line, skip_training=skip_training)
     except KeyboardInterrupt:
-        log_line("no longer watching; the run goes on. See `glocal deploy status`")
+        log_line("no longer following; the run continues. See `glocal deploy status`")
         raise
     show_result(project.folder / RUNS / name)
 
 
-def show_result(place: Path) -> None:
-    """The table of devices, and the page."""
-    result = read_json(place / RESULT, dict)
-    table = Table("device", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def show_result(folder: Path) -> None:
+    """Print the table of clients and write the report of a run's folder."""
+    result = read_json(folder / RESULT, dict)
+    table = Table("client", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("rounds", "last round", "Local Test", "test examples"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["clients"]:
@@ -165,131 +160,141 @@ def show_result(place: Path) -> None:
         )
     Console().print(table)
     if result["privacy"]:
-        kept = result["privacy"]
+        privacy = result["privacy"]
         print(
-            f"privacy: epsilon {kept['epsilon']:.2f} at delta {kept['delta']:g} after {kept['rounds']} rounds "
-            f"(clip {kept['clip_norm']:g}, noise {kept['noise_multiplier']:g})"
+            f"privacy: epsilon {privacy['epsilon']:.2f} at delta {privacy['delta']:g} "
+            f"after {privacy['rounds']} rounds (clip norm {privacy['clip_norm']:g}, "
+            f"noise multiplier {privacy['noise_multiplier']:g})"
         )
     print(f"sent: {format_bytes(result['ledger']['total']['bytes'])}, the shared part only")
-    print(f"report: {write_deploy_report(place)}")
+    print(f"report: {write_deploy_report(folder)}")
 
 
 def status(folder: Path) -> None:
-    """Who is connected, and how every run stands."""
+    """Print the connected clients and the state of every run."""
     project, registry = Project.from_folder(folder), read_registry(folder)
-    here, starts = None, dict[str, RunState]()
-    with suppress(InputError), connect_server(folder) as link:
-        here, starts = connected_clients(folder, link), link.latest_run_states()
-    answer = "does not answer" if here is None else "up"
-    print(f"server: {answer}, for devices at {server_address(project)}")
-    places = sorted((folder / RUNS).glob(f"*/{LIVE}"), key=lambda path: path.stat().st_mtime)
-    told, losses = [], dict[str, float]()
-    for path in places:
-        lines, losses = _describe_run(path, _recovery_hint(project, path.parent.name, here, starts))
-        told += lines
-    table = Table("device", "connected", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    connected, run_states = None, dict[str, RunState]()
+    with suppress(InputError), connect_server(folder) as control:
+        connected, run_states = connected_clients(folder, control), control.latest_run_states()
+    state = "does not answer" if connected is None else "up"
+    print(f"server: {state}; clients connect to {server_address(project)}")
+    lines, losses = list[str](), dict[str, float]()
+    for path in sorted((folder / RUNS).glob(f"*/{LIVE}"), key=_modified):
+        run = path.parent.name
+        hint = None if connected is None else _recovery_hint(project, run, run_states.get(run))
+        run_lines, losses = _describe_run(path, hint)
+        lines += run_lines
+    table = Table("client", "connected", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("last loss", justify="right")
     for entry in registry.values():
-        there = "?" if here is None else "yes" if entry.name in here else "no"
-        there = "revoked" if entry.revoked else there
         loss = f"{losses[entry.name]:.4f}" if entry.name in losses else "-"
-        table.add_row(escape(entry.name), there, loss)
+        table.add_row(escape(entry.name), _connection_state(entry, connected), loss)
     Console().print(table)
-    for line in told:
+    for line in lines:
         print(line)
 
 
-def _recovery_hint(
-    project: Project, run: str, here: set[str] | None, starts: Mapping[str, RunState]
-) -> str | None:
-    """What to do about a run that ended before it could say so itself, as when its server was killed."""
-    state = starts.get(run)
-    if here is None or (state is not None and not state.finished):
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _connection_state(entry: RegistryEntry, connected: set[str] | None) -> str:
+    if entry.revoked:
+        return "revoked"
+    if connected is None:
+        return "?"
+    return "yes" if entry.name in connected else "no"
+
+
+def _recovery_hint(project: Project, run: str, state: RunState | None) -> str | None:
+    """What to do about a run that ended before it could record it, as with a killed server."""
+    if state is not None and not state.finished:
         return None
-    why = state.details if state is not None else "the server was started anew"
-    return f"it has ended ({why}); go on with `{resume_command(project, run)}`"
+    reason = state.details if state is not None else "the server was restarted"
+    return f"it has ended ({reason}); continue with `{resume_command(project, run)}`"
 
 
-def _describe_run(path: Path, end: str | None) -> tuple[list[str], dict[str, float]]:
-    """How a run stands, in lines, and the last loss of every device that told one; a file that others have changed is named.
+def _describe_run(path: Path, hint: str | None) -> tuple[list[str], dict[str, float]]:
+    """Lines about a run, and the last loss of every client that shares it.
 
-    `end` is for a run that ended before it could say so itself.
+    `hint` is for a run that ended before it could record it. A damaged file is refused by name.
     """
     live, rows = read_json(path, dict), read_rows(path.parent / ROWS)
     try:
-        losses = {name: float(loss) for row in rows for name, loss in row["losses"].items()}
-        ago = f"{time.time() - live['updated']:.0f} s ago"
-        lines = [
-            f"run {path.parent.name}: {format_live(live)}, {ago}; {format_bytes(live.get('bytes', 0))} sent"
-        ]
-        lines += [f"  {format_round(rows[-1])}" if rows else "  no round yet"]
-        why = {"done": None, "failed": live.get("reason")}.get(live["state"], end)
-        return [*lines, *([f"  {why}"] if why else [])], losses
+        losses = dict[str, float]()
+        for row in rows:
+            for name, loss in row["losses"].items():
+                losses[name] = float(loss)
+        age = f"{time.time() - live['updated']:.0f} s ago"
+        sent = format_bytes(live.get("bytes", 0))
+        lines = [f"run {path.parent.name}: {format_live(live)}, {age}; {sent} sent"]
+        lines.append(f"  {format_round(rows[-1])}" if rows else "  no round yet")
+        reason = {"done": None, "failed": live.get("reason")}.get(live["state"], hint)
+        if reason:
+            lines.append(f"  {reason}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
-            f"status: {path} or {ROWS} beside it does not hold what glocal writes there ({describe_error(error)}); restore them"
+            f"status: {path} or {ROWS} beside it is not as glocal writes it "
+            f"({describe_error(error)}); restore them"
         ) from error
+    return lines, losses
 
 
 def predict(folder: Path, source: str, name: str | None, out: Path | None) -> None:
-    """Classes by the device's own model."""
-    member = RunClient.from_folder(folder)
-    files = sorted((folder / STATE).glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    """Predict classes with the client's own model."""
+    client = RunClient.from_folder(folder)
+    files = sorted((folder / STATE).glob("*.safetensors"), key=_modified)
     if not files:
         raise InputError(f"predict: {folder} has taken part in no run yet; wait for a round")
-    inputs, labels = read_inputs(source, like=member.data().train.examples.x[:1])
-    classes = predict_classes(member, name or files[-1].stem, inputs)
-    if out is not None:
-        with (
-            atomic_write(out) as half,
-            half.open("wb") as file,
-        ):  # a file, for to a name numpy adds an ending
+    inputs, labels = read_inputs(source, like=client.data().train.examples.x[:1])
+    classes = predict_classes(client, name or files[-1].stem, inputs)
+    if out is None:
+        print(" ".join(map(str, classes)))
+    else:
+        # an open file, as numpy adds an ending to a name
+        with atomic_write(out) as half, half.open("wb") as file:
             np.save(file, np.array(classes))
         print(f"written: {out}")
-    else:
-        print(" ".join(map(str, classes)))
     if labels is not None:
-        print(f"right: {format_percent(float((torch.tensor(classes) == labels).double().mean()))}")
+        is_right = torch.tensor(classes) == labels
+        print(f"accuracy: {format_percent(float(is_right.double().mean()))}")
 
 
 def demo(folder: Path, *, rounds: int) -> None:
-    """A server and four devices on this machine, for real: TLS, keys, digits, a report."""
-    began = time.monotonic()
-    create_deployment(
-        folder, DeploymentSpec(clients=4, port=free_port(), rounds=rounds, share_metrics=True)
-    )
-    project = Project.from_folder(folder)
-    log_line(f"certificates, keys, model and data of four devices: {folder}")
+    """Run a server and four clients on this machine: TLS, keys, digits, a report."""
+    start = time.monotonic()
+    spec = DeploymentSpec(clients=4, port=free_port(), rounds=rounds, share_metrics=True)
+    project = create_deployment(folder, spec)
+    log_line(f"certificates, keys, model and data of four clients: {folder}")
     stop = threading.Event()
     with _stop_all_on_exit(stop) as ending:
         _run_in_background(ending, server_program(folder), "server", stop)
         while not _server_is_up(folder):
-            if stop.wait(0.2) or time.monotonic() - began > _STARTUP_TIMEOUT:
+            if stop.wait(0.2) or time.monotonic() - start > _STARTUP_TIMEOUT:
                 raise InputError(
-                    f"demo: the server did not start within {_STARTUP_TIMEOUT:.0f} s; see {folder}/logs/server.log"
+                    f"demo: the server did not start within {_STARTUP_TIMEOUT:.0f} s; "
+                    f"see {folder}/logs/server.log"
                 )
         for entry in read_registry(folder).values():
-            _run_in_background(
-                ending, client_program([folder / CLIENTS_FOLDER / entry.name]), entry.name, stop
-            )
+            program = client_program([folder / CLIENTS_FOLDER / entry.name])
+            _run_in_background(ending, program, entry.name, stop)
         follow(project, "demo", notify_as("run"))
     show_result(folder / RUNS / "demo")
-    print(
-        f"{time.monotonic() - began:.0f} s in all; look into {folder}/devices/device-0/journal.jsonl for what its owner sees"
-    )
+    seconds = time.monotonic() - start
+    journal = folder / CLIENTS_FOLDER / "client-0" / JOURNAL
+    print(f"{seconds:.0f} s in all; {journal} is what the owner of client-0 sees")
 
 
 def _server_is_up(folder: Path) -> bool:
-    """Whether the server is up."""
-    with suppress(InputError), connect_server(folder) as link:
-        link.nodes()
+    with suppress(InputError), connect_server(folder) as control:
+        control.nodes()
         return True
     return False
 
 
 @contextmanager
 def _stop_all_on_exit(stop: threading.Event) -> Iterator[ExitStack]:
-    """Programs beside this one, which are told to stop first and waited for then."""
+    """Background programs: all are asked to stop first, then each is waited for."""
     ending = ExitStack()
     try:
         yield ending
@@ -299,17 +304,17 @@ def _stop_all_on_exit(stop: threading.Event) -> Iterator[ExitStack]:
 
 
 def _run_in_background(
-    ending: ExitStack, program: Program, who: str, stop: threading.Event
+    ending: ExitStack, program: Program, name: str, stop: threading.Event
 ) -> None:
-    """Keep a program running in a thread that is waited for at the end; all end if it refuses."""
+    """Keep a program running in a thread; all programs stop if it refuses its input."""
 
-    def keep() -> None:
+    def run_program() -> None:
         try:
-            supervise(program, stop, notify_as(who))
+            supervise(program, stop, notify_as(name))
         except InputError as error:
-            notify_as(who)(str(error))
+            notify_as(name)(str(error))
             stop.set()
 
-    thread = threading.Thread(target=keep, daemon=True)
+    thread = threading.Thread(target=run_program, daemon=True)
     thread.start()
     ending.callback(thread.join, 30.0)

@@ -1,1 +1,1 @@
-"""A federation on real machines: its project folder, its devices, its server, and what supervises them."""
+"""A federation on real machines: its folders, its clients, its server, and their supervisor."""

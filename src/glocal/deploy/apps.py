@@ -1,4 +1,4 @@
-"""What Flower loads: the two apps, for whatever folder a run or a node names."""
+"""The two apps that Flower loads, for the folder that a run or a node names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +12,15 @@ from glocal.deploy.server import RunServer
 
 
 def open_client(node_config: Mapping[str, object]) -> Client:
-    """The device whose folder the node was started with."""
+    """The client of the folder that the node was started with."""
     return RunClient.from_folder(Path(str(node_config["folder"])))
 
 
 def open_server(run_config: Mapping[str, object]) -> Server:
-    """The run that was asked for, in the server's own folder."""
+    """The requested run, in the server's own folder."""
     project = Project.from_folder(Path(str(run_config["folder"])))
-    return RunServer(
-        project, str(run_config["run"]), skip_training=bool(run_config.get("skip_training", False))
-    )
+    skip_training = bool(run_config.get("skip_training", False))
+    return RunServer(project, str(run_config["run"]), skip_training=skip_training)
 
 
 client = client_app(open_client)

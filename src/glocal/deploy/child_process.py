@@ -1,4 +1,4 @@
-"""What a supervised program has in common with others: how it speaks, and when it ends."""
+"""What the supervised programs share: how they report to the supervisor, and when they end."""
 
 import json
 import logging
@@ -11,23 +11,24 @@ from io import StringIO
 from pathlib import Path
 
 from glocal.core.errors import InputError
-from glocal.deploy.supervision import EXIT_REFUSED
+from glocal.deploy.supervision import EXIT_REFUSED, Notify
 
-ChildMain = Callable[[Sequence[Path], Callable[[str], None], threading.Event], None]
+ChildMain = Callable[[Sequence[Path], Notify, threading.Event], None]
 _FROM_SUPERVISOR, _TO_SUPERVISOR = 0, 1  # file descriptors
-ALIVE_INTERVAL = 5.0  # seconds between signs of life, which every program gives from its main loop
+ALIVE_INTERVAL = 5.0  # seconds between the signs of life that a program's main loop sends
 
 
-def send_to_supervisor(**words: str) -> None:
-    """A line to the supervisor, in one piece: several threads speak. No words are a sign of life."""
-    os.write(_TO_SUPERVISOR, (json.dumps(words) + "\n").encode())
+def send_to_supervisor(**fields: str) -> None:
+    """Send a line of JSON, whole even when several threads send; no fields is a sign of life."""
+    os.write(_TO_SUPERVISOR, (json.dumps(fields) + "\n").encode())
 
 
 def run(main: ChildMain) -> None:
-    """Run a program on the folders of the command line until it is told to stop.
+    """Run a program on the folders of the command line until it is asked to stop.
 
-    Whatever it writes is for its owner alone to read. It ends with its supervisor, who holds the
-    other end of its input. What an owner's functions print goes to the log, and they cannot ask.
+    Files that it writes are readable by their owner alone. It ends with its supervisor, which holds
+    the other end of its standard input. The owner's functions print to the log and cannot read
+    input.
     """
     os.umask(0o077)
     sys.stdout, sys.stdin = sys.stderr, StringIO()
@@ -36,12 +37,9 @@ def run(main: ChildMain) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_end_with_supervisor, daemon=True).start()
+    folders = [Path(name) for name in sys.argv[1:]]
     try:
-        main(
-            [Path(name) for name in sys.argv[1:]],
-            lambda words: send_to_supervisor(notify=words),
-            stop,
-        )
+        main(folders, lambda text: send_to_supervisor(notify=text), stop)
     except InputError as error:
         send_to_supervisor(refused=str(error))
         sys.exit(EXIT_REFUSED)

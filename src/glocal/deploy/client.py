@@ -1,4 +1,4 @@
-"""One device: the simulator's functions, called on its own data, with its private state on its own disk."""
+"""A deployed client: the simulator's functions on its own data, its private state on its disk."""
 
 import time
 from collections.abc import Callable
@@ -37,44 +37,50 @@ R = TypeVar("R")
 
 
 def journal_failures(
-    work: Callable[Concatenate["RunClient", P], R],
+    method: Callable[Concatenate["RunClient", P], R],
 ) -> Callable[Concatenate["RunClient", P], R]:
-    """The same, and the owner reads in the journal why it could not be done; the server may be told less."""
+    """The same method; a failure's full reason goes to the owner's journal, then it is raised."""
 
-    @wraps(work)
-    def noted(member: "RunClient", /, *given: P.args, **more: P.kwargs) -> R:
+    @wraps(method)
+    def journaled(client: "RunClient", /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return work(member, *given, **more)
+            return method(client, *args, **kwargs)
         except Exception as error:
-            order = next(value for value in given if isinstance(value, Instructions))
-            why = (
-                str(error) if isinstance(error, InputError | UploadError) else describe_error(error)
-            )
-            member._write_journal("could not do what it was asked", order, {"reason": why})
+            instructions = next(value for value in args if isinstance(value, Instructions))
+            is_ours = isinstance(error, InputError | UploadError)
+            reason = str(error) if is_ours else describe_error(error)
+            client._write_journal("could not do the task", instructions, {"reason": reason})
             raise
 
-    return noted
+    return journaled
+
+
+def _ignore_entry(entry: Json) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class RunClient:
-    """A device of a deployed federation, as its folder describes it."""
+    """A client of a deployed federation, as its folder describes it.
+
+    `on_entry` gets every entry of the journal.
+    """
 
     project: Project
     settings: ClientSettings
-    on_entry: Callable[[Json], None] = lambda row: None  # who is shown every line of the journal
+    on_entry: Callable[[Json], None] = _ignore_entry
 
     @classmethod
     def from_folder(
-        cls, folder: Path, *, on_entry: Callable[[Json], None] = lambda row: None
+        cls, folder: Path, *, on_entry: Callable[[Json], None] = _ignore_entry
     ) -> "RunClient":
-        """The device of a folder."""
+        """The client of a folder."""
         project = Project.from_folder(folder)
         return cls(project, project.client_settings(), on_entry)
 
     @property
     def setup(self) -> TrainingSetup:
-        """Algorithm and model; the owner's own code makes it, and may read data while it is imported."""
+        """Algorithm and model; an error may quote data, which the owner's module may have read."""
         try:
             return self.project.setup
         except InputError as error:
@@ -82,21 +88,21 @@ class RunClient:
 
     @property
     def secure_aggregation(self) -> bool:
-        """Whether its uploads leave it only masked."""
+        """Whether uploads leave the client only masked."""
         return self.project.deployment.secure_aggregation
 
     @property
     def equal_weights(self) -> bool:
-        """Whether it counts as much as every other, and need not say how many examples it has."""
+        """Whether all clients weigh the same, so that none reports its number of examples."""
         return self.project.study.plan.weighting == "equal"
 
     @property
     def shared_names(self) -> list[str]:
-        """The names of what is shared, in their order."""
+        """The names of the shared tensors, in order."""
         return [*self.setup.algorithm.init(self.setup.params)[0]]
 
     def data(self) -> FederatedData:
-        """Its own examples; what cannot be trained on is refused."""
+        """The client's own examples; data that cannot be trained on are refused."""
         return self._data
 
     @cached_property
@@ -109,156 +115,145 @@ class RunClient:
         return data
 
     def private(self, run: str) -> PrivateStateFile:
-        """Its private state in a run; a name that would lead out of the folder is refused."""
+        """The file of its private state in a run; a run name with a path in it is refused."""
         if slug(run) != run:
-            raise InputError(f"device {self.settings.number}: '{run}' is no plain name of a run")
-        return PrivateStateFile(
-            self.project.folder / STATE / f"{run}.safetensors", self.setup, self.settings.number
-        )
+            raise InputError(f"client {self.settings.number}: '{run}' is not a valid run name")
+        path = self.project.folder / STATE / f"{run}.safetensors"
+        return PrivateStateFile(path, self.setup, self.settings.number)
 
     @journal_failures
-    def handshake(self, order: Instructions) -> Json:
-        """Who it is; a private state that is not its own, and data that do not fit, are refused here already."""
-        self.private(order.run).load()
-        told = {
+    def handshake(self, instructions: Instructions) -> Json:
+        """Its identity and weight; unusable data and another client's state are refused here."""
+        self.private(instructions.run).load()
+        identity = {
             "client": self.settings.number,
             "fingerprint": self.setup.fingerprint,
             "weight": self.weight(self.data()),
         }
-        self._write_journal("greeted the server", order, told)
-        return told
+        self._write_journal("introduced itself to the server", instructions, identity)
+        return identity
 
     @journal_failures
-    def train(self, shared: Params, order: Instructions) -> ClientResult:
-        """One round, by the algorithm's own `client_update`; private state is on disk before anything is sent."""
-        shared, file = self._check_shared(shared), self.private(order.run)
-        private, odd = file.starting_state(order)
+    def train(self, shared: Params, instructions: Instructions) -> ClientResult:
+        """One round of `client_update`; the private state is on disk before the result is sent."""
+        shared, file = self._check_shared(shared), self.private(instructions.run)
+        private, odd = file.starting_state(instructions)
         data, plan, number = self.data(), self.project.plan, self.settings.number
-        order_of_rows = rows_for_round(plan, data.train, order.round_index, 0, number=number)
-        task = ClientTask(
-            shared, private, order_of_rows, client_key(plan, order.round_index, number)
-        )
-        outcome = LoopedEngine(self.setup.algorithm.client_update)(
-            [task], data.train.examples, order.round_index
-        )
+        round_index = instructions.round_index
+        row_order = rows_for_round(plan, data.train, round_index, 0, number=number)
+        task = ClientTask(shared, private, row_order, client_key(plan, round_index, number))
+        engine = LoopedEngine(self.setup.algorithm.client_update)
+        outcome = engine([task], data.train.examples, round_index)
         assert outcome.rows is not None
         update = outcome.rows[0]
         upload = Upload(update.upload, shared)
-        file.save(
-            PrivateState(private, order.last_included, update.private, order.round_index, shared)
-        )
+        before_round = instructions.last_included
+        file.save(PrivateState(private, before_round, update.private, round_index, shared))
         metrics = self._shareable({"loss": float(update.loss)})
         note = {"note": odd} if odd else {}
-        told = {
+        sent = {
             "bytes": upload.nbytes,
             "tensors": [*upload.tensors],
             "num_examples": self.weight(data),
             "metrics": metrics,
             **note,
         }
-        self._write_journal("trained and sent its shared part", order, told)
+        self._write_journal("trained and sent its shared part", instructions, sent)
         return ClientResult(upload, self.weight(data), {**metrics, **note})
 
     def weight(self, data: FederatedData) -> int:
-        """How much it counts in the average."""
+        """Its weight in the average."""
         return 1 if self.equal_weights else int(data.train.sizes[0])
 
     @journal_failures
-    def adapt(self, shared: Params, order: Instructions) -> ClientResult:
-        """What `join` does for a newcomer: the private part is learnt against the shared one as it is, and nothing is sent."""
+    def adapt(self, shared: Params, instructions: Instructions) -> ClientResult:
+        """What `join` does for a new client: fit the private part alone, and upload nothing."""
         shared, data, number = self._check_shared(shared), self.data().train, self.settings.number
         initial = self.setup.algorithm.init(self.setup.params)[1]
-        trained_federation = TrainedFederation(
-            self.setup.algorithm,
-            self.setup.model,
-            self.project.plan,
-            State(shared, PrivateStates(initial, {})),
-            number,
+        state = State(shared, PrivateStates(initial, {}))
+        federation = TrainedFederation(
+            self.setup.algorithm, self.setup.model, self.project.plan, state, number
         )
-        joined = join(
-            trained_federation,
-            data.of(0),
-            join_plan=JoinPlan(epochs=order.adapt_epochs),
-            engine="looped",
-        )
+        join_plan = JoinPlan(epochs=instructions.adapt_epochs)
+        joined = join(federation, data.of(0), join_plan=join_plan, engine="looped")
         private = joined.state.private.of(number)
-        self.private(order.run).save(PrivateState(private, NO_ROUND, private, NO_ROUND, shared))
-        self._write_journal("learnt its private part, and sent nothing", order, {})
+        file = self.private(instructions.run)
+        file.save(PrivateState(private, NO_ROUND, private, NO_ROUND, shared))
+        self._write_journal("adapted its private part and sent nothing", instructions, {})
         return ClientResult(None, 0, {})
 
     @journal_failures
-    def evaluate(self, shared: Params, order: Instructions) -> ClientResult:
-        """Its own model on its own data; what counts of its private state is settled, and the shared part kept to predict with."""
-        shared, file = self._check_shared(shared), self.private(order.run)
-        private, odd = file.starting_state(order)
-        file.save(PrivateState(private, order.last_included, private, order.last_included, shared))
-        metrics = (
-            self._shareable(self.accuracies(shared, private)) if self.settings.share_metrics else {}
-        )
+    def evaluate(self, shared: Params, instructions: Instructions) -> ClientResult:
+        """Evaluate its own model; save the valid private state and the shared part for `predict`."""
+        shared, file = self._check_shared(shared), self.private(instructions.run)
+        private, odd = file.starting_state(instructions)
+        last = instructions.last_included
+        file.save(PrivateState(private, last, private, last, shared))
+        metrics = self.accuracies(shared, private) if self.settings.share_metrics else {}
         note = {"note": odd} if odd else {}
-        self._write_journal("tested its model", order, {"metrics": metrics, **note})
+        self._write_journal("evaluated its model", instructions, {"metrics": metrics, **note})
         return ClientResult(None, 0, {**metrics, **note})
 
     def accuracies(self, shared: Params, private: Params) -> Json:
-        """Accuracy on its validation and test data, and how many examples these are."""
+        """Accuracy on its validation and test data, and the sizes of its three parts."""
         data, state = self.data(), State(shared, PrivateStates(private, {}))
-        evaluation = Evaluator(self.setup.algorithm, predictor(self.setup.model), engine="looped")
-        found = {
-            part: float(local_test(evaluation, state, held)[0])
-            for part, held in (("validation", data.val), ("test", data.test))
-        }
-        sizes = {
-            "train_size": data.train.sizes,
-            "validation_size": data.val.sizes,
-            "test_size": data.test.sizes,
-        }
-        known = {part: accuracy for part, accuracy in found.items() if not np.isnan(accuracy)}
-        return {**known, **{name: int(size[0]) for name, size in sizes.items()}}
+        evaluator = Evaluator(self.setup.algorithm, predictor(self.setup.model), engine="looped")
+        metrics: Json = {}
+        for name, examples in (("validation", data.val), ("test", data.test)):
+            accuracy = float(local_test(evaluator, state, examples)[0])
+            if not np.isnan(accuracy):
+                metrics[name] = accuracy
+        metrics["train_size"] = int(data.train.sizes[0])
+        metrics["validation_size"] = int(data.val.sizes[0])
+        metrics["test_size"] = int(data.test.sizes[0])
+        return metrics
 
     def personal_params(self, run: str) -> Params:
-        """What it predicts with after what it has seen of a run."""
-        kept = self.private(run).load()
-        if kept is None or trees.numel(kept.shared) + trees.numel(kept.after) == 0:
+        """The parameters of its own model after the last round it has seen of a run."""
+        state = self.private(run).load()
+        if state is None or trees.numel(state.shared) + trees.numel(state.after) == 0:
             raise InputError(
-                f"predict: this device has taken part in no round of '{run}' yet; wait for one, or give another --run"
+                f"predict: this client has taken part in no round of '{run}' yet; "
+                "wait for one, or give another --run"
             )
-        return self.setup.algorithm.personal(kept.shared, kept.after)
+        return self.setup.algorithm.personal(state.shared, state.after)
 
     def _check_shared(self, shared: Params) -> Params:
-        """What the server sent, if it is the shared part of this device's own model."""
+        """The server's shared part, in the order of this client's own model."""
         expected = self.setup.algorithm.init(self.setup.params)[0]
         try:
-            received = Upload(shared, expected).tensors
+            tensors = Upload(shared, expected).tensors
         except UploadError as error:
             raise InputError(
-                f"device {self.settings.number}: the server's shared part does not fit its model ({error})"
+                f"client {self.settings.number}: the server's shared part does not fit its model "
+                f"({error})"
             ) from error
-        return {name: received[name] for name in expected}
+        return {name: tensors[name] for name in expected}
 
     def _shareable(self, metrics: Json) -> Json:
-        """Figures leave the device only if its owner has said so."""
+        """Metrics leave the client only if its owner allows it."""
         return metrics if self.settings.share_metrics else {}
 
-    def _write_journal(self, what: str, order: Instructions, told: Json) -> None:
-        """One line in the owner's journal for everything that was done, with all that left the device."""
-        away = {"missed_rounds": order.missed_rounds} if order.missed_rounds else {}
+    def _write_journal(self, event: str, instructions: Instructions, details: Json) -> None:
+        """Append one line to the owner's journal: what was done, and all that left the client."""
         row = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "run": order.run,
-            "round": order.round_index,
-            "what": what,
-            **told,
-            **away,
+            "run": instructions.run,
+            "round": instructions.round_index,
+            "event": event,
+            **details,
         }
+        if instructions.missed_rounds:
+            row["missed_rounds"] = instructions.missed_rounds
         append_rows(self.project.folder / JOURNAL, [row])
         self.on_entry(row)
 
 
-def predict_classes(member: RunClient, run: str, inputs: torch.Tensor) -> list[int]:
-    """The classes that the device's own model gives to inputs (rows, ...)."""
+def predict_classes(client: RunClient, run: str, inputs: torch.Tensor) -> list[int]:
+    """The classes that the client's own model predicts for inputs (rows, ...)."""
+    params = client.personal_params(run)
     with torch.no_grad():
-        outputs = predictor(member.setup.model)(
-            member.personal_params(run), inputs, torch.ones(len(inputs), dtype=torch.bool)
-        )
+        every_row = torch.ones(len(inputs), dtype=torch.bool)
+        outputs = predictor(client.setup.model)(params, inputs, every_row)
     classes: list[int] = outputs.argmax(-1).tolist()
     return classes

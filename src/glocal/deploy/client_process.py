@@ -1,21 +1,21 @@
-"""The clients' process: one client, or as many as have their folders on this machine.
+"""The clients' process: one client, or several whose folders are on this machine.
 
-No port is listened on, no program is started, and nothing that comes over the wire is run: what
-trains is the library that is installed, and the Python files that the owner put into the client's
-folder. Each client has its own folder, key, private state and connection; they take turns.
+It listens on no port and starts no program. It runs nothing that comes over the wire: training uses
+the installed library and the Python files in the client's folder. Each client has its own folder,
+key, private state and connection. Clients of one process take turns.
 """
 
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 
 from glocal.core.errors import InputError
-from glocal.core.files import lock_folder, restrict_permissions
+from glocal.core.files import Json, lock_folder, restrict_permissions
 from glocal.deploy import child_process
 from glocal.deploy.certificates import CA, read_client_key, require_authority
 from glocal.deploy.client import STATE, RunClient
@@ -24,49 +24,52 @@ from glocal.deploy.flower.client_app import client_app
 from glocal.deploy.flower.client_internals import ClientAppRunner, FleetConnection
 from glocal.deploy.formatting import format_journal_entry
 from glocal.deploy.scaffold import KEY
+from glocal.deploy.supervision import Notify
 
-Notify = Callable[[str], None]
 LOGS, NODE_FILE = "logs", "node"
-CURRENT_FOLDER: ContextVar[Path | None] = ContextVar("folder of the client at work", default=None)
+CURRENT_FOLDER: ContextVar[Path | None] = ContextVar("folder of the current client", default=None)
 
 
 def prepare_client(folder: Path, notify: Notify) -> RunClient:
-    """A client whose model, data and keys are as they should be; what is wrong is refused here."""
-    member = RunClient.from_folder(folder, on_entry=lambda row: notify(format_journal_entry(row)))
-    own = member.project.folder
+    """A client whose model, data and keys can be used; anything else is refused here."""
+
+    def show_entry(entry: Json) -> None:
+        notify(format_journal_entry(entry))
+
+    client = RunClient.from_folder(folder, on_entry=show_entry)
+    own = client.project.folder
     for name in (STATE, LOGS):
         (own / name).mkdir(exist_ok=True)
-    for path in restrict_permissions(
-        [own, own / STATE, own / LOGS], [own / KEY, *own.glob(f"{STATE}/*")]
-    ):
-        notify(f"{path} could be read by others; now it cannot")
+    private_folders = [own, own / STATE, own / LOGS]
+    private_files = [own / KEY, *own.glob(f"{STATE}/*")]
+    for path in restrict_permissions(private_folders, private_files):
+        notify(f"other users could read {path}; this is corrected")
     require_authority(own / CA)
     read_client_key(own / KEY)
-    with member.project.importable():
-        member.data()
-    return member
+    with client.project.importable():
+        client.data()
+    return client
 
 
 def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None:
-    """Keep all these clients connected until told to stop."""
-    own = [folder.resolve() for folder in folders]
-    if len({*own}) < len(own):
-        raise InputError("deploy: a folder was given twice; give the folder of every device once")
+    """Keep all these clients connected until stopped."""
+    paths = [folder.resolve() for folder in folders]
+    if len({*paths}) < len(paths):
+        raise InputError("deploy: a folder is given twice; give the folder of every client once")
     lock = threading.Lock()
-    with ExitStack() as held:
+    with ExitStack() as locks:
         connections = list[Connection]()
-        for folder in own:
-            held.enter_context(_at_work_in(folder))
-            prefix = f"{folder.name}: " if len(own) > 1 else ""
-            named = partial(_notify_prefixed, prefix, notify)
-            connections.append(_make_connection(prepare_client(folder, named), named, lock))
+        for folder in paths:
+            locks.enter_context(_locked_client_folder(folder))
+            prefix = f"{folder.name}: " if len(paths) > 1 else ""
+            notify_client = partial(_notify_prefixed, prefix, notify)
+            client = prepare_client(folder, notify_client)
+            connections.append(_make_connection(client, notify_client, lock))
         CURRENT_FOLDER.set(None)
-        threads = [
-            threading.Thread(target=_run_connection, args=pair)
-            for pair in zip(own, connections, strict=False)
-        ]
-        for thread in threads:
-            thread.start()
+        threads = list[threading.Thread]()
+        for pair in zip(paths, connections, strict=True):
+            threads.append(threading.Thread(target=_run_connection, args=pair))
+            threads[-1].start()
         while not stop.wait(child_process.ALIVE_INTERVAL):
             child_process.send_to_supervisor()
         for connection in connections:
@@ -76,8 +79,8 @@ def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None
 
 
 @contextmanager
-def _at_work_in(folder: Path) -> Iterator[None]:
-    """Hold a client's folder; whatever happens in it then is its own doing."""
+def _locked_client_folder(folder: Path) -> Iterator[None]:
+    """Lock a client's folder; what is logged until the next client starts goes to its log."""
     CURRENT_FOLDER.set(folder)
     with lock_folder(folder):
         try:
@@ -86,25 +89,24 @@ def _at_work_in(folder: Path) -> Iterator[None]:
             CURRENT_FOLDER.set(folder)
 
 
-def _notify_prefixed(prefix: str, notify: Notify, words: str) -> None:
-    notify(prefix + words)
+def _notify_prefixed(prefix: str, notify: Notify, text: str) -> None:
+    notify(prefix + text)
 
 
-def _make_connection(member: RunClient, notify: Notify, lock: threading.Lock) -> Connection:
-    own, server = member.project.folder, member.project.deployment.server
-    weight = "" if member.equal_weights else ", and on how many examples it trained"
-    metrics = "losses and accuracies leave it too"
-    consent = metrics if member.settings.share_metrics else f"no {metrics.removesuffix(' too')}"
-    federation = f"{member.settings.name} of '{member.project.deployment.name}'"
-    notify(f"{federation}: only the shared part of its model leaves it{weight}; {consent}")
-    notify(f"connecting to {server.host}:{server.port}")
-    fleet = FleetConnection.to(
-        f"{server.host}:{server.port}", (own / CA).read_bytes(), read_client_key(own / KEY)
-    )
-    handler = ClientAppRunner(
-        client_app(lambda _: member), {"folder": str(own)}, member.project.importable
-    )
-    return Connection(fleet, handler, own / STATE / NODE_FILE, notify, lock)
+def _make_connection(client: RunClient, notify: Notify, lock: threading.Lock) -> Connection:
+    own, server = client.project.folder, client.project.deployment.server
+    sent = "the shared part of its model"
+    if not client.equal_weights:
+        sent += " and its number of training examples"
+    are_sent = "are sent too" if client.settings.share_metrics else "are not sent"
+    name = f"{client.settings.name} of '{client.project.deployment.name}'"
+    notify(f"{name}: sends {sent}; losses and accuracies {are_sent}")
+    address = f"{server.host}:{server.port}"
+    notify(f"connecting to {address}")
+    fleet = FleetConnection.to(address, (own / CA).read_bytes(), read_client_key(own / KEY))
+    app = client_app(lambda _: client)
+    runner = ClientAppRunner(app, {"folder": str(own)}, client.project.importable)
+    return Connection(fleet, runner, own / STATE / NODE_FILE, notify, lock)
 
 
 def _run_connection(folder: Path, connection: Connection) -> None:
@@ -113,7 +115,7 @@ def _run_connection(folder: Path, connection: Connection) -> None:
 
 
 class _PerClientLogs(logging.Handler):
-    """What happens while a client is at work goes to its own log, all else to the process's."""
+    """Writes what a client logs to the log in its own folder, all else to standard error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +123,7 @@ class _PerClientLogs(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         folder, line = CURRENT_FOLDER.get(), self.format(record) + "\n"
-        with suppress(OSError):  # a full disk; there is nobody left to tell
+        with suppress(OSError):  # a full disk: there is nowhere left to report it
             if folder is None:
                 sys.stderr.write(line)
                 return

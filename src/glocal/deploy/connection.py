@@ -1,10 +1,9 @@
-"""One client's connection: it asks for messages, answers them, and comes back after every fault."""
+"""One client's connection: it polls for messages, answers them and reconnects after errors."""
 
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,88 +18,84 @@ from glocal.deploy.flower.client_internals import (
     ServerRejectedError,
     ServerUnreachableError,
 )
+from glocal.deploy.supervision import Notify
 
-Notify = Callable[[str], None]
-_MIN_POLL, _MAX_POLL = 0.1, 3.0  # seconds between questions: soon after a message, and much later
-_RETRY = 1.0  # seconds before a server that does not answer is tried again, twice as many each time
-_MAX_RETRY, _MAX_RETRY_UNAUTHORIZED = (
-    10.0,
-    60.0,
-)  # at most: while it cannot be reached; while it does not know the client
+_MIN_POLL, _MAX_POLL = 0.1, 3.0  # seconds between polls: just after a message, and much later
+_RETRY = 1.0  # seconds before the first retry; the wait doubles each time
+_MAX_RETRY = 10.0  # seconds between retries at most
+_MAX_RETRY_UNAUTHORIZED = 60.0  # the same while the server does not know the client
 _LOG = logging.getLogger("glocal")
 
 
 @dataclass
 class Connection:
-    """Keeps a client connected through `fleet` until it is told to stop.
+    """Keeps a client connected through `fleet` until it is stopped.
 
-    `node_file` is a file with the number that the server gave this client: who is killed has not left,
-    and goes on there. `lock` is held while a message is answered, by one client of a process at a
-    time.
+    `node_file` holds the node number that the server gave to this client. A client that was killed
+    has not disconnected and takes this number back. `lock` is held while a message is handled, so
+    that clients of one process take turns.
     """
 
     fleet: FleetConnection
-    handler: ClientAppRunner
+    runner: ClientAppRunner
     node_file: Path
     notify: Notify
     lock: threading.Lock
     stop: threading.Event = field(default_factory=threading.Event)
-    heartbeat_error: Exception | None = None  # what the heartbeat met with
+    heartbeat_error: Exception | None = None
     last_notice: str = ""
 
     def run(self) -> None:
-        """Connect, and connect again, ever more patiently."""
+        """Connect, and reconnect after errors with growing waits."""
         threading.Thread(target=self._heartbeat_loop, daemon=True).start()
         failures = 0
         while not self.stop.is_set():
-            began, limit = time.monotonic(), _MAX_RETRY
+            start, max_retry = time.monotonic(), _MAX_RETRY
             try:
                 self._run_client()
             except (ServerRejectedError, ServerUnreachableError) as error:
-                limit = (
-                    _MAX_RETRY_UNAUTHORIZED
-                    if isinstance(error, ServerRejectedError) and error.unauthorized
-                    else _MAX_RETRY
-                )
+                if isinstance(error, ServerRejectedError) and error.unauthorized:
+                    max_retry = _MAX_RETRY_UNAUTHORIZED
                 self._report_error(error)
-            except Exception as error:  # a fault of ours must not take a client off line for good
+            except Exception as error:  # a bug here must not take the client offline for good
                 _LOG.error("the connection has failed", exc_info=error)
                 self._report_error(error)
-            failures = 0 if time.monotonic() - began > _MAX_RETRY_UNAUTHORIZED else failures + 1
-            wait = min(_RETRY * 2.0**failures, limit)
+            was_stable = time.monotonic() - start > _MAX_RETRY_UNAUTHORIZED
+            failures = 0 if was_stable else failures + 1
+            wait = min(_RETRY * 2.0**failures, max_retry)
             self.stop.wait(wait * random.uniform(0.8, 1.2))
         self.fleet.disconnect()
 
     def _run_client(self) -> None:
-        """Come in, and answer whatever comes, until something goes wrong."""
+        """Connect and handle messages until an error occurs."""
         node = self.fleet.connect(self._last_node())
-        with suppress(OSError):  # on a full disk it would have to wait for its place
+        with suppress(OSError):  # a full disk: after a kill, the old node must time out first
             self.node_file.write_text(str(node), encoding="ascii")
         self.heartbeat_error = None
         self.notify("connected again" if self.last_notice else "connected")
         self.last_notice = ""
-        heard = time.monotonic()
+        last_message = time.monotonic()
         while not self.stop.is_set():
             if self.heartbeat_error is not None:
                 raise self.heartbeat_error
             received = self.fleet.receive()
             if received is not None:
                 self._answer(received, node)
-                heard = time.monotonic()
+                last_message = time.monotonic()
             else:
-                self.stop.wait(_poll_interval(time.monotonic() - heard))
+                self.stop.wait(_poll_interval(time.monotonic() - last_message))
 
     def _answer(self, received: ReceivedMessage, node: int) -> None:
-        reply, seconds = self.handler.handle(received, node, self.lock)
+        reply, seconds = self.runner.handle(received, node, self.lock)
         try:
             self._send(reply, received.run, seconds)
         except ServerRejectedError as error:
             if error.unauthorized:
                 raise
-            self.notify(f"an answer was not taken ({error})")  # the next message may be
+            self.notify(f"the server rejected a reply ({error})")  # it may accept the next one
 
     def _send(self, reply: Message, run: int, seconds: float) -> None:
-        """Send an answer, again and again while the line is down: it may have taken long to make."""
+        """Send a reply, and retry while the server is unreachable: training may have taken long."""
         end, wait = time.monotonic() + 2 * HEARTBEAT, _RETRY
         while True:
             try:
@@ -111,14 +106,14 @@ class Connection:
                 wait *= 2
 
     def _heartbeat_loop(self) -> None:
-        """Signs of life, in a thread of their own: neither training nor a slow line is death."""
+        """Send heartbeats from a thread of their own, so that long training never stops them."""
         while not self.stop.wait(HEARTBEAT * 0.6):
             if not self.fleet.node.node_id or self.heartbeat_error is not None:
                 continue
             try:
                 self.fleet.send_heartbeat()
             except ServerUnreachableError:
-                continue  # the questions meet with it as well
+                continue  # the next poll fails as well and reports it
             except Exception as error:
                 self.heartbeat_error = error
 
@@ -128,27 +123,27 @@ class Connection:
         return 0
 
     def _report_error(self, error: Exception) -> None:
-        """Say what is wrong, once."""
+        """Report an error once, not at every retry."""
         if isinstance(error, ServerUnreachableError):
-            words = f"the server does not answer ({error}); trying again"
+            notice = f"the server does not answer ({error}); trying again"
         elif isinstance(error, ServerRejectedError) and error.unauthorized:
-            words = (
-                f"the server does not let this device in ({error}): its key may be unknown or "
+            notice = (
+                f"the server does not accept this client ({error}): its key may be unknown or "
                 "revoked, its clock wrong, or the server starting; trying again, slowly"
             )
         elif isinstance(error, ServerRejectedError):
-            words = f"the server refuses ({error}); trying again"
+            notice = f"the server rejects requests ({error}); trying again"
         else:
-            words = f"the connection has failed ({describe_error(error)}); trying again"
-        if words != self.last_notice:
-            self.notify(words)
-        self.last_notice = words
+            notice = f"the connection has failed ({describe_error(error)}); trying again"
+        if notice != self.last_notice:
+            self.notify(notice)
+        self.last_notice = notice
 
 
 def _poll_interval(idle: float) -> float:
-    """Seconds until the next question, after so many without a message.
+    """Seconds until the next poll, after `idle` seconds without a message.
 
-    A twentieth of that time: a client that waits its turn costs the server little, and one in the
-    middle of a run is quick.
+    It is a twentieth of the idle time: an idle client costs the server little, and one in the
+    middle of a run reacts fast.
     """
     return max(_MIN_POLL, min(_MAX_POLL, idle / 20)) * random.uniform(0.8, 1.2)

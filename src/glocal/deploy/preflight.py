@@ -8,24 +8,26 @@ from importlib.util import find_spec
 
 from glocal.core.errors import InputError
 
-_RELEASE_TIMEOUT = 2.0  # seconds that a killed program's port may still be held
-_SUPPORTED = ("1.41.", "1.42.")  # of Flower: others may lack what `server_internals.py` is made of
+_RELEASE_TIMEOUT = 2.0  # seconds until the system releases the port of a killed program
+_SUPPORTED = ("1.41.", "1.42.")  # Flower versions that have what `server_internals.py` needs
 
 
 def require_flower() -> None:
-    """Say how to get Flower where it is missing, or another version than those that we know."""
-    get = "run: pip install 'glocal[flower]'"
-    with suppress(ImportError):  # some finders raise for what they do not have
+    """Refuse a missing Flower and an unsupported version, and say how to install it."""
+    install = "run: pip install 'glocal[flower]'"
+    with suppress(ImportError):  # some finders raise for a missing package
         if find_spec("flwr") is not None:
-            found = version("flwr")
-            if found.startswith(_SUPPORTED):
+            installed = version("flwr")
+            if installed.startswith(_SUPPORTED):
                 return
-            raise InputError(f"deploy: Flower {found} is installed, 1.41 or 1.42 is needed; {get}")
-    raise InputError(f"deploy: Flower is not installed; {get}")
+            raise InputError(
+                f"deploy: Flower {installed} is installed, 1.41 or 1.42 is needed; {install}"
+            )
+    raise InputError(f"deploy: Flower is not installed; {install}")
 
 
 def require_free_port(bind: str, port: int) -> None:
-    """Refuse a port that somebody else listens on; one that is just being let go of is waited for."""
+    """Refuse a port in use; one that is about to be released is waited for."""
     end = time.monotonic() + _RELEASE_TIMEOUT
     while True:
         try:
@@ -33,14 +35,15 @@ def require_free_port(bind: str, port: int) -> None:
         except OSError as error:
             if time.monotonic() > end:
                 raise InputError(
-                    f"deploy: the server cannot listen on {bind}:{port} ({error.strerror or error}); stop what does, "
-                    "or change server.port or server.bind in deploy.toml, on the devices too"
+                    f"deploy: the server cannot listen on {bind}:{port} "
+                    f"({error.strerror or error}); stop the program that does, or change "
+                    "server.port or server.bind in deploy.toml, on the clients too"
                 ) from error
         time.sleep(0.1)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port on which no program listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

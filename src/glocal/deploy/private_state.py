@@ -1,7 +1,8 @@
-"""What a device remembers, on its own disk: written whole or not at all, and refused if it belongs to something else.
+"""A client's private state on its own disk: written whole or not at all, refused if not its own.
 
-A round's private state counts only once the server says that the device's answer did. Until then the state before it is kept as
-well, so that a round that is asked for again, after a crash on either side, starts from where it did the first time.
+The private state of a round is valid only once the server says that its average includes the
+client's upload. Until then the file also has the state before the round. A round that is repeated
+after a crash, on either side, starts from that state again.
 """
 
 from contextlib import suppress
@@ -14,12 +15,16 @@ from glocal.core.files import Json, read_tensors, write_tensors
 from glocal.core.trees import Params
 from glocal.deploy.flower.protocol import Instructions
 from glocal.deploy.project import TrainingSetup
+from glocal.deploy.version import require_current_header
 
 NO_ROUND = -1
 
 
 class PrivateState(NamedTuple):
-    """Private state before and after a round, the rounds these are of (-1: none yet), and the shared part seen last."""
+    """Private state before and after a round, and the shared part that came last.
+
+    `before_round` and `after_round` are the rounds of the two states, NO_ROUND before the first.
+    """
 
     before: Params
     before_round: int
@@ -30,103 +35,106 @@ class PrivateState(NamedTuple):
 
 @dataclass(frozen=True)
 class PrivateStateFile:
-    """The private state of one device in one run."""
+    """The file with the private state of one client in one run."""
 
     path: Path
     setup: TrainingSetup
     client: int
 
     def load(self) -> PrivateState | None:
-        """What was kept, or None; a file of another model, split, algorithm or device is refused by name."""
+        """The stored state or None; one of another model, split, algorithm or client is refused."""
         if not self.path.exists():
             return None
-        tensors, about = read_tensors(self.path)
-        self._require_same_owner(about)
+        tensors, header = read_tensors(self.path)
+        self._require_same_owner(header)
         shared, private = self.setup.algorithm.init(self.setup.params)
-        expected = {"before": private, "after": private, "shared": shared}
-        trees = {part: self._read_tree(tensors, part, like) for part, like in expected.items()}
         return PrivateState(
-            trees["before"],
-            about["before_round"],
-            trees["after"],
-            about["start_round"],
-            trees["shared"],
+            before=self._read_tree(tensors, "before", private),
+            before_round=header["before_round"],
+            after=self._read_tree(tensors, "after", private),
+            after_round=header["after_round"],
+            shared=self._read_tree(tensors, "shared", shared),
         )
 
-    def starting_state(self, order: Instructions) -> tuple[Params, str]:
-        """The private state that a round starts from, and what is odd about it, if anything is."""
-        kept = self.load()
-        if kept is None:
-            gone = f"its private state is gone, it begins anew (round {order.last_included + 1} had counted)"
-            return self.setup.algorithm.init(self.setup.params)[
-                1
-            ], gone if order.last_included > NO_ROUND else ""
-        if order.last_included == kept.after_round:
-            return kept.after, ""
-        if order.last_included == kept.before_round:
-            return kept.before, ""
-        was, last_included = (
-            f"round {number + 1}" if number > NO_ROUND else "no round"
-            for number in (kept.after_round, order.last_included)
+    def starting_state(self, instructions: Instructions) -> tuple[Params, str]:
+        """The private state that a round starts from, and a note if it is not as expected."""
+        state, last = self.load(), instructions.last_included
+        if state is None:
+            initial = self.setup.algorithm.init(self.setup.params)[1]
+            if last == NO_ROUND:
+                return initial, ""
+            return initial, f"its private state is gone, it starts anew after {_round_name(last)}"
+        if last == state.after_round:
+            return state.after, ""
+        if last == state.before_round:
+            return state.before, ""
+        note = (
+            f"its private state is of {_round_name(state.after_round)}, "
+            f"but its last included upload is of {_round_name(last)}"
         )
-        return (
-            kept.after,
-            f"its private state is of {was}, but {last_included} was the last to count",
-        )
+        return state.after, note
 
-    def save(self, kept: PrivateState) -> None:
-        """Replace the file, in a folder that nobody else on the machine can read."""
-        with suppress(OSError):  # writing says what is wrong
+    def save(self, state: PrivateState) -> None:
+        """Replace the file, in a folder that only its owner can read."""
+        with suppress(OSError):  # `write_tensors` reports the error
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.with_name(f"{self.path.name}.half").touch(mode=0o600)
-        parts = {"before": kept.before, "after": kept.after, "shared": kept.shared}
-        tensors = {
-            f"{part}/{name}": tensor.clone()
-            for part, tree in parts.items()
-            for name, tensor in tree.items()
-        }
-        rounds = {"before_round": kept.before_round, "start_round": kept.after_round}
-        write_tensors(self.path, tensors, {**rounds, "client": self.client, **self.setup.about()})
+        trees = {"before": state.before, "after": state.after, "shared": state.shared}
+        tensors = {}
+        for part, tree in trees.items():
+            for name, tensor in tree.items():
+                tensors[f"{part}/{name}"] = tensor.clone()
+        rounds = {"before_round": state.before_round, "after_round": state.after_round}
+        header = {**rounds, "client": self.client, **self.setup.about()}
+        write_tensors(self.path, tensors, header)
 
     def _read_tree(self, tensors: Params, part: str, like: Params) -> Params:
-        """One of the three trees; a file whose tensors are not what its header says is refused."""
-        found = {name: tensors.get(f"{part}/{name}") for name in like}
-        for name, tensor in found.items():
-            if (
-                tensor is None
-                or tensor.shape != like[name].shape
-                or tensor.dtype != like[name].dtype
-            ):
-                told = "missing" if tensor is None else f"{[*tensor.shape]} {tensor.dtype}"
-                raise InputError(
-                    f"private state: {self.path} is damaged ('{part}/{name}' is {told}); restore it or move it away"
-                )
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """One of the three trees; tensors that do not fit the header are refused."""
+        tree = {}
+        for name, expected in like.items():
+            tensor = tensors.get(f"{part}/{name}")
+            if tensor is None:
+                raise self._damaged(f"'{part}/{name}' is missing")
+            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                raise self._damaged(f"'{part}/{name}' is {[*tensor.shape]} {tensor.dtype}")
+            tree[name] = tensor
+        return tree
 
-    def _require_same_owner(self, about: Json) -> None:
-        if not {*self.setup.about(), "client", "before_round", "start_round"} <= about.keys():
+    def _damaged(self, reason: str) -> InputError:
+        return InputError(
+            f"private state: {self.path} is damaged ({reason}); restore it or move it away"
+        )
+
+    def _require_same_owner(self, header: Json) -> None:
+        require_current_header("private state", self.path, header)
+        expected = {**self.setup.about(), "client": self.client}
+        if not {*expected, "before_round", "after_round"} <= header.keys():
             raise InputError(f"private state: {self.path} was not written by glocal; move it away")
-        for key, now in {**self.setup.about(), "client": self.client}.items():
-            if about[key] != now:
-                was, is_ = (
-                    (_first_difference(about[key], now), _first_difference(now, about[key]))
-                    if key == "model"
-                    else (about[key], now)
-                )
-                raise InputError(
-                    f"private state: {self.path} belongs to another {key} ({was}) than this one ({is_}); "
-                    "move it away, or go back to the settings that it was made with"
-                )
+        for key, own in expected.items():
+            if header[key] == own:
+                continue
+            stored: object = header[key]
+            current: object = own
+            if key == "model":
+                stored = _first_difference(header[key], own)
+                current = _first_difference(own, header[key])
+            raise InputError(
+                f"private state: {self.path} belongs to another {key} ({stored}) than this one "
+                f"({current}); move it away, or go back to the settings that it was made with"
+            )
 
 
-def _first_difference(one: Json, other: Json) -> str:
-    """The first tensor in which two models or splits differ, as one of them has it."""
+def _round_name(index: int) -> str:
+    return "no round" if index == NO_ROUND else f"round {index + 1}"
+
+
+def _first_difference(model: Json, other: Json) -> str:
+    """The first tensor in which a model or split differs from another one."""
     for side in ("shared", "private"):
-        for name in sorted({*one[side], *other[side]}):
-            if one[side].get(name) != other[side].get(name):
-                return (
-                    f"{side} '{name}' {one[side][name]}"
-                    if name in one[side]
-                    else f"no {side} '{name}'"
-                )
+        for name in sorted({*model[side], *other[side]}):
+            if model[side].get(name) == other[side].get(name):
+                continue
+            if name in model[side]:
+                return f"{side} '{name}' {model[side][name]}"
+            return f"no {side} '{name}'"
     return "the same tensors in another order"

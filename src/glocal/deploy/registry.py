@@ -1,4 +1,4 @@
-"""Who belongs to a federation: devices by number, each with the key by which it is known."""
+"""The registered clients of a federation: number, name and public key."""
 
 import fcntl
 import json
@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from glocal.core.errors import InputError, describe_error, suggest_name
 from glocal.core.files import write_json
+from glocal.deploy.version import require_current_folder
 
-REGISTRY = "roster.json"
+REGISTRY = "registry.json"
 
 
 class RegistryEntry(NamedTuple):
-    """One device; one that was revoked stays on the list, so that its name and key are not used again."""
+    """One client; a revoked one stays in the registry, so that its name and key are not reused."""
 
     number: int
     name: str
@@ -24,21 +25,22 @@ class RegistryEntry(NamedTuple):
 
     @property
     def ssh_key(self) -> str:
-        """Its key's kind and number, without a comment that somebody may have added."""
+        """The kind and the digits of its key, without a comment that a user may have added."""
         return " ".join(self.key.split()[:2])
 
 
 def active_entries(registry: dict[int, RegistryEntry]) -> dict[int, RegistryEntry]:
-    """Those that may connect."""
+    """The clients that may connect."""
     return {number: entry for number, entry in registry.items() if not entry.revoked}
 
 
 def read_registry(folder: Path) -> dict[int, RegistryEntry]:
-    """All devices of a server's folder, those that were revoked included."""
+    """All clients in a server's folder, including the revoked ones."""
     path = folder / REGISTRY
     if not path.exists():
+        require_current_folder(folder)
         raise InputError(
-            f"deploy: {folder} is no server's folder; give one that `glocal deploy init` made"
+            f"deploy: {folder} is not a server's folder; give one that `glocal deploy init` made"
         )
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +50,7 @@ def read_registry(folder: Path) -> dict[int, RegistryEntry]:
         _validate_entries(entries)
     except (ValueError, TypeError) as error:
         raise InputError(
-            f"deploy: {path} does not hold what glocal writes there ({describe_error(error)}); restore it"
+            f"deploy: {path} is not as glocal writes it ({describe_error(error)}); restore it"
         ) from error
     return {entry.number: entry for entry in entries}
 
@@ -59,36 +61,38 @@ def _validate_entries(entries: list[RegistryEntry]) -> None:
             raise TypeError(f"{entry.number}: number, name, key and revoked were expected")
     for field in ("number", "name", "key"):
         if len({getattr(entry, field) for entry in entries}) < len(entries):
-            raise ValueError(f"two devices have one {field}")
+            raise ValueError(f"two clients have the same {field}")
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold a folder's roster from reading it to writing it; whoever else changes it waits, and no device is lost or doubled."""
-    place = os.open(folder, os.O_RDONLY)
+    """Lock a folder's registry while it is read, changed and written; other programs wait."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(place, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def write_registry(folder: Path, registry: dict[int, RegistryEntry]) -> None:
-    """Replace the roster."""
+    """Replace the registry."""
     write_json(folder / REGISTRY, [entry._asdict() for _, entry in sorted(registry.items())])
 
 
 def revoke(folder: Path, name: str) -> RegistryEntry:
-    """Let a device in no longer; a running server refuses its next request."""
+    """Revoke a client; a running server refuses its next request."""
     with locked_folder(folder):
         registry = read_registry(folder)
-        named = {entry.name: entry for entry in registry.values()}
-        if name not in named:
+        by_name = {entry.name: entry for entry in registry.values()}
+        if name not in by_name:
             raise InputError(
-                f"deploy: '{name}' is no device of {folder}; {suggest_name(name, named)}"
+                f"deploy: '{name}' is not a client of {folder}; {suggest_name(name, by_name)}"
             )
-        entry = named[name]
+        entry = by_name[name]
         if entry.revoked:
-            raise InputError(f"deploy: '{name}' was revoked before; make another with add-device")
+            raise InputError(
+                f"deploy: '{name}' has been revoked already; add another with `add-client`"
+            )
         write_registry(folder, {**registry, entry.number: entry._replace(revoked=True)})
     return entry

@@ -1,4 +1,4 @@
-"""The folders that `glocal deploy init` and `add-device` write: the server's, and in it one to be handed to each device."""
+"""The folders that `glocal deploy init` and `add-client` make: the server's, and one per client."""
 
 import shutil
 from dataclasses import dataclass
@@ -13,11 +13,12 @@ from glocal.deploy.registry import RegistryEntry, locked_folder, read_registry, 
 from glocal.deploy.settings import ServerSettings
 from glocal.studies.run import slug
 
-CERTIFICATES, CLIENTS_FOLDER, KEY = "certificates", "clients", "device.key"
+CERTIFICATES, CLIENTS_FOLDER, KEY = "certificates", "clients", "client.key"
 SECRET, SOCKET = "operator.secret", "operator.sock"  # made by a running server
 MODULE_FILE = "federation.py"
 
-_MODULE_TEXT = '''"""Your model and your data: replace both. `glocal run study.toml` simulates the same federation on one machine."""
+_MODULE_TEXT = '''\
+"""Your model and your data: replace both. `glocal run study.toml` simulates the federation."""
 
 from torch import nn
 
@@ -25,15 +26,23 @@ import glocal
 
 
 def model() -> nn.Module:
-    """The network; study.toml says which of its layers never leave a device."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    """The network; study.toml says which of its layers never leave a client."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
 
 
 def data(client: int):
-    """One client's own examples (x, y). On a real device, read its files here and leave `client` unused."""
+    """One client's own examples (x, y). On a real client, read its files and ignore `client`."""
     digits = glocal.load("digits")
-    federated = glocal.partition(digits, glocal.shards(SIMULATED_CLIENTS, 2), validation=0.0, seed=0)
-    own = federated.train.of(client % SIMULATED_CLIENTS)
+    shards = glocal.shards(NUM_PARTITIONS, 2)
+    federated = glocal.partition(digits, shards, validation=0.0, seed=0)
+    own = federated.train.of(client % NUM_PARTITIONS)
     return own.x, own.y
 
 
@@ -43,20 +52,21 @@ def all_clients():
 
 
 CLIENTS = {clients}
-SIMULATED_CLIENTS = 10  # the digits are split among so many, two classes each
+NUM_PARTITIONS = 10  # parts of the digits, with two classes each
 '''
-_STUDY = """# What is trained. The same file is on the server and on every device; `glocal run study.toml` simulates it.
+_STUDY = """\
+# What is trained, the same on the server and on every client. Simulate it: `glocal run study.toml`
 name = "{name}"
 
 [data]
-source = "federation:all_clients"    # the simulator's; a device calls the function that deploy.toml names
+source = "federation:all_clients"    # for the simulator; a client calls `data` of deploy.toml
 validation = 0.1
 
 [model]
 name = "federation:model"
 
 [split]
-local = ["1"]                     # the layers that never leave a device
+local = ["1"]             # the layers that never leave a client
 
 [optimizer]
 lr = 0.05
@@ -64,42 +74,45 @@ momentum = 0.5
 
 [plan]
 rounds = {rounds}
-clients_per_round = {clients_per_round}
-local_epochs = 5                        # a round costs seconds of messages, so that each is worth some epochs
+clients_per_round = {clients}
+local_epochs = 5          # the messages of a round take time, so that several epochs are worthwhile
 batch_size = 10
 
 [experiments.LG-FedAvg]
 algorithm = "lg_fedavg"
 """
-_DEPLOYMENT = """# How it is deployed. The same file is on the server and on every device.
+_DEPLOYMENT = """\
+# How it is deployed, the same on the server and on every client.
 name = "{name}"
 clients = {clients}
-data = "federation:data"    # gives one device's own (x, y)
-adapt_epochs = 20                 # epochs in which a newcomer learns its private part alone
+data = "federation:data"    # returns one client's own (x, y)
+adapt_epochs = 20           # epochs in which a new client adapts its private part alone
 
 [server]
 host = "{host}"
 port = {port}
-bind = "{bind}"             # 0.0.0.0 to be reached from elsewhere
+bind = "{bind}"             # 0.0.0.0 to be reached from other machines
 
 [limits]
-start_timeout = 60.0             # seconds to wait for all devices at the start, and for one that is greeted later
-connect_timeout = 300.0              # seconds to wait for `enough` of them
-round_timeout = 600.0               # seconds to wait for a round's answers
+start_timeout = 60.0        # seconds to wait for all clients at the start, and for a handshake
+connect_timeout = 300.0     # seconds to wait for `min_clients` clients
+round_timeout = 600.0       # seconds to wait for the replies of a round
 min_clients = {min_clients}
 """
-_CLIENT = """# This device alone. Its owner decides whether figures (losses, accuracies, and of how many examples) may leave it.
-# On how many examples it trains is told in any case, unless plan.weighting is "equal" in study.toml: the average needs it.
+_CLIENT = """\
+# This client alone. Its owner decides whether metrics (losses, accuracies, numbers of examples)
+# may leave it. The number of training examples is sent in any case, as the average needs it,
+# unless plan.weighting is "equal" in study.toml.
 number = {number}
 name = "{name}"
 share_metrics = {share_metrics}
-environment = []            # variables of yours that data() needs, by name; it gets no others
+environment = []            # names of environment variables that data() needs; it gets no others
 """
 
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """What a new deployment should be."""
+    """The options of a new deployment."""
 
     clients: int = count_field(4, maximum=1000)
     host: str = "127.0.0.1"
@@ -109,52 +122,47 @@ class DeploymentSpec:
 
     def __post_init__(self) -> None:
         require_counts("deploy: ", self)
-        ServerSettings(self.host, self.port)  # refuses what is none
+        ServerSettings(self.host, self.port)  # refuses an invalid address
 
 
-def create_deployment(folder: Path, wanted: DeploymentSpec) -> Project:
-    """Certificates, keys, settings, model and data function of a new federation, and a folder for each device."""
+def create_deployment(folder: Path, spec: DeploymentSpec) -> Project:
+    """Write certificates, keys, settings, model and data function, and a folder per client."""
     if folder.exists() and any(folder.iterdir()):
         raise InputError(
-            f"deploy: {folder} is not empty; choose another folder, or add to it with `glocal deploy add-device`"
+            f"deploy: {folder} is not empty; choose another folder, "
+            "or add to it with `glocal deploy add-client`"
         )
-    name, local = slug(folder.resolve().name), wanted.host in ("127.0.0.1", "localhost")
-    min_clients = min(2, wanted.clients)
+    name = slug(folder.resolve().name)
+    is_local = spec.host in ("127.0.0.1", "localhost")
+    bind = "127.0.0.1" if is_local else "0.0.0.0"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)  # keys, checkpoints and the operator's socket are in it
-    words = {
-        "name": name,
-        "clients": wanted.clients,
-        "host": wanted.host,
-        "port": wanted.port,
-        "rounds": wanted.rounds,
-    }
-    words |= {
-        "bind": "127.0.0.1" if local else "0.0.0.0",
-        "min_clients": min_clients,
-        "clients_per_round": wanted.clients,
-    }
-    write_text(folder / MODULE_FILE, _MODULE_TEXT.replace("{clients}", str(wanted.clients)))
-    write_text(folder / STUDY, _STUDY.format(**words))
-    write_text(folder / DEPLOYMENT, _DEPLOYMENT.format(**words))
+    folder.chmod(0o700)  # it holds keys, checkpoints and the operator's socket
+    write_text(folder / MODULE_FILE, _MODULE_TEXT.replace("{clients}", str(spec.clients)))
+    study = _STUDY.format(name=name, rounds=spec.rounds, clients=spec.clients)
+    write_text(folder / STUDY, study)
+    deployment = _DEPLOYMENT.format(
+        name=name,
+        clients=spec.clients,
+        host=spec.host,
+        port=spec.port,
+        bind=bind,
+        min_clients=min(2, spec.clients),
+    )
+    write_text(folder / DEPLOYMENT, deployment)
     make_authority(folder / CERTIFICATES, name)
-    make_server_certificate(folder / CERTIFICATES, [wanted.host])
+    make_server_certificate(folder / CERTIFICATES, [spec.host])
     write_registry(folder, {})
-    for number in range(wanted.clients):
-        add_client(folder, f"device-{number}", share_metrics=wanted.share_metrics)
+    for number in range(spec.clients):
+        add_client(folder, f"client-{number}", share_metrics=spec.share_metrics)
     return Project.from_folder(folder)
 
 
 def add_client(folder: Path, name: str | None = None, *, share_metrics: bool = False) -> Path:
-    """A folder for one more device, with a key of its own; the key's public half joins the server's roster."""
+    """Make a folder with a key for one more client, and register its public key."""
     with locked_folder(folder):
         registry = read_registry(folder)
-        entry, own = _create_client(
-            folder,
-            registry,
-            name or f"device-{_next_number(registry)}",
-            share_metrics=share_metrics,
-        )
+        client_name = name or f"client-{_next_number(registry)}"
+        entry, own = _create_client(folder, registry, client_name, share_metrics=share_metrics)
         write_registry(folder, {**registry, entry.number: entry})
     return own
 
@@ -166,29 +174,27 @@ def _next_number(registry: dict[int, RegistryEntry]) -> int:
 def _create_client(
     folder: Path, registry: dict[int, RegistryEntry], name: str, *, share_metrics: bool
 ) -> tuple[RegistryEntry, Path]:
-    if name in {entry.name for entry in registry.values()} or slug(name) != name:
+    taken = {entry.name for entry in registry.values()}
+    if name in taken or slug(name) != name:
         raise InputError(
-            f"deploy: '{name}' is taken, or no plain name; choose one of small letters, figures and '-'"
+            f"deploy: '{name}' is taken, or not a valid name; use small letters, digits and '-'"
         )
     own = folder / CLIENTS_FOLDER / name
     own.mkdir(mode=0o700, parents=True)
     try:
         entry = RegistryEntry(_next_number(registry), name, make_client_key(own / KEY))
         copy_server_files(folder, own)
-        write_text(
-            own / CLIENT,
-            _CLIENT.format(
-                number=entry.number, name=name, share_metrics=str(share_metrics).lower()
-            ),
-        )
+        share = str(share_metrics).lower()
+        text = _CLIENT.format(number=entry.number, name=name, share_metrics=share)
+        write_text(own / CLIENT, text)
     except (InputError, OSError):
-        shutil.rmtree(own)  # half a device would be in the way of the next attempt
+        shutil.rmtree(own)  # an incomplete folder would block the next attempt
         raise
     return entry, own
 
 
 def copy_server_files(folder: Path, own: Path) -> None:
-    """The server's settings, model and authority, copied into a device's folder."""
+    """Copy the server's settings, model and authority into a client's folder."""
     for name in (STUDY, DEPLOYMENT):
         shutil.copyfile(folder / name, own / name)
     for module in folder.glob("*.py"):

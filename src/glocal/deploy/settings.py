@@ -1,4 +1,4 @@
-"""What a deployment is, beside its study: where the server is, how long things may take, what devices consent to."""
+"""The settings of a deployment beside its study: server, time limits, privacy, clients."""
 
 import math
 import re
@@ -14,14 +14,12 @@ from glocal.studies.settings import read_table
 
 Table = TypeVar("Table")
 _MAX_SECONDS = 10**8  # seconds: three years
-_HOST = re.compile(
-    r"[A-Za-z0-9_.-]{1,253}"
-)  # a name with other letters has a plain form too, as xn--...
+_HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}")  # a name with other letters has a form xn--...
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where devices find the server (`host`, `port`), and the address that it listens on (`bind`)."""
+    """Where clients connect to (`host`, `port`), and the address that the server listens on."""
 
     host: str = "127.0.0.1"
     port: int = 9443
@@ -34,17 +32,22 @@ class ServerSettings:
             )
         if not _HOST.fullmatch(self.host):
             raise InputError(
-                f"deploy: the host is '{self.host}'; a name or an address was expected, without a port"
+                f"deploy: the host is '{self.host}'; a name or address without a port was expected"
             )
         if not _HOST.fullmatch(self.bind):
             raise InputError(
-                f"deploy: server.bind is '{self.bind}'; an IPv4 address or a name was expected, such as 0.0.0.0"
+                f"deploy: server.bind is '{self.bind}'; an IPv4 address or a name was expected, "
+                "such as 0.0.0.0"
             )
 
 
 @dataclass(frozen=True)
 class LimitSettings:
-    """Seconds to wait: for all at the start, or for a greeting (`start_timeout`), for `min_clients` (`connect_timeout`), for all answers (`round_timeout`)."""
+    """How many seconds the server waits.
+
+    `start_timeout`: for all clients before the first round, and for a handshake.
+    `connect_timeout`: for `min_clients` clients. `round_timeout`: for the replies of a round.
+    """
 
     start_timeout: float = 60.0
     connect_timeout: float = 300.0
@@ -54,43 +57,43 @@ class LimitSettings:
     def __post_init__(self) -> None:
         require_counts("settings: limits.", self)
         for name in ("start_timeout", "connect_timeout", "round_timeout"):
-            if not 0 < getattr(self, name) <= _MAX_SECONDS:  # nor NaN, which would wait for ever
+            seconds = getattr(self, name)
+            if not 0 < seconds <= _MAX_SECONDS:  # NaN fails this test too
                 raise InputError(
-                    f"settings: limits.{name} is {getattr(self, name)}; seconds above 0 and at most {_MAX_SECONDS:,} were expected"
+                    f"settings: limits.{name} is {seconds}; "
+                    f"seconds above 0 and at most {_MAX_SECONDS:,} were expected"
                 )
 
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """Every device clips how its shared part moved to the length `clipping_norm`, and adds noise of `noise_multiplier` times that to each number.
+    """Differential privacy of each client: clipping, and Gaussian noise, before anything is sent.
 
-    The accountant answers for `delta`.
+    The update of the shared part is clipped to the norm `clip_norm`. The noise std of each number
+    is `noise_multiplier * clip_norm`. The accountant computes epsilon at this `delta`.
     """
 
-    clipping_norm: float
+    clip_norm: float
     noise_multiplier: float
     delta: float = 1e-5
 
     def __post_init__(self) -> None:
-        if not (
-            0 < self.clipping_norm < math.inf
-            and 0 <= self.noise_multiplier < math.inf
-            and 0 < self.delta < 1
-        ):
-            told = (
-                f"clip {self.clipping_norm}, noise {self.noise_multiplier} and delta {self.delta}"
-            )
+        clip_norm, noise, delta = self.clip_norm, self.noise_multiplier, self.delta
+        if not (0 < clip_norm < math.inf and 0 <= noise < math.inf and 0 < delta < 1):
             raise InputError(
-                f"settings: privacy has {told}; clip above 0, noise at least 0, delta between 0 and 1 were expected"
+                f"settings: privacy has clip_norm {clip_norm}, noise_multiplier {noise} and "
+                f"delta {delta}; clip_norm above 0, noise_multiplier at least 0 and "
+                "delta between 0 and 1 were expected"
             )
 
 
 @dataclass(frozen=True)
 class DeploymentSettings:
-    """deploy.toml: the same file on the server and on every device.
+    """deploy.toml: the same file on the server and on every client.
 
-    `data` is the function that gives one device's own (x, y); `clients` how many there are. Every `eval_every` rounds, and in the
-    end, devices test their own models. A newcomer learns its private part for `adapt_epochs` epochs before its first round. With
+    `clients` is how many there are to begin with, and `data` the function that returns one client's
+    own (x, y). Clients evaluate their own models every `eval_every` rounds and at the end. A new
+    client adapts its private part for `adapt_epochs` epochs before its first round. With
     `secure_aggregation`, the server sees only the sum of uploads (SecAgg+).
     """
 
@@ -110,9 +113,10 @@ class DeploymentSettings:
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """device.toml, on the device alone: its number, and whether its owner lets losses and accuracies leave it (`share_metrics`).
+    """client.toml, on the client alone: its number, and what its owner allows.
 
-    `environment` names the variables of the owner's environment that the device's process gets, beside the few that it needs.
+    With `share_metrics`, losses and accuracies may leave the client. `environment` names the
+    owner's environment variables that the client's process gets beside the few that it needs.
     """
 
     name: str
@@ -125,16 +129,17 @@ class ClientSettings:
 
 
 def read_settings(kind: type[Table], path: Path) -> Table:
-    """Settings from a TOML file that `glocal deploy init` wrote and its owner may have changed."""
+    """Read settings from a TOML file."""
     try:
         table: Json = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
-            f"deploy: cannot read {path} ({error.strerror}); give a folder that `glocal deploy init` or `add-device` made"
+            f"deploy: cannot read {path} ({error.strerror}); "
+            "give a folder that `glocal deploy init` or `add-client` made"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"deploy: {path} is not TOML ({error})") from error
     try:
         return read_table(kind, table, "")
     except TypeError as error:
-        raise InputError(f"deploy: {path} lacks a setting ({error}); add it") from error
+        raise InputError(f"deploy: {path} misses a setting ({error}); add it") from error

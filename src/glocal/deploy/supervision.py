@@ -1,8 +1,8 @@
-"""Keep a program of ours running in a process of its own, and pass on what it says.
+"""Keep a program of ours running in a process of its own, and pass on its notices.
 
-The supervisor is small (it never imports torch) and does nothing else. Its child gets only the
-variables of the environment that it needs, says a line of JSON now and then, and ends when the
-supervisor is gone. One that ends, or falls silent, is started again, ever more patiently.
+The supervisor is small: it never imports torch and does nothing else. Its child gets only the
+environment variables that it needs, sends lines of JSON, and ends when the supervisor has ended. A
+child that ends or sends nothing is restarted, after growing waits.
 """
 
 import json
@@ -21,12 +21,12 @@ from pathlib import Path
 from glocal.core.errors import InputError
 
 Notify = Callable[[str], None]
-EXIT_REFUSED = 2  # the exit code of a child whose input is at fault
+EXIT_REFUSED = 2  # the exit code of a child that refuses its input
 RESTART_DELAYS = (0.2, 2.0, 5.0, 15.0, 30.0)
-_HEALTHY = 60.0  # a program that ran for so many seconds had started well
-_MAX_SILENCE = 60.0  # seconds after which one that says nothing is taken for stuck
-_STOP_TIMEOUT = 5.0  # seconds that a program is given to end by itself
-# What a child needs of the environment: everything else may be somebody's secret.
+_HEALTHY = 60.0  # seconds of running after which a start counts as a success
+_MAX_SILENCE = 60.0  # seconds without a line after which a child is restarted
+_STOP_TIMEOUT = 5.0  # seconds in which a child may end by itself
+# The environment variables that a child needs; all others may be secrets.
 _INHERITED = {"HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"}
 _INHERITED |= {
     "LD_LIBRARY_PATH",
@@ -45,23 +45,22 @@ _FLOWER_VARIABLES = {
 
 
 def child_environment(home: Path, variables: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that a child gets: what it needs, and what its owner names.
+    """The variables that a child gets: those that it needs, and those that its owner names.
 
-    `home` is where Flower keeps its settings, so that those of its user's own programs stay apart.
+    `home` is the folder of Flower's settings, apart from those of the user's other programs.
     """
-    wanted = {*_INHERITED, *variables}
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in wanted or name.startswith(_INHERITED_PREFIXES)
-    }
-    return {**kept, **_FLOWER_VARIABLES, "FLWR_HOME": str(home)}
+    names = {*_INHERITED, *variables}
+    inherited = {}
+    for name, value in os.environ.items():
+        if name in names or name.startswith(_INHERITED_PREFIXES):
+            inherited[name] = value
+    return {**inherited, **_FLOWER_VARIABLES, "FLWR_HOME": str(home)}
 
 
 def owner_variables(folder: Path) -> list[str]:
-    """The variables that a client's own device.toml names; what is wrong with it the child says."""
+    """The variables that a client's own client.toml names; the child reports errors in it."""
     try:
-        table = tomllib.loads((folder / "device.toml").read_text(encoding="utf-8"))
+        table = tomllib.loads((folder / "client.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     names = table.get("environment", [])
@@ -70,7 +69,7 @@ def owner_variables(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Program:
-    """What to keep running: a module of ours, the folders it works on, where its errors are kept."""
+    """A program to keep running: a module of ours, the folders it works on, its log."""
 
     module: str
     folders: tuple[Path, ...]
@@ -80,7 +79,7 @@ class Program:
 
 @dataclass
 class ChildProcess:
-    """A running program."""
+    """A running child."""
 
     process: subprocess.Popen[bytes]
     notify: Notify
@@ -94,9 +93,9 @@ class ChildProcess:
 
     @classmethod
     def start(cls, program: Program, notify: Notify) -> "ChildProcess":
-        """Start it, in a session of its own: a Ctrl-C is for its supervisor."""
+        """Start a child, in a session of its own: Ctrl-C is for the supervisor."""
         program.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        errors = os.open(program.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = os.open(program.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         command = [sys.executable, "-m", program.module, *map(str, program.folders)]
         home = program.folders[0].resolve() / ".flower"
         try:
@@ -105,42 +104,42 @@ class ChildProcess:
                 env=child_environment(home, program.variables),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=log,
                 start_new_session=True,
             )
         finally:
-            os.close(errors)
+            os.close(log)
         child = cls(process, notify)
         child.listener.start()
         return child
 
     def _listen(self) -> None:
-        """Pass on what it says, until it ends."""
+        """Pass on its notices until it ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.last_heard = time.monotonic()
             with suppress(ValueError):
-                said = json.loads(line)
-                if isinstance(said, Mapping):
-                    self._pass_on(said)
+                fields = json.loads(line)
+                if isinstance(fields, Mapping):
+                    self._pass_on(fields)
 
-    def _pass_on(self, said: Mapping[str, object]) -> None:
-        if "refused" in said:
-            self.refusal = str(said["refused"])
-        if "notify" in said:
-            self.notify(str(said["notify"]))
+    def _pass_on(self, fields: Mapping[str, object]) -> None:
+        if "refused" in fields:
+            self.refusal = str(fields["refused"])
+        if "notify" in fields:
+            self.notify(str(fields["notify"]))
 
     def failure(self) -> str:
-        """Why it has to be started again, or nothing."""
+        """Why the child must be restarted, or ""."""
         code = self.process.poll()
         if code is not None:
-            self.listener.join(1.0)  # its last words
+            self.listener.join(1.0)  # its last lines
             return self.refusal or f"it ended ({_exit_reason(code)})"
         silent = time.monotonic() - self.last_heard
         return f"it has been silent for {silent:.0f} s" if silent > _MAX_SILENCE else ""
 
     def stop(self) -> None:
-        """End it, politely first."""
+        """Ask the child to end, then kill it."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -149,9 +148,9 @@ class ChildProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.listener.join(1.0)
-        for end in (self.process.stdin, self.process.stdout):
-            if end is not None:
-                end.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def _exit_reason(code: int) -> str:
@@ -164,7 +163,7 @@ def _exit_reason(code: int) -> str:
 
 
 def restart_delay(failures: int) -> float:
-    """Seconds to wait before the next start, after so many failures in a row.
+    """Seconds to wait before the next start, after a number of failures in a row.
 
     >>> [restart_delay(failures) for failures in (1, 2, 9)]
     [0.2, 2.0, 30.0]
@@ -173,15 +172,16 @@ def restart_delay(failures: int) -> float:
 
 
 def require_project(folder: Path) -> None:
-    """Refuse a folder that is none of ours before anything is written to it."""
+    """Refuse a folder that is not a project before anything is written to it."""
     if not (folder / "study.toml").is_file():
         raise InputError(
-            f"deploy: cannot read {folder / 'study.toml'}; give a folder that `glocal deploy init` or `add-device` made"
+            f"deploy: cannot read {folder / 'study.toml'}; "
+            "give a folder that `glocal deploy init` or `add-client` made"
         )
 
 
 def _drop_empty(log: Path) -> None:
-    """What was refused leaves nothing behind."""
+    """Remove an empty log and its folder: a refused start leaves nothing behind."""
     with suppress(OSError):
         if not log.stat().st_size:
             log.unlink()
@@ -191,7 +191,7 @@ def _drop_empty(log: Path) -> None:
 def supervise(
     program: Program, stop: threading.Event, notify: Notify, *, every: float = 0.1
 ) -> None:
-    """Keep it running until told to stop; what its first start refuses is refused."""
+    """Keep a program running until stopped; what its first start refuses is raised."""
     for folder in program.folders:
         require_project(folder)
     failures, new_log = 0, not program.log.exists()
@@ -200,15 +200,16 @@ def supervise(
         try:
             while not stop.wait(every) and not child.failure():
                 pass
-            why = child.failure()
+            reason = child.failure()
         finally:
             child.stop()
         if stop.is_set():
             return
         if child.refusal and not failures:
-            if new_log:  # else it is of a program that runs already
+            if new_log:  # otherwise it belongs to a program that is running
                 _drop_empty(program.log)
             raise InputError(child.refusal)
         failures = 1 if time.monotonic() - child.started > _HEALTHY else failures + 1
-        notify(f"{why}; starting again in {restart_delay(failures):g} s; {program.log} has more")
-        stop.wait(restart_delay(failures))
+        delay = restart_delay(failures)
+        notify(f"{reason}; restarting in {delay:g} s; see {program.log}")
+        stop.wait(delay)

@@ -1,1 +1,1 @@
-"""The same algorithms on real devices, over Flower; the only part that imports it. Its names are imported from their files."""
+"""The deployment over Flower; no other package imports it."""

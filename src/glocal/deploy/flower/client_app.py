@@ -1,4 +1,4 @@
-"""The device's half: a ClientApp that hands Flower's messages to a device, and only its upload and figures back."""
+"""The client's side of Flower: a ClientApp that passes messages to a client and returns results."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,74 +15,89 @@ from glocal.wire import UploadError
 
 OpenClient = Callable[[Mapping[str, object]], Client]
 ClientTask = Callable[[Client, Params, Instructions], ClientResult]
+MessageHandler = Callable[[Message, Context], Message]
 _LOG = logging.getLogger("glocal")
 
 
 def client_app(open_client: OpenClient) -> ClientApp:
-    """A ClientApp over the device that the node's configuration names. Nothing is kept in Flower's own state."""
+    """A ClientApp for the client that the node's configuration names; it uses no Flower state."""
     app = ClientApp()
-
-    def handler(task: ClientTask) -> Callable[[Message, Context], Message]:
-        def handle(message: Message, context: Context) -> Message:
-            try:
-                shared, order = read_instructions(message.content)
-                content = result_to_record(task(open_client(context.node_config), shared, order))
-            except (InputError, UploadError) as error:
-                content = refusal_to_record(_public_message(error, context))
-            except Exception as error:
-                raise RuntimeError(
-                    _public_message(error, context)
-                ) from None  # Flower sends the words of whatever is raised
-            return Message(content, reply_to=message)
-
-        return handle
-
-    app.query()(
-        handler(lambda client, shared, order: ClientResult(None, 0, client.handshake(order)))
-    )
-    plainly = handler(_train_unmasked)
+    train_unmasked = _message_handler(_train_unmasked, open_client)
 
     def train(message: Message, context: Context) -> Message:
         if not is_masked(message):
-            return plainly(message, context)
+            return train_unmasked(message, context)
         try:
             return _train_masked(message, context, open_client(context.node_config))
         except Exception as error:
             raise RuntimeError(_public_message(error, context)) from None
 
+    app.query()(_message_handler(_handshake, open_client))
     app.train()(train)
-    app.train("adapt")(handler(lambda client, shared, order: client.adapt(shared, order)))
-    app.evaluate()(handler(lambda client, shared, order: client.evaluate(shared, order)))
+    app.train("adapt")(_message_handler(_adapt, open_client))
+    app.evaluate()(_message_handler(_evaluate, open_client))
     return app
 
 
-def _public_message(error: Exception, context: Context) -> str:
-    """What the server is told: of an error that may quote an example its kind alone; the rest stays in the device's own log.
+def _message_handler(task: ClientTask, open_client: OpenClient) -> MessageHandler:
+    """A Flower handler that performs one task of the client that the node names."""
 
-    Files are named as seen from the device's folder: where that is, and under whose name, is not the server's business.
+    def handle(message: Message, context: Context) -> Message:
+        try:
+            shared, instructions = read_instructions(message.content)
+            result = task(open_client(context.node_config), shared, instructions)
+            content = result_to_record(result)
+        except (InputError, UploadError) as error:
+            content = refusal_to_record(_public_message(error, context))
+        except Exception as error:
+            # Flower sends the text of any exception to the server
+            raise RuntimeError(_public_message(error, context)) from None
+        return Message(content, reply_to=message)
+
+    return handle
+
+
+def _public_message(error: Exception, context: Context) -> str:
+    """What the server may read of an error; the full error stays in the client's own log.
+
+    An error that may quote an example is reduced to its kind. Files are named relative to the
+    client's folder, so that neither its place nor a user name leaves the client.
     """
     if isinstance(error, InputError | UploadError) and not isinstance(error, DataError):
         return str(error).replace(f"{context.node_config.get('folder')}/", "")
-    _LOG.error("what the server is not told", exc_info=error)
-    what = (
-        "its model or data cannot be used"
-        if isinstance(error, DataError)
-        else f"it failed ({type(error).__name__})"
-    )
-    return f"{what}; the device's own log says why"
+    _LOG.error("the full error, of which the server gets only the kind", exc_info=error)
+    if isinstance(error, DataError):
+        summary = "its model or data cannot be used"
+    else:
+        summary = f"it failed ({type(error).__name__})"
+    return f"{summary}; see the client's own log"
 
 
-def _train_unmasked(client: Client, shared: Params, order: Instructions) -> ClientResult:
+def _handshake(client: Client, _: Params, instructions: Instructions) -> ClientResult:
+    return ClientResult(None, 0, client.handshake(instructions))
+
+
+def _adapt(client: Client, shared: Params, instructions: Instructions) -> ClientResult:
+    return client.adapt(shared, instructions)
+
+
+def _evaluate(client: Client, shared: Params, instructions: Instructions) -> ClientResult:
+    return client.evaluate(shared, instructions)
+
+
+def _train_unmasked(client: Client, shared: Params, instructions: Instructions) -> ClientResult:
     if client.secure_aggregation:
         raise InputError(
-            "this device sends its uploads masked only, and was asked for a plain one; set secure on the server too"
+            "this client sends masked uploads only, and the server requested a plain one; "
+            "set secure_aggregation on the server too"
         )
-    return client.train(shared, order)
+    return client.train(shared, instructions)
 
 
 def _train_masked(message: Message, context: Context, client: Client) -> Message:
     if not client.secure_aggregation:
         raise InputError(
-            "this device was asked for a masked upload, and its deploy.toml does not say secure; copy the server's"
+            "the server requested a masked upload, and this client's deploy.toml does not set "
+            "secure_aggregation; copy the server's"
         )
     return masked_reply(message, context, client.shared_names, client.train)

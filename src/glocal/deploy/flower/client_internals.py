@@ -1,9 +1,9 @@
 """Flower's undocumented names on the client side: only this file knows them.
 
-Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade took away. The
-server's fleet interface is spoken directly, by a process that listens on no port. What a SuperNode
-would do besides, to fetch the app that a run came with and to start it, is left out: nothing that
-comes over the wire is ever run.
+Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade has
+removed. Our process speaks the server's fleet interface directly and listens on no port. A
+SuperNode would also fetch the app of a run and start it. This is left out: nothing that comes over
+the wire is ever run.
 """
 
 import threading
@@ -54,7 +54,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-__all__ = [  # and what secure_client.py is made of
+__all__ = [  # including the names that secagg_client.py needs
     "SECAGG_RECORD",
     "ClientAppRunner",
     "Code",
@@ -72,32 +72,31 @@ __all__ = [  # and what secure_client.py is made of
     "secaggplus_mod",
 ]
 
-HEARTBEAT = (
-    10.0  # seconds between signs of life, the fewest that Flower allows; after 20 a client is lost
-)
-_PULL_WAIT = 0.02  # seconds before asking again for a part of a message that is still being stored
+# Seconds between heartbeats, the fewest that Flower allows; without one for 20 a node is offline.
+HEARTBEAT = 10.0
+_PULL_WAIT = 0.02  # seconds between requests for a part of a message that is not stored yet
 
 
 class ServerUnreachableError(Exception):
-    """The server does not answer, or is not the one that the client's authority has signed."""
+    """The server does not answer, or its certificate is not signed by the client's authority."""
 
 
 class ServerRejectedError(Exception):
-    """The server answered, and refused; by 401 it says that it does not know who asks."""
+    """The server refused a request; status 401 means that it does not know the client."""
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(f"{status} {why}".strip())
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"{status} {reason}".strip())
         self.status = status
 
     @property
     def unauthorized(self) -> bool:
-        """Whether the key is unknown or revoked, the clock is wrong, or the server was started anew."""
+        """An unknown or revoked key, a wrong clock, or a restarted server."""
         return self.status == 401
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """The web client's errors as ours."""
+    """Turn the web client's errors into ours."""
     try:
         yield
     except httpx.HTTPStatusError as error:
@@ -108,9 +107,9 @@ def _errors() -> Iterator[None]:
 
 @dataclass
 class _RequestSigner:
-    """Signs the time with every request, as Flower's own would; never the same time twice.
+    """Signs the time with every request, as Flower's own signer would; never the same time twice.
 
-    Flower's own brings 20 MB of modules along, and its times may coincide in two threads.
+    Flower's own imports 20 MB of modules, and two threads may sign the same time with it.
     """
 
     private: ec.EllipticCurvePrivateKey
@@ -131,7 +130,7 @@ class _RequestSigner:
 
 @dataclass
 class ReceivedMessage:
-    """A message for a client, and the run that it belongs to."""
+    """A message to the client, and the number of its run."""
 
     message: Message
     run: int
@@ -139,7 +138,7 @@ class ReceivedMessage:
 
 @dataclass
 class FleetConnection:
-    """One client's line to the server: TLS, its own key, no port of its own."""
+    """One client's connection to the server's fleet interface: TLS, and its own key."""
 
     client: FleetHttpClient
     key: bytes
@@ -149,21 +148,20 @@ class FleetConnection:
     def to(
         cls, address: str, authority: bytes, key: ec.EllipticCurvePrivateKey
     ) -> "FleetConnection":
-        """A line to the server at HOST:PORT whose certificate this authority has signed."""
-        client = FleetHttpClient.from_server_address(
-            address, False, authority, [_RequestSigner(key)]
-        )
+        """A connection to the server at HOST:PORT whose certificate this authority has signed."""
+        signer = _RequestSigner(key)
+        client = FleetHttpClient.from_server_address(address, False, authority, [signer])
         return cls(client, public_key_to_bytes(key.public_key()))
 
     def connect(self, last: int) -> int:
-        """Come in; `last` is the number this client had when it was killed, 0 if it was not."""
+        """Connect; `last` is the node number that a killed client had before, else 0."""
         with _errors():
             try:
                 self._activate()
             except httpx.HTTPStatusError as error:
                 if error.response.status_code == 401 or not last:
                     raise
-                # its place is still held, for it never left: only who has the key can leave it now
+                # the node is still online, as it was never deactivated; its key's owner may do so
                 self.client.DeactivateNode(DeactivateNodeRequest(node_id=last))
                 self._activate()
         return int(self.node.node_id)
@@ -173,33 +171,32 @@ class FleetConnection:
         self.node = Node(node_id=self.client.ActivateNode(request).node_id)
 
     def send_heartbeat(self) -> None:
-        """Give a sign of life."""
+        """Send a heartbeat."""
         request = SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=HEARTBEAT)
         with _errors():
             if not self.client.SendNodeHeartbeat(request).success:
                 raise ServerRejectedError(401, "the server does not know this client")
 
     def receive(self) -> ReceivedMessage | None:
-        """The next message, if there is one; its parts are data, and are read as such."""
+        """The next message, if there is one; its parts are data and read as data."""
+        client = self.client
         with _errors():
-            given = self.client.PullMessages(PullMessagesRequest(node=self.node))
-            if not given.messages_list:
+            response = client.PullMessages(PullMessagesRequest(node=self.node))
+            if not response.messages_list:
                 return None
-            tree, run = given.message_object_trees[0], given.messages_list[0].metadata.run_id
+            tree, run = response.message_object_trees[0], response.messages_list[0].metadata.run_id
+            pull = make_pull_object_fn_protobuf(client.PullObject, self.node, run)
+            confirm = make_confirm_message_received_fn_protobuf(
+                client.ConfirmMessageReceived, self.node, run
+            )
             message = pull_and_inflate_object_from_tree(
-                tree,
-                make_pull_object_fn_protobuf(self.client.PullObject, self.node, run),
-                make_confirm_message_received_fn_protobuf(
-                    self.client.ConfirmMessageReceived, self.node, run
-                ),
-                return_type=Message,
-                initial_backoff=_PULL_WAIT,
+                tree, pull, confirm, return_type=Message, initial_backoff=_PULL_WAIT
             )
         message.metadata.__dict__["_message_id"] = tree.object_id
         return ReceivedMessage(message, run)
 
     def send(self, reply: Message, run: int, seconds: float) -> None:
-        """Send a reply, which took so long to work out."""
+        """Send a reply, with the seconds that it took to compute."""
         with _errors(), no_object_id_recompute():
             reply.metadata.__dict__["_message_id"] = reply.object_id
             bare = remove_content_from_message(reply) if reply.has_content() else reply
@@ -210,16 +207,14 @@ class FleetConnection:
                 clientapp_runtime_list=[seconds],
             )
             accepted = self.client.PushMessages(request)
-            push_objects(
-                get_all_nested_objects(reply),
-                make_push_object_fn_protobuf(
-                    self.client.PushObject, self.node, run, accepted.session_id
-                ),
-                object_ids_to_push={*accepted.objects_to_push},
+            push = make_push_object_fn_protobuf(
+                self.client.PushObject, self.node, run, accepted.session_id
             )
+            objects = get_all_nested_objects(reply)
+            push_objects(objects, push, object_ids_to_push={*accepted.objects_to_push})
 
     def disconnect(self) -> None:
-        """Say goodbye; a server that cannot be reached finds out by itself."""
+        """Take the node offline; an unreachable server notices by the missing heartbeats."""
         with suppress(httpx.HTTPError):
             self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
         self.client.close()
@@ -227,9 +222,9 @@ class FleetConnection:
 
 @dataclass
 class ClientAppRunner:
-    """Calls our ClientApp with a client's messages, in this process, inside of `import_context`.
+    """Calls our ClientApp with a client's messages, in this process, inside `import_context`.
 
-    What SecAgg+ remembers between its stages is in `context.state`: in memory, for one run.
+    SecAgg+ stores what it needs between its stages in `context.state`: in memory, for one run.
     """
 
     app: ClientApp
@@ -241,16 +236,18 @@ class ClientAppRunner:
     def handle(
         self, received: ReceivedMessage, node: int, lock: threading.Lock
     ) -> tuple[Message, float]:
-        """The reply, and how many seconds it took; clients of one process take turns."""
+        """The reply, and the seconds that it took; clients of one process take turns."""
         if received.run != self.run:
             self.run, self.state = received.run, RecordDict()
         context = Context(received.run, node, dict(self.config), self.state, {})
         with lock, self.import_context():
-            began = time.monotonic()
+            start = time.monotonic()
             try:
                 reply = self.app(message=received.message, context=context)
-            except Exception as error:  # `client_app` raises words that may leave the client
-                words = str(error) if isinstance(error, RuntimeError) else type(error).__name__
-                fault = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, words)
+            except Exception as error:
+                # the text of a RuntimeError comes from `client_app` and may leave the client
+                is_public = isinstance(error, RuntimeError)
+                text = str(error) if is_public else type(error).__name__
+                fault = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, text)
                 reply = Message(fault, reply_to=received.message)
-        return reply, time.monotonic() - began
+        return reply, time.monotonic() - start

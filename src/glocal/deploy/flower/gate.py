@@ -1,8 +1,8 @@
-"""What stands before Flower's server: who may ask it what, decided before it reads a body.
+"""The gates before Flower's server: they decide who may ask what before a request's body is read.
 
-Two doors. The public one (`FleetGate`) is for registered clients, who sign the time with their key;
-the private one (`OperatorGate`) is a socket file of the operator's, and asks for a secret as well.
-Whatever is not on a door's list of routes is not there.
+The public gate (`FleetGate`) is for registered clients, which sign the time with their key. The
+private gate (`OperatorGate`) is behind a socket file of the operator and asks for a secret as well.
+Each has a list of routes; every other path is not found.
 """
 
 import hmac
@@ -31,35 +31,36 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Mapping[bytes, bytes]
 
-MAX_AGE, MIN_AGE = 60.0, -5.0  # seconds: how old a signed time may be, and how far ahead a clock
-MAX_BODY = 2**20  # bytes: of a request that holds no tensors
-MAX_SENDS = 4  # times that a reply's tensors may be sent, for a line may break
+MAX_AGE, MIN_AGE = 60.0, -5.0  # seconds: how old a signed time may be, and how far in the future
+MAX_BODY = 2**20  # bytes of a request that holds no tensors
+MAX_SENDS = 4  # times that a reply's tensors may be sent, as a connection may break
 
 
 class HttpError(Exception):
-    """A request that goes no further: HTTP status, and a reason for those who may know it."""
+    """A refused request: the HTTP status, and a reason for senders that may know it."""
 
-    def __init__(self, status: int, why: str = "") -> None:
-        super().__init__(why)
+    def __init__(self, status: int, reason: str = "") -> None:
+        super().__init__(reason)
         self.status = status
 
 
 @dataclass
 class _Budget:
-    """What a client may still send: one reply to each message that it was asked to answer."""
+    """What a client may still send: one reply to each message that was sent to it."""
 
-    replies: dict[str, bytes] = field(default_factory=dict)  # message answered -> the body it got
-    size: int = 0
+    replies: dict[str, bytes] = field(default_factory=dict)  # message id -> body of its reply
+    size: int = 0  # bytes of tensors
 
 
 @dataclass
 class FleetGate:
     """Lets registered clients through to Flower's fleet interface.
 
-    `nodes` gives the registered public keys and their nodes now, so that a key that is revoked is
-    refused at once. `awaits(node, message)` says whether a reply is still waited for. `max_object_bytes` is
-    the most bytes that one part of a reply may have. A signed time is accepted once: it must be newer than
-    this gate, and is remembered until it is too old, so that a recorded request is of no use.
+    `nodes` returns the registered public keys and their nodes at this moment, so that a revoked key
+    is refused at once. `awaits_reply(node, message)` says whether the server still waits for that
+    reply. `max_object_bytes` limits one part of a reply. A signed time is accepted once: it must be
+    newer than this gate and is remembered until it is too old, so that a recorded request is
+    useless.
     """
 
     application: Application
@@ -72,7 +73,7 @@ class FleetGate:
     _budgets: dict[int, _Budget] = field(default_factory=dict)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
+        """Refuse a request, or pass it on."""
         if scope["type"] == "lifespan":
             return await self.application(scope, receive, send)
         try:
@@ -90,7 +91,7 @@ class FleetGate:
         return await self.application(scope, receive, send)
 
     def authenticate(self, headers: Headers) -> int:
-        """The node whose key signed this request a moment ago, and not before."""
+        """The node whose key has just signed this request, for the first time."""
         try:
             key = b64decode(headers[KEY_HEADER], validate=True)
             signature = b64decode(headers[SIGNATURE_HEADER], validate=True)
@@ -105,16 +106,17 @@ class FleetGate:
             raise HttpError(401) from error
         if not MIN_AGE < age < MAX_AGE:
             raise HttpError(401, f"the request was signed {age:.0f} s ago by the server's clock")
-        if before_start:  # what came to an earlier server is not known here
+        if before_start:  # an earlier server may have seen it
             raise HttpError(401, "the request was signed before this server started")
-        # the key and the time alone: of one signature, anybody can make a second that is valid
+        # Key and time alone identify a request: anyone can turn one ECDSA signature into a second
+        # valid one, so that the signature itself would not.
         if (key, stamp) in self._seen:
             raise HttpError(401, "a request that was signed at this time has come before")
         self._remember(signed_at, (key, stamp))
         return node
 
     def _remember(self, signed_at: datetime, request: tuple[bytes, bytes]) -> None:
-        """Note a request, and forget those whose time would be refused by now."""
+        """Remember a request, and forget those that are too old to be accepted again."""
         self._seen.add(request)
         self._by_age.append((signed_at, request))
         now = datetime.now(UTC)
@@ -122,7 +124,7 @@ class FleetGate:
             self._seen.discard(self._by_age.popleft()[1])
 
     async def _admit(self, path: str, headers: Headers, receive: Receive, node: int) -> Receive:
-        """The body of a request that may go on, within what this client may send now."""
+        """The body of an accepted request, within what this client may send now."""
         budget = self._budgets.setdefault(node, _Budget())
         if path == PUSH_OBJECT:
             budget.size -= _length(headers, at_most=min(budget.size, self.max_object_bytes))
@@ -135,7 +137,7 @@ class FleetGate:
         return _replay(body)
 
     def _require_own_reply(self, body: bytes, node: int, budget: _Budget) -> None:
-        """A client speaks for itself, once to each message it was asked to answer."""
+        """Refuse replies of other senders, unexpected replies, and a second one to a message."""
         try:
             pushed = read_pushed_messages(body)
         except Exception as error:  # protobuf's own
@@ -144,33 +146,31 @@ class FleetGate:
             raise HttpError(403, "a client may reply for itself alone")
         for message in pushed.answers:
             if not self.awaits_reply(node, message):
-                raise HttpError(409, "this reply is not waited for any more")
+                raise HttpError(409, "the server does not wait for this reply any more")
             if message not in budget.replies:
                 budget.replies[message], budget.size = body, MAX_SENDS * self.max_object_bytes
             elif budget.replies[message] != body:
                 raise HttpError(409, "this message has another reply already")
-        budget.replies = {
-            message: kept
-            for message, kept in budget.replies.items()
-            if self.awaits_reply(node, message)
-        }
+        for message in list(budget.replies):
+            if not self.awaits_reply(node, message):
+                del budget.replies[message]
 
 
 @dataclass(frozen=True)
 class OperatorGate:
-    """Lets who knows the operator's secret through to the routes that glocal's commands use."""
+    """Lets the holder of the operator's secret through to the routes that glocal's commands use."""
 
     application: Application
     secret: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
+        """Refuse a request, or pass it on."""
         try:
             if scope["type"] != "http" or scope["path"] not in CONTROL_ROUTES:
                 raise HttpError(404)
             headers = _headers(scope)
-            shown = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(shown, f"Bearer {self.secret}".encode()):
+            authorization = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, f"Bearer {self.secret}".encode()):
                 raise HttpError(401)
             _length(headers, at_most=MAX_BODY)
         except HttpError as refusal:
@@ -179,23 +179,23 @@ class OperatorGate:
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
-    """The headers; one that is given twice could be read otherwise by the application behind."""
+    """The headers; of a repeated one, gate and application could read different values."""
     headers = dict(scope["headers"])
     if len(headers) < len(scope["headers"]):
-        raise HttpError(400, "a header was given twice")
+        raise HttpError(400, "a header is given twice")
     return headers
 
 
 def _length(headers: Headers, *, at_most: int) -> int:
-    """The size of a body as its header says it; the web server reads no more than that."""
+    """A body's size according to its header; the web server reads no more than that."""
     if b"transfer-encoding" in headers:  # it would make the web server ignore the length
-        raise HttpError(411, "a request must say how long it is")
+        raise HttpError(411, "a request must give its content-length")
     try:
         size = int(headers[b"content-length"])
     except (KeyError, ValueError) as error:
-        raise HttpError(411, "a request must say how long it is") from error
+        raise HttpError(411, "a request must give its content-length") from error
     if not 0 <= size <= at_most:
-        raise HttpError(413, f"{size} bytes are sent, and at most {at_most} are accepted now")
+        raise HttpError(413, f"the body has {size} bytes, and at most {at_most} are accepted now")
     return size
 
 
@@ -210,7 +210,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _replay(body: bytes) -> Receive:
-    """A body that was read already, for the application to read."""
+    """A body that the gate has read, for the application to read again."""
     events = deque([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> MutableMapping[str, Any]:
@@ -219,9 +219,9 @@ def _replay(body: bytes) -> Receive:
     return receive
 
 
-async def _respond(send: Send, status: int, why: str) -> None:
-    """A short answer, after which the connection is closed: a body on its way is not read."""
-    text = why.encode()
+async def _respond(send: Send, status: int, reason: str) -> None:
+    """Send a short response and close the connection, so that a body on its way is not read."""
+    text = reason.encode()
     headers = [(b"content-length", str(len(text)).encode()), (b"connection", b"close")]
     headers.append((b"content-type", b"text/plain; charset=utf-8"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -1,4 +1,4 @@
-"""What passes between a server and its devices, in our own words: Flower's messages are made of these."""
+"""The messages between server and clients, and what each side can do; Flower carries them."""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +13,12 @@ from glocal.wire import Upload
 
 @dataclass(frozen=True)
 class Instructions:
-    """What a device is asked to do in a round of a run.
+    """What the server asks of a client in a round of a run.
 
-    `last_included` is the last round in which its answer entered the average, -1 if none did: the device knows from it which private
-    state to start from. `adapt_epochs` is how long a newcomer learns its private part alone. `missed_rounds` tells who was away what happened.
+    `last_included` is the last round whose average includes the client's upload, -1 if there is
+    none. From it the client knows which private state to start from. `adapt_epochs` is how many
+    epochs a new client fits its private part alone. `missed_rounds` describes the rounds during
+    which the client was offline.
     """
 
     run: str
@@ -26,18 +28,18 @@ class Instructions:
     missed_rounds: str = ""
 
     def to_json(self) -> str:
-        """As text."""
+        """As JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Instructions":
-        """Back from text."""
+        """From JSON text."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class ClientResult:
-    """What a device sends back: its upload if it was asked for one, and figures; `examples` is its weight in the average."""
+    """What a client returns: an upload where one is requested, its weight, and metrics."""
 
     upload: Upload | None
     num_examples: int
@@ -46,7 +48,10 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as it arrives, its tensors unchecked; `fault` says why there is none, `lost` that the device never gave one."""
+    """A client's reply before any check.
+
+    `fault` is the reason why there is no result. `lost` means that the client never sent a reply.
+    """
 
     tensors: Params
     num_examples: int = 0
@@ -56,42 +61,42 @@ class Reply:
 
 
 class DataError(InputError):
-    """Something is wrong with a device's data, or with the code that reads them.
+    """A client's data, or the code that reads them, cannot be used.
 
-    The words may quote an example: its owner reads them, and they never leave it.
+    The message may quote an example: it is for the owner, and never leaves the client.
     """
 
 
 class Client(Protocol):
-    """One device of a federation, on its own disk."""
+    """One client of a federation."""
 
     @property
     def secure_aggregation(self) -> bool:
-        """Whether its uploads leave it only masked."""
+        """Whether uploads leave the client only masked."""
 
     @property
     def shared_names(self) -> list[str]:
-        """The names of what is shared, in their order."""
+        """The names of the shared tensors, in order."""
 
-    def handshake(self, order: Instructions) -> Json:
-        """Who it is and what it is ready for."""
+    def handshake(self, instructions: Instructions) -> Json:
+        """Its number, its settings' fingerprint and its weight."""
 
-    def train(self, shared: Params, order: Instructions) -> ClientResult:
-        """One round."""
+    def train(self, shared: Params, instructions: Instructions) -> ClientResult:
+        """Train for one round."""
 
-    def adapt(self, shared: Params, order: Instructions) -> ClientResult:
-        """Learn the private part alone, as a newcomer does."""
+    def adapt(self, shared: Params, instructions: Instructions) -> ClientResult:
+        """Fit the private part alone, as a new client does."""
 
-    def evaluate(self, shared: Params, order: Instructions) -> ClientResult:
-        """Its own model on its own data."""
+    def evaluate(self, shared: Params, instructions: Instructions) -> ClientResult:
+        """Evaluate its own model on its own data."""
 
 
 class Server(Protocol):
-    """What a server decides and keeps; nodes are Flower's numbers of the devices."""
+    """What a server decides and stores; nodes are Flower's numbers of the clients."""
 
     @property
     def shared(self) -> Params:
-        """The shared tree as it is now."""
+        """The current shared tree."""
 
     @property
     def secure_aggregation(self) -> bool:
@@ -99,55 +104,55 @@ class Server(Protocol):
 
     @property
     def max_weight(self) -> float:
-        """The largest weight of those that are asked."""
+        """The largest weight of the sampled clients."""
 
     @property
     def rounds_left(self) -> int:
-        """How many rounds are still to be done; with none left, devices are only visited."""
+        """Rounds still to do; at 0, clients only adapt and evaluate."""
 
     @property
     def round_timeout(self) -> float:
-        """For how many seconds answers are waited for."""
+        """Seconds to wait for the replies of a round."""
 
     @property
     def handshake_timeout(self) -> float:
-        """For how many seconds who is new may be silent."""
+        """Seconds to wait for the handshakes of new nodes."""
 
     def configure_handshake(self, nodes: Mapping[int, str]) -> dict[int, Instructions]:
-        """Of those that are there, each with its public key: who has not introduced itself yet."""
+        """Instructions for the connected nodes, given with their keys, that owe a handshake."""
 
     def needs_more_clients(self) -> bool:
-        """Whether too few devices are there to go on; to be asked again, for it has a limit of its own."""
+        """Whether too few clients are connected; an error once the time limit has passed."""
 
-    def accept_handshakes(self, greetings: Mapping[int, Reply]) -> None:
-        """What they said."""
+    def accept_handshakes(self, replies: Mapping[int, Reply]) -> None:
+        """Accept or refuse the clients of these handshakes."""
 
     def configure_adaptation(self) -> dict[int, Instructions]:
-        """Who should learn its private part before it takes part."""
+        """Instructions for the clients that fit their private part before they take part."""
 
     def aggregate_adaptation(self, replies: Mapping[int, Reply]) -> None:
-        """How that went."""
+        """Record which clients have adapted."""
 
     def configure_train(self) -> dict[int, Instructions]:
-        """Who is asked to train in the next round."""
+        """Instructions for the sampled clients of the next round."""
 
     def on_reply(self, node: int) -> None:
-        """An answer has come; others are still awaited."""
+        """A reply has arrived; others are still awaited."""
 
     def aggregate_train(self, replies: Mapping[int, Reply]) -> Json:
-        """Check all answers, average the good ones, keep the round; its row."""
+        """Check all replies, average the valid ones and save the round; its row."""
 
     def aggregate_masked(self, mean: Params | None, replies: Mapping[int, Reply]) -> Json:
-        """The same where only the mean is known; None if too few stayed until the end."""
+        """The same where only the mean is known, None if too few clients stayed until the end."""
 
     def configure_evaluate(self) -> dict[int, Instructions]:
-        """Who is asked to test its own model now."""
+        """Instructions for the clients that evaluate now."""
 
     def aggregate_evaluate(self, replies: Mapping[int, Reply]) -> Json:
-        """What came of it, summed up."""
+        """Save and summarise the evaluation."""
 
     def finish(self) -> None:
-        """All is done."""
+        """The run is done."""
 
     def on_failure(self, error: BaseException) -> None:
-        """It ended before that."""
+        """The run ended early."""

@@ -1,7 +1,7 @@
-"""Our trees and words as Flower's records, and back.
+"""Conversion between our messages and Flower's records.
 
-A tree crosses as one blob: Flower sends every array by several requests of its own, so that sixty
-tensors would take many seconds. The blob names its tensors, and is read as data.
+A tree is sent as one blob: Flower sends every array with several requests, so that sixty tensors
+would take many seconds. The blob names its tensors and is read as data.
 """
 
 import json
@@ -18,10 +18,10 @@ from glocal.deploy.flower.client_internals import ErrorCode
 from glocal.deploy.flower.protocol import ClientResult, Instructions, Reply
 
 _SHARED, _CONFIG, _BLOB = "shared", "config", "blob"
-_TEXT_METRICS = ("note", "fingerprint")  # figures that are words; all others are numbers
-_ACCURACIES = ("test", "validation")  # accuracies
-_MAX_TEXT = 500  # characters of a device's words that are kept
-_MAX_EXAMPLES = 2**53  # examples that a device may say it has
+_TEXT_METRICS = ("note", "fingerprint")  # all other metrics are numbers
+_ACCURACIES = ("test", "validation")  # metrics from 0 to 1
+_MAX_TEXT = 500  # characters of a client's text that are read
+_MAX_EXAMPLES = 2**53  # examples that a client may report
 
 
 def to_record(tree: Params) -> ConfigRecord:
@@ -36,9 +36,9 @@ def to_record(tree: Params) -> ConfigRecord:
 
 
 def from_record(record: ConfigRecord) -> Params:
-    """The tree that was sent; its names come in another order.
+    """The tree of a blob; the order of its names is not preserved.
 
-    Its tensors are copied: where one begins in the blob decides how products of a row round.
+    The tensors are copied: their alignment within the blob would change how sums of products round.
     """
     blob = record[_BLOB]
     if not isinstance(blob, bytes):
@@ -46,84 +46,88 @@ def from_record(record: ConfigRecord) -> Params:
     return {name: tensor.clone() for name, tensor in load(blob).items()}
 
 
-def instructions_to_record(shared: ConfigRecord | None, order: Instructions) -> RecordDict:
-    """What goes to a device."""
-    words = {_CONFIG: ConfigRecord({"instructions": order.to_json()})}
-    return RecordDict({**words, **({_SHARED: shared} if shared is not None else {})})
+def instructions_to_record(shared: ConfigRecord | None, instructions: Instructions) -> RecordDict:
+    """The content of a message to a client."""
+    config = ConfigRecord({"instructions": instructions.to_json()})
+    if shared is None:
+        return RecordDict({_CONFIG: config})
+    return RecordDict({_CONFIG: config, _SHARED: shared})
 
 
 def read_instructions(content: RecordDict) -> tuple[Params, Instructions]:
-    """What a device was sent."""
+    """The shared tree, empty where none was sent, and the instructions in a message."""
     shared = content.config_records.get(_SHARED)
-    order = Instructions.from_json(str(content.config_records[_CONFIG]["instructions"]))
-    return from_record(shared) if shared is not None else {}, order
+    text = str(content.config_records[_CONFIG]["instructions"])
+    instructions = Instructions.from_json(text)
+    return from_record(shared) if shared is not None else {}, instructions
 
 
-def result_to_record(answer: ClientResult) -> RecordDict:
-    """What leaves a device: an upload, its weight, and figures."""
-    words = ConfigRecord(
-        {"num_examples": answer.num_examples, "metrics": json.dumps(answer.metrics)}
-    )
-    uploaded = {_SHARED: to_record(answer.upload.tensors)} if answer.upload is not None else {}
-    return RecordDict({_CONFIG: words, **uploaded})
+def result_to_record(result: ClientResult) -> RecordDict:
+    """The content of a client's reply: an upload, its weight, and metrics."""
+    metrics = json.dumps(result.metrics)
+    config = ConfigRecord({"num_examples": result.num_examples, "metrics": metrics})
+    if result.upload is None:
+        return RecordDict({_CONFIG: config})
+    return RecordDict({_CONFIG: config, _SHARED: to_record(result.upload.tensors)})
 
 
 def refusal_to_record(reason: str) -> RecordDict:
-    """What a device says that cannot do what it was asked."""
+    """The content of a reply from a client that cannot do its task."""
     return RecordDict({_CONFIG: ConfigRecord({"fault": reason})})
 
 
 def read_reply(message: Message) -> Reply:
-    """A reply as it came; one that cannot be read is a fault, not a failure of the server."""
+    """A client's reply; one that cannot be read becomes a fault, not an error of the server."""
     if message.has_error():
-        error = message.error
-        reason = f"Flower says: {error.reason or f'error {error.code}'}"
-        if error.code == ErrorCode.NODE_UNAVAILABLE:
-            reason = "it was started anew, or cut off, before it answered"
-        return Reply({}, fault=reason, lost=True)
+        return _lost_reply(message)
     try:
         records = message.content.config_records
-        words, shared = records[_CONFIG], records.get(_SHARED)
-        if "fault" in words:
-            return Reply({}, fault=str(words["fault"])[:_MAX_TEXT])
-        num_examples = int(str(words["num_examples"]))
+        config, shared = records[_CONFIG], records.get(_SHARED)
+        if "fault" in config:
+            return Reply({}, fault=str(config["fault"])[:_MAX_TEXT])
+        num_examples = int(str(config["num_examples"]))
         if not 0 <= num_examples <= _MAX_EXAMPLES:
-            raise ValueError(f"it counts {num_examples} examples")
-        return Reply(
-            from_record(shared) if shared is not None else {},
-            num_examples,
-            read_metrics(str(words["metrics"])),
-        )
-    except Exception as error:  # whatever a broken or hostile device may send
+            raise ValueError(f"it reports {num_examples} examples")
+        tensors = from_record(shared) if shared is not None else {}
+        return Reply(tensors, num_examples, read_metrics(str(config["metrics"])))
+    except Exception as error:  # a broken or hostile client may send anything
         return Reply({}, fault=f"its reply cannot be read ({describe_error(error)})")
 
 
+def _lost_reply(message: Message) -> Reply:
+    error = message.error
+    if error.code == ErrorCode.NODE_UNAVAILABLE:
+        reason = "it was restarted or disconnected before it replied"
+    else:
+        reason = f"Flower reports: {error.reason or f'error {error.code}'}"
+    return Reply({}, fault=reason, lost=True)
+
+
 def read_metrics(text: str) -> Json:
-    """The figures that a device sent: finite numbers, and words where words belong.
+    """A client's metrics: finite numbers, and text under the names that stand for text.
 
     >>> read_metrics('{"loss": "low"}')
     Traceback (most recent call last):
     ...
-    ValueError: its figure 'loss' is 'low'; a finite number was expected
+    ValueError: its metric 'loss' is 'low'; a finite number was expected
     """
     metrics = json.loads(text)
     if not isinstance(metrics, Mapping):
-        raise TypeError("its figures are no table")
+        raise TypeError("its metrics are not a table")
     return {name: _check_metric(name, value) for name, value in metrics.items()}
 
 
 def _check_metric(name: str, value: object) -> object:
     if name in _TEXT_METRICS:
         return str(value)[:_MAX_TEXT]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or abs(value) > _MAX_EXAMPLES
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_bounded(value):
         raise ValueError(
-            f"its figure '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected"
+            f"its metric '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected"
         )
     if name in _ACCURACIES and not 0 <= value <= 1:
-        raise ValueError(f"its figure '{name}' is {value}; a share from 0 to 1 was expected")
+        raise ValueError(f"its metric '{name}' is {value}; a number from 0 to 1 was expected")
     return value
+
+
+def _is_bounded(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= _MAX_EXAMPLES

@@ -1,7 +1,7 @@
-"""SecAgg+ on the server: it learns the average of a cohort, and no upload (Bell et al. 2020).
+"""The server's part of SecAgg+ (Bell et al. 2020): it learns the average and no single upload.
 
-It rests on Flower's legacy workflow and its positional Fit messages, which the rest of this package
-does without; `secure_client.py` has the clients' part.
+It rests on Flower's legacy workflow and its positional Fit messages, which nothing else here uses.
+The client's part is in `secagg_client.py`.
 """
 
 from collections.abc import Mapping
@@ -31,18 +31,19 @@ from glocal.deploy.flower.server_internals import (
     parameters_to_ndarrays,
 )
 
-_THRESHOLD = 0.5  # of a cohort: fewer cannot unmask anybody, and as many must stay until the end
+# The share of the sampled clients that must stay until the end, and that can unmask an upload.
+_THRESHOLD = 0.5
 
 
 class _ClientProxy:
-    """A device as the legacy workflow knows it."""
+    """A client as the legacy workflow knows it."""
 
     def __init__(self, node_id: int) -> None:
         self.node_id = node_id
 
 
 class _RoundStrategy:
-    """A legacy strategy of one round: whom to ask, and what came of it."""
+    """A legacy strategy for one round: it holds the instructions and collects the results."""
 
     def __init__(self, instructions: Mapping[int, Instructions]) -> None:
         self.instructions = instructions
@@ -52,10 +53,11 @@ class _RoundStrategy:
     def configure_fit(
         self, server_round: int, parameters: Any, client_manager: Any
     ) -> list[tuple[_ClientProxy, FitIns]]:
-        return [
-            (_ClientProxy(node), FitIns(parameters, {"instructions": order.to_json()}))
-            for node, order in self.instructions.items()
-        ]
+        requests = []
+        for node, instructions in self.instructions.items():
+            fit_ins = FitIns(parameters, {"instructions": instructions.to_json()})
+            requests.append((_ClientProxy(node), fit_ins))
+        return requests
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[_ClientProxy, FitRes]], failures: Any
@@ -67,15 +69,15 @@ class _RoundStrategy:
 
 
 def _client_metrics(result: FitRes) -> Json:
-    """What it let leave; its upload is in the mean already, so that figures that cannot be read do not undo the round."""
+    """A client's metrics; unreadable ones must not undo a round whose mean includes the upload."""
     try:
         return read_metrics(str(result.metrics.get("metrics", "{}")))
     except (TypeError, ValueError) as error:
-        return {"note": f"its figures cannot be read ({describe_error(error)})"}
+        return {"note": f"its metrics cannot be read ({describe_error(error)})"}
 
 
 class _ClientManager:
-    """A legacy client manager that knows how many there are."""
+    """A legacy client manager that only knows the number of clients."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -85,15 +87,18 @@ class _ClientManager:
 
 
 class _SecAggWorkflow(SecAggPlusWorkflow):
-    """Flower's, which fails when a device is lost before it has handed out its shares: it asks the others for them all the same."""
+    """Flower's workflow, made to survive the loss of a client before the key shares are sent.
+
+    Flower's own would ask the other clients for the shares of the lost one, and fail.
+    """
 
     def share_keys_stage(self, grid: Grid, context: LegacyContext, state: Any) -> bool:
-        """Who is lost until now has masked nothing, and nothing of it is to be unmasked."""
+        """Leave out the clients lost so far: they have masked nothing."""
         enough = super().share_keys_stage(grid, context, state)
-        state.sampled_node_ids = state.active_node_ids
-        state.nid_to_neighbours = {
-            node: near & state.active_node_ids for node, near in state.nid_to_neighbours.items()
-        }
+        active = state.active_node_ids
+        state.sampled_node_ids = active
+        neighbours = state.nid_to_neighbours
+        state.nid_to_neighbours = {node: near & active for node, near in neighbours.items()}
         return enough
 
 
@@ -102,32 +107,36 @@ def secure_mean(
     shared: Params,
     instructions: Mapping[int, Instructions],
     *,
-    wait: float,
+    timeout: float,
     max_weight: float,
 ) -> tuple[Params | None, dict[int, Reply]]:
-    """One round: the weighted mean of the uploads (None if too few stayed), and the replies without any upload.
+    """One round: the weighted mean of the uploads, None if too few stayed, and replies without it.
 
     `max_weight` is the largest weight: the nearer the others are to it, the finer is the mean.
     """
-    round_ = _RoundStrategy(instructions)
-    state = RecordDict()
-    arrays = ndarrays_to_parameters([tensor.numpy() for tensor in shared.values()])
-    state.array_records[MAIN_PARAMS_RECORD] = legacy.parameters_to_arrayrecord(
-        arrays, keep_input=True
-    )
-    number = next(iter(instructions.values())).round_index
-    state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: number})
-    context = LegacyContext(
-        Context(0, 0, {}, state, {}), None, round_, _ClientManager(len(instructions))
-    )  # type: ignore[arg-type]
+    strategy = _RoundStrategy(instructions)
+    context = _legacy_context(shared, strategy)
     workflow = _SecAggWorkflow(
-        1.0, _THRESHOLD, max_weight=max_weight, clipping_range=CLIPPING_RANGE, timeout=wait
+        1.0, _THRESHOLD, max_weight=max_weight, clipping_range=CLIPPING_RANGE, timeout=timeout
     )
     workflow(grid, context)
-    if round_.arrays is None:
+    if strategy.arrays is None:
         return None, {}
-    mean = {
-        name: torch.from_numpy(np.array(array)).to(shared[name])
-        for name, array in zip(shared, round_.arrays, strict=True)
-    }
-    return mean, round_.replies
+    mean = {}
+    for name, array in zip(shared, strategy.arrays, strict=True):
+        mean[name] = torch.from_numpy(np.array(array)).to(shared[name])
+    return mean, strategy.replies
+
+
+def _legacy_context(shared: Params, strategy: _RoundStrategy) -> LegacyContext:
+    """What the legacy workflow reads and writes in one round."""
+    state = RecordDict()
+    arrays = ndarrays_to_parameters([tensor.numpy() for tensor in shared.values()])
+    record = legacy.parameters_to_arrayrecord(arrays, keep_input=True)
+    state.array_records[MAIN_PARAMS_RECORD] = record
+    round_index = next(iter(strategy.instructions.values())).round_index
+    state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round_index})
+    # Flower's types ask for its whole Strategy and ClientManager: the workflow calls these parts
+    manager: Any = _ClientManager(len(strategy.instructions))
+    parts: Any = strategy
+    return LegacyContext(Context(0, 0, {}, state, {}), None, parts, manager)

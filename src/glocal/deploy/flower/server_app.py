@@ -1,4 +1,4 @@
-"""The server's half: rounds as a conductor decides them, in messages through a grid of Flower's."""
+"""The server's side of Flower: the rounds that a server decides, as messages through a grid."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,30 +13,29 @@ from glocal.deploy.flower.records import instructions_to_record, read_reply, to_
 from glocal.deploy.flower.secagg_server import secure_mean
 
 _POLL = 0.05  # seconds
-_DAY = 24 * 3600.0  # a message's life in seconds; how long it is waited for is the conductor's
-ADAPT = f"{MessageType.TRAIN}.settle"
+_DAY = 24 * 3600.0  # a message's life in seconds; the server decides how long it waits
+ADAPT = f"{MessageType.TRAIN}.adapt"
 
 
 class RunLoop:
-    """The rounds of a run: what its conductor decides, as messages through a grid."""
+    """The rounds of a run: the server's decisions as messages through a grid."""
 
     def __init__(self, server: Server, grid: Grid) -> None:
         self.server, self.grid = server, WatchedGrid(grid, server.on_reply)
 
     def run_round(self) -> None:
-        """One round: who is new is greeted and settles, a cohort trains, who is asked tests."""
+        """One round: handshakes and adaptation of new clients, training, evaluation when due."""
         self._wait_for_clients()
         if self.server.secure_aggregation:
             self._train_masked()
         else:
             instructions = self.server.configure_train()
-            self.server.aggregate_train(
-                self._send_and_receive(instructions, MessageType.TRAIN, self._shared())
-            )
+            replies = self._send_and_receive(instructions, MessageType.TRAIN, self._shared())
+            self.server.aggregate_train(replies)
         self._evaluate()
 
-    def adapt(self) -> None:
-        """No round: newcomers learn their private part, then everybody tests."""
+    def adapt_and_evaluate(self) -> None:
+        """No training: new clients fit their private part, then all clients evaluate."""
         self._wait_for_clients()
         self._evaluate()
 
@@ -44,38 +43,38 @@ class RunLoop:
         return to_record(self.server.shared)
 
     def _train_masked(self) -> None:
-        """Only the mean of the cohort is unmasked."""
+        """Train; only the mean of the sampled clients' uploads is unmasked."""
         instructions = self.server.configure_train()
-        wait, max_weight = self.server.round_timeout, self.server.max_weight
-        shared = self.server.shared
-        mean = secure_mean(self.grid, shared, instructions, wait=wait, max_weight=max_weight)
-        self.server.aggregate_masked(*mean)
+        mean, replies = secure_mean(
+            self.grid,
+            self.server.shared,
+            instructions,
+            timeout=self.server.round_timeout,
+            max_weight=self.server.max_weight,
+        )
+        self.server.aggregate_masked(mean, replies)
 
     def _evaluate(self) -> None:
-        """Every device tests its own model, when it is time to."""
-        configure_evaluate = self.server.configure_evaluate()
-        if configure_evaluate:
-            replies = self._send_and_receive(
-                configure_evaluate, MessageType.EVALUATE, self._shared()
-            )
+        """Let every client evaluate its own model, if it is time to."""
+        instructions = self.server.configure_evaluate()
+        if instructions:
+            replies = self._send_and_receive(instructions, MessageType.EVALUATE, self._shared())
             self.server.aggregate_evaluate(replies)
 
     def _wait_for_clients(self) -> None:
-        """Until enough devices are there, and newcomers have learnt their private part."""
+        """Wait until enough clients are connected, then let new ones fit their private part."""
         while True:
             nodes = {node.node_id: ssh_key(node.public_key) for node in self.grid.get_nodes()}
-            configure_handshake = self.server.configure_handshake(nodes)
-            wait = self.server.handshake_timeout
-            self.server.accept_handshakes(
-                self._send_and_receive(configure_handshake, MessageType.QUERY, None, wait=wait)
-            )
+            pending = self.server.configure_handshake(nodes)
+            timeout = self.server.handshake_timeout
+            replies = self._send_and_receive(pending, MessageType.QUERY, None, timeout=timeout)
+            self.server.accept_handshakes(replies)
             if not self.server.needs_more_clients():
                 break
             time.sleep(_POLL)
-        configure_adaptation = self.server.configure_adaptation()
-        self.server.aggregate_adaptation(
-            self._send_and_receive(configure_adaptation, ADAPT, self._shared())
-        )
+        instructions = self.server.configure_adaptation()
+        replies = self._send_and_receive(instructions, ADAPT, self._shared())
+        self.server.aggregate_adaptation(replies)
 
     def _send_and_receive(
         self,
@@ -83,18 +82,17 @@ class RunLoop:
         kind: str,
         shared: ConfigRecord | None,
         *,
-        wait: float | None = None,
+        timeout: float | None = None,
     ) -> dict[int, Reply]:
         if not instructions:
             return {}
-        timeout = self.server.round_timeout if wait is None else wait
-        return replies_by_node(
-            self.grid.send_and_receive(messages(instructions, kind, shared), timeout=timeout)
-        )
+        seconds = self.server.round_timeout if timeout is None else timeout
+        requests = messages(instructions, kind, shared)
+        return replies_by_node(self.grid.send_and_receive(requests, timeout=seconds))
 
 
 def ssh_key(key: bytes) -> str:
-    """A node's public key as the roster has it; "" for none, and for one of another kind."""
+    """A node's public key as the registry has it; "" for none, and for a key of another kind."""
     try:
         public = serialization.load_pem_public_key(key)
     except ValueError:
@@ -107,16 +105,11 @@ def messages(
     instructions: Mapping[int, Instructions], kind: str, shared: ConfigRecord | None
 ) -> list[Message]:
     """One message per node."""
-    return [
-        Message(
-            instructions_to_record(shared, order),
-            node,
-            kind,
-            group_id=str(order.round_index),
-            ttl=_DAY,
-        )
-        for node, order in instructions.items()
-    ]
+    requests = []
+    for node, own in instructions.items():
+        content, group = instructions_to_record(shared, own), str(own.round_index)
+        requests.append(Message(content, node, kind, group_id=group, ttl=_DAY))
+    return requests
 
 
 def replies_by_node(replies: Iterable[Message]) -> dict[int, Reply]:
@@ -125,9 +118,9 @@ def replies_by_node(replies: Iterable[Message]) -> dict[int, Reply]:
 
 
 class WatchedGrid(Grid):
-    """A grid whose replies are shown as they come, each under the node that was asked.
+    """A grid that reports each reply as it arrives, under the node that the message was sent to.
 
-    Flower's own errors would come from node 1.
+    Flower would name node 1 as the sender of its own errors.
     """
 
     def __init__(self, grid: Grid, on_reply: Callable[[int], None]) -> None:
@@ -136,25 +129,23 @@ class WatchedGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Send all, and collect replies until all are there or the time is up."""
-        asked, found = [*messages], list[Message]()
-        sent = [*self.grid.push_messages(asked)]
-        waiting = {
-            number: message.metadata.dst_node_id
-            for number, message in zip(sent, asked, strict=True)
-            if number
-        }
+        """Send all, and collect replies until all have arrived or the time is up."""
+        requests, replies = [*messages], list[Message]()
+        pending = dict[str, int]()
+        for number, message in zip(self.grid.push_messages(requests), requests, strict=True):
+            if number:
+                pending[number] = message.metadata.dst_node_id
         end = time.monotonic() + (timeout or float("inf"))
-        while waiting and time.monotonic() < end:
-            for message in self.grid.pull_messages([*waiting]):
-                node = waiting.pop(message.metadata.reply_to_message_id, None)
+        while pending and time.monotonic() < end:
+            for message in self.grid.pull_messages([*pending]):
+                node = pending.pop(message.metadata.reply_to_message_id, None)
                 if node is not None:
                     message.metadata.__dict__["_src_node_id"] = node
-                    found.append(message)
+                    replies.append(message)
                     self.on_reply(node)
-            if waiting:
+            if pending:
                 time.sleep(_POLL)
-        return found
+        return replies
 
     def set_run(self, run: object) -> None:
         """Flower has done so."""
@@ -172,15 +163,15 @@ class WatchedGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message."""
+        """A message to a node."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Who is connected."""
+        """The numbers of the connected nodes."""
         return self.grid.get_node_ids()
 
     def get_nodes(self) -> Iterable[Any]:
-        """Who is connected, with their public keys."""
+        """The connected nodes with their public keys."""
         return self.grid.get_nodes()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -193,7 +184,7 @@ class WatchedGrid(Grid):
 
 
 def server_app(open_server: Callable[[Mapping[str, object]], Server]) -> ServerApp:
-    """A ServerApp for the run that its configuration names, in a Flower installation of others."""
+    """A ServerApp for the run that its configuration names, for any Flower installation."""
     app = ServerApp()
 
     @app.main()
@@ -204,13 +195,13 @@ def server_app(open_server: Callable[[Mapping[str, object]], Server]) -> ServerA
 
 
 def run_to_end(grid: Grid, server: Server) -> None:
-    """A run from where it stands to its end; what ends it is written down."""
-    rounds = RunLoop(server, grid)
+    """Continue a run from its last round to its end; a failure is recorded."""
+    loop = RunLoop(server, grid)
     try:
         if not server.rounds_left:
-            rounds.adapt()
+            loop.adapt_and_evaluate()
         while server.rounds_left:
-            rounds.run_round()
+            loop.run_round()
     except BaseException as error:
         server.on_failure(error)
         raise

@@ -1,8 +1,8 @@
 """Flower's undocumented names on the server side: only this file knows them.
 
-Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade took away. Flower's
-SuperLink keeps everything in memory here: who may connect is in our own registry, rounds are in our own
-checkpoints, and no client's upload ends in a database file.
+Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade has
+removed. Flower's SuperLink stores everything in memory here: our own registry says who may connect,
+rounds are in our own checkpoints, and no client's upload ends up in a database file.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers as runtime
 
 from glocal.core.errors import InputError, describe_error
 
-__all__ = [  # and what secure_server.py is made of
+__all__ = [  # including the names that secagg_server.py needs
     "CONTROL_ROUTES",
     "FLEET_ROUTES",
     "KEY_HEADER",
@@ -120,23 +120,20 @@ __all__ = [  # and what secure_server.py is made of
     "run_tasks",
 ]
 
-# What a client may ask of the public port, and an operator of the private socket; all else is no route.
-FLEET = "/v1/fleet/"
-PUSH_MESSAGES, PUSH_OBJECT = f"{FLEET}push-messages", f"{FLEET}push-object"
+# The routes of the public port and those of the operator's socket; every other path is not found.
+PUSH_MESSAGES, PUSH_OBJECT = "/v1/fleet/push-messages", "/v1/fleet/push-object"
 FLEET_ROUTES = frozenset(
-    {PUSH_MESSAGES, PUSH_OBJECT}
-    | {
-        f"{FLEET}{name}"
-        for name in (
-            "activate-node",
-            "deactivate-node",
-            "send-node-heartbeat",
-            "pull-messages",
-            "pull-object",
-            "confirm-message-received",
-            "get-run",  # these two are asked for by Flower's own SuperNode
-            "get-fab",
-        )
+    {
+        PUSH_MESSAGES,
+        PUSH_OBJECT,
+        "/v1/fleet/activate-node",
+        "/v1/fleet/deactivate-node",
+        "/v1/fleet/send-node-heartbeat",
+        "/v1/fleet/pull-messages",
+        "/v1/fleet/pull-object",
+        "/v1/fleet/confirm-message-received",
+        "/v1/fleet/get-run",  # Flower's own SuperNode needs this route and the next
+        "/v1/fleet/get-fab",
     }
 )
 CONTROL_ROUTES = frozenset(
@@ -146,7 +143,7 @@ KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER = (
     name.lower().encode()
     for name in (FLEET_HTTP_PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, FLEET_HTTP_SIGNATURE_HEADER)
 )
-_HEARTBEAT = 10.0  # seconds between the signs of life of a run
+_HEARTBEAT = 10.0  # seconds between the heartbeats of a run
 _BUNDLE = """[build-system]
 requires = ["setuptools>=77"]
 build-backend = "setuptools.build_meta"
@@ -168,55 +165,56 @@ clientapp = "glocal.deploy.apps:client"
 [tool.flwr.app.config]
 folder = ""
 run = ""
-visit = false
+skip_training = false
 """
 
 
 def public_key_bytes(key: str) -> bytes:
-    """A client's public key, one line as ssh writes it, in the form in which Flower sends it."""
+    """A client's public key, one line in OpenSSH format, in the form that Flower sends."""
     try:
         public = serialization.load_ssh_public_key(key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
         raise InputError(
-            f"deploy: '{key[:40]}' in the roster is no device's key ({describe_error(error)}); restore it"
+            f"deploy: '{key[:40]}' in the registry is not a client key ({describe_error(error)}); "
+            "restore it"
         ) from error
     if not isinstance(public, ec.EllipticCurvePublicKey):
         raise InputError(
-            f"deploy: '{key[:40]}' in the roster is of another kind than devices' keys; restore it"
+            f"deploy: '{key[:40]}' in the registry is of another kind than client keys; restore it"
         )
     return public_key_to_bytes(public)
 
 
-def is_signed_by(key: bytes, words: bytes, signature: bytes) -> bool:
-    """Whether the owner of this registered key signed these words, as Flower's clients sign."""
+def is_signed_by(key: bytes, data: bytes, signature: bytes) -> bool:
+    """Whether the owner of this registered key signed these data, as Flower's clients sign."""
     public = serialization.load_pem_public_key(key)
     assert isinstance(public, ec.EllipticCurvePublicKey)
     try:
-        public.verify(signature, words, ec.ECDSA(hashes.SHA256()))
+        public.verify(signature, data, ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:
         return False
     return True
 
 
 class PushedMessages(NamedTuple):
-    """What a client says in the body of PUSH_MESSAGES: who sends, and which message it answers."""
+    """What the body of PUSH_MESSAGES says: the senders, and the messages that are answered."""
 
     senders: frozenset[int]
     answers: tuple[str, ...]
 
 
 def read_pushed_messages(body: bytes) -> PushedMessages:
-    """The senders and the messages answered; a body that cannot be read raises an exception."""
+    """Read the body of PUSH_MESSAGES; an unreadable one raises an exception."""
     request = PushMessagesRequest.FromString(body)
-    named = [message.metadata for message in request.messages_list]
-    senders = {request.node.node_id, *(metadata.src_node_id for metadata in named)}
-    return PushedMessages(
-        frozenset(senders), tuple(metadata.reply_to_message_id for metadata in named)
-    )
+    senders, answers = {request.node.node_id}, []
+    for message in request.messages_list:
+        senders.add(message.metadata.src_node_id)
+        answers.append(message.metadata.reply_to_message_id)
+    return PushedMessages(frozenset(senders), tuple(answers))
 
 
 class _SecretAuthPlugin(ControlAuthnPlugin):
-    """The operator is who knows one secret. Flower asks for an account: the one of no accounts."""
+    """Whoever has the secret is the operator; Flower's no-op account stands for all operators."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
@@ -224,13 +222,13 @@ class _SecretAuthPlugin(ControlAuthnPlugin):
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
-        given = next((value for name, value in metadata if name == ACCESS_TOKEN_KEY), "")
-        given = given if isinstance(given, bytes) else given.encode()
-        known = hmac.compare_digest(given, self._secret)
+        token = next((value for name, value in metadata if name == ACCESS_TOKEN_KEY), "")
+        token = token if isinstance(token, bytes) else token.encode()
+        is_valid = hmac.compare_digest(token, self._secret)
         account = AccountInfo(flwr_aid=NOOP_FLWR_AID, account_name=NOOP_ACCOUNT_NAME)
-        return known, account if known else None
+        return is_valid, account if is_valid else None
 
-    # Flower lets anybody call these three: they give nothing.
+    # Flower lets anyone call these three: they return nothing.
     def get_login_details(self) -> None:
         return None
 
@@ -242,38 +240,39 @@ class _SecretAuthPlugin(ControlAuthnPlugin):
 
 
 class SuperLink:
-    """Flower's server, in memory: its web application `app`, and the few things we ask of it."""
+    """Flower's server, in memory: its web application `app`, and the few calls that we need."""
 
     def __init__(self, secret: str) -> None:
-        FLOWER_LOGGER.setLevel(logging.WARNING)  # else a line for every message
-        # every message is given its own run by MemoryGrid; Message() insists on one for all
+        FLOWER_LOGGER.setLevel(logging.WARNING)  # otherwise Flower logs every message
+        # Message() insists on one run for the process; MemoryGrid sets the run of every message
         TaskIdentity.task_id, TaskIdentity.run_id = 0, 0
         TaskIdentity.node_id = SUPERLINK_NODE_ID
         self.app = create_app(_config(secret), SuperLinkLifespan)
         self.state = self.app.state.linkstate_factory.state()
 
     def register(self, key: bytes, name: str) -> int:
-        """Let a client's key in; the number of its node."""
+        """Register a client's key; the number of its node."""
         owner = (NOOP_FLWR_AID, NOOP_ACCOUNT_NAME)
         return int(self.state.create_node(*owner, key, heartbeat_interval=0, name=name))
 
     def unregister(self, node: int) -> None:
-        """Let a node in no longer."""
-        with suppress(TypeError):  # raised for a node that never connected, after the fact
+        """Remove a node."""
+        with suppress(TypeError):  # raised for a node that never connected, after its removal
             self.state.delete_node(NOOP_FLWR_AID, node)
 
     def connected_nodes(self) -> set[int]:
-        """The nodes that are there."""
-        return {node.node_id for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
+        """The nodes that are online."""
+        online = self.state.get_node_info(statuses=[NodeStatus.ONLINE])
+        return {node.node_id for node in online}
 
     def awaits_reply(self, node: int, message: str) -> bool:
-        """Whether that message was sent to that node and is still to be answered."""
-        asked = self.state.message_ins_store.get(message)
-        return asked is not None and asked.metadata.dst_node_id == node
+        """Whether that message was sent to that node and has no reply yet."""
+        sent = self.state.message_ins_store.get(message)
+        return sent is not None and sent.metadata.dst_node_id == node
 
 
 def _config(secret: str) -> SuperLinkLifespanConfig:
-    """No listener of Flower's own, no subprocess, no database, no log of events."""
+    """Flower without its own listeners, subprocesses, database and event log."""
     return SuperLinkLifespanConfig(
         control_address="127.0.0.1:0",
         health_server_address=None,
@@ -301,37 +300,37 @@ def _config(secret: str) -> SuperLinkLifespanConfig:
 
 
 class MemoryGrid(Grid):
-    """The server's end of a run's messages, by calls of Flower's handlers in this process.
+    """The server's end of a run's messages; it calls Flower's handlers in this process.
 
-    One exchange at a time: whatever an earlier one left behind (late replies, objects that nobody
-    asked for) is deleted before the next, so that no client can fill the memory. A reply is known
-    by the metadata that were checked when it was accepted, not by those inside its content.
+    Messages are exchanged in batches. What a batch leaves behind (late replies, objects without a
+    message) is deleted before the next one, so that no client can fill the memory. A reply is
+    identified by the metadata that were checked when it was accepted, not by those in its content.
     """
 
     def __init__(self, state: Any, task: Any) -> None:
         self._state, self._task = state, task
         self._sent: dict[str, Message] = {}
-        self.end_reason = ""  # why the run was ended from outside, if it was
+        self.end_reason = ""  # why the run was ended from outside
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        """Who is connected."""
+        """The connected nodes with their public keys."""
         self._require_running()
         return list(runtime.get_nodes(GetNodesRequest(), self._state, self._task).nodes)
 
     def get_node_ids(self) -> Iterable[int]:
-        """The same, their numbers alone."""
+        """The numbers of the connected nodes."""
         return [node.node_id for node in self.get_nodes()]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send; the number of every message, "" for one that could not be sent."""
         self._require_running()
         self.clear()
-        asked = list(messages)
-        if not asked:
+        outgoing = list(messages)
+        if not outgoing:
             return []
         request, objects = PushAppMessagesRequest(), dict[str, Any]()
         with no_object_id_recompute():
-            for message in asked:
+            for message in outgoing:
                 own = {"_run_id": self._task.run_id, "_src_node_id": SUPERLINK_NODE_ID}
                 message.metadata.__dict__.update(own)
                 message.metadata.__dict__["_message_id"] = message.object_id
@@ -343,26 +342,24 @@ class MemoryGrid(Grid):
                 content = objects[name].deflate()
                 self._state.store_object(self._task.run_id, sent.session_id, name, content)
         numbers = [str(number) for number in sent.message_ids]
-        self._sent = {
-            number: remove_content_from_message(message)
-            for number, message in zip(numbers, asked, strict=True)
-            if number
-        }
+        for number, message in zip(numbers, outgoing, strict=True):
+            if number:
+                self._sent[number] = remove_content_from_message(message)
         return numbers
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """The replies that are here, each once."""
+        """The replies that have arrived, each once."""
         self._require_running()
         waiting = list(message_ids)
         whole = [number for number in waiting if not self._is_arriving(number)]
         request = PullAppMessagesRequest(message_ids=whole)
-        found = runtime.pull_messages(request, self._state, self._task)
-        pairs = zip(found.messages_list, found.message_object_trees, strict=True)
+        response = runtime.pull_messages(request, self._state, self._task)
+        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
         replies = [self._reply(proto, tree) for proto, tree in pairs]
         return [*replies, *self._lost(waiting)]
 
     def _is_arriving(self, number: str) -> bool:
-        """Whether a reply was accepted, parts of it are on their way, and its sender is there."""
+        """Whether parts of an accepted reply are still missing and its sender is online."""
         reply = self._state.message_ins_id_to_message_res_id.get(number)
         if reply is None:
             return False
@@ -370,11 +367,11 @@ class MemoryGrid(Grid):
         names = [node.object_id for node in iterate_object_tree(tree)]
         parts = [self._state.get_object(self._task.run_id, name) for name in names]
         node = self._state.message_ins_store[number].metadata.dst_node_id
-        there = self._state.get_node_info(node_ids=[node], statuses=[NodeStatus.ONLINE])
-        return b"" in parts and bool(there)
+        online = self._state.get_node_info(node_ids=[node], statuses=[NodeStatus.ONLINE])
+        return b"" in parts and bool(online)
 
     def _reply(self, proto: Any, tree: Any) -> Message:
-        """A reply, or an error in its place."""
+        """A reply, or an error message in its place."""
         names = [node.object_id for node in iterate_object_tree(tree)]
         parts = {name: self._state.get_object(self._task.run_id, name) for name in names}
         own, number = proto.metadata.message_id, proto.metadata.reply_to_message_id
@@ -386,39 +383,38 @@ class MemoryGrid(Grid):
             reply = inflate_object_from_contents(own, parts)
             if not isinstance(reply, Message):
                 raise TypeError(f"a {type(reply).__name__} was sent as a message")
-        except Exception as error:  # whatever a broken or hostile client may send
-            fault = Error(
-                ErrorCode.MESSAGE_UNAVAILABLE, f"its reply cannot be read ({describe_error(error)})"
-            )
+        except Exception as error:  # a broken or hostile client may send anything
+            reason = f"its reply cannot be read ({describe_error(error)})"
+            fault = Error(ErrorCode.MESSAGE_UNAVAILABLE, reason)
             return Message(fault, reply_to=self._sent[number])
         reply.__dict__["_metadata"] = message_from_proto(proto).metadata
         return reply
 
     def _lost(self, waiting: Iterable[str]) -> list[Message]:
-        """For every message that a client can have no answer to any more: an error in its place.
+        """An error message for every message that its client has lost and cannot answer.
 
-        A client that comes in has nothing in hand: what it was given before was lost, when it was
-        killed or its line was cut. Without this, it would be waited for until the round's limit.
+        A client that connects holds no messages: it lost those of the time before, when it was
+        killed or its connection broke. Without this, the server would wait for the round's limit.
         """
         lost = []
         for number in waiting:
-            asked = self._state.message_ins_store.get(number)
-            if asked is None or not asked.metadata.delivered_at:
+            sent = self._state.message_ins_store.get(number)
+            if sent is None or not sent.metadata.delivered_at:
                 continue
-            node = self._state.nodes[asked.metadata.dst_node_id]
-            given, came = asked.metadata.delivered_at, node.last_activated_at
-            if datetime.fromisoformat(came) > datetime.fromisoformat(given):
+            node = self._state.nodes[sent.metadata.dst_node_id]
+            delivered, connected = sent.metadata.delivered_at, node.last_activated_at
+            if datetime.fromisoformat(connected) > datetime.fromisoformat(delivered):
                 self._state.delete_messages({number})
-                fault = Error(ErrorCode.NODE_UNAVAILABLE, "it was started anew, or cut off")
+                fault = Error(ErrorCode.NODE_UNAVAILABLE, "it was restarted or disconnected")
                 lost.append(Message(fault, reply_to=self._sent[number]))
         return lost
 
     def clear(self) -> None:
-        """Delete what is left of earlier exchanges, replies that come too late included."""
+        """Delete what is left of earlier batches, including replies that come too late."""
         self._state.delete_messages({*self._sent})
         self._sent = {}
         self._state.delete_sessions_in_run(self._task.run_id)
-        with suppress(KeyError):  # there is nothing
+        with suppress(KeyError):  # nothing is stored
             self._state.object_store.delete_objects_in_run(self._task.run_id)
 
     def _require_running(self) -> None:
@@ -428,11 +424,11 @@ class MemoryGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Not here: who waits also watches, see `WatchedGrid`."""
+        """Not used: `WatchedGrid` waits for replies."""
         raise NotImplementedError
 
     def set_run(self, run: object) -> None:
-        """A grid is made for one run."""
+        """A grid belongs to one run."""
 
     @property
     def run(self):  # type: ignore[no-untyped-def]
@@ -447,7 +443,7 @@ class MemoryGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """A message."""
+        """A message to a node."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
 
@@ -455,56 +451,56 @@ RunFunction = Callable[[Grid, Mapping[str, object]], None]
 
 
 def run_tasks(
-    link: SuperLink, work: RunFunction, stop: threading.Event, *, every: float = 0.1
+    superlink: SuperLink, run: RunFunction, stop: threading.Event, *, every: float = 0.1
 ) -> None:
-    """Until told to stop: do our own work for every run that an operator starts, in its own thread.
+    """Until stopped: call `run` in a new thread for every run that an operator starts.
 
-    The app that the run came with is not looked at: it can only choose among settings.
+    The app that was sent with the run is ignored, except for the values of its settings.
     """
-    wanted = AcquireTaskRequest(supported_task_types=[*TaskType])
+    request = AcquireTaskRequest(supported_task_types=[*TaskType])
     while not stop.wait(every):
-        given = runtime.acquire_task(wanted, link.state)
-        if given.token:
-            arguments = (link.state, given.task, work)
+        response = runtime.acquire_task(request, superlink.state)
+        if response.token:
+            arguments = (superlink.state, response.task, run)
             threading.Thread(target=_run_task, args=arguments, daemon=True).start()
 
 
-def _run_task(state: Any, task: Any, work: RunFunction) -> None:
-    grid, over = MemoryGrid(state, task), threading.Event()
-    threading.Thread(target=_keep_alive, args=(state, task, grid, over), daemon=True).start()
+def _run_task(state: Any, task: Any, run: RunFunction) -> None:
+    grid, ended = MemoryGrid(state, task), threading.Event()
+    threading.Thread(target=_keep_alive, args=(state, task, grid, ended), daemon=True).start()
     outcome, details = SubStatus.FAILED, ""
     try:
         if task.type != TaskType.SERVER_APP:
-            raise InputError(f"run: this server trains, and runs no {task.type}")
-        given = runtime.pull_task_input(PullTaskInputRequest(), state, task)
-        work(grid, run_from_proto(given.run).override_config)
+            raise InputError(f"run: this server only trains; it runs no {task.type}")
+        task_input = runtime.pull_task_input(PullTaskInputRequest(), state, task)
+        run(grid, run_from_proto(task_input.run).override_config)
         outcome = SubStatus.COMPLETED
     except Exception as error:
         logging.getLogger("glocal").error("a run has ended", exc_info=error)
         details = str(error) if isinstance(error, InputError) else describe_error(error)
     finally:
-        over.set()
+        ended.set()
         grid.clear()
         finished = PushTaskOutputRequest(sub_status=outcome, details=details)
         runtime.push_task_output(finished, state, task)
 
 
-def _keep_alive(state: Any, task: Any, grid: MemoryGrid, over: threading.Event) -> None:
-    """Flower takes a run for dead that gives no sign of life; and tells so that it was stopped."""
-    while not over.wait(_HEARTBEAT):
+def _keep_alive(state: Any, task: Any, grid: MemoryGrid, ended: threading.Event) -> None:
+    """Send the run's heartbeats, which Flower expects; it rejects those of a stopped run."""
+    while not ended.wait(_HEARTBEAT):
         if not state.acknowledge_task_heartbeat(task.task_id):
             grid.end_reason = "it was stopped"
 
 
 class RunState(NamedTuple):
-    """How a run stands, as Flower sees it: whether it has ended, and why."""
+    """A run's state as Flower sees it: whether it has ended, and why."""
 
     finished: bool
     details: str
 
     @classmethod
     def of(cls, run: Any) -> "RunState":
-        """From Flower's own record."""
+        """The state in Flower's own record of a run."""
         status = run.status
         return cls(status.status == Status.FINISHED, status.details or status.sub_status)
 
@@ -521,9 +517,9 @@ class ControlConnection:
         return {node.node_id: (node.status, node.public_key) for node in listed}
 
     def start(self, config: Mapping[str, str | bool]) -> int:
-        """Start a run; the server knows what to do, and takes from here its settings alone."""
+        """Start a run; the server uses its own code and takes only these settings."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a library that Flower uses
+            warnings.simplefilter("ignore", DeprecationWarning)  # from a dependency of Flower
             bundle, _ = build_fab_from_files({"pyproject.toml": _BUNDLE.encode()})
         fab = fab_to_proto(Fab(hashlib.sha256(bundle).hexdigest(), bundle, {}))
         settings = user_config_to_proto(dict(config))
@@ -531,17 +527,17 @@ class ControlConnection:
         return int(self.client.StartRun(request).run_id)
 
     def run(self, number: int) -> RunState | None:
-        """How a run stands; None for one that this server does not know: it was started anew."""
+        """A run's state; None if this server, after a restart, does not know the run."""
         try:
-            known = self.client.ListRuns(ListRunsRequest(run_id=number)).run_dict
+            runs = self.client.ListRuns(ListRunsRequest(run_id=number)).run_dict
         except httpx.HTTPStatusError as error:
             if error.response.status_code == 404:
                 return None
             raise
-        return RunState.of(known[number])
+        return RunState.of(runs[number])
 
     def latest_run_states(self) -> dict[str, RunState]:
-        """How the last start of every run stands, by our own names for runs."""
+        """The state of the last start of every run, by our own run names."""
         runs = self.client.ListRuns(ListRunsRequest(limit=1000)).run_dict.values()
         starts = sorted(runs, key=lambda run: run.pending_at)
         return {run.override_config["run"].string: RunState.of(run) for run in starts}
@@ -549,7 +545,7 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class _Bearer:
-    """Shows the operator's secret with every request."""
+    """Sends the operator's secret with every request."""
 
     secret: str
 
@@ -560,41 +556,44 @@ class _Bearer:
 
 @dataclass(frozen=True)
 class _SocketFile(httpx.BaseTransport):
-    """Requests through a socket file; httpx's own leaves it open where nobody answers."""
+    """Requests through a socket file; httpx's own transport leaks it if nothing answers."""
 
     path: Path
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        line = http.client.HTTPConnection("superlink")
-        with socket.socket(socket.AF_UNIX) as line.sock, closing(line):
-            line.sock.settimeout(30)
-            line.sock.connect(str(self.path))
+        connection = http.client.HTTPConnection("superlink")
+        with socket.socket(socket.AF_UNIX) as connection.sock, closing(connection):
+            connection.sock.settimeout(30)
+            connection.sock.connect(str(self.path))
             headers = dict(request.headers)
-            line.request(request.method, request.url.path, request.content, headers)
-            answer = line.getresponse()
-            return httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read())
+            connection.request(request.method, request.url.path, request.content, headers)
+            response = connection.getresponse()
+            body = response.read()
+            return httpx.Response(response.status, headers=response.getheaders(), content=body)
 
 
 def control_connection(web: httpx.Client, secret: str) -> ControlConnection:
-    """A connection for who has the operator's secret."""
+    """An operator's connection, with the secret."""
     version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
     client = ControlHttpClient("http://superlink", interceptors=[version, _Bearer(secret)])
-    client.close()  # its own line leads nowhere
+    client.close()  # its own web client is replaced
     client._client = web
     return ControlConnection(client)
 
 
 @contextmanager
-def connect_control(door: Path, secret: str) -> Iterator[ControlConnection]:
-    """A connection to the server behind a private socket; one that cannot be had is one line."""
+def connect_control(path: Path, secret: str) -> Iterator[ControlConnection]:
+    """A connection through the operator's socket file; a failure is one line."""
     try:
-        with httpx.Client(transport=_SocketFile(door)) as web:
+        with httpx.Client(transport=_SocketFile(path)) as web:
             yield control_connection(web, secret)
     except httpx.HTTPStatusError as error:
         raise InputError(
-            f"deploy: the server behind {door} refuses ({describe_error(error)}); see its logs/server.log"
+            f"deploy: the server behind {path} refuses ({describe_error(error)}); "
+            "see its logs/server.log"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         raise InputError(
-            f"deploy: the server of {door.parent} does not answer ({describe_error(error)}); start it with `glocal deploy server`"
+            f"deploy: the server of {path.parent} does not answer ({describe_error(error)}); "
+            "start it with `glocal deploy server`"
         ) from error
