@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from liang2020.lstm import lstm_scan
 from torch import nn
 from torch.func import grad, vmap
-
-from liang2020.lstm import lstm_scan
 
 
 def plainly(asked, of_state, real):

@@ -8,10 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
-
-from glocal.core.errors import InputError
-from glocal.evaluate.intervals import confidence_interval
 from liang2020.cli import main
 from liang2020.theory import (
     ClosedForm,
@@ -30,6 +26,10 @@ from liang2020.theory import (
     unit_inputs,
 )
 from liang2020.theory_figure import TheoryResult, draw_mixture, draw_theory
+from matplotlib.figure import Figure
+
+from glocal.core.errors import InputError
+from glocal.evaluate.intervals import confidence_interval
 
 PAGE = (Path(__file__).parents[1] / "docs/theory.md").read_text()
 CLOSE = 0.03

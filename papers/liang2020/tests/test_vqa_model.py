@@ -5,6 +5,16 @@ import copy
 import numpy as np
 import pytest
 import torch
+from liang2020.vqa_model import (
+    SHARED,
+    Block,
+    Lstm,
+    ResNet,
+    Sizes,
+    Trunk,
+    load_weights,
+    vqa_net,
+)
 from safetensors.torch import save_file
 from torch import nn
 
@@ -23,16 +33,6 @@ from glocal.datasets.image_table import ImageTable
 from glocal.engines.protocol import ClientTask, run_one
 from glocal.evaluate import Evaluator, local_test, vqa_accuracy
 from glocal.federate.rounds import simulate
-from liang2020.vqa_model import (
-    SHARED,
-    Block,
-    Lstm,
-    ResNet,
-    Sizes,
-    Trunk,
-    load_weights,
-    vqa_net,
-)
 from glocal.wire import Ledger
 
 PAPER_WORDS = 64_437

@@ -1,4 +1,4 @@
-"""Texts, person by person: reading, dealing, batching, the Bi-LSTM, what a run keeps, and the mood study as a value."""
+"""Texts, person by person: reading, partitions, batches, and what a run keeps of them."""
 
 import json
 import math
@@ -18,7 +18,6 @@ from glocal.core.files import write_text
 from glocal.core.modules import params_of
 from glocal.core.optimizers import StepLR, adam, sgd
 from glocal.core.sampling import Plan, batch_order, make_rng, to_token_batches
-from glocal.core.split import Split
 from glocal.core.training import cross_entropy
 from glocal.datasets import Texts, load, load_texts, partition_texts
 from glocal.datasets.federated import from_tensors
@@ -33,17 +32,10 @@ from glocal.datasets.texts import (
 from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
 from glocal.evaluate.text_baselines import baselines
 from glocal.federate.rounds import simulate
-from glocal.report import draw_study, study_markdown
-from glocal.studies.build import build_components, build_split, default_model
-from glocal.studies.findings import read_findings
-from glocal.studies.mood import SHARES
-from glocal.studies.paper import PAPER
-from glocal.studies.recurrent import BiLstm, mood_lstm
+from glocal.studies.build import build_components
 from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.run import read_results, run_study
 from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
-from glocal.studies.study_parts import run_parts, write_study
-from tests.support import world
 
 SECRET = "xylophonist"  # a word that no file and no output may hold
 
@@ -64,18 +56,6 @@ def diary(path, sizes=(30, 20, 12, 3)):
                 f'p{person},"{SECRET} {words} {words} {"day " * int(generator.integers(1, 9))}",{mood}'
             )
     return maps(path, rows)
-
-
-def small(**changes):
-    return mood_lstm(3, vocabulary=11, width=6, units=4, **changes)
-
-
-def sentences(lengths, length=9, seed=0):
-    generator = np.random.default_rng(seed)
-    x = np.zeros((len(lengths), length), dtype=np.int64)
-    for row, words in zip(x, lengths, strict=True):
-        row[:words] = generator.integers(1, 11, words)
-    return torch.from_numpy(x)
 
 
 def test_a_csv_in_the_form_of_maps_is_read_into_five_equal_bins(tmp_path):
@@ -229,7 +209,7 @@ def test_people_come_by_number_of_texts_and_one_with_three_still_trains(tmp_path
         [3, 1, 0],
         [3, 1, 0],
     ]
-    assert partition_texts(texts, seeds=[4], people=1)[0].clients == 1
+    assert partition_texts(texts, seeds=[4], people=1)[0].num_clients == 1
     with pytest.raises(InputError, match=r"data.keep_clients is 4; it must be from 1 to 3"):
         partition_texts(texts, seeds=[4], people=4)
 
@@ -321,96 +301,8 @@ def test_a_rate_that_shrinks_is_a_lower_rate(rule):
 def test_a_shrink_needs_both_of_its_numbers():
     from glocal.studies.build import build_optimizer
 
-    with pytest.raises(InputError, match="shrink and shrink_every belong together"):
+    with pytest.raises(InputError, match="lr_gamma and optimizer.lr_step_size belong together"):
         build_optimizer(OptimizerSettings(lr_gamma=0.5))
-
-
-def test_the_lstm_is_that_of_torch():
-    torch.manual_seed(0)
-    theirs, ours = (
-        nn.LSTM(5, 7, bidirectional=True, batch_first=True).double(),
-        BiLstm(5, 7).double(),
-    )
-    for side, suffix in ((ours.forwards, ""), (ours.backwards, "_reverse")):
-        side.of_input.data = getattr(theirs, f"weight_ih_l0{suffix}").data.clone()
-        side.of_state.data = getattr(theirs, f"weight_hh_l0{suffix}").data.clone()
-        side.bias.data = (
-            getattr(theirs, f"bias_ih_l0{suffix}") + getattr(theirs, f"bias_hh_l0{suffix}")
-        ).data.clone()
-    lengths = torch.tensor([6, 1, 4])
-    texts = [torch.randn(int(length), 5, dtype=torch.double) for length in lengths]
-    _, (last, _) = theirs(nn.utils.rnn.pack_sequence(texts, enforce_sorted=False))
-    both = torch.zeros(2, 3, 6, 5, dtype=torch.double)
-    real = torch.arange(6) >= 6 - lengths[:, None]
-    for row, text in enumerate(texts):
-        both[0, row, 6 - len(text) :], both[1, row, 6 - len(text) :] = text, text.flip(0)
-    assert torch.allclose(ours(both, real), torch.cat([last[0], last[1]], -1), atol=1e-9)
-    slopes = torch.autograd.grad(ours(both, real).square().sum(), ours.forwards.of_state)[0]
-    known = torch.autograd.grad(
-        torch.cat([last[0], last[1]], -1).square().sum(), theirs.weight_hh_l0
-    )[0]
-    assert torch.allclose(slopes, known, atol=1e-9)
-
-
-def test_padding_changes_nothing():
-    model = world.seeded(small).eval()
-    x = sentences((9, 1, 4, 7))
-    longer = torch.cat([x, torch.zeros(4, 13, dtype=torch.int64)], 1)
-    assert torch.allclose(model(x), model(longer), atol=1e-6)
-    assert torch.allclose(model(x)[1:2], model(x[1:2, :1]), atol=1e-6)
-
-
-def test_the_network_takes_its_words_in_order():
-    model = world.seeded(small).eval()
-    assert not torch.allclose(
-        model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[3, 2, 1]])), atol=1e-4
-    )
-
-
-@pytest.mark.parametrize("dropout", [None, 0.3])
-def test_batched_devices_train_as_one_by_one(dropout):
-    model = world.seeded(lambda: small(dropout=dropout))
-    people = [
-        (sentences(lengths, seed=place), torch.arange(len(lengths)) % 3)
-        for place, lengths in enumerate(((9, 1, 4, 7, 2), (3, 8)))
-    ]
-    train = from_tensors(people, test=0.0, validation=0.0).train
-    from glocal.algorithms import lg_fedavg
-
-    algorithm = lg_fedavg(
-        cross_entropy(model),
-        adam(0.01, lr_schedule=StepLR(gamma=0.5, step_size=1)),
-        split=Split.of(model, local="head"),
-    )
-    plan = Plan(3, 2, batch_size=3, max_tokens=16)
-    runs = [
-        world.last(simulate(algorithm, params_of(model), train, plan, engine=engine))[0]
-        for engine in ("looped", "vmapped")
-    ]
-    assert world.gap(*runs, total=2) < 1e-5
-
-
-def test_the_alpha_splits_are_the_shares_they_say():
-    settings = PAPER["paper-mood"].parts["14-people"].settings
-    model = default_model("mood_lstm")
-    params = params_of(model)
-    assert trees.numel(params) == 1_436_101
-    for name, share in SHARES.items():
-        shared = trees.numel(
-            build_split(settings, settings.experiments[name], model).take_shared(params)
-        )
-        assert 1 - shared / trees.numel(params) == pytest.approx(share, abs=5e-4)
-        if "α" in name:
-            assert share == pytest.approx(float(name.rpartition(" ")[2]), abs=0.035)
-
-
-def test_every_method_of_the_study_has_the_same_number_of_rounds():
-    from glocal.studies.run import plans_of
-
-    for part in PAPER["paper-mood"].parts.values():
-        assert {plan.total_rounds for plan in plans_of(part.settings).values()} == {
-            part.settings.plan.rounds
-        }
 
 
 def test_one_class_people_are_found_by_their_texts():
@@ -448,7 +340,7 @@ def test_bags_of_words_tell_what_the_words_say_and_cope_with_one_class_people(tm
 
 def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts():
     runs = restarts_of(PlanSettings(seed=3, seeds=2, restarts=3))
-    assert [run.deal for run in runs] == [3, 4, 3, 4, 3, 4]
+    assert [run.data_seed for run in runs] == [3, 4, 3, 4, 3, 4]
     assert len({run.seed for run in runs}) == 6
     results = [
         {"seed": run.seed, "validation": {"pooled": pooled}}
@@ -467,12 +359,12 @@ def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts()
 def quick(path, **plan):
     table = {
         "data": {"source": str(path), "partition": "natural"},
-        "model": {"name": "tests.studies.test_mood:tiny"},
+        "model": {"name": "tests.studies.test_texts:Tiny"},
         "optimizer": {"name": "adam", "lr": 0.01, "lr_gamma": 0.5, "lr_step_size": 1},
         "plan": {
             "rounds": 2,
             "clients_per_round": 4,
-            "batch": 8,
+            "batch_size": 8,
             "max_tokens": 60,
             "seeds": 2,
             **plan,
@@ -487,8 +379,16 @@ def quick(path, **plan):
     return from_dict(table)
 
 
-def tiny():
-    return mood_lstm(5, width=4, units=3)
+class Tiny(nn.Module):
+    """The mean of word vectors, and one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY_SIZE, 4)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.words(x).mean(1))
 
 
 def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
@@ -527,37 +427,6 @@ def test_texts_are_dealt_person_by_person_only(tmp_path):
         load(settings.data.source)
     with pytest.raises(InputError, match="digits holds no texts"):
         load_texts("digits")
-
-
-@pytest.mark.slow
-def test_the_mood_study_is_run_reported_and_drawn(tmp_path, capfd):
-    study, source = PAPER["paper-mood"], diary(tmp_path / "maps.csv")
-    changes = [
-        "plan.seeds=2",
-        "plan.restarts=1",
-        "plan.rounds=30",
-        "plan.clients_per_round=4",
-        "data.keep_clients=4",
-        'run.engine="vmapped"',
-    ]
-    changes += [f'data.source="{source}"', 'model.name="tests.studies.test_mood:tiny"', "run.validate_every=10"]
-    parts = write_study(study, tmp_path / "run", patterns=["14-people"], changes=changes)
-    experiments = {
-        name: experiment
-        for name, experiment in parts["14-people"].experiments.items()
-        if name in ("FedAvg", "Local only", "head local, α = .2")
-    }
-    for _ in run_parts(
-        {"14-people": replace(parts["14-people"], experiments=experiments)}, tmp_path / "run"
-    ):
-        pass
-    findings = read_findings(tmp_path / "run")
-    text = study_markdown(findings)
-    assert "| Bag of words, pooled, knows the person |" in text
-    assert "the best mix is above FedAvg" in text
-    (picture,) = draw_study(findings, tmp_path)
-    assert picture.name == "paper-mood-14-people.png"
-    assert SECRET not in text + capfd.readouterr().out
 
 
 @pytest.mark.slow
