@@ -44,7 +44,7 @@ def complaint(capsys):
     lines = [
         line
         for line in lines
-        if not line.startswith(("keeping everything", "glocal: engine:")) and "━" not in line
+        if not line.startswith(("writing to ", "glocal: engine:")) and "━" not in line
     ]
     assert len(lines) == 1, lines
     assert lines[0].startswith("glocal: ")
@@ -82,7 +82,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(capsys):
     run("run", "digits", *QUICK, "--out", "kept")
     capsys.readouterr()
     assert run("run", "digits", *QUICK, "--out", "kept") == 2
-    assert "holds a run already; go on with `glocal resume kept`" in complaint(capsys)
+    assert "holds a run already; continue it with `glocal resume kept`" in complaint(capsys)
 
 
 def test_a_model_and_data_of_ones_own_run_from_a_toml_file(capsys):
@@ -290,7 +290,7 @@ def test_a_stop_before_anything_is_kept_promises_nothing_to_go_on_with(capsys, m
     )
     assert run("run", "digits", "--out", "early") == 130
     errors = capsys.readouterr().err
-    assert "stopped; nothing was kept" in errors
+    assert "stopped; nothing was saved" in errors
     assert "resume" not in errors
     assert not Path("early").exists()
 

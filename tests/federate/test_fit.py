@@ -214,7 +214,7 @@ def test_control_c_saves_what_is_done_and_says_how_to_go_on(request_to_stop, tmp
     process.send_signal(request_to_stop)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "go on with: glocal resume stopped" in errors
+    assert "continue with: glocal resume stopped" in errors
     assert "Traceback" not in errors
     assert (tmp_path / "stopped/experiments/first/checkpoint.safetensors").exists()
 
@@ -265,8 +265,8 @@ def test_personal_models_are_saved_and_load_back_as_plain_state_dicts(name, tmp_
     result = fitted(name, folder=tmp_path)
     test = world.federation().test
     files = sorted((tmp_path / "models/seed-0").glob("*.safetensors"))
-    assert len(files) == (world.DEVICES if result.state.private.initial else 1)
-    for device in range(world.DEVICES):
+    assert len(files) == (world.NUM_CLIENTS if result.state.private.initial else 1)
+    for device in range(world.NUM_CLIENTS):
         model = world.with_batch_norm()
         model.load_state_dict(load_file(files[device if len(files) > 1 else 0]))
         x, y, _ = test.of(device)
@@ -429,7 +429,7 @@ def test_a_stop_while_a_row_is_written_loses_no_row(tmp_path, monkeypatch):
 def test_uneven_parts_are_tested_the_same_on_every_engine():
     model = world.seeded(world.plain)
     federation = world.federation(sizes=(2000, 50, 700, 3), test=0.4)
-    algorithm = world.algorithm("lg_fedavg", model, total=4)
+    algorithm = world.algorithm("lg_fedavg", model, num_clients=4)
     figures = []
     for options in ({}, {"engine": "looped"}, {"chunk_size": 1}, {"chunk_size": 3}):
         result = glocal.fit(
@@ -487,7 +487,7 @@ def test_a_warm_start_from_another_model_is_refused():
 def test_mtl_made_for_another_number_of_devices_is_refused():
     model = world.seeded(world.plain)
     with pytest.raises(InputError, match="mtl: made for 5 devices, but the data have 6"):
-        glocal.fit(world.algorithm("mtl", model, total=5), model, world.federation(), PLAN)
+        glocal.fit(world.algorithm("mtl", model, num_clients=5), model, world.federation(), PLAN)
 
 
 def test_a_split_of_another_model_is_refused():

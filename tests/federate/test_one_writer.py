@@ -72,7 +72,7 @@ def test_a_second_process_is_refused_and_a_killed_one_lets_go(tmp_path):
         second = subprocess.run(command("resume", "run"), **how)
         assert second.returncode == 2
         announced, told = filter(str.strip, second.stderr.splitlines())
-        assert announced == "keeping everything in run"
+        assert announced == "writing to run"
         assert told.startswith("glocal: run: run ")
         assert HELD in told
         assert bytes_of(tmp_path / "run") == before
@@ -115,7 +115,7 @@ def fitted_kinds(folder):
 
 
 def fitted_scenario(folder):
-    model, everyone = world.seeded(world.plain), tuple(range(world.DEVICES))
+    model, everyone = world.seeded(world.plain), tuple(range(world.NUM_CLIENTS))
     only = Chapter(0, Availability.of(everyone), (world.federation(),))
     story = Scenario((only,), {"all": everyone})
     return fit_scenario(world.algorithm("lg_fedavg", model), model, story, PLAN, folder=folder)

@@ -383,17 +383,17 @@ def judged(*, ahead):
     [
         (
             0.01,
-            "was ahead, but not clearly, in the race",
-            "not very. 'nothing shared' was ahead by 1.0 points (-1.0 to +3.0)",
+            "was ahead, but not clearly, in the search",
+            "low. 'nothing shared' was ahead by 1.0 points (-1.0 to +3.0)",
         ),
         (
             0.0,
-            "did about as well in the race",
-            "not very. 'nothing shared' did as well in 1 round.",
+            "did about as well in the search",
+            "low. 'nothing shared' did as well in 1 round.",
         ),
         (
             -0.01,
-            "did worse in the race",
+            "did worse in the search",
             "not clearly ahead of 'nothing shared', by 1.0 points (-1.0 to +3.0)",
         ),
     ],
@@ -401,7 +401,7 @@ def judged(*, ahead):
 def test_what_is_said_of_sharing_nothing_is_what_the_race_showed(ahead, why, sure):
     said = recommendation(judged(ahead=ahead))
     assert any(why in line for line in said)
-    assert any(line.startswith(f"How sure: {sure}") for line in said)
+    assert any(line.startswith(f"Certainty: {sure}") for line in said)
 
 
 def test_a_table_keeps_its_digits_where_lines_are_short(capsys, monkeypatch):
@@ -473,7 +473,7 @@ def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
     out = tmp_path / "advice.json"
     assert command("advise", "digits", "mlp", "--rounds", 3, "--clients", 5, "--out", out) == 0
     printed = capsys.readouterr().out
-    for word in ("alpha*", "The race", "split.local = [", "Why:", "How sure:", "Groups:", "Cost:"):
+    for word in ("alpha*", "The search", "split.local = [", "Why:", "Certainty:", "Groups:", "Cost:"):
         assert word in printed
     told = json.loads(out.read_text())
     assert told["command"] == "glocal advise digits mlp --rounds 3 --clients 5 --prefer accuracy"
@@ -517,7 +517,7 @@ def test_what_it_says_to_paste_is_a_setting(capsys):
         (["digits", "--seed", "-3"], "seed is -3"),
         (["digits", "--budget", "9" * 400 + " GB"], "above 0 and below 1e+24"),
         (["digits", "--budget", "1 kB"], "send 520,920 bytes at least"),
-        (["digits", "--set", "plan.clients_per_round=99"], "the cohort is 99"),
+        (["digits", "--set", "plan.clients_per_round=99"], "clients_per_round is 99"),
         (["nowhere.toml"], "cannot read nowhere.toml"),
         (["digits", "--budget", ""], "the budget is ''; bytes or seconds were expected"),
         (["digits", "--set", "plan.max_tokens=100"], "max_tokens"),
@@ -549,7 +549,7 @@ def test_a_study_of_ones_own_is_advised_on(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('[data]\nsource = "digits"\nclients = 6\n[model]\nhidden = [16]\n')
     assert command("advise", "mine.toml", "--rounds", 2) == 0
-    assert "6 devices with" in capsys.readouterr().out
+    assert "6 clients with" in capsys.readouterr().out
 
 
 def test_the_race_is_judged_by_what_a_guess_is_worth():

@@ -38,7 +38,7 @@ from tests.cli.test_cli import complaint, run
 from tests.support import world
 
 PLAN = Plan(rounds=4, clients_per_round=3, batch_size=4, seed=5)
-NEW = world.DEVICES
+NEW = world.NUM_CLIENTS
 
 
 def examples(rows=20, seed=9, classes=world.CLASSES):
@@ -533,7 +533,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_computed(saved, tmp_p
     assert (
         run("join", saved, "--data", tmp_path / "new.npz", "--out", tmp_path / "file" / "new") == 2
     )
-    assert "choose another place with --out" in complaint(capsys)
+    assert "choose another --out" in complaint(capsys)
 
 
 def test_a_number_of_labels_that_is_not_there_is_told(saved, tmp_path, capsys):

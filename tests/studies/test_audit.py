@@ -521,7 +521,7 @@ def test_places_that_hold_something_else_are_refused(kept, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     assert run("audit", kept, "--attribute", "0", "--out", tmp_path / "file" / "new") == 2
     assert "audit: " in (line := complaint(capsys))
-    assert "choose another place with --out" in line
+    assert "choose another --out" in line
 
 
 def test_runs_that_saved_their_metrics_only_are_refused(tmp_path, capsys):

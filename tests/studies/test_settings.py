@@ -209,7 +209,7 @@ def test_the_local_part_may_have_a_learning_rate_of_its_own():
         after_a_round("experiments.a.local_lr=0.05"),
         after_a_round("experiments.a.local_lr=1e-9"),
     )
-    assert world.gap(plain, same, total=20) < 1e-6
+    assert world.gap(plain, same, num_clients=20) < 1e-6
     assert (
         max(world.distance(slow.private.of(0), slow.private.of(client)) for client in range(20))
         < 1e-6

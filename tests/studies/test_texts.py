@@ -417,7 +417,7 @@ def test_a_deal_has_one_federation_for_all_its_tries_and_one_store_for_all_deals
 
 def test_texts_are_dealt_person_by_person_only(tmp_path):
     settings = quick(diary(tmp_path / "maps.csv"))
-    with pytest.raises(InputError, match=r"let data.partition be 'natural', not 'iid'"):
+    with pytest.raises(InputError, match=r"set data.partition to 'natural', not 'iid'"):
         build_components(
             replace(settings, data=replace(settings.data, partition="iid")), lambda *_: None
         )

@@ -1,4 +1,4 @@
-"""Advice as a user sees it: what to share, why, how sure that is, and what it cost to find out."""
+"""Advice in the terminal: what to share, why, how certain that is, and what it cost."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +17,7 @@ from glocal.core.trees import numel
 from glocal.evaluate.intervals import ConfidenceInterval
 from glocal.personalize.advisor import Advice, AdvisorConfig, advise
 from glocal.personalize.advisor.candidates import NOTHING
+from glocal.personalize.advisor.groups import ClientGroup
 from glocal.personalize.advisor.search import CandidateResult
 from glocal.studies import STUDIES, Settings, from_toml, with_overrides
 from glocal.studies.build import build_algorithm, build_components
@@ -28,18 +29,20 @@ _MIN_WIDTH = 120  # letters
 
 
 def resolve_settings(data: str, model: str | None, changes: list[str]) -> Settings:
-    """The settings behind a study, a TOML file or a data set, with another model if one is named."""
+    """The settings of a study, a TOML file or a data set, with another model if one is named."""
     if data in STUDIES:
         base = STUDIES[data]
     elif Path(data).suffix == ".toml":
         base = from_toml(Path(data))
     elif data in installed_studies():
         raise InputError(
-            f"advise: '{data}' is a study of several parts; name a data set and a model, such as mnist and mlp"
+            f"advise: '{data}' is a study of several parts; "
+            "name a data set and a model, such as mnist and mlp"
         )
     elif model is None:
         raise InputError(
-            f"advise: '{data}' is neither a study nor a TOML file, and no model is named; name one, such as mlp"
+            f"advise: '{data}' is neither a study nor a TOML file, and no model is named; "
+            "name one, such as mlp"
         )
     else:
         base = Settings(name=data, data=DataSettings(source=data))
@@ -51,7 +54,7 @@ def resolve_settings(data: str, model: str | None, changes: list[str]) -> Settin
 def show_advice(
     settings: Settings, config: AdvisorConfig, *, rounds: int, out: Path | None, command: str
 ) -> None:
-    """Find out, print it, and write it down."""
+    """Run the advisor, print its advice, and write it to a file."""
     if out is not None:
         require_writable(out)
     settings = replace(
@@ -76,7 +79,7 @@ def show_advice(
     )
     console = Console(stderr=True)
     try:
-        with console.status("getting ready") as status:
+        with console.status("starting") as status:
             advice = advise(
                 algorithm,
                 parts.model,
@@ -88,11 +91,12 @@ def show_advice(
                 metric=parts.metric,
             )
     except KeyboardInterrupt:
-        console.print("stopped; nothing was kept", highlight=False)
+        console.print("stopped; nothing was saved", highlight=False)
         raise
     examples = int(federation.train.sizes.sum())
     print(
-        f"{federation.num_clients} devices with {examples:,} examples; a model of {numel(params_of(parts.model)):,} parameters"
+        f"{federation.num_clients} clients with {examples:,} examples; "
+        f"a model of {numel(params_of(parts.model)):,} parameters"
     )
     print_advice(advice)
     if out is not None:
@@ -101,7 +105,7 @@ def show_advice(
 
 
 def print_advice(advice: Advice) -> None:
-    """The variances, the race, and what follows from them."""
+    """The variances, the search, and the recommendation."""
     _print_variances(advice)
     if advice.ran_halving:
         _print_halving(advice)
@@ -112,9 +116,12 @@ def print_advice(advice: Advice) -> None:
 
 def _print_variances(advice: Advice) -> None:
     print(
-        f"\nHow devices differ: updates of {len(advice.participants)} devices, two halves of each one's data"
+        f"\nHow clients differ: updates of {len(advice.participants)} clients, "
+        "on two halves of each client's data"
     )
-    table = _table("layer", "data\nvariance", "device\nvariance", "alpha*", "95 % interval")
+    table = _table(
+        "layer", "within-client\nvariance", "between-client\nvariance", "alpha*", "95 % interval"
+    )
     for layer, found in advice.variances.items():
         interval = f"{found.low:.2f} to {found.high:.2f}"
         table.add_row(
@@ -128,10 +135,14 @@ def _print_variances(advice: Advice) -> None:
 
 
 def _print_halving(advice: Advice) -> None:
-    print(f"\nThe race: accuracy in % on data that {len(advice.participants)} devices held back")
+    print(f"\nThe search: accuracy in % on held-out data of {len(advice.participants)} clients")
     ends = sorted({rounds for row in advice.rows for rounds in row.accuracy})
     table = _table(
-        "", "sends", *(f"round {rounds}" for rounds in ends), "to the choice", "95 % interval"
+        "",
+        "sends",
+        *(f"round {rounds}" for rounds in ends),
+        "difference\nfrom choice",
+        "95 % interval",
     )
     for row in sorted(advice.rows, key=_sort_key):
         figures = [
@@ -147,12 +158,12 @@ def _print_halving(advice: Advice) -> None:
 
 
 def _print_unwrapped(table: Table) -> None:
-    """A table with all of its digits, also where a line is too short for them."""
+    """A table with all of its digits, even where lines are too short for them."""
     Console(width=max(Console().width, _MIN_WIDTH)).print(table, highlight=False)
 
 
 def _sort_key(row: CandidateResult) -> tuple[int, float]:
-    """Those that came furthest first, the best of them on top."""
+    """Candidates that stayed longest first, the best of them on top."""
     last = max(row.accuracy, default=0)
     return -last, -row.accuracy.get(last, 0.0)
 
@@ -177,7 +188,7 @@ def _table(first: str, *rest: str) -> Table:
 
 
 def recommendation(advice: Advice) -> list[str]:
-    """What to do, why, how sure that is, and what it cost, line by line."""
+    """What to do, why, how certain that is, and what it cost, line by line."""
     return [
         *_choice_lines(advice),
         _reason_line(advice),
@@ -194,11 +205,11 @@ def _choice_lines(advice: Advice) -> list[str]:
     listed = ", ".join(f'"{layer}"' for layer in choice.local)
     if not choice.shared:
         return [
-            "Share nothing once FedAvg has given all a start: fine-tune on every device.",
+            "Share nothing after a warm start with FedAvg: fine-tune on every client.",
             f"  split.local = [{listed}]",
         ]
     return [
-        f"Share {', '.join(choice.shared)}; keep {', '.join(choice.local)} on the device.",
+        f"Share {', '.join(choice.shared)}; keep {', '.join(choice.local)} local.",
         f"  split.local = [{listed}]",
     ]
 
@@ -206,25 +217,21 @@ def _choice_lines(advice: Advice) -> list[str]:
 def _reason_line(advice: Advice) -> str:
     alpha, expected = advice.variances["all"].alpha, advice.by_variances
     reason = (
-        "devices differ more than their own data wobble"
+        "the variance between clients is larger than that within a client"
         if alpha > _HALF
-        else "devices' own data wobble more than devices differ"
+        else "the variance within a client is larger than that between clients"
     )
-    words = f"Why: alpha* is {alpha:.2f}, for {reason}"
+    text = f"Why: alpha* is {alpha:.2f}: {reason}"
     if not advice.ran_halving:
-        return (
-            f"{words}; the budget left no room for a race, so that the linear theory decides alone."
-        )
-    found = (
-        "and so says the race"
-        if expected == advice.choice.name
-        else f"which {_verdict(advice, expected)} in the race"
-    )
-    return f"{words}; by that alone it would be '{expected}', {found}."
+        return f"{text}; the budget was too small for a search, so the linear theory decides alone."
+    if expected == advice.choice.name:
+        return f"{text}; that alone suggests '{expected}', and so does the search."
+    verdict = _verdict(advice, expected)
+    return f"{text}; that alone suggests '{expected}', which {verdict} in the search."
 
 
 def _verdict(advice: Advice, name: str) -> str:
-    """How a split that was not chosen did beside the choice."""
+    """How a split that was not chosen did in comparison with the choice."""
     gap = _gap(advice, name)
     if gap.mean > 0:
         return "was ahead" if gap.low > 0 else "was ahead, but not clearly,"
@@ -232,7 +239,7 @@ def _verdict(advice: Advice, name: str) -> str:
 
 
 def _gap(advice: Advice, name: str) -> ConfidenceInterval:
-    """How far a split that raced is from the choice."""
+    """The accuracy difference of a candidate from the choice."""
     (gap,) = (row.difference for row in advice.rows if row.candidate.name == name)
     assert gap is not None
     return gap
@@ -240,46 +247,60 @@ def _gap(advice: Advice, name: str) -> ConfidenceInterval:
 
 def _confidence_line(advice: Advice) -> str:
     if not advice.ran_halving:
-        return "How sure: not very; give it a larger budget."
+        return "Certainty: low; give it a larger budget."
     equally_good = [name for name in advice.equally_good if name != advice.choice.name]
-    short = _local_only_caveat(advice) + (
-        "" if advice.finished else " The budget ended the race early."
-    )
+    caveats = _local_only_caveat(advice)
+    if not advice.finished:
+        caveats += " The budget ended the search early."
     if equally_good:
-        sent = {row.candidate.name: row.sent_fraction for row in advice.rows}
-        least = min(advice.equally_good, key=lambda name: sent[name])
-        reason = (
-            f"sends least of these, {100 * sent[least]:.1f} % of the model"
-            if advice.choice.name == least
-            else f"sends {100 * sent[advice.choice.name]:.1f} % of the model, '{least}' {100 * sent[least]:.1f} % (--prefer bytes)"
+        return (
+            f"Certainty: {_comma_separated(equally_good)} did about as well in {_rounds(advice)}; "
+            f"the choice {_sent_comparison(advice)}.{caveats}"
         )
-        return f"How sure: {_comma_separated(equally_good)} did about as well in {_rounds(advice)}; the choice {reason}.{short}"
     rivals = [
         row
         for row in advice.rows
         if row.candidate != advice.choice and max(row.accuracy, default=0) == advice.rounds
     ]
     if not rivals:
-        return f"How sure: the others were behind before round {advice.rounds}.{short}"
+        return f"Certainty: the others were behind before round {advice.rounds}.{caveats}"
     nearest_row = max(rivals, key=lambda row: row.accuracy[advice.rounds])
     gap = _gap(advice, nearest_row.candidate.name)
     if gap.mean >= 0:
         as_well = (
             "" if gap.mean else f" '{nearest_row.candidate.name}' did as well in {_rounds(advice)}."
         )
-        return f"How sure: not very.{as_well}{short}"
+        return f"Certainty: low.{as_well}{caveats}"
     ahead = ConfidenceInterval(-gap.mean, -gap.high, -gap.low)
     clear = "clearly" if ahead.low > 0 else "not clearly"
-    return f"How sure: {clear} ahead of '{nearest_row.candidate.name}', by {100 * ahead.mean:.1f} points ({format_interval(ahead)}).{short}"
+    return (
+        f"Certainty: {clear} ahead of '{nearest_row.candidate.name}', "
+        f"by {100 * ahead.mean:.1f} points ({format_interval(ahead)}).{caveats}"
+    )
+
+
+def _sent_comparison(advice: Advice) -> str:
+    """How much of the model the choice sends, in comparison with candidates as good."""
+    sent = {row.candidate.name: 100 * row.sent_fraction for row in advice.rows}
+    least = min(advice.equally_good, key=lambda name: sent[name])
+    if advice.choice.name == least:
+        return f"sends least of these, {sent[least]:.1f} % of the model"
+    return (
+        f"sends {sent[advice.choice.name]:.1f} % of the model, "
+        f"'{least}' {sent[least]:.1f} % (--prefer bytes)"
+    )
 
 
 def _local_only_caveat(advice: Advice) -> str:
-    """What to know where sharing nothing was ahead of the choice: it has to be so clearly to be chosen."""
+    """The caveat where sharing nothing was ahead of the choice, but not clearly."""
     if advice.choice.name == NOTHING or _gap(advice, NOTHING).mean <= 0:
         return ""
     gap = _gap(advice, NOTHING)
     by = f"{100 * gap.mean:.1f} points ({format_interval(gap)})"
-    return f" '{NOTHING}' was ahead by {by}, which is not clear enough: what is learnt together shows later than a race ends."
+    return (
+        f" '{NOTHING}' was ahead by {by}, which is not clear enough: "
+        "the gain of shared training shows later than the search ends."
+    )
 
 
 def _rounds(advice: Advice) -> str:
@@ -290,19 +311,26 @@ def _groups(advice: Advice) -> list[str]:
     if not advice.ran_halving:
         return []
     if not advice.groups:
-        return ["Groups: none prefers another split clearly; one does for all."]
+        return ["Groups: no group clearly prefers another split; one split serves all."]
     return [
-        f"Groups: devices {_comma_separated(map(str, group.clients))} do better with '{group.candidate}', "
-        f"by {100 * group.gain.mean:.1f} points ({format_interval(group.gain)}, on data that did not choose them): "
-        f"{'leave each of them alone' if group.candidate == NOTHING else 'give them a federation of their own'}."
+        f"Groups: clients {_comma_separated(map(str, group.clients))} "
+        f"do better with '{group.candidate}', "
+        f"by {100 * group.gain.mean:.1f} points "
+        f"({format_interval(group.gain)}, on data not used to choose them): {_group_advice(group)}."
         for group in advice.groups
     ]
+
+
+def _group_advice(group: ClientGroup) -> str:
+    if group.candidate == NOTHING:
+        return "let each of them train alone"
+    return "give them a federation of their own"
 
 
 def _cost_line(advice: Advice) -> str:
     cost = advice.cost
     sent = format_bytes(cost.ledger.total.bytes)
-    return f"Cost: {sent}, {cost.updates:,} updates by devices, {advice.seconds:.0f} s."
+    return f"Cost: {sent}, {cost.updates:,} client updates, {advice.seconds:.0f} s."
 
 
 def _comma_separated(words: Iterable[str]) -> str:

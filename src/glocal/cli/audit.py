@@ -1,4 +1,4 @@
-"""The audit of a saved run as a user sees it: three tables, then a page."""
+"""The audit of a saved run in the terminal: three tables, then a page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from glocal.studies.saved_experiment import open_experiment
 
 @dataclass(frozen=True)
 class AuditTarget:
-    """Which case and seed of a run is audited, and where that is kept."""
+    """The experiment and seed of a run to audit, and the output folder."""
 
     folder: Path
     experiment: str | None
@@ -30,13 +30,13 @@ class AuditTarget:
     out: Path | None
 
     def output_folder(self, audit: SavedAudit) -> Path:
-        """The folder that is written into; an audit of the same attribute, case and seed is replaced."""
+        """The folder to write; an audit of the same attribute, experiment and seed is replaced."""
         seeds = len(read_results(self.folder)[audit.saved.experiment])
         words = [audit.name, audit.saved.experiment, *([f"seed {audit.seed}"] if seeds > 1 else [])]
         return self.out or self.folder / "audits" / "-".join(map(slug, words))
 
     def require_free_output(self) -> None:
-        """Refuse to write over something else than an audit."""
+        """Refuse to overwrite anything but an audit."""
         held = [
             name
             for name in ("settings.json", "study.json", "join.json")
@@ -49,7 +49,7 @@ class AuditTarget:
 
 
 def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> None:
-    """Audit, print what was found, keep it in a folder of its own."""
+    """Audit, print the results, and save them in a folder of their own."""
     target.require_free_output()
     with download_bars() as report:
         saved = open_experiment(target.folder, target.experiment, seed=target.seed, report=report)
@@ -57,18 +57,19 @@ def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> Non
     output_folder, console = target.output_folder(audit), Console(stderr=True)
     with reserve_folder(output_folder, "audit"):
         with console.status(
-            f"attackers learn {audit.name} from what '{audit.settings.layer}' puts out"
+            f"training attackers of {audit.name} on the output of '{audit.settings.layer}'"
         ):
             figures = audit.figures()
         audit.save(output_folder, figures, {"run": target.folder.name, "command": command})
     show_audit(output_folder)
 
 
-def show_audit(place: Path) -> None:
-    """Write the page of an audit, and print what it found."""
-    found, page = read_audit(place / "audit.json"), write_audit_report(place)
+def show_audit(folder: Path) -> None:
+    """Write the page of an audit, and print its results."""
+    found, page = read_audit(folder / "audit.json"), write_audit_report(folder)
     print(
-        f"{found['experiment']}, seed {found['seed']}; representation: what '{found['settings']['layer']}' puts out ({found['layer_reason']})"
+        f"{found['experiment']}, seed {found['seed']}; "
+        f"representation: the output of '{found['settings']['layer']}' ({found['layer_reason']})"
     )
     print(audit_headline(found))
     _print_leaks(found)
@@ -80,7 +81,7 @@ def show_audit(place: Path) -> None:
 
 
 def _print_leaks(found: Json) -> None:
-    """One row per attacker: AUC in percent with its interval, by what it knows."""
+    """One row per attacker: its AUC in percent with the interval, by what it knows."""
     cells = {(row["attacker"], row["knowledge"]): with_interval(row) for row in found["leaks"]}
     body = [
         [attacker, *(cells.get((attacker, knowledge), "-") for knowledge in KNOWLEDGE)]

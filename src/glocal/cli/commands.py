@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is loaded when they are called."""
+"""The commands and their options; a command loads its code when it is called."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data_app = typer.Typer(
-    help="List, fetch, check and draw data sets.",
+    help="List, fetch, verify and draw data sets.",
     invoke_without_command=True,
     rich_markup_mode=None,
 )
@@ -35,11 +35,11 @@ Overrides = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 Out = Annotated[
-    Path | None, typer.Option(help="Where to keep the run; by default a new folder under runs/.")
+    Path | None, typer.Option(help="The folder of the run; by default a new one under runs/.")
 ]
 Local = Annotated[
     list[str] | None,
-    typer.Option(help="What stays on the device: a module, tensor or glob. May be repeated."),
+    typer.Option(help="What stays on the client: a module, tensor or glob. May be repeated."),
 ]
 Shared = Annotated[
     list[str] | None, typer.Option(help="What is sent and averaged. May be repeated.")
@@ -48,7 +48,7 @@ EngineName = Annotated[
     str | None,
     typer.Option(
         "--engine",
-        help="auto, looped, vmapped, graphed (a GPU) or workers (a CPU); auto says what it took.",
+        help="auto, looped, vmapped, graphed (GPU) or workers (CPU); auto prints its choice.",
     ),
 ]
 Seeds = Annotated[
@@ -61,7 +61,7 @@ Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
-        help="Run this part of a paper's study only, such as paper-2 or 'paper-*'. May be repeated.",
+        help="Run only this part of a paper's study: paper-2, 'paper-*'. May be repeated.",
     ),
 ]
 SourceName = Annotated[str, typer.Argument(help="digits, mnist, cifar10 or adult.")]
@@ -75,7 +75,10 @@ def start(context: typer.Context) -> None:
 
 @app.command()
 def demo(out: Out = None, engine: EngineName = None) -> None:
-    """Five algorithms on handwritten digits, ten devices with two classes each: a table and a report in a minute or so."""
+    """Five algorithms on handwritten digits, ten clients with two classes each.
+
+    Prints a table and writes a report in about a minute.
+    """
     from glocal.cli.run import free_folder, run_and_report
     from glocal.studies import STUDIES, with_overrides
 
@@ -121,11 +124,8 @@ def list_studies() -> None:
     table = Table("name", "what", "of the paper", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, settings in STUDIES.items():
         groups = f"; with {', '.join(settings.groups)}" if settings.groups else ""
-        table.add_row(
-            name,
-            f"{settings.data.source} on {settings.data.clients} devices: {', '.join(settings.experiments)}{groups}",
-            "",
-        )
+        data = f"{settings.data.source} on {settings.data.clients} clients"
+        table.add_row(name, f"{data}: {', '.join(settings.experiments)}{groups}", "")
     for name, study in installed_studies().items():
         table.add_row(name, f"{study.title}, {len(study.parts)} parts", study.source)
     Console().print(table)
@@ -173,7 +173,8 @@ def run(
     overrides = [*(changes or []), *_overrides(engine=engine, device=device, seeds=seeds)]
     if out is not None and (is_run(out) or is_study(out)):
         raise InputError(
-            f"run: {out} holds a run already; go on with `glocal resume {out}`, or choose another --out"
+            f"run: {out} holds a run already; "
+            f"continue it with `glocal resume {out}`, or choose another --out"
         )
     installed = {} if study in STUDIES else installed_studies()
     if study in installed:
@@ -204,7 +205,7 @@ def run(
 
 @app.command()
 def resume(folder: RunFolder, changes: Overrides = None, engine: EngineName = None) -> None:
-    """Go on with a run that was stopped, to the same bits as if it never had been."""
+    """Resume a stopped run; the results have the same bits as without the stop."""
     from glocal.cli.run import resume_parts, run_and_report
     from glocal.studies import with_overrides
     from glocal.studies.run import read_settings
@@ -234,7 +235,7 @@ def report(
         typer.Option(help="Where to write a paper's study, if not into its own folder."),
     ] = None,
 ) -> None:
-    """Write a report anew; what several runs of one paper's study found goes into one."""
+    """Write a report again; several runs of one paper's study are merged into one."""
     from glocal.cli.audit import show_audit
     from glocal.cli.join import show_join
     from glocal.cli.run import report_study, show_results
@@ -246,7 +247,7 @@ def report(
     if len(folders) == 1 and (folders[0] / "live.json").exists():
         from glocal.deploy.preflight import require_flower
 
-        require_flower()  # what shows the result imports it
+        require_flower()  # show_result imports it
         from glocal.cli.deploy_actions import show_result
 
         show_result(folders[0])
@@ -264,7 +265,8 @@ def report(
             (folder for folder in folders if not (folder.is_file() or is_study(folder))), folders[0]
         )
         raise InputError(
-            f"report: {odd} is no study of a paper; give such studies, or one folder of a run without --out"
+            f"report: {odd} is not a study of a paper; "
+            "give such studies, or one folder of a run without --out"
         )
     show_results(folders[0])
 
@@ -275,47 +277,50 @@ def join(
     source: Annotated[
         str,
         typer.Option(
-            "--data", help="The new device's examples: FILE.npz with x and y, or module:function."
+            "--data", help="The new client's examples: FILE.npz with x and y, or module:function."
         ),
     ],
     experiment: Annotated[
         str | None,
         typer.Option(
-            help="Which case of the run; by default the last that has local and shared parts."
+            help="An experiment of the run; by default the last with local and shared parts."
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Which seed of the run; by default the first.")
+        int | None, typer.Option(help="A seed of the run; by default the first.")
     ] = None,
-    name: Annotated[str, typer.Option(help="What to call the new device.")] = "new_client",
+    name: Annotated[str, typer.Option(help="The name of the new client.")] = "new_client",
     labels: Annotated[
-        str, typer.Option(help="How many labelled examples to try: numbers, and 'all'.")
+        str, typer.Option(help="Numbers of labelled examples to try, and 'all'.")
     ] = "0,1,5,10,50,all",
     epochs: Annotated[
         int,
-        typer.Option(
-            help="How often its local part visits the labelled examples; a handful more often."
-        ),
+        typer.Option(help="Epochs of its local part; a small set of labelled examples gets more."),
     ] = 20,
     rounds: Annotated[
-        int, typer.Option(help="Rounds to join with all labels, after its local part is learnt.")
+        int, typer.Option(help="Rounds to join with all labels, after its local part is trained.")
     ] = 5,
     existing_clients: Annotated[
         int | None,
-        typer.Option(help="Old devices in each of those rounds; by default the run's cohort."),
+        typer.Option(
+            help="Existing clients in each of them; by default clients_per_round of the run."
+        ),
     ] = None,
     start: Annotated[
         str,
         typer.Option(
-            help="What its local part starts from: initial, or average (of all trained ones)."
+            help="Where its local part starts: initial, or average (of all trained ones)."
         ),
     ] = "initial",
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to keep it; by default joined/NAME in the run's folder."),
+        typer.Option(help="The output folder; by default joined/NAME in the run's folder."),
     ] = None,
 ) -> None:
-    """Take a new device into a saved federation, by every way there is; the federation's own files stay as they are."""
+    """Let a new client join a saved federation, by every method.
+
+    The run's own files do not change.
+    """
     from glocal.cli.join import JoinTarget, join_client
     from glocal.personalize.onboarding import JoinPlan
 
@@ -335,36 +340,40 @@ def audit(
     attribute: Annotated[
         str,
         typer.Option(
-            help="Which protected attribute of the data, such as sex; one without a name by number."
+            help="A protected attribute of the data, such as sex; without names, a number."
         ),
     ],
     experiment: Annotated[
         str | None,
         typer.Option(
-            help="Which case of the run; by default the last that has local and shared parts."
+            help="An experiment of the run; by default the last with local and shared parts."
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Which seed of the run; by default the first.")
+        int | None, typer.Option(help="A seed of the run; by default the first.")
     ] = None,
     layer: Annotated[
         str | None,
         typer.Option(
-            help="The module whose output attackers see; by default the study's [audit].at, or the end of the local part."
+            help="The module whose output attackers see; by default the study's audit.layer, "
+            "or the end of the local part."
         ),
     ] = None,
     encoders: Annotated[
         int,
         typer.Option(
-            help="Through how many devices' encoders strong attackers run everybody else."
+            help="How many clients' encoders strong attackers use on everybody else's data."
         ),
     ] = 3,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to keep it; by default under audits/ in the run's folder."),
+        typer.Option(help="The output folder; by default under audits/ in the run's folder."),
     ] = None,
 ) -> None:
-    """What a saved run gives away about a protected attribute, and how it treats groups; the run's own files stay as they are."""
+    """What a saved run leaks about a protected attribute, and how it treats groups.
+
+    The run's own files do not change.
+    """
     from glocal.cli.audit import AuditTarget, audit_run
     from glocal.studies.saved_audit import AuditQuery
 
@@ -401,20 +410,22 @@ def advise(
     changes: Overrides = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="What it may cost: bytes or seconds, such as '20 MB' or '60 s'."),
+        typer.Option(help="A budget in bytes or seconds, such as '20 MB' or '60 s'."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds of FedAvg before the race.")] = 100,
-    num_clients: Annotated[int, typer.Option(help="How many devices race.")] = 24,
+    rounds: Annotated[int, typer.Option(help="Rounds of FedAvg before the search.")] = 100,
+    num_clients: Annotated[
+        int, typer.Option("--clients", help="How many clients take part in the search.")
+    ] = 24,
     prefer: Annotated[
-        str, typer.Option(help="Of splits as good: accuracy (shares most) or bytes.")
+        str, typer.Option(help="Among equally good splits: accuracy (shares most) or bytes.")
     ] = "accuracy",
-    seed: Annotated[
-        int | None, typer.Option(help="What is drawn from; short for --set plan.seed=N.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed; short for --set plan.seed=N.")] = None,
     device: TorchDevice = None,
-    out: Annotated[Path | None, typer.Option(help="Also write it into this JSON file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the advice to this JSON file.")
+    ] = None,
 ) -> None:
-    """How much of a network to share: devices' variances, and a short race of splits on data held back."""
+    """How much of a network to share: variances of clients' updates, and a search over splits."""
     from glocal.cli.advise import resolve_settings, show_advice
     from glocal.personalize.advisor import AdvisorConfig, Budget
 
@@ -432,7 +443,7 @@ def advise(
         changes,
         budget=[budget],
         rounds=[rounds],
-        num_clients=[num_clients],
+        clients=[num_clients],
         prefer=[prefer],
         seed=[seed],
         device=[device],
@@ -446,7 +457,7 @@ def split(
     local: Local = None,
     shared: Shared = None,
 ) -> None:
-    """Show which part of a model stays on the device and which is sent."""
+    """Show which part of a model stays on the client and which is sent."""
     from glocal.core.modules import params_of
     from glocal.core.split import Split
     from glocal.studies.build import default_model
@@ -486,7 +497,7 @@ def data_fetch(name: SourceName) -> None:
 
 @data_app.command("check")
 def data_check(name: SourceName) -> None:
-    """Hold a data set's files against their checksums."""
+    """Verify a data set's checksums."""
     from glocal.datasets import SOURCES, verify_source
 
     files = verify_source(name)
@@ -498,12 +509,10 @@ def data_check(name: SourceName) -> None:
         )
     if not all(good for _, good in files):
         downloaded = all(remote.urls for remote in SOURCES[name].files)
-        what = (
-            f"delete them and run `glocal data fetch {name}`"
-            if downloaded
-            else "copy them again from their origin"
-        )
-        raise InputError(f"data: {name} has damaged files; {what}")
+        advice = "copy them again from their origin"
+        if downloaded:
+            advice = f"delete them and run `glocal data fetch {name}`"
+        raise InputError(f"data: {name} has damaged files; {advice}")
 
 
 @data_app.command("draw")
@@ -511,10 +520,10 @@ def data_draw(
     name: SourceName,
     changes: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="Also draw it into this .svg or .png file.")
+        Path | None, typer.Option(help="Also draw a figure: an .svg or .png file.")
     ] = None,
 ) -> None:
-    """Draw who has which classes; --set data.clients=20 and so on say how the data are dealt out."""
+    """Draw the classes of each client; --set data.clients=20 and the like change the partition."""
     from glocal.cli.progress import download_bars
     from glocal.cli.tables import print_class_counts
     from glocal.datasets import Texts, class_counts, load_any
@@ -539,21 +548,19 @@ def data_draw(
 @data_app.command("samples")
 def data_samples(
     name: SourceName,
-    out: Annotated[Path, typer.Option(help="The .png file to draw into.")],
+    out: Annotated[Path, typer.Option(help="The .png file.")],
     rotate: Annotated[
-        float, typer.Option(help="By how many degrees the lower row is turned.")
+        float, typer.Option(help="The rotation of the lower row, in degrees.")
     ] = 90.0,
 ) -> None:
-    """Draw one image of each class, upright above and turned below."""
+    """Draw one image of each class, and the same images rotated below."""
     from glocal.cli.progress import download_bars
     from glocal.datasets import load
     from glocal.datasets.rotation import rotate_images
     from glocal.report import draw_samples
 
     if out.suffix != ".png":
-        raise InputError(
-            f"data: samples go into a .png file, not into {out.name}; choose such a name"
-        )
+        raise InputError(f"data: samples are a .png file, not {out.name}; choose such a name")
     with download_bars() as report:
         x, y, _ = load(name, report=report).train
     firsts = [int((y == label).nonzero()[0]) for label in sorted({*y.tolist()})]

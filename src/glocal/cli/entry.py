@@ -1,4 +1,4 @@
-"""Where the command line begins and ends: mistakes become one line and an exit code."""
+"""The entry point: an error becomes one line and an exit code."""
 
 import logging
 import signal
@@ -15,7 +15,7 @@ from glocal.core.errors import GlocalWarning, InputError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run glocal's command line."""
+    """Run the command line: exit code 2 and one line for a user's error, 130 for Ctrl-C."""
     run_app(app, arguments)
 
 
@@ -25,12 +25,8 @@ def run_app(commands: typer.Typer, arguments: Sequence[str] | None = None) -> No
     Packages of studies with commands of their own use it too.
     """
     if "" not in sys.path:
-        sys.path.insert(
-            0, ""
-        )  # so that model.name = "mine:build" finds mine.py where the user stands
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # a polite request to stop is met like Ctrl-C
+        sys.path.insert(0, "")  # model.name = "mine:build" finds mine.py in the working directory
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     log, lines = logging.getLogger("glocal"), _UniqueLines()
     log.addHandler(lines)
     log.setLevel(logging.INFO)
@@ -52,7 +48,8 @@ def _run_command(commands: typer.Typer, arguments: Sequence[str] | None) -> Any:
         return _print_error(str(error))
     except OSError as error:
         return _print_error(
-            f"disk: {error.strerror or error} ({error.filename}); check the path and its permissions"
+            f"disk: {error.strerror or error} ({error.filename}); "
+            "check the path and its permissions"
         )
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
@@ -65,13 +62,13 @@ def _print_error(message: str) -> int:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-    """Our own warnings as one line; others are for developers and stay out of the way."""
+    """glocal's warnings as one line; others are for developers and are not printed."""
     if issubclass(category, GlocalWarning):
         print(f"glocal: {message}", file=sys.stderr)
 
 
 class _UniqueLines(logging.Handler):
-    """What the library has to say, each line once."""
+    """The library's log messages, each line once."""
 
     def __init__(self) -> None:
         super().__init__()

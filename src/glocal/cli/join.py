@@ -1,4 +1,4 @@
-"""A new device as a user sees it: what each way brings, as it is measured, then a page."""
+"""A new client in the terminal: the accuracy of every method as it is measured, then a page."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +25,7 @@ from glocal.studies.saved_experiment import open_experiment
 
 @dataclass(frozen=True)
 class JoinTarget:
-    """Which federation of a run is met, what the newcomer is called, and where it is kept."""
+    """The federation of a run to join, the new client's name, and the output folder."""
 
     folder: Path
     experiment: str | None
@@ -34,13 +34,14 @@ class JoinTarget:
     out: Path | None
 
     def output_folder(self) -> Path:
-        """The folder that is written into; a name joins a run once."""
-        place = self.out or self.folder / "joined" / slug(self.name)
-        if (place / "join.json").exists():
+        """The folder to write; a name joins a run once."""
+        folder = self.out or self.folder / "joined" / slug(self.name)
+        if (folder / "join.json").exists():
             raise InputError(
-                f"join: {place} holds a device that has joined already; give another --name or --out"
+                f"join: {folder} holds a client that has joined already; "
+                "give another --name or --out"
             )
-        return place
+        return folder
 
 
 def join_client(
@@ -51,31 +52,20 @@ def join_client(
     join_plan: JoinPlan,
     existing_clients: int | None,
 ) -> None:
-    """Try every way, print a table, keep it in a folder of its own."""
-    output_folder, numbers = target.output_folder(), parse_label_counts(labels)
+    """Try every method, print a table, and save the results in a folder of their own."""
+    output_folder, label_counts = target.output_folder(), parse_label_counts(labels)
     with download_bars() as report:
         saved = open_experiment(target.folder, target.experiment, seed=target.seed, report=report)
-    plan, trained_federation, store = (
-        saved.trained_federation.plan,
-        saved.trained_federation,
-        saved.federation.train.examples,
-    )
-    how = replace(
-        join_plan,
-        existing_clients=min(plan.clients_per_round, trained_federation.clients)
-        if existing_clients is None
-        else existing_clients,
-    )
+    federation, plan = saved.trained_federation, saved.trained_federation.plan
+    if existing_clients is None:
+        existing_clients = min(plan.clients_per_round, federation.clients)
+    join_plan = replace(join_plan, existing_clients=existing_clients)
     if join_plan.rounds:
-        require_joinable(
-            trained_federation.algorithm,
-            [trained_federation.state],
-            how,
-            trained_federation.clients,
-        )
-    classes = num_classes(trained_federation.model, saved.federation)
-    new_client = read_new_client(source, like=store.x[:1].cpu(), classes=classes, seed=plan.seed)
-    trial = JoinTrial(saved, new_client, JoinTrialSettings(numbers, join_plan=how))
+        require_joinable(federation.algorithm, [federation.state], join_plan, federation.clients)
+    classes = num_classes(federation.model, saved.federation)
+    like = saved.federation.train.examples.x[:1].cpu()
+    new_client = read_new_client(source, like=like, classes=classes, seed=plan.seed)
+    trial = JoinTrial(saved, new_client, JoinTrialSettings(label_counts, join_plan=join_plan))
     with reserve_folder(output_folder, "join"):
         rows = _measure(trial)
         about = {
@@ -89,27 +79,27 @@ def join_client(
     show_join(output_folder)
 
 
-def show_join(place: Path) -> None:
-    """Print what became of a newcomer, and write its page."""
-    _print(read_join(place / "join.json")["rows"])
-    print(f"report: {write_join_report(place)}")
+def show_join(folder: Path) -> None:
+    """Print the results of a new client, and write its page."""
+    _print(read_join(folder / "join.json")["rows"])
+    print(f"report: {write_join_report(folder)}")
 
 
 @contextmanager
-def reserve_folder(place: Path, command: str) -> Iterator[None]:
-    """A folder that can be written to, before anything is computed; it goes again if nothing comes of it."""
+def reserve_folder(folder: Path, command: str) -> Iterator[None]:
+    """Create a writable folder before anything is computed; it is removed if it stays empty."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{command}: {place} cannot be written to ({error.strerror}); choose another place with --out"
+            f"{command}: {folder} cannot be written ({error.strerror}); choose another --out"
         ) from error
     try:
-        with lock_folder(place):
+        with lock_folder(folder):
             yield
     finally:
-        with suppress(OSError):  # not empty: it came to something
-            place.rmdir()
+        with suppress(OSError):  # not empty
+            folder.rmdir()
 
 
 def parse_label_counts(text: str) -> tuple[int | None, ...]:
@@ -127,12 +117,13 @@ def parse_label_counts(text: str) -> tuple[int | None, ...]:
 
 
 def _measure(trial: JoinTrial) -> list[Json]:
-    """All rows; the latest is shown while the next is measured."""
+    """All rows; the status line shows the latest while the next is measured."""
     rows: list[Json] = []
     console = Console(stderr=True)
     for labels in trial.missing_label_counts():
         console.print(
-            f"left out: {labels} labelled examples, for the device has {len(trial.train.y)} to learn from",
+            f"skipped: {labels} labelled examples; "
+            f"the client has {len(trial.train.y)} for training",
             highlight=False,
         )
     with console.status("the ensemble") as status:

@@ -1,4 +1,4 @@
-"""Bars: one for every case that trains, one for every file that is downloaded."""
+"""Progress bars: one per experiment that trains, one per file that is downloaded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from glocal.studies.study_parts import PartEvent
 
 
 def experiment_bars() -> Progress:
-    """Room for a bar per case."""
+    """A progress display with a bar per experiment."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -33,7 +33,7 @@ def experiment_bars() -> Progress:
 
 
 def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], None]:
-    """A bar per case, with the newest figures in it."""
+    """A bar per experiment, with its latest metrics."""
     tasks: dict[str, TaskID] = {}
     latest: dict[str, float] = {}
 
@@ -49,19 +49,21 @@ def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], No
         row = step.moment.rows[0]
         if row["validation"] is not None:
             latest[step.experiment] = row["validation"]
-        seen = f"validation {latest[step.experiment]:.1%}  " if step.experiment in latest else ""
-        loss = "nobody there" if row["loss"] is None else f"loss {row['loss']:.3f}"
+        validation = (
+            f"validation {latest[step.experiment]:.1%}  " if step.experiment in latest else ""
+        )
+        loss = "no clients" if row["loss"] is None else f"loss {row['loss']:.3f}"
         bars.update(
             task,
             completed=step.moment.progress.done,
-            now=f"{loss}  {seen}{format_bytes(row['bytes'])}",
+            now=f"{loss}  {validation}{format_bytes(row['bytes'])}",
         )
 
     return show
 
 
 def part_step_callback(bars: Progress) -> Callable[[PartEvent], None]:
-    """One bar for the case that runs, whatever part it is of; a finished case becomes a line."""
+    """One bar for the experiment that runs, of any part; a finished experiment becomes a line."""
     shown: dict[str, Callable[[StudyEvent], None]] = {}
 
     def show(step: PartEvent) -> None:
@@ -90,7 +92,7 @@ def _final_metrics(step: StudyEvent) -> str:
 
 @contextmanager
 def download_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for every file that is being downloaded, shown only if there is one."""
+    """A bar for every file that is being downloaded; nothing is shown without one."""
     tasks: dict[str, TaskID] = {}
     bars = Progress(
         TextColumn("{task.description}"),
@@ -110,7 +112,7 @@ def download_bars() -> Iterator[Callable[[str, int, int], None]]:
             stop()
 
     def stop() -> None:
-        if bars.live.is_started:  # else it would leave an empty line where nobody watches
+        if bars.live.is_started:  # else it would leave an empty line where there is no terminal
             bars.stop()
 
     try:

@@ -1,4 +1,4 @@
-"""Runs as a user sees them: progress while they last, then the table and the report."""
+"""Runs in the terminal: progress bars, then the table and the report."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from glocal.studies.study_parts import (
 
 
 def run_and_report(settings: Settings, folder: Path) -> None:
-    """Run or go on with a study, show it, write the report."""
+    """Run or resume a study, print its table and write its report."""
     with _show_progress(folder) as (report, bars):
         show = step_callback(bars)
         for step in run_study(settings, folder, report=report):
@@ -37,7 +37,7 @@ def run_and_report(settings: Settings, folder: Path) -> None:
 
 
 def show_results(folder: Path) -> None:
-    """Print what a run has found, and write its report."""
+    """Print the results of a run, and write its report."""
     results = read_results(folder)
     print_table(results)
     print_groups(results)
@@ -48,7 +48,7 @@ def show_results(folder: Path) -> None:
 def start_parts(
     study: Study, folder: Path, *, patterns: Sequence[str], changes: Sequence[str], command: str
 ) -> None:
-    """Begin with some parts of a paper's study, or with all."""
+    """Start some parts of a paper's study, or all."""
     with lock_folder(folder):
         parts = write_study(study, folder, patterns=patterns, changes=changes)
         try:
@@ -59,7 +59,7 @@ def start_parts(
 
 
 def resume_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> None:
-    """Run or go on with a paper's study, show it, write the report."""
+    """Run or resume a paper's study, print its tables and write its report."""
     with lock_folder(folder):
         _run_parts(parts, folder, command)
 
@@ -75,27 +75,27 @@ def _run_parts(parts: Mapping[str, Settings], folder: Path, command: str) -> Non
 
 @contextmanager
 def _show_progress(folder: Path) -> Iterator[tuple[ProgressCallback, Progress]]:
-    """Downloads and cases as bars; who stops it is told how to go on."""
+    """Bars for downloads and experiments; a stop prints how to continue."""
     console = Console(stderr=True)
-    console.print(f"keeping everything in {folder}", highlight=False)
+    console.print(f"writing to {folder}", highlight=False)
     try:
         with download_bars() as report, experiment_bars() as bars:
             yield report, bars
     except KeyboardInterrupt:
-        kept = is_study(folder) or is_run(folder)
-        console.print(
-            f"stopped; go on with: glocal resume {folder}" if kept else "stopped; nothing was kept",
-            highlight=False,
-        )
+        message = "stopped; nothing was saved"
+        if is_study(folder) or is_run(folder):
+            message = f"stopped; continue with: glocal resume {folder}"
+        console.print(message, highlight=False)
         raise
 
 
 def report_study(paths: Sequence[Path], folder: Path) -> None:
-    """Print what a paper's study found, and write it as a page, as text and as numbers."""
+    """Print a paper's study, and write it as a page, as text and as numbers."""
     findings = merge_findings([read_findings(path) for path in paths])
     if not findings.parts:
         raise InputError(
-            f"report: {paths[0]} has finished no case yet; wait for one, or go on with `glocal resume {paths[0]}`"
+            f"report: {paths[0]} has no finished experiment yet; "
+            f"wait for one, or continue with `glocal resume {paths[0]}`"
         )
     print_findings(findings)
     write_findings(findings, folder / "findings.json")
@@ -104,7 +104,7 @@ def report_study(paths: Sequence[Path], folder: Path) -> None:
 
 
 def free_folder(preferred: Path) -> Path:
-    """The folder wanted, or the first of wanted-2, wanted-3, ... that does not exist."""
+    """The preferred folder, or the first of preferred-2, preferred-3, ... that does not exist."""
     folder, number = preferred, 1
     while folder.exists():
         number += 1

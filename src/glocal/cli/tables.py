@@ -16,7 +16,7 @@ _MIN_WIDTH = 500
 
 
 def print_table(results: dict[str, list[Json]]) -> None:
-    """One row per case: means over seeds, and the spread where there is more than one."""
+    """One row per experiment: means over seeds, with standard deviations if there are several."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("experiment", no_wrap=True)
     for heading in (
@@ -48,7 +48,7 @@ def print_table(results: dict[str, list[Json]]) -> None:
 
 
 def print_groups(results: dict[str, list[Json]]) -> None:
-    """What became of each group in each case: accuracy early, at its best and in the end, and what it forgot."""
+    """Each group's accuracy by experiment: after its first round, best and last; and forgetting."""
     experiments = {name: seeds for name, seeds in results.items() if seeds[0].get("groups")}
     if not experiments:
         return
@@ -70,35 +70,30 @@ def print_groups(results: dict[str, list[Json]]) -> None:
 
 
 def print_new_clients(results: dict[str, list[Json]]) -> None:
-    """One row for every case at whose end a newcomer came; nothing where none did."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("experiment", no_wrap=True)
-    for heading in ("normal %,\nbefore", "\nafter", "new %,\nbefore", "\nafter", "sent"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """One row per experiment that a new client joined; nothing without one."""
+    table = _make_table(
+        "experiment",
+        right=("normal %,\nbefore", "\nafter", "new %,\nbefore", "\nafter", "sent"),
+    )
     for name, seeds in results.items():
-        if "new_client" in seeds[0]:
-            met = [result["new_client"] for result in seeds]
-            before = [
-                result["new_test"]["logits"] if result["new_test"] else None for result in seeds
-            ]
-            columns = [
-                before,
-                *(
-                    [row[key] for row in met]
-                    for key in ("normal", "rotated_before", "rotated")
-                ),
-            ]
-            table.add_row(
-                escape(name),
-                *map(format_mean_std, columns),
-                format_bytes(fmean(row["ledger"]["total"]["bytes"] for row in met)),
-            )
+        if "new_client" not in seeds[0]:
+            continue
+        trials = [result["new_client"] for result in seeds]
+        new_tests = [result["new_test"] or {} for result in seeds]
+        columns = [
+            [each.get("logits") for each in new_tests],
+            [trial["normal"] for trial in trials],
+            [trial["rotated_before"] for trial in trials],
+            [trial["rotated"] for trial in trials],
+        ]
+        sent = fmean(trial["ledger"]["total"]["bytes"] for trial in trials)
+        table.add_row(escape(name), *map(format_mean_std, columns), format_bytes(sent))
     if table.row_count:
         Console().print(table)
 
 
 def format_mean_std(values: Sequence[float | None], digits: int = 1) -> str:
-    """Mean and standard deviation over seeds; one alone in two digits."""
+    """Mean and standard deviation over seeds; one seed with two decimals."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return f"{100 * known[0]:.2f}" if known else "-"
@@ -106,12 +101,12 @@ def format_mean_std(values: Sequence[float | None], digits: int = 1) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    """One share in percent."""
+    """A fraction in percent."""
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def format_bytes(size: float) -> str:
-    """Bytes for people.
+    """A number of bytes in a readable unit.
 
     >>> format_bytes(1_234_567)
     '1.2 MB'
@@ -124,11 +119,11 @@ def format_bytes(size: float) -> str:
 
 
 def print_class_counts(counts: list[list[int]]) -> None:
-    """Devices down, classes across; the fuller the block, the more examples."""
+    """Clients down, classes across; the fuller the block, the more examples."""
     most = max(max(row) for row in counts) or 1
     shades = " ░▒▓█"
     table = Table(
-        "device",
+        "client",
         *(str(label) for label in range(len(counts[0]))),
         "examples",
         box=None,
@@ -141,15 +136,15 @@ def print_class_counts(counts: list[list[int]]) -> None:
 
 
 def show_study(study: Study) -> None:
-    """What is claimed, the parts, and the paper's numbers."""
+    """The claims, the parts, and the paper's numbers."""
     print(f"{study.name}: {study.title}\n{study.source}\n\n{study.statement}\n")
     known = {
         (name, experiment): part.published_for(experiment)
         for name, part in study.parts.items()
         for experiment in part.settings.experiments
     }
-    told = _published_measures(study, known.values())
-    heads = [study.measures[measure].removesuffix(" Test") for measure in told]
+    published = _published_measures(study, known.values())
+    heads = [study.measures[measure].removesuffix(" Test") for measure in published]
     if any(row.parameters_text for row in known.values() if row):
         heads.append("sent")
     table = _make_table(
@@ -166,20 +161,19 @@ def show_study(study: Study) -> None:
             f"{settings.start_round or ''}{' + ' if settings.start_from else ''}{settings.rounds}"
         )
         cells = [
-            *(str(scores.get(measure, "")) for measure in told),
+            *(str(scores.get(measure, "")) for measure in published),
             row.parameters_text if row else "",
         ]
         table.add_row(name, escape(experiment), rounds, *cells[: len(heads)])
     _print_unwrapped(table)
     print("\nClaims, tested over paired seeds:")
     for claim in study.claims:
-        print(
-            f"- {claim.statement}{f' (at most {claim.margin:g} points below)' if claim.margin else ''}"
-        )
+        margin = f" (at most {claim.margin:g} points below)" if claim.margin else ""
+        print(f"- {claim.statement}{margin}")
 
 
 def print_findings(findings: Findings) -> None:
-    """Every row beside the paper's and how far apart they are, then the claims."""
+    """Every row beside the paper's numbers, with the difference, then the claims."""
     study = findings.study
     experiments = {
         (name, experiment): figures
@@ -190,12 +184,12 @@ def print_findings(findings: Findings) -> None:
         (name, experiment): study.parts[name].published_for(experiment)
         for name, experiment in experiments
     }
-    told = _published_measures(study, known.values())
+    published = _published_measures(study, known.values())
     heads = []
     for measure, words in study.measures.items():
         heads += [
             f"{words.removesuffix(' Test')} %",
-            *(("paper", "apart") if measure in told else ()),
+            *(("paper", "difference") if measure in published else ()),
         ]
     table = _make_table("part", "experiment", right=heads)
     for (name, experiment), figures in experiments.items():
@@ -205,7 +199,11 @@ def print_findings(findings: Findings) -> None:
             ours = figures.get(measure, [])
             cells += [
                 format_mean_std(ours, 2),
-                *(_compare_with_published(ours, scores.get(measure)) if measure in told else ()),
+                *(
+                    _compare_with_published(ours, scores.get(measure))
+                    if measure in published
+                    else ()
+                ),
             ]
         table.add_row(name, escape(experiment), *cells)
     _print_unwrapped(table)
@@ -224,12 +222,12 @@ def _make_table(*left: str, right: Sequence[str]) -> Table:
 
 
 def _print_unwrapped(table: Table) -> None:
-    """A table whose rows are wider than many a terminal: lines are left whole."""
+    """A table without wrapped lines, even if it is wider than the terminal."""
     Console(width=max(Console().width, _MIN_WIDTH)).print(table)
 
 
 def _published_measures(study: Study, rows: Iterable[PublishedRow | None]) -> list[str]:
-    """The measures that the paper prints of any of these rows."""
+    """The measures that the paper publishes for any of these rows."""
     most = max((len(row.scores) for row in rows if row), default=0)
     return [*study.measures][:most]
 
@@ -237,7 +235,7 @@ def _published_measures(study: Study, rows: Iterable[PublishedRow | None]) -> li
 def _compare_with_published(
     values: Sequence[float | None], published: Score | None
 ) -> tuple[str, str]:
-    """The published score, and how far our mean is from it, in points."""
+    """The published score, and the difference of our mean from it, in points."""
     if published is None:
         return "", ""
     known = [value for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""The paper's studies: their published numbers, what they run, and what follows from what they find."""
+"""Studies of several parts: how they run, what they find, and what follows from it."""
 
 import json
 from dataclasses import replace
@@ -8,16 +8,10 @@ import pytest
 
 from glocal.cli import main
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of
-from glocal.core.split import Split
-from glocal.core.trees import numel
 from glocal.federate import fitting
 from glocal.federate.fitting import Options
-from glocal.studies import lenet5, mlp, paper
-from glocal.studies.findings import Findings, confidence_interval, part_folder, read_findings
+from glocal.studies.findings import Findings, part_folder, read_findings
 from glocal.studies.merge_findings import merge_findings
-from glocal.studies.paper import CLASSES, FINE_TUNED, PAPER, published
-from glocal.studies.run import resolve
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
@@ -28,114 +22,9 @@ from glocal.studies.settings import (
 )
 from glocal.studies.study import Claim, Measurement, PublishedRow, Score, Study, StudyPart
 from glocal.studies.study_parts import read_parts, run_parts, write_study
+from tests.support.offered import offer_studies
 
-MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
-FEDAVG_ROUNDS = {"mnist": 800, "cifar10": 1800}
-
-
-@pytest.mark.parametrize("classes", CLASSES)
-@pytest.mark.parametrize("data", MODELS)
-def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes):
-    """(M + m) trees a round with M = 100, m = 10; LG-FedAvg sends every whole model once in the end."""
-    model, shared = MODELS[data]
-    params = params_of(model)
-    whole, part = numel(params), numel(Split.of(model, shared=shared).take_shared(params))
-    for experiment, row in published(data, classes).items():
-        fedavg, _, lg = experiment.removeprefix("LG ").partition("+")
-        sent = 110 * whole * FEDAVG_ROUNDS[data] if experiment == "FedAvg" else 0
-        if lg:
-            sent = 110 * (whole * int(fedavg) + part * int(lg)) + 100 * whole
-        assert row.parameters_printed(sent) == row.parameters_text, experiment
-
-
-def test_the_published_tables_are_whole():
-    """Spot checks against the paper: appendix C.2 and Table 1."""
-    assert [len(published(data, classes)) for data in MODELS for classes in CLASSES] == [7] * 10
-    assert published("mnist", 2)["LG 600+100"].scores == ((98.70, 0.01), (98.03, 0.05))
-    assert published("mnist", 4)["Local only"].scores == ((96.53, 0.41), (43.15, 16.41))
-    assert published("cifar10", 2)["FedAvg"].scores == ((58.99, 1.50), (58.99, 1.50))
-    assert published("cifar10", 10)["LG 1800+100"].scores == ((69.89, 0.48), (69.76, 0.49))
-    assert published("table1", 2)["MTL"] == (((89.68, 0.75), (10.06, 0.11)), 12.0e9, "12.0e9")
-    assert [[*published("table4", classes)] for classes in (10, 2)] == [
-        ["FedAvg", "LG", "LG + Adv"]
-    ] * 2
-    assert published("table4", 10)["FedAvg"] == (((83.7, 3.1), (89.4, 1.9), (65.5, 1.6)), 0.0, "")
-    assert published("table4", 2)["LG + Adv"].scores == ((80.1, 2.0), (84.1, 2.3), (49.8, 2.2))
-
-
-@pytest.mark.parametrize("name", ["paper-mnist", "paper-cifar10", "paper-rotated"])
-def test_a_study_runs_every_row_of_the_paper_from_one_fedavg_per_seed(name):
-    study = PAPER[name]
-    for part in study.parts.values():
-        experiments = resolve(part.settings).experiments
-        rows = {*experiments, *part.candidates}
-        assert {*part.published} <= rows or part.protocol == "tuned"
-        assert {*part.splits.values()} <= {*experiments}
-        assert part.settings.plan.seeds == 10
-        starts = {
-            experiment.start_from for row, experiment in experiments.items() if row.startswith("LG")
-        } - {None}
-        assert len(starts) == {"tuned": len(paper.LEARNING_RATES)}.get(
-            part.protocol, int("FedAvg" in experiments)
-        )
-
-
-@pytest.mark.parametrize("study", PAPER.values(), ids=PAPER)
-def test_claims_are_about_what_a_study_measures(study):
-    for claim in study.claims:
-        for part, experiment, measure in (*claim.more, *claim.less):
-            of = study.parts[part]
-            assert experiment in {*of.settings.experiments, *of.candidates, *of.baselines}
-            assert measure in {*study.measures, "fresh"}
-
-
-@pytest.mark.parametrize("data", MODELS)
-def test_the_protocols_differ_in_what_they_say_and_in_nothing_else(data):
-    parts = PAPER[f"paper-{data}"].parts
-    ours, theirs = (parts[f"{protocol}-3"].settings.as_dict() for protocol in ("paper", "released"))
-    changed = {
-        f"{of}.{key}"
-        for of in ours
-        if isinstance(ours[of], dict)
-        for key in ours[of]
-        if ours[of][key] != theirs[of][key]
-    }
-    expected = {"data.validation", "plan.weighting", "run.select"}
-    assert changed - expected == (
-        {"model.name", "experiments.FedAvg"} if data == "mnist" else {"optimizer.lr"}
-    )
-    assert (theirs["plan"]["weights"], theirs["run"]["select"], theirs["data"]["validation"]) == (
-        "equal",
-        "last",
-        0.0,
-    )
-    assert theirs["experiments"]["FedAvg"].get("lr", theirs["optimizer"]["lr"]) == 0.1
-
-
-@pytest.mark.parametrize("data", MODELS)
-def test_the_splits_are_swept_from_nothing_to_everything_in_both_directions(data):
-    part, (model, tables) = PAPER[f"paper-{data}"].parts["paper-2"], MODELS[data]
-    whole, shared = {"local_only": 0, "fedavg": numel(params_of(model))}, {}
-    for words, name in part.splits.items():
-        experiment = part.settings.experiments[name]
-        split = (
-            None
-            if experiment.algorithm in whole
-            else Split.of(model, shared=experiment.shared or tables)
-        )
-        shared[words] = (
-            whole[experiment.algorithm]
-            if split is None
-            else numel(split.take_shared(params_of(model)))
-        )
-    ends = [
-        [shared["none"], *(shared[f"{end} {n} shared"] for n in range(1, 5)), shared["all"]]
-        for end in ("first", "last")
-    ]
-    assert all(sizes == sorted(set(sizes)) for sizes in ends)
-    assert ends[0][1] + ends[1][4] == shared["all"]
-
-
+FINE_TUNED = "FedAvg + fine-tuning"
 DEALT = Settings(
     data=DataSettings(source="digits", clients=6, validation=0.2),
     model=ModelSettings(hidden=(16,)),
@@ -181,7 +70,7 @@ SMALL = Study(
 
 @pytest.fixture(autouse=True)
 def small_study(monkeypatch, tmp_path):
-    monkeypatch.setitem(PAPER, "small", SMALL)
+    offer_studies(monkeypatch, SMALL)
     monkeypatch.chdir(tmp_path)
 
 
@@ -204,11 +93,11 @@ def found_in(folder):
 def test_studies_are_listed_and_shown(capsys):
     assert run("list") == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in ("digits", "paper-mnist", "paper-cifar10"))
-    assert run("show", "paper-mnist") == 0
+    assert all(name in listed for name in ("digits", "mnist", "small"))
+    assert run("show", "small") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "98.54 ± 0.05 98.17 ± 0.05 5.7e10" in shown
-    assert "LG-FedAvg outperforms FedAvg under Local Test" in shown
+    assert "60.00 ± 1.00 50.00 ± 1.00 1.0e5" in shown
+    assert "LG is above FedAvg" in shown
     assert run("show", "digits") == 0
     assert json.loads(capsys.readouterr().out)["data"]["source"] == "digits"
 
@@ -339,7 +228,7 @@ def test_figures_without_their_seeds_are_those_from_0_on():
     [
         (
             told(seeds=(0, 1), local=0.6),
-            "part 'paper-2', FedAvg: two runs of seed 0 have other figures; leave one of the two out",
+            "part 'paper-2', FedAvg: two runs of seed 0 have different values; leave one of the two out",
         ),
         (
             told(seeds=(1,), start_round=7),
@@ -368,7 +257,7 @@ def test_runs_that_contradict_each_other_are_not_mixed(other, message):
         (["run", "small", "--set", "plan.roundz=3"], "did you mean 'rounds'"),
         (["show", "smal"], "there is no study 'smal'; did you mean 'small'"),
         (["run", "small", "--seeds", "0"], "plan.seeds is 0"),
-        (["run", "small", "--set", "run.save=nothing"], "keep is 'nothing'"),
+        (["run", "small", "--set", "run.save=nothing"], "save is 'nothing'"),
         (["run", "small", "--set", "plan.weighting=none"], "plan.weighting is 'none'"),
         (
             ["run", "small", "--set", "data.keep_clients=7"],
@@ -392,7 +281,7 @@ def test_a_study_is_not_started_over_another(capsys):
         == 0
     )
     assert run("run", "small", "--out", "kept") == 2
-    assert "go on with `glocal resume kept`" in capsys.readouterr().err
+    assert "continue it with `glocal resume kept`" in capsys.readouterr().err
 
 
 def findings(**figures):
@@ -428,14 +317,6 @@ def test_like_allows_for_a_margin():
     like = replace(SMALL, claims=(replace(SMALL.claims[0], margin=1.0),))
     found = replace(made([0.500, 0.700, 0.900], [0.495, 0.694, 0.896]), study=like)
     assert found.verdicts()[0].status == "holds"
-
-
-def test_the_interval_is_students():
-    """t(0.975, 4) = 2.776; a sample with mean 3 and variance 2.5."""
-    mean, low, high = confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (mean, low, high) == pytest.approx(
-        (3.0, 3 - 2.776 * 0.5**0.5, 3 + 2.776 * 0.5**0.5), abs=1e-3
-    )
 
 
 def test_a_rate_is_chosen_on_validation_data_alone():
@@ -677,7 +558,7 @@ def test_a_study_that_kept_figures_only_refuses_to_be_longer_and_stays_as_it_was
     )
     found = found_in("kept")
     assert run("resume", "kept", "--set", "experiments.FedAvg.rounds=6") == 2
-    assert "kept its figures only" in complaints(capsys)[0]
+    assert "has only the metrics of its run" in complaints(capsys)[0]
     assert run("resume", "kept") == 0
     assert found_in("kept") == found
 
@@ -729,4 +610,4 @@ def test_reporting_names_the_folder_that_is_none(capsys):
     )
     capsys.readouterr()
     assert run("report", "kept", "nowhere") == 2
-    assert "nowhere is no study of a paper" in complaints(capsys)[0]
+    assert "nowhere is not a study of a paper" in complaints(capsys)[0]
