@@ -469,7 +469,7 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     assert run("run", "small", "--part", "paper-2", *wild, "--out", "kept") == 0
     lines = complaints(capsys)
     assert any(
-        "paper-2, FedAvg: training diverged" in line and "left out" in line for line in lines
+        "paper-2, FedAvg: training diverged" in line and "skipped" in line for line in lines
     )
     assert [*found_in("kept")["paper-2"]["experiments"]] == ["Local only"]
     told = Path("kept/tables.md").read_text()
@@ -498,7 +498,7 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
     assert [
         line
         for line in complaints(capsys)
-        if "LG 4+2: training diverged" in line and "seed 1 is left out" in line
+        if "LG 4+2: training diverged" in line and "seed 1 is skipped" in line
     ]
     whole, kept = found_in("whole")["paper-2"]["experiments"], found_in("kept")["paper-2"]["experiments"]
     late = ("LG 4+2", FINE_TUNED)
