@@ -68,6 +68,7 @@ KEYS = {
     "parts/*/cases/*/course": "validation_curve",
     "results/*/devices": "clients",
     "results/*/devices/device": "client",
+    "results/*/groups/*/arrival": "first",
     "trials/cases": "experiments",
     "trials/cases/case": "experiment",
     "trials/optimiser": "optimizer",

@@ -30,9 +30,9 @@ from glocal.studies.groups import build_scenario, rotation_angle
 from glocal.studies.run import resolve
 from glocal.studies.settings import GroupSettings, from_dict
 from glocal.wire import Ledger
-from tests.support.world import DEVICES, algorithm, federation, plain, same_bits, seeded
+from tests.support.world import NUM_CLIENTS, algorithm, federation, plain, same_bits, seeded
 
-ALL = Availability.of(range(DEVICES))
+ALL = Availability.of(range(NUM_CLIENTS))
 PLAN = Plan(rounds=6, clients_per_round=3, batch_size=4)
 QUICK = Options(device="cpu", engine="looped", validate_every=2, checkpoint_every=4)
 MODEL = seeded(plain)
@@ -43,7 +43,7 @@ def scenario(*chapters, fed=None, **groups):
     """Chapters of (first round, attendance), all on the same data."""
     fed = fed or federation()
     told = tuple(Chapter(first, attendance, (fed,)) for first, attendance in chapters)
-    return Scenario(told, groups or {"all": tuple(range(DEVICES))})
+    return Scenario(told, groups or {"all": tuple(range(NUM_CLIENTS))})
 
 
 def told(story, name="lg_fedavg", plan=PLAN, **where):
@@ -81,7 +81,7 @@ def test_an_attendance_is_sorted_and_samples_nobody_who_comes_anyway():
 
 @pytest.mark.parametrize("part", ["available", "always", "dropouts"])
 def test_a_device_named_twice_is_refused(part):
-    with pytest.raises(InputError, match=f"attendance: {part} names a device twice"):
+    with pytest.raises(InputError, match=f"availability: {part} names a client twice"):
         Availability.of(**{"available": [0, 1], part: [2, 2]})
 
 
@@ -89,7 +89,7 @@ def test_with_all_present_a_cohort_is_the_plain_one():
     for index in range(20):
         assert (
             sample_available(PLAN, ALL, index).tolist()
-            == sample_clients(PLAN, DEVICES, index).tolist()
+            == sample_clients(PLAN, NUM_CLIENTS, index).tolist()
         )
 
 
@@ -100,7 +100,7 @@ def test_where_fewer_are_present_than_a_cohort_all_of_them_take_part():
 
 def test_who_always_takes_part_does_so_besides_a_cohort():
     for index in range(10):
-        cohort = sample_available(PLAN, Availability.of(range(DEVICES), always=[2]), index).tolist()
+        cohort = sample_available(PLAN, Availability.of(range(NUM_CLIENTS), always=[2]), index).tolist()
         assert len(cohort) == len(set(cohort)) == 4
         assert 2 in cohort
 
@@ -143,9 +143,9 @@ def test_devices_that_are_absent_never_train():
 
 
 def test_a_device_that_leaves_in_a_round_changes_nothing_and_only_its_download_is_counted():
-    everyone = replace(PLAN, rounds=1, clients_per_round=DEVICES)
+    everyone = replace(PLAN, rounds=1, clients_per_round=NUM_CLIENTS)
     [(stayed, left_out)] = rounds(Availability.of([0, 1, 2]), plan=everyone)
-    [(left, report)] = rounds(Availability.of(range(DEVICES), dropouts=[3, 4, 5]), plan=everyone)
+    [(left, report)] = rounds(Availability.of(range(NUM_CLIENTS), dropouts=[3, 4, 5]), plan=everyone)
     assert same_bits(stayed, left)
     assert report.clients_per_round.tolist() == [0, 1, 2]
     assert report.traffic.upload == left_out.traffic.upload
@@ -155,7 +155,7 @@ def test_a_device_that_leaves_in_a_round_changes_nothing_and_only_its_download_i
 def test_a_round_that_everybody_leaves_changes_nothing():
     before = initial_state(algorithm("lg_fedavg", MODEL), params_of(MODEL))
     [(after, report)] = rounds(
-        Availability.of(range(DEVICES), dropouts=range(DEVICES)), plan=replace(PLAN, rounds=1)
+        Availability.of(range(NUM_CLIENTS), dropouts=range(NUM_CLIENTS)), plan=replace(PLAN, rounds=1)
     )
     assert same_bits(before, after)
     assert not after.private.trained
@@ -172,7 +172,7 @@ def test_training_goes_on_after_all_have_left_and_others_have_come():
     )
     result, courses = told(story)
     assert result.times_sampled[0] >= 2
-    assert courses["all"].present == [2, 2, 0, 0, DEVICES, DEVICES]
+    assert courses["all"].present == [2, 2, 0, 0, NUM_CLIENTS, NUM_CLIENTS]
 
 
 def test_a_group_that_arrives_late_has_the_initial_row_until_then(tmp_path):
@@ -185,11 +185,11 @@ def test_a_group_that_arrives_late_has_the_initial_row_until_then(tmp_path):
     before = told(story, plan=replace(PLAN, rounds=4)).result.state
     assert {*before.private.trained} == {0, 1, 2}
     after, courses = told(story)
-    assert {*after.state.private.trained} == set(range(DEVICES))
+    assert {*after.state.private.trained} == set(range(NUM_CLIENTS))
     assert courses["new"].rounds == [5, 6]
     assert courses["old"].rounds == [1, 2, 4, 5, 6]
     assert courses["old"].present == [3, 3, 3, 0, 0]
-    assert same_bits(before, after.state, total=3) is False  # the shared part went on
+    assert same_bits(before, after.state, num_clients=3) is False  # the shared part went on
     assert all(
         trees.same_bits(before.private.of(device), after.state.private.of(device))
         for device in (0, 1, 2)
@@ -551,7 +551,7 @@ def test_the_page_quotes_every_group_as_it_was_measured():
     for experiment, seeds in committed()["results"].items():
         for group in seeds[0]["groups"]:
             cells = [
-                quoted(seeds, group, column) for column in ("arrival", "best", "last", "forgetting")
+                quoted(seeds, group, column) for column in ("first", "best", "last", "forgetting")
             ]
             assert f"| {experiment} | {group} | {' | '.join(cells)} |" in page
 
@@ -629,8 +629,8 @@ def test_a_group_that_left_before_a_warm_start_has_no_part_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"available": [0, -1]}, "names device -1"),
-        ({"available": [0], "dropouts": [7]}, "device 7 leaves, and was not there"),
+        ({"available": [0, -1]}, "names client -1"),
+        ({"available": [0], "dropouts": [7]}, "client 7 drops out, but is not available"),
     ],
 )
 def test_an_attendance_that_cannot_be_is_refused(wrong, words):

@@ -482,7 +482,7 @@ def test_a_name_joins_once(saved, tmp_path, capsys):
     assert run(*command) == 0
     capsys.readouterr()
     assert run(*command) == 2
-    assert "holds a device that has joined already; give another --name" in complaint(capsys)
+    assert "holds a client that has joined already; give another --name" in complaint(capsys)
     assert run("report", saved / "joined" / "twice") == 0, "its page can be written anew"
     assert "everyone" in capsys.readouterr().out
     assert run(*command, "--out", tmp_path / "elsewhere") == 0
@@ -553,7 +553,7 @@ def test_a_number_of_labels_that_is_not_there_is_told(saved, tmp_path, capsys):
         )
         == 0
     )
-    assert "left out: 5000 labelled examples, for the device has 42" in capsys.readouterr().err
+    assert "skipped: 5000 labelled examples; the client has 42" in capsys.readouterr().err
     rows = json.loads((saved / "joined" / "asks" / "join.json").read_text())["rows"]
     assert {row["labels"] for row in rows} == {1}, "without 0 nothing is borrowed"
 
@@ -565,7 +565,7 @@ def test_a_run_that_went_on_untested_is_refused(saved, tmp_path, capsys):
     results = json.loads(path.read_text())
     path.write_text(json.dumps([{**result, "rounds": 1} for result in results]))
     assert run("join", tmp_path / "run", "--data", tmp_path / "new.npz") == 2
-    assert "LG has gone on since it was tested" in complaint(capsys)
+    assert "LG was resumed after its test" in complaint(capsys)
 
 
 def test_a_device_with_one_class_and_one_example_joins(saved, tmp_path):

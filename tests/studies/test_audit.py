@@ -379,7 +379,7 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
     assert checksums(saved) == before
     assert sorted(path.name for path in place.iterdir()) == ["audit.json", "report.html"]
     for words in (
-        "what 'encoder' puts out",
+        "the output of 'encoder'",
         "50 is guessing",
         "logistic regression",
         "own rows",

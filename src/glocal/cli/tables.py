@@ -62,7 +62,7 @@ def print_groups(results: dict[str, list[Json]]) -> None:
             found = [result["groups"][group] for result in seeds if result["groups"][group]]
             figures = [
                 format_mean_std([each[column] for each in found])
-                for column in ("first_round", "best", "last", "forgetting")
+                for column in ("first", "best", "last", "forgetting")
             ]
             table.add_row(escape(experiment), escape(group), *figures)
     print()

@@ -9,7 +9,7 @@ class Forgetting(NamedTuple):
     All are shares of 1; where the last look is the best, forgetting is negative: the group is still learning.
     """
 
-    arrival: float
+    first: float
     best: float
     last: float
     forgetting: float
@@ -26,7 +26,7 @@ class AccuracyHistory(NamedTuple):
         """What became of the group; None if it was never looked at.
 
         >>> AccuracyHistory([1, 10, 20], [0.5, 0.75, 0.25], [3, 3, 0]).summary()
-        Forgetting(arrival=0.5, best=0.75, last=0.25, forgetting=0.5)
+        Forgetting(first=0.5, best=0.75, last=0.25, forgetting=0.5)
         """
         if not self.accuracies:
             return None

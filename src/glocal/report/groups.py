@@ -83,7 +83,7 @@ def _row(
 
 
 def _cells(found: Sequence[Forgetting]) -> Iterable[str]:
-    for column in ("first_round", "best", "last", "forgetting"):
+    for column in ("first", "best", "last", "forgetting"):
         yield mean_std_percent([getattr(each, column) for each in found]).replace("-", "−")
 
 
