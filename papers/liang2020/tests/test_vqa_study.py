@@ -105,7 +105,12 @@ def test_fedavg_and_lg_learn_what_a_question_alone_cannot_tell(tmp_path):
         "experiments.LG.start_round=12",
         "experiments.Local only.clients_per_round=3",
     )
-    changes = (*QUICK, *rounds, "model.encoder=liang2020.vqa_model:frozen_resnet", "model.widths=[16, 16, 16, 16]")
+    changes = (
+        *QUICK,
+        *rounds,
+        "model.encoder=liang2020.vqa_model:frozen_resnet",
+        "model.widths=[16, 16, 16, 16]",
+    )
     seen = scores(small("paper", *changes), tmp_path / "seen")
     blind = scores(small("paper", *changes, "data.pictures=none"), tmp_path / "blind")
     assert min(seen["FedAvg"], seen["LG"]) > 0.8
@@ -132,7 +137,9 @@ def test_controls_change_pictures_and_nothing_else(pictures):
 
 
 def test_a_frozen_encoder_sees_every_picture_once_and_is_no_part_of_the_model():
-    parts = build_components(small("longer", "model.encoder=liang2020.vqa_model:frozen_resnet"), print)
+    parts = build_components(
+        small("longer", "model.encoder=liang2020.vqa_model:frozen_resnet"), print
+    )
     assert parts.model.image.pictures.shape == (8,)
     assert not any("conv" in name for name in parts.params[0])
     assert "image.resnet.fc.weight" in parts.params[0]
@@ -469,11 +476,18 @@ def test_findings_tell_how_soon_the_goal_is_reached(tmp_path):
 
 def test_controls_stand_in_the_table_of_what_they_control():
     def measured(accuracy):
-        return {"seeds": [0], "local": [accuracy], "validation": [accuracy], "validation_curve": [], **SENT}
+        return {
+            "seeds": [0],
+            "local": [accuracy],
+            "validation": [accuracy],
+            "validation_curve": [],
+            **SENT,
+        }
 
     accuracies = {"longer": 0.40, "questions": 0.38, "shuffled": 0.37}
     parts = {
-        name: {"experiments": {"FedAvg": measured(accuracy)}} for name, accuracy in accuracies.items()
+        name: {"experiments": {"FedAvg": measured(accuracy)}}
+        for name, accuracy in accuracies.items()
     }
     [table] = tables_of(Findings(VQA, {}, parts))
     assert table.title == "four times the rounds, non-iid device data, by how questions begin"
