@@ -1,4 +1,4 @@
-"""Data at the door: what is taken in, and what is refused in one clear line."""
+"""Checks of data at the entry: what is accepted, and what is refused in one clear line."""
 
 from dataclasses import replace
 
@@ -35,13 +35,13 @@ def clients(*sizes):
     st.floats(0, 0.9),
     st.integers(0, 5),
 )
-def test_every_example_is_on_one_device_and_in_one_part(sizes, test, validation, seed):
+def test_every_example_is_on_one_client_and_in_one_part(sizes, test, validation, seed):
     federation = from_tensors(world.clients(sizes), test=test, validation=validation, seed=seed)
     ends = np.cumsum(sizes)
-    for device, size in enumerate(sizes):
-        parts = [part.rows[device] for part in (federation.train, federation.val, federation.test)]
+    for client, size in enumerate(sizes):
+        parts = [part.rows[client] for part in (federation.train, federation.val, federation.test)]
         assert sorted(np.concatenate(parts).tolist()) == list(
-            range(ends[device] - size, ends[device])
+            range(ends[client] - size, ends[client])
         )
         assert len(parts[0]) >= 1
 
@@ -52,7 +52,7 @@ def test_examples_are_stored_once():
     assert federation.train.examples is federation.test.examples
 
 
-def test_numpy_arrays_lists_of_tests_and_groups_are_welcome():
+def test_numpy_arrays_lists_of_tests_and_groups_are_accepted():
     x, y, group = np.random.default_rng(0).normal(size=(8, 3)), np.arange(8) % 2, np.arange(8) % 3
     federation = from_tensors([(x, y, group)] * 2, test=[(x, y, group)] * 2)
     assert federation.test.sizes.tolist() == [8, 8]
@@ -60,67 +60,67 @@ def test_numpy_arrays_lists_of_tests_and_groups_are_welcome():
     assert federation.train.of(1).group.tolist() == (federation.train.rows[1] % 8 % 3).tolist()
 
 
-def test_a_device_with_one_example_works():
+def test_a_client_with_one_example_works():
     result = fitted(clients(1, 20, 20))
     assert result.sizes["train"][0] == 1
     assert result.as_dict()["clients"][0]["local_test"] is None
 
 
-def test_devices_of_very_different_sizes_work():
+def test_clients_of_very_different_sizes_work():
     assert fitted(clients(1, 2, 500)).new_test is not None
 
 
 def spoilt(change):
-    given = clients(20, 20)
-    change(given)
-    return given
+    data = clients(20, 20)
+    change(data)
+    return data
 
 
-def with_nan(given):
-    given[1][0][3, 2] = float("nan")
+def with_nan(data):
+    data[1][0][3, 2] = float("nan")
 
 
 def with_label(label):
-    def change(given):
-        given[1][1][:] = label
+    def change(data):
+        data[1][1][:] = label
 
     return change
 
 
-def with_float_labels(given):
-    given[0] = (given[0][0], given[0][1].float())
-    given[1] = (given[1][0], given[1][1].float())
+def with_float_labels(data):
+    data[0] = (data[0][0], data[0][1].float())
+    data[1] = (data[1][0], data[1][1].float())
 
 
-def with_other_lengths(given):
-    given[1] = (given[1][0], given[1][1][:-1])
+def with_other_lengths(data):
+    data[1] = (data[1][0], data[1][1][:-1])
 
 
-def with_other_inputs(given):
-    given[1] = (given[1][0][:, :-1], given[1][1])
+def with_other_inputs(data):
+    data[1] = (data[1][0][:, :-1], data[1][1])
 
 
-def with_nothing(given):
-    given[1] = (given[1][0][:0], given[1][1][:0])
+def with_nothing(data):
+    data[1] = (data[1][0][:0], data[1][1][:0])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (with_nan, r"example 23 holds NaN or infinity \(1 such examples\); clean or drop them"),
-        (with_label(3), r"device 1 has the train label 3, but the model has 3 outputs \(0..2\)"),
-        (with_label(-1), "device 1 has the train label -1"),
+        (with_label(3), r"client 1 has the train label 3, but the model has 3 outputs \(0..2\)"),
+        (with_label(-1), "client 1 has the train label -1"),
         (with_float_labels, r"labels are torch.float32; class numbers 0..2 were expected"),
-        (with_other_lengths, "device 1 gave arrays of lengths 20, 19"),
+        (with_other_lengths, "client 1 has arrays of lengths 20, 19"),
         (
             with_other_inputs,
-            r"device 1 has 2 arrays, inputs \(5,\), but device 0 2 arrays, inputs \(6,\)",
+            r"client 1 has 2 arrays, inputs \(5,\), but client 0 has 2 arrays, inputs \(6,\)",
         ),
-        (with_nothing, "device 1 has no training examples"),
-        (list.clear, "no devices given"),
+        (with_nothing, "client 1 has no training examples"),
+        (list.clear, "no clients given"),
     ],
 )
-def test_data_that_would_train_on_nonsense_are_refused(change, message):
+def test_data_that_cannot_be_trained_on_are_refused(change, message):
     with pytest.raises(InputError, match=message):
         fitted(spoilt(change))
 
@@ -131,8 +131,8 @@ def test_a_share_outside_zero_to_one_is_refused(share):
         from_tensors(clients(5, 5), validation=share)
 
 
-def test_one_test_set_per_device_is_expected():
-    with pytest.raises(InputError, match="2 devices but 1 test sets"):
+def test_one_test_set_per_client_is_expected():
+    with pytest.raises(InputError, match="2 clients but 1 test sets"):
         from_tensors(clients(5, 5), test=clients(5))
 
 
@@ -147,7 +147,7 @@ def test_a_cohort_larger_than_the_federation_is_refused():
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
     with pytest.raises(
-        InputError, match="the cohort is 9, but there are 6 devices; choose at most 6"
+        InputError, match="clients_per_round is 9, but there are 6 clients; choose at most 6"
     ):
         glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 9))
 
@@ -156,7 +156,7 @@ def test_training_that_diverges_says_so():
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(1e9))
     with pytest.raises(
-        InputError, match=r"training diverged in round \d+: device \d+'s loss is not finite; lower"
+        InputError, match=r"training diverged in round \d+: client \d+'s loss is not finite; lower"
     ):
         glocal.fit(algorithm, model, world.federation(), glocal.Plan(5, 3))
 
@@ -164,7 +164,7 @@ def test_training_that_diverges_says_so():
 def test_checking_names_the_part_that_is_wrong():
     federation = world.federation()
     federation.test.examples.y[federation.test.rows[0][0]] = 7
-    with pytest.raises(InputError, match="device 0 has the test label 7"):
+    with pytest.raises(InputError, match="client 0 has the test label 7"):
         validate_data(federation, world.CLASSES)
 
 
@@ -182,11 +182,11 @@ def test_text_models_with_whole_number_inputs_train():
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int32, torch.int64])
-def test_labels_of_any_whole_number_type_are_welcome(kind):
+def test_labels_of_any_whole_number_type_are_accepted(kind):
     assert fitted([(x, y.to(kind)) for x, y in clients(20, 20)]).local_test is not None
 
 
-def test_lists_are_welcome():
+def test_lists_are_accepted():
     assert fitted([([[0.0] * 6] * 8, [0, 1] * 4)] * 3).local_test is not None
 
 
@@ -198,17 +198,17 @@ def test_a_batch_larger_than_the_data_costs_nothing():
     assert torch.equal(results[0].state.shared["0.weight"], results[1].state.shared["0.weight"])
 
 
-def wrong_shapes(given):
-    given[:] = [(x, y.reshape(-1, 1)) for x, y in given]
+def wrong_shapes(data):
+    data[:] = [(x, y.reshape(-1, 1)) for x, y in data]
 
 
-def words(given):
-    given[:] = [(np.array([["a"] * 6] * 20), y) for x, y in given]
+def words(data):
+    data[:] = [(np.array([["a"] * 6] * 20), y) for x, y in data]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(wrong_shapes, "one label per input"), (words, "device 0 cannot be read")],
+    [(wrong_shapes, "one label per input"), (words, "client 0 cannot be read")],
 )
 def test_arrays_of_the_wrong_form_are_refused(change, message):
     with pytest.raises(InputError, match=message):
@@ -227,7 +227,7 @@ def test_rows_in_two_places_or_outside_are_refused():
     federation = world.federation()
     twice = replace(federation, test=federation.train)
     with pytest.raises(
-        InputError, match="is on two devices, or in two of train, validation and test"
+        InputError, match="is on two clients, or in two of train, validation and test"
     ):
         validate_data(twice, 3)
     outside = replace(

@@ -1,1 +1,1 @@
-"""Rounds of federated learning, and what drives them: evaluation, selection, checkpoints, results."""
+"""Rounds, and what drives them: evaluation, selection of a round, checkpoints, results."""

@@ -1,6 +1,7 @@
-"""A checkpoint: all that training needs to go on to the same bits.
+"""A checkpoint: everything that training needs to resume with the same bits.
 
-All randomness is addressed by (seed, round, device), so the random state is two numbers: the seed and how many rounds are done.
+All randomness is addressed by (seed, round, client). So the random state is two numbers: the seed,
+and how many rounds are done.
 """
 
 import hashlib
@@ -31,9 +32,10 @@ from glocal.wire import Ledger
 
 
 class Progress(NamedTuple):
-    """How far training has come: rounds done; state, ledger, and best (validation score, rounds done, state) of each place.
+    """The state of training: rounds done, and for each place a state, a ledger and the best round.
 
-    A place is a seed, or a kind of device. `choices` are what the engines settled on, so that a run that goes on does so with the
+    A place is a seed, or a kind of client. The best round is its validation score, the number of
+    rounds done, and the state. `choices` are the execution plans, so that a resumed run has the
     same rounding: one for all seeds, or one for each kind.
     """
 
@@ -44,7 +46,7 @@ class Progress(NamedTuple):
     choices: tuple[ExecutionPlan | None, ...] = (None,)
 
     def of(self, place: int) -> "Progress":
-        """What concerns one of several kinds."""
+        """The part of one of several kinds."""
         return Progress(
             self.done,
             [self.states[place]],
@@ -55,34 +57,35 @@ class Progress(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Progress"]) -> "Progress":
-        """Kinds that have come equally far, as one."""
-        return cls(
-            parts[0].done,
-            [state for part in parts for state in part.states],
-            [ledger for part in parts for ledger in part.ledgers],
-            [best for part in parts for best in part.best],
-            tuple(choice for part in parts for choice in part.choices),
-        )
+        """Several kinds as one; all have done the same number of rounds."""
+        states, ledgers, best = list[State](), list[Ledger](), []
+        choices = list[ExecutionPlan | None]()
+        for part in parts:
+            states += part.states
+            ledgers += part.ledgers
+            best += part.best
+            choices += part.choices
+        return cls(parts[0].done, states, ledgers, best, tuple(choices))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint and the rows of one case, in its folder."""
+    """The checkpoint and the rows of one experiment, in its folder."""
 
     folder: Path
     fingerprint: Json
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The checkpoint file."""
         return self.folder / "checkpoint.safetensors"
 
     def append(self, rows: Iterable[Json]) -> None:
-        """Keep a round's rows; those after the last checkpoint are dropped when training goes on from there."""
+        """Append a round's rows; a resumed run drops the rows after its checkpoint."""
         append_rows(self.folder / "rows.jsonl", rows)
 
     def save(self, progress: Progress) -> int:
-        """Replace the checkpoint; returns how many rounds it holds."""
+        """Replace the checkpoint; return its number of rounds."""
         tensors: Params = {}
         for place, state in enumerate(progress.states):
             tensors |= _flatten(f"{place}/last", state)
@@ -92,50 +95,50 @@ class Checkpoint:
         return progress.done
 
     def drop_tensors(self, progress: Progress | None = None) -> None:
-        """Keep what the checkpoint says and let its tensors go: a finished case is known as such, and cannot go on."""
-        about = (
-            self._header(progress)
-            if progress
-            else read_metadata(self.path)
-            if self.path.exists()
-            else {}
-        )
-        if about and not about.get("tensors_dropped"):
-            write_tensors(self.path, {}, {**about, "tensors_dropped": True})
+        """Keep the header of the checkpoint and drop its tensors.
+
+        The experiment is then known to be finished, and cannot be resumed.
+        """
+        header = Json()
+        if progress:
+            header = self._header(progress)
+        elif self.path.exists():
+            header = read_metadata(self.path)
+        if header and not header.get("tensors_dropped"):
+            write_tensors(self.path, {}, {**header, "tensors_dropped": True})
 
     def require_tensors(self) -> None:
-        """Refuse to go on from a checkpoint that was lightened."""
+        """Refuse to resume from a checkpoint without tensors."""
         if self.path.exists() and read_metadata(self.path).get("tensors_dropped"):
             raise InputError(
-                f"resume: {self.folder} kept its figures only, so it cannot go on; start a new run in another folder"
+                f"resume: {self.folder} has only the metrics of its run, so it cannot go on; "
+                "start a new run in another folder"
             )
 
     def _header(self, progress: Progress) -> Json:
-        kept = [best and best[:2] for best in progress.best]
-        ledgers = [ledger.as_dict() for ledger in progress.ledgers]
-        about = {
+        engines = [plan and _without_reason(plan) for plan in progress.choices]
+        return {
             "done": progress.done,
-            "ledgers": ledgers,
-            "best": kept,
+            "ledgers": [ledger.as_dict() for ledger in progress.ledgers],
+            "best": [best and best[:2] for best in progress.best],
             "fingerprint": self.fingerprint,
+            "engine": engines if len(engines) > 1 else engines[0],
         }
-        engines = [choice and _without_reason(choice) for choice in progress.choices]
-        return {**about, "engine": engines if len(engines) > 1 else engines[0]}
 
     def rounds_done(self) -> int:
-        """How many rounds the checkpoint holds, 0 if there is none; refused if it was made with something else."""
+        """The number of rounds in the checkpoint, 0 if there is none; checks the fingerprint."""
         if not self.path.exists():
             return 0
-        about = read_metadata(self.path)
-        if not isinstance(about.get("fingerprint"), dict):
+        header = read_metadata(self.path)
+        if not isinstance(header.get("fingerprint"), dict):
             raise InputError(
                 f"resume: {self.path} was not written by glocal; give the folder of a run"
             )
-        _require_same_fingerprint(about["fingerprint"], self.fingerprint, self.folder)
-        return int(about["done"])
+        _require_same_fingerprint(header["fingerprint"], self.fingerprint, self.folder)
+        return int(header["done"])
 
     def load(self) -> Progress | None:
-        """The progress that was saved, or None; rows written after it are dropped, they will come again."""
+        """The saved progress or None; rows after it are dropped and will be written again."""
         progress = self.read()
         if progress is None:
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
@@ -144,50 +147,44 @@ class Checkpoint:
         return progress
 
     def read(self) -> Progress | None:
-        """The progress that was saved, in the host's memory, or None; nothing on disk is changed."""
+        """The saved progress on the CPU, or None; nothing on disk changes."""
         if not self.rounds_done():
             return None
         self.require_tensors()
-        tensors, about = read_tensors(self.path)
-        states = [
-            _unflatten(tensors, f"{place}/last", self._names(place))
-            for place in range(len(about["ledgers"]))
-        ]
-        best = [
-            (*kept, _unflatten(tensors, f"{place}/best", self._names(place))) if kept else None
-            for place, kept in enumerate(about["best"])
-        ]
-        ledgers = [Ledger.from_dict(ledger) for ledger in about["ledgers"]]
-        choices = tuple(map(_read_plan, _as_list(about.get("engine"))))
-        return Progress(about["done"], states, ledgers, best, choices)
+        tensors, header = read_tensors(self.path)
+        states, bests = list[State](), list[tuple[float, int, State] | None]()
+        for place, best in enumerate(header["best"]):
+            names = self._names(place)
+            states.append(_unflatten(tensors, f"{place}/last", names))
+            bests.append((*best, _unflatten(tensors, f"{place}/best", names)) if best else None)
+        ledgers = [Ledger.from_dict(ledger) for ledger in header["ledgers"]]
+        plans = tuple(map(_read_plan, _as_list(header.get("engine"))))
+        return Progress(header["done"], states, ledgers, bests, plans)
 
     def read_plan(self, part: str) -> ExecutionPlan | None:
-        """What a part of the run, such as its rounds, settled on before its first step."""
-        return _read_plan(self._engines().get(part))
+        """The execution plan of a part of the run, saved before its first step."""
+        return _read_plan(self._plans().get(part))
 
-    def save_plan(self, part: str, choice: ExecutionPlan) -> None:
-        """Write down what a part settled on: a measurement after a stop might find another form."""
-        engines = {**self._engines(), part: _without_reason(choice)}
-        write_json(self.folder / "engine.json", {"fingerprint": self._digest(), "engines": engines})
+    def save_plan(self, part: str, plan: ExecutionPlan) -> None:
+        """Save the execution plan of a part: after a stop, a measurement could give another."""
+        plans = {**self._plans(), part: _without_reason(plan)}
+        write_json(self.folder / "engine.json", {"fingerprint": self._digest(), "engines": plans})
 
-    def _engines(self) -> Json:
-        """What is written down, if it is of this run: a folder may be begun anew."""
+    def _plans(self) -> Json:
+        """The saved plans, if they are of this run: a folder can be used for a new run."""
         path = self.folder / "engine.json"
-        kept: Json = read_json(path, dict) if path.exists() else {}
-        engines = kept.get("engines")
-        return (
-            engines
-            if kept.get("fingerprint") == self._digest() and isinstance(engines, dict)
-            else {}
-        )
+        saved: Json = read_json(path, dict) if path.exists() else {}
+        plans = saved.get("engines")
+        is_same = saved.get("fingerprint") == self._digest()
+        return plans if is_same and isinstance(plans, dict) else {}
 
     def _digest(self) -> str:
-        """The fingerprint as one word."""
-        told = json.dumps(self.fingerprint, sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        """A short hash of the fingerprint."""
+        text = json.dumps(self.fingerprint, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _names(self, place: int) -> Json:
-        """The tensors of a place: all seeds have one model, each kind has its own."""
+        """The names of a place's tensors: seeds have one model, kinds have one each."""
         models = _as_list(self.fingerprint["model"])
         names: Json = models[place if len(models) > 1 else 0]
         return names
@@ -198,14 +195,14 @@ class Checkpoint:
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _without_reason(choice: ExecutionPlan) -> Json:
-    """A choice without its reason: how long each form took is another every time."""
-    return {name: value for name, value in choice.as_dict().items() if name != "reason"}
+def _without_reason(plan: ExecutionPlan) -> Json:
+    """A plan without its reason, which has measured times and so differs between runs."""
+    return {name: value for name, value in plan.as_dict().items() if name != "reason"}
 
 
-def _read_plan(kept: object) -> ExecutionPlan | None:
-    choice = ExecutionPlan.from_dict(kept)
-    return choice and replace(choice, reason="as the run began")
+def _read_plan(saved: object) -> ExecutionPlan | None:
+    plan = ExecutionPlan.from_dict(saved)
+    return plan and replace(plan, reason="as the run began")
 
 
 def _as_list(one_or_more: Any) -> list[Any]:
@@ -213,72 +210,71 @@ def _as_list(one_or_more: Any) -> list[Any]:
 
 
 def _unshare(tensors: Params) -> Params:
-    """Each tensor with memory of its own: a frozen one may be the same on all devices, and a file holds none twice."""
+    """Each tensor with memory of its own, as safetensors requires.
+
+    A frozen tensor may be the same object on all clients.
+    """
     seen: set[int] = set()
-    apart = {}
+    unshared = {}
     for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return apart
+        address = tensor.untyped_storage().data_ptr()
+        unshared[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return unshared
 
 
 def _flatten(prefix: str, state: State) -> Params:
-    """A state as one flat tree: prefix/shared/NAME, prefix/initial/NAME, prefix/DEVICE/NAME."""
+    """A state as one flat tree: prefix/shared/NAME, prefix/initial/NAME, prefix/CLIENT/NAME."""
     parts = {"shared": state.shared, "initial": state.private.initial}
     parts |= {str(client): tree for client, tree in state.private.trained.items()}
-    flat = {
-        f"{prefix}/{part}/{name}": tensor
-        for part, tree in parts.items()
-        for name, tensor in tree.items()
-    }
-    # a device without private tensors has trained all the same
-    return {
-        **flat,
-        f"{prefix}/trained": torch.tensor(sorted(state.private.trained), dtype=torch.int64),
-    }
+    flat = Params()
+    for part, tree in parts.items():
+        for name, tensor in tree.items():
+            flat[f"{prefix}/{part}/{name}"] = tensor
+    # Listed by themselves, as a client without private tensors may have trained too.
+    flat[f"{prefix}/trained"] = torch.tensor(sorted(state.private.trained), dtype=torch.int64)
+    return flat
 
 
 def _unflatten(tensors: Params, prefix: str, names: Json) -> State:
-    """The state that was flattened; names come in the model's order, for the file has an order of its own."""
+    """The state of a flat tree; names are in the model's order, which a file does not keep."""
 
     def tree(part: str, side: str) -> Params:
         return {name: tensors[f"{prefix}/{part}/{name}"] for name in names[side]}
 
-    trained = {
-        client: tree(str(client), "private") for client in tensors[f"{prefix}/trained"].tolist()
-    }
+    clients = tensors[f"{prefix}/trained"].tolist()
+    trained = {client: tree(str(client), "private") for client in clients}
     return State(tree("shared", "shared"), PrivateStates(tree("initial", "private"), trained))
 
 
 def _require_same_fingerprint(saved: Json, now: Json, folder: Path) -> None:
-    """Refuse to continue a run with something else, and say what differs."""
+    """Refuse to resume a run with another fingerprint, and say what differs."""
     for key in dict.fromkeys([*now, *saved]):
-        if saved.get(key) != now.get(key):
-            was, is_ = (
-                _first_difference(saved, now) if key == "model" else (saved.get(key), now.get(key))
-            )
-            raise InputError(
-                f"resume: {folder} was made with another {key} ({was}) than the one given ({is_}); "
-                f"go back to the old {key}, or start a new run in another folder"
-            )
+        before, after = saved.get(key), now.get(key)
+        if before == after:
+            continue
+        if key == "model":
+            before, after = _first_difference(saved, now)
+        raise InputError(
+            f"resume: {folder} was made with another {key} ({before}) than the one given "
+            f"({after}); go back to the old {key}, or start a new run in another folder"
+        )
 
 
 def _first_difference(saved: Json, now: Json) -> tuple[str, str]:
-    """What differs between the first two models that are not the same."""
-    models = zip(
-        _as_list(saved["model"]), _as_list(now["model"]), strict=True
-    )  # as many: kinds are compared first
-    return next(_difference(was, is_) for was, is_ in models if was != is_)
+    """The difference between the first two models that are not the same."""
+    # There are as many models in both, as kinds are compared first.
+    models = zip(_as_list(saved["model"]), _as_list(now["model"]), strict=True)
+    return next(_difference(before, after) for before, after in models if before != after)
 
 
 def _difference(saved: Json, now: Json) -> tuple[str, str]:
-    """The first tensor that differs, as it was and as it is."""
+    """The first tensor that differs, before and after."""
     for side in ("shared", "private"):
         for name in sorted({*saved[side], *now[side]}):
-            was, is_ = saved[side].get(name), now[side].get(name)
-            if was != is_:
-                return _describe(side, name, was), _describe(side, name, is_)
+            before, after = saved[side].get(name), now[side].get(name)
+            if before != after:
+                return _describe(side, name, before), _describe(side, name, after)
     return "the same tensors in another order", "this order"
 
 

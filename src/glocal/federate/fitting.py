@@ -1,4 +1,4 @@
-"""Train a federation from start to finish: rounds, validation, checkpoints, and the final tests."""
+"""Train a federation from start to end: rounds, validation, checkpoints and the final tests."""
 
 import hashlib
 import time
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from glocal.algorithms.contract import Algorithm, freeze_shared
 from glocal.core import trees
 from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, MAX_WORKERS, count_field, require_counts
+from glocal.core.data import ClientData, Examples
 from glocal.core.errors import DivergedError, InputError, describe_error
 from glocal.core.files import Json, lock_folder, write_json
 from glocal.core.modules import params_of, predictor
@@ -39,18 +40,21 @@ from glocal.federate.result import Result, save_models
 from glocal.federate.rounds import RoundReport, Seat, initial_state, simulate_seeds
 from glocal.wire import Ledger, pack
 
-_BEFORE = 10**6  # pre-training draws as rounds so far on do, which no run reaches
+_FIRST_PRETRAINING_ROUND = 10**6  # its address of randomness: no run has so many rounds
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run. What is tested is the last round, or the best on validation data (`select`); each validation costs bytes.
+    """How to run a training, and what to test and save.
 
-    With `tests` = "local" there is no New Test, for which all devices would have to send their models.
+    `select` decides which round is tested: the "last", or the "best" on validation data. Each
+    validation costs bytes. With `tests` = "local" there is no New Test, for which all clients
+    would have to send their models.
 
-    In a folder "everything" is kept, or "figures" only (`keep`): no models, and no checkpoint once a case is finished. `engine`,
-    `chunk_size`, `workers`, `fused` and `precision` are those of `EngineConfig`. But for `select`, `tests` and `precision`, nothing here
-    changes the numbers beyond rounding.
+    With a folder, `save` = "everything" keeps all. "metrics" saves no models, and drops the
+    tensors of the checkpoint once the experiment is finished. `engine`, `chunk_size`, `workers`,
+    `fused` and `precision` are those of `EngineConfig`. Apart from `select`, `tests` and
+    `precision`, no option changes the numbers beyond rounding.
     """
 
     device: str = "auto"
@@ -68,11 +72,12 @@ class Options:
     def __post_init__(self) -> None:
         if self.select not in ("last", "best"):
             raise InputError(
-                f"options: select is '{self.select}'; it must be 'last' or 'best' (the best round on validation data)"
+                f"options: select is '{self.select}'; "
+                "it must be 'last' or 'best' (the best round on validation data)"
             )
         if self.save not in ("everything", "metrics"):
             raise InputError(
-                f"options: save is '{self.save}'; it must be 'everything' or 'figures'"
+                f"options: save is '{self.save}'; it must be 'everything' or 'metrics'"
             )
         if self.tests not in ("both", "local"):
             raise InputError(
@@ -82,20 +87,18 @@ class Options:
         self.engine_config()
 
     def engine_config(self) -> EngineConfig:
-        """The engine to run on."""
+        """The engine's settings."""
         return EngineConfig(self.engine, self.chunk_size, self.workers, self.fused, self.precision)
 
     def torch_device(self) -> torch.device:
-        """Where to compute; `auto` takes a GPU where there is one."""
-        name = (
-            ("cuda" if torch.cuda.is_available() else "cpu")
-            if self.device == "auto"
-            else self.device
-        )
+        """torch's device; "auto" takes a GPU if there is one."""
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            tried = torch.zeros(1, device=name)
-            tried.item()  # some devices exist in name only
-            return tried.device
+            tensor = torch.zeros(1, device=name)
+            tensor.item()  # a device such as "meta" has no values
+            return tensor.device
         except (RuntimeError, AssertionError) as error:
             raise InputError(
                 f"options: device '{self.device}' cannot be used here; try 'cpu', 'cuda' or 'auto'"
@@ -103,9 +106,10 @@ class Options:
 
 
 class Pretraining(NamedTuple):
-    """So many epochs before the first round in which every device trains its private part alone, as its algorithm settles.
+    """Epochs before the first round, in which each client trains its private part alone.
 
-    Without labels it learns from all inputs that a device has, with them from what the rounds learn from.
+    Clients train as they adapt to `algorithm`. With `labels` they train on their training data,
+    and without on all of their inputs.
     """
 
     algorithm: Algorithm
@@ -115,9 +119,10 @@ class Pretraining(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One algorithm on one data set, with one or more seeds side by side; each tuple has one entry per seed.
+    """One algorithm on one data set, with several seeds side by side.
 
-    Where several kinds of device train together, the case is one of them, its devices numbered from `first` among `total`.
+    Each tuple has one entry per seed. Where several kinds of client train together, this is one of
+    the kinds: its clients are numbered from `first`, among `total`.
     """
 
     algorithm: Algorithm
@@ -139,7 +144,7 @@ class Case:
 
 
 class Moment(NamedTuple):
-    """What the caller sees after each round: a row per seed, as it is kept, how far training has come, and the round's seconds."""
+    """One round: a row per seed, as it is saved, the progress after it, and its seconds."""
 
     rows: list[Json]
     progress: Progress
@@ -163,21 +168,24 @@ def fit(
     pretraining: Pretraining | None = None,
     metric: Metric = accuracy,
 ) -> Result:
-    """Train and test one federation. With a folder, everything is kept there, and calling again goes on where it stopped.
+    """Train and test one federation.
 
-    `start_from`, the result of another fit, is a warm start: its model becomes the first one here, its traffic is counted, and
-    its numbering of rounds is continued. `pretraining` comes before the first round. `metric` says what a guess is worth.
+    With a folder, everything is saved there, and the same call resumes a run that was stopped.
+
+    `start_from`, the result of another fit, is a warm start: its model becomes the initial one,
+    its traffic is counted, and its numbering of rounds continues. `pretraining` comes before the
+    first round. `metric` scores predictions.
     """
     params, spent = params_of(model), Ledger()
     if start_from is not None:
-        names = start_from.algorithm.personal(
-            start_from.state.shared, start_from.state.private.initial
-        ).keys()
+        state = start_from.state
+        names = start_from.algorithm.personal(state.shared, state.private.initial).keys()
         if names != params.keys():
             raise InputError(
-                f"fit: start_from is of another model; only one of the two has {sorted(names ^ params.keys())}"
+                "fit: start_from is of another model; "
+                f"only one of the two has {sorted(names ^ params.keys())}"
             )
-        params, spent = warm_start_params(start_from.algorithm, start_from.state), start_from.ledger
+        params, spent = warm_start_params(start_from.algorithm, state), start_from.ledger
         plan = replace(plan, first_round=start_from.plan.total_rounds)
     case = Case(
         algorithm,
@@ -194,7 +202,7 @@ def fit(
 
 
 def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[Result]:
-    """Train and test every seed of a case."""
+    """Train and test every seed of an experiment."""
     for fed in case.federations:
         require_trainable(case, fed, options)
     case = move_to_device(case, options)
@@ -212,7 +220,10 @@ def build_evaluation(
     *,
     kind: str = "",
 ) -> Evaluator:
-    """How a case's models, or those of one kind, are tested; as the run began, if it goes on."""
+    """The evaluator of an experiment's models, or of one kind's.
+
+    A resumed run evaluates on the engine that it began with.
+    """
     return Evaluator(
         case.algorithm,
         predictor(case.model),
@@ -228,9 +239,10 @@ def resolve_engine(
     part: str,
     known_engine: ExecutionPlan | None = None,
 ) -> ResolvedEngine:
-    """What a part of a run began with, so that it goes on with the same rounding; where to note it.
+    """The execution plan that a part of a run began with, and where to save a new one.
 
-    A checkpoint knows what it was made with; before the first one, the run's folder does.
+    A resumed run has the same rounding for that. The plan is in the checkpoint, or in the run's
+    folder before the first checkpoint.
     """
     if checkpoint is not None and known_engine is None:
         known_engine = checkpoint.read_plan(part)
@@ -240,17 +252,21 @@ def resolve_engine(
 
 
 def warm_start_params(algorithm: Algorithm, state: State) -> Params:
-    """The one model to start others from: what a newcomer would predict with, every shared tensor as it is now."""
+    """The model that others start from: that of a client which has not trained.
+
+    All shared tensors are as they are now.
+    """
     if not state.shared:
         raise InputError(
-            f"warm start: {algorithm.name} shares nothing, so there is no one model to start from; use another case"
+            f"warm start: {algorithm.name} shares nothing, so there is no one model to start from; "
+            "use another experiment"
         )
     new_client = algorithm.personal(state.shared, state.private.initial)
     return {name: state.shared.get(name, tensor) for name, tensor in new_client.items()}
 
 
 def move_to_device(case: Case, options: Options) -> Case:
-    """The case with data and weights on the computing device."""
+    """The experiment with data and weights on torch's device."""
     device = options.torch_device()
     params = tuple(trees.to(tree, device) for tree in case.params)
     return replace(case, params=params, federations=move_data_to_device(case.federations, device))
@@ -259,118 +275,132 @@ def move_to_device(case: Case, options: Options) -> Case:
 def move_data_to_device(
     feds: Sequence[FederatedData], device: torch.device
 ) -> tuple[FederatedData, ...]:
-    """Federations moved to a device; stores that they have in common stay in common."""
-    stores = {id(part.examples): part.examples for fed in feds for part in fed.subsets()}
+    """Federations on a device; those with one store of examples have one store again."""
+    stores = dict[int, Examples]()
+    for fed in feds:
+        stores |= {id(subset.examples): subset.examples for subset in fed.subsets()}
     moved = {key: examples.to(device) for key, examples in stores.items()}
-    return tuple(
-        fed.map_subsets(lambda part: replace(part, examples=moved[id(part.examples)]))
-        for fed in feds
-    )
+
+    def with_moved(subset: ClientData) -> ClientData:
+        return replace(subset, examples=moved[id(subset.examples)])
+
+    return tuple(fed.map_subsets(with_moved) for fed in feds)
 
 
 def require_trainable(case: Case, fed: FederatedData, options: Options) -> None:
-    """Refuse what could not run to its end: data that do not fit the model, a cohort too large, nothing to choose on."""
+    """Refuse what would fail later.
+
+    These are data that do not fit the model, too few clients, no validation data to select a round
+    on, pre-training of nothing, and a model that cannot be trained.
+    """
     validate_data(fed, num_classes(case.model, fed))
     total = case.total or fed.num_clients
     sample_clients(case.plan, total, case.plan.first_round)
     if case.algorithm.num_clients not in (None, total):
         raise InputError(
-            f"{case.algorithm.name}: made for {case.algorithm.num_clients} devices, but the data have {total}"
+            f"{case.algorithm.name}: made for {case.algorithm.num_clients} clients, "
+            f"but the data have {total}"
         )
     if options.select == "best" and not fed.val.sizes.any():
         raise InputError(
-            "options: select = 'best' needs validation data, and nobody has any; raise data.validation, or use 'last'"
+            "options: select = 'best' needs validation data, and no client has any; "
+            "raise data.validation, or use 'last'"
         )
     if case.pretraining and case.pretraining.algorithm.adapt is None:
         raise InputError(
-            f"{case.algorithm.name}: nothing of it is private, so that there is nothing to train alone; do without"
+            f"{case.algorithm.name}: it has no private part to pre-train; do without pre-training"
         )
     _try_one_step(case, fed)
 
 
 def num_classes(model: nn.Module, fed: FederatedData) -> int:
-    """How many classes the model knows."""
+    """The number of classes of the model."""
     return num_outputs(model, fed.train.examples.x)
 
 
 def num_outputs(model: nn.Module, inputs: torch.Tensor) -> int:
-    """How many outputs the model has for one of such inputs (rows, ...)."""
-    example = inputs[:1].cpu()
+    """The number of the model's outputs for one of these inputs (rows, ...)."""
+    example, mask = inputs[:1].cpu(), torch.ones(1, dtype=torch.bool)
+    params = trees.to(params_of(model), torch.device("cpu"))
     try:
         with torch.no_grad():
-            output = predictor(model)(
-                trees.to(params_of(model), torch.device("cpu")),
-                example,
-                torch.ones(1, dtype=torch.bool),
-            )
+            output = predictor(model)(params, example, mask)
     except InputError:
         raise
-    except Exception as error:  # whatever a user's own module may raise
+    except Exception as error:  # a user's own module may raise anything
         shape = tuple(example.shape[1:])
         raise InputError(
-            f"model: it cannot take inputs of shape {shape} {example.dtype}, as the data have them ({describe_error(error)})"
+            f"model: it cannot take inputs of shape {shape} {example.dtype}, "
+            f"as the data have them ({describe_error(error)})"
         ) from error
     if not isinstance(output, torch.Tensor) or output.dim() != 2:
-        given = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        is_tensor = isinstance(output, torch.Tensor)
+        given = tuple(output.shape) if is_tensor else type(output).__name__
         raise InputError(
-            f"model: it puts out {given} for one example; a tensor (1, classes) was expected"
+            f"model: its output for one example is {given}; a tensor (1, classes) was expected"
         )
     return output.shape[1]
 
 
 def _try_one_step(case: Case, fed: FederatedData) -> None:
-    """Train on two rows and on three, to no effect: what fails here would fail in the first round.
+    """Train on two rows and then on three, and discard the result.
 
-    Both, as a loss that gives one value per class may by chance give as many as there are rows.
+    What fails here would fail in the first round. A loss that wrongly gives one value per class
+    may by chance give as many values as there are rows, but not for two and three rows.
     """
     cpu, largest = torch.device("cpu"), int(fed.train.sizes.argmax())
     examples = fed.train.examples.take(fed.train.rows[largest][:3]).to(cpu)
-    start, own = case.algorithm.init(trees.to(case.params[0], cpu)), np.arange(len(examples.y))
+    own = np.arange(len(examples.y))
+    shared, private = case.algorithm.init(trees.to(case.params[0], cpu))
     try:
-        for rows in (2, 3):  # a device that holds fewer shows some again
-            task = ClientTask(*start, np.resize(own, (1, rows)))
+        for rows in (2, 3):  # a client with fewer examples repeats some
+            task = ClientTask(shared, private, np.resize(own, (1, rows)))
             LoopedEngine(case.algorithm.client_update)([task], examples, case.plan.first_round)
     except InputError:
         raise
-    except Exception as error:  # whatever a user's own module may raise
+    except Exception as error:  # a user's own module may raise anything
         raise InputError(f"model: it cannot be trained ({describe_error(error)})") from error
 
 
 def start_or_resume(case: Case, options: Options, folder: Path | None) -> Progress:
-    """Where to start: at the last checkpoint if the folder has one, else before the first round."""
+    """The progress in the folder's checkpoint; without a checkpoint, that of a fresh start."""
     states = [initial_state(case.algorithm, params, len(case.seeds)) for params in case.params]
-    started = [_started(case, place, state) for place, state in enumerate(states)]
-    fresh = Progress(0, states, started, [None for _ in states])
+    ledgers = [_first_ledger(case, place, state) for place, state in enumerate(states)]
+    fresh = Progress(0, states, ledgers, [None for _ in states])
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
     progress = resume_from_checkpoint(fresh, options, checkpoint)
     if progress is not fresh or case.pretraining is None:
         return progress
-    return _pretrained(case, case.pretraining, options, fresh, checkpoint)
+    return _pretrain(case, case.pretraining, options, fresh, checkpoint)
 
 
-def _pretrained(
+def _pretrain(
     case: Case,
-    before: Pretraining,
+    pretraining: Pretraining,
     options: Options,
     progress: Progress,
     checkpoint: Checkpoint | None,
 ) -> Progress:
-    """All devices after they trained their private parts alone; nothing has been sent for it."""
-    settling, seats = freeze_shared(before.algorithm), []
+    """The progress after each client trained its private part alone; nothing is sent for it."""
+    adapting, seats = freeze_shared(pretraining.algorithm), []
     for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
         alone = replace(
             plan,
-            rounds=before.epochs,
+            rounds=pretraining.epochs,
             clients_per_round=fed.num_clients,
             local_epochs=1,
-            first_round=_BEFORE,
+            first_round=_FIRST_PRETRAINING_ROUND,
         )
-        seats.append(Seat(alone, fed.train if before.labels else fed.unlabeled or fed.train, state))
-    states, begun = progress.states, resolve_engine(options, checkpoint, "pretraining")
-    executor = Executor(settling.client_update, engine=options.engine_config(), **begun._asdict())
+        data = fed.train if pretraining.labels else fed.unlabeled or fed.train
+        seats.append(Seat(alone, data, state))
+    states, resolved = progress.states, resolve_engine(options, checkpoint, "pretraining")
+    executor = Executor(
+        adapting.client_update, engine=options.engine_config(), **resolved._asdict()
+    )
     try:
-        for moment in simulate_seeds(settling, seats, executor):
-            list(map(_finite, case.seeds, [report for _, report in moment]))
+        for moment in simulate_seeds(adapting, seats, executor):
+            for seed, (_, report) in zip(case.seeds, moment, strict=True):
+                _require_finite(seed, report)
             states = [state for state, _ in moment]
     finally:
         executor.close()
@@ -380,100 +410,92 @@ def _pretrained(
 def resume_from_checkpoint(
     fresh: Progress, options: Options, checkpoint: Checkpoint | None
 ) -> Progress:
-    """What a checkpoint holds, on the computing device; if there is none, the fresh beginning."""
+    """The progress in the checkpoint, on torch's device; without one, the fresh progress."""
     saved = checkpoint.load() if checkpoint else None
     if saved is None:
         return fresh
-    device, rooms = options.torch_device(), [state.private.max_gpu_rows for state in fresh.states]
-    states = [
-        state.to(device, max_gpu_rows)
-        for state, max_gpu_rows in zip(saved.states, rooms, strict=True)
-    ]
-    best = [
-        kept and (*kept[:2], kept[2].to(device, max_gpu_rows))
-        for kept, max_gpu_rows in zip(saved.best, rooms, strict=True)
-    ]
-    return saved._replace(states=states, best=best)
+    device, states = options.torch_device(), list[State]()
+    bests = list[tuple[float, int, State] | None]()
+    for place, before in enumerate(fresh.states):
+        max_gpu_rows, best = before.private.max_gpu_rows, saved.best[place]
+        states.append(saved.states[place].to(device, max_gpu_rows))
+        bests.append(best and (best[0], best[1], best[2].to(device, max_gpu_rows)))
+    return saved._replace(states=states, best=bests)
 
 
-def _started(case: Case, place: int, state: State) -> Ledger:
-    """Traffic before the first round: a warm start's, and its local part to every device, unless it was validated there before."""
+def _first_ledger(case: Case, place: int, state: State) -> Ledger:
+    """Traffic before the first round: that of a warm start, and its local part to each client.
+
+    Clients that were validated before the warm start have the local part already.
+    """
     spent, fed = case.spent[place], case.federations[place]
-    validated = bool(fed.val.sizes.any())
+    if not case.plan.first_round or fed.val.sizes.any():
+        return spent
     local = restrict_to_model(case.model, state.private.initial)
-    return (
-        spent.add_warm_start(local, fed.num_clients)
-        if case.plan.first_round and not validated
-        else spent
-    )
+    return spent.add_warm_start(local, fed.num_clients)
 
 
 def fingerprint(case: Case, options: Options) -> Json:
-    """What must be the same for a run to be continued."""
+    """What has to be the same when a run is resumed."""
     shared, private = case.algorithm.init(case.params[0])
-    shapes = {
-        side: {name: [*tensor.shape] for name, tensor in tree.items()}
-        for side, tree in (("shared", shared), ("private", private))
-    }
     plan = {
         name: value
         for name, value in asdict(case.plan).items()
         if name not in ("rounds", "seed") and value is not None
     }
-    algorithm = (
-        f"{case.algorithm.name}: {case.algorithm.description}"
-        if case.algorithm.description
-        else case.algorithm.name
-    )
+    name, description = case.algorithm.name, case.algorithm.description
     choice = {"select": options.select, "validate_every": options.validate_every}
-    choice |= {} if options.precision == "fp32" else {"precision": options.precision}
-    choice |= {} if options.tests == "both" else {"tests": options.tests}
-    told = {
-        "algorithm": algorithm,
-        "model": shapes,
+    if options.precision != "fp32":
+        choice["precision"] = options.precision
+    if options.tests != "both":
+        choice["tests"] = options.tests
+    result: Json = {
+        "algorithm": f"{name}: {description}" if description else name,
+        "model": {"shared": _shapes(shared), "private": _shapes(private)},
         "plan": plan,
         "seeds": list(case.seeds),
         "choice": choice,
         **case.about,
     }
     if case.pretraining:
-        told |= {
-            "pretraining": {"epochs": case.pretraining.epochs, "labels": case.pretraining.labels}
-        }
-    return {**told, "data": _data_fingerprint(case.federations)}
+        pretraining = case.pretraining
+        result["pretraining"] = {"epochs": pretraining.epochs, "labels": pretraining.labels}
+    return {**result, "data": _data_fingerprint(case.federations)}
+
+
+def _shapes(tree: Params) -> dict[str, list[int]]:
+    return {name: [*tensor.shape] for name, tensor in tree.items()}
 
 
 def _data_fingerprint(feds: Sequence[FederatedData]) -> str:
-    """Who holds which rows, every label, what stands beside the labels, and a sample of the inputs, as one short word."""
-    told = hashlib.sha256()
-    for part in (part for fed in feds for part in (fed.train, fed.val, fed.test)):
-        told.update(b"".join(rows.tobytes() for rows in part.rows))
-    for x, y, group in {
-        id(part.examples): part.examples for fed in feds for part in (fed.train, fed.val, fed.test)
-    }.values():
-        told.update(
-            pack(
-                {
-                    "y": y,
-                    "x": x[:: max(1, len(x) // 500)],
-                    **({} if group is None else {"group": group}),
-                }
-            )
-        )
-    return told.hexdigest()[:16]
+    """A short hash of each client's rows, all labels and groups, and a sample of the inputs."""
+    digest, stores = hashlib.sha256(), dict[int, Examples]()
+    for fed in feds:
+        for subset in (fed.train, fed.val, fed.test):
+            digest.update(b"".join(rows.tobytes() for rows in subset.rows))
+            stores[id(subset.examples)] = subset.examples
+    for x, y, group in stores.values():
+        tensors = {"y": y, "x": x[:: max(1, len(x) // 500)]}
+        if group is not None:
+            tensors["group"] = group
+        digest.update(pack(tensors))
+    return digest.hexdigest()[:16]
 
 
 def train(
     case: Case, options: Options, progress: Progress, folder: Path | None = None
 ) -> Iterator[Moment]:
-    """Rounds of a placed case as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
+    """Rounds of an experiment whose data are on torch's device, one by one.
+
+    With a folder, rounds are saved there, also when Ctrl-C stops the run.
+    """
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    begun = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
+    resolved = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
     executor = Executor(
         case.algorithm.client_update,
         engine=options.engine_config(),
         num_calls=case.plan.rounds,
-        **begun._asdict(),
+        **resolved._asdict(),
     )
     evaluation = build_evaluation(case, options, checkpoint)
     seats = [
@@ -482,9 +504,8 @@ def train(
     ]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-        return complete_round(
-            case, options, evaluation, (before._replace(choices=(executor.execution_plan,)), round_)
-        )
+        before = before._replace(choices=(executor.execution_plan,))
+        return complete_round(case, options, evaluation, (before, round_))
 
     try:
         rounds = simulate_seeds(case.algorithm, seats, executor, done=progress.done)
@@ -497,29 +518,31 @@ def train(
 
 
 class CheckpointPolicy(NamedTuple):
-    """What is kept and how often, until how many rounds are done, and where; nowhere if there is no checkpoint."""
+    """When checkpoints are written, and where; nothing is saved without a checkpoint."""
 
     options: Options
     rounds: int
     checkpoint: Checkpoint | None
 
     def due(self, done: int) -> bool:
-        """Whether a checkpoint is to be written after so many rounds."""
-        at_the_end = done == self.rounds and self.options.save == "everything"
-        return done % self.options.checkpoint_every == 0 or at_the_end
+        """Whether a checkpoint is due after `done` rounds."""
+        is_last = done == self.rounds and self.options.save == "everything"
+        return done % self.options.checkpoint_every == 0 or is_last
 
 
 def checkpoint_rounds(
     rounds: Iterator[Round], advance: Advance, progress: Progress, policy: CheckpointPolicy
 ) -> Iterator[Moment]:
-    """Rounds as they happen, written down as they do; what is done is saved also when Ctrl-C stops them."""
+    """Rounds one by one, each saved as it is done; also the last one before Ctrl-C."""
     checkpoint, saved, started = policy.checkpoint, progress.done, time.perf_counter()
     try:
         for round_ in rounds:
-            further, rows = advance(progress, round_)
+            after, rows = advance(progress, round_)
             if checkpoint:
                 checkpoint.append(rows)
-            progress = further  # only now: a stop before this comes back to the round, rows and all
+            # Not before the rows are saved: a run that is stopped here repeats the round, and
+            # writes all of its rows again.
+            progress = after
             if checkpoint and policy.due(progress.done):
                 saved = checkpoint.save(progress)
             finished = time.perf_counter()
@@ -534,60 +557,59 @@ def checkpoint_rounds(
 def complete_round(
     case: Case, options: Options, evaluation: Evaluator, step: tuple[Progress, Round]
 ) -> tuple[Progress, list[Json]]:
-    """One round further: ledgers, losses, and every so often a validation score."""
+    """The progress and the rows after one round; after some rounds with a validation score."""
     progress, moment = step
-    ledgers = [
-        ledger + report.traffic
-        for ledger, (_, report) in zip(progress.ledgers, moment, strict=True)
-    ]
-    progress = progress._replace(
-        done=progress.done + 1, states=[state for state, _ in moment], ledgers=ledgers
-    )
+    ledgers = []
+    for ledger, (_, report) in zip(progress.ledgers, moment, strict=True):
+        ledgers.append(ledger + report.traffic)
+    states = [state for state, _ in moment]
+    progress = progress._replace(done=progress.done + 1, states=states, ledgers=ledgers)
     scores: list[float | None] = [None] * len(moment)
     if progress.done % options.validate_every == 0:
-        progress, scores = _validated(case, options, evaluation, progress)
+        progress, scores = _validate(case, options, evaluation, progress)
     reports = [report for _, report in moment]
     return progress, list(map(_row, case.seeds, reports, scores, progress.ledgers))
 
 
 def _row(seed: int, report: RoundReport, score: float | None, ledger: Ledger) -> Json:
-    losses = _finite(seed, report)
+    losses = _require_finite(seed, report)
     sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
-    loss = float(losses.mean()) if len(losses) else None  # nobody of this kind took part
+    loss = float(losses.mean()) if len(losses) else None  # None if no client of this kind took part
     return {"seed": seed, "round": report.round_index, "loss": loss, "validation": score, **sent}
 
 
-def _finite(seed: int, report: RoundReport) -> Tensor:
-    """The losses of a round (devices,), or an error."""
+def _require_finite(seed: int, report: RoundReport) -> Tensor:
+    """The losses of a round (clients,); refused if one is not finite."""
     losses = report.losses.cpu()
-    if not bool(torch.isfinite(losses).all()):
-        device = int(report.clients_per_round[int((~torch.isfinite(losses)).nonzero()[0])])
+    diverged = (~torch.isfinite(losses)).nonzero()
+    if len(diverged):
+        client = int(report.clients_per_round[int(diverged[0])])
         error = DivergedError(
-            f"training diverged in round {report.round_index}: device {device}'s loss is not finite; lower the learning rate"
+            f"training diverged in round {report.round_index}: "
+            f"client {client}'s loss is not finite; lower the learning rate"
         )
         error.seed = seed
         raise error
     return losses
 
 
-def _validated(
+def _validate(
     case: Case, options: Options, evaluation: Evaluator, progress: Progress
 ) -> tuple[Progress, list[float | None]]:
-    """Score every seed on validation data; the shared tree has to reach those devices for it, and that is counted."""
-    scores, ledgers, best = [], [], []
-    accuracies = local_tests(evaluation, progress.states, [fed.val for fed in case.federations])
-    seeds = zip(
-        case.federations, progress.states, progress.ledgers, progress.best, accuracies, strict=True
-    )
-    for fed, state, ledger, so_far, found in seeds:
-        score = summarize(found, fed.val.sizes).mean
+    """Validation scores of all seeds; the shared tree is sent to the clients for them."""
+    scores, ledgers, bests = [], [], []
+    val = [fed.val for fed in case.federations]
+    accuracies = local_tests(evaluation, progress.states, val)
+    for place, state in enumerate(progress.states):
+        sizes, best = val[place].sizes, progress.best[place]
+        score = summarize(accuracies[place], sizes).mean
+        if options.select == "best" and score is not None and (best is None or score > best[0]):
+            best = (score, progress.done, state)
+        num_validated = int(np.count_nonzero(sizes))
         scores.append(score)
-        ledgers.append(ledger.add_evaluation(state.shared, int(np.count_nonzero(fed.val.sizes))))
-        better = (
-            options.select == "best" and score is not None and (so_far is None or score > so_far[0])
-        )
-        best.append((score, progress.done, state) if better and score is not None else so_far)
-    return progress._replace(ledgers=ledgers, best=best), scores
+        ledgers.append(progress.ledgers[place].add_evaluation(state.shared, num_validated))
+        bests.append(best)
+    return progress._replace(ledgers=ledgers, best=bests), scores
 
 
 def finish(
@@ -598,7 +620,10 @@ def finish(
     *,
     also: Afterwards | None = None,
 ) -> list[Result]:
-    """The final tests of every seed of a placed case, kept in the folder if there is one, with what `also` says of each."""
+    """The final tests of all seeds of an experiment whose data are on torch's device.
+
+    With a folder, the results are saved there, with the entries that `also` adds to each.
+    """
     checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
     evaluation = build_evaluation(case, options, checkpoint)
     results = [
@@ -609,25 +634,25 @@ def finish(
     if folder and checkpoint:
         for result in results if options.save == "everything" else ():
             save_models(result, folder / "models" / f"seed-{result.plan.seed}")
-        more = _afterwards(also, results, lambda: checkpoint.save(progress))
-        write_json(
-            folder / "result.json",
-            [{**result.as_dict(), **said} for result, said in zip(results, more, strict=True)],
-        )
+        added = _afterwards(also, results, lambda: checkpoint.save(progress))
+        tables = [
+            {**result.as_dict(), **entries} for result, entries in zip(results, added, strict=True)
+        ]
+        write_json(folder / "result.json", tables)
         if options.save == "metrics":
             checkpoint.drop_tensors(progress)
     return results
 
 
 def restrict_to_model(model: nn.Module, tree: Params) -> Params:
-    """What a tree holds of the model itself: an auxiliary model beside it is of no use to anybody else, and is never sent."""
+    """A tree without auxiliary models' tensors: no other client uses them, so none is sent."""
     return trees.pick(tree, unique_tensors(model))
 
 
 def _afterwards(
     also: Afterwards | None, results: Sequence[Result], save: Callable[[], int]
 ) -> list[Json]:
-    """What there is to add to the results; whoever stops it does not lose the rounds before."""
+    """Entries to add to the results; if Ctrl-C stops them, the rounds are saved first."""
     try:
         return also(results) if also else [{} for _ in results]
     except KeyboardInterrupt:
@@ -638,29 +663,25 @@ def _afterwards(
 def build_result(
     case: Case, options: Options, evaluation: Evaluator, progress: Progress, *, place: int = 0
 ) -> Result:
-    """The outcome of one seed: what was selected, on test data."""
+    """The result of one seed: the selected round on test data."""
     fed, plan = case.federations[place], case.plans()[place]
-    done, state = _selected(
-        options, evaluation, fed, (progress.done, progress.states[place], progress.best[place])
-    )
+    last, best = progress.states[place], progress.best[place]
+    done, state = _selected(options, evaluation, fed, (progress.done, last, best))
     accuracies = local_test(evaluation, state, fed.test)
-    local, trained = (
-        restrict_to_model(case.model, state.private.initial),
-        len(state.private.trained),
-    )
-    ledger = progress.ledgers[place].add_evaluation(
-        state.shared, int(np.count_nonzero(fed.test.sizes))
-    )
-    if (
-        options.select == "best" and progress.done % options.validate_every
-    ):  # the last round was looked at besides
-        ledger = ledger.add_evaluation(
-            progress.states[place].shared, int(np.count_nonzero(fed.val.sizes))
-        )
-    personal = case.algorithm.personal(state.shared, state.private.initial)
-    whole, counted = restrict_to_model(case.model, personal), fed.num_clients if state.shared else 0
+    ledger = progress.ledgers[place]
+    ledger = ledger.add_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
+    if options.select == "best" and progress.done % options.validate_every:
+        # `_selected` validated the last round too, which `complete_round` did not.
+        ledger = ledger.add_evaluation(last.shared, int(np.count_nonzero(fed.val.sizes)))
     if options.tests == "both":
-        ledger = ledger.add_ensemble(local, whole, num_trained=trained, num_clients=counted)
+        personal = case.algorithm.personal(state.shared, state.private.initial)
+        ledger = ledger.add_ensemble(
+            restrict_to_model(case.model, state.private.initial),
+            restrict_to_model(case.model, personal),
+            num_trained=len(state.private.trained),
+            num_clients=fed.num_clients if state.shared else 0,
+        )
+    times_sampled = participation(plan, case.total or fed.num_clients, done)
     return Result(
         algorithm=case.algorithm,
         architecture=case.model,
@@ -677,9 +698,7 @@ def build_result(
             "val": fed.val.sizes.tolist(),
             "test": fed.test.sizes.tolist(),
         },
-        times_sampled=participation(plan, case.total or fed.num_clients, done)[
-            case.first : case.first + fed.num_clients
-        ],
+        times_sampled=times_sampled[case.first : case.first + fed.num_clients],
         metric=case.metric,
     )
 
@@ -690,7 +709,7 @@ def _selected(
     fed: FederatedData,
     last: tuple[int, State, tuple[float, int, State] | None],
 ) -> tuple[int, State]:
-    """Rounds done and state to test: the last one, or an earlier one that was better on validation data."""
+    """The round to test and its state: the last one, or an earlier one with a better score."""
     done, state, best = last
     if options.select == "last" or best is None:
         return done, state
@@ -699,7 +718,7 @@ def _selected(
 
 
 def participation(plan: Plan, clients: int, done: int) -> list[int]:
-    """How often each device took part."""
+    """How often each client took part."""
     counts = np.zeros(clients, dtype=np.int64)
     for round_index in range(plan.first_round, plan.first_round + done):
         counts[sample_clients(plan, clients, round_index)] += 1

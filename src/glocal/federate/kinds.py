@@ -1,4 +1,4 @@
-"""Kinds of device: own networks and own inputs, one shared part that all of them train together."""
+"""Kinds of client: each has its own network and inputs; all train one shared part together."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -52,9 +52,10 @@ Cases = Mapping[str, Case]
 
 @dataclass(frozen=True)
 class Kind:
-    """Devices with one architecture and one form of input; they start from `params`, or else from the model's own weights.
+    """Clients with one architecture and one form of input.
 
-    `spent` is what those weights have cost so far, `metric` says what a guess is worth.
+    They start from `params`, or from the model's own weights. `spent` is the traffic behind these
+    weights, and `metric` scores predictions.
     """
 
     name: str
@@ -66,12 +67,13 @@ class Kind:
     metric: Metric = accuracy
 
     def start(self) -> Params:
-        """What its devices start from."""
+        """The weights that its clients start from."""
         own = params_of(self.model)
         if self.params is not None and self.params.keys() != own.keys():
             differ = sorted(self.params.keys() ^ own.keys())
             raise InputError(
-                f"kind '{self.name}': its params are of another model; only one of the two has {differ}"
+                f"kind '{self.name}': its params are of another model; "
+                f"only one of the two has {differ}"
             )
         return own if self.params is None else self.params
 
@@ -83,9 +85,11 @@ def fit_kinds(
     options: Options | None = None,
     folder: Path | str | None = None,
 ) -> dict[str, Result]:
-    """Train all kinds together and test each; with a folder, everything is kept there, and calling again goes on where it stopped.
+    """Train all kinds together and test each.
 
-    Device numbers in a kind's result are its own, from 0. Where rounds are chosen on validation data, each kind chooses its own.
+    With a folder, everything is saved there, and the same call resumes a run that was stopped.
+    Clients of a kind are numbered from 0 in its result. Where rounds are selected on validation
+    data, each kind selects its own.
     """
     options, path = options or Options(), Path(folder) if folder else None
     cases = company(kinds, plan)
@@ -101,9 +105,10 @@ def fit_kinds(
 def warm_kinds(
     kinds: Sequence[Kind], optimizer: Optimizer, plan: Plan, *, options: Options | None = None
 ) -> list[Kind]:
-    """FedAvg within each kind first, as LG-FedAvg goes on from FedAvg in the paper: classification, on whole models.
+    """FedAvg within each kind, as a warm start for LG-FedAvg as in the paper.
 
-    The first kind learns the shared part, the others what is local under it, so that one shared part fits all of them.
+    It trains classification on whole models. The first kind trains the shared part. The others
+    train their local parts under it, so that one shared part fits all kinds.
     """
     warm: list[Kind] = []
     for kind in _agreeing(kinds):
@@ -123,7 +128,7 @@ def warm_kinds(
         )
         with _named(kind.name):
             result = fit_case(replace(case, metric=kind.metric), options or Options())[0]
-        # an average of what is the same everywhere is that only up to rounding
+        # shared tensors are equal on all clients, and their average is only up to rounding
         warm.append(replace(kind, params={**result.state.shared, **agreed}, spent=result.ledger))
     return warm
 
@@ -131,7 +136,7 @@ def warm_kinds(
 def simulate_kinds(
     kinds: Sequence[Kind], plan: Plan, *, engine: EngineConfig | str = "auto"
 ) -> Iterator[dict[str, tuple[State, RoundReport]]]:
-    """Train all kinds together, round by round; each kind's report is of its own devices, numbered from 0."""
+    """Train all kinds together, round by round; a kind's report numbers its clients from 0."""
     cases = company(kinds, plan)
     _require_fit(cases, Options())
     progress = begin_kinds(cases, Options())
@@ -141,7 +146,10 @@ def simulate_kinds(
 
 
 def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
-    """A case for every kind, its devices numbered after those of the kinds before it; what cannot train together is refused."""
+    """An experiment for each kind; kinds that cannot train together are refused.
+
+    The clients of a kind are numbered after those of the kinds before it.
+    """
     kinds = _agreeing(kinds)
     params = [kind.start() for kind in kinds]
     ends = np.cumsum([kind.federation.num_clients for kind in kinds]).tolist()
@@ -170,7 +178,7 @@ def _require_fit(cases: Cases, options: Options) -> None:
 
 
 def _agreeing(kinds: Iterable[Kind]) -> list[Kind]:
-    """Kinds that can train together: names of their own, one algorithm, one shared part."""
+    """The kinds, if they can train together: unique names, one algorithm, one shared part."""
     listed = list(kinds)
     _require_names([kind.name for kind in listed])
     _require_one_algorithm(listed)
@@ -184,7 +192,7 @@ def _require_names(names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise InputError(
-                f"kinds: {names.count(name)} are called '{name}'; give each a name of its own"
+                f"kinds: {names.count(name)} are called '{name}'; give each another name"
             )
         if (
             not isinstance(name, str)
@@ -193,28 +201,31 @@ def _require_names(names: Sequence[str]) -> None:
             or Path(name).name != name
         ):
             raise InputError(
-                f"kinds: '{name}' was given as a name, and a folder is called after it; use a plain word"
+                f"kinds: '{name}' was given as a name, but a folder is named after it; "
+                "use a plain word"
             )
 
 
 def _require_one_algorithm(kinds: Sequence[Kind]) -> None:
-    """All uploads are averaged at once, so all kinds must mean the same by it."""
+    """All uploads are averaged at once, so all kinds need the same average."""
     first = kinds[0]
     for kind in kinds[1:]:
         given, expected = _way(kind.algorithm), _way(first.algorithm)
         if given != expected:
             raise InputError(
-                f"kinds: '{kind.name}' runs {given}, but '{first.name}' {expected}; run one algorithm on all kinds"
+                f"kinds: '{kind.name}' runs {given}, but '{first.name}' runs {expected}; "
+                "run one algorithm on all kinds"
             )
 
 
 def _way(algorithm: Algorithm) -> str:
-    """What an algorithm is called, and what it averages by."""
-    return f"{algorithm.name} (by {getattr(algorithm.aggregate, '__qualname__', 'a function of its own')})"
+    """An algorithm's name, and the name of its aggregation."""
+    aggregation = getattr(algorithm.aggregate, "__qualname__", "a function of its own")
+    return f"{algorithm.name} (by {aggregation})"
 
 
 def _require_one_shared_tree(shared: Mapping[str, Params]) -> None:
-    """Everything but the shared part may differ; that must agree in names, shapes and types."""
+    """Shared parts need the same names, shapes and types; everything else may differ."""
     (first, expected), *others = shared.items()
     for name, given in others:
         forms = {
@@ -228,8 +239,8 @@ def _require_one_shared_tree(shared: Mapping[str, Params]) -> None:
         ]
         if differ:
             raise InputError(
-                f"kinds: '{first}' and '{name}' do not share the same tensors: {', '.join(differ)}; "
-                "give both the same shared part, or keep what differs local"
+                f"kinds: '{first}' and '{name}' do not share the same tensors: "
+                f"{', '.join(differ)}; give both the same shared part, or keep what differs local"
             )
 
 
@@ -239,7 +250,7 @@ def _form(tree: Params, name: str) -> str:
 
 @contextmanager
 def _named(kind: str) -> Iterator[None]:
-    """Say which kind is meant where its data or its training are at fault."""
+    """Name the kind in errors about its data or its training."""
     try:
         yield
     except InputError as error:
@@ -247,7 +258,7 @@ def _named(kind: str) -> Iterator[None]:
 
 
 def _placed(cases: Cases, options: Options) -> Cases:
-    """The cases with data and weights on the computing device; kinds that use one store go on doing so."""
+    """The experiments on torch's device; kinds with one store of examples have one again."""
     device = options.torch_device()
     feds = move_data_to_device([case.federations[0] for case in cases.values()], device)
     placed = zip(cases.items(), feds, strict=True)
@@ -258,7 +269,10 @@ def _placed(cases: Cases, options: Options) -> Cases:
 
 
 def begin_kinds(cases: Cases, options: Options, folder: Path | None = None) -> Progress:
-    """Where to start: at the last checkpoint if the folder has one, else with the first kind's shared part on all devices."""
+    """The progress in the folder's checkpoint, or a fresh start.
+
+    At a fresh start all clients have the first kind's shared part.
+    """
     fresh = Progress.joined([start_or_resume(case, options, None) for case in cases.values()])
     states = [State(fresh.states[0].shared, state.private) for state in fresh.states]
     return resume_from_checkpoint(
@@ -267,18 +281,23 @@ def begin_kinds(cases: Cases, options: Options, folder: Path | None = None) -> P
 
 
 def _checkpoint(cases: Cases, options: Options, folder: Path | None) -> Checkpoint | None:
-    """One for all kinds; a run goes on only with the same ones."""
+    """One checkpoint for all kinds; a run is resumed with the same kinds only."""
     if folder is None:
         return None
-    told = [fingerprint(case, options) for case in cases.values()]
-    apart = {key: [each[key] for each in told] for key in ("algorithm", "model", "data")}
-    return Checkpoint(folder, {"kinds": list(cases), **told[0], **apart})
+    prints = [fingerprint(case, options) for case in cases.values()]
+    together: Json = {"kinds": list(cases), **prints[0]}
+    for key in ("algorithm", "model", "data"):
+        together[key] = [each[key] for each in prints]
+    return Checkpoint(folder, together)
 
 
 def train_kinds(
     cases: Cases, options: Options, progress: Progress, folder: Path | None = None
 ) -> Iterator[Moment]:
-    """Rounds of placed cases as they happen; kept in the folder if there is one, also when it is stopped by Ctrl-C."""
+    """Rounds of experiments whose data are on torch's device, one by one.
+
+    With a folder, rounds are saved there, also when Ctrl-C stops the run.
+    """
     rounds = next(iter(cases.values())).plan.rounds
     checkpoint = _checkpoint(cases, options, folder)
     known = dict(zip(cases, progress.choices, strict=True))
@@ -308,7 +327,7 @@ def _engines(
     engine: EngineConfig | str,
     begun: Sequence[ResolvedEngine],
 ) -> Iterator[list[Executor[Update]]]:
-    """What trains each kind's devices, let go of at the end."""
+    """The executor of each kind, closed at the end."""
     with ExitStack() as stack:
         overs = []
         for case, how in zip(cases.values(), begun, strict=True):
@@ -321,7 +340,7 @@ def _engines(
 def _advanced(
     cases: Cases, options: Options, evaluations: Sequence[Evaluator], step: tuple[Progress, Round]
 ) -> tuple[Progress, list[Json]]:
-    """One round further, one kind after the other, and a row of each."""
+    """The progress after one round of all kinds, with one row per kind."""
     (progress, round_), parts, rows = step, [], []
     for place, (name, case) in enumerate(cases.items()):
         with _named(name):
@@ -348,79 +367,82 @@ def _round(
     states: Sequence[State],
     round_index: int,
 ) -> Round:
-    """One cohort over all kinds; each kind trains in a batch of its own, and all uploads are averaged at once, in device order."""
+    """One round of clients sampled over all kinds.
+
+    Each kind trains in a batch of its own. All uploads are averaged at once, in client order.
+    """
     everyone = sample_clients(
         cases[0].plan, sum(case.federations[0].num_clients for case in cases), round_index
     )
-    cohorts = [_own(case, everyone) for case in cases]
-    kinds = list(zip(cases, overs, states, cohorts, strict=True))
+    sampled_by_kind = [_own(case, everyone) for case in cases]
+    kinds = list(zip(cases, overs, states, sampled_by_kind, strict=True))
     parts = [
-        _trained(case, executor, (state, cohort), round_index)
-        for case, executor, state, cohort in kinds
+        _trained(case, executor, (state, sampled), round_index)
+        for case, executor, state, sampled in kinds
     ]
     before = states[0].shared
-    uploads = {name: torch.cat([part.uploads[name] for part in parts]) for name in before}
+    uploads = Params()
+    for name in before:
+        uploads[name] = torch.cat([part.uploads[name] for part in parts])
     sizes = np.concatenate(
-        [case.federations[0].train.sizes[cohort] for case, _, _, cohort in kinds]
+        [case.federations[0].train.sizes[sampled] for case, _, _, sampled in kinds]
     )
     after = cases[0].algorithm.aggregate(before, uploads, to_device(sizes, parts[0].losses.device))
-    return [
-        (
-            State(after, state.private.put(cohort.tolist(), part.private)),
-            RoundReport(
-                round_index, cohort, part.losses, _traffic(case, before, part.uploads, len(cohort))
-            ),
-        )
-        for (case, _, state, cohort), part in zip(kinds, parts, strict=True)
-    ]
+    moment = []
+    for (case, _, state, sampled), part in zip(kinds, parts, strict=True):
+        private = state.private.put(sampled.tolist(), part.private)
+        traffic = _traffic(case, before, part.uploads, len(sampled))
+        report = RoundReport(round_index, sampled, part.losses, traffic)
+        moment.append((State(after, private), report))
+    return moment
 
 
 def _own(case: Case, everyone: IntArray) -> IntArray:
-    """Those of the cohort that are of this kind, by the kind's own numbers."""
+    """The sampled clients of this kind, by their numbers within the kind."""
     own = everyone - case.first
     return own[(own >= 0) & (own < case.federations[0].num_clients)]
 
 
-def _traffic(case: Case, shared: Params, uploads: Params, cohort: int) -> Ledger:
+def _traffic(case: Case, shared: Params, uploads: Params, num_sampled: int) -> Ledger:
     return Ledger().add_round(
-        shared, uploads, num_sampled=cohort, num_clients=case.federations[0].num_clients
+        shared, uploads, num_sampled=num_sampled, num_clients=case.federations[0].num_clients
     )
 
 
 def _trained(
     case: Case, executor: Executor[Update], whom: tuple[State, IntArray], round_index: int
 ) -> Part:
-    """What comes back from one kind's part of the cohort, past the gate; nothing if none of it takes part."""
-    (state, cohort), train = whom, case.federations[0].train
-    if not len(cohort):
+    """The results of one kind's sampled clients, through the gate; empty if there are none."""
+    (state, sampled), train = whom, case.federations[0].train
+    if not len(sampled):
         here = train.examples.y.device
         return Part(
             {name: tensor[None][:0] for name, tensor in state.shared.items()},
             [],
             torch.zeros(0, device=here),
         )
-    tasks = [_task(case, state, device, round_index) for device in cohort.tolist()]
+    tasks = [_task(case, state, client, round_index) for client in sampled.tolist()]
     update = executor(tasks, train.examples, round_index).stacked()
     return Part(
         admit(update.upload, state.shared),
-        unstack_rows(update.private, len(cohort)),
+        unstack_rows(update.private, len(sampled)),
         update.loss.clone(),
     )
 
 
-def _task(case: Case, state: State, device: int, round_index: int) -> ClientTask:
-    """One device's work; its randomness is addressed by its number among all kinds."""
-    number = case.first + device
-    order = rows_for_round(case.plan, case.federations[0].train, round_index, device, number=number)
+def _task(case: Case, state: State, client: int, round_index: int) -> ClientTask:
+    """One client's task; its randomness is addressed by its number among all kinds."""
+    number = case.first + client
+    order = rows_for_round(case.plan, case.federations[0].train, round_index, client, number=number)
     return ClientTask(
-        state.shared, state.private.of(device), order, client_key(case.plan, round_index, number)
+        state.shared, state.private.of(client), order, client_key(case.plan, round_index, number)
     )
 
 
 def _finished(
     cases: Cases, options: Options, progress: Progress, folder: Path | None
 ) -> dict[str, Result]:
-    """The final tests of every kind; with a folder, figures and personal models are kept there."""
+    """The final tests of every kind; with a folder, results and models are saved there."""
     results, checkpoint = {}, _checkpoint(cases, options, folder)
     for place, (name, case) in enumerate(cases.items()):
         with closing(build_evaluation(case, options, checkpoint, kind=name)) as evaluation:

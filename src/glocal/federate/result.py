@@ -1,4 +1,4 @@
-"""A trained federation: each device's model, and how good it is."""
+"""A trained federation: each client's model, and its metrics."""
 
 import copy
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ from glocal.wire import Ledger
 
 @dataclass(frozen=True)
 class Result:
-    """One seed's outcome; `local` and `new` hold the figures behind `local_test` and `new_test`."""
+    """The result of one seed.
+
+    `local_spread` and `new_spread` have the figures behind `local_test` and `new_test`.
+    """
 
     algorithm: Algorithm
     architecture: nn.Module
@@ -38,33 +41,31 @@ class Result:
 
     @property
     def local_test(self) -> float | None:
-        """Mean over devices of the accuracy of their own models on their own test data."""
+        """Local Test: mean over clients of their own models' accuracy on their own test data."""
         return self.local_spread.mean
 
     @property
     def new_test(self) -> float | None:
-        """Accuracy on everyone's test data of the averaged logits of all trained models."""
+        """New Test: accuracy of all trained models' averaged logits on everybody's test data."""
         return self.new_spread.logits if self.new_spread else None
 
     def state_dict(self, client: int) -> Params:
-        """What one device predicts with, as a plain state dict."""
+        """One client's model, as a plain state dict."""
         if not 0 <= client < len(self.times_sampled):
             raise InputError(
-                f"result: there is no device {client}; devices are 0..{len(self.times_sampled) - 1}"
+                f"result: there is no client {client}; clients are 0..{len(self.times_sampled) - 1}"
             )
-        return state_dict(
-            self.architecture,
-            self.algorithm.personal(self.state.shared, self.state.private.of(client)),
-        )
+        params = self.algorithm.personal(self.state.shared, self.state.private.of(client))
+        return state_dict(self.architecture, params)
 
     def model(self, client: int) -> nn.Module:
-        """One device's own model, an ordinary module in evaluation mode."""
+        """One client's own model, as a plain module in evaluation mode."""
         model = copy.deepcopy(self.architecture)
         model.load_state_dict(self.state_dict(client))
         return model.eval()
 
     def as_dict(self) -> Json:
-        """For JSON: every figure, and the table of devices."""
+        """For JSON: all figures, and the table of clients."""
         return {
             "seed": self.plan.seed,
             "algorithm": self.algorithm.name,
@@ -82,20 +83,26 @@ class Result:
         accuracies = [
             None if np.isnan(accuracy) else accuracy for accuracy in self.accuracies.tolist()
         ]
-        columns = {**self.sizes, "times_sampled": self.times_sampled, "local_test": accuracies}
-        rows = zip(range(len(self.times_sampled)), *columns.values(), strict=True)
-        return [dict(zip(("client", *columns), row, strict=True)) for row in rows]
+        columns: Json = {
+            **self.sizes,
+            "times_sampled": self.times_sampled,
+            "local_test": accuracies,
+        }
+        columns = {"client": list(range(len(self.times_sampled))), **columns}
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def save_models(result: Result, folder: Path) -> None:
-    """Every device's personal model as a state dict of its own; one file where all devices have the same model."""
-    about = {
+    """Write each client's model as a state dict; one file if all clients have the same model."""
+    metadata = {
         "algorithm": result.algorithm.name,
         "seed": result.plan.seed,
         "round": result.selected_round,
     }
     if not result.state.private.initial:
-        write_tensors(folder / "every-device.safetensors", result.state_dict(0), about)
+        write_tensors(folder / "every-client.safetensors", result.state_dict(0), metadata)
         return
     for client in range(len(result.times_sampled)):
-        write_tensors(folder / f"device-{client:04d}.safetensors", result.state_dict(client), about)
+        path = folder / f"client-{client:04d}.safetensors"
+        write_tensors(path, result.state_dict(client), metadata)

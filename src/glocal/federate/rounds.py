@@ -1,4 +1,4 @@
-"""The simulator: a generator of rounds. The caller's for-loop is the callback."""
+"""The simulator: a generator of rounds, which the caller reads in a for-loop."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ from glocal.wire import Ledger, admit
 
 
 class RoundReport(NamedTuple):
-    """One round of one federation: who took part, their mean losses (cohort,), and what was sent in it."""
+    """One round of one federation: its sampled clients, their losses (clients,), its traffic."""
 
     round_index: int
     clients_per_round: IntArray
@@ -40,7 +40,10 @@ class RoundReport(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """One of several federations that are simulated side by side: its own seed, data and state; who attends, if not all do."""
+    """One of several federations side by side, with its own seed, data and state.
+
+    All clients are available if there is no `attendance`.
+    """
 
     plan: Plan
     train: ClientData
@@ -49,7 +52,7 @@ class Seat(NamedTuple):
 
 
 def initial_state(algorithm: Algorithm, params: Params, federations: int = 1) -> State:
-    """The state before the first round, of one of several federations: every device starts from the same private tree."""
+    """The state before the first round: each client starts with the same private tree."""
     shared, private = algorithm.init(params)
     return State(shared, PrivateStates(private, {}, fitting_gpu_rows(private, federations)))
 
@@ -76,43 +79,46 @@ def simulate(
 def simulate_seeds(
     algorithm: Algorithm, seats: Sequence[Seat], executor: Executor[Update], *, done: int = 0
 ) -> Iterator[list[tuple[State, RoundReport]]]:
-    """Train several federations side by side, all their devices in one batch; `done` rounds are behind them already."""
+    """Train several federations side by side, all clients in one batch, after `done` rounds."""
     _require_shared_examples(seats)
     rounds = _rounds(algorithm, seats, executor, done)
     if not seats[0].train.examples.y.is_cuda:
         yield from rounds
         return
-    underway: deque[Callable[[], list[tuple[State, RoundReport]]]] = deque()
-    for moment in rounds:  # a GPU works on the next round while the caller looks at this one
-        underway.append(_copy_losses_to_host(moment))
-        if len(underway) > 1:
-            yield underway.popleft()()
-    for landed in underway:
-        yield landed()
+    # A round is yielded only after the next one was started: the GPU computes the next round while
+    # the caller handles this one. So losses are copied without blocking, and waited for later.
+    pending: deque[Callable[[], list[tuple[State, RoundReport]]]] = deque()
+    for moment in rounds:
+        pending.append(_copy_losses_to_host(moment))
+        if len(pending) > 1:
+            yield pending.popleft()()
+    for wait in pending:
+        yield wait()
 
 
 def _copy_losses_to_host(
     moment: list[tuple[State, RoundReport]],
 ) -> Callable[[], list[tuple[State, RoundReport]]]:
-    """Send a round's losses to the host; what is returned waits for them, and for nothing that comes after them."""
-    there = [report.losses for _, report in moment]
-    here = [
-        torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True).copy_(
-            losses, non_blocking=True
-        )
-        for losses in there
-    ]
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
+    """Start copying a round's losses to the CPU.
 
-    def landed() -> list[tuple[State, RoundReport]]:
-        arrived.synchronize()
+    The returned function waits for the copy, but for no later work of the GPU, and gives the round.
+    """
+    copies = []
+    for _, report in moment:
+        losses = report.losses
+        pinned = torch.empty(losses.shape, dtype=losses.dtype, pin_memory=True)
+        copies.append(pinned.copy_(losses, non_blocking=True))
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def wait() -> list[tuple[State, RoundReport]]:
+        copied.synchronize()
         return [
             (state, report._replace(losses=losses))
-            for (state, report), losses in zip(moment, here, strict=True)
+            for (state, report), losses in zip(moment, copies, strict=True)
         ]
 
-    return landed
+    return wait
 
 
 def _rounds(
@@ -127,7 +133,10 @@ def _rounds(
 
 
 class Duty(NamedTuple):
-    """Who takes part in a round, the rows each device will visit, keys of their randomness, and how many left before its end."""
+    """The clients of a round, each one's rows in order, and the keys of their randomness.
+
+    `left` is how many sampled clients left before the end of the round.
+    """
 
     clients_per_round: IntArray
     orders: list[IntArray]
@@ -136,41 +145,47 @@ class Duty(NamedTuple):
 
 
 def assign_work(seat: Seat, round_index: int) -> Duty:
-    """Who does what in a round: the only place where data enters."""
+    """The clients of a round and their rows: data enter a round only here."""
     plan, train = seat.plan, seat.train
-    asked = _sample_clients(seat, round_index)
-    cohort = asked if seat.attendance is None else np.setdiff1d(asked, seat.attendance.dropouts)
-    orders = [rows_for_round(plan, train, round_index, device) for device in cohort.tolist()]
-    keys = [client_key(plan, round_index, device) for device in cohort.tolist()]
-    return Duty(cohort, orders, keys, len(asked) - len(cohort))
+    sampled = _sample_clients(seat, round_index)
+    clients = sampled
+    if seat.attendance is not None:
+        clients = np.setdiff1d(sampled, seat.attendance.dropouts)
+    orders = [rows_for_round(plan, train, round_index, client) for client in clients.tolist()]
+    keys = [client_key(plan, round_index, client) for client in clients.tolist()]
+    return Duty(clients, orders, keys, len(sampled) - len(clients))
 
 
 def rows_for_round(
-    plan: Plan, train: ClientData, round_index: int, device: int, *, number: int | None = None
+    plan: Plan, train: ClientData, round_index: int, client: int, *, number: int | None = None
 ) -> IntArray:
-    """The rows that a device visits in a round, in their order; its randomness has the address `number`, if not its own."""
-    rows = train.rows[device]
+    """A client's rows in a round, in their order.
+
+    `number` is the address of the client's randomness, if it is not `client` itself.
+    """
+    rows = train.rows[client]
     lengths = None if plan.max_tokens is None else train.text_lengths[rows]
-    return client_batches(
-        plan, rows, round_index, device if number is None else number, lengths=lengths
-    )
+    address = client if number is None else number
+    return client_batches(plan, rows, round_index, address, lengths=lengths)
 
 
 def _sample_clients(seat: Seat, round_index: int) -> IntArray:
-    """Who is asked to take part."""
+    """The sampled clients of a round."""
+    num_clients = seat.train.num_clients
     if seat.attendance is None:
-        return sample_clients(seat.plan, seat.train.num_clients, round_index)
-    asked = sample_available(seat.plan, seat.attendance, round_index)
-    if len(asked) and asked[-1] >= seat.train.num_clients:
+        return sample_clients(seat.plan, num_clients, round_index)
+    sampled = sample_available(seat.plan, seat.attendance, round_index)
+    if len(sampled) and sampled[-1] >= num_clients:
         raise InputError(
-            f"attendance: there is no device {asked[-1]}; devices are 0..{seat.train.num_clients - 1}"
+            f"availability: there is no client {sampled[-1]}; clients are 0..{num_clients - 1}"
         )
-    empty = asked[seat.train.sizes[asked] == 0]
+    empty = sampled[seat.train.sizes[sampled] == 0]
     if len(empty):
         raise InputError(
-            f"attendance: device {empty[0]} is present and has no training examples; let it be absent, or give it some"
+            f"availability: client {empty[0]} is available and has no training examples; "
+            "let it be absent, or give it some"
         )
-    return asked
+    return sampled
 
 
 def _round(
@@ -180,75 +195,70 @@ def _round(
     executor: Executor[Update],
     round_index: int,
 ) -> list[tuple[State, RoundReport]]:
-    tasks = [
-        task for seat, duty in zip(seats, duties, strict=True) for task in _tasks(seat.state, duty)
-    ]
-    outcome = (
-        executor(tasks, seats[0].train.examples, round_index)
-        if tasks
-        else ClientResults[Update](rows=[])
-    )
+    tasks = list[ClientTask]()
+    for seat, duty in zip(seats, duties, strict=True):
+        tasks += _tasks(seat.state, duty)
+    results = ClientResults[Update](rows=[])
+    if tasks:
+        results = executor(tasks, seats[0].train.examples, round_index)
     moment, start = [], 0
     for seat, duty in zip(seats, duties, strict=True):
         stop = start + len(duty.clients_per_round)
-        moment.append(
-            _collect(algorithm, seat, duty, _part(outcome, start, stop), round_index)
-            if len(duty.clients_per_round)
-            else _empty_round(seat, duty, round_index)
-        )
+        if stop > start:
+            part = _part(results, start, stop)
+            moment.append(_collect(algorithm, seat, duty, part, round_index))
+        else:
+            moment.append(_empty_round(seat, duty, round_index))
         start = stop
     return moment
 
 
 def _empty_round(seat: Seat, duty: Duty, round_index: int) -> tuple[State, RoundReport]:
-    """A round that nobody finished: whoever was asked has received the shared tree, and nothing else happens."""
+    """A round that no client finished: sampled clients have downloaded the shared tree."""
     traffic = Ledger().add_round(
         seat.state.shared, {}, num_sampled=duty.left, num_clients=seat.train.num_clients
     )
-    return seat.state, RoundReport(
-        round_index,
-        duty.clients_per_round,
-        seat.train.examples.x.new_zeros(0, dtype=torch.float32),
-        traffic,
-    )
+    losses = seat.train.examples.x.new_zeros(0, dtype=torch.float32)
+    return seat.state, RoundReport(round_index, duty.clients_per_round, losses, traffic)
 
 
 def _tasks(state: State, duty: Duty) -> list[ClientTask]:
-    rows = [state.private.of(device) for device in duty.clients_per_round.tolist()]
-    return [
-        ClientTask(state.shared, *task) for task in zip(rows, duty.orders, duty.keys, strict=True)
-    ]
+    clients = duty.clients_per_round.tolist()
+    tasks = []
+    for client, order, key in zip(clients, duty.orders, duty.keys, strict=True):
+        tasks.append(ClientTask(state.shared, state.private.of(client), order, key))
+    return tasks
 
 
 class Part(NamedTuple):
-    """What came back from one federation's cohort: uploads (cohort, ...), a private tree per device, losses (cohort,)."""
+    """The results of one federation's clients.
+
+    These are uploads (clients, ...), one private tree per client, and losses (clients,).
+    """
 
     uploads: Params
     private: list[Params]
     losses: Tensor
 
 
-def _part(outcome: ClientResults[Update], start: int, stop: int) -> Part:
-    if outcome.rows is not None:
-        updates = outcome.rows[start:stop]
-        uploads = trees.stack([update.upload for update in updates])
+def _part(results: ClientResults[Update], start: int, stop: int) -> Part:
+    if results.rows is not None:
+        updates = results.rows[start:stop]
         return Part(
-            uploads,
+            trees.stack([update.upload for update in updates]),
             [update.private for update in updates],
             torch.stack([update.loss for update in updates]),
         )
-    update = outcome.stacked()
-    uploads, private = (
-        {name: tensor[start:stop] for name, tensor in tree.items()}
-        for tree in (update.upload, update.private)
-    )
+    update = results.stacked()
+    uploads = {name: tensor[start:stop] for name, tensor in update.upload.items()}
+    private = {name: tensor[start:stop] for name, tensor in update.private.items()}
     return Part(uploads, unstack_rows(private, stop - start), update.loss[start:stop].clone())
 
 
 def _collect(
     algorithm: Algorithm, seat: Seat, duty: Duty, part: Part, round_index: int
 ) -> tuple[State, RoundReport]:
-    """Count what crosses, average it, put the private rows back."""
+    """Count the traffic, average the uploads, and store the private trees."""
     state, clients_per_round = seat.state, duty.clients_per_round
     uploads = admit(part.uploads, state.shared)
     traffic = Ledger().add_round(
@@ -264,10 +274,13 @@ def _collect(
 
 
 def _without_aliases(tree: Params, uploads: Params) -> Params:
-    """The tree without anything that is part of an upload: the next round may write over those."""
-    lent = {tensor.untyped_storage().data_ptr() for tensor in uploads.values()}
+    """The tree with a copy of each tensor that is part of an upload.
+
+    The next round may overwrite the memory of uploads.
+    """
+    of_uploads = {tensor.untyped_storage().data_ptr() for tensor in uploads.values()}
     return {
-        name: tensor.clone() if tensor.untyped_storage().data_ptr() in lent else tensor
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in of_uploads else tensor
         for name, tensor in tree.items()
     }
 
@@ -277,9 +290,11 @@ def _require_shared_examples(seats: Sequence[Seat]) -> None:
     for seat in seats[1:]:
         if seat.train.examples.x is not first.train.examples.x:
             raise InputError(
-                "simulate: federations side by side must deal out one data set; load it once and partition it per seed"
+                "simulate: federations side by side must share one data set; "
+                "load it once and partition it per seed"
             )
         if replace(seat.plan, seed=0) != replace(first.plan, seed=0):
             raise InputError(
-                f"simulate: federations side by side need one plan but for the seed; got {seat.plan} and {first.plan}"
+                "simulate: federations side by side need the same plan, except for the seed; "
+                f"got {seat.plan} and {first.plan}"
             )

@@ -1,4 +1,4 @@
-"""Devices that come, go and change: one training that goes on through chapters, in each of which nothing changes."""
+"""Clients that come, go and change: one training in chapters, in each of which nothing changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,9 +48,10 @@ from glocal.wire import Ledger
 
 @dataclass(frozen=True)
 class Chapter:
-    """Rounds from `first_round` on in which nothing changes: who is there, and what each device holds, a federation per seed.
+    """Rounds from `first_round` on with the same available clients and the same data.
 
-    A device that is absent keeps its test data here, so that it can be asked how it would do if it came back.
+    There is one federation per seed. A client that is absent keeps its test data, so that its
+    accuracy can be measured meanwhile.
     """
 
     first_round: int
@@ -58,17 +59,17 @@ class Chapter:
     federations: tuple[FederatedData, ...]
 
     def asked(self) -> set[int]:
-        """Who may be asked, also those who leave before they answer."""
+        """The clients that can be sampled, those that leave before they answer included."""
         return {*self.attendance.available.tolist(), *self.attendance.always.tolist()}
 
     def here(self) -> set[int]:
-        """Who is there when a round is over."""
+        """The clients that are present at the end of a round."""
         return self.asked() - {*self.attendance.dropouts.tolist()}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Chapters in order, and groups of devices by name whose accuracy is followed, each from its arrival on."""
+    """Chapters in order, and named groups of clients, each evaluated from its first round on."""
 
     chapters: tuple[Chapter, ...]
     groups: Mapping[str, tuple[int, ...]]
@@ -81,38 +82,32 @@ class Scenario:
             or any(after <= before for before, after in pairwise(starts))
         ):
             raise InputError(
-                f"scenario: its chapters begin in rounds {starts}; begin with 0, each later than the one before"
+                f"scenario: its chapters begin in rounds {starts}; "
+                "begin with 0, each later than the one before"
             )
         first = self.chapters[0].federations
         if any(len(chapter.federations) != len(first) for chapter in self.chapters):
             raise InputError(
-                "scenario: its chapters have different numbers of federations; give every chapter one per seed"
+                "scenario: its chapters have different numbers of federations; "
+                "give every chapter one per seed"
             )
-        num_clients = {
-            federation.num_clients
-            for chapter in self.chapters
-            for federation in chapter.federations
-        }
+        federations = [fed for chapter in self.chapters for fed in chapter.federations]
+        num_clients = {federation.num_clients for federation in federations}
         if len(num_clients) != 1:
             raise InputError(
-                f"scenario: its federations have {sorted(num_clients)} devices; give a device that is absent no rows"
+                f"scenario: its federations have {sorted(num_clients)} clients; "
+                "give a client that is absent no rows"
             )
         _require_groups(self.groups, num_clients.pop())
         _require_one_store(self.chapters)
 
     def at(self, round_index: int) -> int:
-        """The number of the chapter that a round is in."""
-        return (
-            int(
-                np.searchsorted(
-                    [chapter.first_round for chapter in self.chapters], round_index, side="right"
-                )
-            )
-            - 1
-        )
+        """The number of the chapter of a round."""
+        starts = [chapter.first_round for chapter in self.chapters]
+        return int(np.searchsorted(starts, round_index, side="right")) - 1
 
     def stretches(self, plan: Plan) -> Iterator[tuple[Chapter, Plan]]:
-        """Every chapter that a plan runs through, with what it runs of it."""
+        """Every chapter of a plan's rounds, with the part of the plan in it."""
         ends = [*(chapter.first_round for chapter in self.chapters[1:]), plan.total_rounds]
         for chapter, end in zip(self.chapters, ends, strict=True):
             first, last = max(chapter.first_round, plan.first_round), min(end, plan.total_rounds)
@@ -120,28 +115,26 @@ class Scenario:
                 yield chapter, replace(plan, first_round=first, rounds=last - first)
 
     def met(self, round_index: int) -> set[int]:
-        """The devices that have been there until then."""
+        """The clients that were available in a round or before it."""
         return set[int]().union(
             *(chapter.asked() for chapter in self.chapters[: self.at(round_index) + 1])
         )
 
     def looks(self, plan: Plan, every: int) -> set[int]:
-        """After which rounds all are tested: the first and the last of each chapter, and every so many."""
-        edges = {
-            index
-            for _, part in self.stretches(plan)
-            for index in (part.first_round, part.total_rounds - 1)
-        }
+        """The rounds with an evaluation: first and last of each chapter, and each `every`-th."""
+        edges = set[int]()
+        for _, part in self.stretches(plan):
+            edges |= {part.first_round, part.total_rounds - 1}
         return edges | {
             plan.first_round + done - 1 for done in range(every, plan.rounds + 1, every)
         }
 
     def as_dict(self) -> Json:
-        """For JSON: when who is there, and who belongs together."""
-        attendance = [
-            {name: row.tolist() for name, row in each.attendance._asdict().items()}
-            for each in self.chapters
-        ]
+        """For JSON: the first rounds and the availability of all chapters, and the groups."""
+        attendance = []
+        for chapter in self.chapters:
+            clients = chapter.attendance._asdict()
+            attendance.append({name: numbers.tolist() for name, numbers in clients.items()})
         rounds = [chapter.first_round for chapter in self.chapters]
         groups = {name: list(clients) for name, clients in self.groups.items()}
         return {"rounds": rounds, "attendance": attendance, "groups": groups}
@@ -149,10 +142,10 @@ class Scenario:
 
 def _require_groups(groups: Mapping[str, Sequence[int]], clients: int) -> None:
     for name, members in groups.items():
-        wrong = [device for device in members if not 0 <= device < clients]
+        wrong = [client for client in members if not 0 <= client < clients]
         if wrong or not members:
-            told = f"has device {wrong[0]}" if wrong else "has no device"
-            raise InputError(f"scenario: the group '{name}' {told}; name some of 0..{clients - 1}")
+            fault = f"has client {wrong[0]}" if wrong else "has no client"
+            raise InputError(f"scenario: the group '{name}' {fault}; name some of 0..{clients - 1}")
 
 
 def _require_one_store(chapters: Sequence[Chapter]) -> None:
@@ -163,23 +156,25 @@ def _require_one_store(chapters: Sequence[Chapter]) -> None:
     }
     if len(stores) > 1:
         raise InputError(
-            "scenario: its chapters have different stores of examples; put all into one, and give devices other rows"
+            "scenario: its chapters have different stores of examples; "
+            "put all examples into one, and give clients other rows"
         )
 
 
 @dataclass(frozen=True)
 class Story:
-    """A case that goes through a scenario; `case.federations` are those of the first chapter."""
+    """An experiment with a scenario; `case.federations` are those of the first chapter."""
 
     case: Case
     scenario: Scenario
     options: Options
 
     def require(self) -> None:
-        """Refuse what could not run to its end."""
+        """Refuse what would fail later."""
         if self.options.select == "best":
             raise InputError(
-                "scenario: select = 'best' compares rounds with different devices and data; use 'last'"
+                "scenario: select = 'best' compares rounds with different clients and data; "
+                "use 'last'"
             )
         seen: set[int] = set()
         for chapter, _ in self.scenario.stretches(self.case.plan):
@@ -195,37 +190,34 @@ class Story:
 
     @cached_property
     def looks(self) -> set[int]:
-        """After which rounds all are tested."""
+        """The rounds with an evaluation."""
         return self.scenario.looks(self.case.plan, self.options.validate_every)
 
     def met(self, round_index: int) -> set[int]:
-        """The devices that have been there in this case until then: whoever left before a warm start has no part in it."""
+        """The clients that were available in this experiment until then.
+
+        Clients that left before a warm start do not count.
+        """
         first = self.scenario.at(self.case.plan.first_round)
-        return set[int]().union(
-            *(
-                each.asked()
-                for each in self.scenario.chapters[first : self.scenario.at(round_index) + 1]
-            )
-        )
+        chapters = self.scenario.chapters[first : self.scenario.at(round_index) + 1]
+        return set[int]().union(*(chapter.asked() for chapter in chapters))
 
     def move_to_device(self) -> "Story":
-        """The same story with data and weights on the computing device."""
+        """The same story with data and weights on torch's device."""
         chapters, device = self.scenario.chapters, self.options.torch_device()
-        moved = iter(
-            move_data_to_device(
-                [fed for chapter in chapters for fed in chapter.federations], device
-            )
-        )
-        there = [
-            replace(chapter, federations=tuple(next(moved) for _ in chapter.federations))
-            for chapter in chapters
-        ]
+        federations = [fed for chapter in chapters for fed in chapter.federations]
+        moved = move_data_to_device(federations, device)
+        there, start = [], 0
+        for chapter in chapters:
+            stop = start + len(chapter.federations)
+            there.append(replace(chapter, federations=moved[start:stop]))
+            start = stop
         params = tuple(trees.to(tree, device) for tree in self.case.params)
         case = replace(self.case, params=params, federations=there[0].federations)
         return replace(self, case=case, scenario=replace(self.scenario, chapters=tuple(there)))
 
     def fingerprint(self) -> Json:
-        """What must be the same for a run to be continued."""
+        """What has to be the same when a run is resumed."""
         federations = tuple(
             fed for chapter in self.scenario.chapters for fed in chapter.federations
         )
@@ -233,7 +225,7 @@ class Story:
         return fingerprint(replace(self.case, federations=federations, about=about), self.options)
 
     def start_or_resume(self, folder: Path | None) -> Progress:
-        """Where to start: at the last checkpoint if the folder has one, else before the first round."""
+        """The progress in the folder's checkpoint; without a checkpoint, that of a fresh start."""
         fresh = start_or_resume(self.case, self.options, None)
         ledgers = [_started(self, place, state) for place, state in enumerate(fresh.states)]
         fresh = fresh._replace(ledgers=ledgers)
@@ -242,7 +234,7 @@ class Story:
         )
 
     def train(self, progress: Progress, folder: Path | None) -> Iterator[Moment]:
-        """Rounds as they happen, through all chapters with one state."""
+        """Rounds one by one, through all chapters with one state."""
         case, options = self.case, self.options
         checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
         begun = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
@@ -255,9 +247,8 @@ class Story:
         evaluation = build_evaluation(case, options, checkpoint)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-            return _advanced(
-                self, evaluation, before._replace(choices=(executor.execution_plan,)), round_
-            )
+            before = before._replace(choices=(executor.execution_plan,))
+            return _advanced(self, evaluation, before, round_)
 
         try:
             rounds = _rounds(self, executor, progress)
@@ -269,25 +260,28 @@ class Story:
             evaluation.close()
 
     def finish(self, progress: Progress, folder: Path | None) -> list[Result]:
-        """The final tests, of the devices that are there at the end; with a folder, figures and models are kept there."""
+        """The final tests of the clients that are present at the end.
+
+        With a folder, results and models are saved there.
+        """
         checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
         results, options = _tested_at_the_end(self, progress, checkpoint), self.options
         if folder:
             for result in results if options.save == "everything" else ():
                 save_models(result, folder / "models" / f"seed-{result.plan.seed}")
             rows = read_rows(folder / "rows.jsonl")
-            told = [
+            tables = [
                 {**result.as_dict(), "groups": _summaries(rows, self.scenario, result.plan.seed)}
                 for result in results
             ]
-            write_json(folder / "result.json", told)
+            write_json(folder / "result.json", tables)
             if checkpoint and options.save == "metrics":
                 checkpoint.drop_tensors(progress)
         return results
 
 
 class Told(NamedTuple):
-    """How a scenario ended, and how each group fared on the way."""
+    """The result of a scenario, and the accuracy of each group over its rounds."""
 
     result: Result
     courses: dict[str, AccuracyHistory]
@@ -303,14 +297,16 @@ def fit_scenario(
     folder: Path | str | None = None,
     metric: Metric = accuracy,
 ) -> Told:
-    """Train and test one federation through all chapters; with a folder, calling again goes on where it stopped.
+    """Train and test one federation through all chapters.
 
-    `metric` says what a guess is worth.
+    With a folder, everything is saved there, and the same call resumes a run that was stopped.
+    `metric` scores predictions.
     """
     federations, home = scenario.chapters[0].federations, Path(folder) if folder else None
     if len(federations) != 1:
         raise InputError(
-            f"scenario: its chapters have {len(federations)} federations; give one, or run a study with seeds"
+            f"scenario: its chapters have {len(federations)} federations; "
+            "give one, or run a study with seeds"
         )
     case = Case(
         algorithm,
@@ -335,32 +331,27 @@ def fit_scenario(
 
 
 def group_history(rows: Sequence[Json], group: str, seed: int) -> AccuracyHistory:
-    """How a group fared, from the rows of a run."""
-    looks = [
-        (row["round"] + 1, row["groups"][group])
-        for row in rows
-        if row["seed"] == seed and row["groups"]
-    ]
-    seen = [
-        (done, look["accuracy"], look["present"])
-        for done, look in looks
-        if look["accuracy"] is not None
-    ]
-    return (
-        AccuracyHistory(*([*column] for column in zip(*seen, strict=True)))
-        if seen
-        else AccuracyHistory([], [], [])
-    )
+    """The accuracy of a group over the rounds of a run, from its rows."""
+    history = AccuracyHistory([], [], [])
+    for row in rows:
+        if row["seed"] != seed or not row["groups"]:
+            continue
+        evaluation = row["groups"][group]
+        if evaluation["accuracy"] is not None:
+            history.rounds.append(row["round"] + 1)
+            history.accuracies.append(evaluation["accuracy"])
+            history.present.append(evaluation["present"])
+    return history
 
 
 def _summaries(rows: Sequence[Json], scenario: Scenario, seed: int) -> Json:
-    """What became of each group, for JSON."""
+    """A summary of each group's accuracy, for JSON."""
     summaries = {group: group_history(rows, group, seed).summary() for group in scenario.groups}
     return {group: summary and summary._asdict() for group, summary in summaries.items()}
 
 
 def _rounds(story: Story, executor: Executor[Update], progress: Progress) -> Iterator[Round]:
-    """The rounds that are left, chapter by chapter; what one ends with, the next begins with."""
+    """The remaining rounds, chapter by chapter; each chapter goes on with the state before it."""
     case, states = story.case, progress.states
     following = case.plan.first_round + progress.done
     for chapter, plan in story.scenario.stretches(case.plan):
@@ -381,42 +372,39 @@ def _rounds(story: Story, executor: Executor[Update], progress: Progress) -> Ite
 def _advanced(
     story: Story, evaluation: Evaluator, before: Progress, round_: Round
 ) -> tuple[Progress, list[Json]]:
-    """One round further: what `fit` does with it, on the devices that are there, and every so often a look at all groups."""
+    """The progress after one round, and its rows.
+
+    It does what `fit` does with the clients that are present, and evaluates all groups in some
+    rounds.
+    """
     scenario, index = story.scenario, round_[0][1].round_index
     chapter = scenario.chapters[scenario.at(index)]
     here = tuple(_held_by(federation, chapter.here()) for federation in chapter.federations)
-    progress, rows = complete_round(
-        replace(story.case, federations=here), story.options, evaluation, (before, round_)
-    )
+    case = replace(story.case, federations=here)
+    progress, rows = complete_round(case, story.options, evaluation, (before, round_))
     progress = progress._replace(ledgers=_with_newcomers(story, index, progress))
     if index not in story.looks:
         return progress, [{**row, "groups": None} for row in rows]
     validated = progress.done % story.options.validate_every == 0
-    sent = zip(progress.ledgers, progress.states, here, strict=True)
-    ledgers = [
-        _after_look(ledger, state, federation, validated=validated)
-        for ledger, state, federation in sent
-    ]
-    told = _looked(story, evaluation, progress.states, index)
-    traffic = [
-        {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
-        for ledger in ledgers
-    ]
-    rows = [
-        {**row, **sent, "groups": groups}
-        for row, sent, groups in zip(rows, traffic, told, strict=True)
-    ]
-    return progress._replace(ledgers=ledgers), rows
+    evaluated = _looked(story, evaluation, progress.states, index)
+    ledgers, with_groups = [], []
+    for place, row in enumerate(rows):
+        ledger, state = progress.ledgers[place], progress.states[place]
+        ledger = _after_look(ledger, state, here[place], validated=validated)
+        traffic = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
+        ledgers.append(ledger)
+        with_groups.append({**row, **traffic, "groups": evaluated[place]})
+    return progress._replace(ledgers=ledgers), with_groups
 
 
 def _after_look(ledger: Ledger, state: State, here: FederatedData, *, validated: bool) -> Ledger:
-    """A look sends the shared tree to all who are there, but for those whom a validation has just sent it."""
+    """An evaluation sends the shared tree to the present clients without a validation just now."""
     reached = (here.test.sizes > 0) & ~(validated & (here.val.sizes > 0))
     return ledger.add_evaluation(state.shared, int(np.count_nonzero(reached)))
 
 
 def _started(story: Story, place: int, state: State) -> Ledger:
-    """Traffic before the first round: a warm start's, and its local part to those who are there and lack it."""
+    """Traffic before the first round: a warm start's, and its local part to clients without it."""
     case, scenario, first = story.case, story.scenario, story.case.plan.first_round
     if not first:
         return case.spent[place]
@@ -428,7 +416,7 @@ def _started(story: Story, place: int, state: State) -> Ledger:
 
 
 def _with_newcomers(story: Story, index: int, progress: Progress) -> list[Ledger]:
-    """Whoever arrives after a warm start has begun is sent the local part that it gives."""
+    """The ledgers with the local part of a warm start, sent to clients that join after it."""
     late = index > story.case.plan.first_round > 0
     new = story.scenario.met(index) - story.scenario.met(index - 1) if late else set()
     counted = zip(progress.ledgers, progress.states, strict=True)
@@ -439,20 +427,21 @@ def _with_newcomers(story: Story, index: int, progress: Progress) -> list[Ledger
 
 
 def _looked(story: Story, evaluation: Evaluator, states: Sequence[State], index: int) -> list[Json]:
-    """Each seed's Local Test by group, of all who have been there: whoever left has its own part and today's shared one."""
+    """Each seed's Local Test by group, over all clients that were present so far.
+
+    A client that left is tested with its own local part and the current shared one.
+    """
     scenario, met = story.scenario, story.met(index)
     chapter = scenario.chapters[scenario.at(index)]
-    accuracies = local_tests(
-        evaluation, states, [_of_those(federation.test, met) for federation in chapter.federations]
-    )
-    here = chapter.here()
-    return [
-        {
-            name: {"accuracy": _mean(found, members), "present": len(here.intersection(members))}
-            for name, members in scenario.groups.items()
-        }
-        for found in accuracies
-    ]
+    data = [_of_those(federation.test, met) for federation in chapter.federations]
+    here, by_seed = chapter.here(), []
+    for accuracies in local_tests(evaluation, states, data):
+        groups: Json = {}
+        for name, members in scenario.groups.items():
+            present = len(here.intersection(members))
+            groups[name] = {"accuracy": _mean(accuracies, members), "present": present}
+        by_seed.append(groups)
+    return by_seed
 
 
 def _mean(accuracies: Accuracies, members: Sequence[int]) -> float | None:
@@ -461,19 +450,15 @@ def _mean(accuracies: Accuracies, members: Sequence[int]) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def _of_those(holdings: ClientData, clients: set[int]) -> ClientData:
-    """The same with rows for some devices only."""
+def _of_those(data: ClientData, clients: set[int]) -> ClientData:
+    """The same data with rows for some clients only."""
     none = np.zeros(0, dtype=np.int64)
-    return replace(
-        holdings,
-        rows=tuple(
-            rows if device in clients else none for device, rows in enumerate(holdings.rows)
-        ),
-    )
+    kept_rows = [own if client in clients else none for client, own in enumerate(data.rows)]
+    return replace(data, rows=tuple(kept_rows))
 
 
 def _held_by(federation: FederatedData, clients: set[int]) -> FederatedData:
-    """What is validated and tested on some devices only."""
+    """The federation with validation and test data of some clients only."""
     return replace(
         federation, val=_of_those(federation.val, clients), test=_of_those(federation.test, clients)
     )
@@ -484,17 +469,17 @@ def _tested_at_the_end(
     progress: Progress,
     checkpoint: Checkpoint | None,
 ) -> list[Result]:
-    """Results of the devices that are there at the end: the others are not asked, and are no part of the ensemble."""
+    """Results of the clients that are present at the end; only these are in the ensemble."""
     case, scenario = story.case, story.scenario
     chapter = scenario.chapters[scenario.at(case.plan.total_rounds - 1)]
     here = chapter.here()
     case = replace(
         case, federations=tuple(_held_by(federation, here) for federation in chapter.federations)
     )
-    asked = progress._replace(states=[_with_rows_of(state, here) for state in progress.states])
+    present = progress._replace(states=[_with_rows_of(state, here) for state in progress.states])
     evaluation = build_evaluation(case, story.options, checkpoint)
     results = [
-        build_result(case, story.options, evaluation, asked, place=place)
+        build_result(case, story.options, evaluation, present, place=place)
         for place in range(len(case.seeds))
     ]
     evaluation.close()
@@ -504,44 +489,41 @@ def _tested_at_the_end(
 
 
 def _with_rows_of(state: State, clients: set[int]) -> State:
-    trained = {device: row for device, row in state.private.trained.items() if device in clients}
+    trained = {client: row for client, row in state.private.trained.items() if client in clients}
     return state._replace(private=replace(state.private, trained=trained))
 
 
 def participation(scenario: Scenario, plan: Plan) -> IntArray:
-    """How often each device took part, up to the end of a round (devices,)."""
+    """How often each client took part, up to the end of a round (clients,)."""
     counts = np.zeros(scenario.chapters[0].federations[0].num_clients, dtype=np.int64)
     for chapter, part in scenario.stretches(plan):
         for round_index in range(part.first_round, part.total_rounds):
-            counts[
-                np.setdiff1d(
-                    sample_available(plan, chapter.attendance, round_index),
-                    chapter.attendance.dropouts,
-                )
-            ] += 1
+            sampled = sample_available(plan, chapter.attendance, round_index)
+            counts[np.setdiff1d(sampled, chapter.attendance.dropouts)] += 1
     return counts
 
 
 def _require_rows(chapter: Chapter, federation: FederatedData) -> None:
-    """Refuse somebody present who does not exist or has nothing to train on."""
-    for device in sorted(chapter.asked()):
-        if not 0 <= device < federation.num_clients:
+    """Refuse available clients that do not exist or have no training examples."""
+    for client in sorted(chapter.asked()):
+        if not 0 <= client < federation.num_clients:
             raise InputError(
-                f"attendance: there is no device {device}; devices are 0..{federation.num_clients - 1}"
+                f"availability: there is no client {client}; "
+                f"clients are 0..{federation.num_clients - 1}"
             )
-        if not len(federation.train.rows[device]):
+        if not len(federation.train.rows[client]):
             raise InputError(
-                f"attendance: device {device} is present from round {chapter.first_round} on and has no training examples; "
-                "let it be absent, or give it some"
+                f"availability: client {client} is available from round {chapter.first_round} on "
+                "and has no training examples; let it be absent, or give it some"
             )
 
 
 def _without_the_empty(federation: FederatedData) -> FederatedData:
-    """Only the devices that hold something to train on."""
+    """The federation with only the clients that have training examples."""
     if federation.train.sizes.all():
         return federation
     some = np.flatnonzero(federation.train.sizes).tolist()
-    parts = (federation.train, federation.val, federation.test)
-    return FederatedData(
-        *(replace(part, rows=tuple(part.rows[device] for device in some)) for part in parts)
-    )
+    subsets = []
+    for part in (federation.train, federation.val, federation.test):
+        subsets.append(replace(part, rows=tuple(part.rows[client] for client in some)))
+    return FederatedData(*subsets)

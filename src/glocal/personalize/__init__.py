@@ -1,1 +1,1 @@
-"""On top of training: new clients, how much to share, mixing, and what a local model may learn from."""
+"""Personalisation: new clients, the advisor, mixtures of models, and pretext tasks."""

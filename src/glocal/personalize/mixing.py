@@ -1,4 +1,4 @@
-"""How much of its own model each device mixes in, chosen on its validation data after training; for APFL."""
+"""APFL after training: each client chooses its alpha, the weight of its own model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +37,7 @@ _BATCH_SIZE = 256
 
 
 class TrainedAPFL(NamedTuple):
-    """A federation that was trained by APFL."""
+    """A federation trained by APFL."""
 
     algorithm: Algorithm
     model: nn.Module
@@ -45,30 +45,28 @@ class TrainedAPFL(NamedTuple):
 
     @classmethod
     def from_result(cls, result: Result) -> "TrainedAPFL":
-        """The one behind a result."""
+        """The federation behind a result."""
         return cls(result.algorithm, result.architecture, result.state)
 
 
 def alphas_of(result: Result) -> list[float]:
-    """The share of its own model in what each device predicts with."""
+    """Each client's alpha: the weight of its own model in its predictions."""
     _require_alpha(result.state)
-    return [
-        float(result.state.private.of(client)[ALPHA]) for client in range(len(result.times_sampled))
-    ]
+    clients = range(len(result.times_sampled))
+    return [float(result.state.private.of(client)[ALPHA]) for client in clients]
 
 
 def with_alphas(state: State, alphas: Mapping[int, float]) -> State:
-    """The same federation with some devices' alphas as given; nothing else of theirs changes."""
+    """The same state with other alphas for some clients; nothing else changes."""
     _require_alpha(state)
     for client, alpha in alphas.items():
         if not 0 <= alpha <= 1:
-            raise InputError(f"mixing: alpha of device {client} is {alpha}; it must be from 0 to 1")
-    rows = [state.private.of(client) for client in alphas]
-    changed = [
-        {**row, ALPHA: torch.full_like(row[ALPHA], alpha)}
-        for row, alpha in zip(rows, alphas.values(), strict=True)
-    ]
-    return state._replace(private=state.private.put(list(alphas), changed))
+            raise InputError(f"mixing: alpha of client {client} is {alpha}; it must be from 0 to 1")
+    rows = []
+    for client, alpha in alphas.items():
+        row = state.private.of(client)
+        rows.append({**row, ALPHA: torch.full_like(row[ALPHA], alpha)})
+    return state._replace(private=state.private.put(list(alphas), rows))
 
 
 def tune_alphas(
@@ -78,39 +76,37 @@ def tune_alphas(
     grid: Sequence[float] = GRID,
     options: Options | None = None,
 ) -> Result:
-    """A trained APFL federation in which every device takes the alpha of a grid that is best on its own validation data.
+    """The result with, for each client, the alpha of a grid that is best on its validation data.
 
-    A device chooses by cross entropy, which tells more than accuracy where examples are few. One without such data keeps its alpha.
-    For it the shared model has to reach the devices, and that is counted; alphas themselves never leave.
+    The criterion is cross entropy, which is more precise than accuracy where examples are few. A
+    client without validation data keeps its alpha. The shared model is sent to the clients for it,
+    and counted; alphas never leave a client.
     """
     options = options or Options()
     _require_tunable(result, data, grid)
     params = result.algorithm.personal(result.state.shared, result.state.private.initial)
-    tested = int(np.count_nonzero(data.val.sizes))
-    ledger = result.ledger.add_evaluation(result.state.shared, tested)
+    clients = np.flatnonzero(data.val.sizes).tolist()
+    ledger = result.ledger.add_evaluation(result.state.shared, len(clients))
     plan = result.plan
-    experiment = move_to_device(
-        Case(
-            result.algorithm,
-            result.architecture,
-            plan,
-            (plan.seed,),
-            (params,),
-            (data,),
-            (ledger,),
-            metric=result.metric,
-        ),
-        options,
+    experiment = Case(
+        result.algorithm,
+        result.architecture,
+        plan,
+        (plan.seed,),
+        (params,),
+        (data,),
+        (ledger,),
+        metric=result.metric,
     )
+    experiment = move_to_device(experiment, options)
     losses = losses_by_alpha(
         TrainedAPFL.from_result(result),
         experiment.federations[0].val,
         grid=grid,
         engine=options.engine_config(),
     )
-    clients = np.flatnonzero(data.val.sizes).tolist()
-    chosen = {client: grid[int(losses[:, client].argmin())] for client in clients}
-    progress = Progress(plan.rounds, [with_alphas(result.state, chosen)], [ledger], [None])
+    alphas = {client: grid[int(losses[:, client].argmin())] for client in clients}
+    progress = Progress(plan.rounds, [with_alphas(result.state, alphas)], [ledger], [None])
     return finish(experiment, replace(options, select="last"), progress)[0]
 
 
@@ -122,50 +118,45 @@ def losses_by_alpha(
     per_example: PerExampleLoss = per_example_cross_entropy,
     engine: EngineConfig | str = "auto",
 ) -> Floats:
-    """Each device's mean loss on its own rows for every alpha of a grid (grid, devices); NaN for a device without any."""
+    """Each client's mean loss on its own rows for each alpha of a grid (grid, clients).
+
+    It is NaN for a client without rows.
+    """
     algorithm, model, state = mixture
     predict = predictor(model)
 
     def loss(shared: Params, private: Params, work: Work) -> Tensor:
         params = algorithm.personal(shared, private)
-        found = [
-            masked_mean(per_example(predict(params, b.x, b.mask), b.y), b.mask)
-            for b in batches(work)
-        ]
-        return mean_example_loss(found, work.order)
+        losses = []
+        for batch in batches(work):
+            output = predict(params, batch.x, batch.mask)
+            losses.append(masked_mean(per_example(output, batch.y), batch.mask))
+        return mean_example_loss(losses, work.order)
 
-    executor, tested = (
-        Executor(loss, engine=engine, trains=False),
-        np.flatnonzero(client_data.sizes).tolist(),
-    )
+    clients = np.flatnonzero(client_data.sizes).tolist()
     losses = np.full((len(grid), client_data.num_clients), np.nan)
+    executor = Executor(loss, engine=engine, trains=False)
     for place, alpha in enumerate(grid):
-        interpolate = with_alphas(state, dict.fromkeys(tested, alpha)).private
-        tasks = [
-            ClientTask(
-                state.shared,
-                interpolate.of(client),
-                to_batches(client_data.rows[client], _BATCH_SIZE),
-            )
-            for client in tested
-        ]
-        with torch.no_grad():
-            losses[place, tested] = (
-                executor(tasks, client_data.examples).stacked().double().cpu().numpy()
-                if tasks
-                else []
-            )
+        private = with_alphas(state, dict.fromkeys(clients, alpha)).private
+        tasks = []
+        for client in clients:
+            order = to_batches(client_data.rows[client], _BATCH_SIZE)
+            tasks.append(ClientTask(state.shared, private.of(client), order))
+        if tasks:
+            with torch.no_grad():
+                result = executor(tasks, client_data.examples).stacked()
+            losses[place, clients] = result.double().cpu().numpy()
     executor.close()
     return losses
 
 
 def _require_tunable(result: Result, data: FederatedData, grid: Sequence[float]) -> None:
-    """Refuse a federation without alphas, one of other devices or inputs than were trained, and a grid without a place."""
+    """Refuse a result without alphas, data of other clients or inputs, and an empty grid."""
     _require_alpha(result.state)
     if len(result.times_sampled) != data.num_clients:
-        trained = f"{len(result.times_sampled)} devices were trained"
         raise InputError(
-            f"mixing: {trained}, but the data have {data.num_clients}; give the federation they were trained with"
+            f"mixing: {len(result.times_sampled)} clients were trained, but the data have "
+            f"{data.num_clients}; give the data they were trained with"
         )
     if not grid:
         raise InputError("mixing: the grid is empty; give at least one alpha from 0 to 1")

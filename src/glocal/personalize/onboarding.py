@@ -1,6 +1,7 @@
-"""A new device meets a trained federation: it borrows models, learns its local part alone, or joins the rounds.
+"""New clients of a trained federation.
 
-Nothing that is here already changes: every function returns a new state, and the old one keeps its bits.
+A new client uses an ensemble of existing models, trains its local part alone, or joins the rounds.
+Every function returns a new state. The old one does not change by a bit.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.wire import Ledger
 
 _BATCH_SIZE = 256
-_MIN_STEPS = 100  # a handful of labels is visited until that many steps were taken
+_MIN_STEPS = 100  # a client with few labels trains for more epochs, to reach so many
 
 
 class TrainedFederation(NamedTuple):
-    """A trained federation as a newcomer meets it; the newcomer's number is `clients`, the next one."""
+    """A trained federation; a new client gets the number `clients`, which is the next one."""
 
     algorithm: Algorithm
     model: nn.Module
@@ -43,7 +44,7 @@ class TrainedFederation(NamedTuple):
 
     @classmethod
     def from_result(cls, result: Result) -> "TrainedFederation":
-        """From what `fit` returned."""
+        """The federation behind a result of `fit`."""
         return cls(
             result.algorithm,
             result.architecture,
@@ -56,10 +57,11 @@ class TrainedFederation(NamedTuple):
 
 @dataclass(frozen=True)
 class JoinPlan:
-    """How a newcomer is taken in: its local part alone for `epochs`, then `rounds` together with `existing_clients` of the old devices each.
+    """How a new client joins: `epochs` of its local part alone, then `rounds` with others.
 
-    Its local part starts as every device's did ("initial"), or as the mean of all trained ones ("average"): better, but for that
-    every trained device has to show its local part to the server once.
+    In each of these rounds, `existing_clients` of the others train too. The new client's local
+    part starts as every client's did ("initial"), or as the mean of all trained ones ("average").
+    The mean is better, but every trained client has to upload its local part for it once.
     """
 
     epochs: int = count_field(20, minimum=0, maximum=MAX_EPOCHS)
@@ -74,18 +76,18 @@ class JoinPlan:
 
 
 class JoinResult(NamedTuple):
-    """The federation with the newcomer in it, as number `client`, and what joining cost."""
+    """The state with the new client, its number, and the traffic of joining."""
 
     state: State
     client: int
     ledger: Ledger
 
     def params(self, algorithm: Algorithm) -> Params:
-        """What the newcomer predicts with."""
+        """The new client's model, as a tree."""
         return algorithm.personal(self.state.shared, self.state.private.of(self.client))
 
     def state_dict(self, trained_federation: TrainedFederation) -> Params:
-        """The same as a plain state dict of the network."""
+        """The new client's model, as a plain state dict of the network."""
         return state_dict(trained_federation.model, self.params(trained_federation.algorithm))
 
 
@@ -97,53 +99,55 @@ def join(
     join_plan: JoinPlan | None = None,
     engine: EngineConfig | str = "auto",
 ) -> JoinResult:
-    """Take one newcomer in, by its labelled examples; `existing_data` are the training data of the devices that are asked as guests."""
-    how = join_plan or JoinPlan()
+    """Let one new client join with its labelled examples.
+
+    `existing_data` are the training data of the existing clients, if any train in its rounds.
+    """
+    join_plan = join_plan or JoinPlan()
     if not len(train.y):
         raise InputError(
-            "join: the device has no labelled example, so that nothing can be learnt; use the ensemble instead"
+            "join: the client has no labelled example, so it cannot train; use the ensemble instead"
         )
     _require_inputs_and_labels(trained_federation, train)
-    if how.rounds and how.existing_clients and existing_data is None:
+    has_existing = bool(join_plan.rounds and join_plan.existing_clients)
+    if has_existing and existing_data is None:
         raise InputError(
-            f"join: {how.existing_clients} guests were asked for, but not their data; give old=, or guests=0"
+            f"join: {join_plan.existing_clients} existing clients were asked for, "
+            "but not their data; give existing_data, or existing_clients=0"
         )
-    crowd = append_client(
-        train,
-        existing_data if how.rounds and how.existing_clients else None,
-        trained_federation.clients,
-    )
-    if how.epochs:
-        how = replace(
-            how, epochs=_num_epochs(len(train.y), trained_federation.plan.batch_size, how.epochs)
-        )
-    return join_many(
-        trained_federation.algorithm,
-        [Seat(trained_federation.plan, crowd, trained_federation.state)],
-        how,
-        engine=engine,
-    )[0]
+    clients = trained_federation.clients
+    client_data = append_client(train, existing_data if has_existing else None, clients)
+    if join_plan.epochs:
+        batch_size = trained_federation.plan.batch_size
+        epochs = _num_epochs(len(train.y), batch_size, join_plan.epochs)
+        join_plan = replace(join_plan, epochs=epochs)
+    seat = Seat(trained_federation.plan, client_data, trained_federation.state)
+    return join_many(trained_federation.algorithm, [seat], join_plan, engine=engine)[0]
 
 
 def _require_inputs_and_labels(trained_federation: TrainedFederation, train: Examples) -> None:
-    """Refuse inputs that the network cannot take, and labels that it does not know."""
+    """Refuse inputs that the network cannot take, and labels that it has no output for."""
     classes, labels = num_outputs(trained_federation.model, train.x), train.y
     if labels.is_floating_point() or bool(((labels < 0) | (labels >= classes)).any()):
         raise InputError(
-            f"join: labels from 0 to {classes - 1} were expected; the device has {labels.min()} to {labels.max()}"
+            f"join: labels from 0 to {classes - 1} were expected; "
+            f"the client has {labels.min()} to {labels.max()}"
         )
 
 
 def append_client(train: Examples, existing_data: ClientData | None, clients: int) -> ClientData:
-    """The newcomer's examples as those of the last device, beside the old ones' if they are to train too."""
+    """The new client's examples as those of the last client, in one store with `existing_data`.
+
+    Without `existing_data`, the existing clients have no rows.
+    """
     if existing_data is None:
         absent: Rows = np.zeros(0, dtype=np.int64)
-        return ClientData(
-            train, (*(absent for _ in range(clients)), np.arange(len(train.y), dtype=np.int64))
-        )
+        own = np.arange(len(train.y), dtype=np.int64)
+        return ClientData(train, (*([absent] * clients), own))
     x, y, _ = existing_data.examples
     store = Examples(torch.cat([x, train.x.to(x.device)]), torch.cat([y, train.y.to(y.device)]))
-    return ClientData(store, (*existing_data.rows, np.arange(len(y), len(store.y), dtype=np.int64)))
+    own = np.arange(len(y), len(store.y), dtype=np.int64)
+    return ClientData(store, (*existing_data.rows, own))
 
 
 def join_many(
@@ -153,92 +157,109 @@ def join_many(
     *,
     engine: EngineConfig | str = "auto",
 ) -> list[JoinResult]:
-    """The last device of each of several federations side by side is new: let it learn its local part, then join the rounds."""
+    """Let the last client of each of several federations side by side join.
+
+    It trains its local part alone, then takes part in the rounds.
+    """
     client = seats[0].train.num_clients - 1
     require_joinable(algorithm, [seat.state for seat in seats], join_plan, client)
-    joined = [_before_training(seat, join_plan, client) for seat in seats]
-    seats = [seat._replace(state=state) for seat, (state, _, _) in zip(seats, joined, strict=True)]
+    starts = [_before_training(seat, join_plan, client) for seat in seats]
+    seats = [seat._replace(state=start.state) for seat, start in zip(seats, starts, strict=True)]
     if algorithm.adapt is not None and join_plan.epochs:
-        by_epochs = [seat._replace(plan=replace(seat.plan, local_epochs=1)) for seat in seats]
-        states = [
-            state
-            for state, _ in _run_rounds(
-                freeze_shared(algorithm),
-                _with_attendance(by_epochs, join_plan.epochs, (), client),
-                engine,
-            )
-        ]
-        seats = [
-            _after_rounds(seat, state, join_plan.epochs)
-            for seat, state in zip(seats, states, strict=True)
-        ]
+        seats = _adapted(algorithm, seats, join_plan.epochs, engine)
     outcomes = [(seat.state, Ledger()) for seat in seats]
     if join_plan.rounds:
-        present = range(client) if join_plan.existing_clients else ()
-        guested = [
-            seat._replace(
-                plan=replace(seat.plan, clients_per_round=max(join_plan.existing_clients, 1))
-            )
-            for seat in seats
-        ]
-        outcomes = _run_rounds(
-            algorithm, _with_attendance(guested, join_plan.rounds, present, client), engine
-        )
+        outcomes = _joint_rounds(algorithm, seats, join_plan, engine)
+    results = []
+    for start, (state, ledger) in zip(starts, outcomes, strict=True):
+        results.append(JoinResult(state, client, start.ledger + ledger))
+    return results
+
+
+def _adapted(
+    algorithm: Algorithm, seats: Sequence[Seat], epochs: int, engine: EngineConfig | str
+) -> list[Seat]:
+    """The federations after the last client trained its private part for some epochs."""
+    client = seats[0].train.num_clients - 1
+    by_epochs = [seat._replace(plan=replace(seat.plan, local_epochs=1)) for seat in seats]
+    alone = _with_attendance(by_epochs, epochs, (), client)
+    outcomes = _run_rounds(freeze_shared(algorithm), alone, engine)
     return [
-        JoinResult(state, client, met.ledger + ledger)
-        for (state, ledger), met in zip(outcomes, joined, strict=True)
+        _after_rounds(seat, state, epochs) for seat, (state, _) in zip(seats, outcomes, strict=True)
     ]
+
+
+def _joint_rounds(
+    algorithm: Algorithm, seats: Sequence[Seat], join_plan: JoinPlan, engine: EngineConfig | str
+) -> list[tuple[State, Ledger]]:
+    """Rounds in which the last client always takes part, with sampled existing clients if any."""
+    client = seats[0].train.num_clients - 1
+    available = range(client) if join_plan.existing_clients else ()
+    clients_per_round = max(join_plan.existing_clients, 1)
+    sampled = [
+        seat._replace(plan=replace(seat.plan, clients_per_round=clients_per_round))
+        for seat in seats
+    ]
+    together = _with_attendance(sampled, join_plan.rounds, available, client)
+    return _run_rounds(algorithm, together, engine)
 
 
 def require_joinable(
     algorithm: Algorithm, states: Sequence[State], join_plan: JoinPlan, client: int
 ) -> None:
-    """Refuse a newcomer who is there already, for whom there is no place, or who would learn nothing."""
+    """Refuse a new client that has joined already, has no place, or would train nothing."""
     if algorithm.num_clients is not None:
         raise InputError(
-            f"join: {algorithm.name} is made for {algorithm.num_clients} devices, and has no place for one more"
+            f"join: {algorithm.name} is made for {algorithm.num_clients} clients, "
+            "and has no place for another one"
         )
     if any(client in state.private.trained for state in states):
         raise InputError(
-            f"join: device {client} is in this federation already; a newcomer needs the next free number"
+            f"join: client {client} is in this federation already; "
+            "a new client needs the next free number"
         )
     if join_plan.existing_clients > client:
         raise InputError(
-            f"join: {join_plan.existing_clients} guests were asked for, but there are {client} devices; ask for fewer"
+            f"join: {join_plan.existing_clients} existing clients were asked for, "
+            f"but there are {client}; ask for fewer"
         )
-    if not join_plan.rounds and (algorithm.adapt is None or not join_plan.epochs):
-        why = (
-            f"{algorithm.name} keeps nothing local"
-            if algorithm.adapt is None
-            else "epochs and rounds are 0"
+    if join_plan.rounds:
+        return
+    if algorithm.adapt is None:
+        raise InputError(
+            f"join: {algorithm.name} has no private part, so nothing would be trained; "
+            "let the client join some rounds"
         )
-        raise InputError(f"join: {why}, so that nothing would be learnt; let it join some rounds")
+    if not join_plan.epochs:
+        raise InputError(
+            "join: epochs and rounds are 0, so nothing would be trained; "
+            "let the client join some rounds"
+        )
 
 
 def _before_training(seat: Seat, join_plan: JoinPlan, client: int) -> JoinResult:
-    """The newcomer before it learns: it has received the shared tree once, and the local part that it starts from."""
-    state, ledger = (
-        seat.state,
-        Ledger().add_warm_start({**seat.state.shared, **seat.state.private.initial}, 1),
-    )
+    """The state before the new client trains.
+
+    It has downloaded the shared tree once, and the local part that it starts from.
+    """
+    state = seat.state
+    ledger = Ledger().add_warm_start({**state.shared, **state.private.initial}, 1)
     if join_plan.start == "average" and state.private.trained and state.private.initial:
-        members = [state.private.of(member) for member in sorted(state.private.trained)]
-        mean = trees.mean(
-            trees.stack(members),
-            torch.ones(len(members), device=next(iter(members[0].values())).device),
-        )
+        rows = [state.private.of(member) for member in sorted(state.private.trained)]
+        device = next(iter(rows[0].values())).device
+        mean = trees.mean(trees.stack(rows), torch.ones(len(rows), device=device))
         ledger = ledger.add_ensemble(
-            state.private.initial, {}, num_trained=len(members), num_clients=0
+            state.private.initial, {}, num_trained=len(rows), num_clients=0
         )
         state = State(state.shared, state.private.put([client], [mean]))
     return JoinResult(state, client, ledger)
 
 
 def _with_attendance(
-    seats: Sequence[Seat], rounds: int, present: Sequence[int], always: int
+    seats: Sequence[Seat], rounds: int, available: Sequence[int], always: int
 ) -> list[Seat]:
-    """Seats for some rounds after the last, in which one device always takes part."""
-    attendance = Availability.of(present, always=[always])
+    """Seats for some rounds after the last one, in which one client always takes part."""
+    attendance = Availability.of(available, always=[always])
     return [
         seat._replace(
             plan=replace(seat.plan, first_round=seat.plan.total_rounds, rounds=rounds),
@@ -249,14 +270,14 @@ def _with_attendance(
 
 
 def _after_rounds(seat: Seat, state: State, rounds: int) -> Seat:
-    """The seat after some rounds more."""
+    """The seat after some more rounds."""
     return seat._replace(state=state, plan=replace(seat.plan, rounds=seat.plan.rounds + rounds))
 
 
 def _run_rounds(
     algorithm: Algorithm, seats: Sequence[Seat], engine: EngineConfig | str
 ) -> list[tuple[State, Ledger]]:
-    """The states after all rounds, and what was sent in them."""
+    """The states after all rounds, and their traffic."""
     executor = Executor(algorithm.client_update, engine=engine, num_calls=seats[0].plan.rounds)
     states, ledgers = [seat.state for seat in seats], [Ledger() for _ in seats]
     try:
@@ -277,36 +298,38 @@ def _run_rounds(
 def select_ensemble(
     trained_federation: TrainedFederation, sample: Tensor, *, by: str = "everyone", count: int = 10
 ) -> list[int]:
-    """Whose models a newcomer without labels borrows, judged by what they say about a sample of its inputs (rows, ...).
+    """The existing clients whose models a new client without labels uses as an ensemble.
 
-    "everyone" who has trained; the `count` most "confident" (lowest entropy on average); or the `count` "nearest" to what all
-    together say (smallest total variation on average).
+    `by` is "everyone" who has trained, the `count` most "confident" (lowest mean entropy), or the
+    `count` "nearest" to the mean of all (lowest mean total variation). Models are compared on a
+    sample of the new client's inputs (rows, ...).
     """
     scores = {"everyone": None, "confident": _entropy, "nearest": _distance}
     if by not in scores or count < 1:
         raise InputError(
-            f"join: by is '{by}' and count {count}; at least 1 of a known way was expected; {suggest_name(by, scores)}"
+            f"join: by is '{by}' and count {count}; a count of at least 1 and a known method "
+            f"were expected; {suggest_name(by, scores)}"
         )
-    trained, judge = sorted(trained_federation.state.private.trained), scores[by]
+    trained, score = sorted(trained_federation.state.private.trained), scores[by]
     if not trained or not trained_federation.state.private.initial:
         return trained[:1]
-    if judge is None or count >= len(trained):
+    if score is None or count >= len(trained):
         return trained
     if not len(sample):
         raise InputError(
-            f"join: '{by}' needs a sample of the device's inputs; give some, or use 'everyone'"
+            f"join: '{by}' needs a sample of the client's inputs; give some, or use 'everyone'"
         )
-    order = torch.argsort(judge(_probabilities(trained_federation, trained, sample)), stable=True)
+    order = torch.argsort(score(_probabilities(trained_federation, trained, sample)), stable=True)
     return sorted(trained[place] for place in order[:count].tolist())
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
-    """How unsure each member is on average (members,), from probabilities (members, rows, classes)."""
+    """Mean entropy of each member (members,), from probabilities (members, rows, classes)."""
     return -(probabilities * probabilities.clamp(min=1e-12).log()).sum(-1).mean(-1)
 
 
 def _distance(probabilities: Tensor) -> Tensor:
-    """How far each member is from all together on average (members,)."""
+    """Mean total variation between each member and the mean of all (members,)."""
     return (probabilities - probabilities.mean(0)).abs().sum(-1).mean(-1) / 2
 
 
@@ -314,58 +337,51 @@ def _distance(probabilities: Tensor) -> Tensor:
 def _probabilities(
     trained_federation: TrainedFederation, trained: Sequence[int], sample: Tensor
 ) -> Tensor:
-    """The probabilities that each member gives (members, rows, classes), in double precision."""
+    """Each member's probabilities (members, rows, classes), in double precision."""
     order = to_batches(np.arange(len(sample), dtype=np.int64), _BATCH_SIZE)
     examples = Examples(sample, torch.zeros(len(sample), dtype=torch.int64, device=sample.device))
-    evaluation = Evaluator(
-        trained_federation.algorithm, predictor(trained_federation.model), engine="vmapped"
-    )
-    tasks = [
-        ClientTask(
-            trained_federation.state.shared, trained_federation.state.private.of(member), order
-        )
-        for member in trained
-    ]
+    predict = predictor(trained_federation.model)
+    evaluation = Evaluator(trained_federation.algorithm, predict, engine="vmapped")
+    models = _models_of(trained_federation, trained)
+    tasks = [ClientTask(shared, private, order) for shared, private in models]
     outputs = evaluation.outputs(tasks, examples).stacked().flatten(1, 2)[:, : len(sample)]
     evaluation.close()
     return outputs.double().softmax(-1)
 
 
+def _models_of(
+    trained_federation: TrainedFederation, members: Sequence[int]
+) -> list[tuple[Params, Params]]:
+    """The shared tree with each member's private one."""
+    state = trained_federation.state
+    return [(state.shared, state.private.of(member)) for member in members]
+
+
 def new_client_ensemble_accuracy(
     trained_federation: TrainedFederation, members: Sequence[int], test: Examples
 ) -> float:
-    """Accuracy of the averaged logits of some members on a newcomer's examples."""
-    trees_of = [
-        (trained_federation.state.shared, trained_federation.state.private.of(member))
-        for member in members
-    ]
-    return _accuracy(
-        trained_federation,
-        trees_of or [(trained_federation.state.shared, trained_federation.state.private.initial)],
-        test,
-    )
+    """Accuracy of the members' averaged logits on a new client's examples."""
+    state = trained_federation.state
+    models = _models_of(trained_federation, members) or [(state.shared, state.private.initial)]
+    return _accuracy(trained_federation, models, test)
 
 
 def new_client_accuracy(
     trained_federation: TrainedFederation, joined: JoinResult, test: Examples
 ) -> float:
-    """Accuracy of the newcomer's own model."""
-    return _accuracy(
-        trained_federation, [(joined.state.shared, joined.state.private.of(joined.client))], test
-    )
+    """Accuracy of the new client's own model."""
+    model = (joined.state.shared, joined.state.private.of(joined.client))
+    return _accuracy(trained_federation, [model], test)
 
 
 def new_client_ensemble_classes(
     trained_federation: TrainedFederation, members: Sequence[int], inputs: Tensor
 ) -> list[int]:
-    """The classes that the averaged logits of some members give to a newcomer's inputs (rows, ...)."""
+    """Classes of a new client's inputs (rows, ...), by the members' averaged logits."""
     unknown = Examples(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
     client_data = ClientData(unknown, (np.arange(len(inputs), dtype=np.int64),))
     evaluation = Evaluator(trained_federation.algorithm, predictor(trained_federation.model))
-    models = [
-        (trained_federation.state.shared, trained_federation.state.private.of(member))
-        for member in members
-    ]
+    models = _models_of(trained_federation, members)
     classes: list[int] = ensemble_classes(evaluation, models, client_data).tolist()
     evaluation.close()
     return classes
@@ -388,12 +404,16 @@ def _accuracy(
 
 
 def sample_labeled(train: Examples, labels: int | None, *, seed: int) -> Examples:
-    """Some labelled examples of a newcomer, drawn at random; more are a superset of fewer. All if None."""
+    """Random labelled examples of a new client; all of them if `labels` is None.
+
+    A larger sample contains each smaller one.
+    """
     if labels is None:
         return train
     if not 0 <= labels <= len(train.y):
         raise InputError(
-            f"join: {labels} labelled examples were asked for, but the device has {len(train.y)}; ask for fewer"
+            f"join: {labels} labelled examples were asked for, but the client has {len(train.y)}; "
+            "ask for fewer"
         )
     order = make_rng(seed, "labels").permutation(len(train.y))
     return train.take(np.sort(order[:labels]))
@@ -406,23 +426,20 @@ def train_alone(
     epochs: int,
     engine: EngineConfig | str = "auto",
 ) -> JoinResult:
-    """The same network from fresh weights on the newcomer's examples only: what it would have without a federation."""
-    fresh = initial_state(
-        trained_federation.algorithm, trees.to(params_of(trained_federation.model), train.y.device)
+    """The same network, trained from fresh weights on the new client's examples only.
+
+    This is the result without a federation.
+    """
+    params = trees.to(params_of(trained_federation.model), train.y.device)
+    fresh = trained_federation._replace(
+        state=initial_state(trained_federation.algorithm, params),
+        clients=0,
+        plan=replace(trained_federation.plan, rounds=1, first_round=0),
     )
-    lonely = trained_federation._replace(
-        state=fresh, clients=0, plan=replace(trained_federation.plan, rounds=1, first_round=0)
-    )
-    return join(
-        lonely,
-        train,
-        join_plan=JoinPlan(
-            epochs=0, rounds=_num_epochs(len(train.y), trained_federation.plan.batch_size, epochs)
-        ),
-        engine=engine,
-    )
+    rounds = _num_epochs(len(train.y), trained_federation.plan.batch_size, epochs)
+    return join(fresh, train, join_plan=JoinPlan(epochs=0, rounds=rounds), engine=engine)
 
 
 def _num_epochs(examples: int, batch: int, epochs: int) -> int:
-    """How often to visit the examples: a handful of them more often."""
+    """The number of epochs: more where these have fewer than `_MIN_STEPS` steps."""
     return max(epochs, -(-_MIN_STEPS // -(-examples // batch)))

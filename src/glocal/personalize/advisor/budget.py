@@ -1,4 +1,4 @@
-"""What an answer may cost, and what it has cost so far."""
+"""The budget of the advisor, and what it has spent."""
 
 import re
 import time
@@ -14,7 +14,7 @@ _MAX_AMOUNT = 1e24
 
 @dataclass(frozen=True)
 class Budget:
-    """So many bytes on the wire, so many seconds, or both; None is without a limit."""
+    """A limit on bytes sent, on seconds, or on both; None means no limit."""
 
     bytes: int | None = None
     seconds: float | None = None
@@ -23,30 +23,33 @@ class Budget:
         for name, limit in (("bytes", self.bytes), ("seconds", self.seconds)):
             if limit is not None and not 0 < limit < _MAX_AMOUNT:
                 raise InputError(
-                    f"advise: a budget of {limit:g} {name} is none; it must be above 0 and below {_MAX_AMOUNT:.0e}"
+                    f"advise: a budget of {limit:g} {name} is not valid; "
+                    f"it must be above 0 and below {_MAX_AMOUNT:.0e}"
                 )
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """A budget as it is written.
+        """A budget from text: a number and a unit of bytes or seconds.
 
         >>> Budget.parse("20 MB"), Budget.parse("1.5 min")
         (Budget(bytes=20000000, seconds=None), Budget(bytes=None, seconds=90.0))
         """
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
-        amount, unit = (min(float(found[1]), _MAX_AMOUNT), found[2]) if found else (0.0, "")
-        if unit in _BYTES:
-            return cls(bytes=round(amount * _BYTES[unit]))
-        if unit in _SECONDS:
-            return cls(seconds=amount * _SECONDS[unit])
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
+        if match:
+            amount, unit = min(float(match[1]), _MAX_AMOUNT), match[2]
+            if unit in _BYTES:
+                return cls(bytes=round(amount * _BYTES[unit]))
+            if unit in _SECONDS:
+                return cls(seconds=amount * _SECONDS[unit])
         raise InputError(
-            f"advise: the budget is '{text}'; bytes or seconds were expected, such as '20 MB' or '60 s'"
+            f"advise: the budget is '{text}'; "
+            "bytes or seconds were expected, such as '20 MB' or '60 s'"
         )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What crossed the wire, how often a device trained, and since when."""
+    """Traffic, client updates and rounds so far, and the time of the start."""
 
     started_at: float
     ledger: Ledger = Ledger()
@@ -55,16 +58,16 @@ class Cost:
 
     @classmethod
     def start(cls) -> "Cost":
-        """At the beginning."""
+        """No cost yet; the clock starts now."""
         return cls(time.perf_counter())
 
     @property
     def seconds(self) -> float:
-        """How long it has taken."""
+        """Seconds since the start."""
         return time.perf_counter() - self.started_at
 
     def add(self, ledger: Ledger, *, updates: int = 0, rounds: int = 0) -> "Cost":
-        """This and some more."""
+        """This cost and more traffic, updates and rounds."""
         return replace(
             self,
             ledger=self.ledger + ledger,
@@ -73,8 +76,8 @@ class Cost:
         )
 
     def within(self, budget: Budget, *, share: float = 1.0, extra_bytes: int = 0) -> bool:
-        """Whether a share of a budget is not yet used up, with so many bytes more."""
-        in_bytes = (
-            budget.bytes is None or self.ledger.total.bytes + extra_bytes <= share * budget.bytes
-        )
-        return in_bytes and (budget.seconds is None or self.seconds < share * budget.seconds)
+        """Whether this cost plus `extra_bytes` is within a share of the budget."""
+        sent = self.ledger.total.bytes + extra_bytes
+        if budget.bytes is not None and sent > share * budget.bytes:
+            return False
+        return budget.seconds is None or self.seconds < share * budget.seconds

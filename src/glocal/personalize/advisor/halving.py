@@ -1,7 +1,8 @@
-"""A race of splits: from one warm model, each a few rounds of LG-FedAvg on the same devices; the better half goes on.
+"""Successive halving of candidate splits: each trains a few rounds, and the better half goes on.
 
-Whatever is shared, a device does the same in a round: it descends on its whole model. So all splits run side by side, as rows of
-one batch, on the same examples in the same order; they differ only in what crosses the wire and is averaged.
+All candidates start from one model and train as LG-FedAvg does, on the same clients. A client
+always trains its whole model, whichever part is shared. So all candidates run side by side in one
+batch, on the same examples in the same order. They differ only in what is sent and averaged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,23 +26,23 @@ from glocal.wire import Ledger, admit
 
 @dataclass(frozen=True)
 class CandidateState:
-    """One split in the race: its devices' whole models, the shared tensors of which are one and the same."""
+    """A candidate in training: the clients' whole models, with the same shared tensors in each."""
 
     candidate: Candidate
     models: tuple[Params, ...]
 
     @property
     def shared(self) -> Params:
-        """What all its devices have in common."""
+        """The shared part."""
         return self.candidate.split.take_shared(self.models[0])
 
     def bytes_for(self, rounds: int) -> int:
-        """What so many rounds and a validation afterwards will send."""
+        """The bytes that some rounds and a validation after them send."""
         return (2 * rounds + 1) * len(self.models) * trees.nbytes(self.shared)
 
 
 class HalvingSetup(NamedTuple):
-    """What is raced on: the plan, who holds what, the devices that race, and the engine."""
+    """The same for all candidates: plan, training data, participating clients and executor."""
 
     plan: Plan
     train: ClientData
@@ -49,26 +50,30 @@ class HalvingSetup(NamedTuple):
     executor: Executor[Update]
 
 
-class Rung(NamedTuple):
-    """Where lanes stand after so many rounds: accuracies on two halves of devices' validation data (halves, lanes, racers)."""
+class Stage(NamedTuple):
+    """Accuracies after a stage, on two halves of each client's validation data.
+
+    `halves` has the shape (halves, candidates, participants). `sizes` (halves, participants) are
+    the numbers of examples behind them.
+    """
 
     rounds: int
     names: tuple[str, ...]
     halves: Accuracies
-    sizes: Accuracies  # examples behind them (halves, racers)
+    sizes: Accuracies
 
     @property
     def accuracies(self) -> Accuracies:
-        """On both halves together (lanes, racers)."""
+        """Accuracies on both halves together (candidates, participants)."""
         weights = self.sizes / self.sizes.sum(0)
         return np.asarray(np.nansum(self.halves * weights[:, None], 0))
 
     def accuracies_of(self, name: str) -> Accuracies:
-        """One lane's (racers,)."""
+        """Accuracies of one candidate (participants,)."""
         return np.asarray(self.accuracies[self.names.index(name)])
 
     def ranking(self) -> list[str]:
-        """Names, the best mean over devices first."""
+        """Names of the candidates, highest mean accuracy first."""
         means = self.accuracies.mean(1)
         return [self.names[place] for place in np.argsort(-means, kind="stable").tolist()]
 
@@ -79,39 +84,35 @@ HalvingRound = tuple[list[CandidateState], Ledger]
 def start_halving(
     candidates: Sequence[Candidate], model: Params, num_clients: int
 ) -> list[CandidateState]:
-    """All splits at the same warm model."""
+    """All candidates with the same model on each client."""
     return [CandidateState(candidate, (model,) * num_clients) for candidate in candidates]
 
 
 def run_rounds(
     setup: HalvingSetup, candidate_states: Sequence[CandidateState], rounds: range
 ) -> Iterator[HalvingRound]:
-    """Some rounds of all lanes, one after the other, with what crossed the wire in each."""
+    """Rounds of all candidates, one after the other, with the traffic of each."""
     for round_index in rounds:
-        tasks = [
-            task
-            for candidate_state in candidate_states
-            for task in _tasks(setup, candidate_state, round_index)
-        ]
+        tasks = list[ClientTask]()
+        for candidate_state in candidate_states:
+            tasks += _tasks(setup, candidate_state, round_index)
         trained = setup.executor(tasks, setup.train.examples, round_index).stacked().upload
-        candidate_states, ledger = list(candidate_states), Ledger()
-        for place, candidate_state in enumerate(candidate_states):
-            rows = slice(
-                place * len(candidate_state.models), (place + 1) * len(candidate_state.models)
-            )
-            candidate_states[place], traffic = _average_shared(
-                setup,
-                candidate_state,
-                {name: tensor[rows].clone() for name, tensor in trained.items()},
-            )
+        averaged, ledger, start = list[CandidateState](), Ledger(), 0
+        for candidate_state in candidate_states:
+            rows = slice(start, start + len(candidate_state.models))
+            own = {name: tensor[rows].clone() for name, tensor in trained.items()}
+            after, traffic = _average_shared(setup, candidate_state, own)
+            averaged.append(after)
             ledger = ledger + traffic
-        yield candidate_states, ledger
+            start = rows.stop
+        candidate_states = averaged
+        yield averaged, ledger
 
 
 def _tasks(
     setup: HalvingSetup, candidate_state: CandidateState, round_index: int
 ) -> list[ClientTask]:
-    """What a lane's devices do: the same examples in the same order, whichever lane it is."""
+    """One task per client; examples and their order are the same for every candidate."""
     tasks = []
     for client, model in zip(setup.participants.tolist(), candidate_state.models, strict=True):
         order = rows_for_round(setup.plan, setup.train, round_index, client)
@@ -122,7 +123,10 @@ def _tasks(
 def _average_shared(
     setup: HalvingSetup, candidate_state: CandidateState, trained: Params
 ) -> tuple[CandidateState, Ledger]:
-    """A lane after its devices' models (racers, ...) were trained: the shared part crosses and is averaged, the rest stays."""
+    """A candidate after training: its shared part is uploaded and averaged.
+
+    `trained` are the clients' models (participants, ...).
+    """
     split, before = candidate_state.candidate.split, candidate_state.shared
     uploads = admit(split.take_shared(trained), before)
     traffic = Ledger().add_round(
@@ -131,27 +135,22 @@ def _average_shared(
         num_sampled=len(candidate_state.models),
         num_clients=setup.train.num_clients,
     )
-    weights = torch.from_numpy(setup.train.sizes[setup.participants])
-    after = (
-        average(before, uploads, weights.to(next(iter(trained.values())).device)) if before else {}
-    )
-    local = split.take_local(trained)
-    models = tuple(
-        {**{name: tensor[row] for name, tensor in local.items()}, **after}
-        for row in range(len(candidate_state.models))
-    )
-    return replace(
-        candidate_state, models=tuple({name: model[name] for name in trained} for model in models)
-    ), traffic
+    after = Params()
+    if before:
+        weights = torch.from_numpy(setup.train.sizes[setup.participants])
+        after = average(before, uploads, weights.to(next(iter(trained.values())).device))
+    models = []
+    for row in range(len(candidate_state.models)):
+        model = {
+            name: after[name] if name in after else tensor[row] for name, tensor in trained.items()
+        }
+        models.append(model)
+    return replace(candidate_state, models=tuple(models)), traffic
 
 
 def keep_better_half(
-    candidate_states: Sequence[CandidateState], rung: Rung
+    candidate_states: Sequence[CandidateState], stage: Stage
 ) -> list[CandidateState]:
-    """The better half, rounded up, in the order of the race."""
-    kept = {*rung.ranking()[: -(-len(candidate_states) // 2)]}
-    return [
-        candidate_state
-        for candidate_state in candidate_states
-        if candidate_state.candidate.name in kept
-    ]
+    """The better half, rounded up; their order does not change."""
+    better = {*stage.ranking()[: -(-len(candidate_states) // 2)]}
+    return [each for each in candidate_states if each.candidate.name in better]

@@ -1,4 +1,4 @@
-"""How much of a network to share: devices' variances say what to expect, a short race of splits on validation data decides."""
+"""How much of a network to share: variances of updates, then successive halving of splits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torch import nn
 
 from glocal.algorithms.contract import Algorithm, Update
 from glocal.core import trees
-from glocal.core.data import ClientData
+from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.modules import params_of
@@ -46,19 +46,22 @@ from glocal.wire import Ledger, admit
 
 Log = Callable[[str], None]
 PREFERENCES = ("accuracy", "bytes")
-_WARMUP_SHARE, _HALVING_SHARE = 0.4, 0.5  # shares of a budget
+_WARMUP_SHARE, _HALVING_SHARE = 0.4, 0.5  # of a budget
 _MIN_CLIENTS, _MIN_EXAMPLES = 3, 8
 _HALVES = 2
 
 
 @dataclass(frozen=True)
 class AdvisorConfig:
-    """How advice is found: who races and for how long, what they are judged on, and what it may cost.
+    """Settings of the advisor: participating clients, stages of successive halving, and budget.
 
-    A part `holdout_fraction` of a racing device's examples, its validation data among them, is trained on by nobody. In each of `stages` all
-    splits that are left go on for so many rounds. A split within `tolerance` of the best, and not clearly below it, is as good. If
-    you `prefer` accuracy, the one of these that shares most is chosen, for what is learnt together shows later than a race ends; if
-    bytes, one that sends at most half as much as the best, where there are several that which variances expect to err least.
+    Of each participating client's examples, the fraction `holdout_fraction` is held out, its
+    validation data included. Nobody trains on these. In each of `stages`, the remaining splits
+    train for that many rounds. A split counts as equally good if it is at most `tolerance` below
+    the best and not clearly below it. If `prefer` is "accuracy", the equally good split that
+    shares most is chosen: a short training shows what local parts gain, but not yet what joint
+    training gains. If it is "bytes", a split that sends at most half as much as the best is
+    chosen, and among several the one with the least predicted error.
     """
 
     num_clients: int = 24
@@ -70,15 +73,13 @@ class AdvisorConfig:
     budget: Budget = Budget()
 
     def __post_init__(self) -> None:
-        if (
-            self.num_clients < _MIN_CLIENTS
-            or not self.stages
-            or min(self.stages) < 1
-            or self.max_candidates < _HALVES
-        ):
+        has_rounds = bool(self.stages) and min(self.stages) >= 1
+        has_clients = self.num_clients >= _MIN_CLIENTS
+        if not has_rounds or not has_clients or self.max_candidates < _HALVES:
             raise InputError(
-                f"advise: {self.num_clients} racers, stages of {list(self.stages)} rounds and {self.max_candidates} splits were asked for; "
-                f"at least {_MIN_CLIENTS}, one stage of a round, and {_HALVES} are needed"
+                f"advise: {self.num_clients} clients, stages of {list(self.stages)} rounds and "
+                f"{self.max_candidates} splits were asked for; at least {_MIN_CLIENTS} clients, "
+                f"one stage of one round and {_HALVES} splits are needed"
             )
         if self.prefer not in PREFERENCES:
             raise InputError(
@@ -86,12 +87,13 @@ class AdvisorConfig:
             )
         if not 0 < self.holdout_fraction < 1 or not self.tolerance >= 0:
             raise InputError(
-                f"advise: held_out is {self.holdout_fraction} and tolerance {self.tolerance}; a share and a difference were expected"
+                f"advise: holdout_fraction is {self.holdout_fraction} and tolerance "
+                f"{self.tolerance}; a fraction and a difference were expected"
             )
 
 
 class CandidateResult(NamedTuple):
-    """What became of a split: what it sends, what variances predict of it, accuracy by rounds, and how far from the choice."""
+    """A candidate's traffic, predicted error, accuracy by rounds, and difference to the choice."""
 
     candidate: Candidate
     sent_fraction: float
@@ -99,10 +101,21 @@ class CandidateResult(NamedTuple):
     accuracy: dict[int, float]
     difference: ConfidenceInterval | None
 
+    def as_dict(self) -> Json:
+        """For JSON."""
+        return {
+            "split": self.candidate.name,
+            "shared": list(self.candidate.shared),
+            "sends": self.sent_fraction,
+            "predicted": self.predicted_error,
+            "accuracy": self.accuracy,
+            "difference": self.difference and self.difference._asdict(),
+        }
+
 
 @dataclass(frozen=True)
 class Advice:
-    """What to share, why, how sure that is, and what it cost to find out."""
+    """What to share, the reasons, the uncertainty, and the cost of the answer."""
 
     choice: Candidate
     ran_halving: bool
@@ -118,19 +131,19 @@ class Advice:
     seconds: float
 
     def as_dict(self) -> Json:
-        """For JSON: the same whenever the same is asked, and so without the seconds it took."""
+        """For JSON, without the seconds: the same inputs give the same bytes."""
         return {
             "choice": {
                 "name": self.choice.name,
                 "shared": list(self.choice.shared),
                 "local": list(self.choice.local),
             },
-            "by": "candidates" if self.ran_halving else "variances",
-            "equally_good": list(self.equally_good),
+            "by": "halving" if self.ran_halving else "variances",
+            "as_good": list(self.equally_good),
             "by_variances": self.by_variances,
             "finished": self.finished,
-            "candidates": [_row_as_dict(row) for row in self.rows],
-            "variances": {layer: found._asdict() for layer, found in self.variances.items()},
+            "halving": [row.as_dict() for row in self.rows],
+            "variances": {layer: each._asdict() for layer, each in self.variances.items()},
             "groups": [{**group._asdict(), "gain": group.gain._asdict()} for group in self.groups],
             "participants": list(self.participants),
             "cost": {
@@ -141,19 +154,11 @@ class Advice:
         }
 
 
-def _row_as_dict(row: CandidateResult) -> Json:
-    return {
-        "split": row.candidate.name,
-        "shared": list(row.candidate.shared),
-        "sent_fraction": row.sent_fraction,
-        "predicted_error": row.predicted_error,
-        "accuracy": row.accuracy,
-        "difference": row.difference and row.difference._asdict(),
-    }
-
-
 class AdvisorRun(NamedTuple):
-    """Where all of it takes place: what is trained, by whom, on what, and by what it is judged."""
+    """Everything that the steps of the advisor use: model, data, participants, engines, settings.
+
+    `eval_data` are the two halves of the examples that participating clients hold out.
+    """
 
     algorithm: Algorithm
     model: nn.Module
@@ -169,7 +174,7 @@ class AdvisorRun(NamedTuple):
 
 
 def no_log(message: str) -> None:
-    """Tell nobody."""
+    """Ignore a message."""
 
 
 def advise(
@@ -183,26 +188,24 @@ def advise(
     log: Log = no_log,
     metric: Metric = accuracy,
 ) -> Advice:
-    """How much of a model devices should share: `plan` is of the rounds of FedAvg, the algorithm, that come before the race.
+    """How much of a model clients should share.
 
-    `metric` says what a guess is worth.
+    `algorithm` is FedAvg, and `plan` is its training before the splits are compared. `metric`
+    scores predictions.
 
-    No raw data, labels or counts of classes leave a device: only models or shared parts of them, and accuracies, do.
+    Only models, shared parts of models, and accuracies leave a client: no examples, labels or
+    class counts do.
     """
     config, options = config or AdvisorConfig(), options or Options()
-    if not algorithm.init(params_of(model))[0] or algorithm.init(params_of(model))[1]:
+    params = params_of(model)
+    shared, private = algorithm.init(params)
+    if not shared or private:
         raise InputError(
-            f"advise: {algorithm.name} keeps something to itself; begin with one that shares all, such as fedavg"
+            f"advise: {algorithm.name} has a private part; "
+            "begin with an algorithm that shares everything, such as fedavg"
         )
     experiment = Case(
-        algorithm,
-        model,
-        plan,
-        (plan.seed,),
-        (params_of(model),),
-        (data,),
-        (Ledger(),),
-        metric=metric,
+        algorithm, model, plan, (plan.seed,), (params,), (data,), (Ledger(),), metric=metric
     )
     run_state = _prepare(experiment, config, options, log)
     try:
@@ -219,10 +222,12 @@ def _prepare(experiment: Case, config: AdvisorConfig, options: Options, log: Log
     fed, plan = experiment.federations[0], experiment.plan
     participants = _choose_participants(fed, plan, _affordable_clients(experiment, config))
     train, eval_data = _hold_out(fed, participants, plan.seed, config.holdout_fraction)
-    num_calls = plan.rounds + sum(config.stages)
     executor = Executor(
-        experiment.algorithm.client_update, engine=options.engine_config(), num_calls=num_calls
+        experiment.algorithm.client_update,
+        engine=options.engine_config(),
+        num_calls=plan.rounds + sum(config.stages),
     )
+    # Candidates are evaluated by whole models, which stand in the place of private parts.
     whole = experiment.algorithm._replace(personal=lambda shared, private: private)
     evaluation = build_evaluation(replace(experiment, algorithm=whole), options)
     return AdvisorRun(
@@ -241,91 +246,88 @@ def _prepare(experiment: Case, config: AdvisorConfig, options: Options, log: Log
 
 
 def _affordable_clients(experiment: Case, config: AdvisorConfig) -> int:
-    """How many devices may race within the budget's bytes, were those splits to go on that send most."""
+    """How many clients can participate within the budget's bytes.
+
+    This assumes the worst: that the candidates which send most go on to the next stage.
+    """
+    candidates = make_candidates(experiment.model, max_candidates=config.max_candidates)
+    if config.budget.bytes is None:
+        return config.num_clients
     sent = sorted(
-        trees.nbytes(each.split.take_shared(experiment.params[0]))
-        for each in make_candidates(experiment.model, max_candidates=config.max_candidates)
+        trees.nbytes(candidate.split.take_shared(experiment.params[0])) for candidate in candidates
     )
-    total = 0
+    bytes_per_client = 0
     for rounds in config.stages:
-        total += (2 * rounds + 1) * sum(sent)
+        bytes_per_client += (2 * rounds + 1) * sum(sent)
         sent = sent[len(sent) // 2 :]
-    limit = config.budget.bytes
-    return (
-        config.num_clients
-        if limit is None
-        else max(_MIN_CLIENTS, min(config.num_clients, int(_HALVING_SHARE * limit / total)))
-    )
+    affordable = int(_HALVING_SHARE * config.budget.bytes / bytes_per_client)
+    return max(_MIN_CLIENTS, min(config.num_clients, affordable))
 
 
-def _choose_participants(fed: FederatedData, plan: Plan, wanted: int) -> IntArray:
-    """Devices drawn to race, of those with some examples."""
+def _choose_participants(fed: FederatedData, plan: Plan, count: int) -> IntArray:
+    """Clients drawn at random from those with enough examples."""
     able = np.flatnonzero(fed.train.sizes >= _MIN_EXAMPLES)
     if len(able) < _MIN_CLIENTS:
-        enough = f"{_MIN_EXAMPLES} examples or more to train on"
         raise InputError(
-            f"advise: {len(able)} devices have {enough}; at least {_MIN_CLIENTS} have to race"
+            f"advise: {len(able)} clients have {_MIN_EXAMPLES} examples or more to train on; "
+            f"at least {_MIN_CLIENTS} clients have to participate"
         )
-    return np.sort(
-        make_rng(plan.seed, "racers").choice(able, min(wanted, len(able)), replace=False)
-    )
+    generator = make_rng(plan.seed, "racers")
+    return np.sort(generator.choice(able, min(count, len(able)), replace=False))
 
 
 def _hold_out(
     fed: FederatedData, participants: IntArray, seed: int, share: float
 ) -> tuple[ClientData, tuple[ClientData, ClientData]]:
-    """What is trained on, and two halves of what racing devices are judged on: validation data, and as much more as is missing."""
-    train, judged = list(fed.train.rows), [np.zeros(0, dtype=np.int64)] * fed.num_clients
+    """Training data, and two halves of the examples that participating clients hold out.
+
+    Validation data are held out first, then as many training examples as are missing.
+    """
+    train, held_out = list(fed.train.rows), [np.zeros(0, dtype=np.int64)] * fed.num_clients
     for client in participants.tolist():
-        own, known = (
-            train[client],
-            fed.val.rows[client] if fed.val.examples is fed.train.examples else train[client][:0],
-        )
-        wanted = max(_HALVES, round(share * (len(own) + len(known))))
-        missing = max(
-            0, min(wanted - len(known), len(own) - _HALVES)
-        )  # to be trained on in two halves, some must be left
+        own = train[client]
+        known = fed.val.rows[client] if fed.val.examples is fed.train.examples else own[:0]
+        count = max(_HALVES, round(share * (len(own) + len(known))))
+        # Two halves are trained on afterwards, so that two examples at least have to stay.
+        missing = max(0, min(count - len(known), len(own) - _HALVES))
         order = make_rng(seed, "advice", client).permutation(len(own))
         train[client] = np.sort(own[order[missing:]])
-        judged[client] = np.concatenate([known, own[order[:missing]]])[
-            make_rng(seed, "judges", client).permutation(len(known) + missing)
-        ]
-    halves = [tuple(np.sort(rows[half::_HALVES]) for rows in judged) for half in range(_HALVES)]
-    return replace(fed.train, rows=tuple(train)), (
-        replace(fed.train, rows=halves[0]),
-        replace(fed.train, rows=halves[1]),
-    )
+        shuffled = make_rng(seed, "judges", client).permutation(len(known) + missing)
+        held_out[client] = np.concatenate([known, own[order[:missing]]])[shuffled]
+    first, second = (_every_second(held_out, half) for half in range(_HALVES))
+    halves = (replace(fed.train, rows=first), replace(fed.train, rows=second))
+    return replace(fed.train, rows=tuple(train)), halves
+
+
+def _every_second(held_out: Sequence[Rows], start: int) -> tuple[Rows, ...]:
+    """Every second row of each client, sorted."""
+    return tuple(np.sort(rows[start::_HALVES]) for rows in held_out)
 
 
 def _find_advice(run_state: AdvisorRun) -> Advice:
-    warm, cost = _warm_up(run_state)
-    run_state.log("two updates of every racing device")
-    found, cost = _estimate_variances(run_state, warm, cost)
-    rivals = make_candidates(run_state.model, max_candidates=run_state.config.max_candidates)
-    stages, cost, finished = _run_halving(run_state, rivals, warm, cost)
-    predicted_error = {rival.name: _predicted_error(rival, found) for rival in rivals}
-    expected = min(predicted_error, key=lambda name: predicted_error[name])
-    equally_good = _equally_good(stages, run_state.config.tolerance) if stages else [expected]
-    sent_fraction = {rival.name: rival.sent_fraction(warm) for rival in rivals}
-    choice = next(
-        rival
-        for rival in rivals
-        if rival.name
-        == choose_candidate(equally_good, sent_fraction, predicted_error, run_state.config.prefer)
-    )
-    rows = [
-        _candidate_result(
-            rival, stages, choice.name, sent_fraction[rival.name], predicted_error[rival.name]
-        )
-        for rival in rivals
-    ]
+    config = run_state.config
+    model, cost = _warm_up(run_state)
+    run_state.log("two updates of every participating client")
+    variances, cost = _estimate_variances(run_state, model, cost)
+    candidates = make_candidates(run_state.model, max_candidates=config.max_candidates)
+    stages, cost, finished = _run_halving(run_state, candidates, model, cost)
+    predicted_error = {each.name: _predicted_error(each, variances) for each in candidates}
+    sent_fraction = {each.name: each.sent_fraction(model) for each in candidates}
+    by_variances = min(predicted_error, key=lambda name: predicted_error[name])
+    equally_good = _equally_good(stages, config.tolerance) if stages else [by_variances]
+    name = choose_candidate(equally_good, sent_fraction, predicted_error, config.prefer)
+    choice = next(each for each in candidates if each.name == name)
+    rows = []
+    for candidate in candidates:
+        sent, error = sent_fraction[candidate.name], predicted_error[candidate.name]
+        rows.append(_candidate_result(candidate, stages, choice.name, sent, error))
     return Advice(
         choice=choice,
         ran_halving=bool(stages),
         rows=tuple(rows),
         equally_good=tuple(equally_good),
-        variances=found,
-        by_variances=expected,
+        variances=variances,
+        by_variances=by_variances,
         groups=tuple(find_groups(stages, choice.name, run_state.participants) if stages else []),
         participants=tuple(run_state.participants.tolist()),
         rounds=stages[-1].rounds if stages else 0,
@@ -336,117 +338,104 @@ def _find_advice(run_state: AdvisorRun) -> Advice:
 
 
 def _warm_up(run_state: AdvisorRun) -> tuple[Params, Cost]:
-    """A model off its random start, and what that cost; a budget may end it early, with so much left as variances send."""
+    """FedAvg from the model's initial weights, and its cost.
+
+    A budget may end it early; enough is left to estimate the variances.
+    """
     cost, plan, budget = Cost.start(), run_state.plan, run_state.config.budget
-    shared, model = run_state.params, trees.nbytes(run_state.params)
-    reserve = (1 + _HALVES) * len(run_state.participants) * model
-    least = 2 * plan.clients_per_round * model + reserve
+    shared, model_bytes = run_state.params, trees.nbytes(run_state.params)
+    reserve = (1 + _HALVES) * len(run_state.participants) * model_bytes
+    least = 2 * plan.clients_per_round * model_bytes + reserve
     if budget.bytes is not None and budget.bytes < least:
-        what = f"a round of FedAvg and two updates of {len(run_state.participants)} devices send {least:,} bytes at least"
         raise InputError(
-            f"advise: the budget is {budget.bytes:,} bytes; {what}; raise it, or have a smaller cohort"
+            f"advise: the budget is {budget.bytes:,} bytes; a round of FedAvg and two updates of "
+            f"{len(run_state.participants)} clients send {least:,} bytes at least; "
+            "raise it, or lower clients_per_round"
         )
-    for moment in simulate_seeds(
-        run_state.algorithm,
-        [Seat(plan, run_state.train, initial_state(run_state.algorithm, run_state.params))],
-        run_state.executor,
-    ):
-        state, report = moment[0]
+    state = initial_state(run_state.algorithm, run_state.params)
+    seat = Seat(plan, run_state.train, state)
+    for [(state, report)] in simulate_seeds(run_state.algorithm, [seat], run_state.executor):
         shared = state.shared
         cost = cost.add(report.traffic, updates=len(report.clients_per_round), rounds=1)
         run_state.log(f"FedAvg, round {cost.rounds} of {plan.rounds}")
         per_round = cost.ledger.total.bytes // cost.rounds
-        if not (
-            cost.within(budget, share=_WARMUP_SHARE, extra_bytes=per_round)
-            and cost.within(budget, extra_bytes=per_round + reserve)
-        ):
+        has_share = cost.within(budget, share=_WARMUP_SHARE, extra_bytes=per_round)
+        if not has_share or not cost.within(budget, extra_bytes=per_round + reserve):
             break
     return shared, cost
 
 
 def _estimate_variances(
-    run_state: AdvisorRun, warm: Params, cost: Cost
+    run_state: AdvisorRun, model: Params, cost: Cost
 ) -> tuple[dict[str, Variances], Cost]:
-    """Variances of the racing devices' updates, layer by layer; every device sends two models."""
-    number, tasks = run_state.plan.total_rounds, []
+    """Variances of the participating clients' updates; each client sends two models."""
+    round_index, train = run_state.plan.total_rounds, run_state.train
+    tasks = []
     for half in range(_HALVES):
         for client in run_state.participants.tolist():
-            rows = make_rng(run_state.plan.seed, "halves", client).permutation(
-                run_state.train.rows[client]
-            )
-            order = to_batches(
-                rows[: len(rows) // _HALVES * _HALVES][half::_HALVES], run_state.plan.batch_size
-            )
-            tasks.append(ClientTask(warm, {}, order, client_key(run_state.plan, number, client)))
-    uploads = admit(
-        run_state.executor(tasks, run_state.train.examples, number).stacked().upload, warm
-    )
-    traffic = Ledger().add_round(
-        warm,
-        uploads,
-        num_sampled=len(run_state.participants),
-        num_clients=run_state.train.num_clients,
-    )
-    moved = {
-        name: uploads[name] - warm[name]
+            key = client_key(run_state.plan, round_index, client)
+            tasks.append(ClientTask(model, {}, _half_order(run_state, client, half), key))
+    result = run_state.executor(tasks, train.examples, round_index).stacked()
+    uploads = admit(result.upload, model)
+    count = len(run_state.participants)
+    traffic = Ledger().add_round(model, uploads, num_sampled=count, num_clients=train.num_clients)
+    updates = {
+        name: uploads[name] - model[name]
         for name, tensor in run_state.model.named_parameters()
         if tensor.requires_grad
     }
-    count = len(run_state.participants)
-    first, second = (
-        {name: tensor[rows] for name, tensor in moved.items()}
-        for rows in (slice(count), slice(count, None))
-    )
-    found = estimate_variances(first, second, _tensors_of_layers(run_state.model, moved))
-    if not isfinite(found["all"].within_client + found["all"].between_client):
+    first = {name: tensor[:count] for name, tensor in updates.items()}
+    second = {name: tensor[count:] for name, tensor in updates.items()}
+    variances = estimate_variances(first, second, _tensors_of_layers(run_state.model, updates))
+    if not isfinite(variances["all"].within_client + variances["all"].between_client):
         raise InputError(
-            "advise: devices' updates are no finite numbers, for training diverged; lower optimizer.lr"
+            "advise: clients' updates are not finite: training diverged; lower optimizer.lr"
         )
-    return found, cost.add(traffic, updates=count, rounds=1)
+    return variances, cost.add(traffic, updates=count, rounds=1)
 
 
-def _tensors_of_layers(model: nn.Module, moved: Params) -> dict[str, list[str]]:
-    """The tensors that move, by layer; tied ones belong to the first that has them."""
-    firsts, names = canonical_names(model), {}
+def _half_order(run_state: AdvisorRun, client: int, half: int) -> IntArray:
+    """One epoch over one half of a client's training examples, as batches."""
+    generator = make_rng(run_state.plan.seed, "halves", client)
+    rows = generator.permutation(run_state.train.rows[client])
+    even = rows[: len(rows) // _HALVES * _HALVES]
+    return to_batches(even[half::_HALVES], run_state.plan.batch_size)
+
+
+def _tensors_of_layers(model: nn.Module, updates: Params) -> dict[str, list[str]]:
+    """The names of updated tensors by layer; tied tensors belong to the first layer with them."""
+    firsts, names = canonical_names(model), dict[str, list[str]]()
     for layer in layer_names(model):
-        own = [
-            f"{layer}.{name}".lstrip(".")
-            for name, _ in model.get_submodule(layer).named_parameters(recurse=False)
-        ]
-        names[layer] = [firsts[name] for name in own if firsts[name] == name and name in moved]
-    return {layer: own for layer, own in names.items() if own}
+        parameters = model.get_submodule(layer).named_parameters(recurse=False)
+        full_names = [f"{layer}.{name}".lstrip(".") for name, _ in parameters]
+        own = [name for name in full_names if firsts[name] == name and name in updates]
+        if own:
+            names[layer] = own
+    return names
 
 
 def _run_halving(
-    run_state: AdvisorRun, rivals: Sequence[Candidate], warm: Params, cost: Cost
+    run_state: AdvisorRun, candidates: Sequence[Candidate], model: Params, cost: Cost
 ) -> tuple[list[Stage], Cost, bool]:
-    """Stage after stage until one split is left or the budget is spent; whether it came to its end."""
-    setup = HalvingSetup(
-        run_state.plan, run_state.train, run_state.participants, run_state.executor
-    )
-    candidate_states, stages, done = (
-        start_halving(rivals, warm, len(run_state.participants)),
-        list[Stage](),
-        0,
-    )
-    for rounds in run_state.config.stages:
+    """Stages until one candidate is left or the budget is spent; whether they ended by plan."""
+    plan, config, count = run_state.plan, run_state.config, len(run_state.participants)
+    setup = HalvingSetup(plan, run_state.train, run_state.participants, run_state.executor)
+    candidate_states = start_halving(candidates, model, count)
+    stages, done = list[Stage](), 0
+    for rounds in config.stages:
         if stages:
             candidate_states = keep_better_half(candidate_states, stages[-1])
         if len(candidate_states) == 1:
             break
         if not _can_afford(run_state, candidate_states, rounds, cost):
             return stages, cost, False
-        first = run_state.plan.total_rounds + done
-        for moved, ledger in run_rounds(setup, candidate_states, range(first, first + rounds)):
-            candidate_states = moved
-            cost = cost.add(
-                ledger,
-                updates=len(candidate_states) * len(run_state.participants),
-                rounds=len(candidate_states),
-            )
+        first, number = plan.total_rounds + done, len(candidate_states)
+        for trained, ledger in run_rounds(setup, candidate_states, range(first, first + rounds)):
+            candidate_states = trained
+            cost = cost.add(ledger, updates=number * count, rounds=number)
             done += 1
             run_state.log(
-                f"{len(candidate_states)} splits on {len(run_state.participants)} devices, round {done} of {sum(run_state.config.stages)}"
+                f"{number} splits on {count} clients, round {done} of {sum(config.stages)}"
             )
         stage, traffic = _evaluate_candidates(run_state, candidate_states, done)
         stages, cost = [*stages, stage], cost.add(traffic)
@@ -456,85 +445,78 @@ def _run_halving(
 def _can_afford(
     run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int, cost: Cost
 ) -> bool:
-    """Whether the next stage fits into the budget: bytes are known, seconds guessed from those so far."""
-    budget, updates = (
-        run_state.config.budget,
-        rounds * len(candidate_states) * len(run_state.participants),
-    )
-    in_time = (
-        budget.seconds is None
-        or cost.seconds * (1 + updates / max(1, cost.updates)) <= budget.seconds
-    )
-    return in_time and cost.within(
-        budget,
-        extra_bytes=sum(candidate_state.bytes_for(rounds) for candidate_state in candidate_states),
-    )
+    """Whether the next stage is within the budget; its seconds are extrapolated."""
+    budget = run_state.config.budget
+    sent = sum(candidate_state.bytes_for(rounds) for candidate_state in candidate_states)
+    if not cost.within(budget, extra_bytes=sent):
+        return False
+    if budget.seconds is None:
+        return True
+    updates = rounds * len(candidate_states) * len(run_state.participants)
+    return cost.seconds * (1 + updates / max(1, cost.updates)) <= budget.seconds
 
 
 def _evaluate_candidates(
     run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int
 ) -> tuple[Stage, Ledger]:
-    """Every device's accuracy in every lane on both halves of what it is judged on; the shared part has to reach it for that."""
-    clients, traffic = run_state.participants.tolist(), Ledger()
-    states = [
-        State(
-            {},
-            PrivateStates(
-                candidate_state.models[0], dict(zip(clients, candidate_state.models, strict=True))
-            ),
-        )
-        for candidate_state in candidate_states
-    ]
-    for candidate_state in candidate_states:
-        traffic = traffic.add_evaluation(candidate_state.shared, len(clients))
-    asked = [judge for judge in run_state.eval_data for _ in candidate_states]
-    found = np.array(local_tests(run_state.evaluation, states * _HALVES, asked))[
-        :, run_state.participants
-    ].reshape(_HALVES, len(candidate_states), -1)
-    sizes = np.array(
-        [judge.sizes[run_state.participants] for judge in run_state.eval_data], dtype=np.float64
-    )
-    return Stage(
-        rounds,
-        tuple(candidate_state.candidate.name for candidate_state in candidate_states),
-        found,
-        sizes,
-    ), traffic
+    """Accuracies of all candidates on both halves of the data that participants hold out.
 
-
-def _predicted_error(candidate: Candidate, found: dict[str, Variances]) -> float:
-    """The error that the linear theory expects, over that of the better end (Propositions 2 and 3).
-
-    A layer pays its data variance if it is local, and its device variance if it is shared.
+    The shared part is sent to each participant for it, and counted.
     """
-    pays = [found[layer].within_client for layer in candidate.local if layer in found]
-    pays += [max(0.0, found[layer].between_client) for layer in candidate.shared if layer in found]
-    return sum(pays) / max(
-        min(found["all"].within_client, max(0.0, found["all"].between_client)), 1e-12
-    )
+    participants = run_state.participants
+    states, traffic = [], Ledger()
+    for candidate_state in candidate_states:
+        models = dict(zip(participants.tolist(), candidate_state.models, strict=True))
+        states.append(State({}, PrivateStates(candidate_state.models[0], models)))
+        traffic = traffic.add_evaluation(candidate_state.shared, len(participants))
+    first, second = run_state.eval_data
+    data = [first] * len(states) + [second] * len(states)
+    accuracies = np.array(local_tests(run_state.evaluation, states * _HALVES, data))
+    halves = accuracies[:, participants].reshape(_HALVES, len(states), -1)
+    sizes = [half.sizes[participants] for half in run_state.eval_data]
+    names = tuple(candidate_state.candidate.name for candidate_state in candidate_states)
+    return Stage(rounds, names, halves, np.array(sizes, dtype=np.float64)), traffic
+
+
+def _predicted_error(candidate: Candidate, variances: Mapping[str, Variances]) -> float:
+    """The error that the linear theory predicts, relative to the better extreme.
+
+    A local layer adds its within-client variance, and a shared layer its between-client variance
+    (Propositions 2 and 3).
+    """
+    local = [variances[layer] for layer in candidate.local if layer in variances]
+    shared = [variances[layer] for layer in candidate.shared if layer in variances]
+    errors = [layer.within_client for layer in local]
+    errors += [max(0.0, layer.between_client) for layer in shared]
+    whole = variances["all"]
+    return sum(errors) / max(min(whole.within_client, max(0.0, whole.between_client)), 1e-12)
 
 
 def _equally_good(stages: Sequence[Stage], tolerance: float) -> list[str]:
-    """The best of the last stage, and those that were neither clearly nor noticeably below it when they raced last.
+    """The best candidate of the last stage, then those that are equally good.
 
-    Who fell out at the first stage has not raced long enough. To share nothing has to be clearly ahead: a short race shows at once
-    what local parts gain, and what is learnt together comes later. What it is clearly ahead of is not as good.
+    Candidates that the first stage ended have trained too briefly to be compared. Sharing nothing
+    counts as best only if it is clearly ahead: a short training shows at once what local parts
+    gain, and joint training gains later. What it is clearly ahead of is not equally good.
     """
     best, *others = stages[-1].ranking()
     if best == NOTHING and others and accuracy_difference(stages, best, others[0]).low <= 0:
         best = others[0]
-    known = stages[min(1, len(stages) - 1)].ranking()
-    beaten = {
-        name
-        for name in known
-        if NOTHING in stages[0].names and accuracy_difference(stages, NOTHING, name).low > 0
-    }
-    behind = {
-        name: accuracy_difference(stages, best, name)
-        for name in known
-        if name not in (best, NOTHING, *beaten)
-    }
-    return [best, *(name for name, gap in behind.items() if gap.low <= 0 and gap.mean <= tolerance)]
+    equally_good = [best]
+    for name in stages[min(1, len(stages) - 1)].ranking():
+        if name in (best, NOTHING) or _is_behind_nothing(stages, name):
+            continue
+        gap = accuracy_difference(stages, best, name)
+        if gap.low <= 0 and gap.mean <= tolerance:
+            equally_good.append(name)
+    return equally_good
+
+
+def _is_behind_nothing(stages: Sequence[Stage], name: str) -> bool:
+    """Whether sharing nothing is clearly ahead of a candidate."""
+    if NOTHING not in stages[0].names:
+        return False
+    return accuracy_difference(stages, NOTHING, name).low > 0
 
 
 def choose_candidate(
@@ -543,31 +525,29 @@ def choose_candidate(
     predicted_error: Mapping[str, float],
     prefer: str,
 ) -> str:
-    """For accuracy the one that shares most; for bytes the first, or, of those that send half as much, what variances expect."""
+    """The candidate that is chosen among equally good ones, the best of which comes first.
+
+    For accuracy it is the one that shares most. For bytes it is the best, or one that sends at
+    most half as much as the best: of several, the one with the least predicted error.
+    """
     if prefer == "accuracy":
         return max(equally_good, key=lambda name: sent_fraction[name])
-    cheaper = [
-        name for name in equally_good if sent_fraction[name] <= sent_fraction[equally_good[0]] / 2
-    ]
+    limit = sent_fraction[equally_good[0]] / 2
+    cheaper = [name for name in equally_good if sent_fraction[name] <= limit]
     return min(cheaper or equally_good[:1], key=lambda name: predicted_error[name])
 
 
 def _candidate_result(
-    rival: Candidate,
+    candidate: Candidate,
     stages: Sequence[Stage],
     choice: str,
     sent_fraction: float,
     predicted_error: float,
 ) -> CandidateResult:
-    accuracy = {
-        stage.rounds: float(stage.accuracies_of(rival.name).mean())
+    accuracies = {
+        stage.rounds: float(stage.accuracies_of(candidate.name).mean())
         for stage in stages
-        if rival.name in stage.names
+        if candidate.name in stage.names
     }
-    return CandidateResult(
-        rival,
-        sent_fraction,
-        predicted_error,
-        accuracy,
-        accuracy_difference(stages, rival.name, choice) if stages else None,
-    )
+    difference = accuracy_difference(stages, candidate.name, choice) if stages else None
+    return CandidateResult(candidate, sent_fraction, predicted_error, accuracies, difference)

@@ -1,8 +1,14 @@
-"""How much devices differ, and how much their own data wobble, from what they send: two updates each, of two halves of their data.
+"""Between-client and within-client variance of updates, layer by layer.
 
-A device's update is what is its own plus noise. Two halves agree on the first and not on the second, so that over devices
-E<A_m - mean A, B_m - mean B> / (M - 1) is the device variance b, and the mean of ||A_m - B_m||^2 / 4 is the data variance a of an
-update of all its data; neither has a bias. Of Liang et al. 2020, Corollary 1, alpha* = b / (a + b): how local to be.
+Each client sends two updates, A_m and B_m, trained on two halves of its data. An update is a mean
+that is particular to the client, plus noise. The two halves agree on the mean and differ by noise.
+So, over M clients and without bias:
+
+- between-client variance b: the sum of <A_m - mean A, B_m - mean B>, divided by M - 1,
+- within-client variance a, of an update on all of a client's data: the mean of
+  ||A_m - B_m||^2 / 4.
+
+Then alpha* = b / (a + b) says how local to be (Liang et al. 2020, Corollary 1).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +21,11 @@ from glocal.core import trees
 from glocal.core.trees import Params
 
 Floats = npt.NDArray[np.float64]
-_NORMAL = 1.96
+_NORMAL = 1.96  # quantile of a 95 % interval
 
 
 class Variances(NamedTuple):
-    """Of one layer, or of all: data variance a, device variance b, and alpha* with its 95 % interval, by the jackknife."""
+    """Variances of one layer or of all, and alpha* with its 95 % interval by the jackknife."""
 
     within_client: float
     between_client: float
@@ -28,49 +34,65 @@ class Variances(NamedTuple):
     high: float
 
 
+class _Products(NamedTuple):
+    """Of one layer: <A_m, B_n> (clients, clients), and ||A_m - B_m||^2 / 4 (clients,)."""
+
+    inner: Floats
+    noise: Floats
+
+
 def estimate_variances(
     first: Params, second: Params, layers: Mapping[str, Sequence[str]]
 ) -> dict[str, Variances]:
-    """From updates of the two halves (devices, ...), of the layers by the names of their tensors; "all" is all of them."""
+    """Variances from the updates of the two halves (clients, ...).
+
+    `layers` has the names of each layer's tensors. The entry "all" is over all layers.
+    """
     trees.require_same_names(second, first, "variances")
     products = {layer: _products(first, second, names) for layer, names in layers.items()}
-    everything = (
-        np.sum([agreed for agreed, _ in products.values()], 0),
-        np.sum([noise for _, noise in products.values()], 0),
+    products["all"] = _Products(
+        np.sum([layer.inner for layer in products.values()], 0),
+        np.sum([layer.noise for layer in products.values()], 0),
     )
-    return {layer: _variance(*found) for layer, found in {**products, "all": everything}.items()}
+    return {layer: _variances(product) for layer, product in products.items()}
 
 
-def _products(first: Params, second: Params, names: Sequence[str]) -> tuple[Floats, Floats]:
-    """Of a layer: <A_m, B_n> (devices, devices), and ||A_m - B_m||^2 / 4 (devices,)."""
-    agreed, noise = 0.0, 0.0
+def _products(first: Params, second: Params, names: Sequence[str]) -> _Products:
+    inner, noise = 0.0, 0.0
     for name in names:
         a, b = (tree[name].double().flatten(1).cpu().numpy() for tree in (first, second))
-        agreed, noise = agreed + a @ b.T, noise + ((a - b) ** 2).sum(1) / 4
-    return np.asarray(agreed), np.asarray(noise)
+        inner, noise = inner + a @ b.T, noise + ((a - b) ** 2).sum(1) / 4
+    return _Products(np.asarray(inner), np.asarray(noise))
 
 
-def _variance(agreed: Floats, noise: Floats) -> Variances:
-    """The estimates, and their spread over devices that are left out one by one."""
-    data, device = _pair(agreed, noise)
+def _variances(products: _Products) -> Variances:
+    """The estimates, with an interval from leaving out one client at a time."""
+    within, between = _within_and_between(products)
+    count = len(products.noise)
+    alpha, margin = _alpha(within, between), 1.0
+    if count > 2:
+        alphas = [_alpha(*_within_and_between(_without(products, m))) for m in range(count)]
+        margin = _NORMAL * float(np.sqrt((count - 1) * np.var(alphas)))
+    return Variances(within, between, _clip(alpha), _clip(alpha - margin), _clip(alpha + margin))
+
+
+def _without(products: _Products, client: int) -> _Products:
+    """The products without one client."""
+    rows = np.delete(products.inner, client, 0)
+    return _Products(np.delete(rows, client, 1), np.delete(products.noise, client))
+
+
+def _within_and_between(products: _Products) -> tuple[float, float]:
+    inner, noise = products
     count = len(noise)
-    without = [
-        _alpha(*_pair(np.delete(np.delete(agreed, m, 0), m, 1), np.delete(noise, m)))
-        for m in range(count)
-    ]
-    alpha = _alpha(data, device)
-    reach = _NORMAL * float(np.sqrt((count - 1) * np.var(without))) if count > 2 else 1.0
-    return Variances(
-        data, device, *(min(1.0, max(0.0, each)) for each in (alpha, alpha - reach, alpha + reach))
-    )
+    between = (np.trace(inner) - inner.sum() / count) / (count - 1)
+    return float(noise.mean()), float(between)
 
 
-def _pair(agreed: Floats, noise: Floats) -> tuple[float, float]:
-    """Data variance and device variance."""
-    count = len(noise)
-    return float(noise.mean()), float((np.trace(agreed) - agreed.sum() / count) / (count - 1))
+def _alpha(within: float, between: float) -> float:
+    """Alpha*; negative where the estimate of the between-client variance is."""
+    return between / (between + within) if between + within > 0 else 0.0
 
 
-def _alpha(data: float, device: float) -> float:
-    """Alpha*; below 0 where the estimate of the device variance is."""
-    return device / (device + data) if device + data > 0 else 0.0
+def _clip(share: float) -> float:
+    return min(1.0, max(0.0, share))

@@ -1,4 +1,4 @@
-"""What a local model may learn from, beside or instead of labels: the data themselves, a puzzle, an adversary (Figure 1)."""
+"""Pretext tasks of a local model, beside or instead of labels (Liang et al. 2020, Figure 1)."""
 
 from glocal.personalize.representations.adversary import adversarial
 from glocal.personalize.representations.autoencoder import autoencoder

@@ -1,4 +1,4 @@
-"""Figure 1(b): the representation has to hold enough to draw the input from it again."""
+"""Reconstruction of the input from the representation (Liang et al. 2020, Figure 1(b))."""
 
 from dataclasses import dataclass
 
@@ -17,28 +17,25 @@ from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix,
 
 @dataclass(frozen=True)
 class ReconstructionLoss:
-    """The mean over the real rows of the squared error between x and what the decoder makes of h."""
+    """Mean squared error between x and the decoder's output for h, over the real rows."""
 
     name: str
     encode: ForwardWithFeatures
     decode: Forward
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """Its value (); no buffers move."""
+        """The loss (); no buffers change."""
         _, h, _ = self.encode(params, batch.x, batch.mask, batch.key)
-        drawn, _ = self.decode(without_prefix(self.name, params), h, batch.mask, batch.key)
-        error = (drawn.flatten(1) - batch.x.flatten(1)).square().mean(1)
+        own = without_prefix(self.name, params)
+        reconstruction, _ = self.decode(own, h, batch.mask, batch.key)
+        error = (reconstruction.flatten(1) - batch.x.flatten(1)).square().mean(1)
         return masked_mean(error, batch.mask), {}
 
 
 def autoencoder(
     model: nn.Module, decoder: nn.Module, *, layer: str, name: str = "decoder"
 ) -> Auxiliary:
-    """`decoder` draws the input from what the module `layer` of the model puts out."""
+    """`decoder` reconstructs the input from the output of the model's module `layer`."""
     params, trainable = with_prefix(name, decoder)
-    return Auxiliary(
-        name,
-        params,
-        trainable,
-        ReconstructionLoss(name, forward_with_features(model, layer), training_forward(decoder)),
-    )
+    encode, decode = forward_with_features(model, layer), training_forward(decoder)
+    return Auxiliary(name, params, trainable, ReconstructionLoss(name, encode, decode))

@@ -1,4 +1,4 @@
-"""An auxiliary model a_m: private like everything local, fed with the representation h, with a loss of its own."""
+"""An auxiliary model a_m: private, with the representation h as its input and its own loss."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ from glocal.core.trees import Params
 
 
 class Auxiliary(NamedTuple):
-    """Its tensors, named NAME/... beside the model's own, those of them that may move, and what it minimises."""
+    """The auxiliary model's tensors, the names of the trainable ones, and its loss.
+
+    The tensors are named NAME/..., beside those of the model itself.
+    """
 
     name: str
     params: Params
@@ -22,26 +25,26 @@ class Auxiliary(NamedTuple):
     loss: LossFn
 
     def local(self, split: Split) -> Split:
-        """The split with this model on the side that stays on the device."""
+        """The split with this model on the local side."""
         return split.with_local(self.params)
 
 
 @dataclass(frozen=True)
 class WeightedSumLoss:
-    """One loss, and another with a weight; buffers are those of the first."""
+    """A main loss plus a weighted other one; buffers are those of the main loss."""
 
     main: LossFn
     other: LossFn
     weight: float
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """Its value (), and the buffers after the step."""
+        """The loss (), and the buffers after the step."""
         value, buffers = self.main(params, batch)
         return value + self.weight * self.other(params, batch)[0], buffers
 
 
 def add_auxiliary(objective: Objective, auxiliary: Auxiliary, *, weight: float) -> Objective:
-    """Minimise the main loss plus weight times the auxiliary's, all together."""
+    """The objective plus the auxiliary's loss times `weight`; both models are trained."""
     if weight < 0:
         raise InputError(f"{auxiliary.name}: the weight is {weight}; it must be at least 0")
     loss = WeightedSumLoss(objective.loss, auxiliary.loss, weight)
@@ -51,23 +54,20 @@ def add_auxiliary(objective: Objective, auxiliary: Auxiliary, *, weight: float) 
 def auxiliary_only(
     objective: Objective, auxiliary: Auxiliary, *, local: Iterable[str]
 ) -> Objective:
-    """Minimise the auxiliary's loss only: what pre-trains the local part of a network on data that have no labels."""
-    return objective._replace(
-        loss=auxiliary.loss,
-        trainable=(objective.trainable & frozenset(local)) | auxiliary.trainable,
-    )
+    """The auxiliary's loss alone: it pre-trains the local part of a network without labels."""
+    local_trainable = objective.trainable & frozenset(local)
+    return objective._replace(loss=auxiliary.loss, trainable=local_trainable | auxiliary.trainable)
 
 
 def with_prefix(name: str, model: nn.Module) -> tuple[Params, frozenset[str]]:
-    """A model's tensors under an auxiliary's name, and those that may move."""
-    params = params_of(model)
-    return {f"{name}/{own}": tensor for own, tensor in params.items()}, frozenset(
-        f"{name}/{own}" for own in trainable_names(model)
-    )
+    """A model's tensors, named NAME/..., and the names of the trainable ones."""
+    params = {f"{name}/{own}": tensor for own, tensor in params_of(model).items()}
+    trainable = frozenset(f"{name}/{own}" for own in trainable_names(model))
+    return params, trainable
 
 
 def without_prefix(name: str, params: Params) -> Params:
-    """The auxiliary's tensors under the names that its model knows."""
+    """The auxiliary's tensors, by the names in its own model."""
     return {
         full.removeprefix(f"{name}/"): tensor
         for full, tensor in params.items()

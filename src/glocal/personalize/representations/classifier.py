@@ -1,4 +1,4 @@
-"""Figure 1(a): a branch of the device's own tells the label from the representation, beside the shared model."""
+"""A private branch that classifies the representation (Liang et al. 2020, Figure 1(a))."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,14 @@ from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix,
 
 @dataclass(frozen=True)
 class ClassificationLoss:
-    """The mean over the real rows of the cross entropy of the label by the private branch."""
+    """Mean cross entropy of the private branch, over the real rows."""
 
     name: str
     encode: ForwardWithFeatures
     classify: Forward
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """Its value (); no buffers move."""
+        """The loss (); no buffers change."""
         _, h, _ = self.encode(params, batch.x, batch.mask, batch.key)
         output, _ = self.classify(without_prefix(self.name, params), h, batch.mask, batch.key)
         return masked_mean(per_example_cross_entropy(output, batch.y), batch.mask), {}
@@ -33,11 +33,7 @@ class ClassificationLoss:
 def auxiliary_classifier(
     model: nn.Module, branch: nn.Module, *, layer: str, name: str = "classifier"
 ) -> Auxiliary:
-    """`branch` tells the label from what the module `layer` of the model puts out."""
+    """`branch` predicts the label from the output of the model's module `layer`."""
     params, trainable = with_prefix(name, branch)
-    return Auxiliary(
-        name,
-        params,
-        trainable,
-        ClassificationLoss(name, forward_with_features(model, layer), training_forward(branch)),
-    )
+    encode, classify = forward_with_features(model, layer), training_forward(branch)
+    return Auxiliary(name, params, trainable, ClassificationLoss(name, encode, classify))

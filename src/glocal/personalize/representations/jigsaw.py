@@ -1,4 +1,7 @@
-"""Figure 1(c): the representation has to tell how the tiles of an image were shuffled (Noroozi and Favaro 2016)."""
+"""Jigsaw: predict from the representation how an image's tiles were shuffled.
+
+Liang et al. 2020, Figure 1(c); the pretext task is that of Noroozi and Favaro 2016.
+"""
 
 from dataclasses import dataclass
 from math import factorial
@@ -19,12 +22,12 @@ from glocal.core.training import Batch, masked_mean
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
 
-_ADDRESS = -2  # of the shuffle among what a step draws
+_ADDRESS = -2  # of the shuffle, among the random numbers of a step
 
 
 @dataclass(frozen=True)
 class JigsawLoss:
-    """The mean over the real rows of the cross entropy of which permutation the tiles of an image were put into."""
+    """Mean cross entropy of the permutation of an image's tiles, over the real rows."""
 
     name: str
     encode: ForwardWithFeatures
@@ -32,39 +35,38 @@ class JigsawLoss:
     side: int
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
-        """Its value (); no buffers move."""
-        drawn = random.uniform(random.fold_in(batch.key, _ADDRESS), (len(batch.x),))
+        """The loss (); no buffers change."""
         tiles = self.side * self.side
-        which = (drawn * factorial(tiles)).long()
-        _, h, _ = self.encode(
-            params,
-            shuffle_tiles(batch.x, nth_permutation(which, tiles), self.side),
-            batch.mask,
-            batch.key,
-        )
-        guess, _ = self.solve(without_prefix(self.name, params), h, batch.mask, batch.key)
-        return masked_mean(functional.cross_entropy(guess, which, reduction="none"), batch.mask), {}
+        uniform = random.uniform(random.fold_in(batch.key, _ADDRESS), (len(batch.x),))
+        which = (uniform * factorial(tiles)).long()
+        shuffled = shuffle_tiles(batch.x, nth_permutation(which, tiles), self.side)
+        _, h, _ = self.encode(params, shuffled, batch.mask, batch.key)
+        logits, _ = self.solve(without_prefix(self.name, params), h, batch.mask, batch.key)
+        losses = functional.cross_entropy(logits, which, reduction="none")
+        return masked_mean(losses, batch.mask), {}
 
 
 def jigsaw(
     model: nn.Module, solver: nn.Module, *, layer: str, side: int = 2, name: str = "jigsaw"
 ) -> Auxiliary:
-    """`solver` tells from what the module `layer` puts out which of all orders the side x side tiles are in; 2 x 2 have 24."""
+    """`solver` predicts the permutation of the tiles from the output of the module `layer`.
+
+    There are side x side tiles; 2 x 2 tiles have 24 permutations.
+    """
     if side != 2:
-        raise InputError(f"jigsaw: side is {side}; 2 was expected: 3 x 3 tiles have 362,880 orders")
+        raise InputError(
+            f"jigsaw: side is {side}; 2 was expected: 3 x 3 tiles have 362,880 permutations"
+        )
     params, trainable = with_prefix(name, solver)
-    return Auxiliary(
-        name,
-        params,
-        trainable,
-        JigsawLoss(name, forward_with_features(model, layer), training_forward(solver), side),
-    )
+    encode, solve = forward_with_features(model, layer), training_forward(solver)
+    return Auxiliary(name, params, trainable, JigsawLoss(name, encode, solve, side))
 
 
 def nth_permutation(which: Tensor, tiles: int) -> Tensor:
-    """The permutations of so many tiles at these places (rows,) of a dictionary: (rows, tiles).
+    """Permutations of `tiles` numbers by their lexicographic index `which` (rows,): (rows, tiles).
 
-    Worked out where `which` lies: a table would have to be copied there, which a CUDA graph does not allow.
+    They are computed on the device of `which`. A table of all permutations would have to be copied
+    to that device, and a CUDA graph does not allow the copy.
 
     >>> nth_permutation(torch.tensor([0, 1, 5]), 3)
     tensor([[0, 1, 2],
@@ -79,7 +81,7 @@ def nth_permutation(which: Tensor, tiles: int) -> Tensor:
 
 
 def shuffle_tiles(images: Tensor, orders: Tensor, side: int) -> Tensor:
-    """Images (rows, ..., height, width) whose tiles are put into these orders (rows, tiles).
+    """Images (rows, ..., height, width) with their tiles in the given orders (rows, tiles).
 
     >>> shuffle_tiles(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[3, 2, 1, 0]]), 2)
     tensor([[[4, 3],
@@ -88,17 +90,12 @@ def shuffle_tiles(images: Tensor, orders: Tensor, side: int) -> Tensor:
     *_, height, width = images.shape
     if images.dim() < 3 or height % side or width % side:
         raise InputError(
-            f"jigsaw: an example is {tuple(images.shape[1:])}; images that {side} x {side} tiles fill were expected"
+            f"jigsaw: an example is {tuple(images.shape[1:])}; "
+            f"images that {side} x {side} tiles fill were expected"
         )
     rows, between = images.shape[0], images.shape[1:-2]
-    cut = (
-        images.reshape(rows, *between, side, height // side, side, width // side)
-        .movedim((-4, -2), (1, 2))
-        .flatten(1, 2)
-    )
-    mixed = cut.gather(1, orders.reshape(rows, -1, *(1,) * (cut.dim() - 2)).expand_as(cut))
-    return (
-        mixed.reshape(rows, side, side, *cut.shape[2:])
-        .movedim((1, 2), (-4, -2))
-        .reshape(images.shape)
-    )
+    grid = images.reshape(rows, *between, side, height // side, side, width // side)
+    tiles = grid.movedim((-4, -2), (1, 2)).flatten(1, 2)
+    index = orders.reshape(rows, -1, *(1,) * (tiles.dim() - 2)).expand_as(tiles)
+    shuffled = tiles.gather(1, index).reshape(rows, side, side, *tiles.shape[2:])
+    return shuffled.movedim((1, 2), (-4, -2)).reshape(images.shape)
