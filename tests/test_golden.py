@@ -1,4 +1,4 @@
-"""The numbers of small runs of every algorithm, as they were before the house was rebuilt."""
+"""Small runs of every algorithm give the numbers that version 0.1 gave."""
 
 import json
 
@@ -10,26 +10,28 @@ from tests.golden.runs import ALGORITHMS, FILE, MODELS, SEEDS, run
 NUMBERS = json.loads(FILE.read_text())
 
 
-def same(found, expected, where=""):
-    """Where two of these differ: tables, lists and numbers, by more than 1e-9."""
+def differences(actual, expected, where=""):
+    """The places where two tables, lists or numbers differ by more than 1e-9."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
+        assert actual.keys() == expected.keys(), where
         return [
-            gap for key in expected for gap in same(found[key], expected[key], f"{where}/{key}")
+            gap
+            for key in expected
+            for gap in differences(actual[key], expected[key], f"{where}/{key}")
         ]
     if isinstance(expected, list):
-        assert len(found) == len(expected), where
-        pairs = enumerate(zip(found, expected, strict=True))
-        return [gap for place, pair in pairs for gap in same(*pair, f"{where}[{place}]")]
-    close = found == expected or abs(found - expected) <= 1e-9
-    return [] if close else [f"{where}: {found} instead of {expected}"]
+        assert len(actual) == len(expected), where
+        pairs = enumerate(zip(actual, expected, strict=True))
+        return [gap for place, pair in pairs for gap in differences(*pair, f"{where}[{place}]")]
+    close = actual == expected or abs(actual - expected) <= 1e-9
+    return [] if close else [f"{where}: {actual} instead of {expected}"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_algorithm_comes_to_the_numbers_it_always_came_to(algorithm, model, seed):
-    assert not same(run(algorithm, model, seed), NUMBERS[algorithm][model][str(seed)])
+def test_an_algorithm_gives_the_numbers_of_version_0_1(algorithm, model, seed):
+    assert not differences(run(algorithm, model, seed), NUMBERS[algorithm][model][str(seed)])
 
 
 def test_no_algorithm_is_without_numbers_and_the_file_stays_small():
@@ -37,8 +39,8 @@ def test_no_algorithm_is_without_numbers_and_the_file_stays_small():
     assert FILE.stat().st_size <= 300_000
 
 
-def test_a_difference_in_the_ninth_digit_is_seen():
+def test_a_difference_in_the_ninth_digit_is_detected():
     expected = NUMBERS["lg_fedavg"]["cnn"]["0"]
     changed = json.loads(json.dumps(expected))
     changed["tensors"]["shared/6.weight"][3] += 2e-9
-    assert len(same(changed, expected)) == 1
+    assert len(differences(changed, expected)) == 1

@@ -1,4 +1,4 @@
-"""Nothing is chosen on test data, every seed deals anew, and nobody's randomness is another's."""
+"""No selection on test data; each seed has its own partition, each client its own randomness."""
 
 import numpy as np
 import pytest
@@ -14,44 +14,46 @@ from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from tests.support import world
 
-DEVICES = 5
+NUM_CLIENTS = 5
 
 
-def test_the_last_round_is_held_against_the_best_on_validation_data_too():
-    """Two tests that differ in their labels only: all right by the last model, and all wrong."""
+def test_the_last_round_is_compared_with_the_best_on_validation_data_too():
+    """Two sets of test labels: the last model is right on all of one, wrong on the other."""
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.5, momentum=0.9))
     own, inputs = world.clients((60, 60, 60)), [x for x, _ in world.clients((30, 30, 30), seed=5)]
 
-    def chosen(labels, select):
+    def selected(labels, select):
         test = list(zip(inputs, labels, strict=True))
         federation = from_tensors(own, test=test, validation=0.3)
         options = glocal.Options(validate_every=4, select=select)  # not after the 6th, the last
         return glocal.fit(algorithm, model, federation, glocal.Plan(6, 2), options=options)
 
     unknown = [torch.zeros(len(x), dtype=torch.int64) for x in inputs]
-    last = chosen(unknown, "last")
-    told = [last.model(device)(x).argmax(1) for device, x in enumerate(inputs)]
-    right = chosen(told, "best")
-    wrong = chosen([(labels + 1) % world.CLASSES for labels in told], "best")
-    assert chosen(told, "last").local_test == 1, "the test needs labels that suit the last round"
+    last = selected(unknown, "last")
+    predicted = [last.model(client)(x).argmax(1) for client, x in enumerate(inputs)]
+    right = selected(predicted, "best")
+    wrong = selected([(labels + 1) % world.CLASSES for labels in predicted], "best")
+    assert selected(predicted, "last").local_test == 1, (
+        "the test needs labels that the last round predicts"
+    )
     assert right.selected_round == wrong.selected_round
     assert right.validation == wrong.validation
     assert world.same_bits(right.state, wrong.state, 3)
 
 
-def rows(holdings):
-    return [own.tolist() for own in holdings.rows]
+def rows(client_data):
+    return [own.tolist() for own in client_data.rows]
 
 
 def parts(federation):
-    """Everybody's rows of each part."""
+    """The rows of all clients in each part."""
     held = {"train": federation.train, "validation": federation.val, "test": federation.test}
     return {name: rows(part) for name, part in held.items()}
 
 
 def test_another_seed_holds_out_other_examples():
-    own = world.clients((40,) * DEVICES)
+    own = world.clients((40,) * NUM_CLIENTS)
     federations = [from_tensors(own, validation=0.3, seed=seed) for seed in (0, 0, 1)]
     first, again, other = map(parts, federations)
     assert first == again
@@ -59,11 +61,11 @@ def test_another_seed_holds_out_other_examples():
         assert all(left != right for left, right in zip(first[part], other[part], strict=True))
 
 
-def test_every_device_holds_out_examples_by_a_draw_of_its_own():
-    held = parts(from_tensors(world.clients((40,) * DEVICES), validation=0.3))
+def test_every_client_holds_out_examples_by_its_own_draw():
+    held = parts(from_tensors(world.clients((40,) * NUM_CLIENTS), validation=0.3))
     for part in ("validation", "test"):
-        places = [tuple(row - 40 * device for row in own) for device, own in enumerate(held[part])]
-        assert len(set(places)) == DEVICES
+        places = [tuple(row - 40 * client for row in own) for client, own in enumerate(held[part])]
+        assert len(set(places)) == NUM_CLIENTS
 
 
 def dataset():
@@ -74,15 +76,15 @@ def dataset():
 
 
 PARTITIONS = {
-    "iid": lambda: glocal.iid(DEVICES),
-    "shards": lambda: glocal.shards(DEVICES, 2),
-    "random_shards": lambda: glocal.random_shards(DEVICES, 2),
-    "dirichlet": lambda: glocal.dirichlet(DEVICES, 0.5),
+    "iid": lambda: glocal.iid(NUM_CLIENTS),
+    "shards": lambda: glocal.shards(NUM_CLIENTS, 2),
+    "random_shards": lambda: glocal.random_shards(NUM_CLIENTS, 2),
+    "dirichlet": lambda: glocal.dirichlet(NUM_CLIENTS, 0.5),
 }
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_another_seed_deals_examples_otherwise(partition):
+def test_another_seed_gives_another_partition(partition):
     partitioner = PARTITIONS[partition]()
     federations = [glocal.partition(dataset(), partitioner, seed=seed) for seed in (0, 0, 1)]
     first, again, other = map(parts, federations)
@@ -90,8 +92,8 @@ def test_another_seed_deals_examples_otherwise(partition):
     assert all(first[part] != other[part] for part in first)
 
 
-def test_another_seed_holds_out_others_where_who_has_what_is_given():
-    everyone = np.arange(400) % DEVICES
+def test_another_seed_holds_out_other_examples_of_a_natural_partition():
+    everyone = np.arange(400) % NUM_CLIENTS
     by_person = glocal.natural(everyone, everyone[:200])
     first, other = (parts(glocal.partition(dataset(), by_person, seed=seed)) for seed in (0, 1))
     assert first["test"] == other["test"]
@@ -99,12 +101,12 @@ def test_another_seed_holds_out_others_where_who_has_what_is_given():
 
 
 def drop_first():
-    """Its slopes are zero exactly where inputs were dropped."""
+    """Its gradients are zero exactly where inputs were dropped."""
     return nn.Sequential(nn.Dropout(0.5), nn.Linear(64, world.CLASSES))
 
 
 class DrawFirst(nn.Module):
-    """The same by torch's own generator."""
+    """The same with torch's own generator."""
 
     def __init__(self):
         super().__init__()
@@ -120,8 +122,8 @@ class DrawFirst(nn.Module):
     (drop_first, "auto"),
     (DrawFirst, "looped"),
 ])  # fmt: skip
-def test_no_two_devices_and_no_two_rounds_drop_the_same_units(make, engine):
-    """All hold one example and always begin with one model: only chance tells them apart."""
+def test_no_two_clients_and_no_two_rounds_drop_the_same_units(make, engine):
+    """All clients have one example and start from one model: only randomness differs."""
     model, sent = world.seeded(make), []
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
 
@@ -129,22 +131,22 @@ def test_no_two_devices_and_no_two_rounds_drop_the_same_units(make, engine):
         sent.extend(uploads["1.weight" if make is drop_first else "head.weight"].clone())
         return shared
 
-    same = [(torch.ones(1, 64), torch.zeros(1, dtype=torch.int64))] * DEVICES
+    same = [(torch.ones(1, 64), torch.zeros(1, dtype=torch.int64))] * NUM_CLIENTS
     train = from_tensors(same, test=same, validation=0.0).train
-    plan = glocal.Plan(rounds=4, clients_per_round=DEVICES)
+    plan = glocal.Plan(rounds=4, clients_per_round=NUM_CLIENTS)
     spied = algorithm._replace(aggregate=spy)
     list(glocal.simulate(spied, params_of(model), train, plan, engine=engine))
-    assert len(sent) == 4 * DEVICES
-    assert len({tuple(upload.flatten().tolist()) for upload in sent}) == 4 * DEVICES
+    assert len(sent) == 4 * NUM_CLIENTS
+    assert len({tuple(upload.flatten().tolist()) for upload in sent}) == 4 * NUM_CLIENTS
 
 
-def test_every_seed_of_a_study_has_a_deal_of_its_own(tmp_path):
+def test_every_seed_of_a_study_has_its_own_partition(tmp_path):
     table = {
-        "data": {"partition": "dirichlet", "clients": DEVICES},
+        "data": {"partition": "dirichlet", "clients": NUM_CLIENTS},
         "plan": {"rounds": 1, "clients_per_round": 2, "seeds": 2},
         "experiments": {"FedAvg": {"algorithm": "fedavg"}},
     }
     *_, last = run_study(from_dict(table), tmp_path / "run")
-    sizes = [[device["train"] for device in result["clients"]] for result in last.results]
+    sizes = [[client["train"] for client in result["clients"]] for result in last.results]
     assert len(sizes) == 2
     assert sizes[0] != sizes[1]

@@ -1,4 +1,4 @@
-"""The claims on the front page, run for real: slow."""
+"""The claims on the front page, as full runs: slow."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 def results(tmp_path, *arguments):
     command = [sys.executable, "-m", "glocal", *arguments, "--out", str(tmp_path / "run")]
-    # one thread: slower alone, but threads wait for each other for seconds where a neighbour takes a core
+    # One thread is slower alone, but threads wait for seconds where another process takes a core.
     subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=3000
     )
@@ -22,7 +22,7 @@ def results(tmp_path, *arguments):
 
 @pytest.mark.slow
 def test_the_demo_beats_both_extremes(tmp_path):
-    """LG-FedAvg: above FedAvg on Local Test, 20 points above local only on New Test, fewer bytes than FedAvg."""
+    """LG-FedAvg beats FedAvg on Local Test and in bytes, local only on New Test by 20 points."""
     experiments = results(tmp_path, "demo")
     assert len(experiments) == 5
     local = {
@@ -44,8 +44,8 @@ def test_the_demo_beats_both_extremes(tmp_path):
     not (Path(os.environ.get("GLOCAL_DATA", "nowhere")) / "mnist").exists(),
     reason="GLOCAL_DATA has no MNIST",
 )
-def test_mnist_with_two_classes_per_device_in_one_command(tmp_path):
-    """100 devices, 200 rounds of FedAvg, then 50 of LG-FedAvg: Local at least 98.5, New at least 96.5."""
+def test_mnist_with_two_classes_per_client_in_one_command(tmp_path):
+    """200 rounds of FedAvg, 50 of LG-FedAvg: Local Test at least 98.5 %, New Test 96.5 %."""
     experiment = results(tmp_path, "run", "mnist")["LG-FedAvg"][0]
     assert experiment["local_test"]["mean"] >= 0.985
     assert experiment["new_test"]["logits"] >= 0.965

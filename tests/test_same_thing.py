@@ -1,4 +1,4 @@
-"""What is taken for the same and is not: mistakes that a later version has to refuse."""
+"""Different things that are treated as the same: mistakes that a later version must refuse."""
 
 import pytest
 from torch import nn
@@ -7,7 +7,7 @@ import glocal
 from glocal.core.errors import InputError
 from tests.support import world
 
-ACCEPTED = pytest.fail.Exception  # what `raises` says where nothing was raised
+ACCEPTED = pytest.fail.Exception  # `pytest.raises` raises it where nothing was raised
 PLAN = glocal.Plan(rounds=2, clients_per_round=4, batch_size=5)
 
 
@@ -16,7 +16,7 @@ def median(shared, uploads, weights):
 
 
 @pytest.mark.xfail(strict=True, raises=ACCEPTED, reason="no fingerprint holds the aggregation")
-def test_a_run_of_the_mean_is_not_continued_as_a_run_of_the_median(tmp_path):
+def test_a_run_with_the_mean_is_not_continued_with_the_median(tmp_path):
     model, federation = world.seeded(world.plain), world.federation()
     mean = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
     of_medians = mean._replace(aggregate=median, is_mean=False)
@@ -32,7 +32,7 @@ def with_tanh():
 
 
 @pytest.mark.xfail(strict=True, raises=ACCEPTED, reason="the objective and `fit` both have a model")
-def test_one_model_is_not_trained_and_another_one_tested():
+def test_training_one_model_and_testing_another_is_refused():
     trained, tested = world.seeded(world.plain), world.seeded(with_tanh)
     algorithm = glocal.fedavg(glocal.cross_entropy(trained), glocal.sgd(0.1))
     with pytest.raises(InputError, match="model"):

@@ -1,4 +1,4 @@
-"""What an algorithm's server does is data on the algorithm: its name decides nothing."""
+"""Capabilities of an algorithm are data on it: its name decides nothing."""
 
 import pytest
 import torch
@@ -24,9 +24,9 @@ from glocal import algorithms
 def median(shared, uploads, weights):
     return {{name: tensor.median(0).values for name, tensor in uploads.items()}}
 
-def own(objective, optimiser):
-    made = algorithms.fedavg(objective, optimiser)
-    return made._replace({changes})
+def own(objective, optimizer):
+    fedavg = algorithms.fedavg(objective, optimizer)
+    return fedavg._replace({changes})
 """
 
 
@@ -34,12 +34,12 @@ def median(shared, uploads, weights):
     return {name: tensor.median(0).values for name, tensor in uploads.items()}
 
 
-def made(name):
+def example(name):
     return world.algorithm(name, world.seeded(world.plain))
 
 
-def takes_the_mean(algorithm, weights):
-    """Whether the server makes the weighted mean of some uploads of them."""
+def averages(algorithm, weights):
+    """Whether the server computes the weighted mean of random uploads."""
     shared = algorithm.init(params_of(world.seeded(world.plain)))[0]
     uploads = {name: torch.randn(len(weights), *tensor.shape) for name, tensor in shared.items()}
     aggregated = algorithm.aggregate(shared, uploads, weights)
@@ -47,43 +47,47 @@ def takes_the_mean(algorithm, weights):
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
-def test_an_algorithm_says_that_it_takes_the_mean_exactly_if_it_does(name):
-    assert made(name).is_mean == takes_the_mean(made(name), torch.tensor([3, 1, 8]))
+def test_is_mean_is_true_exactly_where_the_server_averages(name):
+    assert example(name).is_mean == averages(example(name), torch.tensor([3, 1, 8]))
 
 
-def test_the_library_has_algorithms_of_both_sorts():
-    assert {made(name).is_mean for name in algorithms.__all__} == {True, False}
+def test_the_library_has_algorithms_of_both_kinds():
+    assert {example(name).is_mean for name in algorithms.__all__} == {True, False}
 
 
-def test_an_algorithm_of_ones_own_takes_no_mean_unless_it_says_so():
-    own = made("fedavg")
+def test_an_algorithm_of_ones_own_has_is_mean_false_by_default():
+    own = example("fedavg")
     assert not glocal.Algorithm(*own[:5]).is_mean
 
 
-def test_wrappers_keep_it_right():
-    fedavg, mtl, lg = made("fedavg"), made("mtl"), made("lg_fedavg")
+def test_wrappers_set_is_mean_correctly():
+    fedavg, mtl, lg = example("fedavg"), example("mtl"), example("lg_fedavg")
     assert with_differential_privacy(fedavg, DifferentialPrivacy(1.0, 1.0)).is_mean
     assert unweighted(fedavg).is_mean
-    assert takes_the_mean(unweighted(fedavg), torch.ones(3, dtype=torch.int64))
+    assert averages(unweighted(fedavg), torch.ones(3, dtype=torch.int64))
     assert not unweighted(mtl).is_mean
     assert not freeze_shared(lg).is_mean
 
 
-def test_noise_is_refused_where_the_server_takes_no_mean():
-    """There an upload is no new value of the shared part: its distance from that means nothing."""
+def test_noise_is_refused_where_the_server_does_not_average():
+    """There an upload is no new value of the shared part, so its distance has no meaning."""
     with pytest.raises(InputError, match=r"^privacy: .*'mtl'.*is_mean"):
-        with_differential_privacy(made("mtl"), DifferentialPrivacy(1.0, 1.0))
+        with_differential_privacy(example("mtl"), DifferentialPrivacy(1.0, 1.0))
 
 
 def setup(folder, changes, *, settings):
-    """What server and devices would have in common, with an algorithm of one's own."""
+    """The setup of server and clients, with an algorithm of one's own."""
     deployed.project(folder, algorithm="own:own", weights='weighting = "equal"')
     (folder / "own.py").write_text(OWN.format(changes=changes))
     deployed.change(folder / "federation.py", "nn.BatchNorm1d(8)", "nn.Identity()")
     with (folder / "deploy.toml").open("a") as file:
         file.write(settings)
     if "privacy" not in settings:
-        deployed.change(folder / "deploy.toml", "adapt_epochs = 20", "adapt_epochs = 20\nsecure_aggregation = true")
+        deployed.change(
+            folder / "deploy.toml",
+            "adapt_epochs = 20",
+            "adapt_epochs = 20\nsecure_aggregation = true",
+        )
     return Project.from_folder(folder).setup
 
 
@@ -112,11 +116,11 @@ def test_what_sends_nothing_has_nothing_to_guard(guard, tmp_path):
 RENAMED = """
 from glocal import fedavg, lg_fedavg
 
-def everything(objective, optimiser):
-    return fedavg(objective, optimiser)
+def everything(objective, optimizer):
+    return fedavg(objective, optimizer)
 
-def parts(objective, optimiser, *, split):
-    return lg_fedavg(objective, optimiser, split=split)
+def parts(objective, optimizer, *, split):
+    return lg_fedavg(objective, optimizer, split=split)
 """
 
 
@@ -140,12 +144,12 @@ def run_of_ones_own(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def test_a_newcomer_meets_the_last_case_that_has_local_and_shared_parts(run_of_ones_own):
+def test_a_new_client_joins_the_last_experiment_with_local_and_shared_parts(run_of_ones_own):
     assert open_experiment(run_of_ones_own).experiment == "Mine"
     assert open_experiment(run_of_ones_own, "Yours").experiment == "Yours"
 
 
-def test_the_report_says_what_is_shared_in_a_case_that_shares_a_part(run_of_ones_own):
+def test_the_report_says_what_is_shared_in_an_experiment_that_shares_a_part(run_of_ones_own):
     page = write_report(run_of_ones_own).read_text()
     assert "Shared in Mine: " in page
     assert "Yours: " not in page

@@ -1,4 +1,4 @@
-"""The contract: every exported algorithm, on every kind of model, keeps every promise."""
+"""The contract: every exported algorithm passes every check on every kind of model."""
 
 from functools import cache
 
@@ -26,7 +26,7 @@ every_model = pytest.mark.parametrize("kind", world.MODELS)
 
 @cache
 def baseline(name, kind):
-    """Five rounds as anyone would run them, once for all tests that compare with it."""
+    """Five rounds by the default engine, run once for all tests that compare with it."""
     return run(name, kind)
 
 
@@ -50,13 +50,13 @@ def start(name, kind):
 
 @every_algorithm
 @every_model
-def test_batched_over_devices_equals_one_by_one(name, kind):
+def test_batched_over_clients_equals_one_by_one(name, kind):
     assert world.gap(baseline(name, kind), run(name, kind, engine="looped")) < 1e-5
 
 
 @every_algorithm
 @every_model
-def test_the_batched_form_is_really_batched(name, kind):
+def test_the_vmapped_engine_is_really_batched(name, kind):
     algorithm, state = start(name, kind)
     executor = Executor(algorithm.client_update, engine="vmapped")
     list(
@@ -86,13 +86,14 @@ def test_padding_changes_nothing(name, kind):
     alone = ClientTask(state.shared, state.private.initial, order)
     plain = Executor(algorithm.client_update, engine="looped")([alone], train.examples).stacked()
     longer = np.concatenate([order, nothing])
-    for pad_and_stack in (longer, np.concatenate([order[:2], nothing, order[2:], nothing]), wide):
-        task = ClientTask(state.shared, state.private.initial, pad_and_stack)
-        companion = ClientTask(state.shared, state.private.initial, pad_and_stack[:1])
+    holed = np.concatenate([order[:2], nothing, order[2:], nothing])
+    for padded in (longer, holed, wide):
+        task = ClientTask(state.shared, state.private.initial, padded)
+        companion = ClientTask(state.shared, state.private.initial, padded[:1])
         executor = Executor(algorithm.client_update, engine="vmapped")
         together = executor([task, companion], train.examples).stacked()
         if (
-            pad_and_stack is longer or kind != "dropout"
+            padded is longer or kind != "dropout"
         ):  # dropout is addressed by step and by place in the batch
             assert world.distance(trees.row(together.upload, 0), trees.row(plain.upload, 0)) < 1e-5
             assert (
@@ -125,7 +126,7 @@ def test_seeds_side_by_side_equal_seeds_alone(name, kind):
 
 @every_algorithm
 @every_model
-def test_devices_outside_the_cohort_keep_their_bits(name, kind):
+def test_clients_that_were_not_sampled_keep_their_bits(name, kind):
     algorithm, before = start(name, kind)
     executor = Executor(algorithm.client_update)
     for moment in simulate_seeds(
@@ -135,14 +136,14 @@ def test_devices_outside_the_cohort_keep_their_bits(name, kind):
         outside = set(range(len(world.SIZES))) - set(report.clients_per_round.tolist())
         assert outside
         assert all(
-            trees.same_bits(before.private.of(device), after.private.of(device))
-            for device in outside
+            trees.same_bits(before.private.of(client), after.private.of(client))
+            for client in outside
         )
         if before.private.initial:
-            clients_per_round = report.clients_per_round.tolist()
+            sampled = report.clients_per_round.tolist()
             assert not all(
-                trees.same_bits(before.private.of(device), after.private.of(device))
-                for device in clients_per_round
+                trees.same_bits(before.private.of(client), after.private.of(client))
+                for client in sampled
             )
         before = after
 
@@ -164,7 +165,7 @@ def test_another_seed_gives_other_bits(name):
 @every_algorithm
 @every_model
 def test_nothing_but_the_shared_tree_is_uploaded(name, kind):
-    """By name, by value and by alias: spied where uploads arrive."""
+    """By name, by value and by alias, where uploads arrive."""
     algorithm, state = start(name, kind)
     arrived = []
 
@@ -177,20 +178,20 @@ def test_nothing_but_the_shared_tree_is_uploaded(name, kind):
     local = state.private.initial.keys() - state.shared.keys()
     for moment in simulate_seeds(spied, [Seat(PLAN, world.federation().train, state)], executor):
         private = moment[0][0].private
-        kept = [
+        private_tensors = [
             tree[key]
             for tree in (private.initial, *private.trained.values())
             for key in tree
             if key in local
         ]
-        places = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        places = {tensor.untyped_storage().data_ptr() for tensor in private_tensors}
         for key, uploads in arrived[-1].items():
             assert key in state.shared
             assert uploads.untyped_storage().data_ptr() not in places
             for upload in uploads:
                 assert not any(
                     upload.shape == own.shape and torch.equal(upload, own) and bool(own.any())
-                    for own in kept
+                    for own in private_tensors
                 )
 
 
@@ -212,7 +213,7 @@ def test_an_upload_with_a_local_tensor_is_refused(kind):
 
 @every_algorithm
 @every_model
-def test_the_ledger_holds_the_bytes_of_what_is_serialised(name, kind):
+def test_the_ledger_counts_the_serialised_bytes(name, kind):
     algorithm, state = start(name, kind)
     crossed = {"down": 0, "up": 0, "parameters": 0}
 
@@ -234,8 +235,8 @@ def test_the_ledger_holds_the_bytes_of_what_is_serialised(name, kind):
 
 
 @every_algorithm
-def test_the_order_of_devices_changes_nothing(name):
-    """The same devices under other numbers give the same average."""
+def test_the_order_of_clients_changes_nothing(name):
+    """The same clients in another order give the same average."""
     model = world.seeded(world.plain)
     algorithm = world.algorithm(name, model)
     train = world.federation().train
@@ -251,12 +252,12 @@ def test_the_order_of_devices_changes_nothing(name):
     means = []
     for turn in (list(range(6)), [5, 3, 1, 0, 2, 4]):
         update = executor(
-            [ClientTask(state.shared, state.private.initial, orders[device]) for device in turn],
+            [ClientTask(state.shared, state.private.initial, orders[client]) for client in turn],
             train.examples,
         ).stacked()
         means.append(
             algorithm.aggregate(
-                state.shared, update.upload, torch.tensor([train.sizes[device] for device in turn])
+                state.shared, update.upload, torch.tensor([train.sizes[client] for client in turn])
             )
         )
     assert world.distance(*means) < 1e-6
@@ -264,7 +265,7 @@ def test_the_order_of_devices_changes_nothing(name):
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(1, 9), st.integers(1, 7))
-def test_devices_of_any_sizes_agree_over_engines(sizes, batch, chunk):
+def test_engines_agree_for_clients_of_any_sizes(sizes, batch, chunk):
     plan = Plan(2, len(sizes), batch_size=batch)
     federation = from_tensors(world.clients(sizes), test=0.0, validation=0.0)
     one_by_one = run("lg_fedavg", "plain", plan=plan, engine="looped", federation=federation)

@@ -1,4 +1,4 @@
-"""Clip and noise, as the server sees them: moves are bounded, and each has noise of its own."""
+"""Clipping and noise, as the server sees them: changes are bounded, each with its own noise."""
 
 import random
 import time
@@ -18,7 +18,7 @@ from tests.support import deployed, world
 
 NO_NOISE = 0.0
 PLAN = glocal.Plan(rounds=2, clients_per_round=3, batch_size=5)
-RATE = 1.0  # a move that is longer than what it is clipped to below
+LR = 1.0  # changes are then longer than the clip norm below
 
 
 def square():
@@ -28,74 +28,76 @@ def square():
     return nn.Sequential(*first, nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, world.CLASSES))
 
 
-def moves(privacy, *, make=world.plain, still=False):
-    """What each device of each round moved by, as it was sent: one tree (devices, ...) a round."""
+def changes(privacy, *, make=world.plain, still=False):
+    """The uploaded change of each client: one tree (clients, ...) per round."""
     model, sent = world.seeded(make), []
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(RATE))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(LR))
     if still:
-        algorithm = algorithm._replace(client_update=stays)
+        algorithm = algorithm._replace(client_update=unchanged)
     algorithm = with_differential_privacy(algorithm, privacy) if privacy else algorithm
 
     def spy(shared, uploads, weights):
         sent.append({name: uploads[name] - tensor for name, tensor in shared.items()})
-        return shared  # every round begins where the first did
+        return shared  # every round starts from the same model
 
     spied = algorithm._replace(aggregate=spy)
     list(glocal.simulate(spied, params_of(model), world.federation().train, PLAN))
     return sent
 
 
-def stays(shared, private, work):
+def unchanged(shared, private, work):
     return Update(shared, {}, torch.zeros(()) * work.key)
 
 
-def lengths(tree):
-    """How long each device's move is (devices,)."""
+def norms(tree):
+    """The L2 norm of each client's change (clients,)."""
     squares = [tensor.flatten(1).square().sum(1) for tensor in tree.values()]
     return torch.stack(squares).sum(0).sqrt()
 
 
-def test_no_move_is_longer_than_the_clip_and_its_direction_stays():
+def test_no_change_is_longer_than_the_clip_norm_and_its_direction_stays():
     clip_norm = 0.01
     for plain, clipped in zip(
-        moves(None), moves(DifferentialPrivacy(clip_norm, NO_NOISE)), strict=True
+        changes(None), changes(DifferentialPrivacy(clip_norm, NO_NOISE)), strict=True
     ):
-        assert bool((lengths(plain) > 5 * clip_norm).all()), (
-            "the test needs moves that are too long"
+        assert bool((norms(plain) > 5 * clip_norm).all()), (
+            "the test needs changes that are too long"
         )
         assert torch.allclose(
-            lengths(clipped), torch.full((PLAN.clients_per_round,), clip_norm), rtol=1e-3
+            norms(clipped), torch.full((PLAN.clients_per_round,), clip_norm), rtol=1e-3
         )
         for name, tensor in plain.items():
-            scale = (clip_norm / lengths(plain)).reshape(-1, *[1] * (tensor.dim() - 1))
+            scale = (clip_norm / norms(plain)).reshape(-1, *[1] * (tensor.dim() - 1))
             assert torch.allclose(clipped[name], tensor * scale, atol=1e-6)
 
 
-def test_a_move_that_is_shorter_than_the_clip_is_sent_as_it_is():
-    for plain, bounded in zip(moves(None), moves(DifferentialPrivacy(1e6, NO_NOISE)), strict=True):
+def test_a_change_shorter_than_the_clip_norm_is_sent_as_it_is():
+    for plain, bounded in zip(
+        changes(None), changes(DifferentialPrivacy(1e6, NO_NOISE)), strict=True
+    ):
         assert world.distance(plain, bounded) < 1e-6
 
 
-def test_a_device_that_does_not_move_sends_what_it_was_sent():
-    for still in moves(DifferentialPrivacy(1.0, NO_NOISE), still=True):
-        assert float(lengths(still).max()) == 0
+def test_a_client_without_a_change_uploads_what_it_downloaded():
+    for still in changes(DifferentialPrivacy(1.0, NO_NOISE), still=True):
+        assert float(norms(still).max()) == 0
 
 
-def alike(left, right):
-    """How much two tensors of one shape vary together, from -1 to 1."""
+def correlation(left, right):
+    """The correlation of two tensors of one shape, from -1 to 1."""
     return float(torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1])
 
 
-def test_every_tensor_device_and_round_has_noise_of_its_own():
-    first, second = moves(DifferentialPrivacy(1.0, 1.0), make=square, still=True)
+def test_every_tensor_client_and_round_has_its_own_noise():
+    first, second = changes(DifferentialPrivacy(1.0, 1.0), make=square, still=True)
     assert first["2.weight"].shape == first["4.weight"].shape
     drawn = first["2.weight"][0]
     for other in (first["4.weight"][0], first["2.weight"][1], second["2.weight"][0]):
-        assert abs(alike(drawn, other)) < 0.1  # of 2304 numbers: five deviations
+        assert abs(correlation(drawn, other)) < 0.1  # of 2304 numbers: five standard errors
 
 
-def test_the_noise_is_as_strong_as_it_is_said_to_be():
-    noises = moves(DifferentialPrivacy(0.5, 3.0), make=square, still=True)
+def test_the_noise_std_is_the_multiplier_times_the_clip_norm():
+    noises = changes(DifferentialPrivacy(0.5, 3.0), make=square, still=True)
     drawn = torch.cat([tensor.flatten() for tensor in noises[0].values()])
     assert float(drawn.std()) == pytest.approx(1.5, rel=0.05)
 
@@ -108,8 +110,8 @@ def deployment(tmp_path):
     return folder
 
 
-def test_nobody_can_draw_a_deployed_devices_noise_again(deployment, monkeypatch):
-    """Neither by the seeds, rounds and numbers that the server knows, nor by the clock."""
+def test_the_noise_of_a_deployed_client_cannot_be_drawn_again(deployment, monkeypatch):
+    """Not from the seeds, rounds and client numbers that the server knows, nor from the clock."""
     monkeypatch.setattr(time, "time", lambda: 1.7e9)
     monkeypatch.setattr(time, "time_ns", lambda: 17 * 10**17)
     setup = Project.from_folder(deployment).setup

@@ -1,4 +1,4 @@
-"""A knob at its end turns one algorithm into another."""
+"""A hyper-parameter at its limit reduces one algorithm to another."""
 
 import torch
 from torch import nn
@@ -26,11 +26,11 @@ def run(make, model):
 
 
 def personal(make, model):
-    """Every device's personal model at the end."""
+    """Every client's personal model at the end."""
     algorithm, state = make(cross_entropy(model), SGD), run(make, model)
     return [
-        algorithm.personal(state.shared, state.private.of(device))
-        for device in range(len(world.SIZES))
+        algorithm.personal(state.shared, state.private.of(client))
+        for client in range(len(world.SIZES))
     ]
 
 
@@ -42,7 +42,7 @@ def same(left, right):
 
 
 def near(left, right):
-    """The same but for rounding: the two may have run on different engines."""
+    """The same up to rounding: the two may have run on different engines."""
     return all(world.distance(tree, other) < 1e-5 for tree, other in zip(left, right, strict=True))
 
 
@@ -66,17 +66,17 @@ def test_lg_with_everything_local_is_local_only():
         )
 
 
-def test_fedprox_without_a_pull_is_fedavg():
+def test_fedprox_with_mu_0_is_fedavg():
     model = world.seeded(world.with_batch_norm)
     assert same(personal(lambda o, s: fedprox(o, s, mu=0.0), model), personal(fedavg, model))
 
 
-def test_fedprox_with_a_pull_is_not_fedavg():
+def test_fedprox_with_mu_1_is_not_fedavg():
     model = world.seeded(world.plain)
     assert not same(personal(lambda o, s: fedprox(o, s, mu=1.0), model), personal(fedavg, model))
 
 
-def test_mtl_without_a_tie_is_local_only():
+def test_mtl_with_lam_0_is_local_only():
     model = world.seeded(world.with_batch_norm)
     assert same(
         personal(lambda o, s: mtl(o, s, num_clients=6, lam=0.0), model), personal(local_only, model)
@@ -107,7 +107,7 @@ def test_apfl_shares_what_fedavg_shares_whatever_alpha_is():
         assert world.distance(ours.shared, run(fedavg, model).shared) < 1e-5
 
 
-def test_fedavg_on_one_device_is_torch_sgd_by_hand():
+def test_fedavg_on_one_client_is_torch_sgd_by_hand():
     for options in ({}, {"momentum": 0.5}, {"momentum": 0.9, "weight_decay": 0.01}):
         by_hand = trained_by_hand(
             world.with_batch_norm, lambda p, options=options: torch.optim.SGD(p, 0.1, **options)
@@ -142,9 +142,9 @@ def trained_by_us(make, optimizer):
     )[0].shared
 
 
-def trained_by_hand(make, make_optimiser):
+def trained_by_hand(make, make_optimizer):
     model = world.seeded(make)
-    (x, y), optimizer = world.clients((23,))[0], make_optimiser(model.parameters())
+    (x, y), optimizer = world.clients((23,))[0], make_optimizer(model.parameters())
     for rows in batch_order(ALONE, 23, 0, 0):
         rows = torch.from_numpy(rows[rows >= 0])
         optimizer.zero_grad()
@@ -153,25 +153,25 @@ def trained_by_hand(make, make_optimiser):
     return params_of(model)
 
 
-def test_the_rate_decays_from_round_to_round():
+def test_the_lr_decays_from_round_to_round():
     model = world.seeded(world.plain)
     federation = from_tensors(world.clients((8,)), test=0.0, validation=0.0)
     plan = Plan(rounds=1, clients_per_round=1, batch_size=8, first_round=3)
     start = params_of(model)
 
-    def moved(optimizer):
+    def change(optimizer):
         shared = world.last(
             simulate(fedavg(cross_entropy(model), optimizer), start, federation.train, plan)
         )[0].shared
         return trees.subtract(shared, start)
 
-    whole, decayed = moved(sgd(0.1)), moved(sgd(0.1, lr_decay=1.0))
+    whole, decayed = change(sgd(0.1)), change(sgd(0.1, lr_decay=1.0))
     assert (
         world.distance({name: 4 * tensor for name, tensor in decayed.items()}, whole) < 1e-6
     )  # 1 / (1 + 1.0 * 3)
 
 
-def test_unweighted_is_the_plain_mean_and_no_other_where_devices_are_equal():
+def test_unweighted_is_the_plain_mean_and_changes_nothing_for_equal_clients():
     model = world.seeded(world.plain)
     equal, unequal = (
         from_tensors(world.clients(sizes, 0), validation=0.0).train

@@ -1,4 +1,4 @@
-"""Numbers have bounds: what is outside is refused in one line that names it, and the bounds."""
+"""Counts and rates have bounds: the refusal names the value and the bounds in one line."""
 
 import math
 from dataclasses import fields, is_dataclass
@@ -18,19 +18,20 @@ from glocal.studies.settings import Settings, from_dict
 from tests.cli.test_cli import complaint, run
 from tests.support import world
 
-NO_SHARES = [3.0, -0.5, 1.0, math.nan, math.inf]
+NO_RATES = [3.0, -0.5, 1.0, math.nan, math.inf]
 NO_STDS = [-0.1, 1e30, math.nan, math.inf]
 MODELS = ["mlp", "softmax_mlp", "bottleneck_mlp", "lenet5", "bottleneck_cnn"]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("share", [3.0, -0.5, "nan", 1])
-def test_a_share_to_drop_outside_0_to_1_is_refused_for_every_model(share, model, capsys, tmp_path):
+@pytest.mark.parametrize("rate", [3.0, -0.5, "nan", 1])
+def test_a_dropout_rate_outside_0_to_1_is_refused_for_every_model(rate, model, capsys, tmp_path):
     out = tmp_path / "run"
-    changes = ("--set", f'model.name="{model}"', "--set", f"model.dropout={share}")
+    changes = ("--set", f'model.name="{model}"', "--set", f"model.dropout={rate}")
     assert run("run", "digits", *changes, "--out", out) == 2
-    assert "model.dropout is " in (told := complaint(capsys))
-    assert "from 0 to below 1" in told
+    message = complaint(capsys)
+    assert "model.dropout is " in message
+    assert "from 0 to below 1" in message
     assert not out.exists()
 
 
@@ -39,11 +40,12 @@ def test_noise_outside_its_bounds_is_refused_for_every_model(std, capsys, tmp_pa
     for model in MODELS:
         changes = ("--set", f'model.name="{model}"', "--set", f"model.noise_std={std}")
         assert run("run", "digits", *changes, "--out", tmp_path / "run") == 2
-        assert "model.noise_std is " in (told := complaint(capsys))
-        assert "from 0 to 1000" in told
+        message = complaint(capsys)
+        assert "model.noise_std is " in message
+        assert "from 0 to 1000" in message
 
 
-def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
+def test_a_file_of_settings_has_the_same_bounds(capsys, tmp_path):
     for line in ("dropout = 3.0", "dropout = -0.5", "noise_std = -1.0"):
         text = f'[model]\nname = "bottleneck_mlp"\n{line}\n[experiments.A]\nalgorithm = "fedavg"\n'
         (tmp_path / "study.toml").write_text(text)
@@ -52,24 +54,26 @@ def test_a_file_of_settings_is_held_to_the_same(capsys, tmp_path):
 
 
 MAKES = {
-    "bottleneck_mlp": lambda share: bottleneck_mlp(dropout=share),
-    "bottleneck_mlp without hidden layers": lambda share: bottleneck_mlp(hidden=(), dropout=share),
+    "bottleneck_mlp": lambda rate: bottleneck_mlp(dropout=rate),
+    "bottleneck_mlp without hidden layers": lambda rate: bottleneck_mlp(hidden=(), dropout=rate),
 }
 
 
 @pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("share", NO_SHARES)
-def test_every_network_refuses_it_in_python_too(make, share):
+@pytest.mark.parametrize("rate", NO_RATES)
+def test_every_network_refuses_it_in_python_too(make, rate):
     with pytest.raises(InputError, match=r"^model: dropout is .*from 0 to below 1"):
-        MAKES[make](share)
+        MAKES[make](rate)
 
 
-@pytest.mark.parametrize("share", [3.0, -0.5, math.nan])
-def test_a_layer_of_ones_own_that_was_set_to_such_a_share_is_refused_by_name(share):
+@pytest.mark.parametrize("rate", [3.0, -0.5, math.nan])
+def test_a_layer_with_such_a_dropout_rate_is_refused_by_name(rate):
     model = world.seeded(world.with_dropout)
-    model[2].p = share  # torch's own constructor lets NaN through, and looks at nothing afterwards
+    model[2].p = rate  # torch's constructor accepts NaN, and checks nothing afterwards
     algorithm = glocal.fedavg(glocal.cross_entropy(world.seeded(world.plain)), glocal.sgd(0.1))
-    with pytest.raises(InputError, match=r"^model: '2' has the dropout rate .*give one from 0 to 1"):
+    with pytest.raises(
+        InputError, match=r"^model: '2' has the dropout rate .*give one from 0 to 1"
+    ):
         glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 2))
 
 
@@ -81,14 +85,14 @@ def test_noise_is_refused_in_python_too(std):
         bottleneck_mlp(noise_std=std)
 
 
-def test_what_is_within_bounds_is_taken():
+def test_values_within_bounds_are_accepted():
     assert nn.Dropout in {type(layer) for layer in bottleneck_mlp(dropout=0.99).head}
     assert GaussianNoise(0).std == 0
     assert GaussianNoise(1000).std == 1000
 
 
 def tables(kind=Settings, where=""):
-    """Every table of settings, with what stands before its options' names in a file."""
+    """Every table of settings, with the prefix of its options in a file."""
     yield kind, where
     hints = get_type_hints(kind)
     for part in fields(kind):
@@ -99,7 +103,7 @@ def tables(kind=Settings, where=""):
 
 
 def counts():
-    """Every whole number in the settings, and each list of such."""
+    """The name of every whole number in the settings, and whether it is a list of them."""
     for kind, where in tables():
         hints = get_type_hints(kind)
         for part in fields(kind):
@@ -110,16 +114,16 @@ def counts():
 
 
 COUNTS = dict(counts())
-NEEDED = {
+REQUIRED = {
     "new_client": {"train": 10},
     "audit": {"layer": "layer1"},
     "groups": {"only": {"clients": 5}},
     "experiments": {"only": {"algorithm": "lg_fedavg"}},
 }
-LEARNS = {"kind": "decoder", "layer": "layer1"}
+PRETEXT = {"kind": "decoder", "layer": "layer1"}
 
 
-def test_the_counts_of_every_table_are_known_here():
+def test_the_counts_of_every_table_are_tested_here():
     assert {
         "plan.local_epochs",
         "experiments.only.rounds",
@@ -137,18 +141,18 @@ def test_the_counts_of_every_table_are_known_here():
 @pytest.mark.parametrize("value", [10**18, -(10**18), 10**30])
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_count_in_the_settings_has_bounds(name, value):
-    """Without them it hangs, or fills the memory."""
-    pretext = {"pretext": LEARNS} if ".pretext." in name else {}
+    """Without bounds it hangs, or fills the memory."""
+    pretext = {"pretext": PRETEXT} if ".pretext." in name else {}
     experiment = {"algorithm": "lg_fedavg", **pretext}
     written = f"[{value}]" if COUNTS[name] else f"{value}"
     with pytest.raises(InputError) as refused:
-        from_dict({**NEEDED, "experiments": {"only": experiment}}, [f"{name}={written}"])
-    told = str(refused.value)
-    assert name.split(".")[-1] in told
-    assert "from " in told
-    assert " to " in told
-    assert "\n" not in told
-    assert (str(value) in told) == (abs(value) < 10**20)
+        from_dict({**REQUIRED, "experiments": {"only": experiment}}, [f"{name}={written}"])
+    message = str(refused.value)
+    assert name.split(".")[-1] in message
+    assert "from " in message
+    assert " to " in message
+    assert "\n" not in message
+    assert (str(value) in message) == (abs(value) < 10**20)
 
 
 PLAN = {"rounds": 2, "clients_per_round": 2}
@@ -165,7 +169,7 @@ PLAN_COUNTS = [
 
 @pytest.mark.parametrize("value", [10**18, -1, 1.5, math.nan, pytest.param(10**5000, id="long")])
 @pytest.mark.parametrize("name", PLAN_COUNTS)
-def test_a_plan_in_python_is_held_to_them_too(name, value):
+def test_a_plan_in_python_has_the_same_bounds(name, value):
     with pytest.raises(InputError, match=rf"^plan: {name} is .* from \d.* to \d"):
         glocal.Plan(**{**PLAN, name: value})
 
@@ -182,12 +186,12 @@ def test_a_plan_takes_whole_numbers_of_other_libraries():
     lambda: JoinPlan(epochs=10**18),
     lambda: JoinPlan(rounds=1, existing_clients=10**18),
 ])  # fmt: skip
-def test_what_else_counts_in_python_is_held_to_them_too(make):
+def test_other_counts_in_python_have_the_same_bounds(make):
     with pytest.raises(InputError, match=r" is 1000000000000000000; .* from \d to \d"):
         make()
 
 
-def test_seeds_times_tries_are_bounded_too():
+def test_seeds_times_restarts_are_bounded_too():
     with pytest.raises(
         InputError, match=r"plan.seeds x plan.restarts is 90000; .* from 1 to 1,000"
     ):

@@ -1,4 +1,4 @@
-"""A loss gives one value per example: one that reduces lets padded rows in, and is refused."""
+"""A loss gives one value per example: a loss that reduces includes padded rows, and is refused."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def reduced(output, y):
 
 
 def by_class(output, y):
-    """As many values as there are classes: by chance as many as a batch of three has rows."""
+    """One value per class: by chance the number of rows in a batch of three."""
     return output.square().mean(0)
 
 
-def kept_axis(output, y):
+def with_axis(output, y):
     return functional.cross_entropy(output, y).reshape(1)
 
 
@@ -47,7 +47,7 @@ def a_number(output, y):
 REDUCING = {
     "torch's own, as it is by default": (nn.CrossEntropyLoss(), r"shape \(\)"),
     "a mean": (reduced, r"shape \(\)"),
-    "a mean that keeps its axis": (kept_axis, r"shape \(1,\)"),
+    "a mean that keeps its axis": (with_axis, r"shape \(1,\)"),
     "one value per class": (by_class, r"shape \(3,\)"),
     "one value per row and class": (by_row_and_class, r"shape \(2, 3\)"),
     "a column": (column, r"shape \(2, 1\)"),
@@ -60,8 +60,8 @@ from torch import nn
 from glocal import fedavg
 from glocal.core.training import supervised
 
-def made(objective, optimiser):
-    return fedavg(supervised(objective.loss.model, nn.CrossEntropyLoss()), optimiser)
+def own(objective, optimizer):
+    return fedavg(supervised(objective.loss.model, nn.CrossEntropyLoss()), optimizer)
 """
 
 
@@ -73,63 +73,67 @@ def algorithm(loss):
 @pytest.mark.parametrize("loss", REDUCING)
 @pytest.mark.parametrize("batch", [1, 3, 10])
 def test_a_loss_that_reduces_is_refused_before_anything_is_written(loss, batch, tmp_path):
-    given, told = REDUCING[loss]
-    made, model = algorithm(given)
+    function, returned = REDUCING[loss]
+    own, model = algorithm(function)
     plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=batch)
-    message = rf"^loss: it returned {told} for 2 .*one value per example.*use reduction='none'"
+    message = rf"^loss: it returned {returned} for 2 .*one value per example.*use reduction='none'"
     with pytest.raises(InputError, match=message) as refused:
-        glocal.fit(made, model, world.federation(), plan, folder=tmp_path / "run")
+        glocal.fit(own, model, world.federation(), plan, folder=tmp_path / "run")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("loss", [reduced, kept_axis, by_class])
-def test_it_is_refused_where_every_device_holds_one_example(loss):
-    made, model = algorithm(loss)
+@pytest.mark.parametrize("loss", [reduced, with_axis, by_class])
+def test_it_is_refused_where_every_client_holds_one_example(loss):
+    own, model = algorithm(loss)
     test = world.clients((5, 5, 5), seed=1)
     federation = glocal.from_tensors(world.clients((1, 1, 1)), test=test, validation=0.0)
     with pytest.raises(InputError, match=REFUSED):
-        glocal.fit(made, model, federation, PLAN)
+        glocal.fit(own, model, federation, PLAN)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4])
 def test_as_many_classes_as_rows_do_not_hide_it(classes):
-    """One value per class has the shape of one per row where a batch is as large."""
+    """One value per class has the shape of one per row where a batch has as many rows."""
     model = world.seeded(lambda: nn.Linear(world.FEATURES, classes))
     labels = [(x, y % 2) for x, y in world.clients((12, 12, 12))]
-    made = glocal.fedavg(supervised(model, by_class), glocal.sgd(0.1))
+    own = glocal.fedavg(supervised(model, by_class), glocal.sgd(0.1))
     plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=classes)
     with pytest.raises(InputError, match=REFUSED):
-        glocal.fit(made, model, glocal.from_tensors(labels), plan)
+        glocal.fit(own, model, glocal.from_tensors(labels), plan)
 
 
 @pytest.mark.parametrize("engine", ["auto", "looped", "vmapped", "workers", "graphed"])
-def test_no_engine_takes_it_round_by_round(engine):
-    made, model = algorithm(nn.CrossEntropyLoss())
+def test_no_engine_accepts_it_round_by_round(engine):
+    own, model = algorithm(nn.CrossEntropyLoss())
     train, plan = world.federation().train, glocal.Plan(200, 3, batch_size=5)
-    rounds = glocal.simulate(made, params_of(model), train, plan, engine=engine)
+    rounds = glocal.simulate(own, params_of(model), train, plan, engine=engine)
     with pytest.raises(InputError, match=REFUSED):
         next(rounds)
 
 
-def test_it_is_refused_for_each_kind_of_device():
-    made, model = algorithm(nn.CrossEntropyLoss())
+def test_it_is_refused_for_each_kind_of_client():
+    own, model = algorithm(nn.CrossEntropyLoss())
     with pytest.raises(InputError, match=f"kind 'only': {REFUSED}"):
-        fit_kinds([Kind("only", made, model, world.federation())], PLAN)
+        fit_kinds([Kind("only", own, model, world.federation())], PLAN)
 
 
 def test_it_is_refused_where_alphas_are_tuned():
     model = world.seeded(world.plain)
     result = glocal.fit(world.algorithm("apfl", model), model, world.federation(), PLAN)
     with pytest.raises(InputError, match=REFUSED):
-        losses_by_alpha(TrainedAPFL.from_result(result), world.federation().val, per_example=reduced)
+        losses_by_alpha(
+            TrainedAPFL.from_result(result), world.federation().val, per_example=reduced
+        )
 
 
-def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, monkeypatch):
+def test_an_experiment_of_ones_own_is_refused_before_the_first_experiment_starts(
+    tmp_path, monkeypatch
+):
     (tmp_path / "reducing.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    experiments = {"first": {"algorithm": "fedavg"}, "own": {"algorithm": "reducing:made"}}
+    experiments = {"first": {"algorithm": "fedavg"}, "own": {"algorithm": "reducing:own"}}
     plan = {"rounds": 1, "clients_per_round": 2}
     settings = from_dict({"data": {"clients": 6}, "plan": plan, "experiments": experiments})
     with pytest.raises(InputError, match=REFUSED):
@@ -137,15 +141,15 @@ def test_a_case_of_ones_own_is_refused_before_the_first_case_begins(tmp_path, mo
     assert not (tmp_path / "run").exists()
 
 
-def test_torchs_loss_without_reduction_is_taken_and_trains_as_our_own():
-    given, model = algorithm(nn.CrossEntropyLoss(reduction="none"))
-    own = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+def test_torchs_loss_without_reduction_trains_as_our_own():
+    torchs, model = algorithm(nn.CrossEntropyLoss(reduction="none"))
+    ours = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
     plan = glocal.Plan(3, 4, batch_size=5)
-    results = [glocal.fit(made, model, world.federation(), plan) for made in (given, own)]
+    results = [glocal.fit(each, model, world.federation(), plan) for each in (torchs, ours)]
     assert world.distance(*(result.state.shared for result in results)) < 1e-6
 
 
 def test_a_loss_may_weigh_classes_and_leave_labels_out():
     weights = torch.tensor([1.0, 2.0, 0.5])
-    made, model = algorithm(nn.CrossEntropyLoss(weight=weights, ignore_index=1, reduction="none"))
-    assert glocal.fit(made, model, world.federation(), PLAN).local_test is not None
+    own, model = algorithm(nn.CrossEntropyLoss(weight=weights, ignore_index=1, reduction="none"))
+    assert glocal.fit(own, model, world.federation(), PLAN).local_test is not None

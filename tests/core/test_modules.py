@@ -1,4 +1,4 @@
-"""Any module as a pure function: masked, addressed, and without memory of its own."""
+"""Any module as a pure function: masked, keyed, and without state of its own."""
 
 import pytest
 import torch
@@ -77,8 +77,8 @@ def shifted(*shifts):
     ]
 
 
-def test_running_statistics_never_leak_from_one_device_to_the_next():
-    """Devices far apart: each private mean follows its own data and nobody else's."""
+def test_running_statistics_never_leak_from_one_client_to_the_next():
+    """Clients with very different data: each private mean follows its own data only."""
     clients = shifted(0, 100, -100)
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
     algorithm = lg_fedavg(cross_entropy(model), sgd(1e-3), split=Split.of(model, local="0"))
@@ -86,7 +86,7 @@ def test_running_statistics_never_leak_from_one_device_to_the_next():
     state, _ = world.last(
         simulate(algorithm, params_of(model), train, Plan(rounds=20, clients_per_round=3))
     )
-    means = [state.private.of(device)["0.running_mean"].mean().item() for device in range(3)]
+    means = [state.private.of(client)["0.running_mean"].mean().item() for client in range(3)]
     assert means == pytest.approx([0, 100, -100], abs=3)
     assert not any("running" in name for name in state.shared)
 
@@ -107,7 +107,7 @@ def test_shared_batch_norm_statistics_are_averaged():
     assert state.shared["0.num_batches_tracked"].item() == 80
 
 
-def test_dropout_drops_at_its_rate_and_keeps_the_mean():
+def test_dropout_drops_at_its_rate_and_preserves_the_mean():
     model = nn.Dropout(0.25)
     x = torch.ones(200, 100)
     output, _ = training_forward(model)({}, x, torch.ones(200, dtype=torch.bool), KEY)
@@ -132,11 +132,11 @@ def test_two_dropout_layers_and_two_steps_differ():
     other, _ = training_forward(model)({}, x, mask, fold_in(KEY, 1))
     assert (both != 0).double().mean().item() == pytest.approx(
         0.25, abs=0.05
-    )  # one pattern twice would leave a half
+    )  # one pattern twice would leave half
     assert not torch.equal(both, other)
 
 
-def test_addressed_numbers_are_uniform_and_uncorrelated():
+def test_keyed_numbers_are_uniform_and_uncorrelated():
     draws = torch.stack([uniform(fold_in(torch.tensor(seed), 3), (1000,)) for seed in range(50)])
     assert draws.mean().item() == pytest.approx(0.5, abs=0.01)
     assert draws.var().item() == pytest.approx(1 / 12, abs=0.005)
@@ -190,7 +190,7 @@ def test_tied_weights_train_as_one_and_load_back_under_both_names():
 
 
 class DataDependent(nn.Module):
-    """Branches on a value: cannot be batched over devices."""
+    """Branches on a value: it cannot be batched over clients."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ def test_one_dropout_used_twice_drops_other_units_the_second_time():
     assert (output != 0).double().mean().item() == pytest.approx(0.25, abs=0.02)
 
 
-def test_a_layer_that_stands_in_two_places_is_told_in_both():
+def test_a_layer_in_two_places_gets_its_mask_and_key_in_both():
     norm, drop = nn.BatchNorm1d(4), nn.Dropout(0.3)
     model = nn.Sequential(nn.Linear(4, 4), norm, drop, nn.Linear(4, 4), norm, drop)
     forward, params = training_forward(model), params_of(model)
@@ -314,7 +314,7 @@ def test_one_row_has_no_variance_to_track():
 
 
 class Counting(nn.Module):
-    """Writes into a buffer whenever it is used, also in evaluation."""
+    """Writes into a buffer at every call, also in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -329,7 +329,7 @@ class Counting(nn.Module):
 def test_evaluation_never_writes_into_the_federations_state():
     model = world.seeded(Counting)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
-    often, seldom = (
+    often, rarely = (
         glocal.fit(
             algorithm,
             model,
@@ -339,10 +339,10 @@ def test_evaluation_never_writes_into_the_federations_state():
         )
         for every in (1, 4)
     )
-    assert torch.equal(often.state.shared["seen"], seldom.state.shared["seen"])
+    assert torch.equal(often.state.shared["seen"], rarely.state.shared["seen"])
 
 
-def test_randomness_of_torchs_own_does_not_depend_on_who_else_is_in_the_batch():
+def test_torchs_own_randomness_does_not_depend_on_other_clients_in_the_batch():
     model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     engines = [EngineConfig("vmapped", chunk_size=size) for size in (None, 1, 3)]
@@ -372,7 +372,7 @@ class Doubling(nn.BatchNorm1d):
         (nn.ReLU(), "it has no parameters"),
     ],
 )
-def test_a_model_that_could_not_be_federated_rightly_is_refused(model, message):
+def test_a_model_that_cannot_be_federated_correctly_is_refused(model, message):
     with pytest.raises(InputError, match=message):
         params_of(model)
 

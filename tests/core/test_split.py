@@ -1,4 +1,4 @@
-"""Which tensors stay and which are sent."""
+"""Which tensors stay on the client and which are sent."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def starts_with_encoder(name, tensor):
 def test_every_way_to_name_the_encoder_means_the_same(selector):
     model = net()
     expected = {name for name in params_of(model) if name.startswith("encoder.")}
-    assert len(expected) == 7  # with the three buffers of its batch norm
+    assert len(expected) == 7  # with three buffers of its batch norm
     assert Split.of(model, local=selector).local == expected
     assert Split.of(model, shared=selector).shared == expected
 

@@ -1,9 +1,9 @@
-"""Small runs of every algorithm in float64, one client at a time, and the numbers that they come to.
+"""Small runs of every algorithm in float64, one client at a time, and their numbers.
 
-python -m tests.golden.runs --write      # once; the file is never made anew
+python -m tests.golden.runs --write      # once; the file is never written again
 
-Nothing here depends on the library's own random numbers but what training itself draws (who takes
-part, the order of examples, dropout): data, hold-outs and initial weights are made here.
+Only training itself uses the library's random numbers (sampled clients, the order of examples,
+dropout). Data, hold-outs and initial weights are computed here.
 """
 
 import argparse
@@ -24,19 +24,14 @@ from glocal.datasets.federated import FederatedData
 
 FILE = Path(__file__).with_name("numbers.json")
 CLIENTS, SEEDS, ROUNDS = 5, (0, 1), 5
-SIZES = (
-    23,
-    14,
-    31,
-    9,
-    17,
-)  # training examples of each client; 4 more are for validation, 6 for the test
+# training examples of each client; 4 more are for validation, 6 for the test
+SIZES = (23, 14, 31, 9, 17)
 WORDS, LENGTH = 20, 7
-TAKEN = 8  # entries of a tensor that are written down
+NUM_ENTRIES = 8  # entries of a tensor that are written
 
 
 class Text(nn.Module):
-    """A stock LSTM over words; what it has read at the end is classified."""
+    """A stock LSTM over words; its last output is classified."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +54,7 @@ def cnn():
 
 
 MODELS = {"mlp": (mlp, ["1"]), "cnn": (cnn, ["0", "1"]), "text": (Text, ["words", "lstm"])}
-# name: what the algorithm is made with, beside the loss and SGD
+# name: the arguments of the algorithm, beside the loss and SGD
 ALGORITHMS = {
     "fedavg": lambda split: {},
     "fedprox": lambda split: {"mu": 0.3},
@@ -70,8 +65,8 @@ ALGORITHMS = {
 }
 
 
-def made(name, seed):
-    """A model in float64 whose weights are drawn here, not by torch."""
+def initial_model(name, seed):
+    """A model in float64 with weights that are drawn here, not by torch."""
     model, draw = MODELS[name][0]().double(), np.random.RandomState(1000 + seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -110,15 +105,17 @@ def federation(name):
 
 def run(algorithm, name, seed):
     """One run's numbers, under names that no renaming changes."""
-    model = made(name, seed)
+    model = initial_model(name, seed)
     split = glocal.Split.of(model, local=MODELS[name][1])
     sgd = glocal.sgd(0.1, momentum=0.5)
     make = getattr(algorithms, algorithm)
-    whole = make(glocal.cross_entropy(model), sgd, **ALGORITHMS[algorithm](split))
+    configured = make(glocal.cross_entropy(model), sgd, **ALGORITHMS[algorithm](split))
     plan = glocal.Plan(rounds=ROUNDS, clients_per_round=3, local_epochs=2, batch_size=5, seed=seed)
     options = glocal.Options(engine="looped", validate_every=1, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
-        result = glocal.fit(whole, model, federation(name), plan, options=options, folder=folder)
+        result = glocal.fit(
+            configured, model, federation(name), plan, options=options, folder=folder
+        )
         rows = read_rows(Path(folder) / "rows.jsonl")
     shared, private = result.state.shared, result.state.private
     trees = {"shared": shared, "client 0": private.of(0), "client 4": private.of(4)}
@@ -141,7 +138,7 @@ def run(algorithm, name, seed):
 def numbers(tensor):
     """The L2 norm, the sum, and entries at fixed places."""
     flat = tensor.double().flatten()
-    places = [(place * 7919) % flat.numel() for place in range(min(TAKEN, flat.numel()))]
+    places = [(place * 7919) % flat.numel() for place in range(min(NUM_ENTRIES, flat.numel()))]
     return [float(flat.norm()), float(flat.sum()), *flat[places].tolist()]
 
 

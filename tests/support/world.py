@@ -15,7 +15,7 @@ from glocal.datasets.federated import from_tensors
 
 FEATURES, CLASSES = 6, 3
 SIZES = (23, 4, 31, 1, 12, 17)
-DEVICES = len(SIZES)
+NUM_CLIENTS = len(SIZES)
 
 
 def plain():
@@ -52,7 +52,7 @@ MODELS = {
 
 
 class Branching(nn.Module):
-    """Goes one way or the other by what it sees: neither vmap nor a trace can follow."""
+    """Branches on its input: neither vmap nor a trace can follow."""
 
     def __init__(self):
         super().__init__()
@@ -74,38 +74,43 @@ class Noisy(nn.Module):
 
 
 def seeded(make, seed=0):
+    """A model with reproducible initial weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return make()
 
 
 def clients(sizes=SIZES, seed=0):
+    """A pair (x, y) for each client."""
     generator = torch.Generator().manual_seed(seed)
     x = [torch.randn(size, FEATURES, generator=generator) for size in sizes]
     y = [torch.randint(CLASSES, (size,), generator=generator) for size in sizes]
     return list(zip(x, y, strict=True))
 
 
-def federation(sizes=SIZES, seed=0, **shares):
-    return from_tensors(clients(sizes, seed), **{"test": 0.2, "validation": 0.1, **shares})
+def federation(sizes=SIZES, seed=0, **fractions):
+    return from_tensors(clients(sizes, seed), **{"test": 0.2, "validation": 0.1, **fractions})
 
 
 def first_half(model):
     """A split that leaves weights and, if there are any, buffers on both sides."""
     names = [name for name, _ in model.named_children()]
     with_tensors = [name for name in names if list(model.get_submodule(name).parameters())]
-    return Split.of(model, local=with_tensors[: len(with_tensors) // 2 + len(with_tensors) % 2])
+    half = len(with_tensors) // 2 + len(with_tensors) % 2
+    return Split.of(model, local=with_tensors[:half])
 
 
-def algorithm(name, model, *, optimizer=None, total=DEVICES, **hyperparameters):
-    """An exported algorithm, given what its signature asks for."""
+def algorithm(name, model, *, optimizer=None, num_clients=NUM_CLIENTS, **hyperparameters):
+    """An exported algorithm, with the arguments that its signature requires."""
     make = getattr(algorithms, name)
-    offered = {"split": lambda: first_half(model), "num_clients": lambda: total}
-    wanted = inspect.signature(make).parameters
-    given = {key: offer() for key, offer in offered.items() if key in wanted}
-    return make(
-        cross_entropy(model), optimizer or sgd(0.1, momentum=0.5), **{**given, **hyperparameters}
-    )
+    required = inspect.signature(make).parameters
+    arguments = {}
+    if "split" in required:
+        arguments["split"] = first_half(model)
+    if "num_clients" in required:
+        arguments["num_clients"] = num_clients
+    optimizer = optimizer or sgd(0.1, momentum=0.5)
+    return make(cross_entropy(model), optimizer, **{**arguments, **hyperparameters})
 
 
 def last(rounds):
@@ -125,16 +130,17 @@ def distance(left, right):
     return max(gaps, default=0.0)
 
 
-def gap(left, right, total=DEVICES):
-    """The largest difference between two states, all devices' private trees included."""
+def gap(left, right, num_clients=NUM_CLIENTS):
+    """The largest difference between two states, all clients' private trees included."""
     private = [
-        distance(left.private.of(device), right.private.of(device)) for device in range(total)
+        distance(left.private.of(client), right.private.of(client)) for client in range(num_clients)
     ]
     return max(distance(left.shared, right.shared), *private)
 
 
-def same_bits(left, right, total=DEVICES):
+def same_bits(left, right, num_clients=NUM_CLIENTS):
+    """True when two states are equal bit for bit, all clients' private trees included."""
     return trees.same_bits(left.shared, right.shared) and all(
-        trees.same_bits(left.private.of(device), right.private.of(device))
-        for device in range(total)
+        trees.same_bits(left.private.of(client), right.private.of(client))
+        for client in range(num_clients)
     )

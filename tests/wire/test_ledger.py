@@ -1,4 +1,4 @@
-"""What crosses, counted: by hand, and as the paper counts."""
+"""The traffic, counted by hand and as the paper counts it."""
 
 import pytest
 import torch
@@ -13,17 +13,25 @@ from glocal.wire import Ledger, Traffic, admit, pack, unpack
 
 
 def rounds(ledger, tree, count, *, num_clients, clients_per_round):
-    uploads = {name: tensor.expand(clients_per_round, *tensor.shape) for name, tensor in tree.items()}
+    uploads = {
+        name: tensor.expand(clients_per_round, *tensor.shape) for name, tensor in tree.items()
+    }
     for _ in range(count):
-        ledger = ledger.add_round(tree, uploads, num_sampled=clients_per_round, num_clients=num_clients)
+        ledger = ledger.add_round(
+            tree, uploads, num_sampled=clients_per_round, num_clients=num_clients
+        )
     return ledger
 
 
 def counted(model, split, fedavg_rounds, lg_rounds, *, num_clients=100, clients_per_round=10):
-    """FedAvg, then LG-FedAvg, then one sending of every model for the New Test."""
+    """FedAvg, then LG-FedAvg, then every model is sent once for the New Test."""
     params = params_of(model)
     ledger = rounds(
-        Ledger(), params, fedavg_rounds, num_clients=num_clients, clients_per_round=clients_per_round
+        Ledger(),
+        params,
+        fedavg_rounds,
+        num_clients=num_clients,
+        clients_per_round=clients_per_round,
     )
     if lg_rounds:
         ledger = rounds(
@@ -58,7 +66,7 @@ CIFAR += [(1800, 100, "12.73")]
 
 
 @pytest.mark.parametrize(("fedavg", "lg", "published"), MNIST)
-def test_the_papers_mnist_counts_come_out(fedavg, lg, published):
+def test_the_papers_mnist_counts_are_reproduced(fedavg, lg, published):
     """Liang et al. 2020, table of MNIST results, parameters communicated (x 10^10)."""
     model = mlp()
     ledger = counted(model, Split.of(model, shared=last_layers(model, 3)), fedavg, lg)
@@ -66,7 +74,7 @@ def test_the_papers_mnist_counts_come_out(fedavg, lg, published):
 
 
 @pytest.mark.parametrize(("fedavg", "lg", "published"), CIFAR)
-def test_the_papers_cifar_counts_come_out(fedavg, lg, published):
+def test_the_papers_cifar_counts_are_reproduced(fedavg, lg, published):
     """Liang et al. 2020, table of CIFAR-10 results, parameters communicated (x 10^9)."""
     model = lenet5()
     ledger = counted(model, Split.of(model, shared=["conv1", "conv2"]), fedavg, lg)
@@ -74,8 +82,8 @@ def test_the_papers_cifar_counts_come_out(fedavg, lg, published):
 
 
 @pytest.mark.parametrize(("fedavg", "lg", "published"), [(47, 0, "13.97"), (32, 17, "9.99")])
-def test_the_papers_vqa_counts_come_out(fedavg, lg, published):
-    """Liang et al. 2020, table of VQA results (x 10^10): 50 devices, 5 of them a round, no ensemble."""
+def test_the_papers_vqa_counts_are_reproduced(fedavg, lg, published):
+    """Liang et al. 2020, table of VQA results (x 10^10): 50 clients, 5 per round, no ensemble."""
     whole, shared = (
         {"all": torch.empty(54_042_572, device="meta")},
         {"shared": torch.empty(5_149_200, device="meta")},
@@ -90,7 +98,7 @@ def test_the_papers_vqa_counts_come_out(fedavg, lg, published):
     assert f"{ledger.paper.parameters / 1e10:.2f}" == published
 
 
-def test_the_honest_count_is_of_those_who_take_part():
+def test_the_honest_count_is_of_sampled_clients():
     tree = {"w": torch.zeros(10), "steps": torch.tensor(0)}
     ledger = rounds(Ledger(), tree, 3, num_clients=100, clients_per_round=4)
     assert ledger.download == ledger.upload == Traffic(3 * 4 * 11, 3 * 4 * 48)
