@@ -298,9 +298,7 @@ def test_several_proximal_terms_are_one_term_and_a_constant():
         for anchor, strength in zip(anchors, (0.5, 1.0, 0.25), strict=True)
     ]
     strengths, mean, floor = merge_proximal(proximal)
-    separate = sum(
-        strength / 2 * (w - anchor["w"]).square().sum() for anchor, strength in proximal
-    )
+    separate = sum(strength / 2 * (w - anchor["w"]).square().sum() for anchor, strength in proximal)
     merged = strengths["w"] / 2 * (w - mean["w"]).square().sum() + floor
     torch.testing.assert_close(merged, separate, rtol=1e-6, atol=1e-6)
 
@@ -408,7 +406,9 @@ DECLINED = {
     "'0.weight' requires a gradient": declined_case(
         tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}
     ),
-    "a proximal term has a negative strength": declined_case(with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)),
+    "a proximal term has a negative strength": declined_case(
+        with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)
+    ),
 }
 
 

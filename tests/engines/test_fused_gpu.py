@@ -1,4 +1,7 @@
-"""The fused kernels take the same steps as `local_train`, judged in float64: on a GPU, else in Triton's interpreter, else skipped."""
+"""The fused kernels train as `local_train` does in float64.
+
+On a GPU, else in Triton's interpreter, else skipped.
+"""
 
 import os
 import subprocess
@@ -320,15 +323,16 @@ def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
     model = mlp(9, 5, CLASSES)
     assert reason(model) is None
     assert reason(small_lenet(), (2, 12, 12)) is None
-    assert reason(model, optimizer=optimizers.adam(0.1)) == "the optimiser is Adam, not Sgd"
+    assert reason(model, optimizer=optimizers.adam(0.1)) == "the optimiser is Adam, not SGD"
     assert reason(model, dtype=torch.float64) == "the weights are torch.float64, not torch.float32"
     assert "layer '1' is Tanh" in reason(nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2)))
     assert (
         reason(model, trainable=frozenset({"0.weight"}))
-        == "some of the model's weights stay as they are"
+        == "some of the model's weights are not trained"
     )
     assert (
-        reason(model, proximal=(training.Proximal({}, -1.0),)) == "a pull has a negative strength"
+        reason(model, proximal=(training.Proximal({}, -1.0),))
+        == "a proximal term has a negative strength"
     )
     with_augmentation = training.with_augmentation(training.cross_entropy(model), lambda x, key: x)
     assert (

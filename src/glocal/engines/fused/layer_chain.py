@@ -243,9 +243,8 @@ def _module_of(model: nn.Module, node: fx.Node) -> tuple[str, nn.Module]:
         return node.name, nn.ReLU()
     if node.target in _FLATTEN_FUNCTIONS and _flattens_from_one(settings, keywords):
         return node.name, nn.Flatten()
-    if node.target in _POOL_FUNCTIONS and len(settings) <= 2:
-        if keywords.keys() <= {"kernel_size", "stride"}:
-            return node.name, nn.MaxPool2d(*settings, **keywords)
+    if node.target in _POOL_FUNCTIONS and _sets_window_only(settings, keywords):
+        return node.name, nn.MaxPool2d(*settings, **keywords)
     raise UnsupportedModelError(f"'{node.name}' calls {node.target}")
 
 
@@ -264,3 +263,8 @@ def _flattens_from_one(settings: tuple[Any, ...], keywords: dict[str, Any]) -> b
     if settings == (1,):
         return not keywords
     return not settings and keywords == {"start_dim": 1}
+
+
+def _sets_window_only(settings: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether the window and its stride are all that is set."""
+    return len(settings) <= 2 and keywords.keys() <= {"kernel_size", "stride"}
