@@ -1,4 +1,4 @@
-"""Augmentation: the same alone, batched or with more rows behind, and never anything but a crop or its mirror image."""
+"""Augmentation: independent of batching and of later rows, always a crop or its mirror image."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def images(
 def looped(x: Tensor, key: Tensor, padding: int, fill: tuple[float, ...]) -> Tensor:
     """The same augmentation, one image at a time, by padding, slicing and flipping."""
     _, _, height, width = x.shape
-    made = []
+    crops = []
     for image, (first, second, third) in zip(
         x, random.uniform(key, (len(x), 3)).tolist(), strict=True
     ):
@@ -36,8 +36,8 @@ def looped(x: Tensor, key: Tensor, padding: int, fill: tuple[float, ...]) -> Ten
         padded = functional.pad(image - background, (padding,) * 4) + background
         top, left = int(first * (2 * padding + 1)), int(second * (2 * padding + 1))
         crop = padded[:, top : top + height, left : left + width]
-        made.append(crop.flip(-1) if third < 0.5 else crop)
-    return torch.stack(made)
+        crops.append(crop.flip(-1) if third < 0.5 else crop)
+    return torch.stack(crops)
 
 
 @given(
@@ -50,13 +50,13 @@ def test_batched_augmentation_is_padding_slicing_and_flipping(
     rows: int, padding: int, key: int, channels: int
 ) -> None:
     x, fill = images(rows, channels=channels), (-1.0, -2.0, -3.0)[:channels]
-    with_augmentation = crop_and_flip(padding, fill)(x, torch.tensor(key))
+    augmented = crop_and_flip(padding, fill)(x, torch.tensor(key))
     torch.testing.assert_close(
-        with_augmentation, looped(x, torch.tensor(key), padding, fill), rtol=0, atol=0
+        augmented, looped(x, torch.tensor(key), padding, fill), rtol=0, atol=0
     )
 
 
-def test_many_devices_at_once_get_what_each_gets_alone() -> None:
+def test_a_batch_of_clients_gets_what_each_gets_alone() -> None:
     x, keys, augment = (
         images(7, clients=4),
         torch.tensor([3, 1, 4, 1]),
@@ -82,15 +82,16 @@ def test_a_row_does_not_depend_on_how_many_follow(rows: int, more: int, key: int
 
 def test_without_padding_every_image_is_itself_or_its_mirror_image() -> None:
     x = images(400)
-    with_augmentation = crop_and_flip(0)(x, torch.tensor(5))
-    kept, mirrored = ((with_augmentation == other).flatten(1).all(1) for other in (x, x.flip(-1)))
-    assert bool((kept ^ mirrored).all())
+    augmented = crop_and_flip(0)(x, torch.tensor(5))
+    unchanged, mirrored = ((augmented == other).flatten(1).all(1) for other in (x, x.flip(-1)))
+    assert bool((unchanged ^ mirrored).all())
     # 400 fair coins: 200 with standard deviation 10
     assert 150 < int(mirrored.sum()) < 250
 
 
 def test_every_shift_is_equally_likely() -> None:
-    # a single bright pixel in the middle ends up in each of 3 x 3 places, 3600 / 9 = 400 times with standard deviation 19
+    # a single bright pixel in the middle ends up in each of 3 x 3 places, 3600 / 9 = 400 times
+    # with standard deviation 19
     x = torch.zeros(3600, 1, 3, 3)
     x[:, :, 1, 1] = 1
     landed = crop_and_flip(1)(x, torch.tensor(0)).sum((0, 1))
@@ -103,7 +104,7 @@ def test_another_key_gives_another_augmentation() -> None:
     assert not torch.equal(augment(x, torch.tensor(0)), augment(x, torch.tensor(1)))
 
 
-def test_what_comes_in_from_outside_is_zero_unless_told() -> None:
+def test_the_padding_is_zero_without_a_fill() -> None:
     x = torch.full((200, 2, 4, 4), 9.0)
     assert set(crop_and_flip(2)(x, torch.tensor(0)).flatten().tolist()) == {0.0, 9.0}
     filled = crop_and_flip(2, (1.0, 2.0))(x, torch.tensor(0))

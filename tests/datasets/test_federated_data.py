@@ -139,7 +139,7 @@ def test_one_test_set_per_client_is_expected():
 def test_a_model_that_does_not_fit_the_data_is_refused():
     with pytest.raises(InputError, match=r"it cannot take inputs of shape \(6,\)"):
         fitted(clients(20, 20), nn.Linear(7, 3))
-    with pytest.raises(InputError, match=r"it puts out \(1, 6, 3\) for one example"):
+    with pytest.raises(InputError, match=r"its output for one example is \(1, 6, 3\)"):
         fitted(clients(20, 20), nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 3)))
 
 

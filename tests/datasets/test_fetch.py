@@ -1,4 +1,4 @@
-"""Downloads against a real server on this machine that behaves well or badly, as told."""
+"""Downloads from a real server on this machine, with scripted good and bad answers."""
 
 import hashlib
 import os
@@ -23,13 +23,16 @@ HALF = len(BODY) // 2
 
 
 class Server(ThreadingHTTPServer):
-    """Answers the n-th request with its n-th answer, the last one ever after; `asked` holds (path, Range header) of each."""
+    """Answers the n-th request with its n-th answer, and later ones with the last answer.
+
+    `requests` holds the path and the Range header of each.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, str | None]] = []
+        self.requests: list[tuple[str, str | None]] = []
         self.answers: list[Callable[[Handler], None]] = []
         self.over = threading.Event()
 
@@ -37,17 +40,17 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}{path}"
 
     def script(self, *answers: Callable[["Handler"], None]) -> None:
-        self.asked, self.answers = [], list(answers)
+        self.requests, self.answers = [], list(answers)
 
     def ranges(self) -> list[str | None]:
-        return [asked for _, asked in self.asked]
+        return [byte_range for _, byte_range in self.requests]
 
 
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.path, self.headers["Range"]))
+        self.server.requests.append((self.path, self.headers["Range"]))
         answers = self.server.answers
         (answers.pop(0) if len(answers) > 1 else answers[0])(self)
 
@@ -173,18 +176,20 @@ def test_a_file_is_fetched_whole_and_every_byte_is_reported(server: Server, tmp_
     server.script(well)
     reports: list[tuple[str, int, int]] = []
     path = fetch(
-        remote_on(server), tmp_path / "new" / "folder", report=lambda *seen: reports.append(seen)
+        remote_on(server),
+        tmp_path / "new" / "folder",
+        report=lambda *progress: reports.append(progress),
     )
     assert left_in(path.parent) == {"file": BODY}
     assert reports[-1] == ("file", len(BODY), len(BODY))
     assert [done for _, done, _ in reports] == sorted({done for _, done, _ in reports})
 
 
-def test_a_file_that_is_right_already_is_not_asked_for(server: Server, tmp_path: Path) -> None:
+def test_a_file_that_is_right_already_is_not_requested(server: Server, tmp_path: Path) -> None:
     server.script(well)
     (tmp_path / "file").write_bytes(BODY)
     assert fetch(remote_on(server), tmp_path) == tmp_path / "file"
-    assert server.asked == []
+    assert server.requests == []
 
 
 def test_a_part_is_resumed_from_its_end(server: Server, tmp_path: Path) -> None:
@@ -195,26 +200,26 @@ def test_a_part_is_resumed_from_its_end(server: Server, tmp_path: Path) -> None:
     assert left_in(tmp_path) == {"file": BODY}
 
 
-def test_a_complete_part_is_checked_without_asking(server: Server, tmp_path: Path) -> None:
+def test_a_complete_part_is_checked_without_a_request(server: Server, tmp_path: Path) -> None:
     server.script(missing)
     (tmp_path / "file.part").write_bytes(BODY)
     fetch(remote_on(server), tmp_path)
-    assert server.asked == []
+    assert server.requests == []
     assert left_in(tmp_path) == {"file": BODY}
 
 
 @pytest.mark.parametrize(
-    ("leftover", "asked"),
+    ("leftover", "ranges"),
     [(BODY + b"x", [None]), (bytes(len(BODY)), [None]), (bytes(10), ["bytes=10-", None])],
     ids=["too long", "wrong", "wrong and short"],
 )
 def test_a_useless_part_is_thrown_away(
-    server: Server, tmp_path: Path, leftover: bytes, asked: list[str | None]
+    server: Server, tmp_path: Path, leftover: bytes, ranges: list[str | None]
 ) -> None:
     server.script(well)
     (tmp_path / "file.part").write_bytes(leftover)
     fetch(remote_on(server), tmp_path)
-    assert server.ranges() == asked
+    assert server.ranges() == ranges
     assert left_in(tmp_path) == {"file": BODY}
 
 
@@ -226,14 +231,14 @@ def test_a_stalled_download_times_out_and_is_resumed(server: Server, tmp_path: P
 
 
 @settings(max_examples=25)
-@given(held=st.integers(0, len(BODY)), cuts=st.lists(st.integers(0, len(BODY)), max_size=3))
+@given(present=st.integers(0, len(BODY)), cuts=st.lists(st.integers(0, len(BODY)), max_size=3))
 def test_wherever_a_download_breaks_off_the_file_ends_up_whole(
-    running: Server, held: int, cuts: list[int]
+    running: Server, present: int, cuts: list[int]
 ) -> None:
     running.script(*(cut_after(count) for count in cuts), well)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("glocal.datasets.fetch._BACKOFF", 0)
-        (Path(folder) / "file.part").write_bytes(BODY[:held])
+        (Path(folder) / "file.part").write_bytes(BODY[:present])
         fetch(remote_on(running), Path(folder), attempts=4)
         assert left_in(Path(folder)) == {"file": BODY}
 
@@ -311,7 +316,7 @@ def test_a_log_in_page_does_not_spoil_the_part(server: Server, tmp_path: Path) -
 def test_the_second_url_is_used_when_the_first_has_nothing(server: Server, tmp_path: Path) -> None:
     server.script(missing_but_on_the_mirror)
     fetch(remote_on(server, "/file", "/mirror"), tmp_path)
-    assert [path for path, _ in server.asked] == ["/file", "/mirror"]
+    assert [path for path, _ in server.requests] == ["/file", "/mirror"]
     assert left_in(tmp_path) == {"file": BODY}
 
 
@@ -319,7 +324,7 @@ def test_every_url_gets_its_turns_and_is_named_at_the_end(server: Server, tmp_pa
     server.script(missing)
     with pytest.raises(InputError) as caught:
         fetch(remote_on(server, "/one", "/two"), tmp_path, attempts=2)
-    assert [path for path, _ in server.asked] == ["/one", "/two"] * 2
+    assert [path for path, _ in server.requests] == ["/one", "/two"] * 2
     assert (
         f"{server.url('/one')} answered 404 Not Found; {server.url('/two')} answered 404 Not Found"
         in str(caught.value)
@@ -351,7 +356,7 @@ def test_two_at_once_download_it_once(server: Server, tmp_path: Path) -> None:
     server.script(well)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: fetch(remote_on(server), tmp_path), range(4)))
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
     assert left_in(tmp_path) == {"file": BODY}
 
 
@@ -363,8 +368,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(server: Server, tmp_path: Path
         fetch(remote_on(server), tmp_path / "occupied" / "folder")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_full_disk_is_one_line_and_not_tried_again(server: Server, tmp_path: Path) -> None:
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_full_disk_is_one_line_without_another_attempt(server: Server, tmp_path: Path) -> None:
     server.script(well)
     (tmp_path / "file.part").symlink_to("/dev/full")
     with pytest.raises(
@@ -372,7 +377,7 @@ def test_a_full_disk_is_one_line_and_not_tried_again(server: Server, tmp_path: P
     ) as caught:
         fetch(remote_on(server), tmp_path)
     assert "\n" not in str(caught.value)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_a_file_is_verified_by_its_checksum(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Partitions: nothing lost, nothing twice, and each deals as its name says."""
+"""Partitions: every example goes to one client, and each partition does as its name says."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def balanced(per_class: int, classes: int = 10) -> IntArray:
 
 
 def assert_cover(shares: list[Rows], total: int, clients: int) -> None:
-    """Every row on exactly one device, every device's rows ascending."""
+    """Every row on exactly one client, every client's rows ascending."""
     assert len(shares) == clients
     assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in shares)
     np.testing.assert_array_equal(np.sort(np.concatenate(shares)), np.arange(total))
@@ -73,7 +73,7 @@ def test_equal_shares_lose_nothing_and_differ_by_one_at_most(
     alpha=st.floats(1e-6, 1e6),
     seed=st.integers(0, 99),
 )
-def test_dirichlet_shares_lose_nothing_and_feed_every_device(
+def test_dirichlet_shares_lose_nothing_and_leave_no_client_empty(
     train: IntArray, test: IntArray, clients: int, alpha: float, seed: int
 ) -> None:
     train_rows, test_rows = dirichlet(clients, alpha)(train, test, fresh(seed))
@@ -88,7 +88,7 @@ def test_dirichlet_shares_lose_nothing_and_feed_every_device(
     each=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
-def test_shards_give_every_device_so_many_classes_the_same_in_training_and_test(
+def test_shards_give_every_client_its_number_of_classes_the_same_in_training_and_test(
     sizes: list[tuple[int, int]], clients: int, each: int, seed: int
 ) -> None:
     classes = len(sizes)
@@ -111,7 +111,7 @@ def test_shards_give_every_device_so_many_classes_the_same_in_training_and_test(
 
 
 @given(clients=st.integers(1, 40), each=st.integers(1, 6), seed=st.integers(0, 2**20))
-def test_random_shards_give_every_device_at_most_so_many_classes(
+def test_random_shards_give_every_client_at_most_its_number_of_classes(
     clients: int, each: int, seed: int
 ) -> None:
     train, test = balanced(240), balanced(240)
@@ -125,11 +125,11 @@ def test_random_shards_give_every_device_at_most_so_many_classes(
         assert {*test[tested]} == {*train[own]}
 
 
-def test_random_shards_leave_some_devices_with_one_class() -> None:
+def test_random_shards_leave_some_clients_with_one_class() -> None:
     """Two of 200 shards, twenty of each class: both of one class with probability 19/199."""
     train = balanced(200)
-    dealt = [random_shards(100, 2)(train, train, fresh(seed))[0] for seed in range(20)]
-    single = [sum(len(np.unique(train[own])) == 1 for own in rows) for rows in dealt]
+    partitions = [random_shards(100, 2)(train, train, fresh(seed))[0] for seed in range(20)]
+    single = [sum(len(np.unique(train[own])) == 1 for own in rows) for rows in partitions]
     assert np.mean(single) == pytest.approx(100 * 19 / 199, abs=2.5)
 
 
@@ -153,15 +153,15 @@ def test_shards_of_any_labels_lose_nothing_or_say_why(
         return
     assert_cover(train_rows, len(train), clients)
     assert_cover(test_rows, len(test), clients)
-    held = [
+    classes_of_clients = [
         set(train[own]) | set(test[tested])
         for own, tested in zip(train_rows, test_rows, strict=True)
     ]
-    assert max(len(classes) for classes in held) <= each
+    assert max(len(classes) for classes in classes_of_clients) <= each
     assert min(len(rows) for rows in train_rows) >= 1
 
 
-def test_a_hundred_devices_with_two_of_ten_classes_each_hold_an_equal_part_of_both() -> None:
+def test_a_hundred_clients_with_two_of_ten_classes_each_hold_an_equal_part_of_both() -> None:
     train, test = balanced(500), balanced(100)
     train_rows, test_rows = shards(100, 2)(train, test, fresh())
     in_train, in_test = counts_of(train, train_rows), counts_of(test, test_rows)
@@ -178,7 +178,7 @@ def test_left_over_slots_go_to_the_largest_classes() -> None:
     assert (counts_of(train, rows, 3) > 0).sum(axis=0).tolist() == [1, 2, 1]
 
 
-def test_shards_with_every_class_on_every_device_need_no_luck() -> None:
+def test_shards_with_every_class_on_every_client_have_one_of_each() -> None:
     train = balanced(40)
     rows, _ = shards(40, 10)(train, train, fresh())
     assert (counts_of(train, rows) == 1).all()
@@ -186,15 +186,15 @@ def test_shards_with_every_class_on_every_device_need_no_luck() -> None:
     assert (counts_of(train, capped) == 1).all()
 
 
-def test_what_does_not_divide_evenly_goes_to_either_device() -> None:
-    # 3 examples of each of 100 classes for 2 devices: 150 with standard deviation 5
+def test_what_does_not_divide_evenly_goes_to_a_random_client() -> None:
+    # 3 examples of each of 100 classes for 2 clients: 150 with standard deviation 5
     train = balanced(3, 100)
     rows, _ = shards(2, 100)(train, train, fresh())
     assert 120 < len(rows[0]) < 180
 
 
 @pytest.mark.parametrize("partitioner", [iid(2), shards(2, 1), dirichlet(2, 1e6)])
-def test_which_examples_of_a_class_a_device_gets_is_left_to_chance(
+def test_which_examples_of_a_class_a_client_gets_is_random(
     partitioner: Partitioner,
 ) -> None:
     train = np.zeros(100, dtype=np.int64)
@@ -208,15 +208,15 @@ def test_which_examples_of_a_class_a_device_gets_is_left_to_chance(
 def test_too_few_slots_for_the_classes_are_refused_with_a_way_out() -> None:
     with pytest.raises(
         InputError,
-        match="4 devices with 2 classes each cannot hold 10 classes; use at least 5 devices",
+        match="4 clients with 2 classes each cannot hold 10 classes; use at least 5 clients",
     ):
         shards(4, 2)(balanced(5), balanced(5), fresh())
 
 
-def test_a_class_too_small_for_its_devices_is_refused() -> None:
+def test_a_class_too_small_for_its_clients_is_refused() -> None:
     train = np.array([0] * 15 + [1])
     with pytest.raises(
-        InputError, match=r"no training example \(4 such devices\); use fewer devices"
+        InputError, match=r"no training example \(4 such clients\); use fewer clients"
     ):
         shards(10, 1)(train, train, fresh())
 
@@ -241,7 +241,8 @@ def test_dirichlet_goes_from_one_owner_per_class_to_equal_shares() -> None:
 
 
 def test_dirichlet_shares_have_the_published_variance() -> None:
-    # a part of Dir(alpha) over m devices has mean 1/m and variance (m-1) / (m^2 (m alpha + 1)); here 3 / (16 * 5) = 0.0375
+    # a share of Dir(alpha) over m clients has mean 1/m and variance (m-1) / (m^2 (m alpha + 1));
+    # here 3 / (16 * 5) = 0.0375
     train = np.repeat(np.arange(400), 500)
     rows, _ = dirichlet(4, 1.0)(train, train, fresh())
     assert np.var(counts_of(train, rows, 400) / 500) == pytest.approx(0.0375, rel=0.1)
@@ -292,9 +293,9 @@ def test_ids_that_do_not_match_the_examples_are_refused() -> None:
 
 
 @pytest.mark.parametrize("partitioner", [iid(11), shards(11, 1), dirichlet(11, 1.0)])
-def test_more_devices_than_examples_are_refused(partitioner: Partitioner) -> None:
+def test_more_clients_than_examples_are_refused(partitioner: Partitioner) -> None:
     with pytest.raises(
-        InputError, match="11 devices but 10 training examples; use at most 10 devices"
+        InputError, match="11 clients but 10 training examples; use at most 10 clients"
     ):
         partitioner(balanced(1), balanced(1), fresh())
 
@@ -313,7 +314,7 @@ def test_more_devices_than_examples_are_refused(partitioner: Partitioner) -> Non
 )
 def test_settings_that_make_no_sense_are_refused(make: Callable[[], Partitioner]) -> None:
     with pytest.raises(
-        InputError, match=r"^partition: (devices|classes_per_device|alpha) is .*; it must be "
+        InputError, match=r"^partition: (clients|classes_per_client|alpha) is .*; it must be "
     ):
         make()
 
@@ -329,7 +330,7 @@ def small_dataset() -> Dataset:
 @pytest.mark.parametrize(
     "partitioner", [iid(20), shards(20, 2), random_shards(20, 2), dirichlet(20, 0.3)]
 )
-def test_a_dealt_federation_uses_the_stores_as_they_are_and_repeats_with_its_seed(
+def test_a_partition_uses_the_stores_as_they_are_and_repeats_with_its_seed(
     partitioner: Partitioner,
 ) -> None:
     dataset = small_dataset()
@@ -344,13 +345,13 @@ def test_a_dealt_federation_uses_the_stores_as_they_are_and_repeats_with_its_see
     assert federation.train.all_rows().tolist() != other.train.all_rows().tolist()
 
 
-def test_a_quarter_of_every_device_is_set_aside_for_validation() -> None:
+def test_a_quarter_of_every_client_is_held_out_for_validation() -> None:
     federation = partition(small_dataset(), iid(20), validation=0.25)
     assert federation.train.sizes.tolist() == [15] * 20
     assert federation.val.sizes.tolist() == [5] * 20
 
 
-def test_class_counts_are_counted_per_device() -> None:
+def test_class_counts_are_counted_per_client() -> None:
     examples = Examples(torch.zeros(5, 1), torch.tensor([0, 2, 2, 1, 0]))
     rows: tuple[npt.NDArray[np.int64], ...] = (
         np.array([0, 1, 2]),

@@ -1,4 +1,4 @@
-"""Data sets: where their files are looked for, what is refused, and whether what is loaded is what was published."""
+"""Data sets: where files are searched for, what is refused, and that the published data load."""
 
 import gzip
 import hashlib
@@ -27,6 +27,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from glocal.core.errors import InputError
+from glocal.core.paths import cache_folder
 from glocal.datasets import (
     SOURCES,
     Dataset,
@@ -35,7 +36,6 @@ from glocal.datasets import (
     formats,
     load,
     source_status,
-    sources,
     verify_source,
 )
 from glocal.datasets.adult import read_adult
@@ -51,7 +51,7 @@ needs_cifar10 = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the data or the cache of whoever runs it."""
+    """No test reads or writes the user's own data or cache."""
     monkeypatch.delenv("GLOCAL_DATA", raising=False)
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("glocal.datasets.fetch._BACKOFF", 0)
@@ -93,7 +93,7 @@ def site(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def small_mnist(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """MNIST with 6 + 3 images of 2x2 pixels, published on the site; returns the content of its files."""
+    """MNIST with 6 + 3 images of 2x2 pixels, published on the site; returns its files' content."""
     arrays = {
         "train-images-idx3-ubyte.gz": np.arange(24, dtype=np.uint8).reshape(6, 2, 2),
         "train-labels-idx1-ubyte.gz": np.array([5, 0, 4, 1, 9, 2], dtype=np.uint8),
@@ -107,7 +107,7 @@ def small_mnist(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> d
     return files
 
 
-def given_data(
+def data_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, files: dict[str, bytes]
 ) -> Path:
     """A folder GLOCAL_DATA that holds these files of one source."""
@@ -136,7 +136,8 @@ def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
     for function in (load, source_status, verify_source, fetch_source):
         with pytest.raises(
             InputError,
-            match="no data set 'cifar'; did you mean 'cifar10'\\? known: adult, cifar10, digits, easy_vqa, mnist",
+            match="no data set 'cifar'; did you mean 'cifar10'\\? "
+            "known: adult, cifar10, digits, easy_vqa, mnist",
         ):
             function("cifar")
 
@@ -207,27 +208,27 @@ def test_what_cannot_be_downloaded_is_one_line(
     ]
 
 
-def test_the_folder_given_is_read_before_the_cache(
+def test_the_data_folder_is_read_before_the_cache(
     small_mnist: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = given_data(tmp_path, monkeypatch, "mnist", small_mnist)
+    folder = data_folder(tmp_path, monkeypatch, "mnist", small_mnist)
     assert source_status("mnist") == "in GLOCAL_DATA"
     assert load("mnist").train.y.tolist() == [5, 0, 4, 1, 9, 2]
     assert fetch_source("mnist") == folder
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_folder_given_that_lacks_a_file_is_passed_over(
+def test_a_data_folder_that_lacks_a_file_is_ignored(
     small_mnist: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = given_data(tmp_path, monkeypatch, "mnist", small_mnist)
+    folder = data_folder(tmp_path, monkeypatch, "mnist", small_mnist)
     (folder / "t10k-labels-idx1-ubyte.gz").unlink()
     assert source_status("mnist") == "not downloaded"
     assert fetch_source("mnist") == tmp_path / "cache" / "mnist"
     assert source_status("mnist") == "in the cache"
 
 
-def test_a_folder_given_that_is_not_there_is_refused(
+def test_a_data_folder_that_does_not_exist_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOCAL_DATA", str(tmp_path / "gone"))
@@ -241,16 +242,18 @@ def test_the_cache_is_where_the_environment_says(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert sources.cache_folder() == tmp_path / "cache"
+    assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("GLOCAL_CACHE")
-    assert sources.cache_folder() == tmp_path / "xdg" / "glocal"
+    assert cache_folder() == tmp_path / "xdg" / "glocal"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert sources.cache_folder() == tmp_path / ".cache" / "glocal"
+    assert cache_folder() == tmp_path / ".cache" / "glocal"
 
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObject) -> None:
+def test_any_damage_to_a_file_in_the_data_folder_is_one_line_that_names_it(
+    data: st.DataObject,
+) -> None:
     content = gzip.compress(as_idx(np.zeros((3, 2, 2), dtype=np.uint8)), mtime=0)
     place = data.draw(st.integers(0, len(content) - 1))
     flipped = (
@@ -262,7 +265,7 @@ def test_any_damage_to_a_given_file_is_one_line_that_names_it(data: st.DataObjec
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         files = published({"train-images-idx3-ubyte.gz": content}, "http://127.0.0.1")
         patch.setitem(SOURCES, "mnist", replace(SOURCES["mnist"], files=files))
-        folder = given_data(Path(name), patch, "mnist", {"train-images-idx3-ubyte.gz": damaged})
+        folder = data_folder(Path(name), patch, "mnist", {"train-images-idx3-ubyte.gz": damaged})
         with pytest.raises(InputError) as caught:
             load("mnist")
         assert str(caught.value).startswith(
@@ -350,7 +353,10 @@ def archive_of(members: dict[str, bytes]) -> bytes:
 
 
 def repacked(x: npt.NDArray[np.uint8], y: npt.NDArray[np.uint8]) -> bytes:
-    """The encoding undone by `read_cifar_repacked`: planes G, R-G, B-G, each less its neighbour above and to the left (mod 256)."""
+    """The inverse of `read_cifar_repacked`.
+
+    Planes G, R-G and B-G, each less its neighbours above and to the left (mod 256).
+    """
     planes = np.stack([x[:, 1], x[:, 0] - x[:, 1], x[:, 2] - x[:, 1]])
     planes = np.diff(planes, axis=2, prepend=np.uint8(0))
     return lzma.compress(
@@ -419,7 +425,7 @@ def decoded(
         return decode(path)
 
     archive = {"cifar-10-binary.tar.gz": official(*small_cifar10)}
-    given_data(tmp_path, monkeypatch, "cifar10", archive)
+    data_folder(tmp_path, monkeypatch, "cifar10", archive)
     monkeypatch.setattr(formats, "read_cifar_binary", counted)
     monkeypatch.setitem(
         SOURCES,
@@ -429,7 +435,7 @@ def decoded(
     return calls
 
 
-def test_a_decoded_copy_is_kept_and_used(
+def test_a_decoded_copy_is_cached_and_used(
     decoded: list[Path],
     small_cifar10: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
     tmp_path: Path,
@@ -524,7 +530,8 @@ def test_cifar10_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
         pixels = (x * (255 * deviation)).add_(255 * mean + 0.5).byte()
         return torch.cat([y[:, None].byte(), pixels.flatten(1)], dim=1).numpy().tobytes()
 
-    # sha256 sums of data_batch_1.bin .. data_batch_5.bin and test_batch.bin of the official binary version
+    # sha256 sums of data_batch_1.bin .. data_batch_5.bin and test_batch.bin of the official
+    # binary version
     batches = [*zip(train.x.chunk(5), train.y.chunk(5), strict=True), (test.x, test.y)]
     assert [hashlib.sha256(binary(x, y)).hexdigest() for x, y in batches] == [
         "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -546,7 +553,7 @@ def test_adult_files_that_are_something_else_are_refused(tmp_path: Path) -> None
 
 
 def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
-    """Two kept rows for each half, one of another race, an empty line at the end."""
+    """Two rows for each half, one of another race, an empty line at the end."""
     words = "39, State-gov, 1, Bachelors, 13, Divorced, {}, Husband, {}, {}, 0, 0, {}, Cuba, {}"
     people = [
         ("Sales", "White", "Male", 40),
@@ -567,7 +574,7 @@ def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
 
 
 def test_the_digits_are_scikit_learns_and_it_is_not_imported_for_them() -> None:
-    """It takes seconds and 100 MB, which a small device may not have."""
+    """It takes seconds and 100 MB, which a small machine may not have."""
     script = "import sys, glocal; glocal.load('digits'); print('sklearn' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

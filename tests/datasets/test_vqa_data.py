@@ -1,4 +1,4 @@
-"""Questions about pictures: official files become rows of numbers, and what is wrong with them is told in one line."""
+"""Questions about pictures: official files become rows of numbers, and errors name the reason."""
 
 import gzip
 import json
@@ -19,7 +19,8 @@ from glocal.cli import main
 from glocal.core.errors import InputError
 from glocal.datasets.features import extract_features, standardize
 from glocal.datasets.image_table import ImageTable, find_images
-from glocal.datasets.vqa import read_questions, read_vqa
+from glocal.datasets.vqa import read_vqa
+from glocal.datasets.vqa_questions import read_questions
 from glocal.evaluate import vqa_accuracy
 from tests.support import shapes
 
@@ -39,10 +40,9 @@ def test_an_example_is_the_number_of_its_picture_and_the_words_of_its_question(w
     first = train.x[0].tolist()
     assert [questions.words[word] for word in first[1:] if word] == ["what", "color", "is", "it"]
     answer = questions.answers[train.y[0]]
-    seen = questions.pictures.table[first[0]].float().mean((1, 2))
-    assert int(np.abs(np.array([*shapes.COLOURS.values()]) - seen.numpy()).sum(1).argmin()) == [
-        *shapes.COLOURS
-    ].index(answer)
+    colour = questions.pictures.table[first[0]].float().mean((1, 2)).numpy()
+    distances = np.abs(np.array([*shapes.COLOURS.values()]) - colour).sum(1)
+    assert [*shapes.COLOURS][int(distances.argmin())] == answer
 
 
 def test_words_and_answers_come_from_training_questions_alone(world):
@@ -65,14 +65,14 @@ def test_words_and_answers_come_from_training_questions_alone(world):
     ).any()
 
 
-def test_a_rare_answer_gives_way_to_what_some_people_said_or_is_left_out_of_training(world):
+def test_a_rare_answer_gives_way_to_another_persons_or_is_left_out_of_training(world):
     paths = world[0][0]
-    told = [shapes.asked(number, 1, "red") for number in range(30)]
+    frequent = [shapes.asked(number, 1, "red") for number in range(30)]
     few = [
         ({"question_id": number, "image_id": 2, "question": "What is it?"}, "scarlet")
         for number in (900, 901)
     ]
-    shapes.write_pair(paths, [*told, *few])
+    shapes.write_pair(paths, [*frequent, *few])
     table = json.loads(paths[1].read_text())
     table["annotations"][-1]["answers"][0]["answer"] = "red"
     paths[1].write_text(json.dumps(table))
@@ -119,14 +119,14 @@ def zeros_from_the_middle_on(raw):
     ],
     ids=["zeros", "order"],
 )
-def test_kept_pictures_that_are_damaged_are_decoded_anew(world, tmp_path, damage):
+def test_cached_pictures_that_are_damaged_are_decoded_anew(world, tmp_path, damage):
     first = read_vqa(*world, size=16)[2].pictures.table.clone()
-    [kept] = (tmp_path / "cache" / "pictures").iterdir()
-    whole = kept.read_bytes()
+    [cached] = (tmp_path / "cache" / "pictures").iterdir()
+    whole = cached.read_bytes()
     assert damage(whole) != whole
-    kept.write_bytes(damage(whole))
+    cached.write_bytes(damage(whole))
     assert torch.equal(read_vqa(*world, size=16)[2].pictures.table, first)
-    assert kept.read_bytes() == whole
+    assert cached.read_bytes() == whole
 
 
 def test_what_a_killed_process_left_in_the_cache_is_cleared_after_a_day(world, tmp_path):
@@ -161,15 +161,16 @@ def test_pictures_are_brought_to_one_size(world):
     assert read_vqa(*world, size=8)[2].pictures.shape == (3, 8, 8)
 
 
-def test_questions_without_a_picture_are_left_out_counted_and_told(world, tmp_path, caplog):
+def test_questions_without_a_picture_are_left_out_counted_and_logged(world, tmp_path, caplog):
     caplog.set_level("INFO", "glocal")
     fewer = tmp_path / "fewer.zip"
-    with zipfile.ZipFile(world[2]) as archive, zipfile.ZipFile(fewer, "w") as kept:
+    with zipfile.ZipFile(world[2]) as archive, zipfile.ZipFile(fewer, "w") as smaller:
         for name in archive.namelist()[:12]:
-            kept.writestr(name, archive.read(name))
+            smaller.writestr(name, archive.read(name))
     train, test, questions = read_vqa(*world[:2], fewer, size=16)
     assert caplog.messages == [
-        f"questions left out: {questions.dropped_without_image} whose picture is not there, 0 for training with none of the answers"
+        f"questions left out: {questions.dropped_without_image} without their picture, "
+        "0 for training without a known answer"
     ]
     assert questions.dropped_without_image == 600 - len(train.y) - len(test.y) > 0
     assert int(train.x[:, 0].max()) == len(questions.pictures) - 1 == 11
@@ -416,9 +417,9 @@ def test_files_that_name_no_version_are_read(world):
     ],
 )
 def test_what_cannot_be_read_from_is_refused(world, change, message):
-    given = {"train": world[0], "test": world[1], "pictures": world[2], "size": 16}
+    arguments = {"train": world[0], "test": world[1], "pictures": world[2], "size": 16}
     with pytest.raises(InputError, match=message):
-        read_vqa(**{**given, **change})
+        read_vqa(**{**arguments, **change})
 
 
 @pytest.mark.parametrize(
@@ -464,7 +465,7 @@ def test_words_may_be_of_any_script_and_an_endless_question_is_cut(world):
         gzip.compress(b"{}" * 90)[:-12] + b"\xff" * 12,
         b"[" * 99999,
     ],
-    # by name: compressed bytes hold the second they were made in
+    # by name: compressed bytes hold the second they were written in
     ids=["empty", "text", "another kind", "damaged", "damaged at its end", "too deep"],
 )
 def test_bytes_that_are_no_json_are_refused(world, content):
@@ -476,9 +477,9 @@ def test_bytes_that_are_no_json_are_refused(world, content):
 def test_a_table_of_pictures_is_not_copied_and_a_number_below_zero_is_no_picture():
     table = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
     pictures = ImageTable(table)
-    seen = pictures(torch.tensor([1, -1]))
-    assert not seen[1].any()
-    assert seen[0, 0, 0, 0] == pytest.approx((48 / 255 - 0.485) / 0.229, abs=1e-6)
+    picture_rows = pictures(torch.tensor([1, -1]))
+    assert not picture_rows[1].any()
+    assert picture_rows[0, 0, 0, 0] == pytest.approx((48 / 255 - 0.485) / 0.229, abs=1e-6)
     assert pictures.table.data_ptr() == table.ctypes.data
 
 
@@ -489,14 +490,14 @@ def test_features_of_a_single_picture_are_numbers():
 
 
 class Scaled(nn.Module):
-    """Sees the mean of each colour, times its weight and `turn`; counts the pictures it was shown."""
+    """The mean of each colour, times its weight and `turn`; counts the pictures it encodes."""
 
     def __init__(self, weight=1.0, turn=1.0):
         super().__init__()
-        self.weight, self.turn, self.shown = nn.Parameter(torch.tensor(weight)), turn, 0
+        self.weight, self.turn, self.encoded = nn.Parameter(torch.tensor(weight)), turn, 0
 
     def forward(self, pictures):
-        self.shown += len(pictures)
+        self.encoded += len(pictures)
         means = pictures.mean((2, 3))
         return self.weight * torch.stack(
             [means[:, 0], self.turn * means[:, 1] + (1 - self.turn) * means[:, 2]], 1
@@ -509,67 +510,67 @@ def some_pictures(seed=0):
 
 @pytest.fixture
 def on_cpu(tmp_path, monkeypatch):
-    """What a network sees of pictures, and how many it was shown for that; with a cache of the test's own."""
+    """A network's features, and how many pictures it encoded for them; with an empty cache."""
     monkeypatch.setenv("GLOCAL_CACHE", str(tmp_path / "own"))
 
-    def seen(network, pictures=None, report=lambda *_: None):
+    def extract(network, pictures=None, report=lambda *_: None):
         table = extract_features(
             pictures or some_pictures(), network, torch.device("cpu"), report=report
         ).table
-        return table, network.shown
+        return table, network.encoded
 
-    return seen
+    return extract
 
 
-def test_a_frozen_encoder_sees_every_picture_once_and_is_only_asked_for_a_few_from_then_on(on_cpu):
-    first, shown = on_cpu(Scaled())
-    assert (shown, first.shape) == (16 + 40, (40, 2))
-    again, shown = on_cpu(Scaled())
-    assert shown == 16
+def test_a_frozen_encoder_encodes_every_picture_once_and_only_a_few_from_then_on(on_cpu):
+    first, encoded = on_cpu(Scaled())
+    assert (encoded, first.shape) == (16 + 40, (40, 2))
+    again, encoded = on_cpu(Scaled())
+    assert encoded == 16
     assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize(
     "other", [{"network": Scaled(weight=2.0)}, {"network": Scaled(), "pictures": some_pictures(1)}]
 )
-def test_features_of_other_weights_or_of_other_pictures_are_not_taken(on_cpu, other):
+def test_features_of_other_weights_or_of_other_pictures_are_not_used(on_cpu, other):
     on_cpu(Scaled())
     assert on_cpu(**other)[1] == 16 + 40
 
 
-def test_an_encoder_that_does_something_else_with_the_same_weights_is_asked_anew(on_cpu):
+def test_an_encoder_that_computes_something_else_with_the_same_weights_encodes_anew(on_cpu):
     before, _ = on_cpu(Scaled())
-    after, shown = on_cpu(Scaled(turn=0.5))
-    assert shown == 16 + 40
+    after, encoded = on_cpu(Scaled(turn=0.5))
+    assert encoded == 16 + 40
     assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda kept: kept[:100],
-        lambda kept: b"PK\x03\x04" + kept[4:],
-        lambda kept: kept[:10] + b"\xd7" + kept[11:],
-        lambda kept: kept[: len(kept) // 2] + bytes(len(kept) - len(kept) // 2),
+        lambda raw: raw[:100],
+        lambda raw: b"PK\x03\x04" + raw[4:],
+        lambda raw: raw[:10] + b"\xd7" + raw[11:],
+        zeros_from_the_middle_on,
     ],
     ids=["cut", "a zip", "a header that is none", "zeros from the middle on"],
 )
-def test_kept_features_that_are_damaged_are_worked_out_anew(on_cpu, tmp_path, damage):
+def test_cached_features_that_are_damaged_are_computed_anew(on_cpu, tmp_path, damage):
     first, _ = on_cpu(Scaled())
-    (kept,) = (tmp_path / "own" / "features").iterdir()
-    kept.write_bytes(damage(kept.read_bytes()))
-    again, shown = on_cpu(Scaled())
-    assert shown == 16 + 40
+    (cached,) = (tmp_path / "own" / "features").iterdir()
+    cached.write_bytes(damage(cached.read_bytes()))
+    again, encoded = on_cpu(Scaled())
+    assert encoded == 16 + 40
     assert torch.equal(first, again)
 
 
-def test_features_that_cannot_be_kept_cost_the_next_run_only(on_cpu, tmp_path):
+def test_features_that_cannot_be_cached_cost_the_next_run_only(on_cpu, tmp_path):
     (tmp_path / "own").write_text("")
     assert [on_cpu(Scaled())[1] for _ in range(2)] == [16 + 40, 16 + 40]
 
 
 class Reusing(Scaled):
-    """Puts what it sees into the same place each time, as networks that save memory do."""
+    """Writes its output into the same place each time, as networks that save memory do."""
 
     def forward(self, pictures):
         self.place = getattr(self, "place", torch.empty(40, 2))
@@ -577,20 +578,20 @@ class Reusing(Scaled):
         return self.place[: len(pictures)]
 
 
-def test_features_are_copied_out_of_an_encoder_that_uses_their_place_again(on_cpu):
+def test_features_are_copied_out_of_an_encoder_that_reuses_their_place(on_cpu):
     assert torch.allclose(on_cpu(Reusing(weight=3.0))[0], on_cpu(Scaled(weight=3.0))[0])
 
 
 class Odd(nn.Module):
-    """An encoder that makes what `made` says of pictures."""
+    """An encoder with any output: `output(pictures, number of calls)`."""
 
-    def __init__(self, made):
+    def __init__(self, output):
         super().__init__()
-        self.made, self.shown = made, 0
+        self.output, self.encoded = output, 0
 
     def forward(self, pictures):
-        self.shown += 1
-        return self.made(pictures, self.shown)
+        self.encoded += 1
+        return self.output(pictures, self.encoded)
 
     def get_extra_state(self):
         return {"of": "no tensor"}
@@ -603,34 +604,35 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("output", "message"),
     [
         (
             lambda x, turn: x.flatten(1) * torch.nan,
-            "what it made of picture 0 is not finite; check its weights",
+            "its output for picture 0 is not finite; check its weights",
         ),
         (
             lambda x, turn: x.flatten(1)[:, :0],
-            "it made (16, 0) of torch.float32 of 16 pictures; real numbers (pictures, width)",
+            "it returned (16, 0) of torch.float32 for 16 pictures; real numbers (pictures, width)",
         ),
         (
             lambda x, turn: torch.complex(x.mean((2, 3)), x.mean((2, 3))),
-            "of torch.complex64 of 16 pictures; real numbers",
+            "of torch.complex64 for 16 pictures; real numbers",
         ),
-        (lambda x, turn: (x.flatten(1),), "it made tuple of 16 pictures"),
+        (lambda x, turn: (x.flatten(1),), "it returned tuple for 16 pictures"),
         (
             lambda x, turn: x.flatten(1)[:, :turn],
-            "2 numbers of the first pictures and 3 of picture 16; as many of each were expected",
+            "2 numbers for each of the first pictures and 3 for picture 16; "
+            "the same width was expected",
         ),
     ],
     ids=["not finite", "nothing", "complex", "several", "of another width"],
 )
-def test_what_an_encoder_makes_must_be_numbers(on_cpu, made, message):
+def test_the_output_of_an_encoder_must_be_numbers(on_cpu, output, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        on_cpu(Odd(made))
+        on_cpu(Odd(output))
 
 
-def test_an_encoder_may_keep_more_than_tensors_and_return_nothing_when_it_is_set_to_evaluate(
+def test_an_encoder_may_hold_more_than_tensors_and_its_train_method_may_return_nothing(
     on_cpu,
 ):
     assert on_cpu(Odd(lambda x, turn: x.mean((2, 3)).double()))[0].shape == (40, 3)
@@ -661,13 +663,13 @@ def test_a_table_of_something_else_is_refused(table, message):
         ImageTable(table)
 
 
-def test_a_table_in_another_order_of_memory_is_seen_alike(on_cpu):
+def test_a_table_in_another_order_of_memory_gives_the_same_features(on_cpu):
     table = some_pictures().table.numpy()
     turned = np.ascontiguousarray(table.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
     assert torch.equal(on_cpu(Scaled())[0], on_cpu(Scaled(), ImageTable(turned))[0])
 
 
-def test_how_far_decoding_has_come_is_told_where_it_takes_long(world, monkeypatch, caplog):
+def test_progress_of_decoding_is_logged_where_it_takes_long(world, monkeypatch, caplog):
     caplog.set_level("INFO", "glocal")
     monkeypatch.setattr("glocal.datasets.image_table._LOG_EVERY", 10)
     read_vqa(*world, size=12)
@@ -676,10 +678,10 @@ def test_how_far_decoding_has_come_is_told_where_it_takes_long(world, monkeypatc
     ]
 
 
-def test_how_far_an_encoder_has_come_is_told(on_cpu):
-    told = []
-    on_cpu(Scaled(), report=lambda *words: told.append(words))
-    assert told == [("pictures seen", 48 * done, 48 * 40) for done in (16, 32, 40)]
+def test_progress_of_an_encoder_is_reported(on_cpu):
+    reports = []
+    on_cpu(Scaled(), report=lambda *progress: reports.append(progress))
+    assert reports == [("pictures encoded", 48 * done, 48 * 40) for done in (16, 32, 40)]
 
 
 def test_questions_of_one_beginning_stay_together_in_training_and_test():
@@ -695,13 +697,13 @@ def test_questions_of_one_beginning_stay_together_in_training_and_test():
         assert {kind for kind in kinds[1][tested] if kind < 12} <= {*kinds[0][mine]}
 
 
-def test_what_is_not_to_be_downloaded_is_said_so(monkeypatch):
+def test_the_error_names_a_file_that_is_not_to_be_downloaded(monkeypatch):
     monkeypatch.delenv("GLOCAL_DATA", raising=False)
     with pytest.raises(InputError, match=r"images\.zip is not to be downloaded; put the file into"):
         datasets.fetch_source("vqav2")
 
 
-def test_nobody_is_told_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatch, capsys):
+def test_no_error_says_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLOCAL_DATA", str(tmp_path))
     (tmp_path / "easy_vqa").mkdir()
     for remote in datasets.SOURCES["easy_vqa"].files:
@@ -721,21 +723,21 @@ def test_nobody_is_told_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatc
     reason="GLOCAL_DATA has no vqav2",
 )
 def test_the_real_questions_are_as_hard_as_known():
-    """Always "no" .223, the commonest answer by the first two words .361, at best .904: counted by hand once."""
+    """Always "no" .223, the most_frequent answer per question type .361, at best .904; by hand."""
     dataset = datasets.load("vqav2")
     questions, people = dataset.questions, dataset.test.group
     assert len(dataset.test.y) == 6585
     assert len(dataset.train.y) + questions.dropped_without_answer == 26598
     no = torch.full((len(people),), questions.answers.index("no"))
     assert vqa_accuracy(no, dataset.test.y, people).mean().item() == pytest.approx(0.223, abs=5e-4)
-    commonest = np.full(
+    most_frequent = np.full(
         max(part.max() for part in questions.question_types) + 1, int(dataset.train.y.mode().values)
     )
     for kind in np.unique(questions.question_types[0]):
-        commonest[kind] = np.bincount(
+        most_frequent[kind] = np.bincount(
             dataset.train.y.numpy()[questions.question_types[0] == kind]
         ).argmax()
-    guesses = torch.from_numpy(commonest[questions.question_types[1]])
+    guesses = torch.from_numpy(most_frequent[questions.question_types[1]])
     assert vqa_accuracy(guesses, dataset.test.y, people).mean().item() == pytest.approx(
         0.361, abs=5e-4
     )

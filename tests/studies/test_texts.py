@@ -422,7 +422,7 @@ def test_texts_are_dealt_person_by_person_only(tmp_path):
             replace(settings, data=replace(settings.data, partition="iid")), lambda *_: None
         )
     with pytest.raises(
-        InputError, match="holds texts, which are numbered only once they are dealt out"
+        InputError, match="holds texts, which become numbers only when they are partitioned"
     ):
         load(settings.data.source)
     with pytest.raises(InputError, match="digits holds no texts"):

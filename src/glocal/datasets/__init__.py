@@ -1,7 +1,9 @@
-"""Data sets, how they are dealt to devices, and how they vary while training."""
+"""Data sets, their partitions over clients, and augmentation."""
 
 from glocal.datasets.augment import crop_and_flip
+from glocal.datasets.catalog import SOURCES, Source
 from glocal.datasets.fetch import ProgressCallback, RemoteFile
+from glocal.datasets.loaders import Dataset
 from glocal.datasets.partitions import (
     Partitioner,
     class_counts,
@@ -14,9 +16,6 @@ from glocal.datasets.partitions import (
     shards,
 )
 from glocal.datasets.sources import (
-    SOURCES,
-    Dataset,
-    Source,
     fetch_source,
     load,
     load_any,

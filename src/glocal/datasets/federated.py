@@ -1,10 +1,11 @@
-"""What every client trains on, is selected on and is tested on."""
+"""The training, validation and test data of every client."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate, hold_out
 from glocal.core.errors import InputError
@@ -13,7 +14,7 @@ from glocal.core.sampling import make_rng
 
 @dataclass(frozen=True)
 class FederatedData:
-    """What every device trains on, is chosen on, and is tested on; and inputs whose labels nobody knows, if it has such."""
+    """What every client trains on, is validated on and is tested on, and its unlabelled inputs."""
 
     train: ClientData
     val: ClientData
@@ -22,27 +23,29 @@ class FederatedData:
 
     @property
     def num_clients(self) -> int:
-        """M, how many devices there are."""
+        """M, the number of clients."""
         return self.train.num_clients
 
     def subsets(self) -> tuple[ClientData, ...]:
-        """All that there is."""
-        return (self.train, self.val, self.test, *([self.unlabeled] if self.unlabeled else []))
+        """Train, validation, test, and the unlabelled data if there are any."""
+        subsets = (self.train, self.val, self.test)
+        return subsets if self.unlabeled is None else (*subsets, self.unlabeled)
 
     def map_subsets(self, change: Callable[[ClientData], ClientData]) -> "FederatedData":
-        """The same with every part changed."""
+        """The same with every subset changed."""
         return FederatedData(*map(change, self.subsets()))
 
     def subsample_labels(self, share: float, *, seed: int) -> "FederatedData":
-        """Labels for a share of every device's training examples only, at least one; all its inputs are there without."""
-        if not 0 < share <= 1:
-            raise InputError(f"data: labelled is {share}; a share above 0 and up to 1 was expected")
-        rows = [
-            make_rng(seed, "labels", client).permutation(own)
-            for client, own in enumerate(self.train.rows)
-        ]
-        few = tuple(np.sort(own[: max(1, round(share * len(own)))]) for own in rows)
-        return replace(self, train=replace(self.train, rows=few), unlabeled=self.train)
+        """Keep the labels of a share of every client's training examples, at least one.
+
+        All training inputs stay, without labels, in `unlabeled`.
+        """
+        _require_share(share)
+        labelled: list[Rows] = []
+        for client, rows in enumerate(self.train.rows):
+            labelled.append(_subsample(rows, share, seed, client))
+        train = replace(self.train, rows=tuple(labelled))
+        return replace(self, train=train, unlabeled=self.train)
 
 
 def from_tensors(
@@ -52,115 +55,182 @@ def from_tensors(
     validation: float = 0.1,
     seed: int = 0,
 ) -> FederatedData:
-    """A federation of your own arrays: one (x, y) or (x, y, group) per device; `test` is a share or one pair per device.
+    """Federated data from your own arrays: one (x, y) or (x, y, group) per client.
 
-    >>> federation = from_tensors([(np.zeros((10, 3)), np.arange(10) % 2)] * 4)
-    >>> federation.num_clients, federation.train.sizes.tolist()
+    `test` is a share of each client's examples, or one (x, y) or (x, y, group) per client.
+
+    >>> federated = from_tensors([(np.zeros((10, 3)), np.arange(10) % 2)] * 4)
+    >>> federated.num_clients, federated.train.sizes.tolist()
     (4, [7, 7, 7, 7])
     """
     return train_val_test_split(concatenate(clients), test=test, validation=validation, seed=seed)
 
 
 def train_val_test_split(
-    everything: ClientData, *, test: float | Sequence[Arrays], validation: float, seed: int
+    data: ClientData, *, test: float | Sequence[Arrays], validation: float, seed: int
 ) -> FederatedData:
-    """Set a part of every device's examples aside for the test, or take the tests as given, then a part for validation."""
+    """Hold out a validation share, and a test share unless there are test sets, of every client."""
     if not isinstance(test, Sequence):
-        parts = [
-            hold_out(rows, float(test), seed, "test", client)
-            for client, rows in enumerate(everything.rows)
-        ]
-        tests = replace(everything, rows=tuple(taken for _, taken in parts))
-        rest = replace(everything, rows=tuple(kept for kept, _ in parts))
-        return hold_out_validation(rest, tests, validation=validation, seed=seed)
-    if len(test) != everything.num_clients:
-        raise InputError(
-            f"data: {everything.num_clients} devices but {len(test)} test sets; give one per device, or a share"
-        )
-    return hold_out_validation(everything, concatenate(test), validation=validation, seed=seed)
+        train, held_out = _hold_out_share(data, float(test), seed, "test")
+        return hold_out_validation(train, held_out, validation=validation, seed=seed)
+    _require_test_sets(len(test), data.num_clients)
+    return hold_out_validation(data, concatenate(test), validation=validation, seed=seed)
 
 
 def hold_out_validation(
     train: ClientData, test: ClientData, *, validation: float, seed: int
 ) -> FederatedData:
-    """Set a share of every device's training examples aside for validation."""
-    parts = [
-        hold_out(rows, validation, seed, "validation", client)
-        for client, rows in enumerate(train.rows)
-    ]
-    kept, taken = tuple(kept for kept, _ in parts), tuple(taken for _, taken in parts)
-    return FederatedData(ClientData(train.examples, kept), ClientData(train.examples, taken), test)
+    """Hold out a share of every client's training examples for validation."""
+    train, val = _hold_out_share(train, validation, seed, "validation")
+    return FederatedData(train, val, test)
 
 
-def validate_data(federation: FederatedData, classes: int) -> None:
-    """Refuse data that would train on nonsense: empty devices, labels outside 0..classes-1, NaN, rows in two places."""
-    parts = {"train": federation.train, "validation": federation.val, "test": federation.test}
-    for part, holdings in parts.items():
-        if holdings.num_clients != federation.num_clients:
-            raise InputError(
-                f"data: {federation.num_clients} devices train, {holdings.num_clients} have a {part} part; give one per device"
-            )
-    stores = {
-        id(holdings.examples): (part, holdings.examples)
-        for part, holdings in reversed(parts.items())
-    }
-    for part, examples in stores.values():
-        _validate_store(examples, part, federation.train.examples)
-        used = np.concatenate(
-            [holdings.all_rows() for holdings in parts.values() if holdings.examples is examples]
+def validate_data(federated: FederatedData, classes: int) -> None:
+    """Refuse data that cannot be trained on.
+
+    Such are empty clients, labels outside 0..classes-1, NaN, and rows in two subsets.
+    """
+    parts = {"train": federated.train, "validation": federated.val, "test": federated.test}
+    for part, data in parts.items():
+        _require_clients(data, part, federated.num_clients)
+    _validate_stores(parts)
+    for part, data in parts.items():
+        _require_class_numbers(data.examples.y, part, classes)
+        _require_known_classes(data, part, classes)
+    _require_training_examples(federated.train)
+
+
+def _require_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise InputError(f"data: labelled is {share}; a share above 0 and up to 1 was expected")
+
+
+def _subsample(rows: Rows, share: float, seed: int, client: int) -> Rows:
+    """A share of a client's rows, at least one, in ascending order."""
+    order = make_rng(seed, "labels", client).permutation(rows)
+    return np.sort(order[: max(1, round(share * len(rows)))])
+
+
+def _require_test_sets(count: int, clients: int) -> None:
+    if count != clients:
+        raise InputError(
+            f"data: {clients} clients but {count} test sets; give one per client, or a share"
         )
-        _validate_rows(used, examples, part)
-    for part, holdings in parts.items():
-        _validate_labels(holdings, part, classes)
-    empty = np.flatnonzero(federation.train.sizes == 0)
+
+
+def _hold_out_share(
+    data: ClientData, share: float, seed: int, purpose: str
+) -> tuple[ClientData, ClientData]:
+    """The rest of every client's examples, and what is held out."""
+    remaining: list[Rows] = []
+    held_out: list[Rows] = []
+    for client, rows in enumerate(data.rows):
+        rest, part = hold_out(rows, share, seed, purpose, client)
+        remaining.append(rest)
+        held_out.append(part)
+    return replace(data, rows=tuple(remaining)), replace(data, rows=tuple(held_out))
+
+
+def _validate_stores(parts: dict[str, ClientData]) -> None:
+    """Check each store of examples once, by the first part that uses it."""
+    users: dict[int, list[str]] = {}
+    for part, data in parts.items():
+        users.setdefault(id(data.examples), []).append(part)
+    for names in users.values():
+        examples = parts[names[0]].examples
+        _validate_examples(examples, names[0], parts["train"].examples)
+        rows = np.concatenate([parts[name].all_rows() for name in names])
+        _require_rows_inside(rows, len(examples.y), names[0])
+        _require_distinct_rows(rows)
+
+
+def _validate_examples(examples: Examples, part: str, train: Examples) -> None:
+    _require_one_label_per_input(examples, part)
+    _require_same_inputs(examples.x, part, train.x)
+    _require_finite(examples.x, part)
+
+
+def _require_clients(data: ClientData, part: str, clients: int) -> None:
+    if data.num_clients != clients:
+        raise InputError(
+            f"data: {clients} clients train, but {data.num_clients} have a {part} part; "
+            "give one per client"
+        )
+
+
+def _require_training_examples(train: ClientData) -> None:
+    empty = np.flatnonzero(train.sizes == 0)
     if len(empty):
         raise InputError(
-            f"data: device {empty[0]} has no training examples ({len(empty)} such); drop it or use fewer devices"
+            f"data: client {empty[0]} has no training examples ({len(empty)} such clients); "
+            "drop it or use fewer clients"
         )
 
 
-def _validate_store(examples: Examples, part: str, like: Examples) -> None:
-    x, y, _ = examples
-    if len(x) != len(y) or y.dim() != 1:
+def _require_one_label_per_input(examples: Examples, part: str) -> None:
+    inputs, labels = tuple(examples.x.shape), tuple(examples.y.shape)
+    if labels != inputs[:1]:
         raise InputError(
-            f"data: {part} inputs are {tuple(x.shape)} and labels {tuple(y.shape)}; one label per input was expected"
+            f"data: {part} inputs are {inputs} and labels {labels}; "
+            "one label per input was expected"
         )
-    if x.shape[1:] != like.x.shape[1:] or x.dtype != like.x.dtype:
-        given, expected = (f"{tuple(each.shape[1:])} {each.dtype}" for each in (x, like.x))
+
+
+def _require_same_inputs(x: Tensor, part: str, train: Tensor) -> None:
+    if _describe_input(x) != _describe_input(train):
         raise InputError(
-            f"data: {part} inputs are {given}, training inputs {expected}; prepare both alike"
+            f"data: {part} inputs are {_describe_input(x)}, "
+            f"training inputs {_describe_input(train)}; prepare both alike"
         )
+
+
+def _describe_input(x: Tensor) -> str:
+    """Shape and type of one input."""
+    return f"{tuple(x.shape[1:])} {x.dtype}"
+
+
+def _require_finite(x: Tensor, part: str) -> None:
     if x.is_floating_point() and not bool(torch.isfinite(x).all()):
         bad = torch.isfinite(x).flatten(1).all(1).logical_not().nonzero()
         raise InputError(
-            f"data: {part} example {int(bad[0])} holds NaN or infinity ({len(bad)} such examples); clean or drop them"
+            f"data: {part} example {int(bad[0])} holds NaN or infinity "
+            f"({len(bad)} such examples); clean or drop them"
         )
 
 
-def _validate_rows(used: Rows, examples: Examples, part: str) -> None:
-    outside = used[(used < 0) | (used >= len(examples.y))]
+def _require_rows_inside(rows: Rows, size: int, part: str) -> None:
+    outside = rows[(rows < 0) | (rows >= size)]
     if len(outside):
         raise InputError(
-            f"data: row {outside[0]} is outside the {len(examples.y)} {part} examples; partition them anew"
+            f"data: row {outside[0]} is outside the {size} {part} examples; partition them anew"
         )
-    twice = np.flatnonzero(np.bincount(used, minlength=1) > 1)
-    if len(twice):
+
+
+def _require_distinct_rows(rows: Rows) -> None:
+    repeated = np.flatnonzero(np.bincount(rows, minlength=1) > 1)
+    if len(repeated):
         raise InputError(
-            f"data: example {twice[0]} is on two devices, or in two of train, validation and test; it may be in one"
+            f"data: example {repeated[0]} is on two clients, or in two of train, validation and "
+            "test; it may be in one"
         )
 
 
-def _validate_labels(holdings: ClientData, part: str, classes: int) -> None:
-    labels = holdings.examples.y
+def _require_class_numbers(labels: Tensor, part: str, classes: int) -> None:
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise InputError(
-            f"data: {part} labels are {labels.dtype}; class numbers 0..{classes - 1} were expected, use y.long()"
+            f"data: {part} labels are {labels.dtype}; "
+            f"class numbers 0..{classes - 1} were expected, use y.long()"
         )
+
+
+def _require_known_classes(data: ClientData, part: str, classes: int) -> None:
+    labels = data.examples.y
     wrong = ((labels < 0) | (labels >= classes)).cpu().numpy()
-    for client, rows in enumerate(holdings.rows):
-        if wrong[rows].any():
-            label = int(labels[int(rows[wrong[rows]][0])])
+    for client, rows in enumerate(data.rows):
+        wrong_rows = rows[wrong[rows]]
+        if len(wrong_rows):
             raise InputError(
-                f"data: device {client} has the {part} label {label}, but the model has {classes} outputs (0..{classes - 1}); "
+                f"data: client {client} has the {part} label {int(labels[wrong_rows[0]])}, "
+                f"but the model has {classes} outputs (0..{classes - 1}); "
                 "fix the label or widen the model"
             )

@@ -1,9 +1,11 @@
-"""Who gets which examples: equal shares, a few classes each, Dirichlet proportions, or as the data came.
+"""Partitions of a data set over clients: IID, by classes, Dirichlet, natural, or by question type.
 
-A partition maps training labels and test labels to each device's rows of either. Every row goes to exactly one device.
+A partitioner maps training labels and test labels to each client's rows of both. Every row goes to
+exactly one client.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +15,22 @@ from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
 from glocal.core.sampling import IntArray, make_rng
 from glocal.datasets.federated import FederatedData, hold_out_validation
-from glocal.datasets.sources import Dataset
+from glocal.datasets.loaders import Dataset
 
 ClientRows = tuple[list[Rows], list[Rows]]
 Partitioner = Callable[[IntArray, IntArray, np.random.Generator], ClientRows]
 
-_LARGEST_ALPHA = (
-    1e6  # beyond, shares are equal to within a row; far beyond, numpy's gamma numbers overflow
-)
+# Above it shares are equal to within a row; far above it numpy's gamma variates overflow.
+_LARGEST_ALPHA = 1e6
 
 
 def partition(
     dataset: Dataset, partitioner: Partitioner, *, validation: float = 0.1, seed: int = 0
 ) -> FederatedData:
-    """Give every device its examples; the stores are used as they are, not copied."""
-    for part, (_, y, _) in (("train", dataset.train), ("test", dataset.test)):
-        if y.dim() != 1 or y.dtype != torch.int64:
-            raise InputError(
-                f"data: {part} labels are {tuple(y.shape)} {y.dtype}; whole numbers (rows,) were expected: y.long()"
-            )
-    labels = [part.y.cpu().numpy() for part in (dataset.train, dataset.test)]
-    train, test = partitioner(labels[0], labels[1], make_rng(seed, "partition"))
+    """Give every client its examples; the stores are used as they are, not copied."""
+    train_labels = _class_labels(dataset.train.y, "train")
+    test_labels = _class_labels(dataset.test.y, "test")
+    train, test = partitioner(train_labels, test_labels, make_rng(seed, "partition"))
     return hold_out_validation(
         ClientData(dataset.train, tuple(train)),
         ClientData(dataset.test, tuple(test)),
@@ -43,7 +40,7 @@ def partition(
 
 
 def class_counts(data: ClientData, classes: int) -> IntArray:
-    """How many examples of each class every device holds (devices, classes)."""
+    """The number of examples per client and class (clients, classes)."""
     labels = data.examples.y.cpu().numpy()
     counts = np.zeros((data.num_clients, classes), dtype=np.int64)
     for client, rows in enumerate(data.rows):
@@ -52,135 +49,64 @@ def class_counts(data: ClientData, classes: int) -> IntArray:
 
 
 def iid(clients: int) -> Partitioner:
-    """Shares of equal size, at random."""
-    _require_positive("devices", clients)
-
-    def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
-        _require_enough_examples(clients, train)
-        owners = [
-            generator.permutation(np.arange(len(labels)) % clients) for labels in (train, test)
-        ]
-        return _client_rows(clients, *owners)
-
-    return partition
+    """Random shares of equal size."""
+    _require_positive("clients", clients)
+    return partial(_partition_iid, clients)
 
 
 def shards(clients: int, classes_per_client: int) -> Partitioner:
-    """So many classes on each device, no fewer where that can be, the same in training and test."""
-    return _shard_partitioner(clients, classes_per_client, _remove_duplicates)
+    """A fixed number of classes per client, the same classes in training and test.
+
+    A client has fewer only where the data set has fewer.
+    """
+    _require_positive("clients", clients)
+    _require_positive("classes_per_client", classes_per_client)
+    return partial(_partition_shards, clients, classes_per_client, _remove_duplicates)
 
 
 def random_shards(clients: int, classes_per_client: int) -> Partitioner:
-    """So many shards of one class each, at random (McMahan et al. 2017, section 3): two of one class stay with their device.
+    """Random shards of one class each, a fixed number per client (McMahan et al. 2017, section 3).
 
-    So a device has at most so many classes, and some have fewer: of 100 devices with two of ten classes 9.5 have one, on average.
+    Two shards of one class may go to one client, so some clients have fewer classes. With 100
+    clients and two of ten classes each, 9.5 clients have one class, on average.
     """
-    return _shard_partitioner(clients, classes_per_client, lambda held, generator: held)
-
-
-def _shard_partitioner(
-    clients: int, classes_per_client: int, sort: Callable[[IntArray, np.random.Generator], IntArray]
-) -> Partitioner:
-    _require_positive("devices", clients)
+    _require_positive("clients", clients)
     _require_positive("classes_per_client", classes_per_client)
-
-    def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
-        _require_enough_examples(clients, train)
-        classes = np.union1d(train, test)
-        held = sort(
-            _assign_slots(_slots(clients, classes_per_client, classes, train), clients, generator),
-            generator,
-        )
-        train_owners, test_owners = np.zeros(len(train), np.int64), np.zeros(len(test), np.int64)
-        for label, slots in zip(classes, held.T, strict=True):
-            holders = generator.permutation(np.repeat(np.arange(clients), slots))
-            for owners, labels in ((train_owners, train), (test_owners, test)):
-                rows = generator.permutation(np.flatnonzero(labels == label))
-                owners[rows] = holders[np.arange(len(rows)) % len(holders)]
-        _require_no_empty_clients(train_owners, clients)
-        return _client_rows(clients, train_owners, test_owners)
-
-    return partition
+    return partial(_partition_shards, clients, classes_per_client, _keep_duplicates)
 
 
 def dirichlet(clients: int, alpha: float) -> Partitioner:
-    """Each class in proportions drawn from Dir(alpha), the same in training and test (Hsu, Qi and Brown 2019)."""
-    _require_positive("devices", clients)
+    """Each class in proportions from Dir(alpha), equal in training and test (Hsu et al. 2019)."""
+    _require_positive("clients", clients)
     if not 0 < alpha <= _LARGEST_ALPHA:
         raise InputError(
-            f"partition: alpha is {alpha}; it must be above 0 and at most {_LARGEST_ALPHA:g} (iid gives equal shares)"
+            f"partition: alpha is {alpha}; it must be above 0 and at most {_LARGEST_ALPHA:g} "
+            "(iid gives equal shares)"
         )
-
-    def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
-        _require_enough_examples(clients, train)
-        train_owners, test_owners = np.zeros(len(train), np.int64), np.zeros(len(test), np.int64)
-        for label in np.union1d(train, test):
-            proportions = generator.dirichlet(np.full(clients, alpha))
-            for owners, labels in ((train_owners, train), (test_owners, test)):
-                rows = generator.permutation(np.flatnonzero(labels == label))
-                owners[rows] = np.repeat(np.arange(clients), apportion(proportions, len(rows)))
-        _fill_empty_clients(train_owners, clients, generator)
-        return _client_rows(clients, train_owners, test_owners)
-
-    return partition
+    return partial(_partition_dirichlet, clients, alpha)
 
 
 def natural(train_ids: npt.ArrayLike, test_ids: npt.ArrayLike) -> Partitioner:
-    """One device for each distinct id among the training examples, in sorted order; ids are numbers or names, one per row."""
-    people, train_owners = np.unique(np.asarray(train_ids), return_inverse=True)
-    tested = np.asarray(test_ids)
-    strangers = np.setdiff1d(tested, people)
-    if len(strangers):
-        raise InputError(
-            f"partition: test id {strangers[0]} has no training example ({len(strangers)} such ids); drop those test rows"
-        )
-    test_owners = np.searchsorted(people, tested)
+    """One client per distinct id of the training examples, in sorted order of ids.
 
-    def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
-        for part, labels, owners in (
-            ("training", train, train_owners),
-            ("test", test, test_owners),
-        ):
-            if len(labels) != len(owners):
-                raise InputError(
-                    f"partition: {len(owners)} {part} ids but {len(labels)} {part} examples; give one id per example"
-                )
-        return _client_rows(len(people), train_owners, test_owners)
-
-    return partition
+    Ids are numbers or names, one per row.
+    """
+    names, train_owners = np.unique(np.asarray(train_ids), return_inverse=True)
+    test_names = np.asarray(test_ids)
+    _require_trained(np.setdiff1d(test_names, names))
+    test_owners = np.searchsorted(names, test_names)
+    return partial(_partition_by_owner, len(names), train_owners, test_owners)
 
 
 def question_type_shards(clients: int, train_types: IntArray, test_types: IntArray) -> Partitioner:
-    """One shard for each device of examples sorted by their kind, whatever their labels; kinds come in a random order.
+    """One shard per client of the examples in order of their type; types come in a random order.
 
-    Shards are of equal size, so that a common kind is on several devices and rare ones share one. Tests follow: those of a kind go
-    to devices as its training examples do, those of a kind that nobody trains on anywhere.
+    Shards have equal size. A frequent type is on several clients, and rare types share one. Test
+    examples of a type go to clients in proportion to its training examples; those of a type
+    without training examples go to random clients. Labels play no role.
     """
-    _require_positive("devices", clients)
-
-    def partition(train: IntArray, test: IntArray, generator: np.random.Generator) -> ClientRows:
-        for part, labels, types in (("training", train, train_types), ("test", test, test_types)):
-            if len(labels) != len(types):
-                raise InputError(
-                    f"partition: {len(types)} {part} kinds but {len(labels)} {part} examples; give one per example"
-                )
-        _require_enough_examples(clients, train)
-        train_owners, test_owners = (
-            np.zeros(len(train), np.int64),
-            generator.integers(clients, size=len(test)),
-        )
-        turn = generator.permutation(int(max(train_types.max(), test_types.max(initial=0))) + 1)
-        row_order = np.lexsort((generator.random(len(train)), turn[train_types]))
-        train_owners[row_order] = np.arange(len(train)) * clients // len(train)
-        for kind in np.intersect1d(train_types, test_types):
-            held = np.bincount(train_owners[train_types == kind], minlength=clients)
-            rows = generator.permutation(np.flatnonzero(test_types == kind))
-            test_owners[rows] = np.repeat(
-                np.arange(clients), apportion(held / held.sum(), len(rows))
-            )
-        return _client_rows(clients, train_owners, test_owners)
-
-    return partition
+    _require_positive("clients", clients)
+    return partial(_partition_question_types, clients, train_types, test_types)
 
 
 def apportion(proportions: npt.NDArray[np.float64], total: int) -> IntArray:
@@ -196,52 +122,182 @@ def apportion(proportions: npt.NDArray[np.float64], total: int) -> IntArray:
     return counts
 
 
-def _slots(clients: int, classes_per_client: int, classes: IntArray, train: IntArray) -> IntArray:
-    """How many devices each class goes to (classes,): equally many, what is left over to the largest classes."""
-    total = clients * min(classes_per_client, len(classes))
-    if total < len(classes):
+def _partition_iid(
+    clients: int, train: IntArray, test: IntArray, generator: np.random.Generator
+) -> ClientRows:
+    _require_enough_examples(clients, train)
+    train_owners = generator.permutation(np.arange(len(train)) % clients)
+    test_owners = generator.permutation(np.arange(len(test)) % clients)
+    return _client_rows(clients, train_owners, test_owners)
+
+
+def _partition_shards(
+    clients: int,
+    classes_per_client: int,
+    rearrange: Callable[[IntArray, np.random.Generator], IntArray],
+    train: IntArray,
+    test: IntArray,
+    generator: np.random.Generator,
+) -> ClientRows:
+    """Shards of one class each; `rearrange` may exchange them between clients."""
+    _require_enough_examples(clients, train)
+    classes = np.union1d(train, test)
+    slots_per_class = _slots(clients, classes_per_client, classes, train)
+    slots = rearrange(_assign_slots(slots_per_class, clients, generator), generator)
+    train_owners, test_owners = _no_owners(train), _no_owners(test)
+    for label, class_slots in zip(classes, slots.T, strict=True):
+        owners = generator.permutation(np.repeat(np.arange(clients), class_slots))
+        _assign_in_turn(train_owners, train == label, owners, generator)
+        _assign_in_turn(test_owners, test == label, owners, generator)
+    _require_no_empty_clients(train_owners, clients)
+    return _client_rows(clients, train_owners, test_owners)
+
+
+def _partition_dirichlet(
+    clients: int, alpha: float, train: IntArray, test: IntArray, generator: np.random.Generator
+) -> ClientRows:
+    _require_enough_examples(clients, train)
+    train_owners, test_owners = _no_owners(train), _no_owners(test)
+    for label in np.union1d(train, test):
+        proportions = generator.dirichlet(np.full(clients, alpha))
+        _assign_in_proportion(train_owners, train == label, proportions, generator)
+        _assign_in_proportion(test_owners, test == label, proportions, generator)
+    _fill_empty_clients(train_owners, clients, generator)
+    return _client_rows(clients, train_owners, test_owners)
+
+
+def _partition_by_owner(
+    clients: int,
+    train_owners: IntArray,
+    test_owners: IntArray,
+    train: IntArray,
+    test: IntArray,
+    generator: np.random.Generator,
+) -> ClientRows:
+    """Every row to its owner; nothing is random."""
+    _require_one_per_example("ids", "training", train_owners, train)
+    _require_one_per_example("ids", "test", test_owners, test)
+    return _client_rows(clients, train_owners, test_owners)
+
+
+def _partition_question_types(
+    clients: int,
+    train_types: IntArray,
+    test_types: IntArray,
+    train: IntArray,
+    test: IntArray,
+    generator: np.random.Generator,
+) -> ClientRows:
+    _require_one_per_example("types", "training", train_types, train)
+    _require_one_per_example("types", "test", test_types, test)
+    _require_enough_examples(clients, train)
+    test_owners = generator.integers(clients, size=len(test))
+    types = int(max(train_types.max(), test_types.max(initial=0))) + 1
+    position = generator.permutation(types)
+    train_owners = _equal_shards(clients, position[train_types], generator)
+    for question_type in np.intersect1d(train_types, test_types):
+        counts = np.bincount(train_owners[train_types == question_type], minlength=clients)
+        rows_of_type = test_types == question_type
+        _assign_in_proportion(test_owners, rows_of_type, counts / counts.sum(), generator)
+    return _client_rows(clients, train_owners, test_owners)
+
+
+def _equal_shards(clients: int, keys: IntArray, generator: np.random.Generator) -> IntArray:
+    """Owners of rows in shards of equal size, in order of the keys; ties in random order."""
+    row_order = np.lexsort((generator.random(len(keys)), keys))
+    owners = _no_owners(keys)
+    owners[row_order] = np.arange(len(keys)) * clients // len(keys)
+    return owners
+
+
+def _no_owners(labels: IntArray) -> IntArray:
+    """Room for the owner of every row."""
+    return np.zeros(len(labels), np.int64)
+
+
+def _assign_in_turn(
+    owners: IntArray,
+    selected: npt.NDArray[np.bool_],
+    clients: IntArray,
+    generator: np.random.Generator,
+) -> None:
+    """Give the selected rows to these clients in turn, in random order of rows, in place."""
+    rows = generator.permutation(np.flatnonzero(selected))
+    owners[rows] = clients[np.arange(len(rows)) % len(clients)]
+
+
+def _assign_in_proportion(
+    owners: IntArray,
+    selected: npt.NDArray[np.bool_],
+    proportions: npt.NDArray[np.float64],
+    generator: np.random.Generator,
+) -> None:
+    """Give the selected rows to all clients in these proportions, at random, in place."""
+    rows = generator.permutation(np.flatnonzero(selected))
+    owners[rows] = np.repeat(np.arange(len(proportions)), apportion(proportions, len(rows)))
+
+
+def _class_labels(labels: torch.Tensor, part: str) -> IntArray:
+    if labels.dim() != 1 or labels.dtype != torch.int64:
         raise InputError(
-            f"partition: {clients} devices with {classes_per_client} classes each cannot hold {len(classes)} classes; "
-            f"use at least {-(-len(classes) // classes_per_client)} devices or more classes per device"
+            f"data: {part} labels are {tuple(labels.shape)} {labels.dtype}; "
+            "whole numbers (rows,) were expected: y.long()"
         )
+    return np.asarray(labels.cpu().numpy())
+
+
+def _slots(clients: int, classes_per_client: int, classes: IntArray, train: IntArray) -> IntArray:
+    """The number of clients per class (classes,); the remainder goes to the largest classes."""
+    _require_enough_slots(clients, classes_per_client, len(classes))
     sizes = np.array([np.count_nonzero(train == label) for label in classes])
+    total = clients * min(classes_per_client, len(classes))
     slots = np.full(len(classes), total // len(classes))
     slots[np.argsort(-sizes, kind="stable")[: total % len(classes)]] += 1
     return slots
 
 
-def _assign_slots(slots: IntArray, clients: int, generator: np.random.Generator) -> IntArray:
-    """Deal the slots at random, equally many to each device: how many of which class it holds (devices, classes)."""
-    deck = generator.permutation(np.repeat(np.arange(len(slots)), slots)).reshape(clients, -1)
-    held = np.zeros((clients, len(slots)), dtype=np.int64)
-    np.add.at(held, (np.arange(clients)[:, None], deck), 1)
-    return held
+def _assign_slots(
+    slots_per_class: IntArray, clients: int, generator: np.random.Generator
+) -> IntArray:
+    """Give each client equally many random slots; returns slots per class (clients, classes)."""
+    classes = np.arange(len(slots_per_class))
+    slots = generator.permutation(np.repeat(classes, slots_per_class)).reshape(clients, -1)
+    counts = np.zeros((clients, len(classes)), dtype=np.int64)
+    np.add.at(counts, (np.arange(clients)[:, None], slots), 1)
+    return counts
 
 
-def _remove_duplicates(held: IntArray, generator: np.random.Generator) -> IntArray:
-    """The same hands after trades that leave no device two slots of one class: 0 or 1 (devices, classes)."""
-    while len(doubles := np.argwhere(held > 1)):
-        for client, label in doubles:
-            if held[client, label] > 1:
-                _swap(held, client, label, generator)
-    return held
+def _keep_duplicates(slots: IntArray, generator: np.random.Generator) -> IntArray:
+    return slots
 
 
-def _swap(held: IntArray, client: int, label: int, generator: np.random.Generator) -> None:
-    """Trade a doubled class with a device that lacks it; each trade leaves fewer doubles, so that the trading ends.
+def _remove_duplicates(slots: IntArray, generator: np.random.Generator) -> IntArray:
+    """Exchange slots until no client has two of one class; returns 0 or 1 (clients, classes)."""
+    while len(duplicates := np.argwhere(slots > 1)):
+        for client, label in duplicates:
+            if slots[client, label] > 1:
+                _swap(slots, client, label, generator)
+    return slots
 
-    No class has more slots than there are devices, so some device lacks it. Either that device has a class that is new here, or all
-    that it has is here already: fewer kinds than slots, so it has a double itself and gives that.
+
+def _swap(slots: IntArray, client: int, label: int, generator: np.random.Generator) -> None:
+    """Exchange a duplicate class with a client that lacks it.
+
+    Each exchange leaves fewer duplicates, so the exchanges end. No class has more slots than there
+    are clients, so some other client lacks this class. Either the other client has a class that
+    this client lacks, or this client has all classes of the other. In the second case the other
+    client has fewer classes than slots, so it has a duplicate itself and gives that.
     """
-    other = generator.choice(np.flatnonzero(held[:, label] == 0))
-    new_here = (held[other] > 0) & (held[client] == 0)
-    offer = generator.choice(np.flatnonzero(new_here if new_here.any() else held[other] > 1))
-    held[client, [label, offer]] += (-1, 1)
-    held[other, [label, offer]] += (1, -1)
+    other = generator.choice(np.flatnonzero(slots[:, label] == 0))
+    lacking = (slots[other] > 0) & (slots[client] == 0)
+    offers = lacking if lacking.any() else slots[other] > 1
+    offer = generator.choice(np.flatnonzero(offers))
+    slots[client, [label, offer]] += (-1, 1)
+    slots[other, [label, offer]] += (1, -1)
 
 
 def _fill_empty_clients(owners: IntArray, clients: int, generator: np.random.Generator) -> None:
-    """Give every device without an example one of the largest device's, in place."""
+    """Give every client without an example one of the largest client's, in place."""
     sizes = np.bincount(owners, minlength=clients)
     for client in np.flatnonzero(sizes == 0):
         largest = int(np.argmax(sizes))
@@ -255,7 +311,7 @@ def _client_rows(clients: int, train_owners: IntArray, test_owners: IntArray) ->
 
 
 def _rows_by_client(owners: IntArray, clients: int) -> list[Rows]:
-    """Each device's rows, ascending, from each row's owner (rows,)."""
+    """Each client's rows in ascending order, from each row's owner (rows,)."""
     ends = np.cumsum(np.bincount(owners, minlength=clients))
     return np.split(np.argsort(owners, kind="stable"), ends[:-1])
 
@@ -265,10 +321,39 @@ def _require_positive(name: str, value: int) -> None:
         raise InputError(f"partition: {name} is {value}; it must be at least 1")
 
 
+def _require_enough_slots(clients: int, classes_per_client: int, classes: int) -> None:
+    if clients * min(classes_per_client, classes) < classes:
+        needed = -(-classes // classes_per_client)
+        raise InputError(
+            f"partition: {clients} clients with {classes_per_client} classes each cannot hold "
+            f"{classes} classes; use at least {needed} clients or more classes per client"
+        )
+
+
+def _require_one_per_example(
+    what: str, part: str, values: npt.NDArray[np.generic], labels: IntArray
+) -> None:
+    if len(labels) != len(values):
+        raise InputError(
+            f"partition: {len(values)} {part} {what} but {len(labels)} {part} examples; "
+            "give one per example"
+        )
+
+
+def _require_trained(ids: npt.NDArray[np.generic]) -> None:
+    """Refuse ids of test examples that no training example has."""
+    if len(ids):
+        raise InputError(
+            f"partition: test id {ids[0]} has no training example ({len(ids)} such ids); "
+            "drop those test rows"
+        )
+
+
 def _require_enough_examples(clients: int, train: IntArray) -> None:
     if clients > len(train):
         raise InputError(
-            f"partition: {clients} devices but {len(train)} training examples; use at most {len(train)} devices"
+            f"partition: {clients} clients but {len(train)} training examples; "
+            f"use at most {len(train)} clients"
         )
 
 
@@ -276,6 +361,6 @@ def _require_no_empty_clients(owners: IntArray, clients: int) -> None:
     empty = np.flatnonzero(np.bincount(owners, minlength=clients) == 0)
     if len(empty):
         raise InputError(
-            f"partition: its classes leave device {empty[0]} no training example ({len(empty)} such devices); "
-            "use fewer devices or more classes per device"
+            f"partition: its classes leave client {empty[0]} no training example "
+            f"({len(empty)} such clients); use fewer clients or more classes per client"
         )

@@ -1,4 +1,4 @@
-"""Images turned by an angle, and a store that holds turned copies beside the originals."""
+"""Rotated images, and stores that hold rotated copies beside the originals."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,77 +11,101 @@ from torch.nn.functional import affine_grid, grid_sample
 from glocal.core.data import Examples, Rows
 from glocal.core.errors import InputError
 
-_CHUNK = 4096  # images turned at once
+_CHUNK = 4096  # images rotated at once
 
 
 class RotatedExamples(NamedTuple):
-    """A store with turned copies, and for each angle where the copy of each original row lies (rows,); -1 where there is none."""
+    """A store with rotated copies.
+
+    `copy_rows` maps an angle to the row of each original's copy (rows,), or -1 without one.
+    """
 
     examples: Examples
     copy_rows: Mapping[float, Rows]
 
 
 def rotate_images(images: Tensor, degrees: float, fill: Tensor | float = 0.0) -> Tensor:
-    """Images (rows, height, width) or (rows, channels, height, width) turned anticlockwise; `fill` comes in at the corners.
+    """Images (rows, height, width) or (rows, channels, height, width), rotated anticlockwise.
 
-    Quarter turns of square images only move pixels; any other angle is interpolated between the four nearest ones.
+    `fill` is the colour of the corners. Quarter turns of square images only move pixels; any other
+    angle interpolates between the four nearest ones.
 
     >>> rotate_images(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), 90)
     tensor([[[2., 4.],
              [1., 3.]]])
     """
     require_images(images)
-    if degrees % 90 == 0 and (degrees % 180 == 0 or images.shape[-1] == images.shape[-2]):
+    if _moves_pixels_only(images, degrees):
         return images.rot90(int(degrees // 90) % 4, (-2, -1)).contiguous()
     planes = images if images.dim() == 4 else images[:, None]
-    return torch.cat(
-        [_interpolate_rotation(part, degrees, fill) for part in torch.split(planes, _CHUNK)]
-    ).reshape(images.shape)
+    return _rotate_in_chunks(planes, degrees, fill).reshape(images.shape)
 
 
 def channel_minimum(images: Tensor) -> Tensor:
-    """What comes in at the corners: after normalisation black is each channel's smallest value."""
+    """The fill for normalised images: black is each channel's smallest value."""
     return images.amin((0, -2, -1), keepdim=images.dim() == 4)
 
 
 def require_images(inputs: Tensor) -> None:
-    """Refuse what has no top and no left."""
+    """Refuse inputs that are no images."""
     if inputs.dim() not in (3, 4) or not inputs.is_floating_point():
-        shape = tuple(inputs.shape[1:])
         raise InputError(
-            f"rotate: one example is {shape} {inputs.dtype}; an image (height, width) or (channels, height, width) of floats was "
-            "expected; leave out rotate and drift"
+            f"rotate: one example is {tuple(inputs.shape[1:])} {inputs.dtype}; an image "
+            "(height, width) or (channels, height, width) of floats was expected; "
+            "leave out rotate and drift"
         )
 
 
+def add_rotated_copies(examples: Examples, rows_by_angle: Mapping[float, Rows]) -> RotatedExamples:
+    """A store that also holds rotated copies of some rows; at 0 degrees a row is its own copy."""
+    rows = len(examples.y)
+    copy_rows = {0.0: np.arange(rows)}
+    if not rows_by_angle:
+        return RotatedExamples(examples, copy_rows)
+    require_images(examples.x)
+    stores, end = [examples], rows
+    for degrees, originals in rows_by_angle.items():
+        stores.append(_rotated_copies(examples, originals, degrees))
+        copy_rows[degrees] = np.full(rows, -1)
+        copy_rows[degrees][originals] = np.arange(end, end + len(originals))
+        end += len(originals)
+    return RotatedExamples(_concatenate(stores), copy_rows)
+
+
+def _moves_pixels_only(images: Tensor, degrees: float) -> bool:
+    """Half turns do, and quarter turns of square images."""
+    height, width = images.shape[-2:]
+    return degrees % 180 == 0 or (degrees % 90 == 0 and height == width)
+
+
+def _rotated_copies(examples: Examples, rows: Rows, degrees: float) -> Examples:
+    copies = examples.take(rows)
+    return copies._replace(x=rotate_images(copies.x, degrees, channel_minimum(examples.x)))
+
+
+def _rotate_in_chunks(planes: Tensor, degrees: float, fill: Tensor | float) -> Tensor:
+    chunks = torch.split(planes, _CHUNK)
+    return torch.cat([_interpolate_rotation(chunk, degrees, fill) for chunk in chunks])
+
+
 def _interpolate_rotation(planes: Tensor, degrees: float, fill: Tensor | float) -> Tensor:
-    """Images (rows, channels, height, width) turned about their middle."""
-    height, width = planes.shape[-2:]
-    cosine, sine = float(np.cos(np.radians(degrees))), float(np.sin(np.radians(degrees)))
-    # a grid runs from -1 to 1 along either side, so that an oblong one is stretched
-    matrix = planes.new_tensor(
-        [[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]
-    )
+    """Images (rows, channels, height, width) rotated about their middle."""
+    matrix = planes.new_tensor(_rotation_matrix(degrees, *planes.shape[-2:]))
     grid = affine_grid(matrix.expand(len(planes), 2, 3), list(planes.shape), align_corners=False)
     return grid_sample(planes - fill, grid, align_corners=False) + fill
 
 
-def add_rotated_copies(examples: Examples, rows_by_angle: Mapping[float, Rows]) -> RotatedExamples:
-    """A store that also holds some rows turned by some angles; at 0 degrees a row is its own copy."""
-    copy_rows, copies, rows = {0.0: np.arange(len(examples.y))}, [examples], len(examples.y)
-    for degrees, turned in rows_by_angle.items():
-        require_images(examples.x)
-        taken = examples.take(turned)
-        copies.append(
-            taken._replace(x=rotate_images(taken.x, degrees, channel_minimum(examples.x)))
-        )
-        copy_rows[degrees] = np.full(len(examples.y), -1)
-        copy_rows[degrees][turned] = np.arange(rows, rows + len(turned))
-        rows += len(turned)
-    return RotatedExamples(_concatenate(copies) if rows_by_angle else examples, copy_rows)
+def _rotation_matrix(degrees: float, height: int, width: int) -> list[list[float]]:
+    """The affine map of a rotation (2, 3).
+
+    A grid runs from -1 to 1 along both sides, so an oblong image needs its sides' ratio.
+    """
+    angle = np.radians(degrees)
+    cosine, sine = float(np.cos(angle)), float(np.sin(angle))
+    return [[cosine, -sine * height / width, 0.0], [sine * width / height, cosine, 0.0]]
 
 
 def _concatenate(stores: list[Examples]) -> Examples:
     x, y, groups = zip(*stores, strict=True)
-    known = [group for group in groups if group is not None]
-    return Examples(torch.cat(x), torch.cat(y), torch.cat(known) if known else None)
+    present = [group for group in groups if group is not None]
+    return Examples(torch.cat(x), torch.cat(y), torch.cat(present) if present else None)
