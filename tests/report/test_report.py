@@ -19,7 +19,7 @@ from glocal.core.files import FORMAT
 from glocal.report import draw_classes, write_report
 from glocal.studies.run import experiment_folder
 
-DEVICES, CLASSES, SHARED, LOCAL = 6, 4, 30, 70
+CLIENTS, CLASSES, SHARED, LOCAL = 6, 4, 30, 70
 
 
 def ledger(rounds: int) -> dict[str, dict[str, int]]:
@@ -27,12 +27,12 @@ def ledger(rounds: int) -> dict[str, dict[str, int]]:
         "download": 2 * SHARED * rounds,
         "upload": 2 * SHARED * rounds,
         "evaluation": 40,
-        "ensemble": LOCAL * DEVICES,
+        "ensemble": LOCAL * CLIENTS,
     }
     amounts = {
         **sent,
         "total": sum(sent.values()),
-        "paper": SHARED * (DEVICES + 2) * rounds + (SHARED + LOCAL) * DEVICES,
+        "paper": SHARED * (CLIENTS + 2) * rounds + (SHARED + LOCAL) * CLIENTS,
     }
     return {part: {"parameters": count, "bytes": 4 * count} for part, count in amounts.items()}
 
@@ -47,7 +47,7 @@ def result(seed: int, quality: float, rounds: int) -> dict[str, Any]:
             "times_sampled": device,
             "local_test": quality - device / 50,
         }
-        for device in range(DEVICES)
+        for device in range(CLIENTS)
     ]
     spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality}
     ways = {"logits": quality - 0.2, "votes": quality - 0.3, "weights": quality - 0.4}
@@ -76,7 +76,7 @@ def rows(seeds: int, rounds: int, quality: float) -> list[dict[str, Any]]:
             "loss": 2 / (1 + done) + seed / 10,
             "validation": quality * (done + 1) / rounds if done % 2 else None,
             "bytes": 16 * SHARED * (done + 1),
-            "paper_parameters": SHARED * (DEVICES + 2) * (done + 1),
+            "paper_parameters": SHARED * (CLIENTS + 2) * (done + 1),
         }
         for done in range(rounds)
         for seed in range(seeds)
@@ -94,9 +94,15 @@ def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path
     plan = {"rounds": rounds, "clients_per_round": 2, "seeds": seeds}
     write(
         folder / "settings.json",
-        {"format": FORMAT, "name": "toy", "data": {"clients": DEVICES}, "plan": plan, "experiments": experiments},
+        {
+            "format": FORMAT,
+            "name": "toy",
+            "data": {"clients": CLIENTS},
+            "plan": plan,
+            "experiments": experiments,
+        },
     )
-    counts = (np.arange(DEVICES * CLASSES).reshape(DEVICES, CLASSES) % 3).tolist()
+    counts = (np.arange(CLIENTS * CLASSES).reshape(CLIENTS, CLASSES) % 3).tolist()
     write(folder / "federation.json", {"classes": CLASSES, "train": counts, "test": counts})
     for place, name in enumerate(names):
         home, quality = experiment_folder(folder, name), 0.7 + 0.05 * place
@@ -329,7 +335,7 @@ def test_classes_are_drawn_into_no_other_kind_of_file(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("counts", [[], [1, 2], [[]]])
 def test_counts_that_are_no_table_are_refused(tmp_path: Path, counts: list[Any]) -> None:
-    with pytest.raises(InputError, match=r"\(devices, classes\) was expected"):
+    with pytest.raises(InputError, match=r"\(clients, classes\) was expected"):
         draw_classes(counts, tmp_path / "who.svg")
 
 

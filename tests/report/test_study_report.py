@@ -206,7 +206,16 @@ def test_the_terminal_has_the_same_columns(
     print_findings(fair)
     heads, first, *_ = capsys.readouterr().out.splitlines()
     assert re.split(r"\s{2,}", heads.strip()) == [
-        *("part", "experiment", "Accuracy %", "paper", "difference", "Income AUC %", "paper", "difference"),
+        *(
+            "part",
+            "experiment",
+            "Accuracy %",
+            "paper",
+            "difference",
+            "Income AUC %",
+            "paper",
+            "difference",
+        ),
         *("Adversary AUC %", "paper", "difference", "Fresh AUC %"),
     ]
     assert re.split(r"\s{2,}", first.strip())[2:] == [

@@ -234,7 +234,11 @@ CASES = {
 
 
 def made(folder, *changes, experiments=("LG",), **more):
-    table = {**tomllib.loads(STUDY), "experiments": {name: CASES[name] for name in experiments}, **more}
+    table = {
+        **tomllib.loads(STUDY),
+        "experiments": {name: CASES[name] for name in experiments},
+        **more,
+    }
     for _ in run_study(from_dict(table, changes), folder):
         pass
     return folder
@@ -287,7 +291,10 @@ def test_every_algorithm_can_be_audited(kept, experiment):
     assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in found["leaks"])
     [result] = json.loads(
         (
-            kept / "experiments" / audit.saved.experiment.lower().replace(" + ", "-") / "result.json"
+            kept
+            / "experiments"
+            / audit.saved.experiment.lower().replace(" + ", "-")
+            / "result.json"
         ).read_text()
     )
     assert [row["accuracy"] for row in found["clients"]] == [
@@ -307,7 +314,9 @@ def test_every_algorithm_can_be_audited(kept, experiment):
 
 @pytest.mark.parametrize(("model", "reads"), [("open_model", True), ("closed_model", False)])
 def test_an_open_code_is_read_and_a_constant_one_says_nothing(tmp_path, model, reads):
-    made(tmp_path, "plan.rounds=1", f"model.name=tests.studies.test_audit:{model}", "split.local=[]")
+    made(
+        tmp_path, "plan.rounds=1", f"model.name=tests.studies.test_audit:{model}", "split.local=[]"
+    )
     found = SavedAudit(open_experiment(tmp_path), AuditQuery("attribute 0", encoders=1)).figures()
     if reads:
         assert all(
@@ -353,7 +362,7 @@ def test_a_device_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
     assert found["leaks"][0]["averaged_over"] == 2, "the mean is over those that can be asked"
     page = (tmp_path / "audits" / "attribute-0-lg" / "report.html").read_text()
     assert "<td>–</td>" in page
-    assert "The mean over 2 devices" in page
+    assert "The mean over 2 clients" in page
 
 
 def test_with_more_classes_there_is_accuracy_by_group_only(tmp_path, capsys):
@@ -374,7 +383,10 @@ def test_with_more_classes_there_is_accuracy_by_group_only(tmp_path, capsys):
 
 def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys):
     before = checksums(saved)
-    assert run("audit", saved, "--attribute", "attribute 0", "--experiment", "LG", "--encoders", "2") == 0
+    assert (
+        run("audit", saved, "--attribute", "attribute 0", "--experiment", "LG", "--encoders", "2")
+        == 0
+    )
     place, printed = saved / "audits" / "attribute-0-lg", capsys.readouterr().out
     assert checksums(saved) == before
     assert sorted(path.name for path in place.iterdir()) == ["audit.json", "report.html"]
@@ -393,7 +405,8 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
         (place / "report.html").read_text(),
     )
     assert (
-        found["command"] == f"glocal audit {saved} --attribute 'attribute 0' --experiment LG --encoders 2"
+        found["command"]
+        == f"glocal audit {saved} --attribute 'attribute 0' --experiment LG --encoders 2"
     )
     assert (found["run"], found["experiment"], found["algorithm"], found["seed"]) == (
         "run",
@@ -410,7 +423,7 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
         "with attribute 0 = 1",
         "The mean over 2 encoders",
         "prefers-color-scheme: dark",
-        "3 devices",
+        "3 clients",
     ):
         assert words in page, words
     assert page.count('<svg class="plot"') == 1
@@ -615,7 +628,9 @@ def test_a_module_that_puts_out_no_rows_is_refused(kept):
         model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()})
     )
     for layer in ("memory", "idle"):
-        with pytest.raises(InputError, match=f"the output of the module '{layer}' is not one tensor"):
+        with pytest.raises(
+            InputError, match=f"the output of the module '{layer}' is not one tensor"
+        ):
             SavedAudit(
                 saved._replace(trained_federation=trained_federation), AuditQuery("0", layer=layer)
             )

@@ -90,7 +90,10 @@ def test_everybodys_private_part_moves_the_shared_one_does_not_and_nothing_is_se
 
 def test_an_adversary_comes_along_from_the_start():
     settings = settings_of(kind="adversary", labeled_fraction=1.0)
-    settings = replace(settings, data=replace(settings.data, source="tests.personalize.test_representations:census"))
+    settings = replace(
+        settings,
+        data=replace(settings.data, source="tests.personalize.test_representations:census"),
+    )
     experiment, progress = begun(settings)
     assert experiment.pretraining.labels
     names = {*progress.states[0].private.of(0)}
@@ -150,7 +153,7 @@ def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
     ("change", "words"),
     [
         ({"epochs": -1}, "pretrain_epochs is -1"),
-        ({"algorithm": "fedavg"}, "fedavg: nothing of it is private"),
+        ({"algorithm": "fedavg"}, "fedavg: it has no private part"),
         ({"labeled_fraction": 0.0}, "labelled is 0.0"),
         ({"labeled_fraction": 1.5}, "labelled is 1.5"),
     ],

@@ -14,7 +14,9 @@ from tests.cli.test_cli import complaint, run
 from tests.support.offered import entry_point, offer_studies
 
 SETTINGS = Settings(experiments={"FedAvg": ExperimentSettings("fedavg")})
-MINE = Study("mine", "A study of mine", "nobody 2026", "It runs.", {"a": StudyPart("a", "", SETTINGS)})
+MINE = Study(
+    "mine", "A study of mine", "nobody 2026", "It runs.", {"a": StudyPart("a", "", SETTINGS)}
+)
 
 
 def offer(monkeypatch, *points):

@@ -109,7 +109,9 @@ def test_a_study_runs_resumes_and_reports_and_keeps_figures_only(capsys):
     assert "LG is above FedAvg: " in printed
     found = found_in("kept")
     assert {
-        len(experiment["local"]) for part in found.values() for experiment in part["experiments"].values()
+        len(experiment["local"])
+        for part in found.values()
+        for experiment in part["experiments"].values()
     } == {2}
     assert "LG 2+2" in Path("kept/tables.md").read_text()
     assert "LG 2+2" in Path("kept/report.html").read_text()
@@ -198,7 +200,9 @@ def told(experiment="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
         "experiments": {experiment: {"algorithm": "fedavg", **about}},
     }
     return Findings(
-        SMALL, {}, {"paper-2": {"seconds": 1.0, "settings": made, "experiments": {experiment: figures}}}
+        SMALL,
+        {},
+        {"paper-2": {"seconds": 1.0, "settings": made, "experiments": {experiment: figures}}},
     )
 
 
@@ -216,7 +220,9 @@ def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once()
 def test_figures_without_their_seeds_are_those_from_0_on():
     old = told(seeds=(0, 1))
     del old.parts["paper-2"]["experiments"]["FedAvg"]["seeds"]
-    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["experiments"]["FedAvg"]["seeds"] == [
+    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["experiments"]["FedAvg"][
+        "seeds"
+    ] == [
         0,
         1,
         2,
@@ -468,9 +474,7 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     wild = ["--set", "experiments.FedAvg.lr=1e30", "--seeds", 1, "--device", "cpu"]
     assert run("run", "small", "--part", "paper-2", *wild, "--out", "kept") == 0
     lines = complaints(capsys)
-    assert any(
-        "paper-2, FedAvg: training diverged" in line and "skipped" in line for line in lines
-    )
+    assert any("paper-2, FedAvg: training diverged" in line and "skipped" in line for line in lines)
     assert [*found_in("kept")["paper-2"]["experiments"]] == ["Local only"]
     told = Path("kept/tables.md").read_text()
     assert "Left out, for training diverged: `paper-2`: FedAvg (all seeds), LG" in told
@@ -500,7 +504,10 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
         for line in complaints(capsys)
         if "LG 4+2: training diverged" in line and "seed 1 is skipped" in line
     ]
-    whole, kept = found_in("whole")["paper-2"]["experiments"], found_in("kept")["paper-2"]["experiments"]
+    whole, kept = (
+        found_in("whole")["paper-2"]["experiments"],
+        found_in("kept")["paper-2"]["experiments"],
+    )
     late = ("LG 4+2", FINE_TUNED)
     assert {name: experiment["seeds"] for name, experiment in kept.items()} == {
         name: [0, 2] if name in late else [0, 1, 2] for name in whole

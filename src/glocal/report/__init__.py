@@ -1,4 +1,4 @@
-"""The report of a run, or of a paper's study: one page of HTML with tables and figures that opens anywhere, offline."""
+"""The report of a run or a study: one HTML page with tables and figures, readable offline."""
 
 from glocal.report.audit_page import write_audit_report
 from glocal.report.classes import draw_classes

@@ -1,4 +1,4 @@
-"""The page of an audit: what attackers read from representations, how groups are treated, and both for each device."""
+"""The page of an audit: what attackers read, how groups are treated, and both per client."""
 
 from collections.abc import Sequence
 from html import escape
@@ -33,7 +33,7 @@ from glocal.report.page import section, write_page
 from glocal.report.styles import COLOURS, MARKERS, LineStyle, legend, line_sample
 from glocal.report.tables import boxed_table, scrolling
 
-_OPEN = 20  # so many devices are shown unfolded
+_OPEN = 20  # with more clients, the table is folded
 _RATES = {
     "selection_rate": "selected, %",
     "true_positive_rate": "true positives, %",
@@ -55,7 +55,8 @@ def write_audit_report(folder: Path) -> Path:
     found = read_audit(folder / "audit.json")
     with colour_theme(FOREGROUND, BACKGROUND):
         sections = [_leaks(found), _groups(found), _clients(found), _command(found)]
-    summary = f'<p class="notice">{escape(audit_headline(found))}</p>\n<p>{escape(audit_summary(found))}</p>'
+    headline = f'<p class="notice">{escape(audit_headline(found))}</p>'
+    summary = f"{headline}\n<p>{escape(audit_summary(found))}</p>"
     return write_page(
         folder,
         title=f"{found['experiment']}: audit of {found['attribute']}",
@@ -72,7 +73,7 @@ def _leaks(found: Json) -> str:
 
 
 def draw_leaks(found: Json) -> Drawing:
-    """Every attacker's AUC with its interval, one rung for each knowledge, against the line of guessing."""
+    """Every attacker's AUC with its interval, one row per knowledge, and the line of chance."""
     rows, known = found["leaks"], attacker_data_text(found)
     looks = {attacker: _line_style(place) for place, attacker in enumerate(_attackers(rows))}
     figure, axes = _new_dot_plot([words for words, _ in known])
@@ -164,12 +165,12 @@ def _groups(found: Json) -> str:
         f"<p><b>{escape(name)}</b> {escape(meaning)}</p>" for name, meaning in differences(found)
     )
     selected = " Selected: predicted to be of class 1." if found["classes"] == 2 else ""
-    note = _note(f"Each device’s own model on its own test data, all devices together.{selected}")
+    note = _note(f"Each client’s own model on its own test data, all clients together.{selected}")
     return section("How groups are treated", f"{_table(heads, body, 'Groups')}\n{note}\n{words}")
 
 
 def _clients(found: Json) -> str:
-    """A row for every device, folded away where they are many."""
+    """A row for every client, folded away where they are many."""
     differ = _DIFFERENCES if found["classes"] == 2 else {}
     heads = [
         "client",
@@ -184,8 +185,9 @@ def _clients(found: Json) -> str:
         for row in found["clients"]
     ]
     summary = f"<summary>{pluralize(len(body), 'client')}</summary>"
-    folded = f"<details{' open' if len(body) <= _OPEN else ''}>{summary}\n{_table(heads, body, 'Devices')}</details>"
-    return section("Devices", f"{folded}\n{_note(CLIENTS_NOTE)}")
+    opening = "<details open>" if len(body) <= _OPEN else "<details>"
+    folded = f"{opening}{summary}\n{_table(heads, body, 'Clients')}</details>"
+    return section("Clients", f"{folded}\n{_note(CLIENTS_NOTE)}")
 
 
 def _command(found: Json) -> str:
@@ -196,7 +198,8 @@ def _table(heads: Sequence[str], body: Sequence[Sequence[str]], label: str) -> s
     """The first column is a row's name; cells are HTML."""
     columns = "".join(f'<th scope="col">{head}</th>' for head in heads[1:])
     rows = (
-        f'<tr><th class="name" scope="row">{first}</th>{"".join(f"<td>{c}</td>" for c in rest)}</tr>'
+        '<tr><th class="name" '
+        f'scope="row">{first}</th>{"".join(f"<td>{c}</td>" for c in rest)}</tr>'
         for first, *rest in body
     )
     return boxed_table(

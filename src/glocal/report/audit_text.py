@@ -6,20 +6,26 @@ from glocal.report.formatting import PERCENT, pluralize
 CHANCE_AUC = 50.0  # percent: the AUC of somebody who knows nothing
 KNOWLEDGE = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
 LEAKS_NOTE = (
-    "Areas under the ROC curve. Attackers are trained afterwards, on frozen representations of training data without noise, and "
-    "judged by test data. In brackets stands the 95 % interval: test people are drawn anew, devices and attackers stay. Bold is "
-    "the best figure among those that chance does not explain (with 95 % confidence, so many tries being allowed for), or among "
+    "Areas under the ROC curve. Attackers are trained afterwards, on frozen representations of "
+    "training data without noise, and "
+    "judged by test data. In brackets stands the 95 % interval: test people are drawn anew, "
+    "clients and attackers stay. Bold is "
+    "the best figure among those that chance does not explain (with 95 % confidence, so many tries "
+    "being allowed for), or among "
     "all if it may explain each of them. Picked after the fact, it is rather too high than too low."
 )
 CLIENTS_NOTE = (
-    "Each device’s own model on its own test data, and the AUC of the best attacker who knows the people of its training data. The "
-    "two differences are those of the groups above, in points. With few people all of this varies widely, and the best of three "
-    "attackers looks better than it is. A dash: the device lacks one of the groups, or one of the classes within a group."
+    "Each client’s own model on its own test data, and the AUC of the best attacker who knows the "
+    "people of its training data. The "
+    "two differences are those of the groups above, in points. With few people all of this varies "
+    "widely, and the best of three "
+    "attackers looks better than it is. A dash: the client lacks one of the groups, or one of the "
+    "classes within a group."
 )
 
 
 def best_leak(found: Json) -> Json:
-    """What the attacker reads that reads most; one that chance does not explain comes before others."""
+    """The highest AUC of all attackers; one beyond chance comes before others."""
     best: Json = max(
         found["leaks"], key=lambda row: (bool(row["beyond_chance"]), float(row["auc"]))
     )
@@ -30,33 +36,46 @@ def audit_headline(found: Json) -> str:
     """What the best attacker reads, in two sentences."""
     best, name = best_leak(found), found["attribute"]
     read = (
-        f"The best attacker ({best['attacker']}, {KNOWLEDGE[best['knowledge']]}) has an AUC of {with_interval(best)}: "
+        f"The best attacker ({best['attacker']}, {KNOWLEDGE[best['knowledge']]}) has an AUC of "
+        f"{with_interval(best)}: "
         f"{CHANCE_AUC:.0f} is guessing, 100 is certainty."
     )
     if best["beyond_chance"]:
         return f"From these representations {name} can be told better than by guessing. {read}"
-    return f"From these representations {name} cannot be told better than by guessing, as far as the test data show. {read}"
+    return (
+        f"From these representations {name} cannot be told better than by guessing, as far as the "
+        f"test data show. {read}"
+    )
 
 
 def audit_summary(found: Json) -> str:
     """What was audited."""
     people = sum(row["people"] for row in found["groups"])
     return (
-        f"Audited is {found['experiment']} ({found['algorithm']}, seed {found['seed']}) of the run {found['run']}: "
-        f"{pluralize(len(found['clients']), 'device')} with {people:,} people in their test data ({found['data']}). "
-        f"The representation is what the module ‘{found['settings']['layer']}’ puts out ({found['layer_reason']}). "
+        f"Audited is {found['experiment']} ({found['algorithm']}, seed {found['seed']}) of the run "
+        f"{found['run']}: "
+        f"{pluralize(len(found['clients']), 'client')} with {people:,} people in their test data "
+        f"({found['data']}). "
+        f"The representation is what the module ‘{found['settings']['layer']}’ puts out "
+        f"({found['layer_reason']}). "
         "No file of that run was changed."
     )
 
 
 def attacker_data_text(found: Json) -> list[tuple[str, str]]:
     """What attackers know, for each knowledge that could be tried."""
-    over, name = {row["knowledge"]: row["averaged_over"] for row in found["leaks"]}, found["attribute"]
+    over, name = (
+        {row["knowledge"]: row["averaged_over"] for row in found["leaks"]},
+        found["attribute"],
+    )
     told = {
-        "own": f"{name} of the people in a device’s training data; they read its test data. The mean over "
-        f"{pluralize(over.get('own', 0), 'device')}.",
-        "pooled": f"{name} of everybody in the training data, each as seen by the encoder of their own device.",
-        "strong": f"the encoder of one device, and {name} of all others’ people, whom they run through it; they read that device’s "
+        "own": f"{name} of the people in a client’s training data; they read its test data. The "
+        "mean over "
+        f"{pluralize(over.get('own', 0), 'client')}.",
+        "pooled": f"{name} of everybody in the training data, each as seen by the encoder of their "
+        "own client.",
+        "strong": f"the encoder of one client, and {name} of all others’ people, whom they run "
+        "through it; they read that client’s "
         f"test data. The mean over {pluralize(over.get('strong', 0), 'encoder')}.",
     }
     return [(KNOWLEDGE[knowledge], told[knowledge]) for knowledge in KNOWLEDGE if knowledge in over]
@@ -81,7 +100,8 @@ def differences(found: Json) -> list[tuple[str, str]]:
 
 def _too_many(classes: int) -> str:
     return (
-        f"The data have {classes} classes. Who is selected, and how often rightly, can be asked where there are two, so that "
+        f"The data have {classes} classes. Who is selected, and how often rightly, can be asked "
+        "where there are two, so that "
         "neither demographic parity nor equalised odds is defined here."
     )
 
@@ -89,8 +109,10 @@ def _too_many(classes: int) -> str:
 def _parity_words(found: Json) -> str:
     one, other = found["groups"]
     return (
-        f"Class 1 is predicted for {_share(one, 'selection_rate')} of the people with {_of(found, one)} and for "
-        f"{_share(other, 'selection_rate')} of those with {_of(found, other)}. At 0 both groups are selected equally often, "
+        f"Class 1 is predicted for {_share(one, 'selection_rate')} of the people with "
+        f"{_of(found, one)} and for "
+        f"{_share(other, 'selection_rate')} of those with {_of(found, other)}. At 0 both groups "
+        "are selected equally often, "
         "whatever their true classes are."
     )
 
@@ -98,10 +120,14 @@ def _parity_words(found: Json) -> str:
 def _odds_words(found: Json) -> str:
     one, other = found["groups"]
     return (
-        f"Of the people who are of class 1, {_share(one, 'true_positive_rate')} are found among those with {_of(found, one)} and "
-        f"{_share(other, 'true_positive_rate')} among those with {_of(found, other)}; of the people of class 0, "
-        f"{_share(one, 'false_positive_rate')} and {_share(other, 'false_positive_rate')} are taken for class 1. The larger "
-        "of these two gaps counts. At 0 the models are right and wrong about both groups equally often."
+        f"Of the people who are of class 1, {_share(one, 'true_positive_rate')} are found among "
+        f"those with {_of(found, one)} and "
+        f"{_share(other, 'true_positive_rate')} among those with {_of(found, other)}; of the "
+        "people of class 0, "
+        f"{_share(one, 'false_positive_rate')} and {_share(other, 'false_positive_rate')} are "
+        "taken for class 1. The larger "
+        "of these two gaps counts. At 0 the models are right and wrong about both groups equally "
+        "often."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the representations of each case give away, as a table."""
+"""What the representations of each experiment give away, as a table."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,17 +9,21 @@ from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table, grouped_head
 
 AUDITS_NOTE = (
-    "All figures are areas under the ROC curve; 50 is guessing. Prediction: each device’s own model on its own test data. For "
-    "each protected attribute, what is read from the representations: by the adversary that was trained along, and by the best of "
-    "three fresh attackers (logistic regression, gradient boosting, a network), trained afterwards on frozen representations "
-    "without noise. Own: they know the attribute of the device’s own people in training. Pooled: of everybody. Strong: they have "
-    "one device’s encoder, and run everybody else through it."
+    "All figures are areas under the ROC curve; 50 is guessing. Prediction: each client’s own "
+    "model on its own test data. For "
+    "each protected attribute, what is read from the representations: by the adversary that was "
+    "trained along, and by the best of "
+    "three fresh attackers (logistic regression, gradient boosting, a network), trained afterwards "
+    "on frozen representations "
+    "without noise. Own: they know the attribute of the client’s own people in training. Pooled: "
+    "of everybody. Strong: they have "
+    "one client’s encoder, and run everybody else through it."
 )
 _VIEWS = ("along", "own", "pooled", "strong")
 
 
 def audits_table(run: RunData, attributes: Sequence[str]) -> str:
-    """One row for every case that was audited; nothing where none was."""
+    """One row for every experiment that was audited; nothing where none was."""
     records = [record for record in run.records if record.finished and "audit" in record.results[0]]
     if not records:
         return ""
@@ -28,7 +32,7 @@ def audits_table(run: RunData, attributes: Sequence[str]) -> str:
         *(f"attribute {place}" for place in range(len(attributes), _count(records[0]))),
     ][: _count(records[0])]
     heads = [("Prediction", "AUC"), *((escape(name), view) for name in names for view in _VIEWS)]
-    return boxed_table(grouped_head(("Case",), heads), map(_row, records), "Audit")
+    return boxed_table(grouped_head(("Experiment",), heads), map(_row, records), "Audit")
 
 
 def _count(record: ExperimentRecord) -> int:

@@ -16,23 +16,25 @@ from glocal.report.styles import COLOURS
 
 
 def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
-    """Draw who has which classes (devices, classes) into an .svg or .png file."""
+    """Draw who has which classes (clients, classes) into an .svg or .png file."""
     picture_kind(path)
     table = np.asarray(counts, dtype=np.int64)
     if table.ndim != 2 or not table.size:
         raise InputError(
-            f"draw: the counts have shape {table.shape}; a table (devices, classes) was expected"
+            f"draw: the counts have shape {table.shape}; a table (clients, classes) was expected"
         )
     with colour_theme("#1c2126", "#ffffff"):
         return save_picture(_heat_map(table), path)
 
 
 def draw_partition(counts: IntArray, seed: int) -> Drawing:
-    """The training examples that a seed dealt (devices, classes), with their words."""
+    """The training examples that a seed dealt (clients, classes), with their words."""
     held = np.count_nonzero(counts, axis=1)
     caption = (
-        f"Training examples by device and class, as dealt to the {pluralize(len(counts), 'device')} of seed {seed}: the stronger the "
-        f"colour, the more. Classes on one device: {_range(held)}; training examples on one device: {_range(counts.sum(axis=1))}."
+        "Training examples by client and class, as dealt to the "
+        f"{pluralize(len(counts), 'client')} of seed {seed}: the stronger the "
+        f"colour, the more. Classes on one client: {_range(held)}; training examples on one "
+        f"client: {_range(counts.sum(axis=1))}."
     )
     return Drawing(_heat_map(counts), "Who has which classes", caption)
 
@@ -43,12 +45,12 @@ def _range(values: IntArray) -> str:
 
 
 def _heat_map(counts: IntArray) -> Figure:
-    """Devices from left to right, classes from the bottom up; the more examples, the stronger the colour."""
+    """Clients across, classes up; the more examples, the stronger the colour."""
     highest = max(1, int(counts.max()))
     figure = new_figure(3.0)
     axes, scale = figure.subplots(1, 2, width_ratios=(30, 1))
     axes.imshow(_tinted(counts.T / highest), aspect="auto", origin="lower", interpolation="none")
-    axes.set(xlabel="device", ylabel="class")
+    axes.set(xlabel="client", ylabel="class")
     for axis, length in ((axes.xaxis, len(counts)), (axes.yaxis, counts.shape[1])):
         axis.set_major_locator(MaxNLocator(min(10, length), integer=True, steps=[1, 2, 5, 10]))
     scale.imshow(
@@ -68,7 +70,7 @@ def _heat_map(counts: IntArray) -> Figure:
 
 
 def _tinted(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """One colour over the paper (..., 4): nothing where there is none, and little can still be told from none."""
+    """One colour over the background (..., 4); 0 is transparent, and a few examples are visible."""
     strength = np.where(shares > 0, 0.12 + 0.88 * shares, 0.0)
     return np.concatenate(
         [np.broadcast_to(to_rgb(COLOURS[0]), (*shares.shape, 3)), strength[..., None]], axis=-1

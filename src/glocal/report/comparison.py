@@ -24,7 +24,7 @@ from glocal.studies.user_functions import import_function
 
 
 class ScorePair(NamedTuple):
-    """A printed score and ours; None for what the paper lacks or what was not measured. `lower`: less is better."""
+    """A published score and ours; None if it is missing. `lower`: less is better."""
 
     paper: Score | None
     ours: Score | None
@@ -41,7 +41,7 @@ class ScorePair(NamedTuple):
 
     @property
     def shortfall(self) -> float:
-        """How far ours is on the worse side of the paper's mean, beyond its standard deviation, in points; 0 where it is not."""
+        """How much worse ours is than the paper's mean less its deviation, in points; or 0."""
         if self.paper is None or self.difference is None:
             return 0.0
         worse = self.difference if self.lower_is_better else -self.difference
@@ -49,27 +49,28 @@ class ScorePair(NamedTuple):
 
 
 class SentTotals(NamedTuple):
-    """What was sent: the paper's figure, ours counted its way and in its digits (None: not measured), and the honest count.
+    """What was sent: the paper's number, ours by its count and in its digits, and the true bytes.
 
-    `onboarding_bytes` is what the coming of a newcomer alone has cost, in bytes.
+    `join_bytes` is what a new client's joining alone has cost, in bytes.
     """
 
     paper: str | None
     ours: str | None = None
     parameters: int = 0
     bytes: int = 0
-    onboarding_bytes: int = 0
+    join_bytes: int = 0
 
     @property
     def agrees(self) -> bool:
-        """Whether the two printed figures are the same; where one of them lacks there is nothing to disagree with."""
+        """Whether the two printed numbers are the same; true if one of them is missing."""
         return self.paper is None or self.ours is None or self.paper == self.ours
 
 
 class Row(NamedTuple):
     """A row of one part: its scores, and what it sent.
 
-    `choice` is what sets the case that stands for it apart from the others that could, such as "rate 0.05".
+    `choice` is what distinguishes its experiment from the row's other candidates, such as "lr
+    0.05".
     """
 
     name: str
@@ -84,7 +85,7 @@ class Row(NamedTuple):
 
 
 class ComparisonTable(NamedTuple):
-    """A table with the protocols side by side: by row and protocol what the paper printed and what was measured."""
+    """A table with the protocols side by side: published and measured values of every row."""
 
     title: str
     measures: Mapping[str, str]
@@ -101,8 +102,8 @@ class ComparisonTable(NamedTuple):
 
     @property
     def has_new_clients(self) -> bool:
-        """Whether newcomers have come."""
-        return any(row.sent.onboarding_bytes for row in self._all())
+        """Whether new clients have come."""
+        return any(row.sent.join_bytes for row in self._all())
 
     def published(self, measure: str) -> bool:
         """Whether the paper prints a measure of any row."""
@@ -113,7 +114,7 @@ class ComparisonTable(NamedTuple):
 
 
 class SweepPoint(NamedTuple):
-    """A split of the sweep: what it shares, how many parameters of how many, and its figures, one per seed."""
+    """A split of the sweep: what it shares, how many parameters, and its values, one per seed."""
 
     shares: str
     parameters: int
@@ -147,7 +148,7 @@ def rows_of(findings: Findings, part: str) -> list[Row]:
 
 
 def row_names(part: StudyPart) -> list[str]:
-    """Published rows first; cases that only serve the sweep of splits are left out, and those that a newcomer never meets."""
+    """Published rows first; without experiments of the sweep and those without a new client."""
     new_client = part.settings.new_client
     experiments = {
         name: experiment
@@ -186,7 +187,10 @@ def load_report_function(function: ReportFunction, where: str) -> Callable[..., 
 
 
 def sweep_points(findings: Findings, part: str) -> list[SweepPoint]:
-    """The measured splits of a part, from nothing shared to everything; how much is shared is counted on the study's model."""
+    """The measured splits of a part, from nothing shared to everything.
+
+    How much is shared is counted on the study's model.
+    """
     of, found = findings.study.parts[part], findings.parts.get(part)
     # of another model than the study's the sizes are not known here
     if not found or not of.splits or found["settings"]["model"] != of.settings.as_dict()["model"]:
@@ -208,7 +212,7 @@ def sweep_points(findings: Findings, part: str) -> list[SweepPoint]:
 
 
 def published_lead(findings: Findings, claim: Claim) -> float | None:
-    """How far ahead a claim is by the paper's own means, in points; None where it did not print all of them."""
+    """The lead of a claim by the paper's own means, in points; None if one is missing."""
     lead = -claim.level
     for sign, side in ((1, claim.more), (-1, claim.less)):
         for figure in side:
@@ -262,7 +266,9 @@ def changes_of(findings: Findings, part: str) -> list[str]:
         before = planned["experiments"].get(name, {})
         told_apart = ((key, value) for key, value in experiment.items() if key != "skip_seeds")
         changes += [
-            f"experiments.{name}.{key} = {value}" for key, value in told_apart if value != before.get(key)
+            f"experiments.{name}.{key} = {value}"
+            for key, value in told_apart
+            if value != before.get(key)
         ]
         changes += [
             f"experiments.{name} without {key} = {value}"
@@ -273,7 +279,7 @@ def changes_of(findings: Findings, part: str) -> list[str]:
 
 
 def missing_experiments(findings: Findings, part: str) -> list[str]:
-    """Cases of a part that have not been finished."""
+    """Experiments of a part that have not been finished."""
     return [
         experiment
         for experiment in findings.parts[part]["settings"]["experiments"]
@@ -282,7 +288,7 @@ def missing_experiments(findings: Findings, part: str) -> list[str]:
 
 
 def left_out(findings: Findings, part: str) -> dict[str, list[int]]:
-    """The seeds that cases of a part were not run to the end with; none named where that is all of them."""
+    """The seeds that experiments of a part skip; an empty list means all seeds."""
     run: dict[str, Json] = findings.parts[part]["settings"]["experiments"]
     some = {
         name: [*experiment["skip_seeds"]]
@@ -294,9 +300,7 @@ def left_out(findings: Findings, part: str) -> dict[str, list[int]]:
     }
 
 
-def comparison_row(
-    findings: Findings, part: str, name: str, published: PublishedRow | None
-) -> Row:
+def comparison_row(findings: Findings, part: str, name: str, published: PublishedRow | None) -> Row:
     """A row of a part: what was measured, beside what was published."""
     study = findings.study
     ours = {
@@ -314,7 +318,7 @@ def comparison_row(
 
 
 def _sent(findings: Findings, part: str, name: str, published: PublishedRow | None) -> SentTotals:
-    """Counts of a row; one that the paper lacks is written in the digits of the table's other rows."""
+    """Counts of a row; one that the paper lacks has as many digits as the table's other rows."""
     experiment, paper = (
         findings.experiment(part, name),
         published.parameters_text if published else None,
@@ -339,9 +343,7 @@ def _sent(findings: Findings, part: str, name: str, published: PublishedRow | No
     )
 
 
-def side_by_side(
-    title: str, study: Study, columns: Mapping[str, Iterable[Row]]
-) -> ComparisonTable:
+def side_by_side(title: str, study: Study, columns: Mapping[str, Iterable[Row]]) -> ComparisonTable:
     """A table of rows by protocol."""
     rows: dict[str, dict[str, Row]] = {}
     for protocol, of in columns.items():

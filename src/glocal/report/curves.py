@@ -1,4 +1,4 @@
-"""Figures of what was measured round by round: one line per case, with a band over its seeds."""
+"""Figures by round: one line per experiment, with a band over its seeds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -24,7 +24,7 @@ from glocal.report.styles import MARKERS, legend, line_sample
 
 
 class Curve(NamedTuple):
-    """What a case measured over the rounds: places on the x axis, and each place's values, one per seed."""
+    """What an experiment measured over the rounds: x positions, and their values, one per seed."""
 
     record: ExperimentRecord
     places: list[float]
@@ -40,7 +40,8 @@ def draw_validation(run: RunData) -> Drawing | None:
     for curve in curves:
         _plot_curve(axes, curve, scale=PERCENT)
     caption = (
-        "How well the devices’ own models do on their own validation data, as training goes on: the mean over devices, measured "
+        "How well the clients’ own models do on their own validation data, as training goes on: "
+        "the mean over clients, measured "
         f"every {pluralize(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
     )
     return Drawing(
@@ -49,7 +50,7 @@ def draw_validation(run: RunData) -> Drawing | None:
 
 
 def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
-    """Validation accuracy against bytes; a case that sends nothing has no place on the axis and becomes a level line."""
+    """Validation accuracy by bytes sent; an experiment that sends nothing is a level line."""
     curves = _curves(run, "validation", _bytes_so_far)
     sending = [curve for curve in curves if any(curve.places)]
     silent = [curve for curve in curves if not any(curve.places)]
@@ -66,11 +67,16 @@ def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
             scale=PERCENT,
         )
     axes.set(xlabel="sent so far", ylabel="validation accuracy, %", xlim=ends)
-    caption = "What accuracy costs: the same measurements against all bytes sent until then, evaluation included."
+    caption = (
+        "What accuracy costs: the same measurements against all bytes sent until then, evaluation "
+        "included."
+    )
     if any(curve.record.experiment.start_from for curve in sending):
-        caption += " A case that goes on from another begins with what that one had sent."
+        caption += " An experiment that goes on from another begins with what that one had sent."
     if silent:
-        caption += " A case that sends nothing while it trains is a level line at its last value."
+        caption += (
+            " An experiment that sends nothing while it trains is a level line at its last value."
+        )
     key = _legend(curve.record for curve in curves)
     return Drawing(
         figure, "Validation accuracy by bytes sent", f"{caption} {_over_seeds(run)}", key
@@ -92,14 +98,17 @@ def draw_loss(run: RunData) -> Drawing | None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     smooth = f" Each point is the mean of {step} rounds." if step > 1 else ""
-    caption = f"The mean loss of the devices that took part in a round, while they trained.{smooth} {_over_seeds(run)}"
+    caption = (
+        f"The mean loss of the clients that took part in a round, while they trained.{smooth} "
+        f"{_over_seeds(run)}"
+    )
     return Drawing(
         figure, "Training loss by round", caption, _legend(curve.record for curve in curves)
     )
 
 
 def _curves(run: RunData, field: str, place: Callable[[Sequence[Json]], float]) -> list[Curve]:
-    """Each case's rounds in which a field was measured; cases without any are left out."""
+    """Each experiment's rounds with a value of this field; experiments without any are left out."""
     curves = (_curve(record, field, place) for record in run.records)
     return [curve for curve in curves if curve.places]
 
@@ -124,7 +133,7 @@ def _bytes_so_far(rows: Sequence[Json]) -> float:
 
 
 def _thinned(curve: Curve, step: int) -> Curve:
-    """Every so many rounds put together, seed by seed; a last round that some seed has not done yet is left out."""
+    """Means of several rounds each, seed by seed, without a last round that some seeds lack."""
     full = max(len(values) for values in curve.values)
     kept = [
         (place, values)
@@ -182,5 +191,8 @@ def _legend(records: Iterable[ExperimentRecord]) -> str:
 
 
 def _over_seeds(run: RunData) -> str:
-    many = f"A line is the mean over {run.settings.plan.seeds} seeds, its band reaches from the lowest seed to the highest."
+    many = (
+        f"A line is the mean over {run.settings.plan.seeds} seeds, its band reaches from the "
+        "lowest seed to the highest."
+    )
     return many if run.settings.plan.seeds > 1 else "One seed was run."

@@ -1,4 +1,4 @@
-"""The page of a deployed run: how its loss fell, who took part, how each device's own model does, what left the devices."""
+"""The page of a deployed run: losses, participation, each client's accuracy, and bytes."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -21,8 +21,8 @@ from glocal.report.styles import legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
 
 _PURPOSES = {
-    "download": "shared part, to the devices",
-    "upload": "shared part, from the devices",
+    "download": "shared part, to the clients",
+    "upload": "shared part, from the clients",
     "evaluation": "shared part, to be tested with",
 }
 
@@ -38,12 +38,12 @@ def write_deploy_report(folder: Path) -> Path:
         drawn = (
             figure_html(draw_losses(told), "losses", kind="beside")
             if told
-            else "<p>No device’s owner lets losses leave it.</p>"
+            else "<p>No client’s owner lets losses leave it.</p>"
         )
         sections = [
             _notice(live),
             section("Loss by round", drawn),
-            section("Devices", _clients(result["clients"])) if result else "",
+            section("Clients", _clients(result["clients"])) if result else "",
             section("Bytes", _bytes(result["ledger"])) if result else "",
             section("Rounds", _rounds(rows)),
         ]
@@ -59,28 +59,39 @@ def _notice(live: Json) -> str:
     if live["state"] == "done":
         return ""
     why = f": {live['reason']}" if "reason" in live else ""
-    return f'<p class="notice"><b>This run is not finished.</b> It is {escape(live["state"] + why)}.</p>'
+    return (
+        '<p class="notice"><b>This run is not finished.</b> It is '
+        f"{escape(live['state'] + why)}.</p>"
+    )
 
 
 def _summary(live: Json, rows: Sequence[Json], result: Json) -> str:
     clients = {name for row in rows for name in row["clients"]}
-    words = f"{pluralize(len(clients), 'device')} trained together over {pluralize(len(rows), 'round')} on Flower. "
+    words = (
+        f"{pluralize(len(clients), 'client')} trained together over "
+        f"{pluralize(len(rows), 'round')} on Flower. "
+    )
     if result and result["local_test"]:
         tested = sum(row["test"] is not None for row in result["clients"])
-        words += f"Their own models are right in {PERCENT * result['local_test']['mean']:.1f} % of their own test data "
-        words += f"(the mean over the {pluralize(tested, 'device')} whose owners consent). "
+        words += (
+            f"Their own models are right in {PERCENT * result['local_test']['mean']:.1f} % of "
+            "their own test data "
+        )
+        words += f"(the mean over the {pluralize(tested, 'client')} whose owners consent). "
     if result and result["privacy"]:
         kept = result["privacy"]
         words += (
-            f"Every upload was clipped to {kept['clip_norm']:g} and noised by {kept['noise_multiplier']:g} times that: after "
-            f"{kept['rounds']} rounds a device’s moves are hidden to epsilon {kept['epsilon']:.2f} at delta {kept['delta']:g}. "
+            f"Every upload was clipped to {kept['clip_norm']:g} and noised by "
+            f"{kept['noise_multiplier']:g} times that: after "
+            f"{kept['rounds']} rounds a client’s moves are hidden to epsilon {kept['epsilon']:.2f} "
+            f"at delta {kept['delta']:g}. "
         )
-    words += "Private parts never left the devices."
+    words += "Private parts never left the clients."
     return f"<p>{escape(words)}</p>"
 
 
 def draw_losses(rows: Sequence[Json]) -> Drawing:
-    """Each device's loss, round by round; a gap is a round in which it did not count."""
+    """Each client's loss, round by round; a gap is a round in which it did not count."""
     figure, axes = new_axes()
     names = sorted({name for row in rows for name in row["losses"]})
     for place, name in enumerate(names):
@@ -102,21 +113,21 @@ def draw_losses(rows: Sequence[Json]) -> Drawing:
     return Drawing(
         figure,
         "Training loss by round",
-        "The mean loss of each device while it trained, where its owner lets it be known.",
+        "The mean loss of each client while it trained, where its owner lets it be known.",
         key,
     )
 
 
 def _clients(clients: Sequence[Json]) -> str:
-    heads = ("rounds", "last round", "train_size", "test", "validation, %", "Local Test, %")
+    heads = ("rounds", "last round", "train", "test", "validation, %", "Local Test, %")
     head = (
-        '<tr><th class="name" scope="col">device</th>'
+        '<tr><th class="name" scope="col">client</th>'
         + "".join(f'<th scope="col">{words}</th>' for words in heads)
         + "</tr>"
     )
     dash = "A dash: no figures may leave it, it was not there, or it could not test."
-    note = f"Local Test: each device’s own model on its own test data. {dash}"
-    return f'{boxed_table(head, map(_client, clients), "Devices")}\n<p class="note">{note}</p>'
+    note = f"Local Test: each client’s own model on its own test data. {dash}"
+    return f'{boxed_table(head, map(_client, clients), "Clients")}\n<p class="note">{note}</p>'
 
 
 def _client(row: Json) -> str:
@@ -155,7 +166,10 @@ def _rounds(rows: Sequence[Json]) -> str:
 def _round(row: Json) -> str:
     loss = "–" if row["loss"] is None else f"{row['loss']:.4f}"
     cells = f"<td>{loss}</td><td>{len(row['clients'])}</td><td>{row['seconds']:.1f}</td>"
-    return f'<tr><th scope="row">{row["round"] + 1}</th>{cells}<td class="name">{escape("; ".join(_events(row)))}</td></tr>'
+    return (
+        f'<tr><th scope="row">{row["round"] + 1}</th>{cells}<td '
+        f'class="name">{escape("; ".join(_events(row)))}</td></tr>'
+    )
 
 
 def _events(row: Json) -> Iterator[str]:

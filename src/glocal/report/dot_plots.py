@@ -1,4 +1,4 @@
-"""Figures of what came out in the end: one rung per case, the first on top."""
+"""Figures of what came out in the end: one row per experiment, the first on top."""
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -45,15 +45,16 @@ def draw_tests(run: RunData) -> Drawing | None:
         else ""
     )
     caption = (
-        "Good for those who took part, and for newcomers? Local Test is each device’s own model on its own test data; New Test is "
-        f"the ensemble of all trained devices (averaged logits) on everyone’s test data.{bars}"
+        "Good for those who took part, and for new clients? Local Test is each client’s own model "
+        "on its own test data; New Test is "
+        f"the ensemble of all trained clients (averaged logits) on everyone’s test data.{bars}"
     )
     key = legend([(line_sample(_LOCAL), "Local Test"), (line_sample(_NEW), "New Test")])
     return Drawing(figure, "Local Test and New Test", caption, key)
 
 
 def draw_client_accuracy(run: RunData) -> Drawing | None:
-    """Every device of the first seed as a point, over a box from the first quartile to the third."""
+    """Every client of the first seed as a point, over a box of the middle half."""
     records = [record for record in run.records if record.results and _accuracies(record)]
     if not records:
         return None
@@ -61,12 +62,13 @@ def draw_client_accuracy(run: RunData) -> Drawing | None:
     for place, record in enumerate(records):
         _box(axes, place, np.array(_accuracies(record)), record.line_style)
     axes.use_sticky_edges = False  # else points at 100 % are cut in half
-    axes.set(xlabel="Local Test of one device, %")
+    axes.set(xlabel="Local Test of one client, %")
     caption = (
-        f"Who is left behind? One point for each device of seed {records[0].results[0]['seed']}: its own model on its own test "
-        "data. The box holds the middle half of the devices, the line in it is the median."
+        f"Who is left behind? One point for each client of seed {records[0].results[0]['seed']}: "
+        "its own model on its own test "
+        "data. The box holds the middle half of the clients, the line in it is the median."
     )
-    return Drawing(figure, "Local Test over devices", caption)
+    return Drawing(figure, "Local Test over clients", caption)
 
 
 def draw_bytes_by_purpose(run: RunData) -> Drawing | None:
@@ -95,8 +97,10 @@ def draw_bytes_by_purpose(run: RunData) -> Drawing | None:
         left += width
     axes.set(xlabel=f"sent, {name}")
     caption = (
-        "What the bytes were for: the shared part sent to the devices of each round (download) and back (upload), to devices that "
-        "validate and test it (evaluation), and local parts sent once for the New Test (ensemble). As counted on the wire; the "
+        "What the bytes were for: the shared part sent to the clients of each round (download) and "
+        "back (upload), to clients that "
+        "validate and test it (evaluation), and local parts sent once for the New Test (ensemble). "
+        "As counted on the wire; the "
         "mean over seeds."
     )
     key = legend((bar_sample(hatching), purpose) for purpose, hatching in _PURPOSES.items())
@@ -133,9 +137,9 @@ def _dot(axes: Axes, place: float, values: Sequence[float], line_style: LineStyl
 
 def _accuracies(record: ExperimentRecord) -> list[float]:
     return [
-        PERCENT * device["local_test"]
-        for device in record.results[0]["clients"]
-        if device["local_test"] is not None
+        PERCENT * client["local_test"]
+        for client in record.results[0]["clients"]
+        if client["local_test"] is not None
     ]
 
 

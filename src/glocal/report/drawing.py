@@ -1,4 +1,4 @@
-"""What every figure is drawn on and shown with: matplotlib's settings, empty panels, and inline SVG in the page's colours."""
+"""What figures share: matplotlib's settings, empty axes, and inline SVG in the page's colours."""
 
 import io
 import re
@@ -85,7 +85,7 @@ def plot_mean_and_range(
     line_style: LineStyle,
     **line: Any,
 ) -> None:
-    """The mean of each place's values as a line with markers, their range as a band; `line` is for matplotlib."""
+    """The mean as a line with markers, the range as a band; `line` is for matplotlib."""
     low, mean, high = ([of(several) for several in values] for of in (min, fmean, max))
     axes.fill_between(places, low, high, color=line_style.colour, alpha=0.16, linewidth=0)
     dashes = (0, line_style.dash) if line_style.dash else "solid"
@@ -104,18 +104,22 @@ def plot_mean_and_range(
 def figure_html(drawing: Drawing, name: str, *, kind: str = "plain") -> str:
     """A drawing as HTML; `name` sets its ids apart from those of the page's other drawings."""
     caption = f"<figcaption><b>{drawing.title}</b> {drawing.caption}</figcaption>"
-    return f'<figure class="{kind}"><div>{_svg(drawing.figure, name, drawing.title)}{drawing.legend}</div>{caption}</figure>'
+    plot = f"<div>{_svg(drawing.figure, name, drawing.title)}{drawing.legend}</div>"
+    return f'<figure class="{kind}">{plot}{caption}</figure>'
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:
-    """A figure as inline SVG: ids of its own, no metadata, and the page's colours in place of the stand-ins."""
+    """A figure as inline SVG, with ids of its own, no metadata, and the page's colours."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     _, _, drawn = buffer.getvalue().partition("<svg")
     _, _, inner = drawn.partition(">")
     inner = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", inner, flags=re.DOTALL)
     width, height = (72 * inches for inches in figure.get_size_inches())
-    head = f'<svg class="plot" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} {height:g}">'
+    head = (
+        f'<svg class="plot" role="img" aria-label="{escape(label)}" viewBox="0 0 {width:g} '
+        f'{height:g}">'
+    )
     return head + re.sub(r"<[^>]*>", lambda tag: _themed(tag.group(), name), inner).strip()
 
 

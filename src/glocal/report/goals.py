@@ -1,4 +1,4 @@
-"""How soon each row of a part reaches the goal: as a table, and accuracy by round as a figure like the paper's."""
+"""How soon each row of a part reaches the goal: a table, and accuracy by round as a figure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,10 +39,11 @@ _BELOW = 1.5  # points below the goal, where the lower panel begins
 
 
 class GoalRow(NamedTuple):
-    """A row's way to the goal; None where it never gets there. `share` is of the parameters of the row that sets the goal.
+    """A row's cost to reach the goal; None if it never does.
 
-    `shares` are those with each of the seeds left out, goal and ways anew; infinite where the row never gets there. `highest` and
-    `end` are accuracies on validation data, means over seeds.
+    `share` is relative to the parameters of the row that sets the goal. `shares` are those with
+    each seed left out, goal and costs computed again; infinite if the row never reaches it.
+    `highest` and `end` are validation accuracies, means over seeds.
     """
 
     row: str
@@ -57,26 +58,32 @@ def goal_text(findings: Findings, part: str) -> str:
     """What the goal is."""
     aim, row = goal(findings, part), findings.study.parts[part].goal
     return (
-        f"The goal is {PERCENT * aim:.1f} % on validation data: the best that {row} reaches, in the mean over seeds. Parameters by "
-        "the paper’s count, until the mean over seeds is there. With one seed left out: the least and the most, goal and all anew. "
-        "Highest, in the end: accuracy on validation data in the mean over seeds, of all rounds and of the last."
+        f"The goal is {PERCENT * aim:.1f} % on validation data: the best that {row} reaches, in "
+        "the mean over seeds. Parameters by "
+        "the paper’s count, until the mean over seeds is there. With one seed left out: the least "
+        "and the most, goal and all anew. "
+        "Highest, in the end: accuracy on validation data in the mean over seeds, of all rounds "
+        "and of the last."
     )
 
 
 def goal(findings: Findings, part: str) -> float:
     """The goal of a part, a share; 0 where its row was not measured."""
     return goal_accuracy(
-        (findings.experiment(part, findings.study.parts[part].goal) or {}).get("validation_curve", [])
+        (findings.experiment(part, findings.study.parts[part].goal) or {}).get(
+            "validation_curve", []
+        )
     )
 
 
 def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
-    """Every row of a part that sends anything; none where there is no goal, or its row was not measured."""
+    """Every row of a part that sends anything; none without a goal that was measured."""
     of = findings.study.parts[part]
     if not of.goal or not goal(findings, part) or part not in findings.parts:
         return []
     courses = {
-        row: (findings.experiment(part, row) or {}).get("validation_curve", []) for row in row_names(of)
+        row: (findings.experiment(part, row) or {}).get("validation_curve", [])
+        for row in row_names(of)
     }
     sending = {
         row: course
@@ -202,8 +209,10 @@ def draw_goal(findings: Findings) -> Drawing | None:
         / BILLION
     )
     caption = (
-        f"Accuracy on validation data, {about.title}, protocol `{about.protocol}`: above by round, as in the paper’s figure, below "
-        "near the goal, by what was sent until then. The dotted line is the goal. Rows that go on from FedAvg begin where they "
+        f"Accuracy on validation data, {about.title}, protocol `{about.protocol}`: above by round, "
+        "as in the paper’s figure, below "
+        "near the goal, by what was sent until then. The dotted line is the goal. Rows that go on "
+        "from FedAvg begin where they "
         "leave it. A line is the mean over seeds."
     )
     return Drawing(

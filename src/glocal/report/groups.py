@@ -1,4 +1,4 @@
-"""Devices that came, went and drifted: each group's accuracy over the rounds, case by case, and what it forgot."""
+"""Clients that joined, left and drifted: each group's accuracy by round, and forgetting."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -19,7 +19,7 @@ from glocal.report.tables import boxed_table
 from glocal.studies.groups import drift_start
 from glocal.studies.settings import GroupSettings
 
-_FIRST_GROUP_STYLE = 4  # colours of groups begin where those of a few cases end
+_FIRST_GROUP_STYLE = 4  # colours of groups begin where those of a few experiments end
 _LETTER = 0.017  # of the width of a panel
 _ARRIVES, _LEAVES, _DRIFTS = "+", "−", "↻"
 
@@ -32,30 +32,34 @@ class Mark(NamedTuple):
 
 
 def draw_groups(run: RunData) -> list[Drawing]:
-    """A panel per case that has been looked at, all on the same axes."""
+    """A panel per experiment with evaluations by group, all on the same axes."""
     drawn = [(record, courses) for record in run.records if (courses := courses_of(run, record))]
     last = max((run.plan(record).total_rounds for record, _ in drawn), default=0)
     return [_drawing(run, record, courses, last) for record, courses in drawn]
 
 
 def groups_table(run: RunData) -> str:
-    """One row per case and group: accuracy on arrival, at its best and in the end, and forgetting in points."""
+    """One row per experiment and group: accuracy after its first round, best, last; forgetting."""
     heads = ("after the first round, %", "best, %", "last, %", "forgetting, points")
-    words = "".join(f'<th scope="col" class="name">{name}</th>' for name in ("Case", "Group"))
+    words = "".join(f'<th scope="col" class="name">{name}</th>' for name in ("Experiment", "Group"))
     columns = "".join(f'<th scope="col">{name}</th>' for name in heads)
     rows = (
         _row(run, record, name, courses)
         for record in run.records
         for name, courses in courses_of(run, record).items()
     )
-    return boxed_table(f"<tr>{words}{columns}</tr>", rows, "Groups by case")
+    return boxed_table(f"<tr>{words}{columns}</tr>", rows, "Groups by experiment")
 
 
 GROUPS_NOTE = (
-    "Mean over a group’s devices of the accuracy of their own models on their own test data, as these are at the time. After the "
-    "first round: the first look at a group, one round after its arrival. Forgetting: the best earlier accuracy minus the last "
-    "one, in points; below 0 a group is still learning. A group that left is tested as if it came back: today’s shared part with "
-    "the private part that each of its devices left with. The best of many looks is a lucky one, so that a point or so is no loss."
+    "Mean over a group’s clients of the accuracy of their own models on their own test data, as "
+    "these are at the time. After the "
+    "first round: the first look at a group, one round after its arrival. Forgetting: the best "
+    "earlier accuracy minus the last "
+    "one, in points; below 0 a group is still learning. A group that left is tested as if it came "
+    "back: today’s shared part with "
+    "the private part that each of its clients left with. The best of many looks is a lucky one, "
+    "so that a point or so is no loss."
 )
 
 
@@ -106,8 +110,10 @@ def _drawing(
     for name, seeds in courses.items():
         _follow(axes, seeds, _line_style(run, name))
     caption = (
-        f"Each group’s own models on its own test data. {_ARRIVES} a group arrives, {_LEAVES} it leaves, {_DRIFTS} its images "
-        "begin to turn. The thin dotted line goes on for devices that left: how they would do if they came back. "
+        f"Each group’s own models on its own test data. {_ARRIVES} a group arrives, {_LEAVES} it "
+        f"leaves, {_DRIFTS} its images "
+        "begin to turn. The thin dotted line goes on for clients that left: how they would do if "
+        "they came back. "
         f"{_over_seeds(run)}"
     )
     key = legend((line_sample(_line_style(run, name)), name) for name in courses)
@@ -133,7 +139,7 @@ def _marks(name: str, group: GroupSettings) -> Iterable[Mark]:
 
 
 def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
-    """A line down the panel for each mark, its words above, in as many lines as it takes for none to lie on another."""
+    """A vertical line for each mark, its words above, on as many lines as they need."""
     ends: list[float] = []
     for mark in sorted(mark for mark in marks if mark.round_index < last):
         start = mark.round_index / last
@@ -155,7 +161,7 @@ def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
 
 
 def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle) -> None:
-    """A group's mean over seeds: with markers while it is there, a thin dotted line once it is gone."""
+    """A group's mean over seeds: with markers while it is there, dotted once it has left."""
     shortest = min(
         len(each.rounds) for each in seeds
     )  # a run that goes on may have looked at some seeds only
@@ -181,7 +187,10 @@ def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle)
 
 
 def _stretches(present: Sequence[int]) -> list[list[int]]:
-    """Looks in a row while a group is there, or while it is gone; each stretch begins where the one before ended."""
+    """Evaluations in a row while a group is there, or while it is gone.
+
+    Each stretch begins where the one before ended.
+    """
     changes = [
         place
         for place, (before, after) in enumerate(pairwise(present), start=1)

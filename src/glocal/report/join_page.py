@@ -1,4 +1,4 @@
-"""The page of a newcomer: how well it does by each way, and by how many labels it has."""
+"""The page of a new client: its accuracy by method and by number of labels."""
 
 from collections.abc import Sequence
 from html import escape
@@ -22,9 +22,9 @@ from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.report.tables import boxed_table
 
 _DESCRIPTIONS = {
-    "everyone": "no training: averaged logits of every trained device’s model",
-    "confident": "no training: the devices whose models are surest of a sample of its inputs",
-    "nearest": "no training: the devices whose models are nearest to what all say of that sample",
+    "everyone": "no training: averaged logits of every trained client’s model",
+    "confident": "no training: the clients whose models are surest of a sample of its inputs",
+    "nearest": "no training: the clients whose models are nearest to what all say of that sample",
     "local part": "its local part learnt from its labels, the shared part frozen",
     "alone": "the same network learnt from its labels only, without the federation",
     "in the rounds": "its local part learnt, then it takes part in the rounds",
@@ -57,9 +57,12 @@ def _summary(found: Json) -> str:
     told = found["new_client"]
     classes = pluralize(len(told["classes"]), "class")
     words = (
-        f"A new device with {pluralize(told['examples'], 'labelled example')} of {classes} meets the federation of "
-        f"{pluralize(told['client'], 'device')} in {found['run']} ({found['experiment']}, seed {found['seed']}). "
-        f"It is tested on {pluralize(told['test_examples'], 'example')} of its own. No file of that run was changed."
+        f"A new client with {pluralize(told['examples'], 'labelled example')} of {classes} meets "
+        "the federation of "
+        f"{pluralize(told['client'], 'client')} in {found['run']} ({found['experiment']}, seed "
+        f"{found['seed']}). "
+        f"It is tested on {pluralize(told['test_examples'], 'example')} of its own. No file of "
+        "that run was changed."
     )
     return f"<p>{escape(words)}</p>"
 
@@ -75,10 +78,10 @@ def draw_labels(rows: Sequence[Json]) -> Drawing:
         )
         _plot_curve(axes, points, nth_line_style(place), most, label=way)
     _scale_labels(axes, sorted({row["labels"] for row in rows}))
-    axes.set(xlabel="labelled examples of the new device", ylabel="accuracy on its test data, %")
+    axes.set(xlabel="labelled examples of the new client", ylabel="accuracy on its test data, %")
     key = legend((line_sample(nth_line_style(place)), way) for place, way in enumerate(ways))
     caption = "Drawn level: what needs no labels."
-    return Drawing(figure, "Accuracy of the new device", caption, key)
+    return Drawing(figure, "Accuracy of the new client", caption, key)
 
 
 def draw_join(path: Path, into: Path) -> Path:
@@ -126,13 +129,20 @@ def _table(rows: Sequence[Json]) -> str:
     heads = "".join(
         f'<th scope="col">{head}</th>' for head in ("labels", "accuracy", "sent for it")
     )
-    head = f'<tr><th class="name" scope="col">way</th><th class="name" scope="col">what it is</th>{heads}</tr>'
+    head = (
+        '<tr><th class="name" scope="col">way</th><th class="name" scope="col">what it '
+        f"is</th>{heads}</tr>"
+    )
     return boxed_table(head, map(_row, rows), "Every way")
 
 
 def _row(row: Json) -> str:
-    words = f'<th class="name" scope="row">{escape(row["method"])}</th><td class="name">{_DESCRIPTIONS[row["method"]]}</td>'
-    return f"<tr>{words}<td>{row['labels']:,}</td><td>{_percent(row['accuracy'])}</td><td>{size(row['bytes'])}</td></tr>"
+    words = (
+        f'<th class="name" scope="row">{escape(row["method"])}</th><td '
+        f'class="name">{_DESCRIPTIONS[row["method"]]}</td>'
+    )
+    cells = (f"{row['labels']:,}", _percent(row["accuracy"]), size(row["bytes"]))
+    return f"<tr>{words}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _percent(accuracy: float | None) -> str:

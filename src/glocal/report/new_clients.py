@@ -1,4 +1,4 @@
-"""What a newcomer's coming did to the old devices and to itself, case by case."""
+"""How the existing clients and the new client do after it has joined, by experiment."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,14 +10,16 @@ from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table
 
 NEW_CLIENTS_NOTE = (
-    "When the rounds of a case were over, a new device came. Normal: the ensemble of the old devices on everyone’s test data, "
-    "before and after. New: the newcomer on its own test data, before it had learnt anything (with the ensemble of the old "
-    "devices), and after. Sent: all bytes from its coming on."
+    "When the rounds of an experiment were over, a new client came. Normal: the ensemble of the "
+    "old clients on everyone’s test data, "
+    "before and after. New: the new client on its own test data, before it had learnt anything "
+    "(with the ensemble of the old "
+    "clients), and after. Sent: all bytes from its coming on."
 )
 
 
 def new_clients_table(run: RunData) -> str:
-    """One row for every case at whose end a newcomer came; nothing where none did."""
+    """One row per experiment that a new client joined; nothing without one."""
     rows = [
         _row(record)
         for record in run.records
@@ -28,7 +30,9 @@ def new_clients_table(run: RunData) -> str:
         for head in ("Normal, before", "after", "New, before", "after", "Sent")
     )
     return (
-        boxed_table(f'<tr><th scope="col" class="name">Case</th>{heads}</tr>', rows, "Newcomers")
+        boxed_table(
+            f'<tr><th scope="col" class="name">Experiment</th>{heads}</tr>', rows, "New clients"
+        )
         if rows
         else ""
     )

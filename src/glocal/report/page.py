@@ -39,7 +39,7 @@ def write_report(folder: Path) -> Path:
 
 
 def write_page(folder: Path, *, title: str, summary: str, sections: Iterable[str]) -> Path:
-    """Write folder/report.html: a title in words, then HTML; sections without anything in them are left out."""
+    """Write folder/report.html: a title as text, the rest as HTML; empty sections are left out."""
     page = Template(files("glocal.report").joinpath("page.html").read_text(encoding="utf-8"))
     words = {
         "title": escape(title),
@@ -75,9 +75,10 @@ def _summary(run: RunData) -> str:
         f"The model is {model.name}{hidden}.",
         _shares_text(run)
         if not run.settings.groups
-        else "",  # worked out from a cohort that is always as large
-        f"The study compares {pluralize(len(run.records), 'experiment')} over up to {pluralize(rounds, 'round')},",
-        f"{pluralize(plan.clients_per_round, 'device')} taking part in each, {seeds}.",
+        else "",  # it is computed for a constant clients_per_round
+        f"The study compares {pluralize(len(run.records), 'experiment')} over up to "
+        f"{pluralize(rounds, 'round')},",
+        f"{pluralize(plan.clients_per_round, 'client')} taking part in each, {seeds}.",
     ]
     return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
 
@@ -95,11 +96,14 @@ def _data_text(run: RunData) -> str:
         else f": {counts.sum():,} training examples of {pluralize(counts.shape[1], 'class')}"
     )
     engine_config = "" if ":" in data.source else dealt.get(data.partition, "")
-    return f"The data are {data.source}{examples} on {pluralize(run.clients, 'device')}{engine_config}."
+    return (
+        f"The data are {data.source}{examples} on "
+        f"{pluralize(run.clients, 'client')}{engine_config}."
+    )
 
 
 def _shares_text(run: RunData) -> str:
-    """What part of its model each case shares, if not all; equal ones are named together."""
+    """What part of its model each experiment shares, if not all; equal ones are named together."""
     shares: dict[str, list[str]] = {}
     for record in run.records:
         if share := _share(record, run.plan(record).clients_per_round):
@@ -108,10 +112,10 @@ def _shares_text(run: RunData) -> str:
 
 
 def _share(record: ExperimentRecord, clients_per_round: int) -> str:
-    """A part of a model that is sent; nothing where all or none of it is.
+    """The part of a model that is sent; nothing where all or none of it is.
 
-    Worked out from what the paper's count grew by: M + cohort shared trees a round, and M whole
-    models in the end.
+    It follows from the growth of the paper's count: M + clients_per_round shared trees a round, and
+    M whole models in the end.
     """
     counts = [
         row["paper_parameters"] for row in record.rows if row["seed"] == record.rows[0]["seed"]
@@ -127,7 +131,7 @@ def _share(record: ExperimentRecord, clients_per_round: int) -> str:
 
 
 def _notice(run: RunData) -> str:
-    """Which cases are still to be finished, if any."""
+    """Which experiments are still to be finished, if any."""
     unfinished = [
         f"{escape(record.name)} ({run.progress(record)})"
         for record in run.records
@@ -135,7 +139,10 @@ def _notice(run: RunData) -> str:
     ]
     if not unfinished:
         return ""
-    return f'<p class="notice"><b>This run is not finished.</b> Still open: {", ".join(unfinished)}.</p>'
+    return (
+        '<p class="notice"><b>This run is not finished.</b> Still open: '
+        f"{', '.join(unfinished)}.</p>"
+    )
 
 
 def _results(run: RunData) -> str:
@@ -149,14 +156,19 @@ def _groups(run: RunData) -> str:
     figures = figure_grid(
         figure_html(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1)
     )
-    table = f'<h3>What they had, and what they forgot</h3>\n{groups_table(run)}\n<p class="note">{GROUPS_NOTE}</p>'
+    table = (
+        f"<h3>What they had, and what they forgot</h3>\n{groups_table(run)}\n<p "
+        f'class="note">{GROUPS_NOTE}</p>'
+    )
     return section("Groups over time", f"{figures}\n{table}")
 
 
 def _new_clients(run: RunData) -> str:
     table = new_clients_table(run)
     return (
-        section("The newcomer", f'{table}\n<p class="note">{NEW_CLIENTS_NOTE}</p>') if table else ""
+        section("The new client", f'{table}\n<p class="note">{NEW_CLIENTS_NOTE}</p>')
+        if table
+        else ""
     )
 
 
@@ -192,7 +204,7 @@ def _figures(run: RunData) -> str:
 
 
 def _clients(run: RunData) -> str:
-    """Who has which classes, and each case's table of devices."""
+    """Who has which classes, and each experiment's table of clients."""
     classes = (
         ""
         if run.counts is None
@@ -202,11 +214,12 @@ def _clients(run: RunData) -> str:
     )
     tables = "\n".join(client_table(record) for record in run.records if record.results)
     columns = (
-        "Case by case: how many examples each device trains, validates and tests with, in how many rounds it took part, and how "
+        "By experiment: how many examples each client trains, validates and tests with, in how "
+        "many rounds it took part, and how "
         "its own model does on its own test data."
     )
     note = f'<p class="note">{columns}</p>\n' if tables else ""
-    return section("Devices", classes + note + tables) if classes or tables else ""
+    return section("Clients", classes + note + tables) if classes or tables else ""
 
 
 def _settings(run: RunData) -> str:

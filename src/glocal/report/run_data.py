@@ -1,4 +1,4 @@
-"""What a report reads: the settings of a run, and how far each of its cases has come."""
+"""What a report reads: the settings of a run, and how far each experiment has come."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from glocal.studies.settings import ExperimentSettings, Settings
 
 @dataclass(frozen=True)
 class ExperimentRecord:
-    """A case as its folder tells it: rows so far, and one result per seed once it has been tested."""
+    """An experiment from its folder: its rows so far, and its results, one per seed."""
 
     name: str
     experiment: ExperimentSettings
@@ -35,7 +35,7 @@ class ExperimentRecord:
         return bool(self.results) and self.results[0]["rounds"] >= self.rounds_completed
 
     def measured(self, *address: str) -> list[float]:
-        """One number of each seed's result, such as ("local_test", "mean"), where it was measured."""
+        """One number of each seed's result, such as ("local_test", "mean"), if it was measured."""
         return [
             float(value)
             for result in self.results
@@ -45,7 +45,7 @@ class ExperimentRecord:
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything that a report tells; `counts` are the first seed's training examples (devices, classes)."""
+    """All data of a report; `counts` are the first seed's training examples (clients, classes)."""
 
     settings: Settings
     records: list[ExperimentRecord]
@@ -53,7 +53,7 @@ class RunData:
 
     @property
     def clients(self) -> int:
-        """How many devices there are; data of the user's own may have others than the settings say."""
+        """How many clients there are; data of the user's own may differ from the settings."""
         if self.counts is not None:
             return len(self.counts)
         return next(
@@ -62,11 +62,11 @@ class RunData:
         )
 
     def plan(self, record: ExperimentRecord) -> Plan:
-        """Which rounds a case runs; where it goes on from another case, that one's rounds come before."""
+        """Which rounds an experiment runs; those of its warm start come before."""
         return plans_of(self.settings)[record.name]
 
     def progress(self, record: ExperimentRecord) -> str:
-        """How far a case has come, in words."""
+        """The progress of an experiment as text."""
         return (
             f"round {record.rounds_completed} of {self.plan(record).total_rounds}"
             if record.rows

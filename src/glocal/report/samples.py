@@ -1,4 +1,4 @@
-"""Sample images, as they are and as a newcomer has them."""
+"""Sample images, as they are and as a new client has them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from glocal.report.drawing import colour_theme, new_figure
 
 
 def draw_samples(images: Tensor, turned: Tensor, path: Path) -> Path:
-    """Images (columns, channels, height, width) above, the same ones turned below, into a PNG file."""
+    """Images (columns, channels, height, width), and the same ones rotated below, as a PNG file."""
     columns = len(images)
     with colour_theme("#1c2126", "#ffffff"):
         figure = new_figure(5.0 * 2 / columns)

@@ -1,4 +1,4 @@
-"""The page of a paper's study: what the paper says, what was found beside it, and figures like its own."""
+"""The page of a paper's study: its claims, the results beside its own, and figures."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -34,6 +34,7 @@ from glocal.report.study_text import (
 )
 from glocal.report.tables import boxed_table, grouped_head, scrolling
 from glocal.studies.findings import Findings
+from glocal.studies.study import StudyPart
 
 
 def write_study_report(findings: Findings, folder: Path) -> Path:
@@ -72,7 +73,10 @@ def _claims(findings: Findings) -> str:
 def _claim_row(says: str, word: str, *numbers: str) -> str:
     marked = f'<span class="below">{word}</span>' if word == "fails" else word
     cells = "".join(f"<td>{number}</td>" for number in numbers)
-    return f'<tr><th scope="row" class="says name">{_html(says)}</th><td class="name">{marked}</td>{cells}</tr>'
+    return (
+        f'<tr><th scope="row" class="says name">{_html(says)}</th><td '
+        f'class="name">{marked}</td>{cells}</tr>'
+    )
 
 
 def _tables(findings: Findings) -> str:
@@ -92,7 +96,10 @@ def _side_by_side(table: ComparisonTable) -> str:
         f"<tr>{_name(name)}{''.join(map(_cell, entries(table, name)))}</tr>" for name in table.rows
     )
     box, told = boxed_table(head, rows, table.title), "<br>".join(map(_html, notes(table)))
-    return f'<h3>{escape(table.title)}</h3>\n<div class="dense">{box}</div>\n<p class="note">{told}</p>'
+    return (
+        f'<h3>{escape(table.title)}</h3>\n<div class="dense">{box}</div>\n<p '
+        f'class="note">{told}</p>'
+    )
 
 
 def _cell(entry: Entry) -> str:
@@ -120,28 +127,33 @@ def _figures(findings: Findings) -> str:
 
 
 def _goals(findings: Findings) -> str:
-    """How soon the goal is reached, of every part that has one."""
-    tables = [
-        f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n<p>{_html(goal_text(findings, name))}</p>\n"
-        f"{_table(GOAL_HEADS, map(goal_cells, ways), 'Goal')}"
-        for name, part in findings.study.parts.items()
-        if (ways := ways_to_goal(findings, name))
-    ]
+    """How soon the goal is reached, for every part that has one."""
+    tables = []
+    for name, part in findings.study.parts.items():
+        ways = ways_to_goal(findings, name)
+        if ways:
+            text = f"<p>{_html(goal_text(findings, name))}</p>"
+            table = _table(GOAL_HEADS, map(goal_cells, ways), "Goal")
+            tables.append(f"{_part_heading(part)}\n{text}\n{table}")
     return section("How soon the goal is reached", "\n".join(tables)) if tables else ""
+
+
+def _part_heading(part: StudyPart) -> str:
+    return f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>"
 
 
 def _sweeps(findings: Findings) -> str:
     """The splits of every part that has them."""
-    tables = [
-        f"<h3>{_html(f'{part.title}, `{part.protocol}`')}</h3>\n{_plain(SPLIT_HEADS, map(split_cells, splits), 'Splits')}"
-        for name, part in findings.study.parts.items()
-        if (splits := sweep_points(findings, name))
-    ]
-    return (
-        section("How much to share", f"<p>{_html(SPLITS_NOTE)}</p>\n" + "\n".join(tables))
-        if tables
-        else ""
-    )
+    tables = []
+    for name, part in findings.study.parts.items():
+        splits = sweep_points(findings, name)
+        if splits:
+            table = _plain(SPLIT_HEADS, map(split_cells, splits), "Splits")
+            tables.append(f"{_part_heading(part)}\n{table}")
+    if not tables:
+        return ""
+    note = f"<p>{_html(SPLITS_NOTE)}</p>\n"
+    return section("How much to share", note + "\n".join(tables))
 
 
 def _time(findings: Findings) -> str:
@@ -179,7 +191,7 @@ def _name(words: str) -> str:
 
 
 def _html(words: str) -> str:
-    """Words as HTML, names in backticks as code, and what stands between double asterisks strong."""
+    """Text as HTML: names in backticks as code, and text between double asterisks strong."""
     return re.sub(
         r"\*\*(.+?)\*\*",
         r"<strong>\1</strong>",

@@ -1,4 +1,7 @@
-"""A study in words: the cells and sentences that its page and its text have in common; `names` stand in backticks."""
+"""The cells and sentences that a study's page and its markdown have in common.
+
+`Names` are in backticks.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
@@ -23,7 +26,8 @@ EMPTY_CELL = "–"
 TIME_HEADS = ("Part", "Seeds", "Time")
 SPLIT_HEADS = ("Shared", "Parameters shared", "Of the model", "Local Test, %", "New Test, %")
 SPLITS_NOTE = (
-    "Each split goes on from the same FedAvg; first and last are the layers nearest the input and the output. How much a split "
+    "Each split goes on from the same FedAvg; first and last are the layers nearest the input and "
+    "the output. How much a split "
     "shares is counted on the study’s model, layer by layer."
 )
 _BELOW = "below the published mean less its standard deviation"
@@ -40,7 +44,7 @@ class Entry(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column's heads: its group's, its own under that, and one that says all where there are no groups."""
+    """A column's heads: its group's, its own below that, and one for tables without groups."""
 
     group: str
     head: str
@@ -61,7 +65,10 @@ def about_run(findings: Findings) -> str:
     repeats = "one seed" if seeds == [1] else f"{' or '.join(map(str, seeds))} seeds"
     version = f", with glocal {findings.about['version']}" if "version" in findings.about else ""
     time = duration(_seconds(findings))
-    what = f"Run: {run} of {pluralize(all_parts, 'part')}, with {repeats} each{_machine(findings)}{version}"
+    what = (
+        f"Run: {run} of {pluralize(all_parts, 'part')}, with {repeats} "
+        f"each{_machine(findings)}{version}"
+    )
     return f"{what}; the times of the parts add up to {time}."
 
 
@@ -87,7 +94,7 @@ def about_changes(findings: Findings) -> str:
 
 
 def about_left_out(findings: Findings) -> str:
-    """Which cases were given up in which seeds."""
+    """Which experiments were given up in which seeds."""
     told = []
     for part in findings.parts:
         experiments = [
@@ -121,7 +128,8 @@ def about_columns(findings: Findings) -> str:
         f" ↑ is {_ABOVE}, where less is better." if findings.study.lower_is_better else ""
     )
     return (
-        f"{findings.study.caption} {spread}Beside `{findings.study.reference_protocol}` stands the difference to the published mean; {EMPTY_CELL} is what was not "
+        f"{findings.study.caption} {spread}Beside `{findings.study.reference_protocol}` stands the "
+        f"difference to the published mean; {EMPTY_CELL} is what was not "
         f"measured, or what the paper lacks. ↓ is {_BELOW}.{lower_is_better}"
     )
 
@@ -133,14 +141,16 @@ def claims_text(findings: Findings) -> str:
     waiting = len(findings.study.claims) - len(words)
     wait = f", waiting for parts that have not been run: {waiting}" if waiting else ""
     return (
-        f"{pluralize(len(findings.study.claims), 'claim')}; {', '.join(counts)}{wait}. A claim holds or fails where the 95 % "
-        "interval of its lead (paired over seeds, Student’s t) lies on one side; else it is open. The published lead is that of "
+        f"{pluralize(len(findings.study.claims), 'claim')}; {', '.join(counts)}{wait}. A claim "
+        "holds or fails where the 95 % "
+        "interval of its lead (paired over seeds, Student’s t) lies on one side; else it is open. "
+        "The published lead is that of "
         "the paper’s own means."
     )
 
 
 def claim_cells(findings: Findings, verdict: Verdict) -> tuple[str, ...]:
-    """The claim, its verdict, its lead in the paper and here in points, and where that lies with 95 % confidence."""
+    """The claim, its verdict, its lead in the paper and here, and the 95 % interval."""
     margin = f" (at most {verdict.claim.margin:g} points below)" if verdict.claim.margin else ""
     published = published_lead(findings, verdict.claim)
     ends = (verdict.lead.low, verdict.lead.high)
@@ -198,7 +208,7 @@ def notes(table: ComparisonTable) -> list[str]:
 
 
 def shortfalls(table: ComparisonTable) -> list[str]:
-    """What is worse than the published mean by more than its standard deviation, and by how much; protocol by protocol."""
+    """What is worse than the published mean by more than its standard deviation, by protocol."""
     measures = {
         measure: words for measure, words in table.measures.items() if table.published(measure)
     }
@@ -242,8 +252,14 @@ def disagreements(table: ComparisonTable) -> str:
         f"{row.name} ({row.sent.ours}, published {row.sent.paper})" for row in rows
     )
     if differing:
-        return f"≠ Counted the paper’s way, these send another number of parameters than it prints: {'; '.join(differing)}."
-    return "Counted the paper’s way, every row that was measured sends as many parameters as it prints."
+        return (
+            "≠ Counted the paper’s way, these send another number of parameters than it prints: "
+            f"{'; '.join(differing)}."
+        )
+    return (
+        "Counted the paper’s way, every row that was measured sends as many parameters as it "
+        "prints."
+    )
 
 
 def split_cells(split: SweepPoint) -> tuple[str, ...]:
@@ -290,9 +306,7 @@ def _measured(row: Row | None, measure: str, with_choice: bool, compared: bool) 
     pair = row.scores[measure] if row else None
     if row is None or pair is None or pair.ours is None:
         return Entry(EMPTY_CELL)
-    difference = (
-        signed(pair.difference) if compared and pair.difference is not None else ""
-    )
+    difference = signed(pair.difference) if compared and pair.difference is not None else ""
     mark = "↑" if pair.lower_is_better else "↓"
     return Entry(
         str(pair.ours), (with_choice and row.choice) or difference, mark if pair.shortfall else ""
@@ -300,7 +314,7 @@ def _measured(row: Row | None, measure: str, with_choice: bool, compared: bool) 
 
 
 def _sent(rows: Mapping[str, Row]) -> list[Entry]:
-    """What the first protocol that was run has sent; a count that is not the printed one is marked."""
+    """What the first protocol sent; a count that differs from the published one is marked."""
     sent = next((row.sent for row in rows.values() if row.measured), next(iter(rows.values())).sent)
     paper = Entry(sent.paper or EMPTY_CELL)
     if sent.ours is None:
@@ -314,13 +328,16 @@ def _sent(rows: Mapping[str, Row]) -> list[Entry]:
 
 
 def _cost(rows: Mapping[str, Row]) -> Entry:
-    """What the first protocol that was run has sent, in bytes; where a newcomer has come, what that cost."""
+    """What the first protocol sent, in bytes; for a new client, what its joining cost."""
     sent = next((row.sent for row in rows.values() if row.measured), None)
-    return Entry(EMPTY_CELL) if sent is None else Entry(size(sent.onboarding_bytes or sent.bytes))
+    return Entry(EMPTY_CELL) if sent is None else Entry(size(sent.join_bytes or sent.bytes))
 
 
 def _shortfalls(row: Row, measures: Mapping[str, str]) -> Iterator[str]:
     for measure, words in measures.items():
         pair = row.scores[measure]
         if pair.shortfall:
-            yield f"{row.name} on {words} by {pair.shortfall:.2f} ({pair.ours}, published {pair.paper})"
+            yield (
+                f"{row.name} on {words} by {pair.shortfall:.2f} ({pair.ours}, published "
+                f"{pair.paper})"
+            )

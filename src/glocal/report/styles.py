@@ -1,10 +1,11 @@
-"""How cases and parts of bars look, the same in every figure, and the legends that say so, as HTML."""
+"""The styles of experiments and bars, the same in every figure, and their legends as HTML."""
 
 from collections.abc import Iterable
 from html import escape
 from typing import Any, NamedTuple
 
-# each colour has a contrast of at least 3:1 on the light and on the dark page; dashes and markers tell lines apart without colour
+# each colour has a contrast of at least 3:1 on the light and on the dark page;
+# dashes and markers distinguish lines without colour
 COLOURS = ("#2a7fc4", "#cf5b1f", "#12946c", "#b65fa0", "#9a7b12", "#6f6ad6", "#c2485f", "#6f7f8c")
 _DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (2, 1.6), (7, 2, 2, 2), (10, 3))
 # matplotlib's markers, each with the same as a path for the legend
@@ -27,7 +28,7 @@ HOLLOW_MARKER: dict[str, Any] = {
 
 
 class LineStyle(NamedTuple):
-    """How one case is drawn."""
+    """How one experiment is drawn."""
 
     colour: str
     dash: tuple[float, ...]
@@ -51,11 +52,12 @@ def nth_line_style(place: int) -> LineStyle:
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
     """A list of samples, each with its words."""
-    return f'<ul class="key">{"".join(f"<li>{sample}{escape(words)}</li>" for sample, words in entries)}</ul>'
+    items = "".join(f"<li>{sample}{escape(words)}</li>" for sample, words in entries)
+    return f'<ul class="key">{items}</ul>'
 
 
 def line_sample(line_style: LineStyle) -> str:
-    """A piece of a case's line, with its marker."""
+    """A piece of an experiment's line, with its marker."""
     dash = (
         f' stroke-dasharray="{" ".join(f"{length:g}" for length in line_style.dash)}"'
         if line_style.dash
@@ -63,14 +65,16 @@ def line_sample(line_style: LineStyle) -> str:
     )
     line = f'<path d="M0 6H30" fill="none" stroke="{line_style.colour}" stroke-width="2"{dash}/>'
     return _sample(
-        f'{line}<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" fill="{line_style.colour}"/>'
+        f'{line}<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" '
+        f'fill="{line_style.colour}"/>'
     )
 
 
 def hollow_sample(line_style: LineStyle) -> str:
-    """A case's marker, empty."""
+    """An experiment's marker, empty."""
     return _sample(
-        f'<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" fill="none" stroke="{line_style.colour}" stroke-width="1.6"/>'
+        f'<path transform="translate(15 6)" d="{_MARKERS[line_style.marker]}" fill="none" '
+        f'stroke="{line_style.colour}" stroke-width="1.6"/>'
     )
 
 

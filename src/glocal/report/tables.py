@@ -1,4 +1,4 @@
-"""The tables: all results case by case, and each case's devices."""
+"""The tables: all results by experiment, and each experiment's clients."""
 
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
@@ -19,7 +19,7 @@ from glocal.report.styles import line_sample
 
 
 class Column(NamedTuple):
-    """A column of the results: its heads, which number of a result, how it is written, and which value is best."""
+    """A column of the results: its heads, its address in a result, its format, and its best."""
 
     group: str
     head: str
@@ -37,15 +37,15 @@ _COLUMNS = (
     ),
     Column("Sent", "bytes", ("ledger", "total", "bytes"), mean_size, min),
     Column("Sent", "paper’s count", ("ledger", "paper", "parameters"), mean_power_of_ten, min),
-    Column("Devices", "never sampled", ("never_sampled",), mean_count, min),
+    Column("Clients", "never sampled", ("never_sampled",), mean_count, min),
 )
 
 
 def results_table(run: RunData) -> str:
-    """One row per case; the best value of a column is bold."""
+    """One row per experiment; the best value of a column is bold."""
     best = [_best(run, column) for column in _COLUMNS]
     rows = (_result_row(run, record, best) for record in run.records)
-    return boxed_table(_results_head(), rows, "Results by case")
+    return boxed_table(_results_head(), rows, "Results by experiment")
 
 
 def results_note(run: RunData) -> str:
@@ -56,26 +56,34 @@ def results_note(run: RunData) -> str:
         "best": "at the round that was best on validation data",
     }.get(select, select)
     spread = f"± is the standard deviation over {seeds} seeds. " if seeds > 1 else ""
-    those = " Tested are the devices that were there at the end." if run.settings.groups else ""
+    those = " Tested are the clients that were there at the end." if run.settings.groups else ""
     return (
-        f"Each case was tested {when}; the best value of a column is bold. Local Test: each device’s own model on its own test "
-        "data, as the mean over devices and over the tenth of them that fare worst. New Test: the ensemble of all trained devices "
-        f"on everyone’s test data, by averaged logits, majority vote or averaged weights. {spread}Sent: bytes as they cross the "
-        "wire, evaluation and a warm start included; the paper’s count is in parameters, as if every device received in every "
-        "round (Liang et al. 2020). Never sampled: devices that took part in no round of the case."
+        f"Each experiment was tested {when}; the best value of a column is bold. Local Test: each "
+        "client’s own model on its own test "
+        "data, as the mean over clients and over the tenth of them that fare worst. New Test: the "
+        "ensemble of all trained clients "
+        "on everyone’s test data, by averaged logits, majority vote or averaged weights. "
+        f"{spread}Sent: bytes as they cross the "
+        "wire, evaluation and a warm start included; the paper’s count is in parameters, as if "
+        "every client received in every "
+        "round (Liang et al. 2020). Never sampled: clients that took part in no round of the "
+        "experiment."
         f"{those}"
     )
 
 
 def client_table(record: ExperimentRecord) -> str:
-    """The devices of a case's first seed, folded away."""
+    """The clients of an experiment's first seed, folded away."""
     result = record.results[0]
-    heads = ("Device", "Train", "Val", "Test", "Sampled", "Local Test, %")
+    heads = ("Client", "Train", "Val", "Test", "Sampled", "Local Test, %")
     head = "".join(f'<th scope="col">{words}</th>' for words in heads)
     table = boxed_table(
-        f"<tr>{head}</tr>", map(_client_row, result["clients"]), f"Devices of {record.name}"
+        f"<tr>{head}</tr>", map(_client_row, result["clients"]), f"Clients of {record.name}"
     )
-    summary = f'{line_sample(record.line_style)}{escape(record.name)} <span class="note">seed {result["seed"]}</span>'
+    summary = (
+        f'{line_sample(record.line_style)}{escape(record.name)} <span class="note">seed '
+        f"{result['seed']}</span>"
+    )
     return f"<details><summary>{summary}</summary>\n{table}</details>"
 
 
@@ -93,7 +101,7 @@ def boxed_table(head: str, rows: Iterable[str], label: str) -> str:
 
 
 def grouped_head(names: Iterable[str], columns: Sequence[tuple[str, str]]) -> str:
-    """Two rows: columns of words and groups of columns, each with its head, then the columns' own heads."""
+    """Two rows of heads: names and groups of columns above, the columns' own heads below."""
     groups = [(group, len(list(same))) for group, same in groupby(group for group, _ in columns)]
     words = "".join(f'<th rowspan="2" scope="col" class="name">{name}</th>' for name in names)
     upper = "".join(
@@ -104,7 +112,9 @@ def grouped_head(names: Iterable[str], columns: Sequence[tuple[str, str]]) -> st
 
 
 def _results_head() -> str:
-    return grouped_head(("Case", "Algorithm"), [(column.group, column.head) for column in _COLUMNS])
+    return grouped_head(
+        ("Experiment", "Algorithm"), [(column.group, column.head) for column in _COLUMNS]
+    )
 
 
 def _best(run: RunData, column: Column) -> str | None:
@@ -119,16 +129,23 @@ def _best(run: RunData, column: Column) -> str | None:
 def _result_row(run: RunData, record: ExperimentRecord, best: Sequence[str | None]) -> str:
     experiment, name = record.experiment, escape(record.name)
     start_from = (
-        f'<span class="small">after {escape(experiment.start_from)}, round {run.plan(record).first_round}</span>'
+        f'<span class="small">after {escape(experiment.start_from)}, round '
+        f"{run.plan(record).first_round}</span>"
         if experiment.start_from
         else ""
     )
     progress = (
         "" if record.finished else f'<span class="small">unfinished, {run.progress(record)}</span>'
     )
-    head = f'{line_sample(record.line_style)}<span class="long" title="{name}">{name}</span>{start_from}{progress}'
+    head = (
+        f'{line_sample(record.line_style)}<span class="long" '
+        f'title="{name}">{name}</span>{start_from}{progress}'
+    )
     cells = "".join(_cell(record, column, top) for column, top in zip(_COLUMNS, best, strict=True))
-    return f'<tr><th scope="row" class="name">{head}</th><td class="name">{escape(experiment.algorithm)}</td>{cells}</tr>'
+    return (
+        f'<tr><th scope="row" class="name">{head}</th><td '
+        f'class="name">{escape(experiment.algorithm)}</td>{cells}</tr>'
+    )
 
 
 def _cell(record: ExperimentRecord, column: Column, best: str | None) -> str:
@@ -143,9 +160,9 @@ def _cell(record: ExperimentRecord, column: Column, best: str | None) -> str:
     )
 
 
-def _client_row(device: Json) -> str:
-    accuracy = "–" if device["local_test"] is None else f"{PERCENT * device['local_test']:.1f}"
+def _client_row(client: Json) -> str:
+    accuracy = "–" if client["local_test"] is None else f"{PERCENT * client['local_test']:.1f}"
     cells = "".join(
-        f"<td>{device[column]}</td>" for column in ("train", "val", "test", "times_sampled")
+        f"<td>{client[column]}</td>" for column in ("train", "val", "test", "times_sampled")
     )
-    return f'<tr><th scope="row">{device["client"]}</th>{cells}<td>{accuracy}</td></tr>'
+    return f'<tr><th scope="row">{client["client"]}</th>{cells}<td>{accuracy}</td></tr>'
