@@ -1,4 +1,4 @@
-"""The advisor: what it measures, what crosses the wire for it, what it recommends, and how it says so."""
+"""The advisor: its measurements, its traffic, its recommendation, and the text of it."""
 
 import json
 import time
@@ -33,7 +33,7 @@ from glocal.studies.models import lenet5
 from glocal.wire import Ledger
 from tests.support import world
 
-DEVICES, FEATURES, CLASSES = 8, 6, 4
+NUM_CLIENTS, FEATURES, CLASSES = 8, 6, 4
 QUICK = AdvisorConfig(num_clients=8, stages=(1, 2))
 SGD = glocal.sgd(0.1, momentum=0.5)
 
@@ -43,43 +43,45 @@ def two_layers():
 
 
 def federation(*, own_labels, examples=60):
-    """Devices with one rule for all, or each with the classes renamed in its own way: then a shared last layer can only guess."""
+    """Clients that label by one rule, or by rules with the classes permuted per client.
+
+    With permuted classes a shared last layer can only guess.
+    """
     generator = torch.Generator().manual_seed(0)
     teacher = torch.randn(FEATURES, CLASSES, generator=generator)
     clients = []
-    for _ in range(DEVICES):
+    for _ in range(NUM_CLIENTS):
         x = torch.randn(examples, FEATURES, generator=generator)
-        renamed = (
-            torch.randperm(CLASSES, generator=generator) if own_labels else torch.arange(CLASSES)
-        )
-        clients.append((x, renamed[(x @ teacher).argmax(1)]))
+        classes = torch.arange(CLASSES)
+        if own_labels:
+            classes = torch.randperm(CLASSES, generator=generator)
+        clients.append((x, classes[(x @ teacher).argmax(1)]))
     return glocal.from_tensors(clients)
 
 
-def asked(fed, *, plan=None, **config):
+def advice_for(fed, *, plan=None, **config):
     model = world.seeded(two_layers)
     algorithm = fedavg(cross_entropy(model), SGD)
-    return advise(
-        algorithm, model, fed, plan or Plan(10, 4, batch_size=10), config=replace(QUICK, **config)
-    )
+    plan = plan or Plan(10, 4, batch_size=10)
+    return advise(algorithm, model, fed, plan, config=replace(QUICK, **config))
 
 
-def test_devices_that_name_classes_differently_keep_the_last_layer():
-    advice = asked(federation(own_labels=True, examples=200))
+def test_clients_that_label_differently_keep_the_last_layer_local():
+    advice = advice_for(federation(own_labels=True, examples=200))
     assert "2" in advice.choice.local
     assert advice.variances["all"].low > 0.5
     worst = min(advice.rows, key=lambda row: row.accuracy[1])
     assert "2" in worst.candidate.shared
 
 
-def test_devices_that_are_all_alike_share():
-    advice = asked(federation(own_labels=False, examples=200))
+def test_clients_with_the_same_distribution_share():
+    advice = advice_for(federation(own_labels=False, examples=200))
     assert advice.choice.shared
     assert advice.variances["all"].high < 0.5
 
 
 def test_the_same_seed_gives_the_same_advice():
-    first, second = (asked(federation(own_labels=True)) for _ in range(2))
+    first, second = (advice_for(federation(own_labels=True)) for _ in range(2))
     assert [row.accuracy for row in first.rows] == [row.accuracy for row in second.rows]
     assert first.variances == second.variances
 
@@ -93,11 +95,11 @@ def test_every_boundary_is_a_candidate_in_both_directions():
     }
 
 
-def test_of_a_deep_network_only_some_depths_race():
+def test_of_a_deep_network_only_some_depths_are_candidates():
     deep = nn.Sequential(*[nn.Linear(2, 2) for _ in range(40)])
-    made = make_candidates(deep, max_candidates=12)
-    assert len(made) == 12
-    assert {each.name for each in made} >= {
+    candidates = make_candidates(deep, max_candidates=12)
+    assert len(candidates) == 12
+    assert {each.name for each in candidates} >= {
         "first 1 shared",
         "first 39 shared",
         "last 1 shared",
@@ -113,66 +115,54 @@ def test_tied_weights_are_never_split():
         assert ("0" in each.shared) == ("2" in each.shared)
 
 
-def test_variances_are_found_as_they_were_drawn():
+def test_variances_are_estimated_as_they_were_drawn():
     generator = torch.Generator().manual_seed(1)
     own = 3 * torch.randn(400, 50, generator=generator)
     halves = [{"w": own + 2 * torch.randn(400, 50, generator=generator)} for _ in range(2)]
-    found = estimate_variances(*halves, {"layer": ["w"]})["layer"]
-    assert found.between_client == pytest.approx(50 * 9, rel=0.05)
-    assert found.within_client == pytest.approx(50 * 4 / 2, rel=0.05)  # of the mean of both halves
-    assert found.alpha == pytest.approx(9 / (9 + 2), abs=0.02)
-    assert found.low < 9 / 11 < found.high
+    variances = estimate_variances(*halves, {"layer": ["w"]})["layer"]
+    assert variances.between_client == pytest.approx(50 * 9, rel=0.05)
+    assert variances.within_client == pytest.approx(
+        50 * 4 / 2, rel=0.05
+    )  # of the mean of both halves
+    assert variances.alpha == pytest.approx(9 / (9 + 2), abs=0.02)
+    assert variances.low < 9 / 11 < variances.high
 
 
-def test_devices_without_a_difference_have_no_device_variance():
+def test_clients_without_a_difference_have_no_between_client_variance():
     generator = torch.Generator().manual_seed(2)
     halves = [{"w": torch.randn(100, 200, generator=generator)} for _ in range(2)]
-    found = estimate_variances(*halves, {"layer": ["w"]})["all"]
-    assert found.alpha < 0.05
-    assert found.low == 0 < found.high < 0.1
+    variances = estimate_variances(*halves, {"layer": ["w"]})["all"]
+    assert variances.alpha < 0.05
+    assert variances.low == 0 < variances.high < 0.1
 
 
 @pytest.mark.parametrize(
     "name", ["nothing shared", "first 1 shared", "last 1 shared", "all shared"]
 )
-def test_a_lane_of_the_race_is_lg_fedavg(name):
-    """Side by side with other lanes it takes the steps that the simulator would."""
-    model, fed, plan = (
-        world.seeded(two_layers),
-        federation(own_labels=True),
-        Plan(3, DEVICES, batch_size=10),
-    )
-    objective, participants = cross_entropy(model), np.arange(DEVICES)
-    rivals = make_candidates(model)
+def test_a_candidate_trains_as_lg_fedavg_does(name):
+    """Side by side with other candidates it takes the steps that the simulator would."""
+    model, fed = world.seeded(two_layers), federation(own_labels=True)
+    plan, objective = Plan(3, NUM_CLIENTS, batch_size=10), cross_entropy(model)
+    candidates, start = make_candidates(model), params_of(model)
     executor = Executor(fedavg(objective, SGD).client_update, engine="vmapped")
-    candidate_states = start_halving(rivals, params_of(model), DEVICES)
-    ledger = Ledger()
-    for moved, traffic in run_rounds(
-        HalvingSetup(plan, fed.train, participants, executor), candidate_states, range(3)
-    ):
-        candidate_states, ledger = moved, ledger + traffic
-    (candidate_state,) = (
-        candidate_state
-        for candidate_state in candidate_states
-        if candidate_state.candidate.name == name
-    )
+    setup = HalvingSetup(plan, fed.train, np.arange(NUM_CLIENTS), executor)
+    candidate_states, ledger = start_halving(candidates, start, NUM_CLIENTS), Ledger()
+    for trained, traffic in run_rounds(setup, candidate_states, range(3)):
+        candidate_states, ledger = trained, ledger + traffic
+    (candidate_state,) = (each for each in candidate_states if each.candidate.name == name)
     algorithm = lg_fedavg(objective, SGD, split=candidate_state.candidate.split)
     alone = Executor(algorithm.client_update, engine="vmapped")
-    state = world.last(
-        simulate_seeds(
-            algorithm, [Seat(plan, fed.train, initial_state(algorithm, params_of(model)))], alone
-        )
-    )[0][0]
-    for device, ours in enumerate(candidate_state.models):
-        assert (
-            world.distance(ours, algorithm.personal(state.shared, state.private.of(device))) < 1e-5
-        )
-    sent = sum(trees.nbytes(each.split.take_shared(params_of(model))) for each in rivals)
-    assert ledger.total.bytes == 3 * 2 * DEVICES * sent
+    seat = Seat(plan, fed.train, initial_state(algorithm, start))
+    state = world.last(simulate_seeds(algorithm, [seat], alone))[0][0]
+    for client, ours in enumerate(candidate_state.models):
+        expected = algorithm.personal(state.shared, state.private.of(client))
+        assert world.distance(ours, expected) < 1e-5
+    sent = sum(trees.nbytes(each.split.take_shared(start)) for each in candidates)
+    assert ledger.total.bytes == 3 * 2 * NUM_CLIENTS * sent
 
 
 def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
-    """Spied at the three doors: uploads, updates of halves, and what the race is decided by."""
+    """Spied on are uploads, updates of halves, and the accuracies that decide a stage."""
     crossed = []
 
     def spy(module, name, read):
@@ -184,77 +174,69 @@ def test_nothing_but_models_and_accuracies_crosses(monkeypatch):
 
         monkeypatch.setattr(module, name, watched)
 
-    spy(
-        halving,
-        "admit",
-        lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()},
-    )
-    spy(
-        search,
-        "estimate_variances",
-        lambda arguments: {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()},
-    )
+    def shapes_of(arguments):
+        return {name: tuple(tensor.shape[1:]) for name, tensor in arguments[0].items()}
+
+    spy(halving, "admit", shapes_of)
+    spy(search, "estimate_variances", shapes_of)
     spy(search, "keep_better_half", lambda arguments: arguments[1])
-    asked(federation(own_labels=True))
+    advice_for(federation(own_labels=True))
     shapes = {name: tuple(tensor.shape) for name, tensor in params_of(two_layers()).items()}
     assert {name for name, _ in crossed} == {"admit", "estimate_variances", "keep_better_half"}
-    for name, what in crossed:
+    for name, content in crossed:
         if name == "keep_better_half":
-            assert what.halves.shape == (2, 4, 8)  # one number per half, split and device
+            assert content.halves.shape == (2, 4, 8)  # one number per half, candidate and client
         else:
-            assert what.items() <= shapes.items()
+            assert content.items() <= shapes.items()
 
 
 def test_what_crosses_is_counted():
-    advice = asked(federation(own_labels=True))
+    advice = advice_for(federation(own_labels=True))
     whole = trees.nbytes(params_of(two_layers()))
-    warm, halves = 10 * 4 * 2 * whole, 8 * 3 * whole
-    shares = {row.candidate.name: row.sent_fraction * whole for row in advice.rows}
-    later = [row for row in advice.rows if 3 in row.accuracy]
-    racing = sum(3 * 8 * sent for sent in shares.values()) + sum(
-        5 * 8 * shares[row.candidate.name] for row in later
-    )
-    assert advice.cost.ledger.total.bytes == pytest.approx(warm + halves + racing)
+    warm_up, halves = 10 * 4 * 2 * whole, 8 * 3 * whole
+    sent = {row.candidate.name: row.sent_fraction * whole for row in advice.rows}
+    second_stage = [sent[row.candidate.name] for row in advice.rows if 3 in row.accuracy]
+    stages = 3 * 8 * sum(sent.values()) + 5 * 8 * sum(second_stage)
+    assert advice.cost.ledger.total.bytes == pytest.approx(warm_up + halves + stages)
     assert advice.cost.updates == 10 * 4 + 8 + 4 * 8 + 2 * 2 * 8
 
 
-def test_the_devices_that_race_hold_data_back_from_everybody():
+def test_participants_hold_out_data_that_nobody_trains_on():
     fed = federation(own_labels=True)
     participants = np.array([1, 4])
-    train, judges = search._hold_out(fed, participants, 0, 0.5)
-    for device in range(DEVICES):
-        kept, judged = {*train.rows[device]}, {*judges[0].rows[device], *judges[1].rows[device]}
-        assert kept.isdisjoint(judged)
-        assert bool(judged) == (device in participants)
-        if device in participants:
-            assert {*fed.val.rows[device]} <= judged
-            assert kept | judged == {*fed.train.rows[device], *fed.val.rows[device]}
-        assert judged.isdisjoint({*fed.test.rows[device]})
+    train, halves = search._hold_out(fed, participants, 0, 0.5)
+    for client in range(NUM_CLIENTS):
+        trained_on = {*train.rows[client]}
+        held_out = {*halves[0].rows[client], *halves[1].rows[client]}
+        assert trained_on.isdisjoint(held_out)
+        assert bool(held_out) == (client in participants)
+        if client in participants:
+            assert {*fed.val.rows[client]} <= held_out
+            assert trained_on | held_out == {*fed.train.rows[client], *fed.val.rows[client]}
+        assert held_out.isdisjoint({*fed.test.rows[client]})
 
 
 @pytest.mark.parametrize("limit", [30_000, 60_000, 120_000])
 def test_a_budget_of_bytes_is_kept(limit):
-    advice = asked(federation(own_labels=True), budget=Budget(bytes=limit))
+    advice = advice_for(federation(own_labels=True), budget=Budget(bytes=limit))
     assert advice.cost.ledger.total.bytes <= limit
 
 
 @pytest.mark.parametrize("limit", [6_300, 7_000, 9_000, 9_500])
 def test_a_budget_with_room_for_little_more_than_variances_is_kept(limit):
-    assert (
-        asked(federation(own_labels=True), budget=Budget(bytes=limit)).cost.ledger.total.bytes
-        <= limit
-    )
+    advice = advice_for(federation(own_labels=True), budget=Budget(bytes=limit))
+    assert advice.cost.ledger.total.bytes <= limit
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_before_anything_is_sent():
     with pytest.raises(
-        InputError, match="a round of FedAvg and two updates of 3 devices send 6,256 bytes at least"
+        InputError, match="a round of FedAvg and two updates of 3 clients send 6,256 bytes at least"
     ):
-        asked(federation(own_labels=True), budget=Budget(bytes=6_000))
+        advice_for(federation(own_labels=True), budget=Budget(bytes=6_000))
 
 
-def test_without_room_for_a_race_the_variances_decide():
-    advice = asked(federation(own_labels=True), budget=Budget(bytes=15_000))
+def test_without_room_for_a_stage_the_variances_decide():
+    advice = advice_for(federation(own_labels=True), budget=Budget(bytes=15_000))
     assert not advice.ran_halving
     assert not advice.finished
     assert advice.choice.name == advice.by_variances
@@ -267,7 +249,7 @@ def test_a_budget_of_seconds_ends_it():
 
 
 def stage(ahead, *, names=("all shared", "first 1 shared"), noise=0.0, rows=50):
-    """A stage in which the second split is ahead of the first by so much on each device."""
+    """A stage in which the second candidate is ahead of the first by `ahead` on each client."""
     generator = np.random.default_rng(0)
     base = np.full((2, len(ahead)), 0.5)
     halves = np.stack(
@@ -288,47 +270,31 @@ def test_chance_makes_no_group():
     assert not find_groups([stage(np.zeros(30), noise=0.05)], "all shared", np.arange(30))
 
 
-def test_a_difference_is_paired_where_both_raced_last():
-    first, last = (
-        stage(np.full(10, 0.2)),
-        stage(np.full(10, 0.1), names=("all shared", "last 1 shared")),
-    )
-    assert accuracy_difference([first, last], "first 1 shared", "all shared").mean == pytest.approx(
-        0.2
-    )
-    assert accuracy_difference([first, last], "last 1 shared", "all shared").mean == pytest.approx(
-        0.1
-    )
+def test_a_difference_is_taken_at_the_last_stage_with_both_candidates():
+    first = stage(np.full(10, 0.2))
+    last = stage(np.full(10, 0.1), names=("all shared", "last 1 shared"))
+    early = accuracy_difference([first, last], "first 1 shared", "all shared")
+    late = accuracy_difference([first, last], "last 1 shared", "all shared")
+    assert early.mean == pytest.approx(0.2)
+    assert late.mean == pytest.approx(0.1)
 
 
-def test_of_those_that_are_as_good_the_one_that_shares_most_is_chosen_or_one_that_sends_half_as_much():
-    sent_fraction = {
-        "first 1 shared": 0.1,
-        "first 2 shared": 0.3,
-        "last 1 shared": 0.9,
-        "all shared": 1.0,
-    }
-    errs = {"first 1 shared": 3.0, "first 2 shared": 2.0, "last 1 shared": 1.0, "all shared": 4.0}
-    assert (
-        search.choose_candidate(
-            ["first 1 shared", "last 1 shared", "first 2 shared"], sent_fraction, errs, "accuracy"
-        )
-        == "last 1 shared"
-    )
-    assert (
-        search.choose_candidate(["all shared", "first 1 shared"], sent_fraction, errs, "bytes")
-        == "first 1 shared"
-    )
-    assert (
-        search.choose_candidate(
-            ["all shared", "first 1 shared", "first 2 shared"], sent_fraction, errs, "bytes"
-        )
-        == "first 2 shared"
-    )
-    assert (
-        search.choose_candidate(["all shared", "last 1 shared"], sent_fraction, errs, "bytes")
-        == "all shared"
-    )
+@pytest.mark.parametrize(
+    ("equally_good", "prefer", "expected"),
+    [
+        (["first 1 shared", "last 1 shared", "first 2 shared"], "accuracy", "last 1 shared"),
+        (["all shared", "first 1 shared"], "bytes", "first 1 shared"),
+        (["all shared", "first 1 shared", "first 2 shared"], "bytes", "first 2 shared"),
+        (["all shared", "last 1 shared"], "bytes", "all shared"),
+    ],
+)
+def test_of_equally_good_candidates_one_is_chosen_by_preference(equally_good, prefer, expected):
+    """For accuracy the one that shares most; for bytes the best, or one that sends half as much."""
+    names = ("first 1 shared", "first 2 shared", "last 1 shared", "all shared")
+    sent_fraction = dict(zip(names, (0.1, 0.3, 0.9, 1.0), strict=True))
+    predicted_error = dict(zip(names, (3.0, 2.0, 1.0, 4.0), strict=True))
+    choice = search.choose_candidate(equally_good, sent_fraction, predicted_error, prefer)
+    assert choice == expected
 
 
 def test_an_unknown_preference_is_refused():
@@ -345,12 +311,12 @@ def test_a_tolerance_that_is_no_number_is_refused():
     ("ahead", "expected"),
     [(-0.02, "nothing shared"), (-0.002, "first 1 shared"), (0.02, "first 1 shared")],
 )
-def test_to_share_nothing_has_to_be_clearly_ahead(ahead, expected):
+def test_sharing_nothing_has_to_be_clearly_ahead(ahead, expected):
     close = stage(np.full(30, ahead), names=("nothing shared", "first 1 shared"), noise=0.02)
     assert search._equally_good([close], 0.01) == [expected]
 
 
-def test_what_sharing_nothing_is_clearly_ahead_of_is_not_as_good():
+def test_what_sharing_nothing_is_clearly_ahead_of_is_not_equally_good():
     shares = np.random.default_rng(0).normal(0.5, 0.1, 30)
     names, gaps = ("nothing shared", "first 1 shared", "first 2 shared"), np.zeros((3, 30))
     gaps[1], gaps[2] = -0.004 + 0.02 * np.resize([1, -1], 30), -0.005
@@ -359,9 +325,11 @@ def test_what_sharing_nothing_is_clearly_ahead_of_is_not_as_good():
     assert search._equally_good([close], 0.01) == ["first 1 shared"]
 
 
-def judged(*, ahead):
-    """Advice to share all where to share nothing was ahead by so much, give or take two points."""
-    advice = asked(federation(own_labels=False), plan=Plan(2, 2), stages=(1,), max_candidates=2)
+def advice_to_share_all(*, ahead):
+    """Advice to share all, where sharing nothing was ahead by `ahead`, give or take two points."""
+    advice = advice_for(
+        federation(own_labels=False), plan=Plan(2, 2), stages=(1,), max_candidates=2
+    )
     gap = ConfidenceInterval(ahead, ahead - 0.02, ahead + 0.02)
     nothing, everything = advice.rows
     rows = (
@@ -379,7 +347,7 @@ def judged(*, ahead):
 
 
 @pytest.mark.parametrize(
-    ("ahead", "why", "sure"),
+    ("ahead", "why", "certainty"),
     [
         (
             0.01,
@@ -398,20 +366,22 @@ def judged(*, ahead):
         ),
     ],
 )
-def test_what_is_said_of_sharing_nothing_is_what_the_race_showed(ahead, why, sure):
-    said = recommendation(judged(ahead=ahead))
-    assert any(why in line for line in said)
-    assert any(line.startswith(f"Certainty: {sure}") for line in said)
+def test_the_text_about_sharing_nothing_agrees_with_its_accuracy(ahead, why, certainty):
+    lines = recommendation(advice_to_share_all(ahead=ahead))
+    assert any(why in line for line in lines)
+    assert any(line.startswith(f"Certainty: {certainty}") for line in lines)
 
 
-def test_a_table_keeps_its_digits_where_lines_are_short(capsys, monkeypatch):
+def test_a_table_keeps_its_digits_in_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    print_advice(judged(ahead=0.01))
+    print_advice(advice_to_share_all(ahead=0.01))
     assert "-1.0 to +3.0\n" in capsys.readouterr().out.replace(" \n", "\n")
 
 
-def test_what_is_clearly_below_is_not_as_good_and_neither_is_what_is_far_below():
-    assert search._equally_good([stage(np.full(30, 0.005), noise=0.001)], 0.01) == ["first 1 shared"]
+def test_what_is_clearly_below_or_far_below_is_not_equally_good():
+    assert search._equally_good([stage(np.full(30, 0.005), noise=0.001)], 0.01) == [
+        "first 1 shared"
+    ]
     assert search._equally_good([stage(np.full(30, 0.03), noise=0.3)], 0.01) == ["first 1 shared"]
     assert search._equally_good([stage(np.full(30, 0.005), noise=0.05)], 0.01) == [
         "first 1 shared",
@@ -422,7 +392,7 @@ def test_what_is_clearly_below_is_not_as_good_and_neither_is_what_is_far_below()
 @pytest.mark.parametrize(
     "text", ["20", "MB", "-1 MB", "0 s", "2 parsec", "", "9" * 400 + " MB", "9" * 400 + " s"]
 )
-def test_a_budget_that_is_none_is_refused(text):
+def test_an_invalid_budget_is_refused(text):
     with pytest.raises(InputError, match="budget"):
         Budget.parse(text)
 
@@ -430,30 +400,22 @@ def test_a_budget_that_is_none_is_refused(text):
 def test_an_algorithm_with_private_parts_is_refused():
     model = world.seeded(two_layers)
     split = glocal.Split.of(model, local="0")
-    with pytest.raises(InputError, match="begin with one that shares all"):
-        advise(
-            lg_fedavg(cross_entropy(model), SGD, split=split),
-            model,
-            federation(own_labels=True),
-            Plan(2, 2),
-        )
+    algorithm = lg_fedavg(cross_entropy(model), SGD, split=split)
+    with pytest.raises(InputError, match="begin with an algorithm that shares everything"):
+        advise(algorithm, model, federation(own_labels=True), Plan(2, 2))
 
 
-def test_no_advice_comes_of_a_training_that_diverged():
+def test_training_that_diverged_gives_no_advice():
     model = world.seeded(two_layers)
+    algorithm = fedavg(cross_entropy(model), glocal.sgd(1e30))
+    data, plan = federation(own_labels=True), Plan(3, 4)
     with pytest.raises(InputError, match=r"training diverged; lower optimizer\.lr"):
-        advise(
-            fedavg(cross_entropy(model), glocal.sgd(1e30)),
-            model,
-            federation(own_labels=True),
-            Plan(3, 4),
-            config=QUICK,
-        )
+        advise(algorithm, model, data, plan, config=QUICK)
 
 
-def test_too_few_devices_or_examples_are_refused():
-    with pytest.raises(InputError, match="at least 3 have to race"):
-        asked(world.federation(sizes=(20, 30, 3)), plan=Plan(2, 2))
+def test_too_few_clients_or_examples_are_refused():
+    with pytest.raises(InputError, match="at least 3 clients have to participate"):
+        advice_for(world.federation(sizes=(20, 30, 3)), plan=Plan(2, 2))
 
 
 def command(*arguments):
@@ -473,35 +435,38 @@ def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
     out = tmp_path / "advice.json"
     assert command("advise", "digits", "mlp", "--rounds", 3, "--clients", 5, "--out", out) == 0
     printed = capsys.readouterr().out
-    for word in ("alpha*", "The search", "split.local = [", "Why:", "Certainty:", "Groups:", "Cost:"):
+    for word in (
+        "alpha*",
+        "The search",
+        "split.local = [",
+        "Why:",
+        "Certainty:",
+        "Groups:",
+        "Cost:",
+    ):
         assert word in printed
-    told = json.loads(out.read_text())
-    assert told["command"] == "glocal advise digits mlp --rounds 3 --clients 5 --prefer accuracy"
-    assert told["choice"]["name"] in [row["split"] for row in told["candidates"]]
-    assert told["cost"]["ledger"]["total"]["bytes"] > 0
+    written = json.loads(out.read_text())
+    assert written["command"] == "glocal advise digits mlp --rounds 3 --clients 5 --prefer accuracy"
+    assert written["choice"]["name"] in [row["split"] for row in written["halving"]]
+    assert written["cost"]["ledger"]["total"]["bytes"] > 0
 
 
-def test_two_times_the_same_question_leaves_the_same_bytes(tmp_path, monkeypatch):
-    """However long it took: that is printed, and not written down."""
-    clock, answers = time.perf_counter, []
+def test_the_same_question_writes_the_same_bytes(tmp_path, monkeypatch):
+    """The seconds are printed, but not written to the file."""
+    clock, files = time.perf_counter, []
     for late in (0, 1000):
         monkeypatch.setattr(time, "perf_counter", lambda late=late: clock() * (1 + late))
         out = tmp_path / f"{late}.json"
         assert command("advise", "digits", "mlp", "--rounds", 3, "--clients", 5, "--out", out) == 0
-        answers.append(out.read_bytes())
-    assert answers[0] == answers[1]
+        files.append(out.read_bytes())
+    assert files[0] == files[1]
 
 
-def test_what_it_says_to_paste_is_a_setting(capsys):
-    assert (
-        command("advise", "digits", "--rounds", 2, "--clients", 5, "--set", "data.partition=iid")
-        == 0
-    )
-    (line,) = (
-        line.strip()
-        for line in capsys.readouterr().out.splitlines()
-        if line.strip().startswith("split.local")
-    )
+def test_the_line_to_paste_is_a_setting(capsys):
+    options = ["--rounds", 2, "--clients", 5, "--set", "data.partition=iid"]
+    assert command("advise", "digits", *options) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    (line,) = (line for line in lines if line.startswith("split.local"))
     assert with_overrides(STUDIES["digits"], [line.replace(" = ", "=")]).split.local is not None
 
 
@@ -523,7 +488,7 @@ def test_what_it_says_to_paste_is_a_setting(capsys):
         (["digits", "--set", "plan.max_tokens=100"], "max_tokens"),
     ],
 )
-def test_what_a_user_can_put_right_is_one_line_and_code_two(
+def test_a_mistake_of_the_user_is_one_line_and_exit_code_two(
     arguments, message, capsys, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -533,33 +498,41 @@ def test_what_a_user_can_put_right_is_one_line_and_code_two(
     assert message in lines[0]
 
 
-def test_a_stop_is_met_politely_and_lets_go_of_the_engine(capsys, monkeypatch):
-    closed = []
-    monkeypatch.setattr(
-        search, "_estimate_variances", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    real = Executor.close
-    monkeypatch.setattr(Executor, "close", lambda self: (closed.append(1), real(self))[1])
+def test_ctrl_c_prints_one_word_and_closes_the_engine(capsys, monkeypatch):
+    closed, close = [], Executor.close
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def spied_close(executor):
+        closed.append(executor)
+        close(executor)
+
+    monkeypatch.setattr(search, "_estimate_variances", interrupt)
+    monkeypatch.setattr(Executor, "close", spied_close)
     assert command("advise", "digits", "--rounds", 2) == 130
     assert "stopped" in capsys.readouterr().err
     assert closed
 
 
-def test_a_study_of_ones_own_is_advised_on(capsys, tmp_path, monkeypatch):
+def test_a_study_of_the_users_own_gets_advice(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('[data]\nsource = "digits"\nclients = 6\n[model]\nhidden = [16]\n')
     assert command("advise", "mine.toml", "--rounds", 2) == 0
     assert "6 clients with" in capsys.readouterr().out
 
 
-def test_the_race_is_judged_by_what_a_guess_is_worth():
+def test_candidates_are_compared_by_the_given_metric():
+    def worthless(predictions, labels, group):
+        return torch.zeros_like(predictions, dtype=torch.float32)
+
     model = world.seeded(two_layers)
-    worthless = advise(
+    advice = advise(
         fedavg(cross_entropy(model), SGD),
         model,
         federation(own_labels=True),
         Plan(4, 4, batch_size=10),
         config=QUICK,
-        metric=lambda guesses, labels, group: torch.zeros_like(guesses, dtype=torch.float32),
+        metric=worthless,
     )
-    assert {accuracy for row in worthless.rows for accuracy in row.accuracy.values()} == {0}
+    assert all({*row.accuracy.values()} == {0} for row in advice.rows)
