@@ -33,13 +33,13 @@ def describe_error(error: BaseException) -> str:
     return shorten("".join(printable), 160, placeholder=" ...")
 
 
-def suggest_name(given: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: the nearest known name first, then all of them.
 
     >>> suggest_name("roundz", ["rounds", "clients_per_round"])
     "did you mean 'rounds'? known: clients_per_round, rounds"
     """
     names = sorted(known)
-    close = get_close_matches(given, names, n=1, cutoff=0.5)
+    close = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}known: {', '.join(names) or 'none'}"

@@ -151,7 +151,7 @@ def restrict_permissions(folders: Iterable[Path], files: Iterable[Path]) -> list
         if _others_may_read(path):
             raise InputError(
                 f"disk: {path} can be read by others, and its permissions cannot be changed; "
-                "let it belong to the user who runs this, on a disk that keeps permissions"
+                "give it to the user of this process, on a disk that supports permissions"
             )
         open_to_others.append(path)
     return open_to_others

@@ -177,9 +177,9 @@ def _matching_names(term: Term, named: Params) -> list[str]:
         )
     matched = [name for name, tensor in named.items() if _term_matches(term, name, tensor)]
     if not matched:
-        given = f"'{term}'" if isinstance(term, str) else "the predicate"
+        shown = f"'{term}'" if isinstance(term, str) else "the predicate"
         hint = _suggest_term(term, named)
-        raise InputError(f"split: {given} matches no parameter or buffer of this model; {hint}")
+        raise InputError(f"split: {shown} matches no parameter or buffer of this model; {hint}")
     return matched
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 Params = dict[str, Tensor]
 
 
-def require_same_names(given: Params, expected: Params, what: str) -> None:
+def require_same_names(actual: Params, expected: Params, what: str) -> None:
     """Refuse trees with different names: trees are matched by name, never by position."""
-    missing = sorted(expected.keys() - given.keys())
-    extra = sorted(given.keys() - expected.keys())
+    missing = sorted(expected.keys() - actual.keys())
+    extra = sorted(actual.keys() - expected.keys())
     if missing or extra:
         raise ValueError(f"{what}: names do not match; missing {missing}, unexpected {extra}")
 
