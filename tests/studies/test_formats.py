@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_tensors_of_version_0_1_are_refused_before_they_are_read(tmp_path):
         Checkpoint(tmp_path, {"plan": {}}).rounds_done()
 
 
-def test_tensors_say_their_format_and_it_is_no_part_of_their_metadata(tmp_path):
+def test_tensors_have_a_format_that_is_not_part_of_their_metadata(tmp_path):
     path = tmp_path / "some.safetensors"
     write_tensors(path, {"x": torch.zeros(1)}, {"done": 3})
     assert f'\\"format\\": \\"{FORMAT}\\"' in path.read_bytes().decode("latin-1")
@@ -71,12 +72,10 @@ def test_a_file_of_tensors_that_is_not_glocals_has_no_metadata(tmp_path):
     assert read_metadata(tmp_path / "other.safetensors") == {}
 
 
-def test_a_run_says_its_format_and_is_read_again(tmp_path):
-    changes = ["plan.rounds=1", "plan.seeds=1", "data.clients=4", "model.hidden=[8]"]
+def test_a_run_has_a_format_and_is_read_again(tmp_path):
+    changes = ["plan.rounds=1", "plan.seeds=1", "model.hidden=[8]"]
     settings = with_overrides(STUDIES["digits"], changes)
-    settings = type(settings)(
-        **{**vars(settings), "experiments": {"FedAvg": settings.experiments["FedAvg"]}}
-    )
+    settings = replace(settings, experiments={"FedAvg": settings.experiments["FedAvg"]})
     assert list(run_study(settings, tmp_path))
     path = tmp_path / "settings.json"
     assert require_format(read_json(path, dict), path) == settings.as_dict()

@@ -122,6 +122,8 @@ def read_findings(path: Path) -> Findings:
                 for measure in (*findings.study.measures, "validation_leak", "fresh"):
                     values += experiment.get(measure, ())
                 sum(value or 0.0 for value in values)  # numbers, or an error
+    except InputError:  # it says more than the line below
+        raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(
             f"report: {path} does not hold the findings of a study ({describe_error(error)}); "
