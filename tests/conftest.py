@@ -1,4 +1,4 @@
-"""Tests run with one thread each: small steps gain nothing from more, and the workers share the cores."""
+"""Tests run with one thread each: small steps gain nothing from more."""
 
 import sys
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same examples every time and no time limit: a busy machine is no fault. `--hypothesis-profile default` looks further.
+# The same examples every time and no time limit, for a busy machine is no fault;
+# `--hypothesis-profile default` searches further.
 settings.register_profile("glocal", deadline=None, derandomize=True)
 settings.load_profile("glocal")
 
@@ -24,5 +25,5 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_bytecode(monkeypatch):
-    """A module that a test changes within a second, to the same length, would be taken from its compiled form."""
+    """Python takes a module that changes within a second, to the same length, from its cache."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

@@ -95,6 +95,16 @@ def code_lines(text):
     return lines
 
 
+def lines_without_docstrings(text):
+    """How many lines of code there are, docstrings apart."""
+    documented = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Module)) and ast.get_docstring(node):
+            docstring = node.body[0]
+            documented |= set(range(docstring.lineno, docstring.end_lineno + 1))
+    return len(code_lines(text) - documented)
+
+
 def main():
     paths = [path for name in sys.argv[1:] for path in files(Path(name))]
     measured = measure(paths)
