@@ -431,7 +431,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(place, capsys,
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_the_command_prints_what_why_how_sure_and_the_cost(capsys, tmp_path):
+def test_the_command_prints_the_choice_its_reason_certainty_and_cost(capsys, tmp_path):
     out = tmp_path / "advice.json"
     assert command("advise", "digits", "mlp", "--rounds", 3, "--clients", 5, "--out", out) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A new device meets a trained federation: what it may learn, what it must leave alone, and what is refused."""
+"""New clients of a trained federation: what they train, what they leave alone, what is refused."""
 
 import hashlib
 import json
@@ -51,104 +51,76 @@ def examples(rows=20, seed=9, classes=world.CLASSES):
 def trained(name="lg_fedavg", make=world.plain, **hyperparameters):
     """A federation after a few rounds, with its data."""
     model, fed = world.seeded(make), world.federation()
-    return TrainedFederation.from_result(
-        fit(
-            world.algorithm(name, model, **hyperparameters),
-            model,
-            fed,
-            PLAN,
-            options=Options(engine="looped"),
-        )
-    ), fed
+    algorithm = world.algorithm(name, model, **hyperparameters)
+    result = fit(algorithm, model, fed, PLAN, options=Options(engine="looped"))
+    return TrainedFederation.from_result(result), fed
 
 
-def row(state, device):
-    return {name: tensor.clone() for name, tensor in state.private.of(device).items()}
+def row(state, client):
+    return {name: tensor.clone() for name, tensor in state.private.of(client).items()}
 
 
 @pytest.mark.parametrize("make", world.MODELS.values(), ids=world.MODELS)
-def test_learning_the_local_part_changes_nothing_but_the_newcomer(make):
+def test_adaptation_changes_nothing_but_the_new_client(make):
     trained_federation, _ = trained(make=make)
-    shared, before = (
-        dict(trained_federation.state.shared),
-        [row(trained_federation.state, device) for device in range(NEW)],
-    )
+    shared = dict(trained_federation.state.shared)
+    before = [row(trained_federation.state, client) for client in range(NEW)]
     joined = join(trained_federation, examples(), join_plan=JoinPlan(epochs=3), engine="looped")
     assert trees.same_bits(joined.state.shared, shared)
-    assert all(
-        trees.same_bits(joined.state.private.of(device), before[device]) for device in range(NEW)
-    )
+    for client in range(NEW):
+        assert trees.same_bits(joined.state.private.of(client), before[client])
     assert NEW not in trained_federation.state.private.trained
-    learnt = joined.state.private.of(NEW)
-    assert world.distance(learnt, trained_federation.state.private.initial) > 0
-    assert (
-        world.distance(joined.params(trained_federation.algorithm), trees.merge(learnt, shared))
-        == 0
-    )
+    private = joined.state.private.of(NEW)
+    assert world.distance(private, trained_federation.state.private.initial) > 0
+    params = joined.params(trained_federation.algorithm)
+    assert world.distance(params, trees.merge(private, shared)) == 0
 
 
-def test_the_shared_part_is_frozen_while_the_newcomer_settles():
-    """What it has learnt is what gradient descent gives where only the local part may move."""
+def test_the_shared_part_is_frozen_while_a_new_client_adapts():
+    """The result is that of gradient descent in which only the local part is trainable."""
     model = world.seeded(world.plain)
     trained_federation, _ = trained()
-    only_local = cross_entropy(model)._replace(trainable=world.first_half(model).local)
-    by_hand = lg_fedavg(
-        only_local, sgd(0.1, momentum=0.5), split=world.first_half(model)
-    ).client_update
-    joined, expected = (
-        join(
-            trained_federation._replace(
-                algorithm=trained_federation.algorithm._replace(adapt=adapt)
-            ),
-            examples(),
-            join_plan=JoinPlan(epochs=2),
-            engine="looped",
-        )
-        for adapt in (trained_federation.algorithm.adapt, by_hand)
-    )
-    assert trees.same_bits(joined.state.private.of(NEW), expected.state.private.of(NEW))
-    both = trained_federation._replace(
-        algorithm=trained_federation.algorithm._replace(
-            adapt=trained_federation.algorithm.client_update
-        )
-    )
-    unfrozen = join(both, examples(), join_plan=JoinPlan(epochs=2), engine="looped")
-    assert not trees.same_bits(joined.state.private.of(NEW), unfrozen.state.private.of(NEW))
+    algorithm = trained_federation.algorithm
+    local, split = world.first_half(model).local, world.first_half(model)
+    only_local = cross_entropy(model)._replace(trainable=local)
+    by_hand = lg_fedavg(only_local, sgd(0.1, momentum=0.5), split=split).client_update
+
+    def adapted_by(adapt):
+        other = trained_federation._replace(algorithm=algorithm._replace(adapt=adapt))
+        joined = join(other, examples(), join_plan=JoinPlan(epochs=2), engine="looped")
+        return joined.state.private.of(NEW)
+
+    adapted = adapted_by(algorithm.adapt)
+    assert trees.same_bits(adapted, adapted_by(by_hand))
+    assert not trees.same_bits(adapted, adapted_by(algorithm.client_update))
 
 
 @pytest.mark.parametrize("name", ["lg_fedavg", "local_only"])
-def test_a_newcomer_learns_the_same_on_every_engine(name):
+def test_a_new_client_trains_the_same_on_every_engine(name):
     trained_federation, _ = trained(name)
     one, other = (
         join(trained_federation, examples(), join_plan=JoinPlan(epochs=5), engine=engine)
         for engine in ("looped", "vmapped")
     )
-    assert (
-        world.distance(
-            one.params(trained_federation.algorithm), other.params(trained_federation.algorithm)
-        )
-        < 1e-5
-    )
+    algorithm = trained_federation.algorithm
+    assert world.distance(one.params(algorithm), other.params(algorithm)) < 1e-5
 
 
 def test_joining_twice_gives_the_same_bits_and_the_number_is_then_taken():
     trained_federation, _ = trained()
     first, second = (join(trained_federation, examples(), engine="looped") for _ in range(2))
-    assert trees.same_bits(
-        first.params(trained_federation.algorithm), second.params(trained_federation.algorithm)
-    )
-    seat = Seat(
-        trained_federation.plan,
-        append_client(examples(), None, trained_federation.clients),
-        first.state,
-    )
-    with pytest.raises(InputError, match=f"device {NEW} is in this federation already"):
-        join_many(trained_federation.algorithm, [seat], JoinPlan())
+    algorithm = trained_federation.algorithm
+    assert trees.same_bits(first.params(algorithm), second.params(algorithm))
+    data = append_client(examples(), None, trained_federation.clients)
+    seat = Seat(trained_federation.plan, data, first.state)
+    with pytest.raises(InputError, match=f"client {NEW} is in this federation already"):
+        join_many(algorithm, [seat], JoinPlan())
 
 
-def test_without_guests_the_rounds_are_the_newcomers_own():
-    """It always takes part, and the average over one device is that device."""
+def test_without_existing_clients_the_new_client_trains_alone_in_its_rounds():
+    """It always takes part, and the average over one client is that client."""
     trained_federation, fed = trained()
+    before = trained_federation.state
     joined = join(
         trained_federation,
         examples(),
@@ -156,20 +128,16 @@ def test_without_guests_the_rounds_are_the_newcomers_own():
         join_plan=JoinPlan(epochs=0, rounds=2),
         engine="looped",
     )
-    assert sorted(
-        {*joined.state.private.trained} - {*trained_federation.state.private.trained}
-    ) == [NEW]
-    assert all(
-        joined.state.private.trained[device] is row
-        for device, row in trained_federation.state.private.trained.items()
-    )
-    assert world.distance(joined.state.shared, trained_federation.state.shared) > 0
-    assert joined.ledger.upload.bytes == 2 * trees.nbytes(trained_federation.state.shared)
+    assert {*joined.state.private.trained} - {*before.private.trained} == {NEW}
+    for client, tree in before.private.trained.items():
+        assert joined.state.private.trained[client] is tree
+    assert world.distance(joined.state.shared, before.shared) > 0
+    assert joined.ledger.upload.bytes == 2 * trees.nbytes(before.shared)
 
 
-def test_guests_take_part_and_everything_they_receive_and_send_is_counted():
+def test_existing_clients_train_too_and_their_traffic_is_counted():
     trained_federation, fed = trained()
-    join_plan = JoinPlan(epochs=1, rounds=3, existing_clients=2)
+    before, join_plan = trained_federation.state, JoinPlan(epochs=1, rounds=3, existing_clients=2)
     joined = join(
         trained_federation,
         examples(),
@@ -177,23 +145,16 @@ def test_guests_take_part_and_everything_they_receive_and_send_is_counted():
         join_plan=join_plan,
         engine="looped",
     )
-    shared, local = (
-        trees.nbytes(trained_federation.state.shared),
-        trees.nbytes(trained_federation.state.private.initial),
-    )
+    shared, local = trees.nbytes(before.shared), trees.nbytes(before.private.initial)
     assert joined.ledger.upload.bytes == 3 * 3 * shared
     assert joined.ledger.download.bytes == shared + local + 3 * 3 * shared
-    moved = [
-        device
-        for device in range(NEW)
-        if joined.state.private.of(device) is not trained_federation.state.private.of(device)
-    ]
-    assert moved, "guests train"
-    with pytest.raises(InputError, match="2 guests were asked for, but not their data"):
+    after = joined.state.private
+    assert any(after.of(client) is not before.private.of(client) for client in range(NEW))
+    with pytest.raises(InputError, match="2 existing clients were asked for, but not their data"):
         join(trained_federation, examples(), join_plan=join_plan)
 
 
-def test_starting_from_the_average_shows_every_local_part_once():
+def test_starting_from_the_average_sends_every_local_part_once():
     trained_federation, _ = trained()
     joined = join(
         trained_federation,
@@ -201,17 +162,14 @@ def test_starting_from_the_average_shows_every_local_part_once():
         join_plan=JoinPlan(epochs=0, rounds=1, start="average"),
         engine="looped",
     )
-    count = len(trained_federation.state.private.trained)
-    assert joined.ledger.ensemble.bytes == count * trees.nbytes(
-        trained_federation.state.private.initial
-    )
+    private = trained_federation.state.private
+    expected = len(private.trained) * trees.nbytes(private.initial)
+    assert joined.ledger.ensemble.bytes == expected
 
 
-def test_an_algorithm_without_private_parts_has_nothing_to_settle():
+def test_an_algorithm_without_a_private_part_has_nothing_to_adapt():
     trained_federation, fed = trained("fedavg")
-    with pytest.raises(
-        InputError, match="fedavg keeps nothing local, so that nothing would be learnt"
-    ):
+    with pytest.raises(InputError, match="fedavg has no private part, so nothing would be"):
         join(trained_federation, examples(), join_plan=JoinPlan(epochs=7))
     joined = join(
         trained_federation,
@@ -225,22 +183,21 @@ def test_an_algorithm_without_private_parts_has_nothing_to_settle():
 
 def test_multi_task_learning_has_no_place_for_one_more():
     trained_federation, _ = trained("mtl")
-    with pytest.raises(InputError, match=f"mtl is made for {NEW} devices"):
+    with pytest.raises(InputError, match=f"mtl is made for {NEW} clients"):
         join(trained_federation, examples())
 
 
 def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
     trained_federation, fed = trained()
-    seen = []
+    local_epochs = []
 
     def spy(plan, *rest, **lengths):
-        seen.append(plan.local_epochs)
+        local_epochs.append(plan.local_epochs)
         return client_batches(plan, *rest, **lengths)
 
     monkeypatch.setattr(sys.modules["glocal.federate.rounds"], "client_batches", spy)
-    trained_federation = trained_federation._replace(
-        plan=replace(trained_federation.plan, local_epochs=4)
-    )
+    plan = replace(trained_federation.plan, local_epochs=4)
+    trained_federation = trained_federation._replace(plan=plan)
     join(
         trained_federation,
         examples(120),
@@ -248,9 +205,7 @@ def test_joined_rounds_have_as_many_local_epochs_as_the_run(monkeypatch):
         join_plan=JoinPlan(epochs=2, rounds=1),
         engine="looped",
     )
-    assert seen == [1, 1, 1, 1, 4], (
-        "a settling epoch is one, and a hundred steps are taken at least"
-    )
+    assert local_epochs == [1, 1, 1, 1, 4], "adaptation has one epoch a round, and 100 steps"
 
 
 WRONG_EXAMPLES = {
@@ -260,7 +215,7 @@ WRONG_EXAMPLES = {
     ),
     "label": (
         examples()._replace(y=torch.full((20,), 99)),
-        "labels from 0 to 2 were expected; the device has 99 to 99",
+        "labels from 0 to 2 were expected; the client has 99 to 99",
     ),
 }
 
@@ -272,9 +227,9 @@ def test_examples_that_do_not_fit_are_refused(wrong, words):
         join(trained_federation, wrong)
 
 
-def test_more_guests_than_devices_are_refused():
+def test_more_existing_clients_than_there_are_is_refused():
     trained_federation, fed = trained()
-    with pytest.raises(InputError, match="9 guests were asked for, but there are 6 devices"):
+    with pytest.raises(InputError, match="9 existing clients were asked for, but there are 6"):
         join(
             trained_federation,
             examples(),
@@ -283,7 +238,7 @@ def test_more_guests_than_devices_are_refused():
         )
 
 
-def test_training_that_diverges_is_told():
+def test_training_that_diverges_is_refused():
     trained_federation, _ = trained()
     far = examples()._replace(x=1e30 * examples().x)
     with pytest.raises(DivergedError, match="a loss is not finite"):
@@ -297,31 +252,21 @@ def test_the_ensemble_of_everyone_is_the_new_test():
     )
     trained_federation = TrainedFederation.from_result(result)
     test = fed.test.examples.take(fed.test.all_rows())
-    assert select_ensemble(trained_federation, test.x) == sorted(
-        trained_federation.state.private.trained
-    )
-    assert (
-        new_client_ensemble_accuracy(
-            trained_federation, select_ensemble(trained_federation, test.x), test
-        )
-        == result.new_spread.logits
-    )
-    guesses = torch.tensor(
-        new_client_ensemble_classes(
-            trained_federation, select_ensemble(trained_federation, test.x), test.x
-        )
-    )
-    assert float((guesses == test.y).double().mean()) == result.new_spread.logits
+    members = select_ensemble(trained_federation, test.x)
+    assert members == sorted(trained_federation.state.private.trained)
+    accuracy = new_client_ensemble_accuracy(trained_federation, members, test)
+    assert accuracy == result.new_spread.logits
+    classes = new_client_ensemble_classes(trained_federation, members, test.x)
+    correct = torch.tensor(classes) == test.y
+    assert float(correct.double().mean()) == result.new_spread.logits
 
 
 def test_the_most_confident_have_the_lowest_entropy_and_the_nearest_agree_most():
     trained_federation, _ = trained()
-    sure = {name: 50 * tensor for name, tensor in trained_federation.state.private.of(0).items()}
-    trained_federation = trained_federation._replace(
-        state=trained_federation.state._replace(
-            private=trained_federation.state.private.put([0], [sure])
-        )
-    )
+    state = trained_federation.state
+    confident = {name: 50 * tensor for name, tensor in state.private.of(0).items()}
+    state = state._replace(private=state.private.put([0], [confident]))
+    trained_federation = trained_federation._replace(state=state)
     sample = examples().x
     assert select_ensemble(trained_federation, sample, by="confident", count=1) == [0]
     assert 0 not in select_ensemble(trained_federation, sample, by="nearest", count=1)
@@ -332,14 +277,14 @@ def test_the_most_confident_have_the_lowest_entropy_and_the_nearest_agree_most()
         select_ensemble(trained_federation, sample[:0], by="confident", count=1)
 
 
-def test_a_device_with_one_class_learns_it():
+def test_a_client_with_one_class_learns_it():
     trained_federation, _ = trained()
     one = examples(classes=1)
     joined = join(trained_federation, one, join_plan=JoinPlan(epochs=30), engine="looped")
     assert new_client_accuracy(trained_federation, joined, one) == 1.0
 
 
-def test_a_device_without_labels_can_learn_nothing():
+def test_a_client_without_labels_is_refused():
     trained_federation, _ = trained()
     with pytest.raises(InputError, match="no labelled example"):
         join(trained_federation, sample_labeled(examples(), 0, seed=0))
@@ -348,31 +293,27 @@ def test_a_device_without_labels_can_learn_nothing():
 
 
 def test_more_labels_are_a_superset_of_fewer():
-    whole = examples()
-    sets = [
-        {tuple(x.tolist()) for x in sample_labeled(whole, labels, seed=3).x}
-        for labels in (1, 5, 20)
-    ]
-    assert sets[0] < sets[1] < sets[2]
+    whole, samples = examples(), []
+    for labels in (1, 5, 20):
+        inputs = sample_labeled(whole, labels, seed=3).x
+        samples.append({tuple(x) for x in inputs.tolist()})
+    assert samples[0] < samples[1] < samples[2]
     assert sample_labeled(whole, None, seed=3) is whole
-    with pytest.raises(
-        InputError, match="21 labelled examples were asked for, but the device has 20"
-    ):
+    message = "21 labelled examples were asked for, but the client has 20"
+    with pytest.raises(InputError, match=message):
         sample_labeled(whole, 21, seed=3)
 
 
-def test_alone_is_training_on_its_own_data_from_fresh_weights():
+def test_training_alone_does_not_depend_on_the_federation():
     trained_federation, _ = trained()
-    lonely = train_alone(trained_federation, examples(), epochs=2, engine="looped")
-    changed = trained_federation._replace(
-        state=trained_federation.state._replace(
-            shared={n: t + 1 for n, t in trained_federation.state.shared.items()}
-        )
+    state, algorithm = trained_federation.state, trained_federation.algorithm
+    changed = {name: tensor + 1 for name, tensor in state.shared.items()}
+    other = trained_federation._replace(state=state._replace(shared=changed))
+    one, two = (
+        train_alone(federation, examples(), epochs=2, engine="looped").params(algorithm)
+        for federation in (trained_federation, other)
     )
-    other = train_alone(changed, examples(), epochs=2, engine="looped")
-    assert trees.same_bits(
-        lonely.params(trained_federation.algorithm), other.params(trained_federation.algorithm)
-    ), "the federation plays no part in it"
+    assert trees.same_bits(one, two)
 
 
 @pytest.mark.parametrize(
@@ -383,23 +324,24 @@ def test_alone_is_training_on_its_own_data_from_fresh_weights():
         ({"start": "middle"}, "'middle'"),
     ],
 )
-def test_a_welcome_that_makes_no_sense_is_refused(wrong, words):
+def test_an_invalid_join_plan_is_refused(wrong, words):
     with pytest.raises(InputError, match=words):
         JoinPlan(**wrong)
 
 
-def test_a_joining_needs_members_and_a_sample():
+def test_a_join_trial_needs_an_ensemble():
     with pytest.raises(InputError, match="ensemble_size is 0"):
         JoinTrialSettings(ensemble_size=0)
 
 
-def test_old_data_and_the_newcomers_go_into_one_store():
+def test_the_data_of_old_and_new_clients_are_in_one_store():
     _, fed = trained()
-    crowd = append_client(examples(), fed.train, NEW)
-    assert crowd.num_clients == NEW + 1
-    assert torch.equal(crowd.of(NEW).x, examples().x)
-    assert all(torch.equal(crowd.of(device).y, fed.train.of(device).y) for device in range(NEW))
-    assert isinstance(crowd, ClientData)
+    data = append_client(examples(), fed.train, NEW)
+    assert isinstance(data, ClientData)
+    assert data.num_clients == NEW + 1
+    assert torch.equal(data.of(NEW).x, examples().x)
+    for client in range(NEW):
+        assert torch.equal(data.of(client).y, fed.train.of(client).y)
 
 
 # the command
@@ -413,7 +355,7 @@ SMALL = [
     "split.local=layer1",
     "run.validate_every=2",
 ]
-CASES = """
+EXPERIMENTS = """
 [experiments.FedAvg]
 algorithm = "fedavg"
 [experiments.LG]
@@ -424,22 +366,22 @@ start_from = "FedAvg"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run of digits that another process has left behind."""
+    """A run on digits by another process."""
     folder = tmp_path_factory.mktemp("saved")
-    (folder / "small.toml").write_text(CASES)
-    changes = [word for change in SMALL for word in ("--set", change)]
+    (folder / "small.toml").write_text(EXPERIMENTS)
+    changes = [f"--set={change}" for change in SMALL]
     command = [sys.executable, "-m", "glocal", "run", "small.toml", "--out", "run", *changes]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
     return folder / "run"
 
 
 def digits(rows=60, **changes):
-    """Digits as the federation has them, as an .npz holds them."""
+    """Digits in the arrays of an .npz file."""
     from glocal.datasets import load
 
     loaded = load("digits")
-    taken = {"x": loaded.test.x[:rows].numpy(), "y": loaded.test.y[:rows].numpy()}
-    return {name: array for name, array in (taken | changes).items() if array is not None}
+    arrays = {"x": loaded.test.x[:rows].numpy(), "y": loaded.test.y[:rows].numpy()}
+    return {name: array for name, array in (arrays | changes).items() if array is not None}
 
 
 def checksums(folder):
@@ -451,27 +393,23 @@ def checksums(folder):
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_join_tries_every_way_and_leaves_the_run_as_it_was(saved, tmp_path, capsys):
+def test_join_measures_every_method_and_does_not_change_the_run(saved, tmp_path, capsys):
     np.savez(tmp_path / "new.npz", **digits())
     before = checksums(saved)
     options = ["--labels", "0,5,all", "--epochs", "2", "--rounds", "2", "--existing-clients", "2"]
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "Ward 7", *options) == 0
     assert checksums(saved) == before
-    found = json.loads((saved / "joined" / "ward-7" / "join.json").read_text())
-    ways = [(row["method"], row["labels"]) for row in found["rows"]]
-    learnt = [
-        ("local part", 5),
-        ("alone", 5),
-        ("local part", 42),
-        ("alone", 42),
-        ("in the rounds", 42),
-    ]
-    assert ways == [("everyone", 0), ("confident", 0), ("nearest", 0), *learnt]
-    assert found["experiment"] == "LG"
-    assert all(0 <= row["accuracy"] <= 1 for row in found["rows"])
+    written = json.loads((saved / "joined" / "ward-7" / "join.json").read_text())
+    without_labels = [("everyone", 0), ("confident", 0), ("nearest", 0)]
+    with_five = [("local part", 5), ("alone", 5)]
+    with_all = [("local part", 42), ("alone", 42), ("in the rounds", 42)]
+    methods = [(row["method"], row["labels"]) for row in written["rows"]]
+    assert methods == without_labels + with_five + with_all
+    assert written["experiment"] == "LG"
+    assert all(0 <= row["accuracy"] <= 1 for row in written["rows"])
     assert "in the rounds" in capsys.readouterr().out
     page = (saved / "joined" / "ward-7" / "report.html").read_text()
-    assert "labelled examples of the new device" in page
+    assert "labelled examples of the new client" in page
     for name in ("local-part", "in-the-rounds", "shared"):
         assert (saved / "joined" / "ward-7" / f"{name}.safetensors").exists()
 
@@ -489,18 +427,16 @@ def test_a_name_joins_once(saved, tmp_path, capsys):
     assert (tmp_path / "elsewhere" / "report.html").exists()
 
 
-def test_a_device_without_any_label_gets_predictions(saved, tmp_path):
+def test_a_client_without_any_label_gets_predictions(saved, tmp_path):
     np.savez(tmp_path / "new.npz", **digits(y=None))
     assert run("join", saved, "--data", tmp_path / "new.npz", "--name", "blind") == 0
     lines = (saved / "joined" / "blind" / "predictions.csv").read_text().splitlines()
     assert len(lines) == 61
-    assert (
-        json.loads((saved / "joined" / "blind" / "join.json").read_text())["rows"][0]["accuracy"]
-        is None
-    )
+    written = json.loads((saved / "joined" / "blind" / "join.json").read_text())
+    assert written["rows"][0]["accuracy"] is None
 
 
-def test_a_device_without_labels_of_its_own_can_be_tested(saved, tmp_path):
+def test_a_client_without_training_labels_can_be_tested(saved, tmp_path):
     whole = digits()
     np.savez(
         tmp_path / "new.npz", x=whole["x"][:40], x_test=whole["x"][40:], y_test=whole["y"][40:]
@@ -512,22 +448,23 @@ def test_a_device_without_labels_of_its_own_can_be_tested(saved, tmp_path):
 
 
 def test_arrays_of_any_order_and_layout_are_read(saved, tmp_path):
-    whole = digits()
-    found = []
-    for name, x in (
-        ("plain", whole["x"]),
-        ("big", whole["x"].astype(">f4")),
-        ("wide", whole["x"].astype(np.float64)),
-    ):
+    whole, results = digits(), []
+    layouts = {
+        "plain": whole["x"],
+        "big": whole["x"].astype(">f4"),
+        "wide": whole["x"].astype(np.float64),
+    }
+    for name, x in layouts.items():
         np.savez(tmp_path / "new.npz", x=np.asfortranarray(x), y=whole["y"].astype(np.int32))
-        assert (
-            run("join", saved, "--data", tmp_path / "new.npz", "--name", name, "--labels", "0") == 0
-        )
-        found.append(json.loads((saved / "joined" / name / "join.json").read_text())["rows"])
-    assert found[0] == found[1] == found[2]
+        options = ["--data", tmp_path / "new.npz", "--name", name, "--labels", "0"]
+        assert run("join", saved, *options) == 0
+        results.append(json.loads((saved / "joined" / name / "join.json").read_text())["rows"])
+    assert results[0] == results[1] == results[2]
 
 
-def test_what_cannot_be_written_is_told_before_anything_is_computed(saved, tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
+    saved, tmp_path, capsys
+):
     np.savez(tmp_path / "new.npz", **digits())
     (tmp_path / "file").write_text("in the way")
     assert (
@@ -536,26 +473,13 @@ def test_what_cannot_be_written_is_told_before_anything_is_computed(saved, tmp_p
     assert "choose another --out" in complaint(capsys)
 
 
-def test_a_number_of_labels_that_is_not_there_is_told(saved, tmp_path, capsys):
+def test_a_number_of_labels_above_those_there_is_left_out(saved, tmp_path, capsys):
     np.savez(tmp_path / "new.npz", **digits())
-    assert (
-        run(
-            "join",
-            saved,
-            "--data",
-            tmp_path / "new.npz",
-            "--name",
-            "asks",
-            "--labels",
-            "1,5000",
-            "--rounds",
-            "0",
-        )
-        == 0
-    )
-    assert "skipped: 5000 labelled examples; the client has 42" in capsys.readouterr().err
+    options = ["--data", tmp_path / "new.npz", "--name", "asks", "--labels", "1,5000"]
+    assert run("join", saved, *options, "--rounds", "0") == 0
+    assert "5000 labelled examples; the client has 42" in capsys.readouterr().err
     rows = json.loads((saved / "joined" / "asks" / "join.json").read_text())["rows"]
-    assert {row["labels"] for row in rows} == {1}, "without 0 nothing is borrowed"
+    assert {row["labels"] for row in rows} == {1}, "without 0 there is no ensemble"
 
 
 def test_a_run_that_went_on_untested_is_refused(saved, tmp_path, capsys):
@@ -568,28 +492,15 @@ def test_a_run_that_went_on_untested_is_refused(saved, tmp_path, capsys):
     assert "LG was resumed after its test" in complaint(capsys)
 
 
-def test_a_device_with_one_class_and_one_example_joins(saved, tmp_path):
-    one = digits()
-    mine = one["y"] == 3
-    np.savez(tmp_path / "new.npz", x=one["x"][mine], y=one["y"][mine])
-    assert (
-        run(
-            "join",
-            saved,
-            "--data",
-            tmp_path / "new.npz",
-            "--name",
-            "threes",
-            "--labels",
-            "1,all",
-            "--rounds",
-            "0",
-        )
-        == 0
-    )
-    found = json.loads((saved / "joined" / "threes" / "join.json").read_text())
-    assert found["new_client"]["classes"] == [3]
-    assert found["rows"][-2]["accuracy"] == 1.0
+def test_a_client_with_one_class_and_one_example_joins(saved, tmp_path):
+    whole = digits()
+    threes = whole["y"] == 3
+    np.savez(tmp_path / "new.npz", x=whole["x"][threes], y=whole["y"][threes])
+    options = ["--data", tmp_path / "new.npz", "--name", "threes", "--labels", "1,all"]
+    assert run("join", saved, *options, "--rounds", "0") == 0
+    written = json.loads((saved / "joined" / "threes" / "join.json").read_text())
+    assert written["new_client"]["classes"] == [3]
+    assert written["rows"][-2]["accuracy"] == 1.0
 
 
 WRONG = {
@@ -631,7 +542,7 @@ MISTAKES = {
     "seed": (["--data", "new.npz", "--seed", "7"], "there is no seed 7; this run has 0, 1"),
     "existing_clients": (
         ["--data", "new.npz", "--existing-clients", "7"],
-        "7 guests were asked for, but there are 6 devices",
+        "7 existing clients were asked for, but there are 6",
     ),
     "start": (["--data", "new.npz", "--start", "top"], "'initial' or 'average'"),
 }
@@ -645,9 +556,9 @@ def test_mistakes_in_a_join_are_one_line(saved, tmp_path, monkeypatch, capsys, o
     assert words in complaint(capsys)
 
 
-@pytest.mark.parametrize("held", [b"not numbers", b"", b"\x93NUMPY"])
-def test_a_file_that_is_no_npz_is_refused(saved, tmp_path, capsys, held):
-    (tmp_path / "new.npz").write_bytes(held)
+@pytest.mark.parametrize("content", [b"not numbers", b"", b"\x93NUMPY"])
+def test_a_file_that_is_no_npz_is_refused(saved, tmp_path, capsys, content):
+    (tmp_path / "new.npz").write_bytes(content)
     assert run("join", saved, "--data", tmp_path / "new.npz") == 2
     assert "cannot be read" in complaint(capsys)
 

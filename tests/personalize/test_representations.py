@@ -1,4 +1,4 @@
-"""Auxiliary models: private like everything local, and each side of a contest moves by its own loss only."""
+"""Auxiliary models: private like everything local; each side trains on its own loss only."""
 
 import json
 import os
@@ -38,6 +38,7 @@ from glocal.personalize.representations import (
     shuffle_tiles,
 )
 from glocal.personalize.representations.adversary import balanced_cross_entropy, scale_grad
+from glocal.personalize.representations.auxiliary import without_prefix
 from glocal.personalize.representations.jigsaw import nth_permutation
 from glocal.report import write_report
 from glocal.studies import run_study
@@ -65,28 +66,25 @@ def critic():
 
 
 def auxiliary(kind, model):
-    """The objective of a kind of local learning, and what it adds to the model's tensors."""
+    """The objective of a pretext task, and its auxiliary model."""
     objective = cross_entropy(model)
     if kind == "adversary":
         return adversarial(model, world.seeded(critic), layer="encoder", strength=2.0)
-    made = {
-        "classifier": lambda: auxiliary_classifier(
-            model, world.seeded(lambda: nn.Linear(WIDTH, world.CLASSES)), layer="encoder"
-        ),
-        "decoder": lambda: autoencoder(
-            model, world.seeded(lambda: nn.Linear(WIDTH, 16)), layer="encoder"
-        ),
-        "jigsaw": lambda: jigsaw(
-            model, world.seeded(lambda: nn.Linear(WIDTH, 24)), layer="encoder"
-        ),
-    }[kind]()
-    return add_auxiliary(objective, made, weight=0.5), made
+    if kind == "classifier":
+        branch = world.seeded(lambda: nn.Linear(WIDTH, world.CLASSES))
+        extra = auxiliary_classifier(model, branch, layer="encoder")
+    elif kind == "decoder":
+        decoder = world.seeded(lambda: nn.Linear(WIDTH, 16))
+        extra = autoencoder(model, decoder, layer="encoder")
+    else:
+        extra = jigsaw(model, world.seeded(lambda: nn.Linear(WIDTH, 24)), layer="encoder")
+    return add_auxiliary(objective, extra, weight=0.5), extra
 
 
 KINDS = ("decoder", "jigsaw", "adversary", "classifier")
 
 
-def holdings():
+def client_data():
     """Images 4 x 4 with two protected attributes."""
     generator = torch.Generator().manual_seed(3)
     fed = world.federation()
@@ -101,7 +99,7 @@ def trained(kind, engine, optimizer=None):
     objective, extra = auxiliary(kind, model)
     split = extra.local(glocal.Split.of(model, local="encoder"))
     algorithm = glocal.lg_fedavg(objective, optimizer or sgd(0.1, momentum=0.5), split=split)
-    seat = Seat(PLAN, holdings(), initial_state(algorithm, {**params_of(model), **extra.params}))
+    seat = Seat(PLAN, client_data(), initial_state(algorithm, {**params_of(model), **extra.params}))
     executor = Executor(algorithm.client_update, engine=engine)
     *_, [(state, report)] = simulate_seeds(algorithm, [seat], executor)
     executor.close()
@@ -114,14 +112,14 @@ def test_nothing_of_an_auxiliary_model_is_ever_shared(kind):
     assert {name for name in state.shared if name.startswith("head")} == {*state.shared}
     for row in state.private.trained.values():
         assert {*extra.params} <= {*row}
-        assert world.distance(trees.pick(row, extra.params), extra.params) > 0, "it learns"
+        assert world.distance(trees.pick(row, extra.params), extra.params) > 0, "it is trained"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "optimizer",
     [sgd(0.1), PartitionedOptimizer(adam(0.01), adam(0.02), "adversary/", 2)],
-    ids=["sgd", "apart"],
+    ids=["sgd", "partitioned"],
 )
 def test_all_engines_train_an_auxiliary_model_alike(kind, optimizer):
     one, other = (trained(kind, engine, optimizer)[0] for engine in ("looped", "vmapped"))
@@ -136,77 +134,66 @@ def a_batch(rows=12):
     return Batch(x, y, group, mask, torch.tensor(7))
 
 
-def slopes(loss, params, batch):
+def grads_of(loss, params, batch):
     return grad(lambda tree: loss(tree, batch)[0])(params)
 
 
 @pytest.mark.parametrize("strength", [0.0, 2.0, 30.0])
-def test_each_side_of_the_contest_has_the_slopes_of_its_own_loss(strength):
-    """Classifier: its loss alone. Adversary: its loss alone. Encoder: (classifier - strength * adversary) / (1 + strength)."""
+def test_each_side_has_the_grads_of_its_own_loss(strength):
+    """The encoder's loss is (classifier - strength * adversary) / (1 + strength)."""
     model, batch = world.seeded(network), a_batch()
     objective, adversary = adversarial(
         model, world.seeded(critic), layer="encoder", strength=strength
     )
     params = {**params_of(model), **adversary.params}
-    whole, classifier = (
-        slopes(objective.loss, params, batch),
-        slopes(cross_entropy(model).loss, params_of(model), batch),
-    )
+    grads = grads_of(objective.loss, params, batch)
+    classifier = grads_of(cross_entropy(model).loss, params_of(model), batch)
     encode, attack = forward_with_features(model, "encoder"), training_forward(critic())
 
-    def adversarys(tree):
+    def adversary_loss(tree):
         _, h, _ = encode(tree, batch.x, batch.mask, batch.key)
-        own = {
-            name.removeprefix("adversary/"): tensor
-            for name, tensor in tree.items()
-            if name.startswith("adversary/")
-        }
-        return balanced_cross_entropy(
-            attack(own, h, batch.mask, batch.key)[0], batch.group, batch.mask
-        )
+        logits, _ = attack(without_prefix("adversary", tree), h, batch.mask, batch.key)
+        return balanced_cross_entropy(logits, batch.group, batch.mask)
 
-    against = grad(adversarys)(params)
-    for name, slope in whole.items():
+    against = grad(adversary_loss)(params)
+    for name, own_grad in grads.items():
         if name.startswith("head"):
             expected = classifier[name]
         elif name.startswith("adversary/"):
             expected = against[name]
         else:
             expected = (classifier[name] - strength * against[name]) / (1 + strength)
-        assert torch.allclose(slope, expected, atol=1e-6), name
+        assert torch.allclose(own_grad, expected, atol=1e-6), name
 
 
-def test_the_adversarys_own_loss_leaves_the_model_alone():
+def test_the_adversarys_own_loss_has_no_grads_for_the_model():
     model, batch = world.seeded(network), a_batch()
     _, adversary = adversarial(model, world.seeded(critic), layer="encoder", strength=3.0)
-    found = slopes(adversary.loss, {**params_of(model), **adversary.params}, batch)
-    assert all(
-        slope.abs().max() == 0 for name, slope in found.items() if not name.startswith("adversary/")
-    )
-    assert any(
-        slope.abs().max() > 0 for name, slope in found.items() if name.startswith("adversary/")
-    )
+    grads = grads_of(adversary.loss, {**params_of(model), **adversary.params}, batch)
+    largest = {name: float(tensor.abs().max()) for name, tensor in grads.items()}
+    of_adversary = [size for name, size in largest.items() if name.startswith("adversary/")]
+    of_model = [size for name, size in largest.items() if not name.startswith("adversary/")]
+    assert max(of_model) == 0
+    assert max(of_adversary) > 0
 
 
-def test_a_strength_of_nothing_is_plain_classification():
+def test_a_strength_of_0_is_plain_classification():
     model, batch = world.seeded(network), a_batch()
     objective, adversary = adversarial(model, world.seeded(critic), layer="encoder", strength=0.0)
-    whole = slopes(objective.loss, {**params_of(model), **adversary.params}, batch)
-    plain = slopes(cross_entropy(model).loss, params_of(model), batch)
+    whole = grads_of(objective.loss, {**params_of(model), **adversary.params}, batch)
+    plain = grads_of(cross_entropy(model).loss, params_of(model), batch)
     assert world.distance(trees.pick(whole, plain), plain) < 1e-7
 
 
-def test_either_value_of_an_attribute_counts_for_half():
+def test_either_value_of_an_attribute_has_half_of_the_weight():
     logits, rare = torch.zeros(10, 1), torch.tensor([1] + [0] * 9)[:, None]
-    everyone = torch.ones(10, dtype=torch.bool)
-    assert balanced_cross_entropy(logits, rare, everyone).item() == pytest.approx(0.6931, abs=1e-4)
+    mask = torch.ones(10, dtype=torch.bool)
+    assert balanced_cross_entropy(logits, rare, mask).item() == pytest.approx(0.6931, abs=1e-4)
     sure = torch.full((10, 1), -9.0)
-    assert balanced_cross_entropy(sure, rare, everyone) > 4, (
-        "nine right zeros do not make up for the one that is missed"
-    )
-    assert balanced_cross_entropy(sure, rare, everyone & (rare[:, 0] == 0)) < 0.01, (
-        "a masked row counts for nothing"
-    )
+    loss = balanced_cross_entropy(sure, rare, mask)
+    assert loss > 4, "nine right zeros do not make up for the one that is missed"
+    without_it = balanced_cross_entropy(sure, rare, mask & (rare[:, 0] == 0))
+    assert without_it < 0.01, "a masked row has no weight"
 
 
 def test_padded_rows_change_no_loss():
@@ -216,55 +203,49 @@ def test_padded_rows_change_no_loss():
     for kind in KINDS:
         objective, extra = auxiliary(kind, model)
         params = {**params_of(model), **extra.params}
-        assert torch.equal(objective.loss(params, batch)[0], objective.loss(params, padded)[0]), (
-            kind
-        )
+        loss, padded_loss = objective.loss(params, batch)[0], objective.loss(params, padded)[0]
+        assert torch.equal(loss, padded_loss), kind
 
 
-def test_pre_training_needs_no_labels_and_leaves_the_head_alone():
+def test_pre_training_needs_no_labels_and_does_not_train_the_head():
     model, batch = world.seeded(network), a_batch()
-    objective, made = (
-        cross_entropy(model),
-        autoencoder(model, world.seeded(lambda: nn.Linear(WIDTH, 16)), layer="encoder"),
-    )
+    decoder = world.seeded(lambda: nn.Linear(WIDTH, 16))
+    extra = autoencoder(model, decoder, layer="encoder")
     split = glocal.Split.of(model, local="encoder")
-    only = auxiliary_only(objective, made, local=split.local)
-    assert only.trainable == {*trees.pick(params_of(model), split.local), *made.params}
-    params = {**params_of(model), **made.params}
+    objective = auxiliary_only(cross_entropy(model), extra, local=split.local)
+    assert objective.trainable == {*trees.pick(params_of(model), split.local), *extra.params}
+    params = {**params_of(model), **extra.params}
     other = batch._replace(y=(batch.y + 1) % world.CLASSES)
-    assert torch.equal(only.loss(params, batch)[0], only.loss(params, other)[0])
+    assert torch.equal(objective.loss(params, batch)[0], objective.loss(params, other)[0])
 
 
-def test_tiles_go_where_the_order_says_and_back():
+def test_tiles_are_shuffled_by_their_order_and_back():
     images = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
     orders = torch.tensor([[1, 0, 3, 2], [3, 1, 2, 0]])
     mixed = shuffle_tiles(images, orders, 2)
     assert torch.equal(mixed[0, :, :2, :3], images[0, :, :2, 3:])
     assert torch.equal(mixed[1, :, :2, :3], images[1, :, 2:, 3:])
-    assert torch.equal(shuffle_tiles(mixed, orders, 2), images), (
-        "both orders are their own inverses"
-    )
+    again = shuffle_tiles(mixed, orders, 2)
+    assert torch.equal(again, images), "both orders are their own inverses"
     with pytest.raises(InputError, match=r"images that 2 x 2 tiles fill"):
         shuffle_tiles(torch.zeros(2, 5, 5), orders, 2)
 
 
-def test_orders_of_tiles_are_all_permutations_in_the_order_of_a_dictionary():
-    assert nth_permutation(torch.arange(24), 4).tolist() == [
-        list(order) for order in permutations(range(4))
-    ]
+def test_orders_of_tiles_are_all_permutations_in_lexicographic_order():
+    expected = [list(order) for order in permutations(range(4))]
+    assert nth_permutation(torch.arange(24), 4).tolist() == expected
 
 
-def test_the_representation_is_what_the_named_module_puts_out():
+def test_the_representation_is_the_output_of_the_named_module():
     model = world.seeded(network).eval()
     x, mask = a_batch().x, torch.ones(12, dtype=torch.bool)
-    assert torch.equal(
-        feature_extractor(model, "encoder")(params_of(model), x, mask), model.encoder(x)
-    )
+    features = feature_extractor(model, "encoder")(params_of(model), x, mask)
+    assert torch.equal(features, model.encoder(x))
     with pytest.raises(InputError, match="did you mean 'encoder'"):
         feature_extractor(model, "encodr")
 
 
-def test_noise_blurs_while_training_only_and_is_the_same_for_the_same_key():
+def test_noise_is_added_in_training_only_and_is_the_same_for_the_same_key():
     model, batch = world.seeded(network), a_batch()
     forward, params = training_forward(model), params_of(model)
     one, again, other = (
@@ -273,43 +254,40 @@ def test_noise_blurs_while_training_only_and_is_the_same_for_the_same_key():
     )
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    drawn = random.normal(torch.tensor(3), (100, 100))
-    assert abs(drawn.mean()) < 0.03
-    assert abs(drawn.std() - 1) < 0.03
-    with pytest.raises(InputError, match="deviation is -1"):
+    noise = random.normal(torch.tensor(3), (100, 100))
+    assert abs(noise.mean()) < 0.03
+    assert abs(noise.std() - 1) < 0.03
+    with pytest.raises(InputError, match="noise std is -1"):
         GaussianNoise(-1)
 
 
-def test_a_turned_slope_leaves_the_numbers():
+def test_scaling_the_grad_does_not_change_the_values():
     x = torch.tensor([1.0, -2.0])
     assert torch.equal(scale_grad(x, -3.0), x)
     assert torch.equal(grad(lambda t: scale_grad(t, -3.0).sum())(x), torch.tensor([-3.0, -3.0]))
 
 
-def test_two_rules_take_their_turns():
-    rule = PartitionedOptimizer(sgd(1.0), sgd(0.1), "a/", other_steps=2)
-    params, slope = (
-        {"w": torch.zeros(1), "a/w": torch.zeros(1)},
-        {"w": torch.ones(1), "a/w": torch.ones(1)},
-    )
-    memory, seen = rule.init(params), []
+def test_two_optimizers_take_turns():
+    optimizer = PartitionedOptimizer(sgd(1.0), sgd(0.1), "a/", 2)
+    params = {"w": torch.zeros(1), "a/w": torch.zeros(1)}
+    grads = {"w": torch.ones(1), "a/w": torch.ones(1)}
+    opt_state, steps = optimizer.init(params), []
     for _ in range(4):
-        params, memory = rule.step(params, slope, memory, torch.tensor(0))
-        seen.append((round(params["w"].item(), 3), round(params["a/w"].item(), 3)))
-    assert seen == [(0, -0.1), (0, -0.2), (-1, -0.2), (-1, -0.3)]
+        params, opt_state = optimizer.step(params, grads, opt_state, torch.tensor(0))
+        steps.append((round(params["w"].item(), 3), round(params["a/w"].item(), 3)))
+    assert steps == [(0, -0.1), (0, -0.2), (-1, -0.2), (-1, -0.3)]
     together = PartitionedOptimizer(sgd(1.0), sgd(0.1), "a/")
-    moved, _ = together.step(params, slope, together.init(params), torch.tensor(0))
-    assert (moved["w"].item(), round(moved["a/w"].item(), 3)) == (-2, -0.4)
+    params, _ = together.step(params, grads, together.init(params), torch.tensor(0))
+    assert (params["w"].item(), round(params["a/w"].item(), 3)) == (-2, -0.4)
 
 
-def test_a_rule_may_be_for_so_many_names():
+def test_an_optimizer_may_be_for_a_set_of_names():
     params = {name: torch.zeros(1) for name in ("w", "w2")}
-    rule = PartitionedOptimizer(sgd(1.0, momentum=0.5), sgd(0.1), frozenset({"w"}))
-    moved, memory = rule.step(
-        params, {name: torch.ones(1) for name in params}, rule.init(params), torch.tensor(0)
-    )
-    assert (round(moved["w"].item(), 3), moved["w2"].item()) == (-0.1, -1)
-    assert memory.keys() == {"main/w2", "turn"}
+    grads = {name: torch.ones(1) for name in params}
+    optimizer = PartitionedOptimizer(sgd(1.0, momentum=0.5), sgd(0.1), frozenset({"w"}))
+    params, opt_state = optimizer.step(params, grads, optimizer.init(params), torch.tensor(0))
+    assert (round(params["w"].item(), 3), params["w2"].item()) == (-0.1, -1)
+    assert opt_state.keys() == {"main/w2", "turn"}
 
 
 @pytest.mark.parametrize(
@@ -327,11 +305,14 @@ def test_a_rule_may_be_for_so_many_names():
             ),
             "weight is -1",
         ),
-        (lambda model: jigsaw(model, nn.Linear(5, 9), layer="encoder", side=3), "362,880 orders"),
+        (
+            lambda model: jigsaw(model, nn.Linear(5, 9), layer="encoder", side=3),
+            "362,880 permutations",
+        ),
         (lambda model: PartitionedOptimizer(sgd(1.0), sgd(1.0), "a/", -1), "other_steps is -1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong, words):
+def test_an_invalid_setting_is_refused(wrong, words):
     with pytest.raises(InputError, match=words):
         wrong(network())
 
@@ -359,14 +340,12 @@ def test_adult_has_the_papers_93_columns_without_race_and_sex():
 
 
 def census():
-    """People on six devices: an input that tells the label, another that tells an attribute, and three that tell nothing."""
+    """People on six clients: one input has the label, one has an attribute, three have nothing."""
     generator = torch.Generator().manual_seed(0)
     clients = []
     for _ in range(6):
-        x, group = (
-            torch.randn(60, 5, generator=generator),
-            torch.randint(2, (60, 2), generator=generator),
-        )
+        x = torch.randn(60, 5, generator=generator)
+        group = torch.randint(2, (60, 2), generator=generator)
         x[:, 1] += 3 * group[:, 0]
         clients.append((x, (x[:, 0] > 0).long(), group))
     return clients
@@ -394,7 +373,7 @@ engine = "looped"
 validate_every = 2
 [experiments.Plain]
 algorithm = "lg_fedavg"
-[experiments.Learnt]
+[experiments.Pretext]
 algorithm = "lg_fedavg"
 pretext = {{kind = "{kind}", layer = "encoder", weight = 2, hidden = [8]{more}}}
 [experiments.After]
@@ -413,7 +392,7 @@ SOURCES_OF = {
 }
 
 
-def studied(folder, kind, more="", **run):
+def run_settings(folder, kind, more="", **run):
     text = STUDY.format(source=SOURCES_OF[kind], kind=kind, more=more)
     settings = from_dict(tomllib.loads(text))
     for _ in run_study(replace(settings, run=replace(settings.run, **run)), folder):
@@ -422,55 +401,53 @@ def studied(folder, kind, more="", **run):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_study_has_auxiliary_models_that_stay_where_they_are(kind, tmp_path):
-    studied(tmp_path, kind, ", lr = 0.02, steps_per_update = 1" if kind == "adversary" else "")
-    for experiment in ("learnt", "after"):
-        tensors, _ = read_tensors(tmp_path / "experiments" / experiment / "checkpoint.safetensors")
+def test_a_study_has_auxiliary_models_that_stay_private(kind, tmp_path):
+    more = ", lr = 0.02, steps_per_update = 1" if kind == "adversary" else ""
+    run_settings(tmp_path, kind, more)
+    folders = {name: tmp_path / "experiments" / name for name in ("pretext", "after", "shared")}
+    for experiment in ("pretext", "after"):
+        tensors, _ = read_tensors(folders[experiment] / "checkpoint.safetensors")
         sides = {name.split("/")[2] for name in tensors if f"/{kind}/" in name}
         assert sides
         assert "shared" not in sides
-    tensors, _ = read_tensors(tmp_path / "experiments" / "shared" / "checkpoint.safetensors")
-    assert any(f"/shared/{kind}/" in name for name in tensors), (
-        "FedAvg shares everything, the paper's global adversary too"
-    )
-    saved, _ = read_tensors(
-        next((tmp_path / "experiments" / "learnt" / "models" / "seed-0").iterdir())
-    )
-    assert not any(name.startswith(kind) for name in saved), (
-        "a device's own model is the model alone"
-    )
+    tensors, _ = read_tensors(folders["shared"] / "checkpoint.safetensors")
+    of_kind = [name for name in tensors if f"/shared/{kind}/" in name]
+    assert of_kind, "FedAvg shares everything, the paper's global adversary too"
+    saved, _ = read_tensors(next((folders["pretext"] / "models" / "seed-0").iterdir()))
+    of_kind = [name for name in saved if name.startswith(kind)]
+    assert not of_kind, "a client's own model is the model alone"
 
 
 def test_an_auxiliary_model_is_never_counted_as_sent(tmp_path):
-    studied(tmp_path, "decoder")
+    run_settings(tmp_path, "decoder")
     ledgers = [
         json.loads((tmp_path / "experiments" / experiment / "result.json").read_text())[0]["ledger"]
-        for experiment in ("plain", "learnt")
+        for experiment in ("plain", "pretext")
     ]
     assert ledgers[0] == ledgers[1]
 
 
-def test_what_is_learnt_besides_changes_what_is_learnt_and_seeds_differ(tmp_path):
-    studied(tmp_path, "decoder")
+def test_a_pretext_task_changes_the_loss_and_its_weights_differ_between_seeds(tmp_path):
+    run_settings(tmp_path, "decoder")
     rows = [
         read_rows(tmp_path / "experiments" / experiment / "rows.jsonl")
-        for experiment in ("plain", "learnt")
+        for experiment in ("plain", "pretext")
     ]
     assert rows[0][0]["loss"] < rows[1][0]["loss"], "a reconstruction has an error"
-    tensors, _ = read_tensors(tmp_path / "experiments" / "learnt" / "checkpoint.safetensors")
+    tensors, _ = read_tensors(tmp_path / "experiments" / "pretext" / "checkpoint.safetensors")
     starts = [tensors[f"{place}/last/initial/decoder/layer1.weight"] for place in (0, 1)]
     assert not torch.equal(*starts)
 
 
 def test_a_study_with_auxiliary_models_resumes_to_the_same_bits(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    settings = studied(whole, "jigsaw")
+    settings = run_settings(whole, "jigsaw")
     for step in run_study(settings, parts):
-        if step.experiment == "Learnt" and step.moment and step.moment.progress.done == 2:
+        if step.experiment == "Pretext" and step.moment and step.moment.progress.done == 2:
             break
     for _ in run_study(settings, parts):
         pass
-    for experiment in ("learnt", "after"):
+    for experiment in ("pretext", "after"):
         left, right = (
             read_tensors(folder / "experiments" / experiment / "checkpoint.safetensors")[0]
             for folder in (whole, parts)
@@ -478,7 +455,7 @@ def test_a_study_with_auxiliary_models_resumes_to_the_same_bits(tmp_path):
         assert trees.same_bits(left, right)
 
 
-WRONG_LEARNS = {
+WRONG_PRETEXTS = {
     "kind": ("decoder", {"kind": "decodr"}, "did you mean 'decoder'"),
     "place": ("decoder", {"layer": "encodr"}, "there is no module 'encodr'"),
     "weight": ("decoder", {"weight": -1.0}, "weight is -1"),
@@ -488,15 +465,17 @@ WRONG_LEARNS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "change", "words"), WRONG_LEARNS.values(), ids=WRONG_LEARNS)
-def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, change, words, tmp_path):
+@pytest.mark.parametrize(("kind", "change", "words"), WRONG_PRETEXTS.values(), ids=WRONG_PRETEXTS)
+def test_an_invalid_pretext_task_is_refused_before_anything_is_written(
+    kind, change, words, tmp_path
+):
     settings = from_dict(tomllib.loads(STUDY.format(source=SOURCES_OF[kind], kind=kind, more="")))
-    experiment = settings.experiments["Learnt"]
+    experiment = settings.experiments["Pretext"]
 
     def begin():
         odd = replace(experiment, pretext=replace(experiment.pretext, **change))
         wrong = replace(
-            settings, experiments={"Plain": settings.experiments["Plain"], "Learnt": odd}
+            settings, experiments={"Plain": settings.experiments["Plain"], "Pretext": odd}
         )
         list(run_study(wrong, tmp_path / "run"))
 
@@ -505,16 +484,16 @@ def test_what_cannot_be_learnt_is_refused_before_anything_is_written(kind, chang
     assert not (tmp_path / "run").exists()
 
 
-def test_a_case_that_learns_has_no_other_rate_for_its_local_part(tmp_path):
+def test_an_experiment_with_a_pretext_task_has_no_other_lr_for_its_local_part(tmp_path):
     settings = from_dict(
         tomllib.loads(STUDY.format(source=SOURCES_OF["decoder"], kind="decoder", more=""))
     )
-    experiment = replace(settings.experiments["Learnt"], local_lr=0.1)
-    with pytest.raises(InputError, match="`local_rate` and `learns`; use one of the two"):
-        list(run_study(replace(settings, experiments={"Learnt": experiment}), tmp_path / "run"))
+    experiment = replace(settings.experiments["Pretext"], local_lr=0.1)
+    with pytest.raises(InputError, match="`local_lr` and `pretext`; use one of the two"):
+        list(run_study(replace(settings, experiments={"Pretext": experiment}), tmp_path / "run"))
 
 
-def test_a_study_is_audited_when_its_cases_are_done(tmp_path):
+def test_a_study_is_audited_when_its_experiments_are_done(tmp_path):
     text = (
         STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="")
         + '[audit]\nlayer = "encoder"\nencoders = 1\n'
@@ -522,11 +501,11 @@ def test_a_study_is_audited_when_its_cases_are_done(tmp_path):
     settings = from_dict(tomllib.loads(text), ["plan.seeds=1", "plan.rounds=2"])
     settings = replace(
         settings,
-        experiments={name: settings.experiments[name] for name in ("Plain", "Learnt", "Shared")},
+        experiments={name: settings.experiments[name] for name in ("Plain", "Pretext", "Shared")},
     )
     for _ in run_study(settings, tmp_path):
         pass
-    for experiment, joint in (("plain", False), ("learnt", True), ("shared", True)):
+    for experiment, joint in (("plain", False), ("pretext", True), ("shared", True)):
         for result in json.loads(
             (tmp_path / "experiments" / experiment / "result.json").read_text()
         ):
@@ -534,17 +513,17 @@ def test_a_study_is_audited_when_its_cases_are_done(tmp_path):
             assert all(0 <= of["auc"] <= 1 for of in (audit, audit["validation"]))
             assert 0.3 < audit["validation"]["leak"] <= 1
             assert len(audit["attributes"]) == ATTRIBUTES
-            for found in audit["attributes"]:
-                assert {*found} == {"own", "pooled", "strong", "joint", "validation"}
-                assert (found["joint"] is not None) == joint
-                assert 0.3 < found["pooled"] <= 1
+            for attribute in audit["attributes"]:
+                assert {*attribute} == {"own", "pooled", "strong", "joint", "validation"}
+                assert (attribute["joint"] is not None) == joint
+                assert 0.3 < attribute["pooled"] <= 1
     page = write_report(tmp_path).read_text()
     assert "What representations give away" in page
     assert "attribute 1" in page
 
 
-def test_an_untrained_encoder_gives_away_what_its_inputs_do(tmp_path):
-    """The first attribute stands in the second input; the second is nowhere."""
+def test_an_untrained_encoder_leaks_what_its_inputs_do(tmp_path):
+    """The second input has the first attribute; no input has the second attribute."""
     text = (
         STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="")
         + '[audit]\nlayer = "encoder"\n'
@@ -558,14 +537,14 @@ def test_an_untrained_encoder_gives_away_what_its_inputs_do(tmp_path):
     for _ in run_study(settings, tmp_path):
         pass
     [result] = json.loads((tmp_path / "experiments" / "plain" / "result.json").read_text())
-    open_, hidden = (found["pooled"] for found in result["audit"]["attributes"])
-    assert open_ > 0.75
+    visible, hidden = (each["pooled"] for each in result["audit"]["attributes"])
+    assert visible > 0.75
     assert hidden < 0.7
 
 
 def test_an_audit_needs_attributes_and_a_representation(tmp_path):
     text = STUDY.format(source="digits", kind="decoder", more="") + '[audit]\nlayer = "encoder"\n'
-    with pytest.raises(InputError, match="protected attributes of 0 or 1"):
+    with pytest.raises(InputError, match="these data have no protected attributes"):
         list(run_study(from_dict(tomllib.loads(text)), tmp_path / "run"))
     text = (
         STUDY.format(source=SOURCES_OF["adversary"], kind="adversary", more="")
