@@ -4,16 +4,21 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test slow check lint wheel bench clean
+.PHONY: demo test slow papers check lint wheel bench clean
 
 demo: $(READY)
 	$(BIN)/glocal demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow" tests src
 
 slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# the tests of the papers' packages, then every study of theirs in small
+papers: $(READY)
+	$(BIN)/python -m pytest -n auto -m "not slow" papers/liang2020/tests papers/liang2020/src
+	$(BIN)/python papers/liang2020/short_runs.py
 
 check: lint test
 
@@ -30,9 +35,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.scaling --out docs/results/scaling.json
 	$(BIN)/python -m benchmarks.draw --benchmark docs/results/benchmark.json --scaling docs/results/scaling.json --into docs/images
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt papers/liang2020/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" --editable papers/liang2020
 	touch $(READY)
 
 clean:
