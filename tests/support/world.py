@@ -43,7 +43,31 @@ def convolutional():
     return nn.Sequential(*filters, nn.Linear(4 * FEATURES, CLASSES))
 
 
+def with_batch_norm_and_dropout():
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(8, CLASSES),
+    )
+
+
+class Recurrent(nn.Module):
+    """A stock LSTM that reads the features one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, 5, batch_first=True)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.lstm(x[:, :, None])[0][:, -1])
+
+
 MODELS = {
+    "batch norm and dropout": with_batch_norm_and_dropout,
+    "lstm": Recurrent,
     "plain": plain,
     "batch norm": with_batch_norm,
     "dropout": with_dropout,
