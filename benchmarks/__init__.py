@@ -1,1 +1,1 @@
-"""How fast glocal is, beside what else there is: `python -m benchmarks.run`."""
+"""The speed of glocal compared with other tools: `python -m benchmarks.run`."""

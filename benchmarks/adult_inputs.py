@@ -1,4 +1,6 @@
-"""What fresh attackers read of race and sex from Adult's inputs themselves, and from the true label alone: bounds for any code.
+"""How well fresh attackers infer race and sex from Adult's inputs, and from the true label alone.
+
+These are bounds for any representation.
 
 python -m benchmarks.adult_inputs --out docs/results/adult-inputs.json
 """
@@ -14,37 +16,32 @@ from glocal.datasets import SOURCES, load
 from glocal.evaluate.leakage import AttackData, best_auc, train_attackers
 
 
-def read(train: Examples, test: Examples, what: str, attribute: int) -> float:
-    """The AUC in percent of the best attacker that has learnt from the training half, on the test half."""
-    told = [
-        (part.x if what == "inputs" else part.y[:, None]).double().numpy() for part in (train, test)
-    ]
-    seen = [
-        AttackData(h, part.group[:, attribute].numpy())
-        for h, part in zip(told, (train, test), strict=True)
-    ]
-    return round(100 * best_auc(train_attackers(seen[0]), seen[1]), 1)
+def attack_auc(train: Examples, test: Examples, source: str, attribute: int) -> float:
+    """The best attacker's AUC in percent: trained on the training half, tested on the test half."""
+    halves = []
+    for part in (train, test):
+        inputs = part.x if source == "inputs" else part.y[:, None]
+        halves.append(AttackData(inputs.double().numpy(), part.group[:, attribute].numpy()))
+    return round(100 * best_auc(train_attackers(halves[0]), halves[1]), 1)
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     train, test, *_ = load("adult")
     names = [*SOURCES["adult"].attributes]
-    found = {
-        what: {name: read(train, test, what, place) for place, name in enumerate(names)}
-        for what in ("inputs", "label")
-    }
+    auc: dict[str, dict[str, float]] = {"inputs": {}, "label": {}}
+    for source, by_attribute in auc.items():
+        for column, name in enumerate(names):
+            by_attribute[name] = attack_auc(train, test, source, column)
     majority = round(100 * float(np.bincount(test.y.numpy()).max()) / len(test.y), 2)
-    print(found, majority)
-    if given.out:
-        command = f"python -m benchmarks.adult_inputs --out {given.out}"
-        given.out.write_text(
-            json.dumps(
-                {"command": command, "AUC, %": found, "majority class, %": majority}, indent=1
-            )
+    print(auc, majority)
+    if options.out:
+        command = f"python -m benchmarks.adult_inputs --out {options.out}"
+        options.out.write_text(
+            json.dumps({"command": command, "AUC, %": auc, "majority class, %": majority}, indent=1)
             + "\n"
         )
 

@@ -1,7 +1,8 @@
-"""Whether the advisor's split is near the best of a full sweep, and what each costs: CIFAR-10, LeNet-5, 100 devices.
+"""The advisor's split and its cost, compared with a full sweep: CIFAR-10, LeNet-5, 100 clients.
 
-The sweep is the paper's protocol: 1800 rounds of FedAvg, then 100 of every split from there, rounds chosen on validation data.
-The advisor starts from the same random model, and sees neither the sweep nor test data. Local Test is that of the sweep.
+The sweep is the paper's protocol: 1800 rounds of FedAvg, then 100 rounds of every split from there;
+rounds are selected on validation data. The advisor starts from the same random model and uses
+neither the sweep nor test data. Local Test is that of the sweep.
 
 python -m benchmarks.advice --device cuda --classes 2 10 --seeds 1 --out docs/results/advice.json
 """
@@ -13,6 +14,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from glocal.studies.paper import PAPER
+
 from benchmarks.machine import command, describe
 from glocal.algorithms import lg_fedavg
 from glocal.core.sampling import Plan
@@ -23,15 +26,14 @@ from glocal.personalize.advisor import Advice, AdvisorConfig, advise
 from glocal.personalize.advisor.candidates import make_candidates
 from glocal.personalize.advisor.search import choose_candidate
 from glocal.studies.build import Components, build_algorithm, build_components, build_optimizer
-from glocal.studies.paper import PAPER
 from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
 from glocal.wire import Ledger
 
 
-def swept(
+def run_sweep(
     settings: Settings, parts: Components, rounds: tuple[int, int]
 ) -> tuple[dict[str, list[Result]], dict[str, float]]:
-    """Every split after one FedAvg, with seconds by case; "FedAvg" is the start."""
+    """Every split after FedAvg, and the seconds of each experiment."""
     fedavg, splits = rounds
     first = build_algorithm(settings, ExperimentSettings("fedavg"), parts)
     plan = Plan(
@@ -42,52 +44,52 @@ def swept(
     )
     none = tuple(Ledger() for _ in parts.seeds)
     start = Case(first, parts.model, plan, parts.seeds, parts.params, parts.federations, none)
-    found, seconds = {}, {}
-    began = time.perf_counter()
-    found["FedAvg"], seconds["FedAvg"] = fit_case(start, settings.run), time.perf_counter() - began
-    warm = tuple(warm_start_params(result.algorithm, result.state) for result in found["FedAvg"])
+    results, seconds = {}, {}
+    started = time.perf_counter()
+    results["FedAvg"] = fit_case(start, settings.run)
+    seconds["FedAvg"] = time.perf_counter() - started
+    warm = tuple(warm_start_params(result.algorithm, result.state) for result in results["FedAvg"])
     after = replace(start, params=warm, plan=replace(plan, rounds=splits, first_round=fedavg))
-    for each in make_candidates(parts.model):
-        began = time.perf_counter()
+    for candidate in make_candidates(parts.model):
+        started = time.perf_counter()
         algorithm = lg_fedavg(
-            parts.objective, build_optimizer(settings.optimizer), split=each.split
+            parts.objective, build_optimizer(settings.optimizer), split=candidate.split
         )
-        found[each.name] = fit_case(replace(after, algorithm=algorithm), settings.run)
-        seconds[each.name] = time.perf_counter() - began
-        print(
-            f"  {each.name}: {[round(100 * (result.local_test or 0), 2) for result in found[each.name]]}",
-            flush=True,
-        )
-    return found, seconds
+        results[candidate.name] = fit_case(replace(after, algorithm=algorithm), settings.run)
+        seconds[candidate.name] = time.perf_counter() - started
+        local = [_percent(result.local_test) for result in results[candidate.name]]
+        print(f"  {candidate.name}: {local}", flush=True)
+    return results, seconds
 
 
-def advised(settings: Settings, seed: int, rounds: int) -> Advice:
-    """What the advisor says, on the same devices."""
-    alone = with_overrides(settings, ["plan.seeds=1", f"plan.seed={seed}"])
-    parts = build_components(alone, no_progress)
-    algorithm = build_algorithm(alone, ExperimentSettings("fedavg"), parts)
-    plan = Plan(
-        rounds, alone.plan.clients_per_round, alone.plan.local_epochs, alone.plan.batch_size, seed
-    )
+def _percent(accuracy: float | None) -> float:
+    return round(100 * (accuracy or 0), 2)
+
+
+def run_advisor(settings: Settings, seed: int, rounds: int) -> Advice:
+    """The advisor's result on the same clients."""
+    one_seed = with_overrides(settings, ["plan.seeds=1", f"plan.seed={seed}"])
+    parts = build_components(one_seed, no_progress)
+    algorithm = build_algorithm(one_seed, ExperimentSettings("fedavg"), parts)
+    sizes = one_seed.plan
+    plan = Plan(rounds, sizes.clients_per_round, sizes.local_epochs, sizes.batch_size, seed)
     return advise(
         algorithm,
         parts.model,
         parts.federations[0],
         plan,
         config=AdvisorConfig(),
-        options=alone.run,
+        options=one_seed.run,
     )
 
 
-def compared(
-    found: dict[str, list[Result]], seconds: dict[str, float], place: int, advice: Advice
+def compare(
+    sweep: dict[str, list[Result]], seconds: dict[str, float], place: int, advice: Advice
 ) -> dict[str, object]:
     """One seed: the advisor's choice beside the sweep, and its cost as a share of the sweep's."""
-    results = {name: results[place] for name, results in found.items()}
+    results = {name: by_seed[place] for name, by_seed in sweep.items()}
     local = {
-        name: round(100 * (result.local_test or 0.0), 2)
-        for name, result in results.items()
-        if name != "FedAvg"
+        name: _percent(result.local_test) for name, result in results.items() if name != "FedAvg"
     }
     cost = advice.as_dict()["cost"]
     ours = {
@@ -102,14 +104,12 @@ def compared(
         "updates": sum(
             result.plan.rounds * result.plan.clients_per_round for result in results.values()
         ),
-        "seconds": round(sum(seconds.values()) / len(found["FedAvg"]), 2),
+        "seconds": round(sum(seconds.values()) / len(sweep["FedAvg"]), 2),
     }
     best = max(local, key=lambda name: local[name])
     rows = advice.rows
-    sent_fraction, predicted_error = (
-        {row.candidate.name: getattr(row, what) for row in rows}
-        for what in ("sent_fraction", "predicted_error")
-    )
+    sent_fraction = {row.candidate.name: row.sent_fraction for row in rows}
+    predicted_error = {row.candidate.name: row.predicted_error for row in rows}
     cheaper = (
         choose_candidate(advice.equally_good, sent_fraction, predicted_error, "bytes")
         if advice.ran_halving
@@ -135,7 +135,7 @@ def _training(ledger: Ledger) -> int:
 
 
 def main() -> None:
-    """Sweep, ask, compare, print, write."""
+    """Run sweep and advisor, compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--classes", nargs="+", default=["2", "10"])
     parser.add_argument("--seeds", type=int, default=1)
@@ -148,36 +148,43 @@ def main() -> None:
         help="of FedAvg, and of every split after it",
     )
     parser.add_argument(
-        "--advisor-rounds", type=int, default=100, help="of FedAvg before the advisor's race"
+        "--advisor-rounds",
+        type=int,
+        default=100,
+        help="of FedAvg before the advisor's successive halving",
     )
-    parser.add_argument("--set", nargs="*", default=[], help="change settings, to try it in small")
+    parser.add_argument("--set", nargs="*", default=[], help="override settings, for a small trial")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    told = {
+    options = parser.parse_args()
+    result = {
         "command": command("benchmarks.advice", sys.argv[1:]),
-        "machine": describe(given.device),
-        "classes per device": {},
+        "machine": describe(options.device),
+        "classes per client": {},
     }
-    for classes in given.classes:
+    for classes in options.classes:
         settings = PAPER["paper-cifar10"].parts[f"paper-{classes}"].settings
         settings = with_overrides(
-            settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set]
+            settings,
+            [f"plan.seeds={options.seeds}", f'run.device="{options.device}"', *options.set],
         )
-        print(f"{classes} classes per device", flush=True)
+        print(f"{classes} classes per client", flush=True)
         parts = build_components(settings, no_progress)
-        asked = [advised(settings, seed, given.advisor_rounds) for seed in parts.seeds]
-        found, seconds = swept(settings, parts, tuple(given.rounds))
-        rows = [compared(found, seconds, place, advice) for place, advice in enumerate(asked)]
+        advice = [run_advisor(settings, seed, options.advisor_rounds) for seed in parts.seeds]
+        sweep, seconds = run_sweep(settings, parts, tuple(options.rounds))
+        rows = [compare(sweep, seconds, place, each) for place, each in enumerate(advice)]
         for row in rows:
             shares = ", ".join(
                 f"{name} {100 * share:.1f} %" for name, share in row["share"].items()
             )
             cheaper = f"'{row['choice, bytes preferred']}' {row['gap, bytes preferred']}"
-            told_of = f"advised '{row['choice']}', best '{row['best']}', gap {row['gap']} points, with bytes preferred {cheaper}"
-            print(f"seed {row['seed']}: {told_of}; cost {shares}", flush=True)
-        told["classes per device"][classes] = rows
-        if given.out:
-            given.out.write_text(json.dumps(told, indent=1) + "\n")
+            choice = f"advised '{row['choice']}', best '{row['best']}', gap {row['gap']} points"
+            print(
+                f"seed {row['seed']}: {choice}, with bytes preferred {cheaper}; cost {shares}",
+                flush=True,
+            )
+        result["classes per client"][classes] = rows
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What a last batch of one image does to a device at the released code's rate: CIFAR-10, three classes per device, local only.
+"""The effect of a last batch of one image at the released code's learning rate.
 
-Ten devices whose examples end in a batch of one, beside ten whose last batch is full or nearly so; training loss by round.
+CIFAR-10, three classes per client, local training only: ten clients whose last batch has one
+example, and ten whose last batch is full or nearly full; training loss by round.
 
 python -m benchmarks.batch_of_one --out docs/results/batch-of-one.json
 """
@@ -11,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from glocal.studies.paper import PAPER
 
 from glocal.datasets.fetch import no_progress
 from glocal.engines import Executor
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.build import build_algorithm, build_components
-from glocal.studies.paper import PAPER
 from glocal.studies.run import plans_of
 from glocal.studies.settings import with_overrides
 
@@ -27,50 +28,49 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     settings = PAPER["paper-cifar10"].parts["released-3"].settings
     settings = with_overrides(
-        settings, ["plan.seeds=1", f"plan.seed={given.seed}", 'run.device="cpu"']
+        settings, ["plan.seeds=1", f"plan.seed={options.seed}", 'run.device="cpu"']
     )
     parts = build_components(settings, no_progress)
     train, batch_size = parts.federations[0].train, settings.plan.batch_size
-    ends = train.sizes % batch_size
-    one, full = np.flatnonzero(ends == 1), np.flatnonzero((ends == 0) | (ends > 0.8 * batch_size))
-    chosen = replace(train, rows=tuple(train.rows[device] for device in [*one[:10], *full[:10]]))
+    last = train.sizes % batch_size
+    one = np.flatnonzero(last == 1)
+    full = np.flatnonzero((last == 0) | (last > 0.8 * batch_size))
+    selected = [*one[:10], *full[:10]]
+    chosen = replace(train, rows=tuple(train.rows[client] for client in selected))
     algorithm = build_algorithm(settings, settings.experiments["Local only"], parts)
     plan = replace(
-        plans_of(settings)["Local only"], rounds=given.rounds, clients_per_round=chosen.num_clients
+        plans_of(settings)["Local only"],
+        rounds=options.rounds,
+        clients_per_round=chosen.num_clients,
     )
     executor = Executor(
-        algorithm.client_update, engine=settings.run.engine_config(), num_calls=given.rounds
+        algorithm.client_update, engine=settings.run.engine_config(), num_calls=options.rounds
     )
-    found = {}
+    losses_by_round = {}
     for moment in simulate_seeds(
         algorithm, [Seat(plan, chosen, initial_state(algorithm, parts.params[0], 1))], executor
     ):
         report = moment[0][1]
         losses = report.losses.tolist()
         if (report.round_index + 1) % 20 == 0:
-            found[report.round_index + 1] = {
-                "a last batch of one": losses[:10],
-                "a full last batch": losses[10:],
-            }
-            print(
-                report.round_index + 1,
-                *(
-                    f"{way}: {np.median(of):.2f}"
-                    for way, of in found[report.round_index + 1].items()
-                ),
-            )
+            row = {"a last batch of one": losses[:10], "a full last batch": losses[10:]}
+            losses_by_round[report.round_index + 1] = row
+            print(report.round_index + 1, *(f"{k}: {np.median(v):.2f}" for k, v in row.items()))
     executor.close()
-    if given.out:
-        command = f"python -m benchmarks.batch_of_one --rounds {given.rounds} --seed {given.seed} --out {given.out}"
-        told = {
+    if options.out:
+        command = (
+            f"python -m benchmarks.batch_of_one --rounds {options.rounds} "
+            f"--seed {options.seed} --out {options.out}"
+        )
+        result = {
             "command": command,
-            "devices with a last batch of one, of 100": len(one),
-            "training loss by round": found,
+            "clients with a last batch of one, of 100": len(one),
+            "training loss by round": losses_by_round,
         }
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

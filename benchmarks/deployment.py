@@ -1,10 +1,10 @@
-"""How long a deployment's rounds take, what its processes hold in memory, and how soon they are back after kill -9, as JSON.
+"""A deployment's seconds per round, its memory, and its recovery after kill -9, as JSON.
 
 python -m benchmarks.deployment --out docs/results/deployment.json
 
-Digits, four devices: each in a process of its own, all four and twenty in one gateway, and on a plain
-Flower installation (SuperLink and SuperNodes) with glocal's apps. Memory is resident, shared pages
-included.
+Digits, four clients: each in its own process, all four and twenty in one gateway, and on a plain
+Flower installation (SuperLink and SuperNodes) with glocal's apps. Memory is resident and includes
+shared pages.
 """
 
 import argparse
@@ -26,113 +26,120 @@ GUIDE = Path(__file__).parents[1] / "docs/deploy.md"
 
 
 def main() -> None:
-    """Measure one after the other, print, write."""
+    """Measure all in turn, print the results and write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
-    given = parser.parse_args()
-    told = {"command": command("benchmarks.deployment", sys.argv[1:]), "machine": describe("cpu")}
-    with tempfile.TemporaryDirectory() as place:
-        told["four devices, a process each"] = apart(project(place, "apart", 4, given.rounds))
-        told["four devices in a gateway"] = together(project(place, "four", 4, given.rounds))
-        told["twenty devices in a gateway"] = together(project(place, "twenty", 20, given.rounds))
-        told["after kill -9"] = kills(project(place, "killed", 4, 2))
-        told["plain Flower, four SuperNodes"] = plain(project(place, "plain", 4, 4))
-    if given.out:
-        write_json(given.out, told)
-    print(told)
+    options = parser.parse_args()
+    result = {"command": command("benchmarks.deployment", sys.argv[1:]), "machine": describe("cpu")}
+    with tempfile.TemporaryDirectory() as folder:
+        result["four clients, a process each"] = apart(project(folder, "apart", 4, options.rounds))
+        result["four clients in a gateway"] = together(project(folder, "four", 4, options.rounds))
+        result["twenty clients in a gateway"] = together(
+            project(folder, "twenty", 20, options.rounds)
+        )
+        result["after kill -9"] = recovery(project(folder, "killed", 4, 2))
+        result["plain Flower, four SuperNodes"] = plain_flower(project(folder, "plain", 4, 4))
+    if options.out:
+        write_json(options.out, result)
+    print(result)
 
 
-def project(place: str, name: str, clients: int, rounds: int) -> Path:
+def project(folder: str, name: str, clients: int, rounds: int) -> Path:
     """The folder of a new deployment of digits."""
-    wanted = DeploymentSpec(clients=clients, port=free_port(), rounds=rounds)
-    return create_deployment(Path(place) / name, wanted).folder
+    spec = DeploymentSpec(clients=clients, port=free_port(), rounds=rounds)
+    return create_deployment(Path(folder) / name, spec).folder
 
 
 def apart(folder: Path) -> dict[str, object]:
-    """Every device in a process of its own."""
-    with running(folder) as these:
-        these.server()
+    """Every client in its own process."""
+    with running(folder) as deployment:
+        deployment.server()
         for name in names(folder):
-            these.device(name)
-        these.until_connected(*names(folder))
-        these.follow("first")
+            deployment.client(name)
+        deployment.until_connected(*names(folder))
+        deployment.follow("first")
         [server] = pids(folder, "server_process")
-        held = {"server": megabytes(server)}
-        held |= {
-            Path(words(pid)[-1]).name: megabytes(pid) for pid in pids(folder, "client_process")
-        }
-    return {**seconds(folder), "MB in memory": held}
+        memory = {"server": megabytes(server)}
+        for pid in pids(folder, "client_process"):
+            memory[Path(arguments(pid)[-1]).name] = megabytes(pid)
+    return {**seconds(folder), "MB in memory": memory}
 
 
 def together(folder: Path) -> dict[str, object]:
-    """All devices in one process."""
-    with running(folder) as these:
-        these.server()
-        these.device(*names(folder), who="gateway")
-        these.until_connected(*names(folder))
-        these.follow("first")
+    """All clients in one process."""
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client(*names(folder))
+        deployment.until_connected(*names(folder))
+        deployment.follow("first")
         [gateway] = pids(folder, "client_process")
         [server] = pids(folder, "server_process")
-        held = {"gateway": megabytes(gateway), "server": megabytes(server)}
-    return {**seconds(folder), "MB in memory": held}
+        memory = {"gateway": megabytes(gateway), "server": megabytes(server)}
+    return {**seconds(folder), "MB in memory": memory}
 
 
-def kills(folder: Path) -> dict[str, float]:
-    """Seconds until a killed device is connected again, and until all are to a server that was killed."""
-    with running(folder) as these:
-        these.server()
+def recovery(folder: Path) -> dict[str, float]:
+    """Seconds until a killed client is connected again, and all clients to a killed server."""
+    with running(folder) as deployment:
+        deployment.server()
         for name in names(folder):
-            these.device(name)
-        these.until_connected(*names(folder))
+            deployment.client(name)
+        deployment.until_connected(*names(folder))
         times = {}
-        began = time.monotonic()
-        kill(folder / "devices/device-0", "client_process")
-        these.until(lambda: sum("device-0: connected" in said for said in these.said) == 2)
-        times["seconds until the device is back"] = round(time.monotonic() - began, 1)
-        began = time.monotonic()
+        start = time.monotonic()
+        kill(folder / "clients/client-0", "client_process")
+        deployment.until(lambda: count(deployment.notices, "client-0: connected") == 2)
+        times["seconds until the client is back"] = round(time.monotonic() - start, 1)
+        start = time.monotonic()
         kill(folder, "server_process")
-        again = [f"{name}: connected again" for name in names(folder)]
-        these.until(lambda: all(any(line in said for said in these.said) for line in again))
-        times["seconds until all devices are back at a killed server"] = round(
-            time.monotonic() - began, 1
-        )
+        for name in names(folder):
+            deployment.until(
+                lambda line=f"{name}: connected again": count(deployment.notices, line)
+            )
+        seconds_until_back = round(time.monotonic() - start, 1)
+        times["seconds until all clients are back at a killed server"] = seconds_until_back
     return times
 
 
-def plain(folder: Path) -> dict[str, object]:
+def count(notices: list[str], text: str) -> int:
+    """How many notices contain a text."""
+    return sum(text in notice for notice in notices)
+
+
+def plain_flower(folder: Path) -> dict[str, object]:
     """The same apps, run by Flower's own programs."""
     text = GUIDE.read_text()
     app = text[text.index("# pyproject.toml") :].partition("```")[0]
-    with stock(folder) as these:
+    with stock(folder) as deployment:
         for name in names(folder):
-            these.node(name)
-        these.until_online(len(names(folder)))
+            deployment.node(name)
+        deployment.until_online(len(names(folder)))
         settings = {"folder": str(folder), "run": "first", "skip_training": False}
-        these.run(start_request({"pyproject.toml": app}, settings))
+        deployment.run(start_request({"pyproject.toml": app}, settings))
     return seconds(folder)
 
 
 def names(folder: Path) -> list[str]:
-    """The devices."""
-    return sorted(path.name for path in (folder / "devices").iterdir())
+    """The names of the clients."""
+    return sorted(path.name for path in (folder / "clients").iterdir())
 
 
 def seconds(folder: Path) -> dict[str, object]:
-    """How long each round took; the first one has what every process does once."""
-    taken = [row["seconds"] for row in read_rows(folder / "runs/first/rows.jsonl")]
-    return {"seconds of each round": taken, "median after the first": round(median(taken[1:]), 2)}
+    """Seconds of each round; the first includes the work that every process does once."""
+    rounds = [row["seconds"] for row in read_rows(folder / "runs/first/rows.jsonl")]
+    return {"seconds of each round": rounds, "median after the first": round(median(rounds[1:]), 2)}
 
 
-def words(pid: int) -> list[str]:
+def arguments(pid: int) -> list[str]:
     """A process's command line."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode().strip("\0").split("\0")
 
 
 def megabytes(pid: int) -> int:
-    """What a process holds in memory."""
+    """The resident memory of a process."""
     with suppress(OSError):
         return round(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6)
     return 0

@@ -1,6 +1,7 @@
-"""Pictures of the figures: time per round, distance to the floor, and how cost grows.
+"""Figures of the results: time per round, distance to the floor, and scaling.
 
-python -m benchmarks.draw --benchmark docs/results/benchmark.json --scaling docs/results/scaling.json --into docs/images
+python -m benchmarks.draw --benchmark docs/results/benchmark.json \\
+    --scaling docs/results/scaling.json --into docs/images
 """
 
 import argparse
@@ -15,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.job import Answer
+from benchmarks.job import Measurement
 from benchmarks.workloads import WORKLOADS
 
 OURS, OTHERS, REFERENCE, INK, FAINT = "#1f6feb", "#8b949e", "#444c56", "#24292f", "#d0d7de"
@@ -34,31 +35,33 @@ STYLE = {
     "ytick.color": INK,
 }
 AXES = {
-    "clients_per_round": "devices per round",
-    "clients": "devices that share 60,000 examples",
+    "clients_per_round": "clients per round",
+    "clients": "clients that share 60,000 examples",
     "width": "parameters",
     "seeds": "seeds side by side",
 }
 
 
 def main() -> None:
-    """Draw what was measured."""
+    """Draw the measurements."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.draw", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--benchmark", type=Path)
     parser.add_argument("--scaling", type=Path)
     parser.add_argument("--into", type=Path, default=Path("."))
-    parser.add_argument("--prefix", default="", help="set before the names of the pictures")
-    asked = parser.parse_args()
-    for path in drawn(asked.benchmark, asked.scaling, asked.into, prefix=asked.prefix):
+    parser.add_argument("--prefix", default="", help="prefix of the file names")
+    options = parser.parse_args()
+    for path in draw_figures(
+        options.benchmark, options.scaling, options.into, prefix=options.prefix
+    ):
         print(path)
 
 
-def drawn(
+def draw_figures(
     benchmark: Path | None, scaling: Path | None, into: Path, *, prefix: str = ""
 ) -> list[Path]:
-    """Every picture that the given files allow, as PNG and as SVG."""
+    """All figures of the given files, as PNG and as SVG."""
     into.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {}
     with pyplot.rc_context(STYLE):
@@ -78,8 +81,8 @@ def drawn(
     return paths
 
 
-def trained(report: Answer, name: str) -> list[Answer]:
-    """One workload's training rows that have a time, fastest first."""
+def training_rows(report: Measurement, name: str) -> list[Measurement]:
+    """One workload's training rows with a time, fastest first."""
     rows = [
         row
         for row in report["rows"]
@@ -88,8 +91,8 @@ def trained(report: Answer, name: str) -> list[Answer]:
     return sorted(rows, key=lambda row: row["median"])
 
 
-def times(report: Answer) -> Figure:
-    """Bars of time per round, fastest on top, with the ratio to the plain loop at the bar."""
+def times(report: Measurement) -> Figure:
+    """Bars of time per round, fastest on top, labelled with the ratio to the plain loop."""
     return _bars(
         report,
         value=lambda row: 1e3 * row["median"],
@@ -98,8 +101,8 @@ def times(report: Answer) -> Figure:
     )
 
 
-def distances(report: Answer) -> Figure:
-    """Bars of how many times the floor a round takes."""
+def distances(report: Measurement) -> Figure:
+    """Bars of time per round as multiples of the floor."""
     return _bars(
         report,
         value=lambda row: row["times_floor"],
@@ -110,16 +113,16 @@ def distances(report: Answer) -> Figure:
 
 
 def _bars(
-    report: Answer,
+    report: Measurement,
     *,
-    value: Callable[[Answer], float],
-    text: Callable[[Answer], str],
+    value: Callable[[Measurement], float],
+    text: Callable[[Measurement], str],
     heading: str,
     mark: float | None = None,
 ) -> Figure:
-    """A panel for each workload, all on one scale; `mark` is a value to draw a line at."""
-    names = [name for name in WORKLOADS if trained(report, name)]
-    heights = [len(trained(report, name)) for name in names]
+    """A panel for each workload, all on one scale, with a line at `mark`."""
+    names = [name for name in WORKLOADS if training_rows(report, name)]
+    heights = [len(training_rows(report, name)) for name in names]
     figure, places = pyplot.subplots(
         len(names),
         1,
@@ -130,19 +133,19 @@ def _bars(
         sharex=True,
     )
     for axes, name in zip(places[:, 0], names, strict=True):
-        rows = trained(report, name)
+        rows = training_rows(report, name)
         axes.set_title(f"{name}: {WORKLOADS[name].summary}")
         _horizontal(axes, rows, [value(row) for row in rows], [text(row) for row in rows])
         if mark:
             axes.axvline(mark, color=INK, lw=0.8)
-    every = [value(row) for name in names for row in trained(report, name)]
+    every = [value(row) for name in names for row in training_rows(report, name)]
     left = min(every) / 2 if mark is None else 0.8 * min(mark, *every)
     places[-1, 0].set(xlabel=heading, xlim=(left, max(every) * 5))
     places[-1, 0].xaxis.set_major_formatter(lambda number, _: f"{number:,g}")
     return figure
 
 
-def _horizontal(axes: Axes, rows: list[Answer], values: list[float], texts: list[str]) -> None:
+def _horizontal(axes: Axes, rows: list[Measurement], values: list[float], texts: list[str]) -> None:
     axes.barh(range(len(rows)), values, color=[_colour(row) for row in rows], height=0.72, log=True)
     axes.set_yticks(range(len(rows)), [f"{row['tool']}, {row['setting']}" for row in rows])
     axes.tick_params(axis="y", length=0)
@@ -159,7 +162,7 @@ def _horizontal(axes: Axes, rows: list[Answer], values: list[float], texts: list
         )
 
 
-def _colour(row: Answer) -> str:
+def _colour(row: Measurement) -> str:
     if row["tool"].startswith("glocal"):
         return OURS
     return REFERENCE if row["tool"] == "plain loop" else OTHERS
@@ -169,8 +172,8 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def growth(report: Answer) -> Figure:
-    """For every axis a curve of time above a curve of memory; the dashed line grows as the axis does."""
+def growth(report: Measurement) -> Figure:
+    """Curves of time and memory for every axis; the dashed line is proportional to the axis."""
     axes_of = [
         axis
         for axis in AXES
@@ -187,7 +190,7 @@ def growth(report: Answer) -> Figure:
         rows = [row for row in report["rows"] if row["axis"] == axis and "seconds" in row]
         across = [row["parameters"] if axis == "width" else row["value"] for row in rows]
         times, memory = [1e3 * row["seconds"] for row in rows], [_memory(row) for row in rows]
-        if axis != "clients":  # there a round has less to do, the more devices share the examples
+        if axis != "clients":  # there a round is shorter, the more clients share the examples
             above.plot(
                 *_in_proportion(across, times), "--", color=OTHERS, lw=1, label="in proportion"
             )
@@ -201,8 +204,8 @@ def growth(report: Answer) -> Figure:
     return figure
 
 
-def _memory(row: Answer) -> float:
-    """Of the accelerator where there is one, else of the process."""
+def _memory(row: Measurement) -> float:
+    """Memory of the GPU if there is one, else of the process."""
     return row.get("peak_device_memory_mb", row["peak_memory_mb"])
 
 
@@ -226,7 +229,7 @@ def _curve(axes: Axes, across: list[float], up: list[float]) -> None:
 
 
 def _in_proportion(across: list[float], up: list[float]) -> tuple[list[float], list[float]]:
-    """From the first point on, as if time grew as the axis does."""
+    """A line through the first point, proportional to the axis."""
     return across, [up[0] * each / across[0] for each in across]
 
 

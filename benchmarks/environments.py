@@ -1,4 +1,4 @@
-"""Virtual environments of the peers, made once and kept outside the repository."""
+"""Virtual environments of the peers, made once, outside the repository."""
 
 import hashlib
 import os
@@ -19,22 +19,30 @@ _QUIET = {
 
 
 def python_of(name: str) -> str:
-    """The Python of a peer's environment; it is made if need be."""
-    wanted = ROOT / "benchmarks" / "peers" / f"{name}-requirements.txt"
-    folder = _cache() / f"{name}-{_tag(wanted)}"
+    """The Python of a peer's environment, which is made if it does not exist."""
+    requirements = ROOT / "benchmarks" / "peers" / f"{name}-requirements.txt"
+    folder = _cache() / f"{name}-{_tag(requirements)}"
     python = folder / "bin" / "python"
     ready = folder / "ready"
     if not ready.exists():
         _run([sys.executable, "-m", "venv", "--clear", str(folder)], name)
-        _run([str(python), "-m", "pip", "install", "--quiet", "--requirement", str(wanted)], name)
+        _run(
+            [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)],
+            name,
+        )
         ready.touch()
     return str(python)
 
 
 def peer_environment(name: str) -> dict[str, str]:
-    """What a peer may see: this benchmark's files, not glocal; nothing is sent home."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return {**kept, **_QUIET, "FLWR_HOME": str(_cache() / "flower-home"), "PYTHONPATH": str(ROOT)}
+    """A peer's environment variables: with this benchmark, without glocal and telemetry."""
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return {
+        **variables,
+        **_QUIET,
+        "FLWR_HOME": str(_cache() / "flower-home"),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def _cache() -> Path:
@@ -47,9 +55,9 @@ def _cache() -> Path:
     return base / "benchmarks"
 
 
-def _tag(wanted: Path) -> str:
+def _tag(requirements: Path) -> str:
     """Changes with the requirements and with the Python."""
-    return hashlib.sha256(wanted.read_bytes() + sys.version.encode()).hexdigest()[:10]
+    return hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:10]
 
 
 def _run(command: list[str], name: str) -> None:

@@ -1,7 +1,7 @@
-"""How long a round of training takes with the fused kernels, and which tiles suit them; needs a GPU.
+"""Time of a training round with the fused kernels, and the best tiles for them; needs a GPU.
 
-python benchmarks/gpu_step.py                            every workload: agreement, ms per round, microseconds per launch
-python benchmarks/gpu_step.py --only A10 --sweep         try the tiles below, launch by launch, and time the best together
+python benchmarks/gpu_step.py                       agreement, ms per round, us per launch
+python benchmarks/gpu_step.py --only A10 --sweep    try the tiles below, and time the best ones
 python benchmarks/gpu_step.py --set backward=16,8,128,4,1 --precision ieee
 """
 
@@ -26,25 +26,30 @@ from glocal.engines.fused.gpu import local_train_batched
 from glocal.engines.fused.layer_chain import LayerChain, LinearSpec, parse_chain
 from glocal.engines.fused.tiles import SMALL_BATCH, KernelLaunch, Tile, TileChooser, default_tile
 
-RATE, MOMENTUM, REPLAYS, EXAMPLES = 0.05, 0.5, 20, 6000
+LR, MOMENTUM, REPLAYS, EXAMPLES = 0.05, 0.5, 20, 6000
 KERNELS = ("linear_forward", "linear_loss", "linear_backward", "linear_update")
-# (rows, outputs, inputs, warps, stages); rows of "backward" and "loss" mean nothing
+# (rows, outputs, inputs, warps, stages); rows of "backward" and "loss" are ignored
 CANDIDATES = {
     "forward": [
-        (16, 16, 64, 4, 4), (16, 16, 128, 4, 3), (16, 32, 64, 4, 4), (16, 32, 128, 4, 3), (16, 16, 256, 4, 2), (16, 16, 128, 2, 4),
-        (16, 16, 128, 8, 3), (16, 32, 128, 8, 3), (16, 64, 64, 4, 3),
+        (16, 16, 64, 4, 4), (16, 16, 128, 4, 3), (16, 32, 64, 4, 4), (16, 32, 128, 4, 3),
+        (16, 16, 256, 4, 2), (16, 16, 128, 2, 4), (16, 16, 128, 8, 3), (16, 32, 128, 8, 3),
+        (16, 64, 64, 4, 3),
     ],
     "backward": [
-        (16, 8, 64, 4, 1), (16, 16, 32, 4, 1), (16, 32, 16, 4, 1), (16, 8, 32, 2, 1), (16, 64, 16, 8, 1), (16, 8, 64, 4, 3),
-        (16, 16, 32, 4, 3), (16, 16, 64, 8, 2), (16, 8, 128, 8, 1), (16, 4, 128, 4, 2), (16, 8, 64, 2, 2), (16, 4, 64, 2, 3),
+        (16, 8, 64, 4, 1), (16, 16, 32, 4, 1), (16, 32, 16, 4, 1), (16, 8, 32, 2, 1),
+        (16, 64, 16, 8, 1), (16, 8, 64, 4, 3), (16, 16, 32, 4, 3), (16, 16, 64, 8, 2),
+        (16, 8, 128, 8, 1), (16, 4, 128, 4, 2), (16, 8, 64, 2, 2), (16, 4, 64, 2, 3),
     ],
-    "update": [(64, 32, 32, 4, 1), (64, 32, 64, 4, 1), (64, 64, 64, 4, 1), (64, 16, 64, 4, 1), (64, 64, 32, 4, 1)],
+    "update": [
+        (64, 32, 32, 4, 1), (64, 32, 64, 4, 1), (64, 64, 64, 4, 1), (64, 16, 64, 4, 1),
+        (64, 64, 32, 4, 1),
+    ],
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A network, its inputs, and a round of D devices x steps x batch."""
+    """A network, its inputs, and a round of clients x steps x batch size."""
 
     model: nn.Module
     inputs: tuple[int, ...]
@@ -54,7 +59,7 @@ class Workload:
 
     @cached_property
     def chain(self) -> LayerChain:
-        """Found once: it copies the model, which must not happen inside a graph."""
+        """Computed once: it copies the model, which must not happen inside a graph."""
         return parse_chain(self.model, self.inputs)
 
 
@@ -106,7 +111,7 @@ class Round:
 
     def fused(self, choose_tile: TileChooser, precision: str) -> tuple[Params, Tensor]:
         numbers = {
-            "lr": RATE,
+            "lr": LR,
             "momentum": MOMENTUM,
             "precision": precision,
             "choose_tile": choose_tile,
@@ -131,10 +136,10 @@ def prepared(work: Workload, device: str) -> Round:
     return Round(work, params, x, y, order)
 
 
-def slow(it: Round, dtype: torch.dtype, clients: int) -> tuple[Params, Tensor]:
-    """Eager `local_train` under vmap, for the first devices."""
+def train_eagerly(it: Round, dtype: torch.dtype, clients: int) -> tuple[Params, Tensor]:
+    """Eager `local_train` under vmap, for the first clients."""
     model = it.work.model.to(it.x.device, dtype)
-    objective, sgd = training.cross_entropy(model), optimizers.sgd(RATE, momentum=MOMENTUM)
+    objective, sgd = training.cross_entropy(model), optimizers.sgd(LR, momentum=MOMENTUM)
     zero = torch.zeros((), dtype=torch.int64, device=it.x.device)
     x = it.x.to(dtype)
 
@@ -155,15 +160,17 @@ def gap(one: tuple[Params, Tensor], other: tuple[Params, Tensor], clients: int) 
 
 
 def check(name: str, it: Round, choose_tile: TileChooser, precision: str) -> None:
-    """Compare one and three steps with float64, for three devices, beside what eager float32 gives."""
+    """Compare fused steps and eager float32 with float64: one and three steps, three clients."""
     for steps in (1, 3):
         short = it.shortened(steps)
-        truth = slow(short, torch.float64, 3)
-        eager, fused = slow(short, torch.float32, 3), short.fused(choose_tile, precision)
+        truth = train_eagerly(short, torch.float64, 3)
+        eager, fused = train_eagerly(short, torch.float32, 3), short.fused(choose_tile, precision)
         again = short.fused(choose_tile, precision)
         same = all(torch.equal(fused[0][n], again[0][n]) for n in fused[0])
-        away = f"fused is {gap(fused, truth, 3):.1e} from float64, eager {gap(eager, truth, 3):.1e}"
-        print(f"{name}: after {steps} steps {away}; same bits twice: {same}", flush=True)
+        errors = (
+            f"fused is {gap(fused, truth, 3):.1e} from float64, eager {gap(eager, truth, 3):.1e}"
+        )
+        print(f"{name}: after {steps} steps {errors}; same bits twice: {same}", flush=True)
     it.work.model.float()
 
 
@@ -190,7 +197,10 @@ def time_graph(it: Round, choose_tile: TileChooser, precision: str) -> float:
 def launches(
     chain: LayerChain, clients: int, batch: int
 ) -> Iterator[tuple[str, KernelLaunch, float, float]]:
-    """The launches of one step's linear layers in order: kernel, job, and its floor in megabytes of weights and GFLOP."""
+    """The launches of one step's linear layers in order.
+
+    Each has its kernel, its job, and its floor: megabytes of weights, and GFLOP.
+    """
     linear = [layer for layer in chain.layers if isinstance(layer, LinearSpec)]
     for layer in linear:
         size = clients * layer.inputs * layer.outputs
@@ -231,34 +241,31 @@ def backward_of(
     )
 
 
-def profiled(
+def profile_steps(
     it: Round, choose_tile: TileChooser, precision: str, steps: int = 5
 ) -> tuple[list[Any], int]:
-    """All kernels of a few steps, in order, and how many steps they are."""
+    """All kernels of a few steps, in order, and the number of steps."""
     short = it.shortened(min(steps, it.work.steps))
     short.fused(choose_tile, precision)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         short.fused(choose_tile, precision)
         torch.cuda.synchronize()
-    return sorted(seen.events(), key=lambda event: event.time_range.start), short.order.shape[1]
+    return sorted(profiler.events(), key=lambda event: event.time_range.start), short.order.shape[1]
 
 
 def time_launches(it: Round, choose_tile: TileChooser, precision: str) -> list[float]:
-    """Mean microseconds of each launch of a step's linear layers, the first step left out."""
-    events, count = profiled(it, choose_tile, precision)
-    found = [event.time_range.elapsed_us() for event in events if event.name in KERNELS]
-    each = len(found) // count
-    assert each * count == len(found), f"{len(found)} launches in {count} steps"
-    return [
-        statistics.mean(found[step * each + place] for step in range(1, count))
-        for place in range(each)
-    ]
+    """Mean microseconds of each launch of a step's linear layers, without the first step."""
+    events, count = profile_steps(it, choose_tile, precision)
+    times = [event.time_range.elapsed_us() for event in events if event.name in KERNELS]
+    per_step = len(times) // count
+    assert per_step * count == len(times), f"{len(times)} launches in {count} steps"
+    return [statistics.mean(times[per_step + place :: per_step]) for place in range(per_step)]
 
 
 def show_kernels(it: Round, choose_tile: TileChooser, precision: str) -> None:
-    """Where the time goes, kernel by kernel, over a few steps."""
-    events, count = profiled(it, choose_tile, precision)
+    """The time of each kernel over a few steps."""
+    events, count = profile_steps(it, choose_tile, precision)
     spent: dict[str, list[float]] = {}
     for event in events:
         spent.setdefault(event.name[:70], []).append(event.time_range.elapsed_us())
@@ -277,20 +284,19 @@ def show_launches(it: Round, choose_tile: TileChooser, precision: str) -> None:
         tile, sizes = choose_tile(job), f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}"
         rates = f"{megabytes / micros:6.2f} TB/s {gflop / micros * 1e3:6.1f} TFLOP/s"
         print(f"  {micros:8.1f} us  {rates}  {kernel:16} {sizes:38} {short_form(tile)}")
+    round_time = sum(times) * work.steps / 1e3
     print(
-        f"  {sum(times):8.1f} us a step in linear layers, x {work.steps} = {sum(times) * work.steps / 1e3:.2f} ms a round",
+        f"  {sum(times):8.1f} us a step in linear layers, "
+        f"x {work.steps} = {round_time:.2f} ms a round",
         flush=True,
     )
 
 
 def short_form(tile: Tile | None) -> str:
-    return (
-        ""
-        if tile is None
-        else ",".join(
-            str(value) for value in (tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages)
-        )
-    )
+    if tile is None:
+        return ""
+    values = (tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages)
+    return ",".join(str(value) for value in values)
 
 
 def candidates(job: KernelLaunch, usual: Tile) -> list[Tile]:
@@ -311,41 +317,35 @@ def sweep(name: str, it: Round, choose_tile: TileChooser, precision: str, until:
             if time.monotonic() > until:
                 print("  out of time")
                 break
-            tried = {
+            tiles = {
                 job: candidates(job, choose_tile(job))[number] for job in best if job.kind == kind
             }
             try:
                 times = time_launches(
-                    it, lambda job, tried=tried: tried.get(job) or choose_tile(job), precision
+                    it, lambda job, tiles=tiles: tiles.get(job) or choose_tile(job), precision
                 )
-            except (
-                Exception
-            ) as error:  # a tile that does not fit the chip: whatever Triton raises then
-                print(
-                    f"  {kind} {short_form(next(iter(tried.values())))}: {type(error).__name__}: {str(error)[:80]}",
-                    flush=True,
-                )
+            except Exception as error:  # Triton may raise anything for a tile that does not fit
+                tile, reason = next(iter(tiles.values())), f"{type(error).__name__}: {error}"
+                print(f"  {kind} {short_form(tile)}: {reason[:100]}", flush=True)
                 continue
             for job, micros in zip(jobs, times, strict=True):
-                if job in tried:
-                    print(
-                        f"  {micros:8.1f} us {kind:12} outputs {job.outputs:5} inputs {job.inputs:5}  {short_form(tried[job])}",
-                        flush=True,
-                    )
-                    best[job] = min(best[job], (micros, tried[job]), key=lambda pair: pair[0])
+                if job in tiles:
+                    sizes = f"outputs {job.outputs:5} inputs {job.inputs:5}"
+                    tile = short_form(tiles[job])
+                    print(f"  {micros:8.1f} us {kind:12} {sizes}  {tile}", flush=True)
+                    best[job] = min(best[job], (micros, tiles[job]), key=lambda pair: pair[0])
     print(f"{name}: best tiles")
     for job, (micros, tile) in best.items():
-        print(
-            f"  {micros:8.1f} us {job.kind:12} rows {job.rows} outputs {job.outputs} inputs {job.inputs}: {short_form(tile)}"
-        )
+        sizes = f"rows {job.rows} outputs {job.outputs} inputs {job.inputs}"
+        print(f"  {micros:8.1f} us {job.kind:12} {sizes}: {short_form(tile)}")
     print(
         f"{name}: {time_graph(it, lambda job: best[job][1], precision):.2f} ms a round with them",
         flush=True,
     )
 
 
-def chosen(settings: list[str]) -> TileChooser:
-    """The heuristic, with tiles by kind from the command line in its place."""
+def tile_chooser(settings: list[str]) -> TileChooser:
+    """The default tiles, except for kinds that the command line sets."""
     tiles = {}
     for setting in settings:
         kind, _, values = setting.partition("=")
@@ -365,27 +365,25 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument(
-        "--seconds", type=float, default=230.0, help="no new candidate is tried after this long"
+        "--seconds", type=float, default=230.0, help="no new candidate starts after this time"
     )
-    given = parser.parse_args()
-    start, choose_tile = time.monotonic(), chosen(given.set)
+    options = parser.parse_args()
+    start, choose_tile = time.monotonic(), tile_chooser(options.set)
     known = workloads()
-    for name in given.only.split(","):
+    for name in options.only.split(","):
         it = prepared(known[name], "cuda")
         begin = time.monotonic()
-        it.shortened(2).fused(choose_tile, given.precision)
+        it.shortened(2).fused(choose_tile, options.precision)
         torch.cuda.synchronize()
         print(f"{name}: compiled in {time.monotonic() - begin:.1f} s", flush=True)
-        if not given.no_check:
-            check(name, it, choose_tile, given.precision)
-        print(
-            f"{name}: {time_graph(it, choose_tile, given.precision):.2f} ms a round ({given.precision})",
-            flush=True,
-        )
-        show_kernels(it, choose_tile, given.precision)
-        show_launches(it, choose_tile, given.precision)
-        if given.sweep:
-            sweep(name, it, choose_tile, given.precision, start + given.seconds)
+        if not options.no_check:
+            check(name, it, choose_tile, options.precision)
+        milliseconds = time_graph(it, choose_tile, options.precision)
+        print(f"{name}: {milliseconds:.2f} ms a round ({options.precision})", flush=True)
+        show_kernels(it, choose_tile, options.precision)
+        show_launches(it, choose_tile, options.precision)
+        if options.sweep:
+            sweep(name, it, choose_tile, options.precision, start + options.seconds)
     print(f"{time.monotonic() - start:.0f} s in all")
 
 

@@ -1,4 +1,4 @@
-"""The machine that was measured, without anything that says whose it is."""
+"""The machine of a measurement, without anything that identifies its owner."""
 
 import os
 import platform
@@ -8,8 +8,8 @@ import torch
 
 
 def describe(device: str) -> dict[str, object]:
-    """Processor, cores, memory, and what the measured programs run on."""
-    told: dict[str, object] = {
+    """Processor, cores, memory, system and versions."""
+    facts: dict[str, object] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
@@ -17,11 +17,11 @@ def describe(device: str) -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    return {**told, "gpu": torch.cuda.get_device_name()} if device == "cuda" else told
+    return {**facts, "gpu": torch.cuda.get_device_name()} if device == "cuda" else facts
 
 
 def command(module: str, words: list[str]) -> str:
-    """What was typed, without the folders of this machine."""
+    """The command line, without the folders of this machine."""
     return " ".join(
         [
             f"python -m {module}",
@@ -31,12 +31,12 @@ def command(module: str, words: list[str]) -> str:
 
 
 def _processor() -> str:
-    """The model as the system names it; of a virtual machine also family and model, for its name says little."""
+    """The processor's name and its vector units."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     fields = dict(
         reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line])
     )
     name = fields.get("model name") or platform.processor() or platform.machine()
-    wide = [unit for unit in ("avx2", "avx512f") if unit in fields.get("flags", "").split()]
-    return " ".join([name, *wide])
+    units = [unit for unit in ("avx2", "avx512f") if unit in fields.get("flags", "").split()]
+    return " ".join([name, *units])

@@ -14,15 +14,19 @@ PROBE = 1000
 
 
 def build(workload: Workload) -> nn.Sequential:
-    """The network with the same first weights for everybody; layers that hold weights are layer1, layer2, ..."""
+    """The network, with the same initial weights for all tools.
+
+    Layers with weights are layer1, layer2, ...
+    """
     torch.manual_seed(0)
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     weighted = 0
     for place, layer in enumerate(workload.layers):
-        weighted += layer[0] in ("linear", "conv")
-        parts[f"layer{weighted}" if layer[0] in ("linear", "conv") else f"{layer[0]}_{place}"] = (
-            _module(layer)
-        )
+        name = f"{layer[0]}_{place}"
+        if layer[0] in ("linear", "conv"):
+            weighted += 1
+            name = f"layer{weighted}"
+        parts[name] = _module(layer)
     return nn.Sequential(parts)
 
 
@@ -39,7 +43,7 @@ def _module(layer: Layer) -> nn.Module:
 
 @torch.no_grad()
 def probe(model: nn.Module, arrays: tuple[np.ndarray, np.ndarray]) -> float:
-    """The loss on the first thousand examples after training: shows that every tool did the work."""
+    """The loss on the first thousand examples after training: shows that a tool did the work."""
     x, y = (
         torch.from_numpy(array.reshape(-1, *array.shape[2:])[:PROBE].copy()) for array in arrays
     )
@@ -48,18 +52,18 @@ def probe(model: nn.Module, arrays: tuple[np.ndarray, np.ndarray]) -> float:
 
 
 def as_tensors(arrays: tuple[np.ndarray, np.ndarray], device: str) -> tuple[Tensor, Tensor]:
-    """The arrays on a computing device; on the CPU they stay mapped from disk."""
+    """The arrays on a device; on the CPU they stay mapped from disk."""
     x, y = (torch.from_numpy(array).to(device) for array in arrays)
     return x, y
 
 
-def settle_on(device: str) -> Callable[[], object] | None:
-    """How to wait for a computing device, if it is one to wait for."""
+def synchronizer(device: str) -> Callable[[], object] | None:
+    """A function that waits for the device; None if there is nothing to wait for."""
     return torch.cuda.synchronize if device == "cuda" else None
 
 
 def device_peak(device: str) -> dict[str, int]:
-    """The most memory of an accelerator that this process has held."""
+    """The peak memory of this process on a GPU."""
     return (
         {"peak_device_memory_mb": round(torch.cuda.max_memory_allocated() / 1e6)}
         if device == "cuda"

@@ -1,4 +1,4 @@
-"""glocal on one engine, through its public functions; also several seeds side by side, and the Local Test."""
+"""glocal on one engine through its public functions; several seeds at once, and Local Test."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from torch import nn
 
 import glocal
 from benchmarks import network
-from benchmarks.job import Answer, Job, answer, given, timed
+from benchmarks.job import Job, Measurement, job_from_command_line, print_measurement, time_rounds
 from benchmarks.plain import TESTED
 from glocal.algorithms.contract import Algorithm
 from glocal.core.data import ClientData, Examples
@@ -18,14 +18,14 @@ from glocal.engines import EngineConfig, Executor
 from glocal.evaluate import Evaluator, local_test
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 
-LONG = 1000  # rounds of a study as people run it: what `auto` does for those is measured
+NUM_CALLS = 1000  # rounds of a usual study: `auto` chooses its engine for them
 Loaded = tuple[Algorithm, nn.Module, Params, ClientData]
 
 
 def main() -> None:
     """Run the job named on the command line."""
-    job = given()
-    answer(
+    job = job_from_command_line()
+    print_measurement(
         {
             "version": glocal.__version__,
             **MEASURES[str(job.options["measure"])](job),
@@ -34,10 +34,10 @@ def main() -> None:
     )
 
 
-def training(job: Job) -> Answer:
+def training(job: Job) -> Measurement:
     """Seconds per round of one federation."""
     algorithm, model, params, train = loaded(job)
-    executor = Executor(algorithm.client_update, engine=engine(job), num_calls=LONG)
+    executor = Executor(algorithm.client_update, engine=engine(job), num_calls=NUM_CALLS)
     states: list[State] = []
 
     def rounds() -> Iterator[None]:
@@ -47,28 +47,35 @@ def training(job: Job) -> Answer:
             states[:] = [moment[0][0]]
             yield
 
-    told = timed(rounds(), job, network.settle_on(job.device))
+    result = time_rounds(rounds(), job, network.synchronizer(job.device))
     model.load_state_dict(algorithm.personal(states[0].shared, states[0].private.initial))
     loss = network.probe(model, job.arrays()) if algorithm.name == "fedavg" else None
-    return {**told, "loss": loss, "engine": executor.describe()}
+    return {**result, "loss": loss, "engine": executor.describe()}
 
 
-def side_by_side(job: Job) -> Answer:
+def side_by_side(job: Job) -> Measurement:
     """Seconds per round of several seeds trained together, divided by their number."""
     algorithm, _, params, train = loaded(job)
     seeds = int(job.options["seeds"])
-    executor = Executor(algorithm.client_update, engine=engine(job), num_calls=LONG)
+    executor = Executor(algorithm.client_update, engine=engine(job), num_calls=NUM_CALLS)
     seats = [
         Seat(plan(job, seed), train, initial_state(algorithm, params)) for seed in range(seeds)
     ]
-    told = timed(simulate_seeds(algorithm, seats, executor), job, network.settle_on(job.device))
-    in_a_row = told["in_a_row"] / seeds if told["in_a_row"] else None
-    each = [seconds / seeds for seconds in told["seconds_per_round"]]
-    return {**told, "seconds_per_round": each, "in_a_row": in_a_row, "engine": executor.describe()}
+    result = time_rounds(
+        simulate_seeds(algorithm, seats, executor), job, network.synchronizer(job.device)
+    )
+    in_a_row = result["in_a_row"] / seeds if result["in_a_row"] else None
+    each = [seconds / seeds for seconds in result["seconds_per_round"]]
+    return {
+        **result,
+        "seconds_per_round": each,
+        "in_a_row": in_a_row,
+        "engine": executor.describe(),
+    }
 
 
-def testing(job: Job) -> Answer:
-    """Seconds of a Local Test: every device's own model on its first hundred examples."""
+def testing(job: Job) -> Measurement:
+    """Seconds of a Local Test: every client's own model on its first hundred examples."""
     algorithm, model, params, train = loaded(job)
     state = initial_state(algorithm, params)
     own = [
@@ -79,14 +86,14 @@ def testing(job: Job) -> Answer:
     held = ClientData(train.examples, tuple(rows[:TESTED] for rows in train.rows))
     evaluation = Evaluator(algorithm, predictor(model), engine=engine(job))
     tests = (local_test(evaluation, state, held) for _ in range(job.all_rounds))
-    return timed(tests, job, network.settle_on(job.device))
+    return time_rounds(tests, job, network.synchronizer(job.device))
 
 
 MEASURES = {"training": training, "seeds": side_by_side, "local test": testing}
 
 
 def loaded(job: Job) -> Loaded:
-    """Algorithm, model, first weights and who holds what, on the computing device."""
+    """Algorithm, model, initial weights and clients' data, on the device."""
     model = network.build(job.workload)
     objective, optimizer = (
         glocal.cross_entropy(model),

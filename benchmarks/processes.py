@@ -1,4 +1,4 @@
-"""Run a tool in a fresh process and see how much memory it takes, its children included."""
+"""Run a tool in a fresh process; measure its memory, its children included."""
 
 import json
 import os
@@ -12,35 +12,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.job import Answer, Job, save
+from benchmarks.job import Job, Measurement, save
 
 ROOT = Path(__file__).resolve().parents[1]
 _PAUSE = 0.05
-_BETWEEN_READINGS = 1.0  # reading the memory of many processes takes milliseconds: too often, and it would be timed too
+_BETWEEN_READINGS = 1.0  # seconds; reading the memory of many processes slows the tool
 _MEGABYTE = 1e6
 
 
 class ToolError(Exception):
-    """A tool that did not install or run; the message is one line."""
+    """A tool did not install or run; the message is one line."""
 
 
-def ask(
+def run(
     command: Sequence[str], job: Job, *, environment: Mapping[str, str], limit: float = 900.0
-) -> Answer:
-    """A tool's answer to a job, and the largest memory of all its processes together."""
+) -> Measurement:
+    """A tool's measurement for a job, and the peak memory of all its processes together."""
     with tempfile.TemporaryDirectory() as scratch:
         save(job, Path(scratch) / "job.json")
         with open(Path(scratch) / "output", "w+") as output:
-            status, peak = _watched(
+            status, peak = _watch(
                 [*command, f"{scratch}/job.json"], output.fileno(), environment, limit
             )
             output.seek(0)
-            told = output.read()
-    answers = [line for line in told.splitlines() if line.startswith('{"')]
-    if status != 0 or not answers:
-        raise ToolError(_reason(told, status))
-    answer = json.loads(answers[-1])
-    return {**answer, "peak_memory_mb": max(answer["peak_memory_mb"], round(peak / _MEGABYTE))}
+            text = output.read()
+    results = [line for line in text.splitlines() if line.startswith('{"')]
+    if status != 0 or not results:
+        raise ToolError(_reason(text, status))
+    result = json.loads(results[-1])
+    memory = max(result["peak_memory_mb"], round(peak / _MEGABYTE))
+    return {**result, "peak_memory_mb": memory}
 
 
 def module(name: str) -> list[str]:
@@ -49,14 +50,14 @@ def module(name: str) -> list[str]:
 
 
 def our_environment() -> dict[str, str]:
-    """For processes that need glocal: the tree that this benchmark lies in."""
+    """For processes that need glocal: they import this repository."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
 
 
-def _watched(
+def _watch(
     command: Sequence[str], output: int, environment: Mapping[str, str], limit: float
 ) -> tuple[int, int]:
-    """Exit status and peak bytes of a command; it and its children are ended when the limit has passed."""
+    """Exit status and peak memory in bytes; at the limit all processes are killed."""
     child = subprocess.Popen(
         command,
         stdout=output,
@@ -71,7 +72,10 @@ def _watched(
     try:
         while child.poll() is None:
             if time.monotonic() > due:
-                peak, due = max(peak, _together(child.pid)), time.monotonic() + _BETWEEN_READINGS
+                peak, due = (
+                    max(peak, _family_memory(child.pid)),
+                    time.monotonic() + _BETWEEN_READINGS,
+                )
             time.sleep(_PAUSE)
         return child.returncode, peak
     except BaseException:
@@ -87,14 +91,17 @@ def _end(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
-def _together(pid: int) -> int:
-    """Memory of a process and all below it, pages they share counted once; 0 for one alone: it tells its peak itself."""
+def _family_memory(pid: int) -> int:
+    """Memory of a process and its descendants, shared pages counted once.
+
+    0 without descendants: a single process reports its own peak.
+    """
     family = list(_family(pid))
-    return sum(map(_proportional, family)) if len(family) > 1 else 0
+    return sum(map(_proportional_memory, family)) if len(family) > 1 else 0
 
 
 def _family(pid: int) -> Iterator[int]:
-    """A process and all below it."""
+    """A process and its descendants."""
     yield pid
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -102,17 +109,17 @@ def _family(pid: int) -> Iterator[int]:
                 yield from _family(int(child))
 
 
-def _proportional(pid: int) -> int:
+def _proportional_memory(pid: int) -> int:
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
     return 0
 
 
-def _reason(told: str, status: int) -> str:
-    """Why it failed, in one line: the last line that speaks of an error, else the last one."""
+def _reason(text: str, status: int) -> str:
+    """Why it failed, in one line: the last line with an error, else the last line."""
     if status == -signal.SIGKILL:
-        return "stopped: it took too long, or too much memory"
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+        return "killed: it exceeded the time limit or the memory"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "error:" in line.lower()]
     return (errors or lines or [f"exit status {status}, no output"])[-1][:200]

@@ -1,17 +1,19 @@
-"""How fast the machine could be: measured matrix rate and copy bandwidth, and the work that a round cannot do without.
+"""The machine's limits (matrix products, copies) and the least work of a round.
 
-Floating-point operations. A layer that multiplies n weights with every one of its output positions (1 for a linear layer) does
-2 n operations per example and position going forward. Going back it needs as many for the slopes of its weights and as many for
-the slopes of its inputs, except for the first layer, whose inputs need none: 6 n in all, 4 n for the first layer. Biases, ReLU,
-pooling and the optimiser are left out: they are below 2 % of the operations. That most inputs of a max-pool get no slope could be
-used to do less; it is not counted.
+Floating-point operations. A layer that multiplies n weights with each of its output positions (1
+for a linear layer) does 2 n operations per example and position in the forward pass. The backward
+pass needs as many for the gradients of its weights, and as many for the gradients of its inputs,
+except in the first layer: 6 n together, 4 n for the first layer. Biases, ReLU, pooling and the
+optimiser are left out: they are below 2 % of the operations. Most inputs of a max-pool get no
+gradient, which could save operations; it is not counted.
 
-Least bytes. In every step every weight is read going forward, read and written going back, and its velocity, if there is
-momentum, read and written: 5 times 4 bytes a step with momentum, 3 without; slopes need never reach memory, for they can be used
-up on the spot. Every example is read once. On a CPU, one device's weights and velocity stay in cache if they fit: the bandwidth
-that counts is that of a copy as large as they are. On a GPU all devices of the cohort train at once: it is that of a large copy.
+Least bytes. In every step every weight is read in the forward pass, and read and written in the
+backward pass; with momentum its velocity is read and written: 5 times 4 bytes a step with momentum,
+3 without. Gradients need not reach memory. Every example is read once. On a CPU, one client's
+weights and velocity stay in the cache if they fit: the bandwidth is that of a copy of their size.
+On a GPU all sampled clients train at once: the bandwidth is that of a large copy.
 
-The floor is the larger of operations / rate and bytes / bandwidth, each at the best this machine showed.
+The floor is the larger of operations / FLOPS and bytes / bandwidth, each at the machine's best.
 """
 
 import json
@@ -62,7 +64,7 @@ def _products(workload: Workload) -> Iterator[int]:
 
 
 def _after(layer: Layer, shape: Shape) -> Shape:
-    """The shape that a layer puts out."""
+    """The shape of a layer's output."""
     kind, *numbers = layer
     if kind == "conv":
         return (numbers[1], *(side - numbers[2] + 1 for side in shape[1:]))
@@ -72,8 +74,14 @@ def _after(layer: Layer, shape: Shape) -> Shape:
 
 
 def floor(workload: Workload, flops: float, bandwidth: float) -> Figures:
-    """The least time of a round in milliseconds, and what sets it; rate in operations and bandwidth in bytes per second."""
-    arithmetic, traffic = 1e3 * operations(workload) / flops, 1e3 * least_bytes(workload) / bandwidth
+    """The least time of a round in milliseconds, and what bounds it.
+
+    flops are operations per second, bandwidth bytes per second.
+    """
+    arithmetic, traffic = (
+        1e3 * operations(workload) / flops,
+        1e3 * least_bytes(workload) / bandwidth,
+    )
     return {
         "gflop": operations(workload) / 1e9,
         "gigabytes": least_bytes(workload) / 1e9,
@@ -85,29 +93,32 @@ def floor(workload: Workload, flops: float, bandwidth: float) -> Figures:
 
 
 def measure(workloads: list[Workload], device: str) -> Figures:
-    """Rates of this machine, and the floor of every workload."""
+    """The limits of this machine, and the floor of every workload."""
     counts = sorted({1, torch.get_num_threads()}) if device == "cpu" else [1]
-    matrix = {count: matrix_rate(device, count) for count in counts}
-    large = {count: copy_rate(_LARGE[device], device, count) for count in counts}
+    matrix = {count: matrix_flops(device, count) for count in counts}
+    large = {count: copy_bandwidth(_LARGE[device], device, count) for count in counts}
     small = {
-        work.name: max(_device_copy(work, device, count, large) for count in counts)
+        work.name: max(_client_copy(work, device, count, large) for count in counts)
         for work in workloads
     }
     return {
         "device": device,
-        "matrix_gflops": {_label(device, count): rate / 1e9 for count, rate in matrix.items()},
-        "large_copy_gbs": {_label(device, count): rate / 1e9 for count, rate in large.items()},
-        "copy_of_a_device_gbs": {name: rate / 1e9 for name, rate in small.items()},
+        "matrix_gflops": {_label(device, count): flops / 1e9 for count, flops in matrix.items()},
+        "large_copy_gbs": {_label(device, n): bandwidth / 1e9 for n, bandwidth in large.items()},
+        "copy_of_a_client_gbs": {name: bandwidth / 1e9 for name, bandwidth in small.items()},
         "workloads": {
             work.name: floor(work, max(matrix.values()), small[work.name]) for work in workloads
         },
     }
 
 
-def _device_copy(workload: Workload, device: str, threads: int, large: dict[int, float]) -> float:
-    """The bandwidth that training can have: on a CPU that of one device's state per thread, on a GPU that of a large copy."""
+def _client_copy(workload: Workload, device: str, threads: int, large: dict[int, float]) -> float:
+    """The bandwidth of training.
+
+    On a CPU that of copies of one client's state per thread, on a GPU that of a large copy.
+    """
     return (
-        copy_rate(threads * _state(workload), device, threads)
+        copy_bandwidth(threads * _state(workload), device, threads)
         if device == "cpu"
         else large[threads]
     )
@@ -118,19 +129,19 @@ def _label(device: str, threads: int) -> str:
 
 
 def _state(workload: Workload) -> int:
-    """Bytes of one device's weights, and of its velocity if it has one."""
+    """Bytes of one client's weights, and of its velocity if there is momentum."""
     return 4 * parameters(workload) * (2 if workload.momentum else 1)
 
 
-def matrix_rate(device: str, threads: int) -> float:
+def matrix_flops(device: str, threads: int) -> float:
     """Operations per second of a large float32 matrix product."""
     side = _MATRIX[device]
     left, right, out = (torch.ones(side, side, device=device) for _ in range(3))
     return 2 * side**3 / _shortest(lambda: torch.mm(left, right, out=out), device, threads)
 
 
-def copy_rate(size: int, device: str, threads: int) -> float:
-    """Bytes per second, read and written, of a copy in which `size` bytes take part."""
+def copy_bandwidth(size: int, device: str, threads: int) -> float:
+    """Bytes per second, read and written, of a copy of `size` bytes in all."""
     source, target = (torch.ones(size // 8, device=device) for _ in range(2))
     times = max(1, 2**26 // size)
 
@@ -142,7 +153,7 @@ def copy_rate(size: int, device: str, threads: int) -> float:
 
 
 def _shortest(action: Callable[[], object], device: str, threads: int) -> float:
-    """Seconds of the fastest of several repeats: a bound wants the machine at its best."""
+    """Seconds of the fastest of several repeats."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -1,4 +1,4 @@
-"""One command: every workload on every tool, each beside the plain loop, in one run on one machine.
+"""Every workload on every tool, each compared with the plain loop, in one run on one machine.
 
 python -m benchmarks.run --workloads A B C --rounds 7 --out docs/results/benchmark.json
 """
@@ -16,39 +16,39 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, roofline
-from benchmarks.job import Answer, Job
+from benchmarks.job import Job, Measurement
 from benchmarks.processes import ToolError
-from benchmarks.tools import REFERENCE, Tool, everything
+from benchmarks.tools import REFERENCE, Tool, all_tools
 from benchmarks.workloads import WORKLOADS, Workload, write_arrays
 
-Row = Answer
+Row = Measurement
 
 
 def main() -> None:
     """Measure, print and write."""
-    asked, console = arguments(sys.argv[1:]), Console(width=None if sys.stdout.isatty() else 150)
-    workloads = [WORKLOADS[name] for name in asked.workloads]
+    options, console = arguments(sys.argv[1:]), Console(width=None if sys.stdout.isatty() else 150)
+    workloads = [WORKLOADS[name] for name in options.workloads]
     report = {
         "command": machine.command("benchmarks.run", sys.argv[1:]),
         "date": date.today().isoformat(),
-        "machine": machine.describe(asked.device),
-        "roofline": roofline.measure(workloads, asked.device),
+        "machine": machine.describe(options.device),
+        "roofline": roofline.measure(workloads, options.device),
         "data": {},
         "rows": [],
     }
     for workload in workloads:
         with tempfile.TemporaryDirectory() as folder:
             report["data"][workload.name] = write_arrays(workload, Path(folder))
-            for row in measured(workload, folder, asked):
+            for row in measure_workload(workload, folder, options):
                 report["rows"].append(with_floor(row, report["roofline"]))
                 console.print(line(report["rows"][-1]), highlight=False)
-                write(report, asked.out)
+                write(report, options.out)
     for workload in workloads:
         console.print(table(report, workload))
 
 
 def arguments(given: list[str]) -> argparse.Namespace:
-    """What the user asked for."""
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description=__doc__.splitlines()[0]
     )
@@ -57,35 +57,37 @@ def arguments(given: list[str]) -> argparse.Namespace:
         "--rounds",
         type=int,
         default=7,
-        help="counted rounds; the first one is run besides and not counted",
+        help="timed rounds; one more round before them is not timed",
     )
     parser.add_argument("--out", type=Path, default=Path("benchmark.json"))
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="with cuda the peers are left out"
     )
     parser.add_argument(
-        "--seeds", type=int, default=1, help="also measure so many seeds side by side"
+        "--seeds", type=int, default=1, help="also measure this number of seeds side by side"
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], help="rows whose name holds one of these words"
+        "--only", nargs="+", default=[], help="only rows whose name contains one of these words"
     )
     return parser.parse_args(given)
 
 
-def measured(workload: Workload, folder: str, asked: argparse.Namespace) -> Iterator[Row]:
+def measure_workload(workload: Workload, folder: str, options: argparse.Namespace) -> Iterator[Row]:
     """A row for each tool, with the plain loop run before and after it."""
     job = Job(
         workload,
         folder,
-        asked.rounds,
-        warm_up=3 if asked.device == "cuda" else 1,
-        device=asked.device,
+        options.rounds,
+        warm_up=3 if options.device == "cuda" else 1,
+        device=options.device,
     )
-    brief = Job(workload, folder, rounds=5, fewest=1, seconds=5.0, device=asked.device)
-    before = _seconds(REFERENCE.ask(brief))
-    for tool in everything(workload, device=asked.device, seeds=asked.seeds):
-        if asked.only and not any(
-            word.lower() in f"{tool.name} {tool.setting}".lower() for word in asked.only
+    reference_job = Job(
+        workload, folder, rounds=5, min_rounds=1, seconds=5.0, device=options.device
+    )
+    before = _seconds(REFERENCE.run(reference_job))
+    for tool in all_tools(workload, device=options.device, seeds=options.seeds):
+        if options.only and not any(
+            word.lower() in f"{tool.name} {tool.setting}".lower() for word in options.only
         ):
             continue
         row = {
@@ -94,29 +96,31 @@ def measured(workload: Workload, folder: str, asked: argparse.Namespace) -> Iter
             "setting": tool.setting,
             "measure": tool.measure,
         }
-        told = tried(tool, job)
-        if "note" in told:
-            yield {**row, **told}
+        result = run_tool(tool, job)
+        if "note" in result:
+            yield {**row, **result}
             continue
-        # a GPU is nobody else's: the reference is measured once
-        after = before if asked.device == "cuda" else _seconds(REFERENCE.ask(brief))
-        yield {**row, **told, **compared(_seconds(told), before, after)}
+        # nothing else runs on a GPU: the reference is measured once
+        after = before if options.device == "cuda" else _seconds(REFERENCE.run(reference_job))
+        yield {**row, **result, **with_reference(_seconds(result), before, after)}
         before = after
 
 
-def tried(tool: Tool, job: Job) -> Answer:
-    """A tool's answer, or a note in one line why there is none."""
+def run_tool(tool: Tool, job: Job) -> Measurement:
+    """A tool's measurement, or a note in one line with the reason why there is none."""
     if tool.peer and job.device != "cpu":
         return {"note": "left out: measured on the CPU only"}
     try:
-        return tool.ask(job)
+        return tool.run(job)
     except ToolError as error:
-        told = str(error)
-        return {"note": told if told.startswith("does not install") else f"does not run: {told}"}
+        reason = str(error)
+        if not reason.startswith("does not install"):
+            reason = f"does not run: {reason}"
+        return {"note": reason}
 
 
-def compared(seconds: float, before: float, after: float) -> Row:
-    """The median round, and how many times as fast as the plain loop was just before and just after."""
+def with_reference(seconds: float, before: float, after: float) -> Row:
+    """The median round, and its speed relative to the plain loop just before and just after."""
     return {
         "median": seconds,
         "reference_before": before,
@@ -126,7 +130,7 @@ def compared(seconds: float, before: float, after: float) -> Row:
 
 
 def with_floor(row: Row, figures: roofline.Figures) -> Row:
-    """Training rows also say how many times the floor they take."""
+    """Training rows also have their time as a multiple of the floor."""
     if "median" not in row or row["measure"] != "training":
         return {key: value for key, value in row.items() if key != "speed_up"}
     return {
@@ -135,14 +139,14 @@ def with_floor(row: Row, figures: roofline.Figures) -> Row:
     }
 
 
-def _seconds(told: Answer) -> float:
-    """Median over rounds; rounds in a row, where they do not wait for each other, count if they are faster."""
-    typical = median(told["seconds_per_round"])
-    return min(typical, told.get("in_a_row") or typical)
+def _seconds(result: Measurement) -> float:
+    """The median over rounds; the mean of rounds without waiting, if it is faster."""
+    typical = median(result["seconds_per_round"])
+    return min(typical, result.get("in_a_row") or typical)
 
 
-def write(report: Answer, path: Path) -> None:
-    """Keep what there is so far."""
+def write(report: Measurement, path: Path) -> None:
+    """Write the rows so far."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -152,14 +156,17 @@ def line(row: Row) -> str:
     about = f"{row['workload']}  {row['tool']}, {row['setting']}, {row['measure']}: "
     return about + (
         row.get("note")
-        or f"{row['median']:.4f} s (plain loop {row['reference_before']:.3f}, {row['reference_after']:.3f})"
+        or f"{row['median']:.4f} s (plain loop {row['reference_before']:.3f}, "
+        f"{row['reference_after']:.3f})"
     )
 
 
-def table(report: Answer, workload: Workload) -> Table:
+def table(report: Measurement, workload: Workload) -> Table:
     """One workload's rows."""
     floor = report["roofline"]["workloads"][workload.name]
-    title = f"{workload.name}: {workload.summary}\n{report['data'][workload.name]}; floor {floor['floor_ms']:.1f} ms ({floor['bound']})"
+    limit = f"floor {floor['floor_ms']:.1f} ms ({floor['bound']})"
+    data = report["data"][workload.name]
+    title = f"{workload.name}: {workload.summary}\n{data}; {limit}"
     shown = Table(title=title, title_justify="left")
     for heading in (
         "tool",
@@ -182,7 +189,7 @@ def table(report: Answer, workload: Workload) -> Table:
 
 
 def cells(row: Row) -> list[str]:
-    """A row as text; what does not apply is empty."""
+    """A row as text; cells that do not apply are empty."""
     formats = {
         "speed_up": "{:.2f}",
         "times_floor": "{:.1f}",

@@ -1,6 +1,7 @@
-"""What it does to Local Test if every device keeps its best round *on its test data*, as the paper's released code does.
+"""The effect on Local Test if every client selects its round *on its test data*.
 
-A measurement of a mistake: no study of ours chooses like that. On CIFAR-10, for local only and for LG-FedAvg from round 1000 on.
+The paper's released code does so; no study of ours does. CIFAR-10, for local training only and for
+LG-FedAvg from round 1000 on.
 
 python -m benchmarks.selection_on_test --device cuda --out docs/results/selection-on-test.json
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+from glocal.studies.paper import PAPER
 
 from glocal.core.modules import predictor
 from glocal.core.trees import Params
@@ -20,16 +22,18 @@ from glocal.evaluate import Evaluator, local_tests
 from glocal.federate.fitting import Case, move_to_device, warm_start_params
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.build import build_algorithm, build_components
-from glocal.studies.paper import PAPER
 from glocal.studies.run import plans_of, resolve
 from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
 from glocal.wire import Ledger
 
 
-def measured(
+def measure(
     settings: Settings, name: str, starts: tuple[Params, ...] | None = None
 ) -> tuple[dict[str, float], tuple[Params, ...]]:
-    """Local Test in percent of a case's last round, of its best common round and of every device's own best round on test data."""
+    """Local Test in percent, by way to select the round, and the trained models.
+
+    The ways: the last round, the best common round on test data, and every client's own best round.
+    """
     parts = build_components(settings, no_progress)
     algorithm, plan = (
         build_algorithm(settings, settings.experiments[name], parts),
@@ -57,26 +61,26 @@ def measured(
         Seat(plan, fed.train, state)
         for plan, fed, state in zip(experiment.plans(), experiment.federations, states, strict=True)
     ]
-    tests, seen = [fed.test for fed in experiment.federations], []
+    tests, accuracies = [fed.test for fed in experiment.federations], []
     for moment in simulate_seeds(algorithm, seats, executor):
         states = [state for state, _ in moment]
         if algorithm.name != "fedavg":
-            seen.append(local_tests(evaluation, states, tests))
+            accuracies.append(local_tests(evaluation, states, tests))
     executor.close()
     evaluation.close()
     models = (
         tuple(warm_start_params(algorithm, state) for state in states) if states[0].shared else ()
     )
-    return _summed_up(np.array(seen)) if seen else {}, models
+    return _summarize(np.array(accuracies)) if accuracies else {}, models
 
 
-def _summed_up(seen: np.ndarray) -> dict[str, float]:
-    """From accuracies (rounds, seeds, devices) to percent."""
-    common = seen.mean(2)
+def _summarize(accuracies: np.ndarray) -> dict[str, float]:
+    """From accuracies (rounds, seeds, clients) to percent."""
+    common = accuracies.mean(2)
     ways = {
         "last round": common[-1],
         "best round on test data": common.max(0),
-        "each device's own best": seen.max(0).mean(1),
+        "each client's own best": accuracies.max(0).mean(1),
     }
     return {way: round(100 * fmean(values.tolist()), 2) for way, values in ways.items()}
 
@@ -87,19 +91,20 @@ def main() -> None:
     parser.add_argument("--classes", nargs="+", default=["2", "5", "10"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--cases", nargs="+", default=["Local only", "LG 1000+100"])
-    parser.add_argument("--set", nargs="*", default=[], help="change settings, to try it in small")
+    parser.add_argument("--experiments", nargs="+", default=["Local only", "LG 1000+100"])
+    parser.add_argument("--set", nargs="*", default=[], help="override settings, for a small trial")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    found = {}
-    for classes in given.classes:
+    options = parser.parse_args()
+    rows_by_classes = {}
+    for classes in options.classes:
         part = PAPER["paper-cifar10"].parts[f"released-{classes}"]
         settings = with_overrides(
-            part.settings, [f"plan.seeds={given.seeds}", f'run.device="{given.device}"', *given.set]
+            part.settings,
+            [f"plan.seeds={options.seeds}", f'run.device="{options.device}"', *options.set],
         )
         settings = resolve(with_overrides(settings, ["experiments.FedAvg.rounds=1800"]))
         rows = {}
-        for name in given.experiments:
+        for name in options.experiments:
             starts = None
             if settings.experiments[name].start_from:
                 first = Settings(
@@ -108,16 +113,19 @@ def main() -> None:
                         "experiments": {"FedAvg": ExperimentSettings("fedavg", rounds=1000)},
                     }
                 )
-                starts = measured(first, "FedAvg")[1]
-            rows[name], _ = measured(settings, name, starts)
+                starts = measure(first, "FedAvg")[1]
+            rows[name], _ = measure(settings, name, starts)
             published = part.published[name].scores[0].mean
             print(f"{classes} classes, {name}: {rows[name]}, published {published}", flush=True)
             rows[name] = {**rows[name], "published": published}
-        found[classes] = rows
-    if given.out:
-        command = f"python -m benchmarks.selection_on_test --seeds {given.seeds} --device {given.device} --out {given.out}"
-        given.out.write_text(
-            json.dumps({"command": command, "classes per device": found}, indent=1) + "\n"
+        rows_by_classes[classes] = rows
+    if options.out:
+        command = (
+            f"python -m benchmarks.selection_on_test --seeds {options.seeds} "
+            f"--device {options.device} --out {options.out}"
+        )
+        options.out.write_text(
+            json.dumps({"command": command, "classes per client": rows_by_classes}, indent=1) + "\n"
         )
 
 

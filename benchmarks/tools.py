@@ -1,11 +1,11 @@
-"""Who is measured: every tool in every setting, as a command and its options."""
+"""The tools to measure, in every setting, as a command and its options."""
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from benchmarks import environments, processes
-from benchmarks.job import Answer, Job
+from benchmarks.job import Job, Measurement
 from benchmarks.workloads import Workload
 
 CORES = os.cpu_count() or 1
@@ -13,7 +13,7 @@ CORES = os.cpu_count() or 1
 
 @dataclass(frozen=True)
 class Tool:
-    """One row of the table: a module of this benchmark, what to tell it, and the peer's environment if it needs one."""
+    """One row of the table: a module of this benchmark, its options, and a peer's environment."""
 
     name: str
     setting: str
@@ -26,15 +26,15 @@ class Tool:
         """What is timed: "training" or "local test"."""
         return "local test" if self.options.get("measure") == "local test" else "training"
 
-    def ask(self, job: Job) -> Answer:
+    def run(self, job: Job) -> Measurement:
         """Run the job in a fresh process."""
         job = replace(job, options=self.options)
         if not self.peer:
-            return processes.ask(
+            return processes.run(
                 processes.module(self.module), job, environment=processes.our_environment()
             )
         command = [environments.python_of(self.peer), "-m", f"benchmarks.{self.module}"]
-        return processes.ask(command, job, environment=environments.peer_environment(self.peer))
+        return processes.run(command, job, environment=environments.peer_environment(self.peer))
 
 
 REFERENCE = Tool("plain loop", "1 thread", "plain", {"threads": 1})
@@ -46,7 +46,7 @@ PEERS = (
 )
 
 
-def everything(workload: Workload, *, device: str, seeds: int) -> Iterator[Tool]:
+def all_tools(workload: Workload, *, device: str, seeds: int) -> Iterator[Tool]:
     """All rows for one workload, in the order of the table."""
     yield REFERENCE
     if device == "cpu" and CORES > 1:
@@ -63,15 +63,15 @@ def _glocal(workload: Workload, device: str, seeds: int) -> Iterator[Tool]:
         for setting, engine in ENGINES[device].items():
             if device == "cuda" and setting != "auto" and algorithm != "fedavg":
                 continue
-            told: dict[str, str | int] = {**engine, "algorithm": algorithm}
-            yield Tool(f"glocal {algorithm}", setting, "ours", {**told, "measure": "training"})
+            options: dict[str, str | int] = {**engine, "algorithm": algorithm}
+            yield Tool(f"glocal {algorithm}", setting, "ours", {**options, "measure": "training"})
             if seeds > 1 and setting == "auto" and workload.name != "C":
                 many = f"{setting}, {seeds} seeds, each"
                 yield Tool(
                     f"glocal {algorithm}",
                     many,
                     "ours",
-                    {**told, "measure": "seeds", "seeds": seeds},
+                    {**options, "measure": "seeds", "seeds": seeds},
                 )
 
 
@@ -85,7 +85,7 @@ def _local_tests(device: str) -> Iterator[Tool]:
     )
 
 
-# what each device can run: engines as they come, and without the fused steps where they have them
+# the engines of each device: with their default settings, and without fused steps
 ENGINES: dict[str, dict[str, dict[str, str | int]]] = {
     "cpu": {
         "auto": {"engine": "auto"},

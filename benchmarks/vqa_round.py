@@ -1,9 +1,11 @@
-"""One round of LG-FedAvg with the full network of 54 million numbers: its seconds and peak memory, as JSON.
+"""One round of LG-FedAvg with the network of 54 million parameters: seconds and memory, as JSON.
 
-python -m benchmarks.vqa_round --device cuda --devices 50 --devices 500 --out docs/results/vqa-round-gpu.json
+python -m benchmarks.vqa_round --device cuda --clients 50 --clients 500 \\
+    --out docs/results/vqa-round-gpu.json
 
-Each size of federation runs in a process of its own, so that peaks are its own. Pictures are random bytes, of which 500 are enough:
-what is in them changes no time. Rounds are those of a device with 479 questions, the study has 464: 5 steps of at most 100.
+Each number of clients runs in its own process, so that its peak memory is its own. Pictures are 500
+random images: their content does not change the time. A client has 479 questions (464 in the
+study), which are 5 steps of at most 100.
 """
 
 import argparse
@@ -17,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from glocal.studies.vqa_model import SHARED, vqa_net
 
 import glocal
-from benchmarks.job import own_peak
+from benchmarks.job import own_peak_memory
 from glocal.algorithms import lg_fedavg
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
@@ -31,25 +34,24 @@ from glocal.core.training import cross_entropy
 from glocal.datasets.image_table import ImageTable
 from glocal.engines import EngineConfig, Executor
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
-from glocal.studies.vqa_model import SHARED, vqa_net
 
-WORDS, LENGTH, ANSWERS, PICTURES, SIZE, COHORT = 64_437, 19, 1000, 500, 128, 5
+WORDS, LENGTH, ANSWERS, PICTURES, SIZE, CLIENTS_PER_ROUND = 64_437, 19, 1000, 500, 128, 5
 
 
 def main() -> None:
-    given = arguments()
-    if given.child:
-        print(json.dumps(measured(given, given.clients[0])))
+    options = arguments()
+    if options.child:
+        print(json.dumps(measure(options, options.clients[0])))
         return
-    rows = [asked(size) for size in given.clients]
-    told = {
+    rows = [run_child(size) for size in options.clients]
+    result = {
         "command": f"python -m benchmarks.vqa_round {' '.join(sys.argv[1:])}",
         "rows": rows,
-        **about(given.device),
+        **about(options.device),
     }
-    print(json.dumps(told, indent=1))
-    if given.out:
-        Path(given.out).write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -57,34 +59,34 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--devices", type=int, action="append")
+    parser.add_argument("--clients", type=int, action="append")
     parser.add_argument("--engine", default="looped")
-    parser.add_argument("--chunk", type=int, help="devices in one batched step")
+    parser.add_argument("--chunk-size", type=int, help="clients in one batched step")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--examples", type=int, default=479, help="questions of each device")
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--examples", type=int, default=479, help="questions of each client")
+    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument(
-        "--rounds", type=int, default=2, help="timed, on a GPU after two that warm up"
+        "--rounds", type=int, default=2, help="timed rounds; on a GPU after two that warm up"
     )
     parser.add_argument("--out")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    given.clients = given.clients or [50]
-    return given
+    options = parser.parse_args()
+    options.clients = options.clients or [50]
+    return options
 
 
-def asked(clients: int) -> dict[str, Any]:
-    """One size in a process of its own."""
+def run_child(clients: int) -> dict[str, Any]:
+    """One number of clients in its own process."""
     others = sys.argv[1:]
-    while "--devices" in others:
-        place = others.index("--devices")
+    while "--clients" in others:
+        place = others.index("--clients")
         del others[place : place + 2]
     command = [
         sys.executable,
         "-m",
         "benchmarks.vqa_round",
         *others,
-        "--devices",
+        "--clients",
         str(clients),
         "--child",
     ]
@@ -93,23 +95,22 @@ def asked(clients: int) -> dict[str, Any]:
     return row
 
 
-def measured(given: argparse.Namespace, clients: int) -> dict[str, Any]:
-    """Seconds of a round, and the most memory that was held, before and after."""
-    where = torch.device(given.device)
+def measure(options: argparse.Namespace, clients: int) -> dict[str, Any]:
+    """Seconds of a round, and peak memory before and after."""
+    where = torch.device(options.device)
     model = vqa_net(random_pictures(), words=WORDS, answers=ANSWERS)
     split = Split.of(model, shared=SHARED)
     algorithm = lg_fedavg(
         cross_entropy(model), sgd(0.01, momentum=0.9, lr_decay=0.0005), split=split
     )
     params = trees.to(params_of(model), where)
-    train = random_questions(clients, given.examples, where)
-    before = own_peak()
-    engine = EngineConfig(given.engine, given.chunk_size, precision=given.precision)
+    train = random_questions(clients, options.examples, where)
+    before = own_peak_memory()
+    engine = EngineConfig(options.engine, options.chunk_size, precision=options.precision)
     executor = Executor(algorithm.client_update, engine=engine, num_calls=1000)
-    warm = (
-        2 if where.type == "cuda" else 0
-    )  # the second is under way when the first can be looked at
-    plan = Plan(given.rounds + warm, COHORT, batch_size=given.batch_size)
+    # on a GPU the second round is already running when the first one is returned
+    warm = 2 if where.type == "cuda" else 0
+    plan = Plan(options.rounds + warm, CLIENTS_PER_ROUND, batch_size=options.batch_size)
     rounds = simulate_seeds(
         algorithm, [Seat(plan, train, initial_state(algorithm, params))], executor
     )
@@ -122,22 +123,22 @@ def measured(given: argparse.Namespace, clients: int) -> dict[str, Any]:
     if warm:
         torch.cuda.synchronize()
     seconds, busy = (
-        (now - then) / given.rounds
+        (now - then) / options.rounds
         for now, then in ((time.perf_counter(), started), (time.process_time(), worked))
     )
     return {
         "clients": clients,
-        "clients_per_round": COHORT,
-        "examples": given.examples,
-        "batch": given.batch_size,
+        "clients_per_round": CLIENTS_PER_ROUND,
+        "examples": options.examples,
+        "batch_size": options.batch_size,
         "parameters": trees.numel(params),
         "shared": trees.numel(split.take_shared(params)),
         "engine": executor.describe(),
-        "precision": given.precision,
+        "precision": options.precision,
         "seconds_per_round": round(seconds, 3),
         "processor_seconds_per_round": round(busy, 3),
         "bytes_sent": traffic.total.bytes,
-        "peak_mb": round(own_peak() / 1e6),
+        "peak_mb": round(own_peak_memory() / 1e6),
         "peak_mb_before_the_round": round(before / 1e6),
         "gpu_peak_mb": round(torch.cuda.max_memory_allocated() / 1e6)
         if where.type == "cuda"
@@ -152,7 +153,7 @@ def random_pictures() -> ImageTable:
 
 
 def random_questions(clients: int, examples: int, where: torch.device) -> ClientData:
-    """One store that all devices visit from their own start on: what a device holds costs no memory of its own here."""
+    """One store that all clients read from their own start: clients need no memory of their own."""
     noise = np.random.default_rng(1)
     rows = np.concatenate(
         [noise.integers(0, PICTURES, (5000, 1)), noise.integers(2, WORDS, (5000, LENGTH))], axis=1
@@ -161,7 +162,7 @@ def random_questions(clients: int, examples: int, where: torch.device) -> Client
         where
     )
     owned = tuple(
-        (np.arange(examples, dtype=np.int64) + 97 * device) % 5000 for device in range(clients)
+        (np.arange(examples, dtype=np.int64) + 97 * client) % 5000 for client in range(clients)
     )
     return ClientData(store, owned)
 

@@ -1,6 +1,7 @@
-"""The workloads, as plain values that every tool can read: a network layer by layer, the data, and how devices train.
+"""The workloads as plain values that every tool can read: layers, data and local training.
 
-Only numpy is needed to read this file: peers import it in environments that know neither glocal nor, in one case, torch.
+This file needs only numpy: peers import it in environments without glocal, one of them without
+torch.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +19,10 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained on what: layers are ("linear", in, out), ("conv", in, out, kernel), ("pool", size), "relu" or "flatten"."""
+    """A network and its data.
+
+    Layers are ("linear", in, out), ("conv", in, out, kernel), ("pool", size), "relu" or "flatten".
+    """
 
     name: str
     summary: str
@@ -36,7 +40,7 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """Steps of one device in one round."""
+        """Steps of one client in one round."""
         return self.local_epochs * -(-self.examples // self.batch_size)
 
 
@@ -52,7 +56,7 @@ _RELU_POOL: tuple[Layer, ...] = (("relu",), ("pool", 2))
 
 MLP = Workload(
     name="A",
-    summary="MNIST, MLP 784-512-256-256-128-10, 100 devices x 600, cohort 10, batch 10",
+    summary="MNIST, MLP 784-512-256-256-128-10, 100 clients x 600, 10 per round, batch size 10",
     source="mnist",
     shape=(1, 28, 28),
     layers=(("flatten",), *dense(784, 512, 256, 256, 128, CLASSES)),
@@ -66,7 +70,7 @@ MLP = Workload(
 )
 LENET = Workload(
     name="B",
-    summary="CIFAR-10, LeNet-5, 100 devices x 500, cohort 10, batch 50",
+    summary="CIFAR-10, LeNet-5, 100 clients x 500, 10 per round, batch size 50",
     source="cifar10",
     shape=(3, 32, 32),
     layers=(
@@ -85,10 +89,11 @@ LENET = Workload(
     lr=0.05,
     momentum=0.5,
 )
-# as in pfl-research's own benchmark on CIFAR-10, but without dropout: every tool can then do exactly the same work
+# pfl-research's benchmark on CIFAR-10 without dropout, so that every tool does the same work
 WIDE_CNN = Workload(
     name="C",
-    summary="CIFAR-10, conv 32 - conv 64 - dense 128 (1.6 M), 1,000 devices x 50, cohort 50, batch 10",
+    summary="CIFAR-10, conv 32 - conv 64 - dense 128 (1.6 M), 1,000 clients x 50, 50 per round, "
+    "batch size 10",
     source="cifar10",
     shape=(3, 32, 32),
     layers=(
@@ -111,13 +116,13 @@ WORKLOADS = {workload.name: workload for workload in (MLP, LENET, WIDE_CNN)}
 
 
 def widened(workload: Workload, factor: float) -> Workload:
-    """The MLP with every hidden layer so many times as wide."""
+    """The MLP with the width of every hidden layer times a factor."""
     hidden = [round(factor * width) for width in (512, 256, 256, 128)]
     return replace(workload, layers=(("flatten",), *dense(784, *hidden, CLASSES)))
 
 
 def parameters(workload: Workload) -> int:
-    """How many numbers the network holds."""
+    """The number of parameters."""
     return sum(_size(layer) for layer in workload.layers)
 
 
@@ -129,14 +134,14 @@ def _size(layer: Layer) -> int:
 
 
 def write_arrays(workload: Workload, folder: Path) -> str:
-    """Deal the data once, x.npy (devices, examples, ...) and y.npy (devices, examples); returns what the data are."""
-    held = (workload.clients, workload.examples)
-    x, y, told = _real(workload) or _random(workload)
-    rows = np.random.default_rng(0).permutation(len(y))[: prod(held)]
+    """Write x.npy (clients, examples, ...) and y.npy (clients, examples); returns their source."""
+    shape = (workload.clients, workload.examples)
+    x, y, source = _real(workload) or _random(workload)
+    rows = np.random.default_rng(0).permutation(len(y))[: prod(shape)]
     folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / "x.npy", x[rows].reshape(*held, *workload.shape))
-    np.save(folder / "y.npy", y[rows].reshape(held))
-    return told
+    np.save(folder / "x.npy", x[rows].reshape(*shape, *workload.shape))
+    np.save(folder / "y.npy", y[rows].reshape(shape))
+    return source
 
 
 Data = tuple[np.ndarray, np.ndarray, str]
@@ -157,7 +162,7 @@ def _real(workload: Workload) -> Data | None:
 
 
 def _random(workload: Workload) -> Data:
-    """Noise of the same shape: the time is the same, the loss means nothing."""
+    """Random numbers of the same shape: the time is the same, the loss is meaningless."""
     generator, count = np.random.default_rng(0), workload.clients * workload.examples
     x = generator.standard_normal((count, *workload.shape), dtype=np.float32)
     return (

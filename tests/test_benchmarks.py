@@ -1,4 +1,4 @@
-"""The benchmark measures what it says: counts against hand-computed numbers, one tiny run, and pictures."""
+"""The benchmarks: counts against hand-computed numbers, tiny runs, tables and figures."""
 
 import json
 from dataclasses import replace
@@ -78,7 +78,7 @@ def test_a_job_survives_its_file(tiny, tmp_path):
     assert job.load(tmp_path / "job.json") == tiny
 
 
-def test_data_are_dealt_once_and_said_to_be_random_where_there_are_none(tmp_path):
+def test_arrays_are_random_where_there_is_no_data_set(tmp_path):
     assert "random" in write_arrays(TINY, tmp_path)
     assert np.load(tmp_path / "x.npy").shape == (4, 7, 1, 2, 3)
 
@@ -86,38 +86,40 @@ def test_data_are_dealt_once_and_said_to_be_random_where_there_are_none(tmp_path
 def test_one_round_of_the_plain_loop_is_one_round_of_glocal(tmp_path):
     everyone = replace(TINY, clients_per_round=4, batch_size=7)
     write_arrays(everyone, tmp_path)
-    asked = job.Job(
+    tiny_job = job.Job(
         everyone,
         str(tmp_path),
         rounds=3,
         options={"engine": "looped", "algorithm": "fedavg", "measure": "training"},
     )
-    assert plain.training(asked)["loss"] == pytest.approx(ours.training(asked)["loss"], rel=1e-5)
-
-
-def test_rounds_are_cut_short_when_time_is_up_but_not_below_the_fewest():
-    asked = job.Job(TINY, "", rounds=9, fewest=2, seconds=0.0)
-    assert len(job.timed(iter(range(99)), asked)["seconds_per_round"]) == 2
-
-
-def test_rounds_on_an_accelerator_are_also_timed_in_a_row():
-    told = job.timed(
-        iter(range(99)), job.Job(TINY, "", rounds=3, device="cuda"), settle=lambda: None
+    assert plain.training(tiny_job)["loss"] == pytest.approx(
+        ours.training(tiny_job)["loss"], rel=1e-5
     )
-    assert told["rounds"] == 7
-    assert told["in_a_row"] >= 0
+
+
+def test_rounds_stop_when_time_is_up_but_not_below_the_minimum():
+    tiny_job = job.Job(TINY, "", rounds=9, min_rounds=2, seconds=0.0)
+    assert len(job.time_rounds(iter(range(99)), tiny_job)["seconds_per_round"]) == 2
+
+
+def test_rounds_on_a_gpu_are_also_timed_in_a_row():
+    result = job.time_rounds(
+        iter(range(99)), job.Job(TINY, "", rounds=3, device="cuda"), synchronize=lambda: None
+    )
+    assert result["rounds"] == 7
+    assert result["in_a_row"] >= 0
 
 
 @pytest.mark.parametrize("measure", ["training", "seeds", "local test"])
-def test_glocal_answers_every_question(tiny, measure):
+def test_glocal_runs_every_measurement(tiny, measure):
     options = {"engine": "vmapped", "algorithm": "lg_fedavg", "measure": measure, "seeds": 2}
     assert len(ours.MEASURES[measure](replace(tiny, options=options))["seconds_per_round"]) == 2
 
 
-def test_a_tool_in_a_process_of_its_own_tells_time_and_memory(tiny):
-    told = tools.REFERENCE.ask(tiny)
-    assert len(told["seconds_per_round"]) == 2
-    assert told["peak_memory_mb"] > 50
+def test_a_tool_in_its_own_process_reports_time_and_memory(tiny):
+    result = tools.REFERENCE.run(tiny)
+    assert len(result["seconds_per_round"]) == 2
+    assert result["peak_memory_mb"] > 50
 
 
 def test_a_tool_that_fails_becomes_a_line_of_the_table(tiny):
@@ -127,15 +129,15 @@ def test_a_tool_that_fails_becomes_a_line_of_the_table(tiny):
         "ours",
         {"engine": "warp", "algorithm": "fedavg", "measure": "training"},
     )
-    assert run.tried(broken, tiny)["note"].startswith("does not run: ")
+    assert run.run_tool(broken, tiny)["note"].startswith("does not run: ")
 
 
 def test_peers_are_left_out_on_a_gpu(tiny):
-    assert run.tried(tools.PEERS[0], replace(tiny, device="cuda"))["note"].startswith("left out")
+    assert run.run_tool(tools.PEERS[0], replace(tiny, device="cuda"))["note"].startswith("left out")
 
 
 def test_every_engine_of_glocal_has_a_row():
-    rows = list(tools.everything(MLP, device="cpu", seeds=1))
+    rows = list(tools.all_tools(MLP, device="cpu", seeds=1))
     assert {row.setting for row in rows if row.name == "glocal lg_fedavg"} == set(
         tools.ENGINES["cpu"]
     )
@@ -151,7 +153,7 @@ def row(tool, seconds):
         "peak_memory_mb": 100,
     }
     return run.with_floor(
-        {**about, "seconds_per_round": [seconds], **run.compared(seconds, 0.5, 1.5)}, RATES
+        {**about, "seconds_per_round": [seconds], **run.with_reference(seconds, 0.5, 1.5)}, RATES
     )
 
 
@@ -159,7 +161,7 @@ def test_a_ratio_is_to_the_plain_loop_just_before_and_just_after():
     assert row("pfl", 0.5)["speed_up"] == pytest.approx(2.0)
 
 
-def test_a_command_is_kept_without_the_folders_of_the_machine():
+def test_a_command_is_recorded_without_the_folders_of_the_machine():
     assert (
         machine.command("benchmarks.run", ["--out", "/somewhere/mine/a.json"])
         == "python -m benchmarks.run --out a.json"
@@ -201,13 +203,13 @@ def test_the_table_shows_times_and_reasons(files):
     assert shown.row_count == 3
 
 
-def test_pictures_are_drawn_from_the_files(files, tmp_path):
-    paths = draw.drawn(*files, tmp_path / "images")
+def test_figures_are_drawn_from_the_files(files, tmp_path):
+    paths = draw.draw_figures(*files, tmp_path / "images")
     assert {path.name for path in paths} >= {"time-per-round.png", "roofline.svg", "scaling.png"}
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
-def test_every_axis_of_scaling_holds_the_data_there_are():
+def test_every_point_of_scaling_fits_the_data_set():
     assert all(
         point.workload.clients * point.workload.examples <= 60_000
         for point in scaling.points(rounds=1)

@@ -1,1 +1,1 @@
-"""Other simulators, each a script of its own that runs in its own virtual environment."""
+"""Other simulators, each a script that runs in its own virtual environment."""

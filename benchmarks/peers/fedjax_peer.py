@@ -1,4 +1,4 @@
-"""FedJAX, its own federated averaging on a haiku network of the same layers, with the JAX of its day."""
+"""FedJAX: its federated averaging on a haiku network of the same layers, with a JAX of its time."""
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -11,14 +11,14 @@ import numpy as np
 import optax
 from fedjax.algorithms import fed_avg
 
-from benchmarks.job import Answer, Job, answer, given, timed
+from benchmarks.job import Job, Measurement, job_from_command_line, print_measurement, time_rounds
 from benchmarks.workloads import CLASSES, Layer, Workload
 
 PROBE = 1000
 
 
 def layer_of(layer: Layer) -> Callable[[jax.Array], jax.Array]:
-    """One layer in haiku; images are (rows, height, width, channels), as JAX likes them."""
+    """One layer in haiku; images are (rows, height, width, channels), as JAX expects them."""
     kind, *numbers = layer
     makers = {
         "linear": lambda: hk.Linear(numbers[1]),
@@ -31,7 +31,7 @@ def layer_of(layer: Layer) -> Callable[[jax.Array], jax.Array]:
 
 
 def model_of(workload: Workload) -> fedjax.Model:
-    """The network and its loss, as FedJAX wants them."""
+    """The network and its loss, as FedJAX expects them."""
     height, width, channels = workload.shape[1], workload.shape[2], workload.shape[0]
     sample = {"x": jnp.zeros((1, height, width, channels)), "y": jnp.zeros((1,), jnp.int32)}
     network = hk.transform(
@@ -45,16 +45,16 @@ def model_of(workload: Workload) -> fedjax.Model:
 
 
 def datasets(job: Job) -> list[fedjax.ClientDataset]:
-    """Each device's rows, still mapped from disk."""
+    """Each client's rows, mapped from disk."""
     x, y = job.arrays()
     images = np.moveaxis(x, 2, -1)
     return [
-        fedjax.ClientDataset({"x": images[device], "y": y[device]})
-        for device in range(job.workload.clients)
+        fedjax.ClientDataset({"x": images[client], "y": y[client]})
+        for client in range(job.workload.clients)
     ]
 
 
-def measure(job: Job) -> Answer:
+def measure(job: Job) -> Measurement:
     """Seconds of every round, and the loss at the end."""
     work, model, clients = job.workload, model_of(job.workload), datasets(job)
     batches = fedjax.ShuffleRepeatBatchHParams(
@@ -67,25 +67,25 @@ def measure(job: Job) -> Answer:
 
     def rounds() -> Iterator[None]:
         for seed in range(job.all_rounds):
-            clients_per_round = np.random.default_rng(seed).choice(
+            sampled = np.random.default_rng(seed).choice(
                 work.clients, work.clients_per_round, replace=False
             )
             keys = jax.random.split(jax.random.PRNGKey(seed), work.clients_per_round)
-            clients = [
-                (device, clients[device], key)
-                for device, key in zip(clients_per_round.tolist(), keys, strict=True)
+            round_clients = [
+                (number, clients[number], key)
+                for number, key in zip(sampled.tolist(), keys, strict=True)
             ]
-            states[0] = jax.block_until_ready(algorithm.apply(states[0], clients)[0])
+            states[0] = jax.block_until_ready(algorithm.apply(states[0], round_clients)[0])
             yield
 
-    told = timed(rounds(), job)
+    result = time_rounds(rounds(), job)
     x, y = job.arrays()
     probe = {
         "x": np.moveaxis(x, 2, -1).reshape(-1, *clients[0].raw_examples["x"].shape[1:])[:PROBE],
         "y": y.reshape(-1)[:PROBE],
     }
     return {
-        **told,
+        **result,
         "loss": float(
             model.train_loss(probe, model.apply_for_eval(states[0].params, probe)).mean()
         ),
@@ -94,7 +94,12 @@ def measure(job: Job) -> Answer:
 
 def main() -> None:
     """Run the job named on the command line."""
-    answer({"version": f"fedjax {version('fedjax')}, jax {jax.__version__}", **measure(given())})
+    print_measurement(
+        {
+            "version": f"fedjax {version('fedjax')}, jax {jax.__version__}",
+            **measure(job_from_command_line()),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import network
-from benchmarks.job import Job, answer, given
+from benchmarks.job import Job, job_from_command_line, print_measurement
 
 
 class Classifier(nn.Module):
-    """The network with the two methods that pfl asks for."""
+    """The network with the two methods that pfl requires."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Classifier(nn.Module):
 
 
 class Clock(TrainingProcessCallback):
-    """Notes when each round ends."""
+    """Records when each round ends."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -60,7 +60,7 @@ class Clock(TrainingProcessCallback):
 
 
 def simulate(job: Job) -> None:
-    """This process's share of the job; the first process answers."""
+    """This process's share of the job; the first process prints the result."""
     torch.set_num_threads(int(job.options.get("threads", 1)))
     work, (x, y) = job.workload, network.as_tensors(job.arrays(), "cpu")
     network_of_pfl = Classifier(network.build(work))
@@ -73,7 +73,7 @@ def simulate(job: Job) -> None:
     )
     clock = Clock()
     FederatedAveraging().run(
-        # the evaluation falls into the first round alone, which is not counted
+        # only the first round, which is not timed, has an evaluation
         NNAlgorithmParams(
             job.all_rounds,
             evaluation_frequency=10**9,
@@ -91,22 +91,26 @@ def simulate(job: Job) -> None:
         [clock],
     )
     if os.environ.get("PFL_WORKER_RANK", "0") == "0":
-        lasted = [after - before for before, after in pairwise(clock.times)]
-        told = {"seconds_per_round": lasted[job.warm_up - 1 :], "rounds": len(clock.times)}
-        answer(
+        durations = [after - before for before, after in pairwise(clock.times)]
+        result = {"seconds_per_round": durations[job.warm_up - 1 :], "rounds": len(clock.times)}
+        print_measurement(
             {
-                **told,
+                **result,
                 "version": f"pfl {version('pfl')}",
                 "loss": network.probe(network_of_pfl, job.arrays()),
             }
         )
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # the first process holds what the others talk through: it must not leave before them
+        # the first process holds the store of the process group: it must not exit before the others
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
 def launch(processes: int) -> int:
-    """Start this script once for every process, as pfl's guide to distributed simulation says; returns the first bad status."""
+    """Start this script once for every process, as in pfl's guide to distributed simulation.
+
+    Returns the largest exit status.
+    """
     addresses = ",".join(f"localhost:{port}" for port in _free_ports(processes))
     settings = [
         {**os.environ, "PFL_WORKER_ADDRESSES": addresses, "PFL_WORKER_RANK": str(rank)}
@@ -126,7 +130,7 @@ def _free_ports(count: int) -> list[int]:
 
 def main() -> None:
     """Run the job named on the command line."""
-    job = given()
+    job = job_from_command_line()
     processes = int(job.options.get("processes", 1))
     if processes > 1 and "PFL_WORKER_RANK" not in os.environ:
         sys.exit(launch(processes))
