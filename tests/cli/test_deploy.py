@@ -1,4 +1,4 @@
-"""Deploying on the command line: what is written, and one clear line with exit code 2 for what a user can put right."""
+"""`glocal deploy` on the command line: what it writes, and one line with exit code 2 for errors."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from glocal.cli import deploy_processes
 from glocal.core.errors import InputError
-from glocal.core.files import append_rows, lock_folder, read_json, read_rows
+from glocal.core.files import FORMAT, append_rows, lock_folder, read_json, read_rows
 from glocal.deploy import certificates, preflight, supervision
 from glocal.deploy.certificates import days_left, make_authority, make_server_certificate
 from glocal.deploy.client import RunClient
@@ -39,9 +39,9 @@ from tests.deploy.test_flower import run_here
 from tests.support import deployed
 
 
-def foreign(about):
-    """A safetensors file that is none of ours."""
-    return save({"a": torch.zeros(2)}, metadata={"metadata": json.dumps(about)})
+def foreign(header, *, key="metadata"):
+    """A safetensors file with any header."""
+    return save({"a": torch.zeros(2)}, metadata={key: json.dumps(header)})
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,10 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def in_this_process(program, stop, notify, **_):
-    """What a supervised program refuses, without the seconds that a process of its own takes to start."""
+    """Run a supervised program in this process, without the seconds that a new one takes."""
     for folder in program.folders:
         supervision.require_project(folder)
-    stop.set()  # one that is not refused ends at once
+    stop.set()  # a program that is not refused ends at once
     importlib.import_module(program.module).main(program.folders, notify, stop)
 
 
@@ -64,82 +64,85 @@ def no_process_of_its_own(monkeypatch):
 
 
 def test_init_writes_a_project_that_trains_and_keeps_secrets_secret(capsys):
-    assert run("deploy", "init", "clinics", "--devices", 3, "--host", "fed.example.org") == 0
+    assert run("deploy", "init", "clinics", "--clients", 3, "--host", "fed.example.org") == 0
     printed = capsys.readouterr().out
     assert "glocal deploy server clinics" in printed
-    assert "on all of this machine's addresses, port 9443; only registered devices pass" in printed
+    assert (
+        "on all of this machine's addresses, port 9443; only registered clients may connect"
+        in printed
+    )
     assert all(
         stat.S_IMODE(path.stat().st_mode) == 0o700
-        for path in [Path("clinics"), *Path("clinics/devices").iterdir()]
+        for path in [Path("clinics"), *Path("clinics/clients").iterdir()]
     )
     secrets = [*Path("clinics").rglob("*.key")]
     assert len(secrets) == 5
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in secrets)
-    assert not [*Path("clinics/devices").rglob("ca.key")]
+    assert not [*Path("clinics/clients").rglob("ca.key")]
     project = Project.from_folder(Path("clinics"))
     assert project.deployment.server.bind == "0.0.0.0"
-    assert RunClient.from_folder(Path("clinics/devices/device-2")).data().train.sizes[0] > 50
+    assert RunClient.from_folder(Path("clinics/clients/client-2")).data().train.sizes[0] > 50
     assert days_left(Path("clinics/certificates/server.crt")) > 390
-    assert not RunClient.from_folder(Path("clinics/devices/device-2")).settings.share_metrics
+    assert not RunClient.from_folder(Path("clinics/clients/client-2")).settings.share_metrics
 
 
-def test_a_device_is_added_and_a_certificate_renewed(capsys):
-    run("deploy", "init", "clinics", "--devices", 1)
+def test_a_client_is_added_and_a_certificate_renewed(capsys):
+    run("deploy", "init", "clinics", "--clients", 1)
     before = Path("clinics/certificates/server.crt").read_bytes()
-    assert run("deploy", "add-device", "clinics", "--name", "ward-7") == 0
-    assert RunClient.from_folder(Path("clinics/devices/ward-7")).settings.number == 1
+    assert run("deploy", "add-client", "clinics", "--name", "ward-7") == 0
+    assert RunClient.from_folder(Path("clinics/clients/ward-7")).settings.number == 1
     assert run("deploy", "renew", "clinics") == 0
     assert "renewed until" in capsys.readouterr().out
     assert Path("clinics/certificates/server.crt").read_bytes() != before
 
 
-def test_a_device_is_revoked_once_and_its_name_and_key_are_not_used_again(capsys):
+def test_a_client_is_revoked_once_and_its_name_and_key_are_not_used_again(capsys):
     folder = deployed.project(Path("here"), clients=2)
-    assert run("deploy", "revoke", "here", "device-1") == 0
-    assert "device-1 is refused from its next request on" in capsys.readouterr().out
+    assert run("deploy", "revoke", "here", "client-1") == 0
+    assert "client-1 is refused from its next request on" in capsys.readouterr().out
     assert [entry.revoked for entry in read_registry(folder).values()] == [False, True]
-    for name, words in (
-        ("device-1", "was revoked before"),
-        ("device-7", "'device-7' is no device of here; did you mean"),
+    for name, message in (
+        ("client-1", "has been revoked already"),
+        ("client-7", "'client-7' is not a client of here; did you mean"),
     ):
         assert run("deploy", "revoke", "here", name) == 2
-        assert words in complaint(capsys)
-    assert run("deploy", "add-device", "here", "--name", "device-1") == 2
-    assert "'device-1' is taken" in complaint(capsys)
+        assert message in complaint(capsys)
+    assert run("deploy", "add-client", "here", "--name", "client-1") == 2
+    assert "'client-1' is taken" in complaint(capsys)
 
 
-def test_an_algorithm_that_is_made_for_so_many_devices_has_no_place_for_one_more(capsys):
+def test_an_algorithm_for_a_fixed_number_of_clients_takes_no_more(capsys):
     deployed.project(Path("here"), clients=2, algorithm="mtl")
-    assert run("deploy", "add-device", "here") == 2
-    assert "mtl is made for 2 devices, and has no place for one more" in complaint(capsys)
+    assert run("deploy", "add-client", "here") == 2
+    assert "mtl has a fixed number of 2 clients, and cannot take one more" in complaint(capsys)
 
 
-def test_a_device_shuts_what_others_could_read_before_it_connects(capsys):
+def test_a_client_closes_its_files_to_other_users_before_it_connects(capsys):
     folder = deployed.project(Path("here"), clients=1, port=preflight.free_port())
-    own = folder / "devices/device-0"
-    (own / "device.key").chmod(0o644)
+    own = folder / "clients/client-0"
+    (own / "client.key").chmod(0o644)
     own.chmod(0o755)
     assert run("deploy", "client", own) == 0
     assert stat.S_IMODE(own.stat().st_mode) == stat.S_IMODE((own / "state").stat().st_mode) == 0o700
-    assert stat.S_IMODE((own / "device.key").stat().st_mode) == 0o600
-    assert "device.key could be read by others; now it cannot" in capsys.readouterr().out
+    assert stat.S_IMODE((own / "client.key").stat().st_mode) == 0o600
+    assert "other users could read" in capsys.readouterr().out
 
 
-def test_a_device_predicts_on_the_command_line(capsys):
+def test_a_client_predicts_on_the_command_line(capsys):
     folder = deployed.project(Path("here"), rounds=1)
     run_here(folder)
-    own = RunClient.from_folder(folder / "devices/device-0").data().test.of(0)
+    own = RunClient.from_folder(folder / "clients/client-0").data().test.of(0)
     np.savez("new.npz", x=own.x.numpy(), y=own.y.numpy())
     capsys.readouterr()
-    assert run("deploy", "predict", "here/devices/device-0", "--data", "new.npz") == 0
+    assert run("deploy", "predict", "here/clients/client-0", "--data", "new.npz") == 0
     printed = capsys.readouterr().out.splitlines()
     assert len(printed[-2].split()) == len(own.y)
-    assert printed[-1].startswith("right: ")
+    assert printed[-1].startswith("accuracy: ")
     assert (
         run(
             "deploy",
             "predict",
-            "here/devices/device-0",
+            "here/clients/client-0",
             "--data",
             "new.npz",
             "--out",
@@ -150,19 +153,19 @@ def test_a_device_predicts_on_the_command_line(capsys):
     assert "written: made/classes" in capsys.readouterr().out
     assert np.load("made/classes").tolist() == [int(word) for word in printed[-2].split()]
     np.savez("none.npz", x=own.x.numpy()[:0])
-    assert run("deploy", "predict", "here/devices/device-0", "--data", "none.npz") == 2
+    assert run("deploy", "predict", "here/clients/client-0", "--data", "none.npz") == 2
     assert "none.npz holds no inputs" in complaint(capsys)
 
 
-def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
+def test_the_report_of_a_run_has_its_clients_and_what_happened(capsys):
     folder = deployed.project(Path("here"), rounds=2)
     run_here(folder)
     assert run("report", folder / "runs/first") == 0
     page = (folder / "runs/first/report.html").read_text()
-    assert "device-3" in page
-    assert "Private parts never left the devices." in page
+    assert "client-3" in page
+    assert "Private parts never left the clients." in page
     assert "<svg" in page
-    assert "device-3" in capsys.readouterr().out
+    assert "client-3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -170,12 +173,12 @@ def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
     [
         (["deploy", "init", "here"], "here is not empty; choose another folder"),
         (
-            ["deploy", "init", "new", "--devices", "0"],
-            "deploy: devices is 0; a whole number from 1 to 1,000 was expected",
+            ["deploy", "init", "new", "--clients", "0"],
+            "deploy: clients is 0; a whole number from 1 to 1,000 was expected",
         ),
         (
-            ["deploy", "init", "new", "--devices", "1000000000000000000"],
-            "devices is 1000000000000000000; a whole number from 1 to 1,000",
+            ["deploy", "init", "new", "--clients", "1000000000000000000"],
+            "clients is 1000000000000000000; a whole number from 1 to 1,000",
         ),
         (
             ["deploy", "init", "new", "--rounds", "1000000000000000000"],
@@ -187,32 +190,35 @@ def test_the_report_of_a_run_has_its_devices_and_what_happened(capsys):
         (["deploy", "init", "new", "--host", 'a"b'], "the host is 'a\"b'"),
         (["deploy", "server", "nowhere"], "cannot read nowhere/study.toml"),
         (["deploy", "client", "nowhere"], "cannot read nowhere/study.toml"),
-        (["deploy", "client", "here"], "cannot read here/device.toml"),
+        (["deploy", "client", "here"], "cannot read here/client.toml"),
         (["deploy", "run", "here"], "does not answer"),
-        (["deploy", "run", "here", "--run", "../Up"], "'../Up' is no plain name"),
+        (["deploy", "run", "here", "--run", "../Up"], "'../Up' is not a valid name"),
         (
             ["deploy", "resume", "here"],
-            "'first' has not begun; start it with `glocal deploy run here",
+            "'first' does not exist yet; start it with `glocal deploy run here",
         ),
         (["deploy", "join", "here"], "there is no run 'first' in here"),
         (
-            ["deploy", "predict", "here/devices/device-0", "--data", "x.npz"],
+            ["deploy", "predict", "here/clients/client-0", "--data", "x.npz"],
             "has taken part in no run yet",
         ),
-        (["deploy", "add-device", "here", "--name", "device-0"], "'device-0' is taken"),
-        (["deploy", "add-device", "nowhere"], "cannot read nowhere/study.toml"),
+        (["deploy", "add-client", "here", "--name", "client-0"], "'client-0' is taken"),
+        (["deploy", "add-client", "nowhere"], "cannot read nowhere/study.toml"),
         (
-            ["deploy", "server", "here/devices/device-0"],
-            "here/devices/device-0 is no server's folder",
-        ),
-        (["deploy", "run", "here/devices/device-0"], "here/devices/device-0 is no server's folder"),
-        (
-            ["deploy", "status", "here/devices/device-0"],
-            "here/devices/device-0 is no server's folder",
+            ["deploy", "server", "here/clients/client-0"],
+            "here/clients/client-0 is not a server's folder",
         ),
         (
-            ["deploy", "add-device", "here/devices/device-0"],
-            "here/devices/device-0 is no server's folder",
+            ["deploy", "run", "here/clients/client-0"],
+            "here/clients/client-0 is not a server's folder",
+        ),
+        (
+            ["deploy", "status", "here/clients/client-0"],
+            "here/clients/client-0 is not a server's folder",
+        ),
+        (
+            ["deploy", "add-client", "here/clients/client-0"],
+            "here/clients/client-0 is not a server's folder",
         ),
         (["deploy", "rum"], "No such command 'rum'"),
     ],
@@ -228,26 +234,34 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("devices = 1", "devicez = 1", "unknown option 'devicez'"),
-        ("devices = 1", "devices = 'two'", "devices is 'two'; a whole number was expected"),
+        ("clients = 1", "devicez = 1", "unknown option 'devicez'"),
+        ("clients = 1", "clients = 'two'", "clients is 'two'; a whole number was expected"),
         (
-            "round = 600.0",
-            "round = 0.0",
+            "round_timeout = 600.0",
+            "round_timeout = 0.0",
             "limits.round_timeout is 0.0; seconds above 0 and at most 100,000,000 were expected",
         ),
-        ("round = 600.0", "round = 1e18", "limits.round_timeout is 1e+18; seconds above 0"),
         (
-            "devices = 1",
-            "devices = 1000000000000000000",
-            "devices is 1000000000000000000; a whole number from 1 to 1,000,000",
+            "round_timeout = 600.0",
+            "round_timeout = 1e18",
+            "limits.round_timeout is 1e+18; seconds above 0",
         ),
         (
-            "settle = 20",
-            "settle = 1000000000",
-            "settle is 1000000000; a whole number from 0 to 1,000",
+            "clients = 1",
+            "clients = 1000000000000000000",
+            "clients is 1000000000000000000; a whole number from 1 to 1,000,000",
         ),
-        ("enough = 1", "enough = 0", "limits.min_clients is 0; a whole number from 1"),
-        ("round = 600.0", "round = nan", "limits.round_timeout is nan; seconds above 0"),
+        (
+            "adapt_epochs = 20",
+            "adapt_epochs = 1000000000",
+            "adapt_epochs is 1000000000; a whole number from 0 to 1,000",
+        ),
+        ("min_clients = 1", "min_clients = 0", "limits.min_clients is 0; a whole number from 1"),
+        (
+            "round_timeout = 600.0",
+            "round_timeout = nan",
+            "limits.round_timeout is nan; seconds above 0",
+        ),
         ("port = 9443", "port = 99999", "the port is 99999; a number from 1 to 65535 was expected"),
         ('host = "127.0.0.1"', 'host = "münchen"', "the host is 'münchen'"),
         ('bind = "127.0.0.1"', 'bind = ""', "server.bind is ''"),
@@ -257,9 +271,9 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
             "server.bind is '::1'; an IPv4 address or a name was expected",
         ),
         (
-            "enough = 1",
-            "enough = 1\n[privacy]\nclip_norm = nan\nnoise_multiplier = 1.0",
-            "privacy has clip nan",
+            "min_clients = 1",
+            "min_clients = 1\n[privacy]\nclip_norm = nan\nnoise_multiplier = 1.0",
+            "privacy has clip_norm nan",
         ),
         (
             'data = "federation:data"',
@@ -270,23 +284,23 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
 )
 def test_a_mistake_in_deploy_toml_is_named(old, new, message, capsys):
     deployed.project(Path("here"), clients=1)
-    deployed.change("here/devices/device-0/deploy.toml", old, new)
+    deployed.change("here/clients/client-0/deploy.toml", old, new)
     capsys.readouterr()
-    assert run("deploy", "client", "here/devices/device-0") == 2
+    assert run("deploy", "client", "here/clients/client-0") == 2
     assert message in complaint(capsys)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('name = "federation:model"', 'name = "mlp"', "a function of yours was expected"),
-        ("seed = 3", "seed = 3\nseeds = 2", "plan.seeds, which only the simulator knows"),
-        ("seed = 3", "seed = 3\ntries = 2", "plan.restarts, which only the simulator knows"),
+        ('name = "federation:model"', 'name = "mlp"', "your own function was expected"),
+        ("seed = 3", "seed = 3\nseeds = 2", "plan.seeds, which only the simulator supports"),
+        ("seed = 3", "seed = 3\nrestarts = 2", "plan.restarts, which only the simulator supports"),
         ("rounds = 3", "rounds = 0", "rounds is 0"),
         (
-            "[experiments.Case]",
-            '[experiments.Other]\nalgorithm = "fedavg"\n[experiments.Case]',
-            "has 2 cases; a deployment trains one",
+            "[experiments.Experiment]",
+            '[experiments.Other]\nalgorithm = "fedavg"\n[experiments.Experiment]',
+            "has 2 experiments; a deployment trains one",
         ),
     ],
 )
@@ -304,27 +318,27 @@ def test_a_study_that_only_the_simulator_can_run_is_refused(old, new, message, c
         (
             ["server", "here"],
             "here/certificates/server.key",
-            "server.crt and server.key in here/certificates are of no use",
+            "cannot use server.crt and server.key in here/certificates",
         ),
         (
             ["server", "here"],
             "here/certificates/ca.crt",
-            "the authority here/certificates/ca.crt cannot be read",
+            "cannot read the authority here/certificates/ca.crt",
         ),
         (
-            ["client", "here/devices/device-0"],
-            "here/devices/device-0/ca.crt",
-            "the authority here/devices/device-0/ca.crt cannot",
+            ["client", "here/clients/client-0"],
+            "here/clients/client-0/ca.crt",
+            "cannot read the authority here/clients/client-0/ca.crt",
         ),
         (
-            ["client", "here/devices/device-0"],
-            "here/devices/device-0/device.key",
-            "the key here/devices/device-0/device.key cannot",
+            ["client", "here/clients/client-0"],
+            "here/clients/client-0/client.key",
+            "cannot read the key here/clients/client-0/client.key",
         ),
     ],
 )
 @pytest.mark.parametrize("how", ["missing", "damaged"])
-def test_a_key_or_a_certificate_that_is_of_no_use_is_named_before_anything_starts(
+def test_an_unusable_key_or_certificate_is_named_before_anything_starts(
     how, command, lost, message, capsys
 ):
     deployed.project(Path("here"), clients=1, port=preflight.free_port())
@@ -348,13 +362,13 @@ def _long_ago(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("break_certificate", "message"),
     [
         (
             lambda folder, monkeypatch: _signed_by_another(folder),
             "server.crt is not signed by the authority in ca.crt",
         ),
-        (_long_ago, "server.crt ended on 20"),
+        (_long_ago, "server.crt expired on 20"),
         (
             lambda folder, monkeypatch: make_server_certificate(folder, ["b.org"]),
             "server.crt is not for a.org; make a",
@@ -362,18 +376,18 @@ def _long_ago(folder, monkeypatch):
     ],
     ids=["of another authority", "expired", "for another host"],
 )
-def test_a_server_does_not_start_with_a_certificate_that_no_device_would_trust(
-    spoil, message, capsys, monkeypatch
+def test_a_server_does_not_start_with_a_certificate_that_no_client_would_trust(
+    break_certificate, message, capsys, monkeypatch
 ):
     deployed.project(Path("here"), clients=1, port=preflight.free_port())
     if "a.org" in message:
         deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
-    spoil(Path("here/certificates"), monkeypatch)
+    break_certificate(Path("here/certificates"), monkeypatch)
     assert run("deploy", "server", "here") == 2
     assert message in complaint(capsys)
 
 
-def test_a_renewed_certificate_is_for_where_devices_find_the_server():
+def test_a_renewed_certificate_is_for_where_clients_find_the_server():
     deployed.project(Path("here"), clients=1)
     deployed.change("here/deploy.toml", 'host = "127.0.0.1"', 'host = "a.org"')
     assert run("deploy", "renew", "here") == 0
@@ -399,8 +413,8 @@ def test_a_port_that_is_taken_is_named(capsys, monkeypatch):
     assert f"cannot listen on 127.0.0.1:{port} (Address already in use" in complaint(capsys)
 
 
-@pytest.mark.parametrize("command", [["server", "here"], ["client", "here/devices/device-0"]])
-def test_what_is_run_already_is_not_run_a_second_time(command, capsys):
+@pytest.mark.parametrize("command", [["server", "here"], ["client", "here/clients/client-0"]])
+def test_a_folder_that_is_in_use_is_not_run_a_second_time(command, capsys):
     deployed.project(Path("here"), clients=1, port=preflight.free_port())
     with lock_folder(Path(command[-1]).resolve()):
         assert run("deploy", *command) == 2
@@ -408,21 +422,21 @@ def test_what_is_run_already_is_not_run_a_second_time(command, capsys):
 
 
 def test_a_folder_may_have_any_name_but_not_too_long_a_one(capsys):
-    """A name with marks that a shell or a database would read otherwise; a socket's path is short."""
+    """Also a name that a shell or a database would misread; the path of a socket must be short."""
     for name in ('q"uote', "why? not"):
         deployed.project(Path(name), clients=1, port=preflight.free_port())
         assert run("deploy", "server", name) == 0
-        assert run("deploy", "client", f"{name}/devices/device-0") == 0
+        assert run("deploy", "client", f"{name}/clients/client-0") == 0
     deployed.project(Path("x" * 120), clients=1)
     capsys.readouterr()
     assert run("deploy", "server", "x" * 120) == 2
-    assert "move the folder to a shorter one" in complaint(capsys)
+    assert "move the folder to a shorter path" in complaint(capsys)
 
 
 @pytest.mark.parametrize("command", ["server", "run"])
-def test_a_missing_accountant_is_said_before_anything_is_trained(command, capsys, monkeypatch):
+def test_a_missing_accountant_is_reported_before_anything_is_trained(command, capsys, monkeypatch):
     folder = deployed.project(
-        Path("here"), clients=1, port=preflight.free_port(), weights='weights = "equal"'
+        Path("here"), clients=1, port=preflight.free_port(), weights='weighting = "equal"'
     )
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
@@ -442,13 +456,13 @@ def test_a_run_is_not_resumed_with_other_settings(capsys):
     folder = deployed.project(Path("here"), rounds=1, port=preflight.free_port())
     run_here(folder)
     deployed.change("here/study.toml", "rounds = 1", "rounds = 2")
-    deployed.change("here/study.toml", "rate = 0.1", "rate = 0.2")
+    deployed.change("here/study.toml", "lr = 0.1", "lr = 0.2")
     capsys.readouterr()
     assert run("deploy", "resume", "here") == 2
     assert "was made with other settings or another model" in complaint(capsys)
 
 
-def test_a_run_that_cannot_be_started_loses_nothing_of_what_is_known_of_it(capsys):
+def test_a_run_that_cannot_be_started_keeps_its_files(capsys):
     folder = deployed.project(Path("here"), rounds=1, port=preflight.free_port())
     run_here(folder)
     for _ in range(2):
@@ -469,17 +483,21 @@ class Missing(MetaPathFinder):
 sys.meta_path.insert(0, Missing())
 from glocal.cli import main
 
-for command in ("init", "server", "device", "run", "resume", "status", "add-device", "join", "predict --data x", "renew", "demo"):
-    name, *rest = command.split()
+commands = []
+for name in ("init", "server", "client", "run", "resume", "status"):
+    commands.append([name, "here"])
+for name in ("add-client", "join", "renew"):
+    commands.append([name, "here"])
+for command in [*commands, ["predict", "here", "--data", "x"], ["demo"]]:
     try:
-        main(["deploy", name, *([] if name == "demo" else ["here"]), *rest])
+        main(["deploy", *command])
     except SystemExit as end:
         print(end.code)
 """
 
 
 def test_without_flower_every_command_says_how_to_install_it():
-    """In a process of its own, in which Flower and what comes with it cannot be imported."""
+    """In a new process, in which Flower and its dependencies cannot be imported."""
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True
     )
@@ -489,14 +507,14 @@ def test_without_flower_every_command_says_how_to_install_it():
     }
 
 
-def test_a_finished_run_is_not_begun_again_nor_resumed(capsys):
+def test_a_finished_run_is_not_started_again_nor_resumed(capsys):
     folder = deployed.project(Path("here"), rounds=1)
     run_here(folder)
     capsys.readouterr()
     assert run("deploy", "run", "here") == 2
-    assert "'first' has begun already; go on with" in complaint(capsys)
+    assert "'first' exists already; continue it with" in complaint(capsys)
     assert run("deploy", "resume", "here") == 2
-    assert "has done all its 1 rounds" in complaint(capsys)
+    assert "has done all of its 1 rounds" in complaint(capsys)
 
 
 def test_status_is_shown_without_a_server_too(capsys):
@@ -524,16 +542,15 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
         ("third", 3, "finished"),
         ("third", 4, "running"),
     ]
-    told = {
-        number: Run(
+    runs = {}
+    for name, number, status in starts:
+        runs[number] = Run(
             pending_at=f"2026-01-0{number}",
             status=RunStatus(status=status, sub_status="failed", details="No heartbeat"),
             override_config=user_config_to_proto({"run": name}),
         )
-        for name, number, status in starts
-    }
     client = SimpleNamespace(
-        ListRuns=lambda _: SimpleNamespace(run_dict=told),
+        ListRuns=lambda _: SimpleNamespace(run_dict=runs),
         ListNodes=lambda _: SimpleNamespace(nodes_info=[]),
     )
     monkeypatch.setattr(
@@ -542,9 +559,9 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
     capsys.readouterr()
     assert run("deploy", "status", "here") == 0
     printed = capsys.readouterr().out
-    assert printed.count("it has ended (No heartbeat); go on with") == 1
+    assert printed.count("it has ended (No heartbeat); continue with") == 1
     assert "`glocal deploy resume here --run first`" in printed.replace(f"{Path.cwd()}/", "")
-    assert printed.count("it has ended (the server was started anew)") == 1
+    assert printed.count("it has ended (the server was restarted)") == 1
 
 
 @pytest.mark.parametrize(
@@ -556,35 +573,67 @@ def test_status_says_that_a_run_has_ended_whose_server_was_killed(capsys, monkey
         b'[{"number": "a", "name": "a", "key": "k"}]',
         b'[{"number": 0, "name": "a", "key": "k"}, {"number": 0, "name": "b", "key": "l"}]',
     ],
-    ids=["bytes", "table", "number", "words", "twice"],
+    ids=["bytes", "table", "number", "text", "twice"],
 )
-@pytest.mark.parametrize("command", ["server", "status", "add-device"])
-def test_a_damaged_roster_is_named_and_left_as_it_is(command, damage, capsys):
+@pytest.mark.parametrize("command", ["server", "status", "add-client"])
+def test_a_damaged_registry_is_named_and_left_as_it_is(command, damage, capsys):
     folder = deployed.project(Path("here"), clients=1, port=preflight.free_port())
-    (folder / "roster.json").write_bytes(damage)
+    (folder / "registry.json").write_bytes(damage)
     assert run("deploy", command, "here") == 2
-    assert "roster.json does not hold what glocal writes there" in complaint(capsys)
-    assert (folder / "roster.json").read_bytes() == damage
+    assert "registry.json is not as glocal writes it" in complaint(capsys)
+    assert (folder / "registry.json").read_bytes() == damage
 
 
-def test_a_key_in_the_roster_that_is_none_is_named(capsys):
+def test_an_invalid_key_in_the_registry_is_named(capsys):
     folder = deployed.project(Path("here"), clients=1, port=preflight.free_port())
     write_registry(folder, {0: read_registry(folder)[0]._replace(key="ssh-rsa nonsense")})
     assert run("deploy", "server", "here") == 2
-    assert "'ssh-rsa nonsense' in the roster is no device's key" in complaint(capsys)
+    assert "'ssh-rsa nonsense' in the registry is not a client key" in complaint(capsys)
 
 
-def test_devices_that_are_added_at_the_same_time_get_a_number_each():
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        (["server", "here"], "here/registry.json", "roster.json"),
+        (["status", "here"], "here/registry.json", "roster.json"),
+        (["revoke", "here", "client-0"], "here/registry.json", "roster.json"),
+        (["client", "here/clients/client-0"], "here/clients/client-0/client.toml", "device.toml"),
+        (
+            ["predict", "here/clients/client-0", "--data", "x.npz"],
+            "here/clients/client-0/client.toml",
+            "device.toml",
+        ),
+    ],
+)
+def test_a_folder_of_version_0_1_is_refused_in_one_line(command, old, new, capsys):
+    deployed.project(Path("here"), clients=1, port=preflight.free_port())
+    Path(old).rename(Path(old).with_name(new))
+    assert run("deploy", *command) == 2
+    message = complaint(capsys)
+    assert f"was made by glocal 0.1 (it has {new}), and 0.2 was expected; make" in message
+
+
+@pytest.mark.parametrize("command", ["resume", "join"])
+def test_a_checkpoint_of_version_0_1_is_refused_in_one_line(command, capsys):
+    folder = deployed.project(Path("here"), rounds=1, clients=2, port=preflight.free_port())
+    run_here(folder)
+    (folder / "runs/first/checkpoint.safetensors").write_bytes(foreign({"done": 1}, key="about"))
+    capsys.readouterr()
+    assert run("deploy", command, "here") == 2
+    assert "was written by glocal 0.1, and 0.2 was expected; run it again" in complaint(capsys)
+
+
+def test_clients_that_are_added_at_the_same_time_get_a_number_each():
     folder = deployed.project(Path("here"), clients=1)
     with ThreadPoolExecutor(8) as at_once:
         added = [*at_once.map(lambda _: add_client(folder), range(8))]
-    roster = read_registry(folder)
-    assert {own.name for own in added} == {f"device-{number}" for number in range(1, 9)}
+    registry = read_registry(folder)
+    assert {own.name for own in added} == {f"client-{number}" for number in range(1, 9)}
     assert all(
         RunClient.from_folder(folder / "clients" / entry.name).settings.number == number
-        for number, entry in roster.items()
+        for number, entry in registry.items()
     )
-    assert len(roster) == 9
+    assert len(registry) == 9
 
 
 @pytest.mark.parametrize(
@@ -594,16 +643,21 @@ def test_devices_that_are_added_at_the_same_time_get_a_number_each():
             "live.json",
             b'{"state": "training", "updated": 1.0}',
             "status",
-            "does not hold what glocal writes there",
+            "is not as glocal writes it",
         ),
         (
             "live.json",
             b'{"state": "done", "updated": "now"}',
             "status",
-            "does not hold what glocal writes there",
+            "is not as glocal writes it",
         ),
-        ("rows.jsonl", b'{"round": 0}\n', "status", "does not hold what glocal writes there"),
-        ("checkpoint.safetensors", foreign({}), "resume", "was not written by glocal"),
+        ("rows.jsonl", b'{"round": 0}\n', "status", "is not as glocal writes it"),
+        (
+            "checkpoint.safetensors",
+            foreign({"format": FORMAT}),
+            "resume",
+            "was not written by glocal",
+        ),
         ("checkpoint.safetensors", foreign([1]), "join", "is damaged (its header holds no table)"),
     ],
 )
@@ -613,40 +667,40 @@ def test_a_damaged_file_of_a_run_is_named(damaged, damage, command, message, cap
     (folder / "runs/first" / damaged).write_bytes(damage)
     capsys.readouterr()
     assert run("deploy", command, "here") == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert damaged in told
+    error = capsys.readouterr().err
+    assert message in error
+    assert damaged in error
 
 
-def test_status_tells_the_last_loss_of_a_device_that_was_away_and_bears_a_last_row_that_is_no_text(
+def test_status_shows_the_last_loss_of_an_offline_client_and_ignores_a_torn_last_row(
     capsys,
 ):
     folder = deployed.project(Path("here"), rounds=2, clients=2, port=preflight.free_port())
     run_here(folder)
     rows = read_rows(folder / "runs/first/rows.jsonl")
-    del rows[1]["losses"]["device-1"]
+    del rows[1]["losses"]["client-1"]
     (folder / "runs/first/rows.jsonl").write_bytes(
         "".join(json.dumps(row) + "\n" for row in rows).encode() + b"\xff"
     )
     capsys.readouterr()
     assert run("deploy", "status", "here") == 0
-    assert re.search(rf"device-1 +\? +{rows[0]['losses']['device-1']:.4f}", capsys.readouterr().out)
+    assert re.search(rf"client-1 +\? +{rows[0]['losses']['client-1']:.4f}", capsys.readouterr().out)
 
 
-def test_a_run_that_was_killed_while_devices_tested_is_resumed_to_its_result(capsys):
+def test_a_run_that_was_killed_during_evaluation_is_resumed_to_its_result(capsys):
     folder = deployed.project(Path("here"), rounds=1, clients=2, port=preflight.free_port())
-    conductor = run_here(folder)
-    conductor._write_live("testing")
+    server = run_here(folder)
+    server._write_live("evaluating")
     capsys.readouterr()
     assert run("deploy", "resume", "here") == 2
-    assert "does not answer" in complaint(capsys), "it is the server that is missing"
+    assert "does not answer" in complaint(capsys), "only the server is missing"
     assert run_here(folder).live["state"] == "done"
 
 
-def test_a_device_whose_number_is_none_is_refused(capsys):
+def test_a_client_with_an_invalid_number_is_refused(capsys):
     deployed.project(Path("here"), clients=1)
-    deployed.change("here/devices/device-0/device.toml", "number = 0", "number = -1")
-    assert run("deploy", "client", "here/devices/device-0") == 2
+    deployed.change("here/clients/client-0/client.toml", "number = 0", "number = -1")
+    assert run("deploy", "client", "here/clients/client-0") == 2
     assert "settings: number is -1; a whole number from 0" in complaint(capsys)
 
 
@@ -657,16 +711,16 @@ def test_a_run_that_was_taken_over_stops_by_itself():
     with pytest.raises(ValueError, match="resumed elsewhere") as taken:
         first._save()
     first.on_failure(taken.value)
-    assert read_json(first.folder / "live.json", dict)["state"] == "waiting for devices", (
-        "it speaks for the new one"
+    assert read_json(first.folder / "live.json", dict)["state"] == "waiting for clients", (
+        "the file belongs to the new server"
     )
 
 
-def test_a_run_that_was_taken_over_is_not_said_to_be_resumed_again(monkeypatch):
+def test_a_run_that_was_taken_over_suggests_no_resume(monkeypatch):
     folder = deployed.project(Path("here"), rounds=1, clients=1)
-    told = RunState(True, "run: it has been resumed elsewhere; this server has no part in it")
-    link = SimpleNamespace(start=lambda _: 1, run=lambda _: told)
-    monkeypatch.setattr("glocal.deploy.runtime.connect_server", lambda _: nullcontext(link))
+    state = RunState(True, "run: it has been resumed elsewhere; this server has no part in it")
+    control = SimpleNamespace(start=lambda _: 1, run=lambda _: state)
+    monkeypatch.setattr("glocal.deploy.runtime.connect_server", lambda _: nullcontext(control))
     with pytest.raises(InputError) as ended:
         follow(Project.from_folder(folder), "first", print)
     assert (
@@ -675,32 +729,30 @@ def test_a_run_that_was_taken_over_is_not_said_to_be_resumed_again(monkeypatch):
     )
 
 
-def test_a_full_disk_leaves_no_half_a_device(monkeypatch, capsys):
+def test_a_full_disk_leaves_no_incomplete_client(monkeypatch, capsys):
     folder = deployed.project(Path("here"), clients=1)
 
     def full(path, *_):
-        raise InputError(
-            f"disk: cannot write {path} (No space left on device); free some space or choose another folder"
-        )
+        raise InputError(f"disk: cannot write {path} (No space left on device); free some space")
 
     with monkeypatch.context() as patched:
         patched.setattr("glocal.deploy.scaffold.write_text", full)
-        assert run("deploy", "add-device", "here") == 2
+        assert run("deploy", "add-client", "here") == 2
     assert "No space left" in complaint(capsys)
-    assert run("deploy", "add-device", "here") == 0
-    assert [entry.name for entry in read_registry(folder).values()] == ["device-0", "device-1"]
+    assert run("deploy", "add-client", "here") == 0
+    assert [entry.name for entry in read_registry(folder).values()] == ["client-0", "client-1"]
 
 
 def test_a_journal_whose_last_line_was_cut_off_goes_on(tmp_path):
     journal = tmp_path / "journal.jsonl"
     journal.write_bytes(b'{"round": 1}\n{"rou')
-    append_rows(journal, [{"round_timeout": 2}])
-    append_rows(journal, [{"round_timeout": 3}])
-    assert [row["round_timeout"] for row in read_rows(journal)] == [1, 2, 3]
+    append_rows(journal, [{"round": 2}])
+    append_rows(journal, [{"round": 3}])
+    assert [row["round"] for row in read_rows(journal)] == [1, 2, 3]
 
 
 def program(text, *, name="mine"):
-    """A small program to be kept running, in a module of its own."""
+    """A small supervised program, in a module of its own."""
     Path(f"{name}.py").write_text(text)
     Path("study.toml").touch()
     return Program(name, (Path.cwd(),), Path("logs/it.log"))
@@ -711,31 +763,32 @@ def importable(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()), prepend=":")
 
 
-def test_a_program_that_ends_is_started_again_ever_more_patiently(importable, monkeypatch):
-    waits, said, stop = [], [], threading.Event()
-    monkeypatch.setattr(
-        supervision, "restart_delay", lambda failures: waits.append(failures) or 0.01
-    )
+def test_a_program_that_ends_is_restarted_after_growing_waits(importable, monkeypatch):
+    waits, notices, stop = [], [], threading.Event()
 
-    def notify(words):
-        said.append(words)
-        if len(said) == 4:
+    def restart_delay(failures):
+        waits.append(failures)
+        return 0.01
+
+    monkeypatch.setattr(supervision, "restart_delay", restart_delay)
+
+    def notify(text):
+        notices.append(text)
+        if len(notices) == 4:
             stop.set()
 
     supervise(program("raise SystemExit(3)"), stop, notify)
     assert {*waits} == {1, 2, 3, 4}
-    assert said[0].startswith(
-        "it ended (exit code 3); starting again in 0.01 s; logs/it.log has more"
-    )
+    assert notices[0] == "it ended (exit code 3); restarting in 0.01 s; see logs/it.log"
 
 
-def test_a_program_that_refuses_its_input_is_not_started_again(importable):
+def test_a_program_that_refuses_its_input_is_not_restarted(importable):
     refusing = program(
         """print('{"refused": "that will not do"}', flush=True); raise SystemExit(2)"""
     )
     with pytest.raises(InputError, match="that will not do"):
         supervise(refusing, threading.Event(), print)
-    assert not Path("logs").exists(), "nothing is left of it"
+    assert not Path("logs").exists(), "an empty log is left"
 
 
 def test_a_program_that_refuses_leaves_the_log_of_one_that_runs(importable):
@@ -749,85 +802,88 @@ def test_a_program_that_refuses_leaves_the_log_of_one_that_runs(importable):
     assert Path("logs/it.log").exists()
 
 
-def test_a_program_that_falls_silent_is_started_again_and_what_it_said_is_passed_on(
+def test_a_program_that_falls_silent_is_restarted_and_its_notices_are_passed_on(
     importable, monkeypatch
 ):
     monkeypatch.setattr(supervision, "_MAX_SILENCE", 0.3)
     monkeypatch.setattr(supervision, "restart_delay", lambda failures: 0.01)
-    said, stop = [], threading.Event()
+    notices, stop = [], threading.Event()
 
-    def notify(words):
-        said.append(words)
-        if len(said) == 4:
+    def notify(text):
+        notices.append(text)
+        if len(notices) == 4:
             stop.set()
 
-    text = """import time; print('{"say": "here"}\\nno json\\n[1]', flush=True); time.sleep(60)"""
+    text = (
+        """import time; print('{"notify": "here"}\\nno json\\n[1]', flush=True); time.sleep(60)"""
+    )
     supervise(program(text), stop, notify)
-    assert said[0] == said[2] == "here"
-    assert "it has been silent for 0 s; starting again" in said[1]
+    assert notices[0] == notices[2] == "here"
+    assert "it has been silent for 0 s; restarting" in notices[1]
 
 
-def test_what_an_owners_functions_print_goes_to_the_log_and_cannot_pose_as_the_program(importable):
+def test_what_an_owners_functions_print_goes_to_the_log_and_is_no_notice(importable):
     text = """
-from glocal.deploy import child
+from glocal.deploy import child_process
 
-def main(folders, say, stop):
+def main(folders, notify, stop):
     print('{"refused": "posed"}')
     print("no end of line", end="")
     try:
         input()
     except EOFError:
-        say("its own words")
+        notify("a notice")
 
-child.run(main)
+child_process.run(main)
 """
-    said = []
-    running = ChildProcess.start(program(text), said.append)
+    notices = []
+    running = ChildProcess.start(program(text), notices.append)
     assert running.process.wait(30) == 0
     running.listener.join(30)
-    assert said == ["its own words"]
+    assert notices == ["a notice"]
     assert not running.refusal
     assert "posed" in Path("logs/it.log").read_text()
     running.stop()
 
 
 def test_a_program_ends_with_its_supervisor(importable):
-    """Whose other end of its input is closed when it is killed."""
-    running = ChildProcess.start(
-        program(
-            "from glocal.deploy import child; child.run(lambda *_: __import__('time').sleep(60))"
-        ),
-        print,
-    )
+    """The supervisor holds the other end of its input, which closes when it is killed."""
+    text = """
+import time
+from glocal.deploy import child_process
+
+child_process.run(lambda *_: time.sleep(60))
+"""
+    running = ChildProcess.start(program(text), print)
     running.process.stdin.close()
     assert running.process.wait(30) == 1
     running.stop()
 
 
-def test_a_program_is_given_no_more_of_the_environment_than_it_needs(monkeypatch):
+def test_a_program_gets_no_more_of_the_environment_than_it_needs(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("SSH_AUTH_SOCK", "x")
     monkeypatch.setenv("PGPASSWORD", "mine")
     monkeypatch.setenv("LANG", "C.UTF-8")
-    given = child_environment(Path("home"), ["PGPASSWORD"])
-    assert given["PGPASSWORD"] == "mine"
-    assert given["LANG"] == "C.UTF-8"
-    assert given["FLWR_TELEMETRY_ENABLED"] == "0"
-    assert not {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"} & given.keys()
+    variables = child_environment(Path("home"), ["PGPASSWORD"])
+    assert variables["PGPASSWORD"] == "mine"
+    assert variables["LANG"] == "C.UTF-8"
+    assert variables["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert not {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"} & variables.keys()
 
 
-def test_a_round_is_told_with_who_was_dropped_and_why():
+def test_the_line_of_a_round_names_dropped_clients_and_the_reasons():
     row = {
-        "round_timeout": 4,
+        "round": 4,
         "loss": None,
         "clients": ["a"],
         "seconds": 3.2,
         "bytes": 12000,
         "dropped": {"b": "NaN"},
         "notes": {},
-        "away": ["c"],
+        "offline": ["c"],
     }
     assert (
         format_round(row)
-        == "round 5: 1 devices, 3.2 s, 12,000 bytes so far; dropped b: NaN; away: c"
+        == "round 5: 1 clients, 3.2 s, 12,000 bytes so far; dropped b: NaN; offline: c"
     )

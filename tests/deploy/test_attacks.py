@@ -1,4 +1,4 @@
-"""A deployment under attack, for real: strangers, hostile clients, forged servers, malicious apps; a breach would be seen."""
+"""A real deployment under attack: strangers, hostile clients, forged servers, malicious apps."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from tests.support.wiretap import Wiretap
 pytestmark = pytest.mark.slow
 
 LARGE = 300 * 2**20
-# an app that tells who runs it all that it can read, for as long as anybody runs it
+# an app that copies every secret that it can read, wherever it runs
 EVIL = {
     "pyproject.toml": """[build-system]
 requires = ["setuptools>=77"]
@@ -54,7 +54,7 @@ clientapp = "evil.client:app"
 [tool.flwr.app.config]
 folder = ""
 run = ""
-visit = false
+skip_training = false
 loot = ""
 """,
     "evil/__init__.py": "",
@@ -67,9 +67,9 @@ app = ServerApp()
 def main(grid, context):
     loot, folder = (pathlib.Path(str(context.run_config[name])) for name in ("loot", "folder"))
     (loot / "server").write_bytes((folder / "certificates/ca.key").read_bytes())
-    asked = RecordDict({"loot": ConfigRecord({"loot": str(loot)})})
+    content = RecordDict({"loot": ConfigRecord({"loot": str(loot)})})
     nodes = list(grid.get_node_ids())
-    grid.send_and_receive([Message(asked, node, "train") for node in nodes], timeout=60)
+    grid.send_and_receive([Message(content, node, "train") for node in nodes], timeout=60)
 """,
     "evil/client.py": """
 import pathlib
@@ -80,10 +80,10 @@ app = ClientApp()
 def train(message, context):
     own = pathlib.Path(str(context.node_config["folder"]))
     loot = pathlib.Path(str(message.content.config_records["loot"]["loot"]))
-    (loot / own.name).write_bytes((own / "device.key").read_bytes())
+    (loot / own.name).write_bytes((own / "client.key").read_bytes())
     return Message(RecordDict(), reply_to=message)
 """,
-    # what an import of the installed library would find, were the bundle on the import path
+    # what an import of the installed library would load if the bundle were on the import path
     "glocal/__init__.py": "import pathlib; pathlib.Path('LOOT/module').touch()",
     "glocal/deploy/apps.py": "import pathlib; pathlib.Path('LOOT/apps').touch()",
     "federation.py": "import pathlib; pathlib.Path('LOOT/federation').touch()",
@@ -93,70 +93,70 @@ def train(message, context):
 def evil(loot, folder, **settings):
     """A request that starts the evil app."""
     files = {name: text.replace("LOOT", str(loot)) for name, text in EVIL.items()}
-    chosen = {"folder": str(folder), "run": "first", "skip_training": False, "loot": str(loot)}
-    return start_request(files, {**chosen, **settings})
+    config = {"folder": str(folder), "run": "first", "skip_training": False, "loot": str(loot)}
+    return start_request(files, {**config, **settings})
 
 
 @pytest.fixture
 def loot(tmp_path):
-    """A folder into which anybody may carry what they have got."""
+    """A folder to which every user can write secrets."""
     for above in (tmp_path, *tmp_path.parents[:3]):
         above.chmod(above.stat().st_mode | 0o011)
-    place = tmp_path / "loot"
-    place.mkdir()
-    place.chmod(0o777)
-    return place
+    folder = tmp_path / "loot"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
 
 
-def as_a_stranger(**wanted):
-    """What a stranger on this machine gets."""
+def as_a_stranger(**attempts):
+    """The results of attempts by another user of this machine."""
     if os.getuid() != 0:
         pytest.fail("this test becomes another user (uid 65534), for which it must be run as root")
     ended = subprocess.run(
         [sys.executable, "-m", "tests.support.stranger"],
-        input=json.dumps(wanted),
+        input=json.dumps(attempts),
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parents[2],
     )
     assert not ended.returncode, ended.stderr
-    told = json.loads(ended.stdout)
-    assert told["uid"] == 65534
-    return told
+    results = json.loads(ended.stdout)
+    assert results["uid"] == 65534
+    return results
 
 
 def secrets_of(folder):
-    """Everything in a deployment that is nobody else's business."""
+    """The secret files of a deployment."""
     names = ("**/*.key", "**/*.secret", "**/*.sock", "**/state/*", "**/*.jsonl", "**/*.safetensors")
     return sorted({str(path) for name in names for path in folder.glob(name) if not path.is_dir()})
 
 
 def memory(pid):
-    """Bytes that a process holds, at most so far."""
+    """The most bytes that a process has held so far."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1]) * 1000
 
 
 def server_of(folder):
-    [pid] = [pid for pid in pids(folder) if pid not in pids(folder / "devices")]
+    [pid] = [pid for pid in pids(folder) if pid not in pids(folder / "clients")]
     return pid
 
 
 @pytest.fixture
 def attacked(tmp_path, loot):
-    """A deployment of two devices that has done a round."""
+    """A deployment of two clients that has done a round."""
     folder = deployed.project(tmp_path / "link", clients=2, rounds=1, port=free_port())
-    with running(folder) as these:
-        these.server()
-        these.device("device-0")
-        these.device("device-1")
-        these.follow("first")
-        these.port = int(re.search(r"port = (\d+)", (folder / "deploy.toml").read_text())[1])
-        yield these
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client("client-0")
+        deployment.client("client-1")
+        deployment.follow("first")
+        deployment.port = int(re.search(r"port = (\d+)", (folder / "deploy.toml").read_text())[1])
+        yield deployment
 
 
-def everything():
-    """Every route of Flower's server, and the method that it takes."""
+def all_routes():
+    """Every route of Flower's server, with its method."""
     routes = server_internals.SuperLink("x").app.openapi()["paths"]
     paths = [[next(iter(methods)).upper(), path] for path, methods in routes.items()]
     return [*paths, ["GET", "/docs"], ["GET", "/openapi.json"], ["GET", "/"]]
@@ -165,21 +165,21 @@ def everything():
 def test_a_stranger_gets_nothing_from_the_port_nor_from_the_disk(attacked, loot):
     folder, files = attacked.folder, secrets_of(attacked.folder)
     assert {Path(path).name for path in files} >= {
-        "ca.key", "server.key", "device.key", "operator.sock", "operator.secret",
+        "ca.key", "server.key", "client.key", "operator.sock", "operator.secret",
         "journal.jsonl", "first.safetensors", "checkpoint.safetensors",
     }  # fmt: skip
-    told = as_a_stranger(
+    results = as_a_stranger(
         port=attacked.port,
-        paths=everything(),
+        paths=all_routes(),
         start=evil(loot, folder).SerializeToString().hex(),
         files=[*files, *(f"/proc/{pid}/environ" for pid in pids(folder))],
     )
-    assert {*told["statuses"].values()} == {200, 401, 404}
-    assert [path for path, status in told["statuses"].items() if status == 200] == ["/health"]
-    answered = {path for path, status in told["statuses"].items() if status == 401}
-    assert answered == {*server_internals.FLEET_ROUTES}, "all other routes are not there"
-    assert told["started"] == 404
-    assert told["readable"] == []
+    assert {*results["statuses"].values()} == {200, 401, 404}
+    assert [path for path, status in results["statuses"].items() if status == 200] == ["/health"]
+    refused = {path for path, status in results["statuses"].items() if status == 401}
+    assert refused == {*server_internals.FLEET_ROUTES}, "other routes are open"
+    assert results["started"] == 404
+    assert results["readable"] == []
     time.sleep(3)
     assert [*loot.iterdir()] == []
 
@@ -195,8 +195,8 @@ def test_a_body_of_300_mb_from_strangers_and_clients_is_not_read(attacked):
     server = server_of(attacked.folder)
     idle = memory(server)
     paths = ["/v1/fleet/push-object", "/v1/fleet/push-messages", "/v1/control/start-run", "/docs"]
-    told = as_a_stranger(port=attacked.port, floods=paths, size=LARGE)
-    assert {*told["floods"]} <= {0, 401, 404}
+    results = as_a_stranger(port=attacked.port, floods=paths, size=LARGE)
+    assert {*results["floods"]} <= {0, 401, 404}
     for path in paths:
         assert flood(attacked.port, path, LARGE, signed(attacked.folder)) in (0, 404, 413)
         chunked = {**signed(attacked.folder), "transfer-encoding": "chunked"}
@@ -204,12 +204,12 @@ def test_a_body_of_300_mb_from_strangers_and_clients_is_not_read(attacked):
     grown = memory(server) - idle
     print(f"the server grew by {grown / 1e6:.1f} MB")
     assert grown < 100e6
-    assert attacked.connected_or_none() == {"device-0", "device-1"}
+    assert attacked.connected_or_none() == {"client-0", "client-1"}
 
 
-def signed(folder, name="device-0", stamp=None):
+def signed(folder, name="client-0", stamp=None):
     """The headers with which a registered client signs a request."""
-    key = read_client_key(folder / f"devices/{name}/device.key")
+    key = read_client_key(folder / f"clients/{name}/client.key")
     stamp = stamp or datetime.now(UTC).isoformat().encode()
     public = server_internals.public_key_to_bytes(key.public_key())
     signature = key.sign(stamp, ec.ECDSA(hashes.SHA256()))
@@ -223,7 +223,7 @@ def signed(folder, name="device-0", stamp=None):
 def test_a_registered_but_hostile_client_reaches_the_fleet_alone(attacked, loot):
     folder, port = attacked.folder, attacked.port
     statuses = {
-        path: post(port, path, b"", signed(folder), method) for method, path in everything()
+        path: post(port, path, b"", signed(folder), method) for method, path in all_routes()
     }
     assert {path for path, status in statuses.items() if status not in (401, 404)} <= {
         "/health", *server_internals.FLEET_ROUTES,
@@ -234,22 +234,22 @@ def test_a_registered_but_hostile_client_reaches_the_fleet_alone(attacked, loot)
 
 
 def test_a_recorded_request_is_of_no_use(tmp_path):
-    """Somebody who ends TLS with the server's own certificate records a heartbeat, and sends it again."""
+    """An attacker with the server's own certificate records requests and sends them again."""
     port = free_port()
     folder = deployed.project(tmp_path / "link", clients=1, rounds=1, port=port)
     tap = Wiretap(port, folder / "certificates")
-    own = folder / "devices/device-0/deploy.toml"
+    own = folder / "clients/client-0/deploy.toml"
     deployed.change(own, f"port = {port}", f"port = {tap.port}")
-    with running(folder) as these:
-        these.server()
-        these.device("device-0")
-        these.until_connected("device-0")
-        these.until(lambda: bytes(tap.up).count(b"pull-messages") > 3)
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client("client-0")
+        deployment.until_connected("client-0")
+        deployment.until(lambda: bytes(tap.up).count(b"pull-messages") > 3)
         recorded = [b"POST " + part for part in bytes(tap.up).split(b"POST ")[1:4]]
-        answers = [replayed(port, request) for request in recorded]
+        responses = [replayed(port, request) for request in recorded]
     tap.close()
-    assert [answer.split(b" ")[1] for answer in answers] == [b"401"] * 3
-    assert all(b"has come before" in answer for answer in answers)
+    assert [response.split(b" ")[1] for response in responses] == [b"401"] * 3
+    assert all(b"has come before" in response for response in responses)
 
 
 def replayed(port, request):
@@ -267,26 +267,30 @@ def replayed(port, request):
 
 
 class Impostor:
-    """A server at the right address with a certificate that should not be trusted; what it is told."""
+    """A server at the right address with a certificate of its own; it records what it receives."""
 
     def __init__(self, port, folder):
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.load_cert_chain(folder / "server.crt", folder / "server.key")
-        self.door, self.heard, self.tries = socket.create_server(("127.0.0.1", port)), b"", 0
+        self.socket, self.received, self.attempts = (
+            socket.create_server(("127.0.0.1", port)),
+            b"",
+            0,
+        )
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
         while True:
             try:
-                plain, _ = self.door.accept()
+                plain, _ = self.socket.accept()
             except OSError:
                 return
-            self.tries += 1
+            self.attempts += 1
             with plain:
                 plain.settimeout(5)
                 try:
                     with self.context.wrap_socket(plain, server_side=True) as line:
-                        self.heard += line.recv(65536)
+                        self.received += line.recv(65536)
                 except OSError:
                     continue
 
@@ -304,7 +308,7 @@ def for_another_host(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [foreign, expired, for_another_host])
-def test_a_client_tells_nothing_to_a_server_with_a_wrong_certificate(kind, tmp_path, monkeypatch):
+def test_a_client_sends_nothing_to_a_server_with_a_wrong_certificate(kind, tmp_path, monkeypatch):
     port = free_port()
     folder = deployed.project(tmp_path / "link", clients=1, rounds=1, port=port)
     if kind is for_another_host:
@@ -314,80 +318,83 @@ def test_a_client_tells_nothing_to_a_server_with_a_wrong_certificate(kind, tmp_p
         folder / "certificates", ["elsewhere.org" if kind is for_another_host else "127.0.0.1"]
     )
     impostor = Impostor(port, folder / "certificates")
-    with running(folder) as these:
-        these.device("device-0")
-        these.until(lambda: impostor.tries >= 2)
-    impostor.door.close()
-    assert impostor.heard == b""
-    assert any("does not answer" in words and "certificate" in words for words in these.said), (
-        these.said
-    )
+    with running(folder) as deployment:
+        deployment.client("client-0")
+        deployment.until(lambda: impostor.attempts >= 2)
+    impostor.socket.close()
+    assert impostor.received == b""
+    reported = re.compile("does not answer .*certificate")
+    assert any(reported.search(line) for line in deployment.notices), deployment.notices
 
 
-def test_a_positive_control_an_impostor_with_the_right_certificate_is_told_something(tmp_path):
+def test_a_positive_control_a_client_sends_requests_to_an_impostor_with_the_right_certificate(
+    tmp_path,
+):
     port = free_port()
     folder = deployed.project(tmp_path / "link", clients=1, rounds=1, port=port)
     impostor = Impostor(port, folder / "certificates")
-    with running(folder) as these:
-        these.device("device-0")
-        these.until(lambda: impostor.heard)
-    impostor.door.close()
-    assert b"POST /v1/fleet/activate-node" in impostor.heard
+    with running(folder) as deployment:
+        deployment.client("client-0")
+        deployment.until(lambda: impostor.received)
+    impostor.socket.close()
+    assert b"POST /v1/fleet/activate-node" in impostor.received
 
 
 @pytest.mark.parametrize("run", ["second", "first", "../../loot"])
 def test_a_malicious_app_that_is_started_with_the_operators_secret_runs_nowhere(
     run, attacked, loot
 ):
-    """A run of a new name trains with our code, one of an old name goes on, another is refused."""
-    with connect_server(attacked.folder) as link:
-        number = link.client.StartRun(evil(loot, attacked.folder, run=run)).run_id
-        attacked.until(lambda: link.run(number).finished)
+    """A new run name trains with our code, an old one continues, an invalid one is refused."""
+    with connect_server(attacked.folder) as control:
+        number = control.client.StartRun(evil(loot, attacked.folder, run=run)).run_id
+        attacked.until(lambda: control.run(number).finished)
     assert [*loot.iterdir()] == []
     trained = attacked.rows("second")
-    assert [row["clients"] for row in trained] == [["device-0", "device-1"]] * (run == "second")
+    assert [row["clients"] for row in trained] == [["client-0", "client-1"]] * (run == "second")
 
 
 def test_a_positive_control_the_same_attacks_succeed_on_a_plain_flower_installation(tmp_path, loot):
-    """So that the tests above would see a breach: an app that a stranger started runs on server and client."""
+    """The tests above can see a breach: a stranger's app runs on this server and client."""
     folder = deployed.project(tmp_path / "link", clients=1, rounds=1)
-    with stock(folder) as these:
-        these.node("device-0")
-        these.until_online(1)
-        superlink = these.processes[0][0].pid
+    with stock(folder) as deployment:
+        deployment.node("client-0")
+        deployment.until_online(1)
+        superlink = deployment.processes[0][0].pid
         idle = memory(superlink)
-        told = as_a_stranger(
-            port=these.port,
-            paths=everything(),
+        results = as_a_stranger(
+            port=deployment.port,
+            paths=all_routes(),
             start=evil(loot, folder).SerializeToString().hex(),
             floods=["/v1/fleet/push-object"],
             size=LARGE,
         )
-        assert told["started"] == 200
-        assert told["statuses"]["/docs"] == 200
-        assert told["statuses"]["/v1/runtime/acquire-task"] == 200
-        assert memory(superlink) - idle > 100e6, "the test does not see what is read into memory"
-        these.until((loot / "device-0").exists)
+        assert results["started"] == 200
+        assert results["statuses"]["/docs"] == 200
+        assert results["statuses"]["/v1/runtime/acquire-task"] == 200
+        assert memory(superlink) - idle > 100e6, "the test cannot see how much is read into memory"
+        deployment.until((loot / "client-0").exists)
     assert (loot / "server").read_bytes() == (folder / "certificates/ca.key").read_bytes()
-    own = folder / "devices/device-0/device.key"
-    assert (loot / "device-0").read_bytes() == own.read_bytes()
+    own = folder / "clients/client-0/client.key"
+    assert (loot / "client-0").read_bytes() == own.read_bytes()
 
 
-def send_heartbeat(these, name):
-    """The status of a sign of life of a client's, signed with its key."""
-    place = these.folder / "devices" / name / STATE / NODE_FILE
-    node = Node(node_id=int(place.read_text()))
+def send_heartbeat(deployment, name):
+    """The status of a client's heartbeat, signed with its key."""
+    path = deployment.folder / "clients" / name / STATE / NODE_FILE
+    node = Node(node_id=int(path.read_text()))
     request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=10).SerializeToString()
-    return post(these.port, "/v1/fleet/send-node-heartbeat", request, signed(these.folder, name))
+    return post(
+        deployment.port, "/v1/fleet/send-node-heartbeat", request, signed(deployment.folder, name)
+    )
 
 
-def test_a_revoked_client_is_out_for_good_and_status_says_so(attacked, capsys):
+def test_a_revoked_client_stays_out_and_status_says_so(attacked, capsys):
     from tests.cli.test_cli import run
 
-    assert run("deploy", "revoke", attacked.folder, "device-1") == 0
-    assert send_heartbeat(attacked, "device-1") == 401
-    assert send_heartbeat(attacked, "device-0") == 200
-    attacked.until_connected("device-0")
+    assert run("deploy", "revoke", attacked.folder, "client-1") == 0
+    assert send_heartbeat(attacked, "client-1") == 401
+    assert send_heartbeat(attacked, "client-0") == 200
+    attacked.until_connected("client-0")
     capsys.readouterr()
     assert run("deploy", "status", attacked.folder) == 0
-    assert re.search(r"device-1 +revoked", capsys.readouterr().out)
+    assert re.search(r"client-1 +revoked", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""For real, on loopback: a server and clients in processes of their own, TLS and keys, kills, and what crosses the wire."""
+"""Real processes on loopback: a server, clients, TLS and keys, kills, the bytes on the wire."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def rounds_of(folder):
 
 
 def windows(tree, width=32):
-    """Every run of 32 bytes of every tensor, but for those that say nothing (zeros, ones)."""
+    """Every window of 32 bytes of every tensor, without those of few values (zeros, ones)."""
     for tensor in tree.values():
         data = pack({"": tensor})
         for start in range(len(data) - width + 1):
@@ -57,7 +57,7 @@ def windows(tree, width=32):
                 yield window
 
 
-def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_crosses_the_wire(
+def test_three_clients_over_tls_give_the_simulators_bits_and_nothing_local_crosses_the_wire(
     tmp_path,
 ):
     port = free_port()
@@ -66,29 +66,29 @@ def test_three_devices_over_tls_give_the_simulators_bits_and_nothing_local_cross
     for own in (folder / "clients").iterdir():
         deployed.change(own / "deploy.toml", f"port = {port}", f"port = {tap.port}")
     states = rounds_of(folder)
-    with running(folder) as these:
-        these.server()
-        for name in ("device-0", "device-1", "device-2"):
-            these.device(name)
-        live = these.follow("first")
+    with running(folder) as deployment:
+        deployment.server()
+        for name in ("client-0", "client-1", "client-2"):
+            deployment.client(name)
+        live = deployment.follow("first")
     tap.close()
     assert live["state"] == "done"
-    conductor = RunServer(Project.from_folder(folder), "first")
-    assert same_bits(conductor.shared, states[-1].shared)
-    for device in range(3):
-        assert same_bits(private_of(folder, device).after, states[-1].private.of(device))
+    server = RunServer(Project.from_folder(folder), "first")
+    assert same_bits(server.shared, states[-1].shared)
+    for client in range(3):
+        assert same_bits(private_of(folder, client).after, states[-1].private.of(client))
     wire = bytes(tap.up) + bytes(tap.down)
-    assert pack({"": states[0].shared["4.weight"]})[:32] in wire, "the tap hears nothing"
+    assert pack({"": states[0].shared["4.weight"]})[:32] in wire, "the tap records nothing"
     for state in states:
-        for device in range(3):
-            assert not any(window in wire for window in windows(state.private.of(device)))
-    ledger = conductor.state.ledger.total.bytes
+        for client in range(3):
+            assert not any(window in wire for window in windows(state.private.of(client)))
+    ledger = server.state.ledger.total.bytes
     print(f"wire {len(wire):,} ledger {ledger:,} ratio {len(wire) / ledger:.3f}")
     assert ledger <= len(wire) <= 1.2 * ledger
 
 
-# what a device's own module does to what is sent, so that its process behaves badly
-SPOILING = """
+# what a client's own module does to the upload, so that the client behaves badly
+BAD_MODULE = """
 import glocal.deploy.flower.records as records
 import time
 from pathlib import Path
@@ -96,18 +96,18 @@ from glocal.core.files import read_rows
 
 to_record = records.to_record
 
-def spoilt(tree):
+def changed(tree):
     number = read_rows(Path(__file__).parent / "journal.jsonl")[-1]["round"]
     {what}
     return to_record(tree)
 
-records.to_record = spoilt
+records.to_record = changed
 """
 NAN_THEN_WRONG_SHAPE = """
     if number == 1:
         tree = {**tree, "6.bias": tree["6.bias"] * float("nan")}
     if number == 2:
-        time.sleep(10)  # others have answered by then, and the server can be killed in between
+        time.sleep(10)  # the others have replied by then, and the server can be killed
         tree = {**tree, "6.bias": tree["6.bias"][:1]}
 """
 SLOW_IN_THE_SECOND_ROUND = """
@@ -117,116 +117,124 @@ SLOW_IN_THE_SECOND_ROUND = """
 """
 
 
-def spoil(folder, device, what):
-    with (folder / f"devices/{device}/federation.py").open("a") as module:
-        module.write(SPOILING.replace("    {what}\n", what))
+def make_bad(folder, client, what):
+    with (folder / f"clients/{client}/federation.py").open("a") as module:
+        module.write(BAD_MODULE.replace("    {what}\n", what))
 
 
-def test_kills_bad_devices_and_a_late_joiner_lose_nothing(tmp_path):
-    """Round 2: a device is killed at work, another sends NaN. Round 3: a wrong shape, and the server is killed. Then one joins."""
+def test_kills_bad_clients_and_a_new_client_lose_nothing(tmp_path):
+    """A client is killed and another sends NaN, then a wrong shape; the server is killed.
+
+    Then a new client joins.
+    """
     folder = deployed.project(tmp_path / "link", clients=4, rounds=4, port=free_port())
-    spoil(folder, "device-1", SLOW_IN_THE_SECOND_ROUND)
-    spoil(folder, "device-3", NAN_THEN_WRONG_SHAPE)
-    with running(folder) as these:
-        these.server()
+    make_bad(folder, "client-1", SLOW_IN_THE_SECOND_ROUND)
+    make_bad(folder, "client-3", NAN_THEN_WRONG_SHAPE)
+    with running(folder) as deployment:
+        deployment.server()
         for number in range(4):
-            these.device(f"device-{number}")
+            deployment.client(f"client-{number}")
         outcome = []
-        run = threading.Thread(target=lambda: outcome.append(_ended(these, "first")), daemon=True)
+        run = threading.Thread(
+            target=lambda: outcome.append(_follow_to_end(deployment, "first")), daemon=True
+        )
         run.start()
-        these.until((folder / "devices/device-1/was-slow").exists)
-        kill(folder / "devices/device-1", "client_process")
-        these.until(lambda: len(these.rows("first")) == 2)
-        these.until(
-            lambda: these.live("first").get("round") == 2 and these.live("first").get("answered")
+        deployment.until((folder / "clients/client-1/was-slow").exists)
+        kill(folder / "clients/client-1", "client_process")
+        deployment.until(lambda: len(deployment.rows("first")) == 2)
+        deployment.until(
+            lambda: (
+                deployment.live("first").get("round") == 2
+                and deployment.live("first").get("answered")
+            )
         )
         kill(folder, "server_process")
         run.join(60)
-        assert outcome, these.said
+        assert outcome, deployment.notices
         assert "glocal deploy resume" in str(outcome[0])
-        these.until_connected(*(f"device-{number}" for number in range(4)))
-        these.follow("first")
-        rows = these.rows("first")
-        kept = [private_of(folder, device).after for device in range(4)]
+        deployment.until_connected(*(f"client-{number}" for number in range(4)))
+        deployment.follow("first")
+        rows = deployment.rows("first")
+        private = [private_of(folder, client).after for client in range(4)]
         add_client(folder, "late", share_metrics=True)
-        these.device("late")
-        these.until(lambda: "late" in (these.connected_or_none() or ()))
-        these.follow("first", adapt=True)
+        deployment.client("late")
+        deployment.until(lambda: "late" in (deployment.connected_or_none() or ()))
+        deployment.follow("first", skip_training=True)
     absent = {
-        row["round"]: [number for number in range(4) if f"device-{number}" not in row["clients"]]
+        row["round"]: [number for number in range(4) if f"client-{number}" not in row["clients"]]
         for row in rows
     }
     assert absent == {0: [], 1: [1, 3], 2: [3], 3: []}
-    assert "it was started anew" in rows[1]["dropped"]["device-1"]
-    assert "'6.bias' holds NaN" in rows[1]["dropped"]["device-3"]
-    assert "'6.bias' is (1,)" in rows[2]["dropped"]["device-3"]
+    assert "it was restarted" in rows[1]["dropped"]["client-1"]
+    assert "'6.bias' holds NaN" in rows[1]["dropped"]["client-3"]
+    assert "'6.bias' is (1,)" in rows[2]["dropped"]["client-3"]
     state = with_attendance(folder, absent)
     assert distance(RunServer(Project.from_folder(folder), "first").shared, state.shared) <= 1e-6
-    assert max(distance(kept[device], state.private.of(device)) for device in range(4)) <= 1e-6
+    assert max(distance(private[client], state.private.of(client)) for client in range(4)) <= 1e-6
     result = read_json(folder / "runs/first/result.json", dict)["clients"]
     late = [row for row in result if row["new_client"]]
     assert [row["name"] for row in late] == ["late"]
     assert late[0]["test"] is not None
 
 
-def _ended(these, run):
+def _follow_to_end(deployment, run):
     try:
-        return these.follow(run)
+        return deployment.follow(run)
     except InputError as error:
         return error
 
 
-def test_secure_aggregation_works_on_real_devices(tmp_path):
+def test_secure_aggregation_works_with_real_processes(tmp_path):
     folder = secured(deployed.project(tmp_path / "link", clients=3, rounds=2, port=free_port()))
     states = rounds_of(folder)
-    names = [f"device-{number}" for number in range(3)]
-    with running(folder) as these:
-        these.server()
-        these.device(*names, who="gateway")
-        these.follow("first")
+    names = [f"client-{number}" for number in range(3)]
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client(*names)
+        deployment.follow("first")
     assert (
         distance(RunServer(Project.from_folder(folder), "first").shared, states[-1].shared) <= 1e-3
     )
-    assert [row["clients"] for row in these.rows("first")] == [names, names]
+    assert [row["clients"] for row in deployment.rows("first")] == [names, names]
 
 
-def test_a_device_comes_back_by_itself_when_a_line_that_was_cut_is_mended(tmp_path):
+def test_a_client_reconnects_by_itself_after_its_connection_was_cut(tmp_path):
     """A proxy that accepts and closes every connection."""
     port = free_port()
     folder = deployed.project(tmp_path / "link", clients=1, port=port)
     tap = Wiretap(port, folder / "certificates")
-    own = folder / "devices/device-0/deploy.toml"
+    own = folder / "clients/client-0/deploy.toml"
     deployed.change(own, f"port = {port}", f"port = {tap.port}")
-    with running(folder) as these:
-        these.server()
-        these.device("device-0")
-        these.until_connected("device-0")
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client("client-0")
+        deployment.until_connected("client-0")
         tap.cut_off()
-        these.until_connected()
+        deployment.until_connected()
         tap.cut = False
-        these.until_connected("device-0")
+        deployment.until_connected("client-0")
     tap.close()
 
 
-def test_a_device_and_a_server_that_are_killed_come_back_and_whoever_is_left_goes_on(tmp_path):
+def test_a_killed_client_and_a_killed_server_come_back_and_the_run_goes_on(tmp_path):
     folder = deployed.project(tmp_path / "link", clients=2, rounds=2, port=free_port())
-    with running(folder) as these:
-        these.server()
-        these.device("device-0")
-        these.device("device-1")
-        these.until_connected("device-0", "device-1")
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client("client-0")
+        deployment.client("client-1")
+        deployment.until_connected("client-0", "client-1")
         began = time.monotonic()
-        killed = kill(folder / "devices/device-0", "client_process")
-        back = lambda: sum("device-0: connected" in words for words in these.said) == 2  # noqa: E731
-        these.until(back)
-        assert pids(folder / "devices/device-0") != [killed]
-        these.until_connected("device-0", "device-1")
-        print(f"a killed device is back after {time.monotonic() - began:.1f} s")
+        killed = kill(folder / "clients/client-0", "client_process")
+        connected = "client-0: connected"
+        deployment.until(lambda: sum(connected in line for line in deployment.notices) == 2)
+        assert pids(folder / "clients/client-0") != [killed]
+        deployment.until_connected("client-0", "client-1")
+        print(f"a killed client is back after {time.monotonic() - began:.1f} s")
         before = pids(folder / "clients")
         kill(folder, "server_process")
-        these.until_connected("device-0", "device-1")
-        assert pids(folder / "clients") == before, "the devices were not started anew"
-        assert these.follow("first")["state"] == "done"
+        deployment.until_connected("client-0", "client-1")
+        assert pids(folder / "clients") == before, "the clients were restarted"
+        assert deployment.follow("first")["state"] == "done"
 
 
 def listening(pid):
@@ -248,19 +256,17 @@ def listening(pid):
     ]
 
 
-def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to_itself(
-    tmp_path, monkeypatch
-):
+def test_a_client_is_one_process_without_ports_and_with_private_files(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the owner's")
     folder = deployed.project(tmp_path / "link", clients=2, rounds=1, port=(port := free_port()))
-    own = folder / "devices/device-0"
+    own = folder / "clients/client-0"
     (own / "state").mkdir(mode=0o755)
-    (own / "device.key").chmod(0o644)
-    with running(folder) as these:
-        these.server()
-        these.device("device-0")
-        these.device("device-1")
-        these.follow("first")
+    (own / "client.key").chmod(0o644)
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client("client-0")
+        deployment.client("client-1")
+        deployment.follow("first")
         [pid] = pids(own)
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         assert not children
@@ -276,54 +282,53 @@ def test_a_device_is_one_process_that_listens_to_nobody_and_keeps_what_it_has_to
         assert stat.S_IMODE((folder / "operator.secret").stat().st_mode) == 0o600
         with socket.create_connection(("127.0.0.1", port), 5):
             pass
-    assert any("device.key could be read by others; now it cannot" in words for words in these.said)
-    secret = [own, own / "state", own / "logs", own / "device.key", own / "journal.jsonl"]
-    for path in [folder, *secret, *(own / "state").iterdir(), *(own / "logs").iterdir()]:
+    corrected = re.compile("other users could read .*client.key; this is corrected")
+    assert any(corrected.search(line) for line in deployment.notices)
+    private = [own, own / "state", own / "logs", own / "client.key", own / "journal.jsonl"]
+    for path in [folder, *private, *(own / "state").iterdir(), *(own / "logs").iterdir()]:
         assert not path.stat().st_mode & 0o077, path
-    assert not door.exists(), "a server that ended left its door open"
+    assert not door.exists(), "a server that ended left its socket"
 
 
-def test_twenty_devices_of_a_gateway_share_one_process_and_nothing_else(tmp_path):
+def test_twenty_clients_of_a_gateway_share_one_process_and_nothing_else(tmp_path):
     folder = create_deployment(
         tmp_path / "link", DeploymentSpec(clients=20, port=free_port(), rounds=3)
     ).folder
-    names = [f"device-{number}" for number in range(20)]
-    with running(folder) as these:
-        these.server()
-        these.device(*names, who="gateway")
-        these.until_connected(*names)
-        assert these.follow("first")["state"] == "done"
+    names = [f"client-{number}" for number in range(20)]
+    with running(folder) as deployment:
+        deployment.server()
+        deployment.client(*names)
+        deployment.until_connected(*names)
+        assert deployment.follow("first")["state"] == "done"
         [pid] = pids(folder / "clients")
         memory = int(re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1])
-        seconds = [row["seconds"] for row in these.rows("first")]
+        seconds = [row["seconds"] for row in deployment.rows("first")]
         print(f"memory {memory / 1000:.0f} MB, rounds {seconds}")
         assert memory < 400_000
     states = {
         (folder / "clients" / name / "state/first.safetensors").read_bytes() for name in names
     }
     assert len(states) == 20
-    assert [len(row["clients"]) for row in these.rows("first")] == [20, 20, 20]
+    assert [len(row["clients"]) for row in deployment.rows("first")] == [20, 20, 20]
 
 
-def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_that_came_to_it(
-    tmp_path, monkeypatch
-):
-    """In a gateway, where it could. Each has a module of its own under one name, which imports another late."""
+def test_a_client_opens_only_its_own_folder_and_runs_no_code_from_messages(tmp_path, monkeypatch):
+    """In a gateway. Each client has its own module of the same name, which imports another late."""
     audit = tmp_path / "audit"
     monkeypatch.setenv("GLOCAL_AUDIT", str(audit))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     folder = deployed.project(tmp_path / "link", clients=3, rounds=2, port=free_port())
-    names = [f"device-{number}" for number in range(3)]
+    names = [f"client-{number}" for number in range(3)]
     for name in names:
         own = folder / "clients" / name
         (own / "helper.py").write_text(f"OWNER = {name!r}\n")
         with (own / "federation.py").open("a") as module:
             module.write(LATE_IMPORT)
-    with running(folder) as these:
-        these.server()
+    with running(folder) as deployment:
+        deployment.server()
         program = client_program([folder / "clients" / name for name in names])
-        these.begin("gateway", replace(program, module="tests.support.audited_client"))
-        these.follow("first")
+        deployment.begin("gateway", replace(program, module="tests.support.audited_client"))
+        deployment.follow("first")
     events = [json.loads(line) for line in audit.read_text().splitlines()]
     clients, opened = str(folder / "clients"), {name: set() for name in names}
     for current, event, what in events:
@@ -335,8 +340,10 @@ def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_tha
             "the server's own folder"
         )
     for name in names:
-        assert {"device.key", "federation.py", "helper.py", "journal.jsonl"} <= opened[name]
-        assert (folder / "clients" / name / "owner").read_text() == name, "it got another's module"
+        assert {"client.key", "federation.py", "helper.py", "journal.jsonl"} <= opened[name]
+        assert (folder / "clients" / name / "owner").read_text() == name, (
+            "it imported another client's module"
+        )
     started = {event for _, event, _ in events} - {
         "open",
         "import",
@@ -352,30 +359,30 @@ def test_a_client_opens_its_own_folder_and_no_other_clients_and_runs_nothing_tha
 LATE_IMPORT = """
 from pathlib import Path
 
-everything = data
+original = data
 
-def data(device):
+def data(client):
     import helper
     Path("owner").write_text(helper.OWNER)
-    return everything(device)
+    return original(client)
 """
 
 BUNDLE = re.compile(r"```toml\n(# pyproject.toml.*?)```", re.DOTALL)
 
 
-def test_glocals_apps_run_on_a_plain_flower_installation_too_to_the_same_bits(tmp_path):
+def test_glocals_apps_on_a_plain_flower_installation_give_the_same_bits(tmp_path):
     """Flower's own SuperLink and SuperNodes, and the app as the guide has it."""
     folder = deployed.project(tmp_path / "link", clients=2, rounds=2)
     states = rounds_of(folder)
     guide = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
     app = {"pyproject.toml": BUNDLE.search(guide)[1]}
-    with stock(folder) as these:
-        these.node("device-0")
-        these.node("device-1")
-        these.until_online(2)
-        settings = {"folder": str(folder), "run": "first", "adapt": False}
-        ended = these.run(start_request(app, settings))
-        assert ended.sub_status == "completed", (ended, these.words())
+    with stock(folder) as deployment:
+        deployment.node("client-0")
+        deployment.node("client-1")
+        deployment.until_online(2)
+        settings = {"folder": str(folder), "run": "first", "skip_training": False}
+        status = deployment.run(start_request(app, settings))
+        assert status.sub_status == "completed", (status, deployment.logs())
     assert same_bits(RunServer(Project.from_folder(folder), "first").shared, states[-1].shared)
-    for device in range(2):
-        assert same_bits(private_of(folder, device).after, states[-1].private.of(device))
+    for client in range(2):
+        assert same_bits(private_of(folder, client).after, states[-1].private.of(client))

@@ -1,6 +1,7 @@
-"""The same algorithms under Flower, in this process: the simulator's numbers, private state on disk, faults that lose nothing."""
+"""The algorithms under Flower, in this process: the simulator's numbers, private state, faults."""
 
 import io
+import json
 import os
 import pickle
 import time
@@ -14,6 +15,7 @@ import torch
 from flwr.app import ConfigRecord, Error, Message
 from flwr.common import Parameters
 from flwr.common.serde import message_to_proto
+from safetensors.torch import save_file
 
 from glocal import algorithms
 from glocal.core.errors import InputError
@@ -23,7 +25,7 @@ from glocal.core.sampling import Availability
 from glocal.core.store import PrivateStates, State
 from glocal.core.trees import same_bits
 from glocal.datasets.fetch import no_progress
-from glocal.deploy.apps import client
+from glocal.deploy import apps
 from glocal.deploy.client import RunClient, predict_classes
 from glocal.deploy.flower import client_internals
 from glocal.deploy.flower.protocol import Instructions
@@ -50,7 +52,7 @@ def quick_polls(monkeypatch):
 
 
 def simulated(folder):
-    """The last state of the same study in the simulator, and what was sent."""
+    """The last state of the same study in the simulator, and the bytes that it sent."""
     project = Project.from_folder(folder)
     project.make_importable()
     parts = build_components(project.study, no_progress)
@@ -66,31 +68,31 @@ def simulated(folder):
 
 
 def run_here(folder, grid=None, run="first", **more):
-    grid = grid or deployed.HereGrid(folder, client)
-    conductor = RunServer(Project.from_folder(folder), run, **more)
-    run_to_end(grid, conductor)
-    return conductor
+    grid = grid or deployed.InProcessGrid(folder)
+    server = RunServer(Project.from_folder(folder), run, **more)
+    run_to_end(grid, server)
+    return server
 
 
 def private_of(folder, number, run="first"):
-    member = RunClient.from_folder(folder / "clients" / read_registry(folder)[number].name)
-    return member.private(run).load()
+    client = RunClient.from_folder(folder / "clients" / read_registry(folder)[number].name)
+    return client.private(run).load()
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_flower_gives_the_simulators_numbers(name, tmp_path):
     folder = deployed.project(tmp_path / "here", algorithm=name, clients_per_round=3)
     state, sent = simulated(folder)
-    conductor = run_here(folder)
-    assert distance(conductor.shared, state.shared) <= 1e-6
-    for device in range(4):
-        kept = private_of(folder, device)
-        assert distance(kept.after, state.private.of(device)) <= 1e-6
-    assert conductor.state.ledger.download.bytes + conductor.state.ledger.upload.bytes == sent
+    server = run_here(folder)
+    assert distance(server.shared, state.shared) <= 1e-6
+    for client in range(4):
+        stored = private_of(folder, client)
+        assert distance(stored.after, state.private.of(client)) <= 1e-6
+    assert server.state.ledger.download.bytes + server.state.ledger.upload.bytes == sent
 
 
 def with_attendance(folder, absent):
-    """The simulator's state where, by round, some devices were not there or gone before they answered."""
+    """The simulator's state where, by round, some clients did not train."""
     project = Project.from_folder(folder)
     project.make_importable()
     parts = build_components(project.study, no_progress)
@@ -99,8 +101,8 @@ def with_attendance(folder, absent):
     )
     train, state = parts.federations[0].train, initial_state(algorithm, parts.params[0])
     for round_index in range(project.plan.rounds):
-        everyone = range(train.num_clients)
-        attendance = Availability.of(everyone, dropouts=absent.get(round_index, []))
+        clients = range(train.num_clients)
+        attendance = Availability.of(clients, dropouts=absent.get(round_index, []))
         plan = replace(project.plan, rounds=1, first_round=round_index)
         seat = Seat(plan, train, state, attendance)
         state, _ = next(
@@ -111,22 +113,22 @@ def with_attendance(folder, absent):
 
 def same_as(folder, state, clients=range(4), run="first"):
     return max(
-        distance(private_of(folder, device, run).after, state.private.of(device))
-        for device in clients
+        distance(private_of(folder, client, run).after, state.private.of(client))
+        for client in clients
     )
 
 
-def during(round_index, device):
-    """Whether a message trains that device in that round."""
+def during(round_index, client):
+    """Whether a message asks that client to train in that round."""
     return lambda number, message: (
-        number == device
+        number == client
         and message.metadata.message_type == "train"
         and message.metadata.group_id == str(round_index)
     )
 
 
 def poisoned(reply, change):
-    """A reply whose upload a broken device has changed."""
+    """A reply with the upload of a broken client."""
     tree = from_record(reply.content.config_records["shared"])
     reply.content.config_records["shared"] = to_record(change(tree))
     return reply
@@ -148,165 +150,154 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_answer_is_dropped_and_named_and_the_round_goes_on_without_it(kind, tmp_path):
-    change, message = BAD[kind]
-    folder, bad = deployed.project(tmp_path / "here"), during(1, 2)
-    grid = deployed.HereGrid(
-        folder,
-        client,
-        lambda device, asked, reply: poisoned(reply, change) if bad(device, asked) else reply,
-    )
-    conductor = run_here(folder, grid)
-    rows = read_rows(conductor.folder / "rows.jsonl")
-    assert [[*row["dropped"]] for row in rows] == [[], ["device-2"], []]
-    assert message in rows[1]["dropped"]["device-2"]
+def test_a_bad_reply_is_dropped_and_named_and_the_round_goes_on_without_it(kind, tmp_path):
+    change, reason = BAD[kind]
+    folder, is_bad = deployed.project(tmp_path / "here"), during(1, 2)
+
+    def tamper(client, message, reply):
+        return poisoned(reply, change) if is_bad(client, message) else reply
+
+    server = run_here(folder, deployed.InProcessGrid(folder, tamper))
+    rows = read_rows(server.folder / "rows.jsonl")
+    assert [[*row["dropped"]] for row in rows] == [[], ["client-2"], []]
+    assert reason in rows[1]["dropped"]["client-2"]
     state = with_attendance(folder, {1: [2]})
-    assert distance(conductor.shared, state.shared) <= 1e-6
+    assert distance(server.shared, state.shared) <= 1e-6
     assert same_as(folder, state) <= 1e-6
 
 
-def worded(reply, **words):
-    """A reply whose words a broken device has changed."""
-    reply.content.config_records["config"].update(words)
+def with_config(reply, **config):
+    """A reply with the metrics of a broken client."""
+    reply.content.config_records["config"].update(config)
     return reply
 
 
-WORDS = {
-    "a figure that is no number": (
+BAD_CONFIGS = {
+    "a metric that is no number": (
         {"metrics": '{"loss": "low"}'},
-        "figure 'loss' is 'low'; a finite number was expected",
+        "metric 'loss' is 'low'; a finite number was expected",
     ),
-    "a figure that is NaN": (
+    "a metric that is NaN": (
         {"metrics": '{"loss": NaN}'},
-        "figure 'loss' is 'nan'; a finite number was expected",
+        "metric 'loss' is 'nan'; a finite number was expected",
     ),
-    "figures that are no table": ({"metrics": "[]"}, "its figures are no table"),
-    "examples beyond counting": ({"num_examples": str(10**30)}, f"it counts {10**30} examples"),
-    "fewer examples than none": ({"num_examples": -5}, "it counts -5 examples"),
+    "metrics that are no table": ({"metrics": "[]"}, "its metrics are not a table"),
+    "too many examples": ({"num_examples": str(10**30)}, f"it reports {10**30} examples"),
+    "a negative number of examples": ({"num_examples": -5}, "it reports -5 examples"),
 }
 
 
-@pytest.mark.parametrize("kind", WORDS)
-def test_words_that_make_no_sense_are_dropped_and_named_too(kind, tmp_path):
-    words, message = WORDS[kind]
-    folder, bad = deployed.project(tmp_path / "here", rounds=2), during(1, 2)
-    grid = deployed.HereGrid(
-        folder,
-        client,
-        lambda device, asked, reply: worded(reply, **words) if bad(device, asked) else reply,
-    )
-    rows = read_rows(run_here(folder, grid).folder / "rows.jsonl")
-    assert [[*row["dropped"]] for row in rows] == [[], ["device-2"]]
-    assert message in rows[1]["dropped"]["device-2"]
+@pytest.mark.parametrize("kind", BAD_CONFIGS)
+def test_invalid_metrics_are_dropped_and_named_too(kind, tmp_path):
+    config, reason = BAD_CONFIGS[kind]
+    folder, is_bad = deployed.project(tmp_path / "here", rounds=2), during(1, 2)
+
+    def tamper(client, message, reply):
+        return with_config(reply, **config) if is_bad(client, message) else reply
+
+    server = run_here(folder, deployed.InProcessGrid(folder, tamper))
+    rows = read_rows(server.folder / "rows.jsonl")
+    assert [[*row["dropped"]] for row in rows] == [[], ["client-2"]]
+    assert reason in rows[1]["dropped"]["client-2"]
 
 
-def test_a_device_that_is_lost_while_it_is_greeted_is_greeted_again(tmp_path):
+def test_a_client_that_is_lost_during_its_handshake_gets_another(tmp_path):
     folder, lost = deployed.project(tmp_path / "here", rounds=2), []
 
-    def tamper(device, asked, reply):
-        if device != 2 or asked.metadata.message_type != "query" or lost:
+    def tamper(client, message, reply):
+        if client != 2 or message.metadata.message_type != "query" or lost:
             return reply
-        lost.append(device)
-        return Message(Error(5, "node unavailable"), reply_to=asked)
+        lost.append(client)
+        return Message(Error(5, "node unavailable"), reply_to=message)
 
-    conductor = run_here(folder, deployed.HereGrid(folder, client, tamper))
+    server = run_here(folder, deployed.InProcessGrid(folder, tamper))
     assert lost
-    assert not conductor.refused
-    assert [len(row["clients"]) for row in read_rows(conductor.folder / "rows.jsonl")] == [4, 4]
+    assert not server.refused
+    assert [len(row["clients"]) for row in read_rows(server.folder / "rows.jsonl")] == [4, 4]
 
 
-def test_a_greeting_that_makes_no_sense_is_refused_and_named(tmp_path):
+def test_an_invalid_handshake_is_refused_and_named(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
 
-    def tamper(device, asked, reply):
-        return (
-            worded(reply, metrics='{"weight": "heavy"}')
-            if device == 1 and asked.metadata.message_type == "query"
-            else reply
-        )
+    def tamper(client, message, reply):
+        if client == 1 and message.metadata.message_type == "query":
+            return with_config(reply, metrics='{"weight": "heavy"}')
+        return reply
 
-    conductor = run_here(folder, deployed.HereGrid(folder, client, tamper))
-    assert (
-        "'weight' is 'heavy'"
-        in read_json(conductor.folder / "live.json", dict)["refused"]["device-1"]
-    )
+    server = run_here(folder, deployed.InProcessGrid(folder, tamper))
+    refused = read_json(server.folder / "live.json", dict)["refused"]
+    assert "'weight' is 'heavy'" in refused["client-1"]
 
 
-def test_an_answer_that_is_lost_on_its_way_leaves_no_trace_on_the_device(tmp_path):
-    """Its private state goes back to where it was: the server never counted that round."""
-    folder, lost = deployed.project(tmp_path / "here"), during(1, 0)
+def test_a_reply_that_is_lost_on_its_way_leaves_no_trace_on_the_client(tmp_path):
+    """Its private state is that of the round before, as the average lacks its upload."""
+    folder, is_lost = deployed.project(tmp_path / "here"), during(1, 0)
     failed = Error(0, "lost on its way")
-    grid = deployed.HereGrid(
-        folder,
-        client,
-        lambda device, asked, reply: (
-            Message(failed, reply_to=asked) if lost(device, asked) else reply
-        ),
-    )
-    conductor = run_here(folder, grid)
-    assert "lost on its way" in read_rows(conductor.folder / "rows.jsonl")[1]["dropped"]["device-0"]
+
+    def tamper(client, message, reply):
+        return Message(failed, reply_to=message) if is_lost(client, message) else reply
+
+    server = run_here(folder, deployed.InProcessGrid(folder, tamper))
+    assert "lost on its way" in read_rows(server.folder / "rows.jsonl")[1]["dropped"]["client-0"]
     state = with_attendance(folder, {1: [0]})
-    assert distance(conductor.shared, state.shared) <= 1e-6
+    assert distance(server.shared, state.shared) <= 1e-6
     assert same_as(folder, state) <= 1e-6
 
 
 class Killed(BaseException):
-    """As kill -9 would end the server."""
+    """Ends the server as kill -9 would."""
 
 
-@pytest.mark.parametrize("moment", ["before the answers", "after the answers"])
+@pytest.mark.parametrize("moment", ["before the replies", "after the replies"])
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(moment, tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here")
     whole = deployed.project(tmp_path / "whole")
-    grid, crash = deployed.HereGrid(folder, client), during(1, 3)
+    grid, crash = deployed.InProcessGrid(folder), during(1, 3)
 
-    def tamper(device, message, reply):
-        if crash(device, message) and moment == "before the answers":
+    def tamper(client, message, reply):
+        if crash(client, message) and moment == "before the replies":
             raise Killed
         return reply
 
     grid.tamper = tamper
-    conductor = RunServer(Project.from_folder(folder), "first")
-    if moment == "after the answers":
-        aggregate_train, calls = conductor.aggregate_train, []
-        monkeypatch.setattr(
-            conductor,
-            "aggregate_train",
-            lambda replies: (
-                aggregate_train(replies) if not calls.append(0) and len(calls) < 2 else 1 / 0
-            ),
-        )
-    with pytest.raises((Killed, ZeroDivisionError)):
-        run_to_end(grid, conductor)
+    server = RunServer(Project.from_folder(folder), "first")
+    if moment == "after the replies":
+        aggregate_train = server.aggregate_train
+
+        def crash_in_round_2(replies):
+            if server.round_index == 1:
+                raise Killed
+            return aggregate_train(replies)
+
+        monkeypatch.setattr(server, "aggregate_train", crash_in_round_2)
+    with pytest.raises(Killed):
+        run_to_end(grid, server)
     assert RunServer(Project.from_folder(folder), "first").state.rounds_done == 1
-    grid.tamper = lambda device, message, reply: reply
+    grid.tamper = deployed.unchanged
     resumed, uninterrupted = run_here(folder, grid), run_here(whole)
     assert same_bits(resumed.shared, uninterrupted.shared)
     assert all(same_bits(private_of(folder, d).after, private_of(whole, d).after) for d in range(4))
     assert [row["round"] for row in read_rows(resumed.folder / "rows.jsonl")] == [0, 1, 2]
 
 
-def test_a_round_without_a_valid_answer_fails_the_run(tmp_path):
+def test_a_round_without_a_valid_reply_fails_the_run(tmp_path):
     folder = deployed.project(tmp_path / "here")
-    grid = deployed.HereGrid(
-        folder,
-        client,
-        lambda device, asked, reply: (
-            poisoned(reply, BAD["NaN"][0]) if during(1, device)(device, asked) else reply
-        ),
-    )
-    with pytest.raises(
-        InputError, match=r"round 2 has no valid answer \(device-0: upload: '6.bias' holds NaN"
-    ):
-        run_here(folder, grid)
+    to_nan = BAD["NaN"][0]
+
+    def tamper(client, message, reply):
+        return poisoned(reply, to_nan) if during(1, client)(client, message) else reply
+
+    message = r"round 2 has no valid reply \(client-0: upload: '6.bias' holds NaN"
+    with pytest.raises(InputError, match=message):
+        run_here(folder, deployed.InProcessGrid(folder, tamper))
     live = read_json(folder / "runs/first/live.json", dict)
     assert live["state"] == "failed"
-    assert "no valid answer" in live["reason"]
+    assert "no valid reply" in live["reason"]
 
 
-def test_a_device_that_was_away_is_told_what_it_missed(tmp_path):
+def test_a_client_that_was_offline_learns_which_rounds_it_missed(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=5)
-    grid = deployed.HereGrid(folder, client)
+    grid = deployed.InProcessGrid(folder)
     configure_train = RunServer.configure_train
 
     def leaving(self):
@@ -315,272 +306,293 @@ def test_a_device_that_was_away_is_told_what_it_missed(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunServer, "configure_train", leaving)
-        conductor = run_here(folder, grid)
-    rows = read_rows(conductor.folder / "rows.jsonl")
-    assert [row["offline"] for row in rows] == [[], [], ["device-3"], ["device-3"], []]
-    journal = read_rows(folder / "devices/device-3/journal.jsonl")
-    told = [row["missed_rounds"] for row in journal if "missed_rounds" in row]
-    assert told[0].startswith("2 rounds, 3 to 4; the mean loss went from")
+        server = run_here(folder, grid)
+    rows = read_rows(server.folder / "rows.jsonl")
+    assert [row["offline"] for row in rows] == [[], [], ["client-3"], ["client-3"], []]
+    journal = read_rows(folder / "clients/client-3/journal.jsonl")
+    missed = [row["missed_rounds"] for row in journal if "missed_rounds" in row]
+    assert missed[0].startswith("2 rounds, 3 to 4; the mean loss went from")
     state = with_attendance(folder, {2: [3], 3: [3]})
     assert same_as(folder, state) <= 1e-6
 
 
-def test_too_few_devices_are_waited_for_and_then_named(tmp_path):
+def test_too_few_clients_are_waited_for_and_then_named(tmp_path):
     folder = deployed.project(tmp_path / "here")
-    deployed.change(folder / "deploy.toml", "gather = 300.0", "gather = 0.05")
-    grid = deployed.HereGrid(folder, client)
+    deployed.change(folder / "deploy.toml", "connect_timeout = 300.0", "connect_timeout = 0.05")
+    grid = deployed.InProcessGrid(folder)
     grid.online = [1]
-    with pytest.raises(InputError, match=r"1 devices are there after .* and 2 are needed"):
+    with pytest.raises(InputError, match=r"1 clients are connected after .* and 2 are needed"):
         run_here(folder, grid)
 
 
-def test_a_run_does_not_go_on_with_fewer_than_enough_because_the_others_are_refused(tmp_path):
+def test_a_run_does_not_go_on_with_too_few_clients_because_the_others_are_refused(tmp_path):
     folder = deployed.project(tmp_path / "here")
     for number in (1, 2, 3):
-        deployed.change(folder / f"devices/device-{number}/study.toml", "batch = 5", "batch = 6")
-    with pytest.raises(
-        InputError,
-        match=r"1 devices are there .* 2 are needed \(refused: device-1: .*; device-3: its study.toml",
-    ):
+        deployed.change(
+            folder / f"clients/client-{number}/study.toml", "batch_size = 5", "batch_size = 6"
+        )
+    refused = r"\(refused: client-1: .*; client-3: its study.toml"
+    with pytest.raises(InputError, match=f"1 clients are connected .* 2 are needed {refused}"):
         run_here(folder)
     assert not read_rows(folder / "runs/first/rows.jsonl")
 
 
-def test_a_long_round_leaves_the_whole_wait_for_devices(tmp_path, monkeypatch):
+def test_a_long_round_leaves_the_whole_wait_for_clients(tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here")
-    conductor, grid = (
+    server, grid = (
         RunServer(Project.from_folder(folder), "first"),
-        deployed.HereGrid(folder, client),
+        deployed.InProcessGrid(folder),
     )
-    RunLoop(conductor, grid)._wait_for_clients()
-    now = time.monotonic() + 10 * conductor.project.deployment.limits.connect_timeout
+    RunLoop(server, grid)._wait_for_clients()
+    now = time.monotonic() + 10 * server.project.deployment.limits.connect_timeout
     monkeypatch.setattr("time.monotonic", lambda: now)
-    conductor.configure_handshake({})
-    assert conductor.needs_more_clients()
+    server.configure_handshake({})
+    assert server.needs_more_clients()
 
 
 def test_private_state_of_another_model_is_refused_by_name(tmp_path):
     folder = deployed.project(tmp_path / "here")
     other = deployed.project(tmp_path / "other", width=9)
     run_here(other)
-    state = folder / "devices/device-1/state/first.safetensors"
+    state = folder / "clients/client-1/state/first.safetensors"
     state.parent.mkdir()
-    state.write_bytes((other / "devices/device-1/state/first.safetensors").read_bytes())
-    conductor = run_here(folder)
-    told = conductor.live["refused"]["device-1"]
-    assert "private state: state/first.safetensors" in told
-    assert (
-        "belongs to another model (shared '4.weight' [7, 9, 'torch.float32']) than this one (shared '4.weight' [7, 8, "
-        in told
-    )
-    assert conductor.state.rounds_included == {0: 3, 2: 3, 3: 3}
+    state.write_bytes((other / "clients/client-1/state/first.safetensors").read_bytes())
+    server = run_here(folder)
+    reason = server.live["refused"]["client-1"]
+    assert "private state: state/first.safetensors" in reason
+    assert "belongs to another model (shared '4.weight' [7, 9, 'torch.float32']) than" in reason
+    assert "than this one (shared '4.weight' [7, 8, " in reason
+    assert server.state.rounds_included == {0: 3, 2: 3, 3: 3}
 
 
 def test_private_state_whose_tensors_are_not_what_it_says_is_refused(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
     run_here(folder)
-    file = RunClient.from_folder(folder / "devices/device-1").private("first")
-    tensors, about = read_tensors(file.path)
+    file = RunClient.from_folder(folder / "clients/client-1").private("first")
+    tensors, header = read_tensors(file.path)
     write_tensors(
         file.path,
         {name: tensor for name, tensor in tensors.items() if name != "after/0.weight"},
-        about,
+        header,
     )
     with pytest.raises(InputError, match=r"is damaged \('after/0.weight' is missing\)"):
         file.load()
-    write_tensors(file.path, {**tensors, "before/0.bias": torch.zeros(3)}, about)
+    write_tensors(file.path, {**tensors, "before/0.bias": torch.zeros(3)}, header)
     with pytest.raises(InputError, match=r"is damaged \('before/0.bias' is \[3\] torch.float32\)"):
         file.load()
     write_tensors(
-        file.path, tensors, {key: value for key, value in about.items() if key != "start_round"}
+        file.path, tensors, {key: value for key, value in header.items() if key != "after_round"}
     )
     with pytest.raises(InputError, match="was not written by glocal"):
         file.load()
 
 
-def test_private_state_is_for_its_owner_alone_to_read(tmp_path):
+def test_private_state_of_version_0_1_is_refused_in_one_line(tmp_path):
+    folder = deployed.project(tmp_path / "here", clients=2, rounds=1)
+    run_here(folder)
+    file = RunClient.from_folder(folder / "clients/client-1").private("first")
+    tensors, header = read_tensors(file.path)
+    save_file(tensors, file.path, metadata={"about": json.dumps({**header, "device": 1})})
+    message = "state/first.safetensors was written by glocal 0.1, and 0.2 was expected; run it"
+    with pytest.raises(InputError, match=message):
+        file.load()
+    server = run_here(folder, run="first")
+    assert message in server.live["refused"]["client-1"]
+
+
+def test_only_its_owner_can_read_private_state(tmp_path):
     folder = deployed.project(tmp_path / "here", clients=1, rounds=1)
     run_here(folder)
-    assert (folder / "devices/device-0/state").stat().st_mode & 0o077 == 0
+    assert (folder / "clients/client-0/state").stat().st_mode & 0o077 == 0
 
 
-def test_a_run_whose_name_leads_out_of_the_folder_is_refused_by_the_device(tmp_path):
+def test_a_run_whose_name_leads_out_of_the_folder_is_refused_by_the_client(tmp_path):
     folder = deployed.project(tmp_path / "here", clients=1)
-    with pytest.raises(InputError, match="no plain name of a run"):
-        RunClient.from_folder(folder / "devices/device-0").private("../../elsewhere")
+    with pytest.raises(InputError, match="not a valid run name"):
+        RunClient.from_folder(folder / "clients/client-0").private("../../elsewhere")
 
 
-def test_private_state_that_was_lost_is_said(tmp_path):
+def test_lost_private_state_is_reported(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=2)
-    grid = deployed.HereGrid(folder, client)
+    grid = deployed.InProcessGrid(folder)
     run_here(folder, grid)
-    (folder / "devices/device-1/state/first.safetensors").unlink()
+    (folder / "clients/client-1/state/first.safetensors").unlink()
     deployed.change(folder / "study.toml", "rounds = 2", "rounds = 3")
-    deployed.copy_to_devices(folder)
-    conductor = run_here(folder, grid)
+    deployed.copy_to_clients(folder)
+    server = run_here(folder, grid)
     assert (
         "its private state is gone"
-        in read_rows(conductor.folder / "rows.jsonl")[2]["notes"]["device-1"]
+        in read_rows(server.folder / "rows.jsonl")[2]["notes"]["client-1"]
     )
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [('local = ["0", "1"]', 'local = ["0"]'), ("batch = 5", "batch = 5\ntokens = 40")],
+    [
+        ('local = ["0", "1"]', 'local = ["0"]'),
+        ("batch_size = 5", "batch_size = 5\nmax_tokens = 40"),
+    ],
 )
-def test_a_device_with_other_settings_is_refused(old, new, tmp_path):
+def test_a_client_with_other_settings_is_refused(old, new, tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1)
-    deployed.change(folder / "devices/device-2/study.toml", old, new)
-    conductor = run_here(folder)
-    assert "is not the server's" in conductor.live["refused"]["device-2"]
+    deployed.change(folder / "clients/client-2/study.toml", old, new)
+    server = run_here(folder)
+    assert "is not the server's" in server.live["refused"]["client-2"]
 
 
-def test_a_late_joiner_learns_its_private_part_as_join_does_and_takes_part(tmp_path):
+def test_a_new_client_adapts_its_private_part_as_join_does_and_takes_part(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=2)
-    grid = deployed.HereGrid(folder, client)
+    grid = deployed.InProcessGrid(folder)
     first = run_here(folder, grid)
     shared = first.shared
     add_client(folder, "late", share_metrics=True)
-    grid = deployed.HereGrid(folder, client)
-    client_batches = run_here(folder, grid, skip_training=True)
-    assert same_bits(client_batches.shared, shared)
-    member = RunClient.from_folder(folder / "devices/late")
+    grid = deployed.InProcessGrid(folder)
+    adapted = run_here(folder, grid, skip_training=True)
+    assert same_bits(adapted.shared, shared)
+    client = RunClient.from_folder(folder / "clients/late")
     trained_federation = TrainedFederation(
-        member.setup.algorithm,
-        member.setup.model,
-        member.project.plan,
-        State(shared, PrivateStates(member.setup.algorithm.init(member.setup.params)[1], {})),
+        client.setup.algorithm,
+        client.setup.model,
+        client.project.plan,
+        State(shared, PrivateStates(client.setup.algorithm.init(client.setup.params)[1], {})),
         4,
     )
     joined = join(
         trained_federation,
-        member.data().train.of(0),
+        client.data().train.of(0),
         join_plan=JoinPlan(epochs=20),
         engine="looped",
     )
     assert distance(private_of(folder, 4).after, joined.state.private.of(4)) <= 1e-6
-    table = read_json(client_batches.folder / "result.json", dict)["clients"]
+    table = read_json(adapted.folder / "result.json", dict)["clients"]
     assert [row["name"] for row in table if row["new_client"]] == ["late"]
     assert all(0 <= row["test"] <= 1 for row in table)
     deployed.change(folder / "study.toml", "rounds = 2", "rounds = 3")
-    deployed.copy_to_devices(folder)
+    deployed.copy_to_clients(folder)
     assert run_here(folder, grid).state.last_included[4] == 2
 
 
-def test_a_device_that_is_added_before_the_first_round_keeps_what_it_has_learnt_in_it(tmp_path):
-    """While the first devices are waited for: it is no founder, and does not settle in once it has trained."""
+def test_a_client_that_is_added_before_the_first_round_keeps_what_it_learns_in_it(tmp_path):
+    """It is not one of the initial clients, and does not adapt once it has trained."""
     folder = deployed.project(tmp_path / "here", clients=3, rounds=2, clients_per_round=4)
-    conductor = RunServer(Project.from_folder(folder), "first")
+    server = RunServer(Project.from_folder(folder), "first")
     add_client(folder, "early")
-    run_to_end(deployed.HereGrid(folder, client), conductor)
-    assert [[*row["notes"]] for row in read_rows(conductor.folder / "rows.jsonl")] == [[], []]
+    run_to_end(deployed.InProcessGrid(folder), server)
+    assert [[*row["notes"]] for row in read_rows(server.folder / "rows.jsonl")] == [[], []]
     deployed.change(folder / "federation.py", "range(3)", "range(4)")
     state, _ = simulated(folder)
     assert same_as(folder, state) <= 1e-6
 
 
-def test_figures_leave_a_device_only_with_its_owners_consent(tmp_path):
+def test_metrics_leave_a_client_only_with_its_owners_consent(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=1, share_metrics=False)
-    conductor = run_here(folder)
-    assert read_rows(conductor.folder / "rows.jsonl")[0]["losses"] == {}
-    result = read_json(conductor.folder / "result.json", dict)
+    server = run_here(folder)
+    assert read_rows(server.folder / "rows.jsonl")[0]["losses"] == {}
+    result = read_json(server.folder / "result.json", dict)
     assert result["local_test"] is None
     assert all(row["test"] is None for row in result["clients"])
 
 
-def test_an_accuracy_that_is_none_does_not_enter_the_mean(tmp_path):
-    def boast(device, message, reply):
-        if message.metadata.message_type == "evaluate" and device == 1:
+def test_an_impossible_accuracy_does_not_enter_the_mean(tmp_path):
+    def exaggerate(client, message, reply):
+        if message.metadata.message_type == "evaluate" and client == 1:
             reply.content.config_records["config"]["metrics"] = '{"test": 5, "test_size": 3}'
         return reply
 
     folder = deployed.project(tmp_path / "here", clients=2, rounds=1)
     result = read_json(
-        run_here(folder, deployed.HereGrid(folder, client, boast)).folder / "result.json", dict
+        run_here(folder, deployed.InProcessGrid(folder, exaggerate)).folder / "result.json", dict
     )
     assert result["clients"][1]["test"] is None
     assert result["local_test"]["mean"] == pytest.approx(result["clients"][0]["test"])
 
 
-def test_a_device_predicts_with_its_own_model(tmp_path):
+def test_a_client_predicts_with_its_own_model(tmp_path):
     folder = deployed.project(tmp_path / "here")
-    conductor = run_here(folder)
-    member = RunClient.from_folder(folder / "devices/device-1")
-    x = member.data().test.of(0).x
-    params = member.setup.algorithm.personal(conductor.shared, private_of(folder, 1).after)
-    expected = predictor(member.setup.model)(
+    server = run_here(folder)
+    client = RunClient.from_folder(folder / "clients/client-1")
+    x = client.data().test.of(0).x
+    params = client.setup.algorithm.personal(server.shared, private_of(folder, 1).after)
+    expected = predictor(client.setup.model)(
         params, x, torch.ones(len(x), dtype=torch.bool)
     ).argmax(-1)
-    assert predict_classes(member, "first", x) == expected.tolist()
+    assert predict_classes(client, "first", x) == expected.tolist()
     with pytest.raises(InputError, match="has taken part in no round of 'second' yet"):
-        predict_classes(member, "second", x)
+        predict_classes(client, "second", x)
 
 
-def test_a_device_finds_its_files_in_its_own_folder_wherever_it_is_started(tmp_path, monkeypatch):
-    own = deployed.project(tmp_path / "here", clients=1) / "devices/device-0"
+OWN_FILE = """
+import numpy as np
+
+def data(client):
+    mine = np.load("mine.npz")
+    return mine["x"], mine["y"]
+"""
+
+
+def test_a_client_finds_its_files_in_its_own_folder_wherever_it_is_started(tmp_path, monkeypatch):
+    own = deployed.project(tmp_path / "here", clients=1) / "clients/client-0"
     with (own / "federation.py").open("a") as module:
-        module.write(
-            "\nimport numpy as np\n\ndef data(device):\n    mine = np.load('mine.npz')\n    return mine['x'], mine['y']\n"
-        )
+        module.write(OWN_FILE)
     np.savez(own / "mine.npz", x=np.ones((20, 6), dtype=np.float32), y=np.arange(20) % 3)
     monkeypatch.chdir(tmp_path)
-    assert len(RunClient.from_folder(Path("here/devices/device-0")).data().train.examples.y) == 20
+    assert len(RunClient.from_folder(Path("here/clients/client-0")).data().train.examples.y) == 20
     assert Path.cwd() == tmp_path
 
 
-def test_what_leaves_a_device_is_its_upload_and_figures_and_the_journal_says_so(tmp_path):
+def test_only_its_upload_and_metrics_leave_a_client_and_the_journal_says_so(tmp_path):
     folder = deployed.project(tmp_path / "here", rounds=2)
-    grid = deployed.HereGrid(folder, client)
+    grid = deployed.InProcessGrid(folder)
     left = []
-    grid.tamper = lambda device, message, reply: left.append((device, reply)) or reply
+    grid.tamper = lambda client, message, reply: left.append((client, reply)) or reply
     run_here(folder, grid)
-    local = RunClient.from_folder(folder / "devices/device-0").setup.algorithm.init(
-        RunClient.from_folder(folder / "devices/device-0").setup.params
+    local = RunClient.from_folder(folder / "clients/client-0").setup.algorithm.init(
+        RunClient.from_folder(folder / "clients/client-0").setup.params
     )[1]
     for _, reply in left:
         assert not reply.content.array_records
         records = reply.content.config_records.values()
         names = {name for record in records if "blob" in record for name in from_record(record)}
         assert not names & local.keys()
-        assert not any(grid.contexts[device].state for device in range(4))
-    sent = [row for row in read_rows(folder / "devices/device-0/journal.jsonl") if "bytes" in row]
+        assert not any(grid.contexts[client].state for client in range(4))
+    sent = [row for row in read_rows(folder / "clients/client-0/journal.jsonl") if "bytes" in row]
     assert [row["tensors"] for row in sent] == [["4.weight", "4.bias", "6.weight", "6.bias"]] * 2
     assert [row["num_examples"] for row in sent] == [16, 16]
 
 
-def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about_its_state(
+def test_the_journal_says_why_a_client_could_not_take_part_and_what_is_odd_about_its_state(
     tmp_path,
 ):
     folder = deployed.project(tmp_path / "here", clients=3, rounds=2)
     deployed.change(
-        folder / "devices/device-1/federation.py",
-        "def data(device):",
-        "def data(device):\n    {}['Jane Doe, 41']",
+        folder / "clients/client-1/federation.py",
+        "def data(client):",
+        "def data(client):\n    {}['Jane Doe, 41']",
     )
-    grid = deployed.HereGrid(folder, client)
+    grid = deployed.InProcessGrid(folder)
 
-    def lose(device, message, reply):
-        if during(1, 2)(device, message):
-            (folder / "devices/device-2/state/first.safetensors").unlink()
+    def lose(client, message, reply):
+        if during(1, 2)(client, message):
+            (folder / "clients/client-2/state/first.safetensors").unlink()
         return reply
 
     grid.tamper = lose
     run_here(folder, grid)
     refused, odd = (
-        read_rows(folder / f"devices/device-{number}/journal.jsonl")[-1] for number in (1, 2)
+        read_rows(folder / f"clients/client-{number}/journal.jsonl")[-1] for number in (1, 2)
     )
     assert format_journal_entry(refused).startswith(
-        "first, after 0 rounds: could not do what it was asked: federation:data: the function fail"
+        "first, after 0 rounds: could not do the task: federation:data: the function fail"
     )
     assert "Jane Doe, 41" in format_journal_entry(refused)
     assert (
-        "; the server is told: its private state is gone, it begins anew (round 2 had counted)"
+        "; note to the server: its private state is gone, it starts anew after round 2"
         in format_journal_entry(odd)
     )
 
 
 @pytest.mark.parametrize(
-    ("fails", "words"),
+    ("failure", "quote"),
     [
         ("raise ValueError(row)", "Jane Doe, 41"),
         ("raise SystemExit(row)", "Jane Doe, 41"),
@@ -590,77 +602,81 @@ def test_the_journal_says_why_a_device_could_not_take_part_and_what_is_odd_about
     ids=["raised", "left", "unreadable", "not finite"],
 )
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_no_example_leaves_a_device_in_the_words_of_an_error(
-    fails, words, masked, tmp_path, caplog
+def test_no_example_leaves_a_client_in_the_text_of_an_error(
+    failure, quote, masked, tmp_path, caplog
 ):
-    """Data that fail in the second round, with a row of them in what is raised; the owner reads it, the server does not."""
+    """Data that fail in the second round quote a row in the error: only the owner may read it."""
     folder = deployed.project(tmp_path / "here", rounds=2)
     if masked:
         secured(folder)
-    broken = f"\n    row = 'Jane Doe, 41'\n    if __import__('os').path.exists('broken'):\n        {fails}\n    return x, (x[:, 0]"
-    deployed.change(folder / "devices/device-1/federation.py", "\n    return x, (x[:, 0]", broken)
-    seen, grid = [], deployed.HereGrid(folder, client)
+    broken = (
+        "\n    row = 'Jane Doe, 41'\n    if __import__('os').path.exists('broken'):"
+        f"\n        {failure}\n    return x, (x[:, 0]"
+    )
+    deployed.change(folder / "clients/client-1/federation.py", "\n    return x, (x[:, 0]", broken)
+    seen, grid = [], deployed.InProcessGrid(folder)
 
-    def tamper(device, message, reply):
+    def tamper(client, message, reply):
         seen.append(reply)
-        if message.metadata.message_type == "train" and device == 1:
-            (folder / "devices/device-1/broken").touch()
+        if message.metadata.message_type == "train" and client == 1:
+            (folder / "clients/client-1/broken").touch()
         return reply
 
     grid.tamper = tamper
     run_here(folder, grid)
     sent = [message_to_proto(reply).SerializeToString() for reply in seen]
-    told = [*sent, *(path.read_bytes() for path in (folder / "runs").rglob("*.json*"))]
-    assert any(b"the device's own log says why" in part for part in told)
-    assert not any(b"Jane Doe" in part or words.encode() in part for part in told)
-    assert "what the server is not told" in caplog.text
-    assert words in caplog.text
+    stored = [path.read_bytes() for path in (folder / "runs").rglob("*.json*")]
+    public = [*sent, *stored]
+    assert any(b"see the client's own log" in part for part in public)
+    assert not any(b"Jane Doe" in part or quote.encode() in part for part in public)
+    assert "of which the server gets only the kind" in caplog.text
+    assert quote in caplog.text
 
 
 @pytest.mark.parametrize(
-    "fails",
+    "failure",
     ["raise ValueError('Jane Doe, 41')", "raise SystemExit('Jane Doe, 41')"],
     ids=["raised", "left"],
 )
-def test_no_example_leaves_a_device_whose_module_reads_them_while_it_is_imported(
-    fails, tmp_path, caplog
+def test_no_example_leaves_a_client_whose_module_reads_them_while_it_is_imported(
+    failure, tmp_path, caplog
 ):
     folder = deployed.project(tmp_path / "here", clients=3, rounds=1)
-    with (folder / "devices/device-1/federation.py").open("a") as module:
-        module.write(f"\n{fails}\n")
-    conductor = run_here(folder)
-    assert conductor.live["refused"] == {
-        "device-1": "its model or data cannot be used; the device's own log says why"
+    with (folder / "clients/client-1/federation.py").open("a") as module:
+        module.write(f"\n{failure}\n")
+    server = run_here(folder)
+    assert server.live["refused"] == {
+        "client-1": "its model or data cannot be used; see the client's own log"
     }
     assert "Jane Doe, 41" in caplog.text
 
 
-def test_where_a_device_keeps_its_files_does_not_leave_it(tmp_path):
+def test_the_path_of_its_folder_does_not_leave_a_client(tmp_path):
     folder = deployed.project(tmp_path / "here", clients=4, rounds=1)
-    state = folder / "devices/device-1/state/first.safetensors"
+    state = folder / "clients/client-1/state/first.safetensors"
     state.parent.mkdir()
     state.write_bytes(b"damaged")
-    (folder / "devices/device-2/device.toml").unlink()
+    (folder / "clients/client-2/client.toml").unlink()
     refused = run_here(folder).live["refused"]
-    assert "run: state/first.safetensors is damaged" in refused["device-1"]
-    assert "cannot read device.toml" in refused["device-2"]
+    assert "run: state/first.safetensors is damaged" in refused["client-1"]
+    assert "cannot read client.toml" in refused["client-2"]
     assert str(tmp_path) not in str(refused)
 
 
-def test_of_an_error_that_nobody_foresaw_the_server_learns_the_kind(tmp_path, monkeypatch, caplog):
+def test_the_server_learns_only_the_kind_of_an_unforeseen_error(tmp_path, monkeypatch, caplog):
     folder = deployed.project(tmp_path / "here", rounds=1)
-    monkeypatch.setattr(RunClient, "handshake", lambda self, order: {}["Jane Doe, 41"])
-    asked = messages({1000: Instructions("first", 0)}, "query", None)[0]
-    with pytest.raises(
-        RuntimeError, match=r"^it failed \(KeyError\); the device's own log says why$"
-    ):
-        client(asked, deployed.HereGrid(folder, client).context(0))
+    monkeypatch.setattr(RunClient, "handshake", lambda self, instructions: {}["Jane Doe, 41"])
+    message = messages({1000: Instructions("first", 0)}, "query", None)[0]
+    with pytest.raises(RuntimeError, match=r"^it failed \(KeyError\); see the client's own log$"):
+        apps.client(message, deployed.InProcessGrid(folder).context(0))
     assert "Jane Doe, 41" in caplog.text
 
 
 def secured(folder):
-    deployed.change(folder / "deploy.toml", "settle = 20", "settle = 20\nsecure = true")
-    deployed.copy_to_devices(folder)
+    deployed.change(
+        folder / "deploy.toml", "adapt_epochs = 20", "adapt_epochs = 20\nsecure_aggregation = true"
+    )
+    deployed.copy_to_clients(folder)
     return folder
 
 
@@ -673,32 +689,34 @@ def secured(folder):
         {2: "collect_masked_vectors"},
         {0: "share_keys", 2: "collect_masked_vectors"},
     ],
-    ids=["nobody", "at once", "before it trains", "before it sends", "two"],
+    ids=["none", "at once", "before it trains", "before it sends", "two"],
 )
-def test_secure_aggregation_is_plain_averaging_also_when_a_device_drops_out(lost, tmp_path):
-    """SecAgg+ with four devices, or five; one or two are gone in round 1, before they have sent their masked uploads."""
+def test_secure_aggregation_is_plain_averaging_also_when_a_client_drops_out(lost, tmp_path):
+    """SecAgg+ with four or five clients; in round 1, one or two are lost before they upload."""
     folder = secured(
         deployed.project(tmp_path / "here", rounds=2, clients=4 if len(lost) < 2 else 5)
     )
 
-    def tamper(device, message, reply):
+    def tamper(client, message, reply):
         stage = message.content.config_records.get("secaggplus_configs", {}).get("stage")
-        gone = message.metadata.group_id == "1" and stage is not None and lost.get(device) == stage
-        return Message(Error(5, "node unavailable"), reply_to=message) if gone else reply
+        in_round_1 = message.metadata.group_id == "1"
+        if in_round_1 and stage is not None and lost.get(client) == stage:
+            return Message(Error(5, "node unavailable"), reply_to=message)
+        return reply
 
-    grid = deployed.HereGrid(folder, client, tamper)
-    conductor = run_here(folder, grid)
+    grid = deployed.InProcessGrid(folder, tamper)
+    server = run_here(folder, grid)
     state = with_attendance(folder, {1: [*lost]})
-    assert distance(conductor.shared, state.shared) <= 1e-3
+    assert distance(server.shared, state.shared) <= 1e-3
     assert same_as(folder, state) <= 1e-3
-    rows = read_rows(conductor.folder / "rows.jsonl")
-    assert [[*row["dropped"]] for row in rows] == [[], [f"device-{device}" for device in lost]]
+    rows = read_rows(server.folder / "rows.jsonl")
+    assert [[*row["dropped"]] for row in rows] == [[], [f"client-{client}" for client in lost]]
 
 
-def test_a_device_is_not_hidden_among_itself_alone(tmp_path):
+def test_a_single_client_cannot_be_hidden_among_others(tmp_path):
     folder = secured(deployed.project(tmp_path / "here", clients=1))
     with pytest.raises(
-        InputError, match="secure hides a device among others, but a cohort is of 1"
+        InputError, match="hides a client among others, but only 1 is sampled per round"
     ):
         Project.from_folder(folder).setup  # noqa: B018
 
@@ -711,92 +729,93 @@ def test_no_upload_is_seen_in_secure_aggregation(tmp_path, monkeypatch):
         RunClient.train,
     )
 
-    def training(self, shared, order):
-        uploads.append(train(self, shared, order))
+    def training(self, shared, instructions):
+        uploads.append(train(self, shared, instructions))
         return uploads[-1]
 
-    def tamper(device, message, reply):
+    def tamper(client, message, reply):
         seen.append(message_to_proto(reply).SerializeToString())
         return reply
 
     monkeypatch.setattr(RunClient, "train", training)
-    run_here(folder, deployed.HereGrid(folder, client, tamper))
+    run_here(folder, deployed.InProcessGrid(folder, tamper))
     assert len(uploads) == 4
-    assert max(map(len, seen)) > 300, "a masked upload is among them"
-    for answer in uploads:
-        for tensor in answer.upload.tensors.values():
+    assert max(map(len, seen)) > 300, "no masked upload was seen"
+    for result in uploads:
+        for tensor in result.upload.tensors.values():
             assert not any(pack({"": tensor})[:8] in reply for reply in seen)
 
 
-def test_a_device_that_masks_refuses_to_send_in_the_clear(tmp_path):
-    """Whatever the server asks for: a server that does not mask is refused by all that do, and the other way round."""
+def test_a_client_that_masks_refuses_to_send_in_the_clear(tmp_path):
+    """A client that masks refuses a server that does not, whatever the server asks for."""
     folder = deployed.project(tmp_path / "here", rounds=1)
     deployed.change(
-        folder / "devices/device-0/deploy.toml", "settle = 20", "settle = 20\nsecure = true"
+        folder / "clients/client-0/deploy.toml",
+        "adapt_epochs = 20",
+        "adapt_epochs = 20\nsecure_aggregation = true",
     )
-    grid = deployed.HereGrid(folder, client)
-    conductor = run_here(folder, grid)
-    assert "is not the server's" in conductor.live["refused"]["device-0"]
-    asked = messages({1000: Instructions("first", 0)}, "train", to_record(conductor.shared))[0]
-    assert "sends its uploads masked only" in read_reply(client(asked, grid.context(0))).fault
+    grid = deployed.InProcessGrid(folder)
+    server = run_here(folder, grid)
+    assert "is not the server's" in server.live["refused"]["client-0"]
+    message = messages({1000: Instructions("first", 0)}, "train", to_record(server.shared))[0]
+    assert "sends masked uploads only" in read_reply(apps.client(message, grid.context(0))).fault
 
 
-def test_clipping_and_noise_on_devices_come_with_an_epsilon(tmp_path):
-    folder = deployed.project(tmp_path / "here", rounds=2, weights='weights = "equal"')
+def test_clipping_and_noise_on_clients_come_with_an_epsilon(tmp_path):
+    folder = deployed.project(tmp_path / "here", rounds=2, weights='weighting = "equal"')
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
-    deployed.copy_to_devices(folder)
+    deployed.copy_to_clients(folder)
     left = []
-    grid = deployed.HereGrid(folder, client)
-    grid.tamper = lambda device, message, reply: left.append(reply) or reply
-    conductor = run_here(folder, grid)
-    kept = read_json(conductor.folder / "result.json", dict)["privacy"]
-    assert kept["rounds"] == 2
-    assert kept["epsilon"] == pytest.approx(epsilon(2.0, 2, 1e-5))
+    grid = deployed.InProcessGrid(folder)
+    grid.tamper = lambda client, message, reply: left.append(reply) or reply
+    server = run_here(folder, grid)
+    privacy = read_json(server.folder / "result.json", dict)["privacy"]
+    assert privacy["rounds"] == 2
+    assert privacy["epsilon"] == pytest.approx(epsilon(2.0, 2, 1e-5))
     records = [reply.content.config_records for reply in left]
-    uploads = [from_record(found["shared"]) for found in records if "shared" in found]
+    uploads = [from_record(record["shared"]) for record in records if "shared" in record]
     setup = Project.from_folder(folder).setup
-    began = setup.algorithm.init(setup.params)[0]
+    initial = setup.algorithm.init(setup.params)[0]
     moved = torch.cat(
         [
             (upload[name] - tensor).flatten()
             for upload in uploads[:4]
-            for name, tensor in began.items()
+            for name, tensor in initial.items()
         ]
     )
-    # 348 numbers of nobody's choosing: their deviation is itself known to 0.04
+    # the std of 348 random numbers has an error of 0.04 itself
     assert moved.std() == pytest.approx(1.0, rel=0.2)
 
 
-def test_the_accountant_counts_what_was_sent_and_did_not_count(tmp_path):
-    folder = deployed.project(tmp_path / "here", rounds=2, weights='weights = "equal"')
+def test_the_accountant_counts_uploads_that_were_sent_and_dropped(tmp_path):
+    folder = deployed.project(tmp_path / "here", rounds=2, weights='weighting = "equal"')
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
-    deployed.copy_to_devices(folder)
-    grid = deployed.HereGrid(
+    deployed.copy_to_clients(folder)
+    grid = deployed.InProcessGrid(
         folder,
-        client,
-        lambda device, asked, reply: None if during(1, device)(device, asked) else reply,
+        lambda client, message, reply: None if during(1, client)(client, message) else reply,
     )
-    deployed.change(folder / "deploy.toml", "round = 600.0", "round = 0.1")
-    with pytest.raises(InputError, match="round 2 has no valid answer"):
+    deployed.change(folder / "deploy.toml", "round_timeout = 600.0", "round_timeout = 0.1")
+    with pytest.raises(InputError, match="round 2 has no valid reply"):
         run_here(folder, grid)
-    grid.tamper = lambda device, asked, reply: reply
-    kept = read_json(run_here(folder, grid).folder / "result.json", dict)["privacy"]
-    assert kept["rounds"] == 3, "round 2 was sent twice"
-    assert kept["epsilon"] == pytest.approx(epsilon(2.0, 3, 1e-5))
+    grid.tamper = lambda client, message, reply: reply
+    privacy = read_json(run_here(folder, grid).folder / "result.json", dict)["privacy"]
+    assert privacy["rounds"] == 3, "round 2 was sent twice"
+    assert privacy["epsilon"] == pytest.approx(epsilon(2.0, 3, 1e-5))
 
 
 def test_privacy_needs_equal_weights(tmp_path):
     folder = deployed.project(tmp_path / "here")
     with (folder / "deploy.toml").open("a") as file:
         file.write("\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n")
-    with pytest.raises(InputError, match=r"set plan\.weights = 'equal'"):
+    with pytest.raises(InputError, match=r"set plan\.weighting = 'equal'"):
         Project.from_folder(folder).setup  # noqa: B018
 
 
 class Touches:
-    """What would leave a trace if it were unpickled."""
+    """Leaves a trace if it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -806,7 +825,7 @@ class Touches:
 
 
 def planted(trace, shared):
-    """A round's message that brings code along, where tensors are expected and beside them."""
+    """A round's message that contains code, in the place of tensors and beside them."""
     message = messages({1000: Instructions("first", 0)}, "train", to_record(shared))[0]
     source = f"__import__('os').mkdir({str(trace)!r})"
     message.content["glocal.deploy.apps"] = ConfigRecord({"source": source})
@@ -814,33 +833,33 @@ def planted(trace, shared):
     return message
 
 
-@pytest.mark.parametrize("where", ["beside", "in the blob", "in the order"])
-def test_nothing_that_a_message_brings_along_is_run(where, tmp_path):
+@pytest.mark.parametrize("where", ["beside", "in the blob", "in the instructions"])
+def test_code_in_a_message_is_never_run(where, tmp_path):
     folder, trace = deployed.project(tmp_path / "here", clients=1, rounds=1), tmp_path / "trace"
-    grid = deployed.HereGrid(folder, client)
+    grid = deployed.InProcessGrid(folder)
     message = planted(trace, RunServer(Project.from_folder(folder), "first").shared)
     records = message.content.config_records
     if where == "in the blob":
         records["shared"]["blob"] = pickle.dumps(Touches(trace))
-    if where == "in the order":
+    if where == "in the instructions":
         records["config"]["instructions"] = f"__import__('os').mkdir({str(trace)!r})"
     expected = (
         nullcontext() if where == "beside" else pytest.raises(RuntimeError, match="it failed")
     )
     with expected:
-        reply = read_reply(client(message, grid.context(0)))
+        reply = read_reply(apps.client(message, grid.context(0)))
         assert not reply.fault
     assert not trace.exists()
 
 
-def test_nothing_that_a_masked_message_brings_along_is_run(tmp_path):
-    """Its arrays are numpy's files, which may hold objects to be unpickled."""
+def test_code_in_a_masked_message_is_never_run(tmp_path):
+    """Its arrays are numpy files, which may contain pickled objects."""
     trace, buffer = tmp_path / "trace", io.BytesIO()
     header = {"descr": "|O", "fortran_order": False, "shape": (1,)}
     np.lib.format.write_array_header_1_0(buffer, header)
-    held = buffer.getvalue() + pickle.dumps(Touches(trace))
+    content = buffer.getvalue() + pickle.dumps(Touches(trace))
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        client_internals.parameters_to_ndarrays(Parameters([held], "numpy.ndarray"))
+        client_internals.parameters_to_ndarrays(Parameters([content], "numpy.ndarray"))
     assert not trace.exists()
-    np.load(io.BytesIO(held), allow_pickle=True)
-    assert trace.exists(), "the test would not see it"
+    np.load(io.BytesIO(content), allow_pickle=True)
+    assert trace.exists(), "the test could not see a breach"

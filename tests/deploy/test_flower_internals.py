@@ -1,4 +1,4 @@
-"""What glocal takes of Flower's inside: in one file a side, and every name of it is there. It says what an upgrade broke."""
+"""Flower's undocumented names: one file per side uses them, and an upgrade that breaks is named."""
 
 import ast
 import importlib
@@ -21,26 +21,26 @@ INSIDE = [Path(client_internals.__file__), Path(server_internals.__file__)]
 
 
 def imports(text):
-    """Every name that a file takes from Flower, and the module that it takes it from."""
+    """Every name that a file imports from Flower, with its module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flwr":
             yield from ((node.module, alias.name) for alias in node.names)
         if isinstance(node, ast.Import):
-            yield from (
-                (alias.name, "") for alias in node.names if alias.name.split(".")[0] == "flwr"
-            )
+            for alias in node.names:
+                if alias.name.split(".")[0] == "flwr":
+                    yield alias.name, ""
 
 
 def missing(text):
-    """The names that are not there, in words."""
+    """The imported names that Flower does not have."""
     lacks = []
     for module, name in imports(text):
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except ImportError as error:
             lacks.append(f"{module} ({error})")
             continue
-        if name and not hasattr(found, name):
+        if name and not hasattr(imported, name):
             try:
                 importlib.import_module(f"{module}.{name}")
             except ImportError:
@@ -49,20 +49,20 @@ def missing(text):
 
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda path: path.stem)
-def test_every_name_that_is_taken_of_flowers_inside_is_there(path):
+def test_flower_has_every_name_that_is_imported(path):
     lacks = missing(path.read_text())
     assert not lacks, f"flwr {version('flwr')} lacks what {path.name} imports: {', '.join(lacks)}"
 
 
-def test_a_name_that_an_upgrade_took_away_is_named():
+def test_a_name_that_an_upgrade_removed_is_named():
     text = "from flwr.superlink.main import create_app, gone\nfrom flwr.nowhere import x\n"
-    assert [words.split(" ")[0] for words in missing(text)] == [
+    assert [line.split(" ")[0] for line in missing(text)] == [
         "flwr.superlink.main.gone",
         "flwr.nowhere",
     ]
 
 
-def test_nothing_else_knows_flowers_inside():
+def test_no_other_file_uses_undocumented_names():
     elsewhere = {
         (str(path.relative_to(SOURCE)), module)
         for path in SOURCE.rglob("*.py")
@@ -110,14 +110,14 @@ USED = {
 
 
 @pytest.mark.parametrize("owner", USED, ids=lambda owner: owner.__name__.rpartition(".")[2])
-def test_what_is_called_takes_what_it_is_given(owner):
-    for name, wanted in USED[owner].items():
-        taken = inspect.signature(getattr(owner, name)).parameters
-        lacks = [parameter for parameter in wanted if parameter not in taken]
-        assert not lacks, f"flwr {version('flwr')}: {name} takes no {lacks}, but {[*taken]}"
+def test_every_called_function_has_the_expected_parameters(owner):
+    for name, expected in USED[owner].items():
+        parameters = inspect.signature(getattr(owner, name)).parameters
+        lacks = [parameter for parameter in expected if parameter not in parameters]
+        assert not lacks, f"flwr {version('flwr')}: {name} takes no {lacks}, but {[*parameters]}"
 
 
-def test_the_state_has_what_is_read_of_it():
+def test_the_state_has_every_attribute_that_is_read():
     state = server_internals.SuperLink("secret").state
     assert isinstance(state, InMemoryLinkState), "uploads would end on disk"
     names = ("nodes", "message_ins_store", "message_ins_id_to_message_res_id", "object_store")
@@ -125,25 +125,25 @@ def test_the_state_has_what_is_read_of_it():
 
 
 def test_flowers_server_is_configured_in_full():
-    given = {field.name for field in fields(server_internals._config("secret"))}
-    taken = {*inspect.signature(server_internals.SuperLinkLifespanConfig).parameters}
-    assert given == taken
-    assert len(taken) == 22, (
-        f"flwr {version('flwr')} has other settings; see what the new ones open"
+    configured = {field.name for field in fields(server_internals._config("secret"))}
+    expected = {*inspect.signature(server_internals.SuperLinkLifespanConfig).parameters}
+    assert configured == expected
+    assert len(expected) == 22, (
+        f"flwr {version('flwr')} has other settings; check what the new ones open"
     )
 
 
-def test_flowers_own_locks_are_shut_behind_the_gates_too():
-    """Should a gate fail, Flower still asks for keys and for the secret, and starts nothing by itself."""
+def test_flowers_own_authentication_is_on_behind_the_gates_too():
+    """If a gate fails, Flower still asks for keys and for the secret, and starts no program."""
     config = server_internals._config("secret")
     assert config.enable_supernode_auth
     assert config.isolation == "process"
     plugin = config.authn_plugin
-    for given, known in (("secret", True), ("secre", False), (b"secret", True), ("", False)):
-        shown = [(server_internals.ACCESS_TOKEN_KEY, given)] if given else []
-        valid, account = plugin.validate_tokens_in_metadata(shown)
-        assert (valid, account is not None) == (known, known)
-    assert plugin.get_login_details() is plugin.get_auth_tokens("bottleneck") is None
+    for token, is_valid in (("secret", True), ("secre", False), (b"secret", True), ("", False)):
+        metadata = [(server_internals.ACCESS_TOKEN_KEY, token)] if token else []
+        valid, account = plugin.validate_tokens_in_metadata(metadata)
+        assert (valid, account is not None) == (is_valid, is_valid)
+    assert plugin.get_login_details() is plugin.get_auth_tokens("code") is None
 
 
 def test_another_version_of_flower_is_refused_in_one_line(monkeypatch):

@@ -1,7 +1,7 @@
-"""The gates before Flower's server, request by request: who gets through, and what is never read."""
+"""The gates before Flower's server: which requests pass, and which bodies are never read."""
 
 import asyncio
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -24,7 +24,7 @@ ORDER_P384 = int(
 PULL, PUSH, OBJECT = (
     f"/v1/fleet/{name}" for name in ("pull-messages", "push-messages", "push-object")
 )
-ASKED = {"message-to-7": 7, "message-to-8": 8}
+PENDING = {"message-to-7": 7, "message-to-8": 8}
 
 
 class Key:
@@ -47,7 +47,7 @@ class Key:
 
 
 class Application:
-    """What stands behind a gate: it counts the requests, and the bytes of their bodies."""
+    """The application behind a gate: it records paths and bodies of the requests that pass."""
 
     def __init__(self):
         self.paths, self.bodies = [], []
@@ -66,25 +66,25 @@ class Door:
         self.first, self.second = Key(), Key()
         self.nodes = {self.first.public: 7, self.second.public: 8}
         self.behind, self.read = Application(), 0
-        awaits_reply = lambda node, message: ASKED.get(message) == node  # noqa: E731
-        opened = datetime.now(UTC) - timedelta(seconds=600)
-        self.gate = gate.FleetGate(self.behind, lambda: self.nodes, awaits_reply, 1000, opened)
+        awaits_reply = lambda node, message: PENDING.get(message) == node  # noqa: E731
+        opened_at = datetime.now(UTC) - timedelta(seconds=600)
+        self.gate = gate.FleetGate(self.behind, lambda: self.nodes, awaits_reply, 1000, opened_at)
 
     def ask(self, path, headers, body=b"", method="POST"):
-        """The status of the answer."""
-        answered = []
+        """The status of the response."""
+        events = []
 
         async def receive():
             self.read += len(body)
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(event):
-            answered.append(event)
+            events.append(event)
 
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         asyncio.run(self.gate(scope, receive, send))
-        self.why = answered[-1]["body"].decode()
-        return answered[0]["status"]
+        self.reason = events[-1]["body"].decode()
+        return events[0]["status"]
 
     def push(self, key, body):
         return self.ask(PUSH, key.headers(length=len(body)), body)
@@ -124,50 +124,52 @@ def test_a_registered_client_gets_through(door):
         "/",
     ],
 )
-def test_nobody_finds_another_route_than_those_of_the_fleet(path, door):
-    """A registered client neither; and its body is not read."""
+def test_no_other_route_than_those_of_the_fleet_is_found(path, door):
+    """Not by a registered client either, and its body is not read."""
     assert door.ask(path, door.first.headers(length=4), b"body") == 404
     assert not door.behind.paths
     assert not door.read
 
 
-def test_every_route_that_flower_has_is_behind_the_gate_but_the_ten_of_the_fleet(door):
+def test_all_of_flowers_routes_but_ten_of_the_fleet_are_closed(door):
     routes = server_internals.SuperLink("secret").app.openapi()["paths"]
     let_through = {path for path in routes if door.ask(path, door.first.headers()) == 200}
     assert let_through - {"/health"} == {*server_internals.FLEET_ROUTES} - {PUSH}
     assert {*server_internals.FLEET_ROUTES, *server_internals.CONTROL_ROUTES} <= {*routes}
 
 
-def test_the_health_of_the_server_says_nothing_else(door):
+def test_the_health_route_says_nothing_else(door):
     assert door.ask("/health", [], method="GET") == 200
-    assert not door.why
+    assert not door.reason
     assert not door.behind.paths
 
 
-def spoilt(headers, name, value):
-    return [(key, value if key == name else kept) for key, kept in headers]
+def with_header(headers, name, value):
+    return [(key, value if key == name else own) for key, own in headers]
 
 
-STRANGERS = {
+UNAUTHENTICATED = {
     "no headers": lambda door: [],
     "an unknown key": lambda door: Key().headers(),
-    "another's signature": lambda door: spoilt(
+    "another's signature": lambda door: with_header(
         door.first.headers(), server_internals.KEY_HEADER, b64encode(door.second.public)
     ),
-    "no signature": lambda door: spoilt(
+    "no signature": lambda door: with_header(
         door.first.headers(), server_internals.SIGNATURE_HEADER, b""
     ),
-    "no base64": lambda door: spoilt(door.first.headers(), server_internals.KEY_HEADER, b"###"),
+    "no base64": lambda door: with_header(
+        door.first.headers(), server_internals.KEY_HEADER, b"###"
+    ),
     "a minute old": lambda door: door.first.headers(datetime.now(UTC) - timedelta(seconds=61)),
-    "of the future": lambda door: door.first.headers(datetime.now(UTC) + timedelta(seconds=10)),
-    "of no time zone": lambda door: door.first.headers(stamp=b"2026-01-01T00:00:00"),
-    "of no time": lambda door: door.first.headers(stamp=b"now"),
+    "from the future": lambda door: door.first.headers(datetime.now(UTC) + timedelta(seconds=10)),
+    "without a time zone": lambda door: door.first.headers(stamp=b"2026-01-01T00:00:00"),
+    "not a time": lambda door: door.first.headers(stamp=b"now"),
 }
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize("kind", UNAUTHENTICATED)
 def test_a_request_that_no_registered_key_signed_just_now_is_refused_unread(kind, door):
-    assert door.ask(PULL, STRANGERS[kind](door), b"x" * 300) == 401
+    assert door.ask(PULL, UNAUTHENTICATED[kind](door), b"x" * 300) == 401
     assert not door.behind.paths
     assert not door.read
 
@@ -176,30 +178,30 @@ def test_a_recorded_request_is_refused_for_any_route(door):
     recorded = door.first.headers()
     assert door.ask(PULL, recorded) == 200
     assert [door.ask(path, recorded) for path in (PULL, "/v1/fleet/deactivate-node")] == [401, 401]
-    assert "has come before" in door.why
+    assert "has come before" in door.reason
 
 
 def test_a_recorded_request_is_refused_with_a_second_valid_signature_too(door):
-    """Of an ECDSA signature (r, s), anybody can make (r, n - s), which is as valid."""
+    """From an ECDSA signature (r, s), anyone can make (r, n - s), which is valid too."""
     recorded = door.first.headers()
     assert door.ask(PULL, recorded) == 200
     signature = dict(recorded)[server_internals.SIGNATURE_HEADER]
-    r, s = decode_dss_signature(__import__("base64").b64decode(signature))
+    r, s = decode_dss_signature(b64decode(signature))
     twin = encode_dss_signature(r, ORDER_P384 - s)
     stamp = dict(recorded)[server_internals.TIME_HEADER]
     assert server_internals.is_signed_by(door.first.public, stamp, twin)
-    again = spoilt(recorded, server_internals.SIGNATURE_HEADER, b64encode(twin))
+    again = with_header(recorded, server_internals.SIGNATURE_HEADER, b64encode(twin))
     assert door.ask(PULL, again) == 401
 
 
 def test_a_request_that_was_recorded_before_a_restart_is_refused(door):
     recorded = door.first.headers(datetime.now(UTC) - timedelta(seconds=5))
-    door.gate.opened = datetime.now(UTC) - timedelta(seconds=2)
+    door.gate.opened_at = datetime.now(UTC) - timedelta(seconds=2)
     assert door.ask(PULL, recorded) == 401
-    assert "before this server started" in door.why
+    assert "before this server started" in door.reason
 
 
-def test_what_was_seen_is_remembered_for_as_long_as_it_could_be_replayed(door):
+def test_a_request_is_remembered_for_as_long_as_it_could_be_replayed(door):
     for age in (59, 30, 1):
         assert door.ask(PULL, door.first.headers(datetime.now(UTC) - timedelta(seconds=age))) == 200
     assert len(door.gate._seen) == 3
@@ -213,8 +215,8 @@ def test_two_clients_may_sign_the_same_moment(door):
     assert [door.ask(PULL, key.headers(now)) for key in (door.first, door.second)] == [200, 200]
 
 
-def test_a_header_that_is_given_twice_is_refused(door):
-    """The gate could take one of them, and Flower the other: that of a recorded request."""
+def test_a_repeated_header_is_refused(door):
+    """The gate could read one of the values, and Flower the other, of a recorded request."""
     doubled = [*door.second.headers(), *door.first.headers()]
     assert door.ask(PULL, doubled) == 400
     assert not door.behind.paths
@@ -239,13 +241,13 @@ def test_a_revoked_key_is_refused_from_its_next_request_on(door):
     ids=["none", "no number", "negative", "300 MB", "chunked"],
 )
 @pytest.mark.parametrize("path", [PULL, PUSH, OBJECT])
-def test_a_body_without_a_length_or_with_too_large_a_one_is_never_read(path, headers, status, door):
+def test_a_body_without_a_length_or_with_a_large_one_is_never_read(path, headers, status, door):
     signed = [header for header in door.first.headers() if header[0] != b"content-length"]
     assert door.ask(path, [*signed, *headers], b"x" * 300) == status
     assert not door.read
 
 
-def test_a_client_replies_for_itself_to_what_it_was_asked(door):
+def test_a_client_replies_for_itself_to_its_own_messages(door):
     assert door.push(door.first, reply()) == 200
     assert door.behind.bodies == [reply()]
 
@@ -261,7 +263,7 @@ def test_a_client_replies_for_itself_to_what_it_was_asked(door):
     ],
     ids=["as another", "wholly as another", "to another's", "to none", "unreadable"],
 )
-def test_a_client_cannot_reply_for_another_nor_to_what_it_was_not_asked(body, status, door):
+def test_a_client_cannot_reply_for_another_nor_to_other_messages(body, status, door):
     assert door.push(door.first, body) == status
     assert not door.behind.paths
 
@@ -274,22 +276,22 @@ def test_a_message_has_one_reply_which_may_be_sent_again(door):
 
 def test_the_parts_of_a_reply_are_limited_one_by_one_and_in_all(door):
     part = lambda size: door.ask(OBJECT, door.first.headers(length=size))  # noqa: E731
-    assert part(10) == 413, "it has been asked nothing, and has nothing to send"
+    assert part(10) == 413, "it has no message to reply to"
     assert door.push(door.first, reply()) == 200
     assert [part(size) for size in (1001, 1000, 1000, 1000, 900, 101, 100, 1)] == [
         413, 200, 200, 200, 200, 413, 200, 413,
     ]  # fmt: skip
     assert door.push(door.first, reply()) == 200
-    assert part(1) == 413, "the same reply once more gives no new allowance"
+    assert part(1) == 413, "the same reply again gives no new budget"
 
 
-def test_a_reply_to_the_next_message_has_an_allowance_of_its_own(door, monkeypatch):
+def test_a_reply_to_the_next_message_has_a_budget_of_its_own(door, monkeypatch):
     assert door.push(door.first, reply()) == 200
-    monkeypatch.setitem(ASKED, "message-to-7", None)
-    monkeypatch.setitem(ASKED, "next", 7)
+    monkeypatch.setitem(PENDING, "message-to-7", None)
+    monkeypatch.setitem(PENDING, "next", 7)
     assert door.push(door.first, reply(answers="next")) == 200
     assert door.ask(OBJECT, door.first.headers(length=1000)) == 200
-    assert [*door.gate._budgets[7].replies] == ["next"], "what is answered is forgotten"
+    assert [*door.gate._budgets[7].replies] == ["next"], "a message with a reply is forgotten"
 
 
 def test_pulling_is_not_changed_by_the_gate(door):
@@ -299,14 +301,14 @@ def test_pulling_is_not_changed_by_the_gate(door):
 
 
 @pytest.mark.parametrize("kind", ["websocket", "unknown"])
-def test_what_is_no_http_request_is_refused(kind, door):
-    answered = []
+def test_other_requests_than_http_are_refused(kind, door):
+    events = []
 
     async def send(event):
-        answered.append(event)
+        events.append(event)
 
     asyncio.run(door.gate({"type": kind, "path": PULL, "headers": []}, None, send))
-    assert answered[0]["status"] == 404
+    assert events[0]["status"] == 404
 
 
 OPERATOR = [(b"authorization", b"Bearer right"), (b"content-length", b"0")]
@@ -330,7 +332,7 @@ OPERATOR = [(b"authorization", b"Bearer right"), (b"content-length", b"0")]
         ("/docs", OPERATOR, 404),
     ],
 )
-def test_an_operator_needs_the_secret_and_finds_the_routes_of_glocals_commands(
+def test_an_operator_needs_the_secret_and_finds_only_the_routes_of_glocals_commands(
     path, headers, status
 ):
     door = Door()

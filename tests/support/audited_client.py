@@ -1,10 +1,11 @@
-"""The clients' process with a witness: what it opens, runs and starts, and for which client, a line of JSON each."""
+"""The clients' process with an audit log: each file, import and program, and for which client."""
 
 import json
 import logging
 import os
 import sys
 
+# The audited events, and the position of the argument to log.
 WATCHED = {
     "open": 0,
     "os.listdir": 0,
@@ -23,21 +24,21 @@ WATCHED = {
 }
 
 
-def witness(seen, event, arguments):
+def log_event(log, event, arguments):
     if event not in WATCHED:
         return
-    place = WATCHED[event]
-    what = "" if place is None else str(arguments[place])
+    position = WATCHED[event]
+    subject = "" if position is None else str(arguments[position])
     module = sys.modules.get("glocal.deploy.client_process")
     current = module.CURRENT_FOLDER.get() if module else None
-    line = json.dumps([str(current or ""), event, what]) + "\n"
-    os.write(seen, line.encode())
+    line = json.dumps([str(current or ""), event, subject]) + "\n"
+    os.write(log, line.encode())
 
 
 if __name__ == "__main__":
     from glocal.deploy import child_process, client_process
 
-    told = os.open(os.environ["GLOCAL_AUDIT"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.addaudithook(lambda event, arguments: witness(told, event, arguments))
+    log = os.open(os.environ["GLOCAL_AUDIT"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.addaudithook(lambda event, arguments: log_event(log, event, arguments))
     logging.getLogger().addHandler(client_process._PerClientLogs())
     child_process.run(client_process.main)

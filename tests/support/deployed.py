@@ -1,4 +1,4 @@
-"""Federations on Flower for tests: a project folder, and a grid that calls the ClientApp in this process."""
+"""Federations on Flower for tests: a project folder, and a grid that calls clients in-process."""
 
 import copy
 from pathlib import Path
@@ -8,9 +8,10 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from glocal.deploy import apps
 from glocal.deploy.flower.server_internals import public_key_bytes
 from glocal.deploy.registry import read_registry
-from glocal.deploy.scaffold import DeploymentSpec, create_deployment
+from glocal.deploy.scaffold import DeploymentSpec, copy_server_files, create_deployment
 
 MODULE = """
 import torch
@@ -22,18 +23,18 @@ def model():
     first = [nn.Linear(6, {width}), nn.BatchNorm1d({width}), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(*first, nn.Linear({width}, {out}), nn.ReLU(), nn.Linear({out}, 3))
 
-def data(device):
-    generator = torch.Generator().manual_seed(100 + device)
-    size = SIZES[device % len(SIZES)]
+def data(client):
+    generator = torch.Generator().manual_seed(100 + client)
+    size = SIZES[client % len(SIZES)]
     x = torch.randn(size, 6, generator=generator)
     return x, (x[:, 0] > 0).long() + (x[:, 1] > x[:, 2]).long()
 
-def everyone():
-    return [data(device) for device in range({clients})]
+def all_clients():
+    return [data(client) for client in range({clients})]
 """
 STUDY = """
 [data]
-source = "federation:everyone"
+source = "federation:all_clients"
 [model]
 name = "federation:model"
 [optimizer]
@@ -44,7 +45,7 @@ clients_per_round = {clients_per_round}
 batch_size = 5
 seed = 3
 {weights}
-[experiments.Case]
+[experiments.Experiment]
 algorithm = "{algorithm}"
 {hyperparameters}
 """
@@ -64,46 +65,50 @@ def project(
     weights="",
     share_metrics=True,
 ):
-    """A small deployment: real certificates and keys, a small model with a buffer on the private side."""
-    create_deployment(
-        folder,
-        DeploymentSpec(clients=clients, port=port, rounds=rounds, share_metrics=share_metrics),
+    """A small deployment: real certificates and keys, a small model with a private buffer."""
+    spec = DeploymentSpec(clients=clients, port=port, rounds=rounds, share_metrics=share_metrics)
+    create_deployment(folder, spec)
+    sizes = (23, 14, 31, 11, 19)
+    module = MODULE.format(sizes=sizes, clients=clients, width=width, out=out)
+    (folder / "federation.py").write_text(module)
+    study = STUDY.format(
+        rounds=rounds,
+        clients_per_round=clients_per_round or clients,
+        algorithm=algorithm,
+        hyperparameters=LOCAL if algorithm == "lg_fedavg" else "",
+        weights=weights,
     )
-    (folder / "federation.py").write_text(
-        MODULE.format(sizes=(23, 14, 31, 11, 19), clients=clients, width=width, out=out)
-    )
-    hyperparameters = LOCAL if algorithm == "lg_fedavg" else ""
-    words = {
-        "rounds": rounds,
-        "clients_per_round": clients_per_round or clients,
-        "algorithm": algorithm,
-        "hyperparameters": hyperparameters,
-        "weights": weights,
-    }
-    (folder / "study.toml").write_text(STUDY.format(**words))
-    copy_to_devices(folder)
+    (folder / "study.toml").write_text(study)
+    copy_to_clients(folder)
     return folder
 
 
-def copy_to_devices(folder):
-    """What is on the server, on every device too."""
-    from glocal.deploy.scaffold import copy_server_files
-
+def copy_to_clients(folder):
+    """Copy the server's files to every client."""
     for own in (folder / "clients").iterdir():
         copy_server_files(folder, own)
 
 
 def change(path, old, new):
+    """Replace text in a file that has it."""
     text = Path(path).read_text()
     assert old in text
     Path(path).write_text(text.replace(old, new))
 
 
-class HereGrid(Grid):
-    """Every device in this process; `tamper(device, message, reply)` may change or lose a reply (None)."""
+def unchanged(client, message, reply):
+    """A reply as the client sent it."""
+    return reply
 
-    def __init__(self, folder, client, tamper=lambda device, message, reply: reply):
-        self.folder, self.client, self.tamper = Path(folder), client, tamper
+
+class InProcessGrid(Grid):
+    """Calls every client in this process, without a wire.
+
+    `tamper(client, message, reply)` may change a reply, or lose it by returning None.
+    """
+
+    def __init__(self, folder, tamper=unchanged):
+        self.folder, self.tamper = Path(folder), tamper
         self.replies, self.contexts, self.online, self.sent = {}, {}, None, []
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
@@ -112,14 +117,16 @@ class HereGrid(Grid):
         return [1000 + number for number in numbers]
 
     def get_nodes(self):
-        roster = read_registry(self.folder)
-        keys = {node: public_key_bytes(roster[node - 1000].key) for node in self.get_node_ids()}
-        return [NodeInfo(node_id=node, public_key=key) for node, key in keys.items()]
+        registry, nodes = read_registry(self.folder), []
+        for node in self.get_node_ids():
+            key = public_key_bytes(registry[node - 1000].key)
+            nodes.append(NodeInfo(node_id=node, public_key=key))
+        return nodes
 
-    def context(self, device):
-        name = read_registry(self.folder)[device].name
+    def context(self, client):
+        name = read_registry(self.folder)[client].name
         config = {"folder": str(self.folder / "clients" / name)}
-        return self.contexts.setdefault(device, Context(1, 1000 + device, config, RecordDict(), {}))
+        return self.contexts.setdefault(client, Context(1, 1000 + client, config, RecordDict(), {}))
 
     def push_messages(self, messages):
         numbers = []
@@ -127,14 +134,13 @@ class HereGrid(Grid):
             number = f"m{len(self.sent)}"
             message.metadata.__dict__["_message_id"] = number
             self.sent.append(message)
-            device = message.metadata.dst_node_id - 1000
+            client = message.metadata.dst_node_id - 1000
             try:
-                reply = self.client(
-                    copy.deepcopy(message), self.context(device)
-                )  # nothing is shared across a real wire
+                # a copy, as nothing is shared across a real wire
+                reply = apps.client(copy.deepcopy(message), self.context(client))
             except Exception as error:  # as Flower does
                 reply = Message(Error(0, f"{type(error)}:<'{error}'>"), reply_to=message)
-            reply = self.tamper(device, message, reply)
+            reply = self.tamper(client, message, reply)
             if reply is not None:
                 self.replies[number] = reply
             numbers.append(number)

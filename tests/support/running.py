@@ -1,4 +1,4 @@
-"""A server and devices as real processes, kept running as `glocal deploy server` and `device` do; all are ended in any case."""
+"""A server and clients as supervised processes, as `glocal deploy` runs them; all are ended."""
 
 import os
 import signal
@@ -16,41 +16,40 @@ from glocal.deploy.supervision import supervise
 
 
 class Running:
+    """A deployment whose programs run in processes of their own."""
+
     def __init__(self, folder):
-        self.folder, self.said, self.stops, self.threads = Path(folder), [], {}, {}
+        self.folder, self.notices, self.stops, self.threads = Path(folder), [], {}, {}
 
-    def begin(self, who, program):
-        self.stops[who] = threading.Event()
-        arguments = (program, self.stops[who], self.sayer(who))
-        self.threads[who] = threading.Thread(target=supervise, args=arguments, daemon=True)
-        self.threads[who].start()
+    def begin(self, name, program):
+        self.stops[name] = threading.Event()
+        arguments = (program, self.stops[name], self.notify_as(name))
+        self.threads[name] = threading.Thread(target=supervise, args=arguments, daemon=True)
+        self.threads[name].start()
 
-    def sayer(self, who):
-        return lambda words: self.said.append(f"{time.strftime('%H:%M:%S')} {who}: {words}")
+    def notify_as(self, name):
+        return lambda text: self.notices.append(f"{time.strftime('%H:%M:%S')} {name}: {text}")
 
     def server(self):
         self.begin("server", server_program(self.folder))
         self.until(lambda: self.connected_or_none() is not None)
 
-    def device(self, *names, who=None):
-        folders = [self.folder / "devices" / name for name in names]
-        self.begin(who or names[0], client_program(folders))
+    def client(self, *names):
+        """Start a client, or several in one process."""
+        folders = [self.folder / "clients" / name for name in names]
+        self.begin(names[0] if len(names) == 1 else "gateway", client_program(folders))
 
-    def end(self, who):
-        self.stops[who].set()
-        self.threads[who].join(40)
-
-    def until(self, holds, seconds=60):
+    def until(self, condition, seconds=60):
         end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, "\n".join(self.said)
+        while not condition():
+            assert time.monotonic() < end, "\n".join(self.notices)
             time.sleep(0.05)
 
     def until_connected(self, *names, seconds=60):
         self.until(lambda: self.connected_or_none() == {*names}, seconds)
 
     def follow(self, run, **more):
-        return follow(Project.at(self.folder), run, self.sayer("run"), **more)
+        return follow(Project.from_folder(self.folder), run, self.notify_as("run"), **more)
 
     def rows(self, run):
         return read_rows(self.folder / "runs" / run / "rows.jsonl")
@@ -63,47 +62,49 @@ class Running:
 
     def connected_or_none(self):
         try:
-            with connect_server(self.folder) as link:
-                return connected_clients(self.folder, link)
+            with connect_server(self.folder) as control:
+                return connected_clients(self.folder, control)
         except InputError:
             return None
 
 
 def pids(folder, module=""):
     """The processes of ours that work on a folder, or on one below it."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    numbers = []
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            words = (place / "cmdline").read_bytes().decode().split("\0")
-            ours = [word for word in words if word.startswith("glocal.deploy.") and module in word]
-            if ours and any(Path(word).is_relative_to(folder) for word in words if "/" in word):
-                found.append(int(place.name))
-    return sorted(found)
+            arguments = _arguments(process.name)
+            modules = [name for name in arguments if name.startswith("glocal.deploy.")]
+            is_ours = any(module in name for name in modules)
+            paths = [Path(argument) for argument in arguments if "/" in argument]
+            if is_ours and any(path.is_relative_to(folder) for path in paths):
+                numbers.append(int(process.name))
+    return sorted(numbers)
 
 
 def kill(folder, module):
     """kill -9 of the process that works on a folder."""
-    [pid] = [pid for pid in pids(folder, module) if str(folder) in _words(pid)]
+    [pid] = [pid for pid in pids(folder, module) if str(folder) in _arguments(pid)]
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
-def _words(pid):
+def _arguments(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
 
 
 @contextmanager
 def running(folder):
-    these = Running(folder)
+    deployment = Running(folder)
     try:
-        yield these
+        yield deployment
     finally:
-        for stop in these.stops.values():
+        for stop in deployment.stops.values():
             stop.set()
-        for thread in these.threads.values():
+        for thread in deployment.threads.values():
             thread.join(40)
-        left = pids(folder)
-        for pid in left:
+        remaining = pids(folder)
+        for pid in remaining:
             os.kill(pid, signal.SIGKILL)
-        print("\n".join(these.said))
-        assert not left, "a process outlived what started it"
+        print("\n".join(deployment.notices))
+        assert not remaining, "a process outlived its supervisor"

@@ -1,4 +1,4 @@
-"""A plain Flower installation: its own SuperLink and SuperNodes as others run them, over TLS with registered keys."""
+"""A plain Flower installation: its own SuperLink and SuperNodes, over TLS with registered keys."""
 
 import os
 import signal
@@ -28,9 +28,9 @@ from glocal.deploy.supervision import child_environment
 
 
 def start_request(files, settings):
-    """What starts an app with these files."""
+    """What starts an app with installation files."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a library that Flower uses
+        warnings.simplefilter("ignore", DeprecationWarning)  # from a dependency of Flower
         content, _ = build_fab_from_files({name: text.encode() for name, text in files.items()})
     fab = fab_to_proto(Fab("", content, {}))
     return StartRunRequest(fab=fab, override_config=user_config_to_proto(settings))
@@ -53,7 +53,7 @@ class Stock:
         self.control = ControlHttpClient.from_server_address(
             address, False, self.authority.read_bytes(), []
         )
-        self.until(self.answers)
+        self.until(self.is_up)
         for entry in read_registry(self.folder).values():
             key = public_key_bytes(entry.key)
             self.control.RegisterNode(RegisterNodeRequest(public_key=key, name=entry.name))
@@ -61,63 +61,62 @@ class Stock:
     def start(self, name, *options):
         home = self.folder / f".stock-{len(self.processes)}"
         home.mkdir()
-        words = (home / "log").open("wb")
+        log = (home / "log").open("wb")
         program = Path(sys.executable).parent / name
         path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
         process = subprocess.Popen(
             [str(program), *map(str, options)],
             env={**child_environment(home), "PATH": path},
             stdin=subprocess.DEVNULL,
-            stdout=words,
-            stderr=words,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
             cwd=home,
         )
-        words.close()
+        log.close()
         self.processes.append((process, home))
 
-    def answers(self):
+    def is_up(self):
         with suppress(httpx.HTTPError):
             self.control.ListNodes(ListNodesRequest())
             return True
         return False
 
     def node(self, name):
-        own = self.folder / "devices" / name
+        own = self.folder / "clients" / name
         self.start(
             *("flower-supernode", "--root-certificates", self.authority),
             *("--superlink", f"127.0.0.1:{self.port}"),
-            *("--auth-supernode-private-key", own / "device.key"),
+            *("--auth-supernode-private-key", own / "client.key"),
             *("--host", "127.0.0.1", "--port", free_port()),
             *("--node-config", f'folder="{own}"'),
         )
 
-    def until(self, holds, seconds=120):
+    def until(self, condition, seconds=120):
         end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, self.words()
+        while not condition():
+            assert time.monotonic() < end, self.logs()
             time.sleep(0.2)
 
     def until_online(self, number):
-        online = lambda: [  # noqa: E731
-            node for node in self.control.ListNodes(ListNodesRequest()).nodes_info
-            if node.status == "online"
-        ]  # fmt: skip
-        self.until(lambda: len(online()) == number)
+        self.until(lambda: self._num_online() == number)
+
+    def _num_online(self):
+        nodes = self.control.ListNodes(ListNodesRequest()).nodes_info
+        return sum(node.status == "online" for node in nodes)
 
     def run(self, request):
-        """Start an app, wait for its end, and give Flower's word for it."""
+        """Start an app, wait for its end, and return Flower's status of it."""
         number = self.control.StartRun(request).run_id
-        status = lambda: (
-            self.control.ListRuns(ListRunsRequest(run_id=number)).run_dict[number].status
-        )
-        self.until(lambda: status().status == "finished", 240)
-        return status()
+        self.until(lambda: self._status(number).status == "finished", 240)
+        return self._status(number)
 
-    def words(self):
-        return "\n".join(
-            (home / "log").read_text(errors="replace")[-3000:] for _, home in self.processes
-        )
+    def _status(self, number):
+        return self.control.ListRuns(ListRunsRequest(run_id=number)).run_dict[number].status
+
+    def logs(self):
+        texts = [(home / "log").read_text(errors="replace") for _, home in self.processes]
+        return "\n".join(text[-3000:] for text in texts)
 
     def close(self):
         self.control.close()
@@ -131,16 +130,16 @@ class Stock:
 def _end_all(home):
     """Some of Flower's programs leave the group that they were started in."""
     mark = f"FLWR_HOME={home}".encode()
-    for place in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark in (place / "environ").read_bytes().split(b"\0"):
-                os.kill(int(place.name), signal.SIGKILL)
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 @contextmanager
 def stock(folder):
-    these = Stock(folder)
+    installation = Stock(folder)
     try:
-        yield these
+        yield installation
     finally:
-        these.close()
+        installation.close()

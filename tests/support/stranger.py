@@ -1,12 +1,12 @@
-"""Somebody without a key or any right on this machine (uid 65534): what a server's port and files give away.
+"""Attacks on a server's port and files by a user without a key or any right here (uid 65534).
 
-python -m tests.support.stranger < what-to-try.json > what-came-of-it.json
+python -m tests.support.stranger < attempts.json > results.json
 
-It starts as root, for the interpreter may lie where a stranger cannot read, and gives up every right
-before it tries anything. Requests are made with the standard library alone.
+It starts as root, as the interpreter may be in a folder that a stranger cannot read, and gives up
+every right before the first attempt. Requests are made with the standard library alone.
 """
 
-import encodings.idna  # noqa: F401 (sockets ask for it when nothing can be imported any more)
+import encodings.idna  # noqa: F401 (sockets need it when nothing can be imported any more)
 import http.client
 import json
 import os
@@ -23,82 +23,81 @@ def become_nobody():
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
-    rights = dict(
-        line.split(":\t", 1)
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if ":\t" in line
-    )
+    lines = Path("/proc/self/status").read_text().splitlines()
+    rights = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     assert {*rights["Uid"].split()} == {str(NOBODY)}
     assert int(rights["CapEff"], 16) == int(rights["CapPrm"], 16) == 0
 
 
 def connection(port):
-    """A line to the server, whoever it may be."""
+    """A connection to any server at this port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
 
 
 def post(port, path, body=b"", headers=None, method="POST"):
-    """The status of the answer, 0 if the line was cut."""
-    line = connection(port)
+    """The status of the response, 0 if the connection was cut."""
+    web = connection(port)
     kind = {"content-type": "application/protobuf", "accept": "application/protobuf"}
     try:
-        line.request(method, path, body, {**kind, **(headers or {})})
-        return line.getresponse().status
+        web.request(method, path, body, {**kind, **(headers or {})})
+        return web.getresponse().status
     except (OSError, http.client.HTTPException):
         return 0
     finally:
-        line.close()
+        web.close()
 
 
 def flood(port, path, size, headers=None):
-    """The status of the answer to a body of so many bytes, sent for as long as it is taken."""
-    line = connection(port)
+    """The status of the response to a body of `size` bytes, sent until the server stops it."""
+    web = connection(port)
     try:
-        line.putrequest("POST", path)
-        given = {"content-type": "application/protobuf", "content-length": str(size)}
-        for name, value in {**given, **(headers or {})}.items():
-            line.putheader(name, value)
-        line.endheaders()
+        web.putrequest("POST", path)
+        own = {"content-type": "application/protobuf", "content-length": str(size)}
+        for name, value in {**own, **(headers or {})}.items():
+            web.putheader(name, value)
+        web.endheaders()
         for _ in range(size // len(CHUNK)):
-            line.send(CHUNK)
-        return line.getresponse().status
+            web.send(CHUNK)
+        return web.getresponse().status
     except (OSError, http.client.HTTPException):
         return 0
     finally:
-        line.close()
+        web.close()
 
 
 def readable(paths):
-    """Which files, and doors that are files, are open to a stranger."""
-    found = []
+    """The files and socket files that a stranger can open."""
+    opened = []
     for path in paths:
         try:
             if path.endswith(".sock"):
-                with socket.socket(socket.AF_UNIX) as door:
-                    door.connect(path)
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.connect(path)
             else:
                 Path(path).read_bytes()
-            found.append(path)
+            opened.append(path)
         except OSError:
             continue
-    return found
+    return opened
 
 
 def main():
-    wanted = json.load(sys.stdin)
-    port = wanted["port"]
+    attempts = json.load(sys.stdin)
+    port = attempts["port"]
     become_nobody()
-    body = bytes.fromhex(wanted.get("start", ""))
-    told = {
+    body = bytes.fromhex(attempts.get("start", ""))
+    results = {
         "uid": os.getuid(),
-        "statuses": {path: post(port, path, method=how) for how, path in wanted.get("paths", [])},
+        "statuses": {
+            path: post(port, path, method=name) for name, path in attempts.get("paths", [])
+        },
         "started": post(port, "/v1/control/start-run", body) if body else None,
-        "floods": [flood(port, path, wanted["size"]) for path in wanted.get("floods", [])],
-        "readable": readable(wanted.get("files", [])),
+        "floods": [flood(port, path, attempts["size"]) for path in attempts.get("floods", [])],
+        "readable": readable(attempts.get("files", [])),
     }
-    json.dump(told, sys.stdout)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A proxy on loopback that ends TLS with the federation's own certificate, keeps all that passes, and can cut the line."""
+"""A proxy on loopback that ends TLS, records all bytes, and can cut the connections."""
 
 import select
 import socket
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class Wiretap:
-    """Between devices and a server: what devices sent (`up`) and were sent (`down`), in the clear."""
+    """Between clients and server: the bytes from (`up`) and to the clients (`down`), decrypted."""
 
     def __init__(self, target, certificates):
         self.target, self.up, self.down, self.cut = target, bytearray(), bytearray(), False
@@ -16,14 +16,14 @@ class Wiretap:
         self.inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.inside.load_cert_chain(certificates / "server.crt", certificates / "server.key")
         self.outside = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.port = self.door.getsockname()[1]
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
         while True:
             try:
-                plain, _ = self.door.accept()
+                plain, _ = self.socket.accept()
             except OSError:
                 return
             if self.cut:
@@ -51,13 +51,13 @@ class Wiretap:
         near.close()
         far.close()
 
-    def _relay(self, ways):
-        """Both ways in one thread: a TLS connection must not be read and written at the same time."""
+    def _relay(self, directions):
+        """Both directions in one thread: a TLS connection must not be read and written at once."""
         while not self.cut:
-            ready = [end for end in ways if end.pending()] or select.select([*ways], [], [], 1.0)[0]
-            for end in ready:
-                sink, kept = ways[end]
-                end.settimeout(0.05)  # what is there may be no data, but a word of TLS's own
+            ready = [end for end in directions if end.pending()]
+            for end in ready or select.select([*directions], [], [], 1.0)[0]:
+                sink, record = directions[end]
+                end.settimeout(0.05)  # it may be a message of TLS itself, without data
                 try:
                     data = end.recv(65536)
                 except TimeoutError:
@@ -65,7 +65,7 @@ class Wiretap:
                 if not data:
                     return
                 with self.lock:
-                    kept += data
+                    record += data
                 sink.settimeout(60)
                 sink.sendall(data)
 
@@ -77,7 +77,7 @@ class Wiretap:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self):
-        self.door.close()
+        self.socket.close()
         self.cut_off()
         for thread in self.threads:
             thread.join(5)

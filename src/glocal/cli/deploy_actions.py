@@ -61,9 +61,7 @@ def init(folder: Path, spec: DeploymentSpec) -> None:
     print("  federation.py, study.toml   your model, your data and the study: edit them;")
     print("                              `glocal run study.toml` simulates it")
     print("  deploy.toml                 the server's address, time limits, privacy")
-    print(
-        f"  {CERTIFICATES}/               the server's certificate; ca.key signs new ones, keep it safe"
-    )
+    print(f"  {CERTIFICATES}/               keep ca.key safe: it signs server certificates")
     print(f"  {CLIENTS_FOLDER}/NAME/               a folder for each client, with its secret key")
     own, server = quote(str(folder)), project.deployment.server
     if server.bind == "0.0.0.0":

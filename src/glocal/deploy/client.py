@@ -184,7 +184,7 @@ class RunClient:
 
     @journal_failures
     def evaluate(self, shared: Params, instructions: Instructions) -> ClientResult:
-        """Evaluate its own model; save the valid private state and the shared part for `predict`."""
+        """Evaluate its own model; save the valid private state and the shared part."""
         shared, file = self._check_shared(shared), self.private(instructions.run)
         private, odd = file.starting_state(instructions)
         last = instructions.last_included

@@ -28,7 +28,6 @@ from glocal.core.trees import Params
 from glocal.deploy.flower.protocol import Instructions, Reply
 from glocal.deploy.project import Project, TrainingSetup
 from glocal.deploy.registry import RegistryEntry, active_entries, read_registry
-from glocal.deploy.version import require_current_header
 from glocal.evaluate import summarize
 from glocal.evaluate.privacy import epsilon
 from glocal.wire import Ledger, Upload, UploadError
@@ -566,7 +565,6 @@ def read_server_state(path: Path, setup: TrainingSetup) -> ServerState | None:
     if not path.exists():
         return None
     tensors, header = read_tensors(path)
-    require_current_header("checkpoint", path, header)
     if header.get("fingerprint") != setup.fingerprint:
         raise InputError(
             f"resume: {path} was made with other settings or another model than the current ones; "
@@ -598,9 +596,7 @@ def rounds_done(folder: Path, run: str) -> int | None:
     path = folder / RUNS / run / CHECKPOINT
     if not path.exists():
         return None
-    header = read_metadata(path)
-    require_current_header("checkpoint", path, header)
-    done = header.get("rounds_done")
+    done = read_metadata(path).get("rounds_done")
     if not isinstance(done, int):
         raise InputError(
             f"resume: {path} was not written by glocal; restore it, or give another --run"
