@@ -1,4 +1,4 @@
-"""The command line: what it prints, and one clear line with exit code 2 for what a user can put right."""
+"""The command line: what it prints, and one line with exit code 2 for a user's error."""
 
 import errno
 import os
@@ -38,9 +38,9 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def complaint(capsys):
-    """What was printed to standard error: it must be one line."""
+    """The one line that was printed to standard error."""
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    # a bar, or what the engine is, is no complaint
+    # progress bars and the engine's line are no errors
     lines = [
         line
         for line in lines
@@ -91,17 +91,21 @@ def test_a_model_and_data_of_ones_own_run_from_a_toml_file(capsys):
         "from torch import nn\n"
         "def data():\n"
         "    g = torch.Generator().manual_seed(0)\n"
-        "    return [(torch.randn(30, 5, generator=g), torch.randint(2, (30,), generator=g)) for _ in range(4)]\n"
+        "    return [\n"
+        "        (torch.randn(30, 5, generator=g), torch.randint(2, (30,), generator=g))\n"
+        "        for _ in range(4)\n"
+        "    ]\n"
         "def model():\n"
         "    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))\n"
     )
     Path("mine.toml").write_text(
-        '[data]\nsource = "mine:data"\n[model]\nname = "mine:model"\n[split]\nlocal = ["0", "1"]\n[plan]\nrounds = 2\nclients_per_round = 2\n'
+        '[data]\nsource = "mine:data"\n[model]\nname = "mine:model"\n'
+        '[split]\nlocal = ["0", "1"]\n[plan]\nrounds = 2\nclients_per_round = 2\n'
         '[experiments.LG]\nalgorithm = "lg_fedavg"\n'
     )
     assert run("run", "mine.toml", "--out", "kept") == 0
     assert "LG" in capsys.readouterr().out
-    # of another length too: Python looks at that and at the second to tell whether it has compiled a file
+    # of another length: Python compares it, and the second, to decide whether to compile again
     wider = (
         Path("mine.py")
         .read_text()
@@ -113,8 +117,8 @@ def test_a_model_and_data_of_ones_own_run_from_a_toml_file(capsys):
     del sys.modules["mine"]
     assert run("resume", "kept", "--set", "plan.rounds=4") == 2
     assert (
-        "was made with another model (shared '3.weight' (2, 4)) than the one given (shared '3.weight' (2, 12))"
-        in complaint(capsys)
+        "was made with another model (shared '3.weight' (2, 4)) "
+        "than the one given (shared '3.weight' (2, 12))" in complaint(capsys)
     )
 
 
@@ -238,7 +242,8 @@ def test_a_model_that_cannot_be_batched_says_so_in_one_line(capsys):
         "        return self.layer(x.flatten(1)) * (1 if x.sum().item() > 0 else 2)\n"
     )
     Path("branchy.toml").write_text(
-        '[model]\nname = "branchy:Branchy"\n[plan]\nrounds = 2\n[run]\nvalidate_every = 9\n[experiments.a]\nalgorithm = "fedavg"\n'
+        '[model]\nname = "branchy:Branchy"\n[plan]\nrounds = 2\n'
+        '[run]\nvalidate_every = 9\n[experiments.a]\nalgorithm = "fedavg"\n'
     )
     assert run("run", "branchy.toml", "--out", "kept") == 0
     lines = [
@@ -279,12 +284,12 @@ def test_a_gpu_that_is_not_there_is_one_line(capsys):
     assert "device 'cuda' cannot be used here" in complaint(capsys)
 
 
-def test_a_mistake_is_told_without_an_empty_line(capfd):
+def test_an_error_is_printed_without_an_empty_line(capfd):
     assert run("data", "draw", "nothing.csv") == 2
     assert capfd.readouterr().err.startswith("glocal: data: nothing.csv could not be read")
 
 
-def test_a_stop_before_anything_is_kept_promises_nothing_to_go_on_with(capsys, monkeypatch):
+def test_a_stop_before_anything_is_saved_does_not_offer_to_resume(capsys, monkeypatch):
     monkeypatch.setattr(
         "glocal.datasets.load_any", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
     )

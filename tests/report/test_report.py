@@ -40,14 +40,14 @@ def ledger(rounds: int) -> dict[str, dict[str, int]]:
 def result(seed: int, quality: float, rounds: int) -> dict[str, Any]:
     clients = [
         {
-            "client": device,
-            "train": 30 + device,
+            "client": client,
+            "train": 30 + client,
             "val": 3,
             "test": 9,
-            "times_sampled": device,
-            "local_test": quality - device / 50,
+            "times_sampled": client,
+            "local_test": quality - client / 50,
         }
-        for device in range(CLIENTS)
+        for client in range(CLIENTS)
     ]
     spread = {"mean": quality, "worst_tenth": quality - 0.1, "pooled": quality}
     ways = {"logits": quality - 0.2, "votes": quality - 0.3, "weights": quality - 0.4}
@@ -89,7 +89,7 @@ def write(path: Path, data: object) -> None:
 
 
 def fake_run(folder: Path, *names: str, seeds: int = 2, rounds: int = 6) -> Path:
-    """A finished run of these cases, LG-FedAvg all of them, each a little better than the one before."""
+    """A finished run of LG-FedAvg experiments, each a little better than the one before."""
     experiments = {name: {"algorithm": "lg_fedavg"} for name in names}
     plan = {"rounds": rounds, "clients_per_round": 2, "seeds": seeds}
     write(
@@ -247,12 +247,12 @@ def test_one_round_is_enough(tmp_path: Path) -> None:
 
 def test_without_test_data_the_table_has_dashes(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg")
-    device = {"client": 0, "train": 30, "val": 0, "test": 0, "times_sampled": 1, "local_test": None}
+    client = {"client": 0, "train": 30, "val": 0, "test": 0, "times_sampled": 1, "local_test": None}
     nothing = {"mean": None, "worst_tenth": None, "pooled": None}
-    change_results(folder, "FedAvg", local_test=nothing, new_test=None, clients=[device])
+    change_results(folder, "FedAvg", local_test=nothing, new_test=None, clients=[client])
     page = page_of(folder)
     assert page.count("<td>–</td>") == 6
-    assert "Local Test over devices" not in page
+    assert "Local Test over clients" not in page
     assert "Bytes by purpose" in page
 
 
@@ -277,7 +277,7 @@ def test_an_unfinished_run_says_what_is_open(tmp_path: Path) -> None:
     assert page.count("<details>") == 2
 
 
-def test_a_case_that_went_on_after_its_test_is_unfinished(tmp_path: Path) -> None:
+def test_an_experiment_resumed_after_its_test_is_unfinished(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg")
     change_results(folder, "FedAvg", rounds=3)
     assert "FedAvg (round 6 of 6)" in page_of(folder)
@@ -289,7 +289,7 @@ def test_a_run_that_has_only_begun_can_be_reported(tmp_path: Path) -> None:
     assert "Nothing has been measured yet" in page_of(folder)
 
 
-def test_a_case_that_sends_nothing_is_a_level_line(tmp_path: Path) -> None:
+def test_an_experiment_that_sends_nothing_is_a_level_line(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, "FedAvg", "alone")
     path = experiment_folder(folder, "alone") / "rows.jsonl"
     silent = [
@@ -299,8 +299,10 @@ def test_a_case_that_sends_nothing_is_a_level_line(tmp_path: Path) -> None:
     assert "sends nothing while it trains is a level line" in page_of(folder)
 
 
-def test_many_rounds_and_cases_stay_one_small_page(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path, *(f"case {number}" for number in range(12)), seeds=1, rounds=500)
+def test_many_rounds_and_experiments_stay_one_small_page(tmp_path: Path) -> None:
+    folder = fake_run(
+        tmp_path, *(f"experiment {number}" for number in range(12)), seeds=1, rounds=500
+    )
     assert write_report(folder).stat().st_size < 2_000_000
 
 
@@ -395,7 +397,7 @@ def test_a_phone_shows_the_page_without_scrolling_sideways_in_light_and_dark(
     tmp_path: Path,
 ) -> None:
     page = write_report(
-        fake_run(tmp_path / "run", "FedAvg", "a case with a long name that says all" * 3, "x" * 120)
+        fake_run(tmp_path / "run", "FedAvg", "an experiment with a long name" * 3, "x" * 120)
     )
     dark, light = (seen_on_a_phone(page, tmp_path, scheme) for scheme in (0, 1))
     for seen in (dark, light):

@@ -1,4 +1,4 @@
-"""The audit of a saved run: figures that can be checked by hand, every algorithm, and every refusal in one line."""
+"""The audit of a saved run: hand-computed metrics, every algorithm, and one-line refusals."""
 
 import hashlib
 import json
@@ -38,14 +38,17 @@ from tests.support import world
 # groups
 
 
-def judged(y, guess, group):
+def predictions(y, guess, group):
     return GroupPredictions(*(np.array(column, dtype=np.int64) for column in (y, guess, group)))
 
 
 def test_group_metrics_are_those_computed_by_hand():
-    """Group 0: one of two positives found, one of two negatives taken. Group 1: both of two found, none of one taken."""
+    """Group 0: one of two positives and one of two negatives selected.
+
+    Group 1: both positives and no negative selected.
+    """
     found = fairness_metrics(
-        judged([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1])
+        predictions([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1])
     )
     one, other = found.groups
     assert one == (0, 4, 0.5, 0.5, 0.5, 0.5)
@@ -56,7 +59,7 @@ def test_group_metrics_are_those_computed_by_hand():
 
 @given(st.lists(st.tuples(*[st.integers(0, 1)] * 3), min_size=1, max_size=30))
 @settings(max_examples=15)
-def test_every_rate_is_a_share_of_counted_people(people):
+def test_every_rate_is_a_fraction_of_counted_people(people):
     y, guess, group = (np.array(column) for column in zip(*people, strict=True))
     found = fairness_metrics(GroupPredictions(y, guess, group))
 
@@ -82,19 +85,19 @@ def test_predictions_that_ignore_everything_treat_groups_alike(always):
 
 
 def test_what_is_not_defined_is_left_open():
-    alone = fairness_metrics(judged([0, 1], [0, 1], [1, 1]))
+    alone = fairness_metrics(predictions([0, 1], [0, 1], [1, 1]))
     assert [rates.group for rates in alone.groups] == [1]
     assert (alone.demographic_parity_difference, alone.equalized_odds_difference) == (None, None)
-    one_class = fairness_metrics(judged([0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]))
+    one_class = fairness_metrics(predictions([0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]))
     assert one_class.groups[1].false_positive_rate is None, (
         "nobody there is of class 0, which is not a rate of 0"
     )
     assert one_class.demographic_parity_difference == 0
     assert one_class.equalized_odds_difference is None
-    three = fairness_metrics(judged([0, 1, 2, 2], [0, 1, 2, 0], [0, 0, 1, 1]), classes=3)
+    three = fairness_metrics(predictions([0, 1, 2, 2], [0, 1, 2, 0], [0, 0, 1, 1]), classes=3)
     assert [rates.accuracy for rates in three.groups] == [1.0, 0.5]
     assert (three.groups[0].selection_rate, three.demographic_parity_difference) == (None, None)
-    assert fairness_metrics(judged([], [], [])).groups == []
+    assert fairness_metrics(predictions([], [], [])).groups == []
 
 
 # attackers
@@ -102,7 +105,7 @@ def test_what_is_not_defined_is_left_open():
 
 @pytest.mark.parametrize("rare", [1, 2])
 @pytest.mark.parametrize("rows", [3, 10, 11, 40])
-def test_attackers_learn_from_a_handful_too(rows, rare):
+def test_attackers_train_on_a_few_rows_too(rows, rare):
     attribute = (np.arange(rows) < rare).astype(np.int64)
     assert (
         len(train_attackers(AttackData(np.random.default_rng(0).normal(size=(rows, 2)), attribute)))
@@ -115,14 +118,14 @@ def test_the_interval_of_a_mean_is_narrower_than_those_of_its_parts():
     parts = [AttackResult(0.7, generator.normal(0.7, 0.05, size=200), 0.1) for _ in range(9)]
     one, all_ = average_leakage("it", parts[:1]), average_leakage("it", parts)
     assert all_.auc == pytest.approx(0.7)
-    assert 2 < (one.high - one.low) / (all_.high - all_.low) < 4.5, "a third, for nine devices"
+    assert 2 < (one.high - one.low) / (all_.high - all_.low) < 4.5, "a third, for nine clients"
     people = AttackData(generator.normal(size=(60, 2)), generator.integers(2, size=60))
     [alone] = [each for each in estimate_leakage(people, people) if each.attacker == "MLP"]
     assert average_leakage("MLP", [run_attacks(train_attackers(people), people)["MLP"]]) == alone
 
 
-def test_a_guesser_is_beyond_chance_once_in_twenty_audits_and_a_reader_always():
-    """Nine attackers in an audit, each judged on three devices of forty people."""
+def test_random_attackers_are_beyond_chance_in_one_of_twenty_audits_and_good_ones_always():
+    """Nine attackers in an audit, each tested on three clients of forty people."""
     generator, labels = np.random.default_rng(0), np.arange(40) % 2
     [even] = run_attacks(
         {"it": lambda h: h[:, 0]}, AttackData(generator.normal(size=(40, 1)), labels)
@@ -141,23 +144,23 @@ def test_a_guesser_is_beyond_chance_once_in_twenty_audits_and_a_reader_always():
 
 
 def people(classes=2, clients=3):
-    """A label in the first input, the first attribute in the second; the second attribute is nowhere."""
+    """The label depends on the first input, attribute 0 on the second, attribute 1 on none."""
     generator = torch.Generator().manual_seed(0)
-    made = []
+    data = []
     for _ in range(clients):
         x, group = (
             torch.randn(120, 5, generator=generator),
             torch.randint(2, (120, 2), generator=generator),
         )
         x[:, 1] += 3 * group[:, 0]
-        made.append(
+        data.append(
             (
                 x,
                 torch.bucketize(x[:, 0].contiguous(), torch.linspace(-0.5, 0.5, classes + 1)[1:-1]),
                 group,
             )
         )
-    return made
+    return data
 
 
 def of_three_classes():
@@ -173,7 +176,10 @@ def all_alike():
 
 
 def uneven():
-    """The first device has one group only, the second one class only, the last two people and no test; there is one attribute."""
+    """Clients without one group, without one class, without either, and without test data.
+
+    There is one attribute.
+    """
     (x, y, group), (x1, y1, group1), third = ((x, y, group[:, 0]) for x, y, group in people())
     return [
         (x, y, torch.ones_like(group)),
@@ -233,7 +239,7 @@ CASES = {
 }
 
 
-def made(folder, *changes, experiments=("LG",), **more):
+def run_small(folder, *changes, experiments=("LG",), **more):
     table = {
         **tomllib.loads(STUDY),
         "experiments": {name: CASES[name] for name in experiments},
@@ -245,15 +251,15 @@ def made(folder, *changes, experiments=("LG",), **more):
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def run_folder(tmp_path_factory):
     """A run of every algorithm."""
-    return made(tmp_path_factory.mktemp("kept") / "run", experiments=CASES)
+    return run_small(tmp_path_factory.mktemp("run_folder") / "run", experiments=CASES)
 
 
 @pytest.fixture
-def saved(kept, tmp_path):
+def saved(run_folder, tmp_path):
     """A copy of it."""
-    return shutil.copytree(kept, tmp_path / "run")
+    return shutil.copytree(run_folder, tmp_path / "run")
 
 
 def found_in(folder):
@@ -274,8 +280,8 @@ def aucs(found, knowledge):
 
 
 @pytest.mark.parametrize("experiment", CASES)
-def test_every_algorithm_can_be_audited(kept, experiment):
-    audit = SavedAudit(open_experiment(kept, experiment), AuditQuery("0", encoders=1))
+def test_every_algorithm_can_be_audited(run_folder, experiment):
+    audit = SavedAudit(open_experiment(run_folder, experiment), AuditQuery("0", encoders=1))
     found = audit.figures()
     assert (audit.name, audit.settings.layer, audit.layer_reason) == (
         "attribute 0",
@@ -291,7 +297,7 @@ def test_every_algorithm_can_be_audited(kept, experiment):
     assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in found["leaks"])
     [result] = json.loads(
         (
-            kept
+            run_folder
             / "experiments"
             / audit.saved.experiment.lower().replace(" + ", "-")
             / "result.json"
@@ -313,8 +319,8 @@ def test_every_algorithm_can_be_audited(kept, experiment):
 
 
 @pytest.mark.parametrize(("model", "reads"), [("open_model", True), ("closed_model", False)])
-def test_an_open_code_is_read_and_a_constant_one_says_nothing(tmp_path, model, reads):
-    made(
+def test_an_identity_representation_leaks_and_a_constant_one_does_not(tmp_path, model, reads):
+    run_small(
         tmp_path, "plan.rounds=1", f"model.name=tests.studies.test_audit:{model}", "split.local=[]"
     )
     found = SavedAudit(open_experiment(tmp_path), AuditQuery("attribute 0", encoders=1)).figures()
@@ -335,7 +341,7 @@ def test_an_open_code_is_read_and_a_constant_one_says_nothing(tmp_path, model, r
 
 
 def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
-    made(tmp_path, audit={"layer": "encoder", "encoders": 2})
+    run_small(tmp_path, audit={"layer": "encoder", "encoders": 2})
     [result] = json.loads((tmp_path / "experiments" / "lg" / "result.json").read_text())
     audit = SavedAudit(open_experiment(tmp_path), AuditQuery("1", encoders=2))
     found, study = audit.figures(), result["audit"]["attributes"][1]
@@ -344,8 +350,8 @@ def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
     assert np.mean([row["leak"] for row in found["clients"]]) == pytest.approx(study["own"])
 
 
-def test_a_device_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
-    made(tmp_path, "data.source=tests.studies.test_audit:uneven")
+def test_a_client_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
+    run_small(tmp_path, "data.source=tests.studies.test_audit:uneven")
     assert run("audit", tmp_path, "--attribute", "0", "--encoders", "1") == 0
     found = found_in(tmp_path / "audits" / "attribute-0-lg")
     alone, one_class, plain, tiny = found["clients"]
@@ -366,7 +372,7 @@ def test_a_device_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
 
 
 def test_with_more_classes_there_is_accuracy_by_group_only(tmp_path, capsys):
-    made(tmp_path, "data.source=tests.studies.test_audit:of_three_classes")
+    run_small(tmp_path, "data.source=tests.studies.test_audit:of_three_classes")
     assert run("audit", tmp_path, "--attribute", "0", "--encoders", "1") == 0
     printed = capsys.readouterr().out
     found = found_in(tmp_path / "audits" / "attribute-0-lg")
@@ -381,7 +387,7 @@ def test_with_more_classes_there_is_accuracy_by_group_only(tmp_path, capsys):
 # the command
 
 
-def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys):
+def test_the_command_prints_and_saves_and_does_not_change_the_run(saved, capsys):
     before = checksums(saved)
     assert (
         run("audit", saved, "--attribute", "attribute 0", "--experiment", "LG", "--encoders", "2")
@@ -415,10 +421,11 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
         0,
     )
     best = max(found["leaks"], key=lambda row: row["auc"])
+    parity = 100 * found["demographic_parity_difference"]
     for words in (
         f"AUC of {100 * best['auc']:.1f} [{100 * best['low']:.1f}, {100 * best['high']:.1f}]",
-        "can be told better than by guessing",
-        f"Demographic parity difference: {100 * found['demographic_parity_difference']:.1f} points.",
+        "can be predicted better than by guessing",
+        f"Demographic parity difference: {parity:.1f} points.",
         f"Equalised odds difference: {100 * found['equalized_odds_difference']:.1f} points.",
         "with attribute 0 = 1",
         "The mean over 2 encoders",
@@ -441,11 +448,11 @@ def test_the_command_prints_and_keeps_and_leaves_the_run_as_it_was(saved, capsys
     assert checksums(saved) == before
 
 
-def test_what_is_nowhere_is_not_told(kept, tmp_path):
+def test_an_attribute_that_is_not_in_the_data_does_not_leak(run_folder, tmp_path):
     assert (
         run(
             "audit",
-            kept,
+            run_folder,
             "--attribute",
             "1",
             "--experiment",
@@ -453,21 +460,21 @@ def test_what_is_nowhere_is_not_told(kept, tmp_path):
             "--encoders",
             "1",
             "--out",
-            tmp_path / "kept",
+            tmp_path / "run_folder",
         )
         == 0
     )
-    assert max(row["low"] for row in found_in(tmp_path / "kept")["leaks"]) > 0.5, (
+    assert max(row["low"] for row in found_in(tmp_path / "run_folder")["leaks"]) > 0.5, (
         "the best of nine looks good by chance"
     )
     assert (
-        "attribute 1 cannot be told better than by guessing"
-        in (tmp_path / "kept" / "report.html").read_text()
+        "attribute 1 cannot be predicted better than by guessing"
+        in (tmp_path / "run_folder" / "report.html").read_text()
     )
 
 
 def test_each_seed_has_a_folder(tmp_path):
-    made(tmp_path, "plan.seeds=2", "plan.rounds=1")
+    run_small(tmp_path, "plan.seeds=2", "plan.rounds=1")
     assert run("audit", tmp_path, "--attribute", "0", "--seed", "1", "--encoders", "1") == 0
     assert [path.name for path in (tmp_path / "audits").iterdir()] == ["attribute-0-lg-seed-1"]
     assert found_in(tmp_path / "audits" / "attribute-0-lg-seed-1")["seed"] == 1
@@ -491,10 +498,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("options", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_one_line_and_nothing_is_written(kept, capsys, options, words):
-    assert run("audit", kept, *options) == 2
+def test_mistakes_are_one_line_and_nothing_is_written(run_folder, capsys, options, words):
+    assert run("audit", run_folder, *options) == 2
     assert words in complaint(capsys)
-    assert not (kept / "audits").exists()
+    assert not (run_folder / "audits").exists()
 
 
 WRONG_DATA = {
@@ -515,30 +522,30 @@ WRONG_DATA = {
 
 @pytest.mark.parametrize(("source", "words"), WRONG_DATA.values(), ids=WRONG_DATA)
 def test_data_that_cannot_be_audited_are_refused(tmp_path, capsys, source, words):
-    made(tmp_path / "run", "plan.rounds=1", f"data.source={source}", "data.clients=5")
+    run_small(tmp_path / "run", "plan.rounds=1", f"data.source={source}", "data.clients=5")
     assert run("audit", tmp_path / "run", "--attribute", "0") == 2
     assert words in complaint(capsys)
     assert not (tmp_path / "run" / "audits").exists()
 
 
-def test_without_fairlearn_one_line_says_how_to_get_it(kept, capsys, monkeypatch):
+def test_without_fairlearn_one_line_says_how_to_get_it(run_folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "fairlearn.metrics", None)
-    assert run("audit", kept, "--attribute", "0") == 2
+    assert run("audit", run_folder, "--attribute", "0") == 2
     assert "install it with pip install 'glocal[fairness]'" in complaint(capsys)
-    assert not (kept / "audits").exists()
+    assert not (run_folder / "audits").exists()
 
 
-def test_places_that_hold_something_else_are_refused(kept, tmp_path, capsys):
-    assert run("audit", kept, "--attribute", "0", "--out", kept) == 2
+def test_output_folders_with_other_files_are_refused(run_folder, tmp_path, capsys):
+    assert run("audit", run_folder, "--attribute", "0", "--out", run_folder) == 2
     assert "holds something else (settings.json); choose another --out" in complaint(capsys)
     (tmp_path / "file").write_text("in the way")
-    assert run("audit", kept, "--attribute", "0", "--out", tmp_path / "file" / "new") == 2
+    assert run("audit", run_folder, "--attribute", "0", "--out", tmp_path / "file" / "new") == 2
     assert "audit: " in (line := complaint(capsys))
     assert "choose another --out" in line
 
 
 def test_runs_that_saved_their_metrics_only_are_refused(tmp_path, capsys):
-    made(tmp_path, "plan.rounds=1", "run.save=metrics")
+    run_small(tmp_path, "plan.rounds=1", "run.save=metrics")
     assert run("audit", tmp_path, "--attribute", "0") == 2
     assert "saved its metrics only" in complaint(capsys)
     assert run("audit", tmp_path / "none", "--attribute", "0") == 2
@@ -548,7 +555,7 @@ def test_runs_that_saved_their_metrics_only_are_refused(tmp_path, capsys):
 # where the representation is
 
 
-def test_stages_are_the_outermost_modules_as_they_are_called():
+def test_the_outermost_modules_are_listed_in_order_of_their_calls():
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
@@ -583,14 +590,16 @@ USUAL = {
 
 
 @pytest.mark.parametrize(("split", "layer"), USUAL.values(), ids=USUAL)
-def test_the_representation_is_where_the_local_part_ends_or_before_the_output(kept, split, layer):
-    saved = open_experiment(kept, "FedAvg")
+def test_the_representation_is_where_the_local_part_ends_or_before_the_output(
+    run_folder, split, layer
+):
+    saved = open_experiment(run_folder, "FedAvg")
     saved = saved._replace(settings=replace(saved.settings, split=split))
     assert default_representation(saved)[0] == layer
 
 
-def test_a_network_of_layers_is_looked_at_before_its_last(kept):
-    saved = open_experiment(kept, "FedAvg")
+def test_the_default_layer_of_a_sequential_network_is_before_its_last(run_folder):
+    saved = open_experiment(run_folder, "FedAvg")
     names = {None: "relu2", "layer1": "layer1", "layer2": "relu2"}
     model = nn.Sequential()
     for place, width in enumerate((5, 4), start=1):
@@ -614,7 +623,7 @@ def test_a_network_of_layers_is_looked_at_before_its_last(kept):
         )
 
 
-def test_a_module_that_puts_out_no_rows_is_refused(kept):
+def test_a_module_whose_output_has_no_rows_is_refused(run_folder):
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -623,7 +632,7 @@ def test_a_module_that_puts_out_no_rows_is_refused(kept):
         def forward(self, x):
             return self.head(self.memory(x)[0])
 
-    saved, model = open_experiment(kept, "FedAvg"), world.seeded(Recurrent)
+    saved, model = open_experiment(run_folder, "FedAvg"), world.seeded(Recurrent)
     trained_federation = saved.trained_federation._replace(
         model=model, state=saved.trained_federation.state._replace(shared={**model.state_dict()})
     )
@@ -639,7 +648,7 @@ def test_a_module_that_puts_out_no_rows_is_refused(kept):
 @pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
 def test_adult_is_audited_by_the_names_of_its_columns(tmp_path, capsys):
     few = ("data.partition=iid", "data.clients=40", "data.keep_clients=3", "plan.rounds=4")
-    made(tmp_path, "data.source=adult", *few, experiments=("FedAvg",))
+    run_small(tmp_path, "data.source=adult", *few, experiments=("FedAvg",))
     assert run("audit", tmp_path, "--attribute", "age") == 2
     assert "there is no attribute 'age'; there are race, sex" in complaint(capsys)
     assert run("audit", tmp_path, "--attribute", "sex", "--encoders", "1") == 0

@@ -1,4 +1,4 @@
-"""A new client with rotated digits that joins at the end of an experiment."""
+"""Table 3 of the paper: a new client with rotated digits joins after the last round."""
 
 import json
 from dataclasses import replace
@@ -55,10 +55,10 @@ def done(settings, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return done(SMALL, tmp_path_factory.mktemp("arrival"))
+    return done(SMALL, tmp_path_factory.mktemp("new-client"))
 
 
-def test_every_seed_tells_what_the_newcomers_coming_came_to(results):
+def test_every_seed_has_the_metrics_of_its_new_client(results):
     for seeds in results.values():
         assert len(seeds) == 2
         for result in seeds:
@@ -67,25 +67,25 @@ def test_every_seed_tells_what_the_newcomers_coming_came_to(results):
             }
 
 
-def test_a_newcomer_that_only_settles_leaves_the_old_devices_as_they_were(results):
+def test_a_new_client_that_only_adapts_does_not_change_existing_clients(results):
     for result in results["Quiet"]:
         assert result["new_client"]["normal"] == result["new_test"]["logits"]
         assert result["new_client"]["normal_local"] == result["local_test"]["mean"]
         assert result["new_client"]["ledger"]["upload"]["bytes"] == 0
 
 
-def test_what_the_arrival_cost_is_what_crossed(results):
+def test_the_bytes_of_joining_are_those_on_the_wire(results):
     shared, whole = 4 * (17 * 16 + 17 * 10), 4 * (65 * 16 + 17 * 16 + 17 * 10)
     ledgers = {name: seeds[0]["new_client"]["ledger"] for name, seeds in results.items()}
     assert ledgers["FedAvg"]["total"]["bytes"] == whole + 2 * 2 * whole
     assert ledgers["LG"]["total"]["bytes"] == whole + 2 * 3 * 2 * shared
 
 
-def test_two_runs_of_an_arrival_give_the_same_bits(results, tmp_path):
+def test_two_runs_with_a_new_client_give_the_same_bits(results, tmp_path):
     assert done(SMALL, tmp_path) == results
 
 
-def test_seeds_side_by_side_change_no_newcomer(results, tmp_path):
+def test_several_seeds_at_once_do_not_change_a_new_client(results, tmp_path):
     alone = done(replace(SMALL, plan=replace(SMALL.plan, seeds=1, seed=1)), tmp_path)
     for name, seeds in results.items():
         assert alone[name][0]["new_client"]["rotated"] == pytest.approx(
@@ -102,7 +102,7 @@ def test_a_quarter_turn_only_moves_pixels():
 
 
 WRONG = {
-    "no newcomer": (
+    "no new client": (
         replace(SMALL, new_client=None),
         r"experiments.FedAvg has a join_plan, but there is no \[new_client\]",
     ),
@@ -122,13 +122,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("settings", "words"), WRONG.values(), ids=WRONG)
-def test_an_arrival_that_cannot_be_is_refused_before_anything_is_written(settings, words, tmp_path):
+def test_a_new_client_that_cannot_join_is_refused_before_anything_is_written(
+    settings, words, tmp_path
+):
     with pytest.raises(InputError, match=words):
         done(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_with_a_newcomer_come_back_from_json():
+def test_settings_with_a_new_client_survive_json():
     assert from_dict(json.loads(json.dumps(SMALL.as_dict()))) == SMALL
 
 
@@ -139,7 +141,7 @@ def test_settings_with_a_newcomer_come_back_from_json():
         ("new_client.rotate=far", "new_client.rotate is 'far'"),
     ],
 )
-def test_a_misspelt_welcome_is_named(change, words, tmp_path, capsys, monkeypatch):
+def test_a_misspelt_join_plan_is_named(change, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.toml").write_text(
         '[new_client]\n[experiments.LG]\nalgorithm = "lg_fedavg"\njoin_plan = {rounds = 1}\n'
@@ -148,7 +150,7 @@ def test_a_misspelt_welcome_is_named(change, words, tmp_path, capsys, monkeypatc
     assert words in complaint(capsys)
 
 
-def test_a_run_cannot_go_on_with_another_welcome(tmp_path):
+def test_a_run_cannot_be_resumed_with_another_join_plan(tmp_path):
     folder = tmp_path / "run"
     done(SMALL, folder)
     experiments = {
@@ -160,7 +162,7 @@ def test_a_run_cannot_go_on_with_another_welcome(tmp_path):
 
 
 def own_source():
-    """Images device by device: training and test rows lie in one store."""
+    """Images client by client: training and test rows are in one store."""
     x, y, _ = load("digits").train
     return [(x[start : start + 100], y[start : start + 100]) for start in range(0, 600, 100)]
 
@@ -169,7 +171,7 @@ def pictures(images):
     return {tuple(image.flatten().tolist()) for image in images}
 
 
-def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_path):
+def test_a_new_client_trains_on_no_test_data(monkeypatch, tmp_path):
     seen, dealt = {}, new_client_trial._new_client_rows
 
     def spy(experiment, new_client, part):
@@ -194,7 +196,7 @@ def test_a_newcomer_learns_nothing_that_anybody_is_tested_on(monkeypatch, tmp_pa
     assert seen["test"] <= seen["tests"]
 
 
-def test_a_stop_during_the_arrival_keeps_the_rounds_before(monkeypatch, tmp_path, results):
+def test_a_stop_while_a_new_client_joins_keeps_the_rounds_before(monkeypatch, tmp_path, results):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 

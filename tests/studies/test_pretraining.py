@@ -1,4 +1,4 @@
-"""Before the first round: every device trains its private part alone, with labels or without, and nothing is sent."""
+"""Pre-training: every client trains its private part alone, and nothing is sent."""
 
 import tomllib
 from dataclasses import replace
@@ -45,7 +45,12 @@ engine = "looped"
 algorithm = "lg_fedavg"
 [experiments.First]
 algorithm = "{algorithm}"
-pretext = {{kind = "{kind}", layer = "encoder", weight = 0, hidden = [8], pretrain_epochs = {epochs}}}
+[experiments.First.pretext]
+kind = "{kind}"
+layer = "encoder"
+weight = 0
+hidden = [8]
+pretrain_epochs = {epochs}
 """
 
 
@@ -60,22 +65,22 @@ def settings_of(*, kind="decoder", epochs=2, labeled_fraction=0.1, algorithm="lg
     return replace(settings, plan=replace(settings.plan, **plan))
 
 
-def studied(folder, settings):
+def trained_tensors(folder, settings):
     for _ in run_study(settings, folder):
         pass
     return read_tensors(folder / "experiments" / "first" / "checkpoint.safetensors")[0]
 
 
-def begun(settings):
-    """The case before its first round, and where it starts."""
+def initial_state(settings):
+    """An experiment before its first round, and its initial state."""
     experiment = initial_case(settings, "First", build_components(settings, no_progress))
     return experiment, start_or_resume(experiment, settings.run, None)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "jigsaw", "classifier"])
-def test_everybodys_private_part_moves_the_shared_one_does_not_and_nothing_is_sent(kind):
-    experiment, progress = begun(settings_of(kind=kind))
-    _, fresh = begun(settings_of(kind=kind, epochs=0))
+def test_every_private_part_changes_the_shared_one_does_not_and_nothing_is_sent(kind):
+    experiment, progress = initial_state(settings_of(kind=kind))
+    _, fresh = initial_state(settings_of(kind=kind, epochs=0))
     for state, start, ledger in zip(progress.states, fresh.states, progress.ledgers, strict=True):
         assert trees.same_bits(state.shared, start.shared)
         assert sorted(state.private.trained) == [*range(6)]
@@ -94,30 +99,30 @@ def test_an_adversary_comes_along_from_the_start():
         settings,
         data=replace(settings.data, source="tests.personalize.test_representations:census"),
     )
-    experiment, progress = begun(settings)
+    experiment, progress = initial_state(settings)
     assert experiment.pretraining.labels
     names = {*progress.states[0].private.of(0)}
     assert {name.partition("/")[0].partition(".")[0] for name in names} == {"encoder", "adversary"}
 
 
-def test_what_was_learnt_before_changes_the_run(tmp_path):
+def test_pretraining_changes_the_run(tmp_path):
     plain, first = (
-        studied(tmp_path / str(epochs), settings_of(epochs=epochs)) for epochs in (0, 3)
+        trained_tensors(tmp_path / str(epochs), settings_of(epochs=epochs)) for epochs in (0, 3)
     )
     assert plain.keys() <= first.keys()
     assert not trees.same_bits(plain, {name: first[name] for name in plain})
 
 
-def test_a_study_that_was_stopped_comes_to_the_same_bits(tmp_path):
+def test_a_stopped_study_resumes_to_the_same_bits(tmp_path):
     settings = settings_of()
-    whole = studied(tmp_path / "whole", settings)
+    whole = trained_tensors(tmp_path / "whole", settings)
     for step in run_study(settings, tmp_path / "parts"):
         if step.experiment == "First" and step.moment and step.moment.progress.done == 2:
             break
-    assert trees.same_bits(whole, studied(tmp_path / "parts", settings))
+    assert trees.same_bits(whole, trained_tensors(tmp_path / "parts", settings))
 
 
-def test_labels_are_known_of_a_share_and_inputs_of_all():
+def test_a_fraction_of_the_labels_is_used_and_all_inputs():
     fed = datasets.partition(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
     some = fed.subsample_labels(0.05, seed=3)
     assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
@@ -133,10 +138,10 @@ def test_labels_are_known_of_a_share_and_inputs_of_all():
 
 
 @pytest.mark.parametrize(("kind", "differs"), [("decoder", True), ("classifier", False)])
-def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
-    """Hide all but a few rows: a decoder has learnt from the hidden ones, a classifier cannot have."""
+def test_unlabelled_inputs_are_used_where_no_label_is_needed(kind, differs, tmp_path):
+    """Without the unlabelled rows, a decoder is trained differently and a classifier is not."""
     settings = settings_of(kind=kind, seeds=1, rounds=1)
-    few = studied(tmp_path / "few", settings)
+    few = trained_tensors(tmp_path / "few", settings)
 
     def without_the_rest(loaded, wanted, seed):
         dealt = kept(loaded, wanted, seed)
@@ -145,7 +150,7 @@ def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
     kept = build.partition_data
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "partition_data", without_the_rest)
-        alone = studied(tmp_path / "alone", settings)
+        alone = trained_tensors(tmp_path / "alone", settings)
     assert trees.same_bits(few, alone) != differs
 
 
@@ -158,13 +163,15 @@ def test_inputs_without_labels_serve_what_needs_none(kind, differs, tmp_path):
         ({"labeled_fraction": 1.5}, "labelled is 1.5"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_written(change, words, tmp_path):
+def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
+    change, words, tmp_path
+):
     with pytest.raises(InputError, match=words):
         list(run_study(settings_of(**change), tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-def test_the_networks_are_as_wide_as_they_are_asked_to_be():
+def test_the_networks_have_the_widths_of_their_settings():
     images = torch.zeros(2, 3, 32, 32)
     model = bottleneck_cnn((3, 32, 32), 7, bottleneck=5)
     assert (model.encoder(images).shape, model(images).shape) == ((2, 5), (2, 7))

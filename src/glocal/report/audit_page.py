@@ -75,17 +75,18 @@ def _leaks(found: Json) -> str:
 def draw_leaks(found: Json) -> Drawing:
     """Every attacker's AUC with its interval, one row per knowledge, and the line of chance."""
     rows, known = found["leaks"], attacker_data_text(found)
-    looks = {attacker: _line_style(place) for place, attacker in enumerate(_attackers(rows))}
+    styles = {attacker: _line_style(place) for place, attacker in enumerate(_attackers(rows))}
     figure, axes = _new_dot_plot([words for words, _ in known])
     for row in rows:
-        beside = [*looks].index(row["attacker"]) - (len(looks) - 1) / 2
-        rung = [words for words, _ in known].index(KNOWLEDGE[row["knowledge"]])
-        _dot(axes, rung + 0.2 * beside, row, looks[row["attacker"]])
-    told = "".join(f"<li>{escape(f'{words}: {what}')}</li>" for words, what in known)
+        offset = [*styles].index(row["attacker"]) - (len(styles) - 1) / 2
+        position = [words for words, _ in known].index(KNOWLEDGE[row["knowledge"]])
+        _dot(axes, position + 0.2 * offset, row, styles[row["attacker"]])
+    items = "".join(f"<li>{escape(f'{words}: {what}')}</li>" for words, what in known)
     caption = (
-        f"Bars are 95 % intervals, the broken line is guessing. What attackers know:<ul>{told}</ul>"
+        "Bars are 95 % intervals, the broken line is guessing. What attackers "
+        f"know:<ul>{items}</ul>"
     )
-    key = legend((line_sample(line_style), name) for name, line_style in looks.items())
+    key = legend((line_sample(line_style), name) for name, line_style in styles.items())
     return Drawing(figure, f"Who reads {escape(found['attribute'])}", caption, key)
 
 

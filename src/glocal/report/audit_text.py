@@ -3,7 +3,7 @@
 from glocal.core.files import Json
 from glocal.report.formatting import PERCENT, pluralize
 
-CHANCE_AUC = 50.0  # percent: the AUC of somebody who knows nothing
+CHANCE_AUC = 50.0  # percent: the AUC of a random guess
 KNOWLEDGE = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
 LEAKS_NOTE = (
     "Areas under the ROC curve. Attackers are trained afterwards, on frozen representations of "
@@ -41,9 +41,10 @@ def audit_headline(found: Json) -> str:
         f"{CHANCE_AUC:.0f} is guessing, 100 is certainty."
     )
     if best["beyond_chance"]:
-        return f"From these representations {name} can be told better than by guessing. {read}"
+        return f"From these representations {name} can be predicted better than by guessing. {read}"
     return (
-        f"From these representations {name} cannot be told better than by guessing, as far as the "
+        f"From these representations {name} cannot be predicted better than by guessing, as far as "
+        "the "
         f"test data show. {read}"
     )
 
@@ -68,7 +69,7 @@ def attacker_data_text(found: Json) -> list[tuple[str, str]]:
         {row["knowledge"]: row["averaged_over"] for row in found["leaks"]},
         found["attribute"],
     )
-    told = {
+    texts = {
         "own": f"{name} of the people in a client’s training data; they read its test data. The "
         "mean over "
         f"{pluralize(over.get('own', 0), 'client')}.",
@@ -78,7 +79,9 @@ def attacker_data_text(found: Json) -> list[tuple[str, str]]:
         "through it; they read that client’s "
         f"test data. The mean over {pluralize(over.get('strong', 0), 'encoder')}.",
     }
-    return [(KNOWLEDGE[knowledge], told[knowledge]) for knowledge in KNOWLEDGE if knowledge in over]
+    return [
+        (KNOWLEDGE[knowledge], texts[knowledge]) for knowledge in KNOWLEDGE if knowledge in over
+    ]
 
 
 def differences(found: Json) -> list[tuple[str, str]]:

@@ -28,10 +28,10 @@ def draw_classes(counts: npt.ArrayLike, path: Path) -> Path:
 
 
 def draw_partition(counts: IntArray, seed: int) -> Drawing:
-    """The training examples that a seed dealt (clients, classes), with their words."""
+    """The training examples of a seed's partition (clients, classes), with a caption."""
     held = np.count_nonzero(counts, axis=1)
     caption = (
-        "Training examples by client and class, as dealt to the "
+        "Training examples by client and class, in the partition of the "
         f"{pluralize(len(counts), 'client')} of seed {seed}: the stronger the "
         f"colour, the more. Classes on one client: {_range(held)}; training examples on one "
         f"client: {_range(counts.sum(axis=1))}."

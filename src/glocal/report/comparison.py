@@ -240,42 +240,39 @@ def seeds_of(findings: Findings, part: str) -> int:
 
 def changes_of(findings: Findings, part: str) -> list[str]:
     """Settings with which a part was run that are not the study's, such as "plan.seeds = 2"."""
-    run, planned = (
-        findings.parts[part]["settings"],
-        resolve(findings.study.parts[part].settings).as_dict(),
-    )
-    # nothing else under "run" changes a figure
-    kept = {
-        **run,
-        "run": {
-            key: run["run"][key]
-            for key in ("select", "precision", "validate_every")
-            if key in run["run"]
-        },
-    }
-    known = ("data", "model", "split", "optimizer", "plan", "run", "new_client", "audit", "ordinal")
-    sections = [of for of in known if of in kept]
-    idle = ("alpha", "classes_per_client") if run["data"]["partition"] == "iid" else ()
-    told = (
-        (of, key, value) for of in sections for key, value in kept[of].items() if key not in idle
-    )
-    changes = [
-        f"{of}.{key} = {value}" for of, key, value in told if value != planned.get(of, {}).get(key)
-    ]
+    run = findings.parts[part]["settings"]
+    planned = resolve(findings.study.parts[part].settings).as_dict()
+    unused = ("alpha", "classes_per_client") if run["data"]["partition"] == "iid" else ()
+    changes: list[str] = []
+    for table in _COMPARED_TABLES:
+        for key, value in run.get(table, {}).items():
+            # nothing else under "run" changes a result
+            ignored = table == "run" and key not in ("select", "precision", "validate_every")
+            if ignored or key in unused or value == planned.get(table, {}).get(key):
+                continue
+            changes.append(f"{table}.{key} = {value}")
     for name, experiment in run["experiments"].items():
         before = planned["experiments"].get(name, {})
-        told_apart = ((key, value) for key, value in experiment.items() if key != "skip_seeds")
-        changes += [
-            f"experiments.{name}.{key} = {value}"
-            for key, value in told_apart
-            if value != before.get(key)
-        ]
-        changes += [
-            f"experiments.{name} without {key} = {value}"
-            for key, value in before.items()
-            if key not in experiment
-        ]
+        for key, value in experiment.items():
+            if key != "skip_seeds" and value != before.get(key):
+                changes.append(f"experiments.{name}.{key} = {value}")
+        for key, value in before.items():
+            if key not in experiment:
+                changes.append(f"experiments.{name} without {key} = {value}")
     return changes
+
+
+_COMPARED_TABLES = (
+    "data",
+    "model",
+    "split",
+    "optimizer",
+    "plan",
+    "run",
+    "new_client",
+    "audit",
+    "ordinal",
+)
 
 
 def missing_experiments(findings: Findings, part: str) -> list[str]:

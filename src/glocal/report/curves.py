@@ -135,12 +135,12 @@ def _bytes_so_far(rows: Sequence[Json]) -> float:
 def _thinned(curve: Curve, step: int) -> Curve:
     """Means of several rounds each, seed by seed, without a last round that some seeds lack."""
     full = max(len(values) for values in curve.values)
-    kept = [
+    complete = [
         (place, values)
         for place, values in zip(curve.places, curve.values, strict=True)
         if len(values) == full
     ]
-    groups = [kept[start : start + step] for start in range(0, len(kept), step)]
+    groups = [complete[start : start + step] for start in range(0, len(complete), step)]
     places = [fmean(place for place, _ in group) for group in groups]
     values = [
         [fmean(seed) for seed in zip(*(values for _, values in group), strict=True)]

@@ -28,16 +28,16 @@ _PURPOSES = {
 
 
 def write_deploy_report(folder: Path) -> Path:
-    """Write folder/report.html of a run's folder, from what it has kept so far."""
+    """Write folder/report.html from the files of a deployed run."""
     live, rows = read_json(folder / "live.json", dict), read_rows(folder / "rows.jsonl")
     result: Json = (
         read_json(folder / "result.json", dict) if (folder / "result.json").exists() else {}
     )
     with colour_theme(FOREGROUND, BACKGROUND):
-        told = [row for row in rows if row["losses"]]
+        with_losses = [row for row in rows if row["losses"]]
         drawn = (
-            figure_html(draw_losses(told), "losses", kind="beside")
-            if told
+            figure_html(draw_losses(with_losses), "losses", kind="beside")
+            if with_losses
             else "<p>No client’s owner lets losses leave it.</p>"
         )
         sections = [
@@ -79,12 +79,13 @@ def _summary(live: Json, rows: Sequence[Json], result: Json) -> str:
         )
         words += f"(the mean over the {pluralize(tested, 'client')} whose owners consent). "
     if result and result["privacy"]:
-        kept = result["privacy"]
+        privacy = result["privacy"]
         words += (
-            f"Every upload was clipped to {kept['clip_norm']:g} and noised by "
-            f"{kept['noise_multiplier']:g} times that: after "
-            f"{kept['rounds']} rounds a client’s moves are hidden to epsilon {kept['epsilon']:.2f} "
-            f"at delta {kept['delta']:g}. "
+            f"Every upload was clipped to {privacy['clip_norm']:g} and noised by "
+            f"{privacy['noise_multiplier']:g} times that: after "
+            f"{privacy['rounds']} rounds a client’s moves are hidden to epsilon "
+            f"{privacy['epsilon']:.2f} "
+            f"at delta {privacy['delta']:g}. "
         )
     words += "Private parts never left the clients."
     return f"<p>{escape(words)}</p>"

@@ -50,7 +50,7 @@ class Drawing(NamedTuple):
 
 
 @contextmanager
-def colour_theme(ink: str, paper: str) -> Iterator[None]:
+def colour_theme(foreground: str, background: str) -> Iterator[None]:
     """Draw in these colours, whatever the user's own matplotlib settings say."""
     inked = (
         "text.color",
@@ -60,7 +60,11 @@ def colour_theme(ink: str, paper: str) -> Iterator[None]:
         "ytick.color",
         "grid.color",
     )
-    coloured = {**dict.fromkeys(inked, ink), "hatch.color": paper, "lines.markeredgecolor": paper}
+    coloured = {
+        **dict.fromkeys(inked, foreground),
+        "hatch.color": background,
+        "lines.markeredgecolor": background,
+    }
     with style.context(["default", _STYLE | coloured]), warnings.catch_warnings():
         # the page's fonts draw a name that matplotlib's own cannot
         warnings.filterwarnings("ignore", message="Glyph .* missing from")

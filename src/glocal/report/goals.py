@@ -1,4 +1,4 @@
-"""How soon each row of a part reaches the goal: a table, and accuracy by round as a figure."""
+"""How row_cost each row of a part reaches the goal: a table, and accuracy by round as a figure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -81,27 +81,25 @@ def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
     of = findings.study.parts[part]
     if not of.goal or not goal(findings, part) or part not in findings.parts:
         return []
-    courses = {
+    curves = {
         row: (findings.experiment(part, row) or {}).get("validation_curve", [])
         for row in row_names(of)
     }
     sending = {
-        row: course
-        for row, course in courses.items()
-        if any(point["parameters"] for point in course)
+        row: curve for row, curve in curves.items() if any(point["parameters"] for point in curve)
     }
     if of.goal not in sending:
         return []
     seeds = sorted({point["seed"] for point in sending[of.goal]})
     ways = _ways(sending, of.goal)
     fewer = [
-        _ways({row: without_seed(course, seed) for row, course in sending.items()}, of.goal)
+        _ways({row: without_seed(curve, seed) for row, curve in sending.items()}, of.goal)
         for seed in seeds
     ]
-    kept = fewer if len(seeds) >= _FEWEST else []
+    without_each_seed = fewer if len(seeds) >= _FEWEST else []
     heights = {
-        row: [point["validation"] for point in mean_over_seeds(course)]
-        for row, course in sending.items()
+        row: [point["validation"] for point in mean_over_seeds(curve)]
+        for row, curve in sending.items()
     }
     return [
         GoalRow(
@@ -109,18 +107,18 @@ def ways_to_goal(findings: Findings, part: str) -> list[GoalRow]:
             *ways[row],
             max(heights[row]),
             heights[row][-1],
-            tuple(other[row][1] for other in kept),
+            tuple(other[row][1] for other in without_each_seed),
         )
         for row in sending
     ]
 
 
 def _ways(
-    courses: Mapping[str, Sequence[Json]], by: str
+    curves: Mapping[str, Sequence[Json]], by: str
 ) -> dict[str, tuple[GoalCost | None, float]]:
-    """How each course gets to the best of one of them, and for what share of its parameters."""
-    aim = goal_accuracy(courses[by])
-    found = {row: goal_cost(course, aim) for row, course in courses.items()}
+    """The cost of each row to reach the best of one of them, and its relative parameters."""
+    aim = goal_accuracy(curves[by])
+    found = {row: goal_cost(curve, aim) for row, curve in curves.items()}
     first = found[by]
     return {
         row: (way, way.parameters / first.parameters if way and first else math.inf)
@@ -128,22 +126,22 @@ def _ways(
     }
 
 
-def goal_cells(soon: GoalRow) -> tuple[str, ...]:
+def goal_cells(row_cost: GoalRow) -> tuple[str, ...]:
     """A row of the table."""
     spread, heights = (
-        _spread(soon.shares),
-        [f"{PERCENT * height:.2f} %" for height in (soon.highest, soon.end)],
+        _spread(row_cost.shares),
+        [f"{PERCENT * height:.2f} %" for height in (row_cost.highest, row_cost.end)],
     )
-    if soon.way is None:
-        return soon.row, "never", "-", "-", spread, "-", *heights
-    sent = f"{soon.way.parameters:.2e}".replace("e+", "e")
+    if row_cost.way is None:
+        return row_cost.row, "never", "-", "-", spread, "-", *heights
+    sent = f"{row_cost.way.parameters:.2e}".replace("e+", "e")
     return (
-        soon.row,
-        str(soon.way.rounds),
+        row_cost.row,
+        str(row_cost.way.rounds),
         sent,
-        _percent(soon.share),
+        _percent(row_cost.share),
         spread,
-        size(soon.way.bytes),
+        size(row_cost.way.bytes),
         *heights,
     )
 
@@ -171,14 +169,16 @@ def draw_goal(findings: Findings) -> Drawing | None:
         parts, key=lambda name: (bool(findings.study.parts[name].published), parts.index(name))
     )
     about, aim = findings.study.parts[part], PERCENT * goal(findings, part)
-    looks = dict(zip((soon.row for soon in ways_to_goal(findings, part)), _STYLES, strict=False))
+    styles = dict(
+        zip((row_cost.row for row_cost in ways_to_goal(findings, part)), _STYLES, strict=False)
+    )
     first = mean_over_seeds((findings.experiment(part, about.goal) or {})["validation_curve"])
     figure = new_figure(6.2)
     whole, near = figure.subplots(2, 1)
-    for row, line_style in looks.items():
-        course = mean_over_seeds((findings.experiment(part, row) or {})["validation_curve"])
-        common = 0 if row == about.goal else sum(point in first for point in course)
-        own = course[max(common - 1, 0) :]
+    for row, line_style in styles.items():
+        curve = mean_over_seeds((findings.experiment(part, row) or {})["validation_curve"])
+        common = 0 if row == about.goal else sum(point in first for point in curve)
+        own = curve[max(common - 1, 0) :]
         accuracies = [[PERCENT * point["validation"]] for point in own]
         every = max(1, len(own) // _MARKS)
         plot_mean_and_range(
@@ -219,5 +219,5 @@ def draw_goal(findings: Findings) -> Drawing | None:
         figure,
         "Accuracy by round",
         caption,
-        legend((line_sample(line_style), row) for row, line_style in looks.items()),
+        legend((line_sample(line_style), row) for row, line_style in styles.items()),
     )

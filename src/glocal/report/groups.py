@@ -33,9 +33,11 @@ class Mark(NamedTuple):
 
 def draw_groups(run: RunData) -> list[Drawing]:
     """A panel per experiment with evaluations by group, all on the same axes."""
-    drawn = [(record, courses) for record in run.records if (courses := courses_of(run, record))]
+    drawn = [
+        (record, histories) for record in run.records if (histories := group_histories(run, record))
+    ]
     last = max((run.plan(record).total_rounds for record, _ in drawn), default=0)
-    return [_drawing(run, record, courses, last) for record, courses in drawn]
+    return [_drawing(run, record, histories, last) for record, histories in drawn]
 
 
 def groups_table(run: RunData) -> str:
@@ -44,9 +46,9 @@ def groups_table(run: RunData) -> str:
     words = "".join(f'<th scope="col" class="name">{name}</th>' for name in ("Experiment", "Group"))
     columns = "".join(f'<th scope="col">{name}</th>' for name in heads)
     rows = (
-        _row(run, record, name, courses)
+        _row(run, record, name, histories)
         for record in run.records
-        for name, courses in courses_of(run, record).items()
+        for name, histories in group_histories(run, record).items()
     )
     return boxed_table(f"<tr>{words}{columns}</tr>", rows, "Groups by experiment")
 
@@ -54,7 +56,7 @@ def groups_table(run: RunData) -> str:
 GROUPS_NOTE = (
     "Mean over a group’s clients of the accuracy of their own models on their own test data, as "
     "these are at the time. After the "
-    "first round: the first look at a group, one round after its arrival. Forgetting: the best "
+    "first round: the first evaluation of a group, one round after it joined. Forgetting: the best "
     "earlier accuracy minus the last "
     "one, in points; below 0 a group is still learning. A group that left is tested as if it came "
     "back: today’s shared part with "
@@ -63,32 +65,32 @@ GROUPS_NOTE = (
 )
 
 
-def courses_of(run: RunData, record: ExperimentRecord) -> dict[str, list[AccuracyHistory]]:
-    """How each group fared, one course per seed, where it was looked at."""
+def group_histories(run: RunData, record: ExperimentRecord) -> dict[str, list[AccuracyHistory]]:
+    """Each group's accuracies over the rounds, one history per seed, where it was evaluated."""
     seeds = sorted({row["seed"] for row in record.rows})
-    found = {
+    summaries = {
         name: [group_history(record.rows, name, seed) for seed in seeds]
         for name in run.settings.groups
     }
     return {
         name: seen
-        for name, courses in found.items()
-        if (seen := [each for each in courses if each.rounds])
+        for name, histories in summaries.items()
+        if (seen := [each for each in histories if each.rounds])
     }
 
 
 def _row(
-    run: RunData, record: ExperimentRecord, name: str, courses: Sequence[AccuracyHistory]
+    run: RunData, record: ExperimentRecord, name: str, histories: Sequence[AccuracyHistory]
 ) -> str:
-    found = [summary for each in courses if (summary := each.summary())]
-    cells = "".join(f"<td>{cell}</td>" for cell in _cells(found))
+    summaries = [summary for each in histories if (summary := each.summary())]
+    cells = "".join(f"<td>{cell}</td>" for cell in _cells(summaries))
     group = f'<td class="name">{line_sample(_line_style(run, name))}{escape(name)}</td>'
     return f'<tr><th scope="row" class="name">{escape(record.name)}</th>{group}{cells}</tr>'
 
 
-def _cells(found: Sequence[Forgetting]) -> Iterable[str]:
+def _cells(summaries: Sequence[Forgetting]) -> Iterable[str]:
     for column in ("first", "best", "last", "forgetting"):
-        yield mean_std_percent([getattr(each, column) for each in found]).replace("-", "−")
+        yield mean_std_percent([getattr(each, column) for each in summaries]).replace("-", "−")
 
 
 def _line_style(run: RunData, name: str) -> LineStyle:
@@ -97,7 +99,10 @@ def _line_style(run: RunData, name: str) -> LineStyle:
 
 
 def _drawing(
-    run: RunData, record: ExperimentRecord, courses: Mapping[str, list[AccuracyHistory]], last: int
+    run: RunData,
+    record: ExperimentRecord,
+    histories: Mapping[str, list[AccuracyHistory]],
+    last: int,
 ) -> Drawing:
     figure, axes = new_axes()
     axes.set(xlabel="round", ylabel="Local Test, %", xlim=(0, last), ylim=(0, 102))
@@ -107,7 +112,7 @@ def _drawing(
         [mark for name, group in run.settings.groups.items() for mark in _marks(name, group)],
         last,
     )
-    for name, seeds in courses.items():
+    for name, seeds in histories.items():
         _follow(axes, seeds, _line_style(run, name))
     caption = (
         f"Each group’s own models on its own test data. {_ARRIVES} a group arrives, {_LEAVES} it "
@@ -116,7 +121,7 @@ def _drawing(
         "they came back. "
         f"{_over_seeds(run)}"
     )
-    key = legend((line_sample(_line_style(run, name)), name) for name in courses)
+    key = legend((line_sample(_line_style(run, name)), name) for name in histories)
     return Drawing(figure, f"{escape(record.name)}: accuracy by group", caption, key)
 
 
@@ -167,8 +172,8 @@ def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle)
     )  # a run that goes on may have looked at some seeds only
     rounds, present = seeds[0].rounds[:shortest], seeds[0].present[:shortest]
     means = [
-        PERCENT * fmean(found)
-        for found in zip(*(each.accuracies[:shortest] for each in seeds), strict=True)
+        PERCENT * fmean(summaries)
+        for summaries in zip(*(each.accuracies[:shortest] for each in seeds), strict=True)
     ]
     marked: dict[str, Any] = {
         "marker": line_style.marker,

@@ -25,9 +25,9 @@ _DESCRIPTIONS = {
     "everyone": "no training: averaged logits of every trained client’s model",
     "confident": "no training: the clients whose models are surest of a sample of its inputs",
     "nearest": "no training: the clients whose models are nearest to what all say of that sample",
-    "local part": "its local part learnt from its labels, the shared part frozen",
-    "alone": "the same network learnt from its labels only, without the federation",
-    "in the rounds": "its local part learnt, then it takes part in the rounds",
+    "local part": "its local part trained on its labels, the shared part frozen",
+    "alone": "the same network trained on its labels only, without the federation",
+    "in the rounds": "its local part trained, then it takes part in the rounds",
 }
 
 
@@ -54,14 +54,14 @@ def write_join_report(folder: Path) -> Path:
 
 
 def _summary(found: Json) -> str:
-    told = found["new_client"]
-    classes = pluralize(len(told["classes"]), "class")
+    client = found["new_client"]
+    classes = pluralize(len(client["classes"]), "class")
     words = (
-        f"A new client with {pluralize(told['examples'], 'labelled example')} of {classes} meets "
+        f"A new client with {pluralize(client['examples'], 'labelled example')} of {classes} meets "
         "the federation of "
-        f"{pluralize(told['client'], 'client')} in {found['run']} ({found['experiment']}, seed "
+        f"{pluralize(client['client'], 'client')} in {found['run']} ({found['experiment']}, seed "
         f"{found['seed']}). "
-        f"It is tested on {pluralize(told['test_examples'], 'example')} of its own. No file of "
+        f"It is tested on {pluralize(client['test_examples'], 'example')} of its own. No file of "
         "that run was changed."
     )
     return f"<p>{escape(words)}</p>"

@@ -42,14 +42,14 @@ def study_markdown(findings: Findings) -> str:
 
 
 def _summary(findings: Findings) -> list[str]:
-    told = [
+    lines = [
         about_paper(findings),
         about_run(findings),
         about_open(findings),
         about_changes(findings),
         about_left_out(findings),
     ]
-    return [*told, "\n".join(f"- {protocol}" for protocol in about_protocols(findings))]
+    return [*lines, "\n".join(f"- {protocol}" for protocol in about_protocols(findings))]
 
 
 def _claims(findings: Findings) -> list[str]:

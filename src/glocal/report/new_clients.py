@@ -12,7 +12,7 @@ from glocal.report.tables import boxed_table
 NEW_CLIENTS_NOTE = (
     "When the rounds of an experiment were over, a new client came. Normal: the ensemble of the "
     "old clients on everyone’s test data, "
-    "before and after. New: the new client on its own test data, before it had learnt anything "
+    "before and after. New: the new client on its own test data, before it was trained "
     "(with the ensemble of the old "
     "clients), and after. Sent: all bytes from its coming on."
 )
@@ -45,16 +45,16 @@ def _row(record: ExperimentRecord) -> str:
 
 def _cells(results: Sequence[Json]) -> list[str]:
     """Normal before and after, new before and after, over seeds; and what was sent on average."""
-    met = [result["new_client"] for result in results]
+    trials = [result["new_client"] for result in results]
     before = [result["new_test"]["logits"] for result in results if result["new_test"]]
     columns = [
         before,
         *(
-            [row[key] for row in met if row[key] is not None]
+            [row[key] for row in trials if row[key] is not None]
             for key in ("normal", "rotated_before", "rotated")
         ),
     ]
     return [
         *(mean_std_percent(column) if column else "–" for column in columns),
-        size(fmean(row["ledger"]["total"]["bytes"] for row in met)),
+        size(fmean(row["ledger"]["total"]["bytes"] for row in trials)),
     ]

@@ -22,7 +22,7 @@ from glocal.report.tables import client_table, results_note, results_table, scro
 
 
 def write_report(folder: Path) -> Path:
-    """Write folder/report.html from what the run has kept so far."""
+    """Write folder/report.html from the files of a run."""
     run = read_run(folder)
     with colour_theme(FOREGROUND, BACKGROUND):
         sections = [
@@ -85,7 +85,7 @@ def _summary(run: RunData) -> str:
 
 def _data_text(run: RunData) -> str:
     data, counts = run.settings.data, run.counts
-    dealt = {
+    partitions = {
         "shards": f", each with at most {pluralize(data.classes_per_client, 'class')}",
         "dirichlet": f", each class in proportions drawn from Dirichlet({data.alpha:g})",
         "iid": ", in equal shares at random",
@@ -95,11 +95,8 @@ def _data_text(run: RunData) -> str:
         if counts is None
         else f": {counts.sum():,} training examples of {pluralize(counts.shape[1], 'class')}"
     )
-    engine_config = "" if ":" in data.source else dealt.get(data.partition, "")
-    return (
-        f"The data are {data.source}{examples} on "
-        f"{pluralize(run.clients, 'client')}{engine_config}."
-    )
+    partition = "" if ":" in data.source else partitions.get(data.partition, "")
+    return f"The data are {data.source}{examples} on {pluralize(run.clients, 'client')}{partition}."
 
 
 def _shares_text(run: RunData) -> str:

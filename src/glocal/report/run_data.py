@@ -75,8 +75,8 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """What the run has kept so far."""
-    settings, results, dealt = (
+    """The settings and results of a run so far."""
+    settings, results, partition = (
         read_settings(folder),
         read_results(folder),
         folder / "federation.json",
@@ -94,7 +94,9 @@ def read_run(folder: Path) -> RunData:
     return RunData(
         settings,
         records,
-        np.array(read_json(dealt, dict)["train"], dtype=np.int64) if dealt.exists() else None,
+        np.array(read_json(partition, dict)["train"], dtype=np.int64)
+        if partition.exists()
+        else None,
     )
 
 

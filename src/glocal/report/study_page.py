@@ -54,12 +54,12 @@ def _summary(findings: Findings) -> str:
 
 def _notice(findings: Findings) -> str:
     """What is still open, and what was run with other settings than the study's."""
-    told = [
+    notices = [
         words
         for words in (about_open(findings), about_changes(findings), about_left_out(findings))
         if words
     ]
-    return "\n".join(f'<p class="notice">{_html(words)}</p>' for words in told)
+    return "\n".join(f'<p class="notice">{_html(words)}</p>' for words in notices)
 
 
 def _claims(findings: Findings) -> str:
@@ -95,10 +95,10 @@ def _side_by_side(table: ComparisonTable) -> str:
     rows = (
         f"<tr>{_name(name)}{''.join(map(_cell, entries(table, name)))}</tr>" for name in table.rows
     )
-    box, told = boxed_table(head, rows, table.title), "<br>".join(map(_html, notes(table)))
+    box, text = boxed_table(head, rows, table.title), "<br>".join(map(_html, notes(table)))
     return (
         f'<h3>{escape(table.title)}</h3>\n<div class="dense">{box}</div>\n<p '
-        f'class="note">{told}</p>'
+        f'class="note">{text}</p>'
     )
 
 

@@ -89,19 +89,19 @@ def about_changes(findings: Findings) -> str:
     for part in findings.parts:
         if changes := ", ".join(changes_of(findings, part)):
             changed.setdefault(changes, []).append(f"`{part}`")
-    told = "; ".join(f"{', '.join(parts)} with {changes}" for changes, parts in changed.items())
-    return f"Not run with the study’s own settings: {told}." if told else ""
+    text = "; ".join(f"{', '.join(parts)} with {changes}" for changes, parts in changed.items())
+    return f"Not run with the study’s own settings: {text}." if text else ""
 
 
 def about_left_out(findings: Findings) -> str:
     """Which experiments were given up in which seeds."""
-    told = []
+    lines = []
     for part in findings.parts:
         experiments = [
             f"{name} ({_seeds_text(seeds)})" for name, seeds in left_out(findings, part).items()
         ]
-        told += [f"`{part}`: {', '.join(experiments)}"] if experiments else []
-    return f"Left out, for training diverged: {'; '.join(told)}." if told else ""
+        lines += [f"`{part}`: {', '.join(experiments)}"] if experiments else []
+    return f"Left out, for training diverged: {'; '.join(lines)}." if lines else ""
 
 
 def _seeds_text(seeds: Sequence[int]) -> str:

@@ -74,14 +74,14 @@ def audit_experiment(
     experiment: Case,
     results: Sequence[Result],
     settings: AuditSettings,
-    critic: nn.Module | None = None,
+    adversary: nn.Module | None = None,
 ) -> list[Json]:
     """Per seed: the task's AUC, and per attribute the AUC of the joint adversary and of attackers.
 
     "validation" has the same for validation data, which nothing was trained on; it may select.
     """
     return [
-        _audit(experiment, result, fed, settings, critic)
+        _audit(experiment, result, fed, settings, adversary)
         for result, fed in zip(results, experiment.federations, strict=True)
     ]
 
@@ -91,7 +91,7 @@ def _audit(
     result: Result,
     fed: FederatedData,
     settings: AuditSettings,
-    critic: nn.Module | None,
+    adversary: nn.Module | None,
 ) -> Json:
     model = experiment.model
     clients = audited_clients(experiment.algorithm, result.state, fed)
@@ -99,7 +99,7 @@ def _audit(
     attributes: list[Json] = []
     for index in range(protected_attributes(clients[0].train).shape[1]):
         aucs = _attack(encode, clients, index, settings, result.plan.seed)
-        joint = _joint_adversary_auc(encode, clients, index, critic)
+        joint = _joint_adversary_auc(encode, clients, index, adversary)
         attributes.append({**aucs, "joint": joint})
     correct = [_correct(model, client.params, client.test) for client in clients]
     test = [_task_auc(model, client.params, client.test) for client in clients]
@@ -213,12 +213,12 @@ def _transfer_attackers(
 
 
 def _joint_adversary_auc(
-    encode: Encoder, clients: Sequence[AuditedClient], attribute: int, critic: nn.Module | None
+    encode: Encoder, clients: Sequence[AuditedClient], attribute: int, adversary: nn.Module | None
 ) -> float | None:
     """The AUC of the adversary of the training, if there was one; the mean over clients."""
-    if critic is None or not without_prefix("adversary", clients[0].params):
+    if adversary is None or not without_prefix("adversary", clients[0].params):
         return None
-    attack, aucs = predictor(critic), []
+    attack, aucs = predictor(adversary), []
     for client in clients:
         h = torch.from_numpy(encode(client.params, client.test)).float()
         with torch.no_grad():

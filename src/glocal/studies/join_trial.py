@@ -208,5 +208,11 @@ class JoinTrial:
         }
         write_json(
             folder / "join.json",
-            {"format": FORMAT, **about, "new_client": new_client, "settings": asdict(self.config), "rows": rows},
+            {
+                "format": FORMAT,
+                **about,
+                "new_client": new_client,
+                "settings": asdict(self.config),
+                "rows": rows,
+            },
         )
