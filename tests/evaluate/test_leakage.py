@@ -1,4 +1,4 @@
-"""Fresh attackers: they find what is there, find nothing where there is nothing, and say how sure they are."""
+"""Fresh attackers read what is there, nothing where there is nothing, and estimate their error."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from glocal.evaluate.leakage import AttackData, auc, estimate_leakage, strongest
 
 
 def people(rows, seed, *, hidden):
-    """Representations of which one column tells the attribute: openly, only by its size, or not at all."""
+    """One column of the representations depends on the attribute: openly, by size, or not."""
     generator = np.random.default_rng(seed)
     attribute = generator.integers(2, size=rows)
     h = generator.normal(size=(rows, 3))
@@ -22,26 +22,26 @@ def people(rows, seed, *, hidden):
     return AttackData(h, attribute)
 
 
-def found(hidden):
+def estimates(hidden):
     return {
         leak.attacker: leak
         for leak in estimate_leakage(people(1500, 0, hidden=hidden), people(1500, 1, hidden=hidden))
     }
 
 
-def test_what_stands_open_is_read_by_everybody():
-    assert all(leak.auc > 0.85 for leak in found("openly").values())
+def test_what_stands_open_is_read_by_all():
+    assert all(leak.auc > 0.85 for leak in estimates("openly").values())
 
 
 def test_what_no_straight_line_divides_is_read_by_the_others():
-    by_name = found("by size")
+    by_name = estimates("by size")
     assert by_name["logistic regression"].auc < 0.6
     assert min(by_name["gradient boosting"].auc, by_name["MLP"].auc) > 0.75
     assert strongest_attack([*by_name.values()]).attacker != "logistic regression"
 
 
 def test_where_there_is_nothing_the_interval_holds_one_half():
-    for leak in found("nothing").values():
+    for leak in estimates("nothing").values():
         assert leak.low < 0.5 < leak.high
         assert leak.low <= leak.auc <= leak.high
 

@@ -1,7 +1,7 @@
-"""How predictions treat two groups of people: rates by group, and how far apart they are. Measured with fairlearn."""
+"""Group fairness: rates of two groups of people and the differences between them, by fairlearn."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ Labels = npt.NDArray[np.int64]
 
 
 class GroupPredictions(NamedTuple):
-    """Some people: their classes, the classes that were predicted, and a protected attribute, 0 or 1 (rows,) each."""
+    """Some people's classes, predicted classes, and protected attribute, 0 or 1; each (rows,)."""
 
     y: Labels
     prediction: Labels
@@ -20,10 +20,10 @@ class GroupPredictions(NamedTuple):
 
 
 class GroupMetrics(NamedTuple):
-    """One group: its people, the share that is predicted rightly, and the shares that are predicted to be of class 1.
+    """One group: its number of people, its accuracy, and its shares of people predicted as class 1.
 
-    Those are of all (selection), of people of class 1 (true positive) and of class 0 (false positive); None where there are no such
-    people, or other classes than these two.
+    The shares are of all (selection), of class 1 (true positive) and of class 0 (false positive).
+    A share is None without such people, or with other than two classes.
     """
 
     group: int
@@ -35,7 +35,7 @@ class GroupMetrics(NamedTuple):
 
 
 class FairnessMetrics(NamedTuple):
-    """Both groups, and the differences between them, from 0 to 1; None where one is not defined."""
+    """Both groups and the differences between them, from 0 to 1; None for one that is undefined."""
 
     groups: list[GroupMetrics]
     demographic_parity_difference: float | None
@@ -43,7 +43,7 @@ class FairnessMetrics(NamedTuple):
 
 
 def require_fairlearn() -> None:
-    """Refuse to begin without it."""
+    """Refuse to start without fairlearn."""
     try:
         import fairlearn.metrics  # noqa: F401
     except ImportError as error:
@@ -53,85 +53,95 @@ def require_fairlearn() -> None:
 
 
 def fairness_metrics(predictions: GroupPredictions, *, classes: int = 2) -> FairnessMetrics:
-    """How both groups are treated; with other than two classes there is accuracy only.
+    """Metrics of both groups; with other than two classes accuracy only.
 
-    >>> found = fairness_metrics(GroupPredictions(np.array([0, 1, 0, 1]), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1])))
-    >>> found.demographic_parity_difference, found.equalized_odds_difference
+    >>> y, group = np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])
+    >>> metrics = fairness_metrics(GroupPredictions(y, np.array([0, 1, 1, 1]), group))
+    >>> metrics.demographic_parity_difference, metrics.equalized_odds_difference
     (0.5, 1.0)
     """
     from fairlearn.metrics import demographic_parity_difference, equalized_odds_difference
 
     groups = _by_group(predictions, classes) if len(predictions.y) else []
-    selected = [rates.selection_rate for rates in groups]
-    errors = [
-        rate for rates in groups for rate in (rates.true_positive_rate, rates.false_positive_rate)
-    ]
-
-    def apart(difference: Callable[..., float], rates: list[float | None]) -> float | None:
-        defined = len(groups) == 2 and None not in rates
-        return (
-            float(
-                difference(
-                    predictions.y, predictions.prediction, sensitive_features=_features(predictions)
-                )
-            )
-            if defined
-            else None
-        )
-
+    selected = [group.selection_rate for group in groups]
     return FairnessMetrics(
         groups,
-        apart(demographic_parity_difference, selected),
-        apart(equalized_odds_difference, errors),
+        _difference(demographic_parity_difference, predictions, selected, len(groups)),
+        _difference(equalized_odds_difference, predictions, _error_rates(groups), len(groups)),
     )
+
+
+def _error_rates(groups: list[GroupMetrics]) -> list[float | None]:
+    rates: list[float | None] = []
+    for group in groups:
+        rates += [group.true_positive_rate, group.false_positive_rate]
+    return rates
+
+
+def _difference(
+    difference: Callable[..., float],
+    predictions: GroupPredictions,
+    rates: list[float | None],
+    groups: int,
+) -> float | None:
+    """A difference between two groups; None unless all of its rates are defined."""
+    if groups != 2 or None in rates:
+        return None
+    features = _features(predictions)
+    return float(difference(predictions.y, predictions.prediction, sensitive_features=features))
 
 
 def _by_group(predictions: GroupPredictions, classes: int) -> list[GroupMetrics]:
-    """The groups that have people, in ascending order."""
-    from fairlearn.metrics import (
-        MetricFrame,
-        count,
-        false_positive_rate,
-        selection_rate,
-        true_positive_rate,
-    )
-    from sklearn.metrics import accuracy_score
+    """The metrics of the groups that have people, in ascending order."""
+    rows = _metric_frame(predictions, classes).by_group.to_dict("index")
+    return [_group_metrics(predictions, group, rows[group]) for group in sorted(rows)]
 
-    metrics = {"people": count, "accuracy": accuracy_score}
-    if classes == 2:
-        metrics |= {
-            "selected": selection_rate,
-            "found": true_positive_rate,
-            "wronged": false_positive_rate,
-        }
-    frame = MetricFrame(
-        metrics=metrics,
+
+def _metric_frame(predictions: GroupPredictions, classes: int) -> Any:
+    """fairlearn's table of metrics, a row per group."""
+    from fairlearn.metrics import MetricFrame
+
+    return MetricFrame(
+        metrics=_metric_functions(classes),
         y_true=predictions.y,
         y_pred=predictions.prediction,
         sensitive_features=_features(predictions),
     )
-    found = {name: column.to_dict() for name, column in frame.by_group.items()}
-    held = {
-        group: {*predictions.y[predictions.group == group].tolist()} for group in found["people"]
-    }
 
-    def rate(name: str, group: int, needs: set[int]) -> float | None:
-        # fairlearn has 0 for a rate of nobody
-        return float(found[name][group]) if name in found and needs <= held[group] else None
 
-    return [
-        GroupMetrics(
-            int(group),
-            int(found["people"][group]),
-            float(found["accuracy"][group]),
-            rate("selected", group, set()),
-            rate("found", group, {1}),
-            rate("wronged", group, {0}),
-        )
-        for group in sorted(held)
-    ]
+def _metric_functions(classes: int) -> dict[str, Callable[..., float]]:
+    from fairlearn import metrics
+    from sklearn.metrics import accuracy_score
+
+    functions = {"people": metrics.count, "accuracy": accuracy_score}
+    if classes == 2:
+        functions["selection"] = metrics.selection_rate
+        functions["true_positive"] = metrics.true_positive_rate
+        functions["false_positive"] = metrics.false_positive_rate
+    return functions
+
+
+def _group_metrics(
+    predictions: GroupPredictions, group: int, row: dict[str, float]
+) -> GroupMetrics:
+    """One row of the table; fairlearn's rate of nobody is 0, and here None."""
+    present = {*predictions.y[predictions.group == group].tolist()}
+    true_positive = row.get("true_positive") if 1 in present else None
+    false_positive = row.get("false_positive") if 0 in present else None
+    return GroupMetrics(
+        int(group),
+        int(row["people"]),
+        float(row["accuracy"]),
+        _as_float(row.get("selection")),
+        _as_float(true_positive),
+        _as_float(false_positive),
+    )
+
+
+def _as_float(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def _features(predictions: GroupPredictions) -> dict[str, Labels]:
-    """The attribute as fairlearn takes it also where there is one person only."""
+    """The attribute in the form that fairlearn accepts for a single person too."""
     return {"group": predictions.group}

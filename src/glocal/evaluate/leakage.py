@@ -1,6 +1,7 @@
-"""What can be read from a representation: fresh attackers, trained afterwards on frozen, noise-free representations.
+"""Attribute inference: fresh attackers, trained afterwards on frozen, noise-free representations.
 
-An adversary that was trained along says little: what hides from it may be plain to another. The best of several fresh ones counts.
+The adversary of the training itself says little: what is hidden from it may be plain to another
+attacker. So the best of several fresh ones counts.
 """
 
 import warnings
@@ -24,14 +25,14 @@ _REPEATS = 200  # of the bootstrap
 
 
 class AttackData(NamedTuple):
-    """What an attacker sees of some people: representations (rows, width) and a protected attribute (rows,), 0 or 1."""
+    """Some people's representations (rows, width) and protected attribute (rows,), 0 or 1."""
 
     h: Floats
     attribute: Labels
 
 
 class LeakageEstimate(NamedTuple):
-    """How well an attacker reads the attribute: ROC AUC with a 95 % interval (bootstrap over people); .5 is nothing."""
+    """An attacker's ROC AUC with a 95 % interval (bootstrap over people); .5 is chance."""
 
     attacker: str
     auc: float
@@ -40,7 +41,7 @@ class LeakageEstimate(NamedTuple):
 
 
 class AttackResult(NamedTuple):
-    """An attacker's AUC on some people and on the same people drawn anew (repeats,), and the deviation of a guesser's AUC."""
+    """An attacker's AUC, its bootstrap (repeats,), and the standard deviation of chance."""
 
     auc: float
     bootstrap: Floats
@@ -48,9 +49,10 @@ class AttackResult(NamedTuple):
 
 
 def attackers(seed: int) -> dict[str, Callable[[], Any]]:
-    """Fresh attackers by name: linear, trees, and a network.
+    """Functions that make fresh attackers, by name: linear, trees, and a network.
 
-    The network never stops early: by its accuracy on few people of a rare value it would stop before it has learnt anything.
+    The network has no early stopping. With few people of a rare value, accuracy would stop it
+    before it has learnt anything.
     """
     from sklearn.ensemble import HistGradientBoostingClassifier
     from sklearn.linear_model import LogisticRegression
@@ -58,109 +60,97 @@ def attackers(seed: int) -> dict[str, Callable[[], Any]]:
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    def logistic_regression() -> Any:
+        return make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+
+    def gradient_boosting() -> Any:
+        return HistGradientBoostingClassifier(max_leaf_nodes=15, random_state=seed)
+
+    def mlp() -> Any:
+        sizes, lr = (32, 32), 3e-3
+        network = MLPClassifier(sizes, learning_rate_init=lr, max_iter=20, random_state=seed)
+        return make_pipeline(StandardScaler(), network)
+
     return {
-        "logistic regression": lambda: make_pipeline(
-            StandardScaler(), LogisticRegression(max_iter=1000)
-        ),
-        "gradient boosting": lambda: HistGradientBoostingClassifier(
-            max_leaf_nodes=15, random_state=seed
-        ),
-        "MLP": lambda: make_pipeline(
-            StandardScaler(),
-            MLPClassifier((32, 32), learning_rate_init=3e-3, max_iter=20, random_state=seed),
-        ),
+        "logistic regression": logistic_regression,
+        "gradient boosting": gradient_boosting,
+        "MLP": mlp,
     }
 
 
 def train_attackers(train: AttackData, *, seed: int = 0) -> dict[str, Scorer]:
-    """Every attacker, trained on some people: from representations (rows, width) to scores (rows,); none without both values."""
-    _check_attack_data(train, "learns from")
-    if len({*train.attribute.tolist()}) < 2:
+    """Trained attackers by name: functions from representations (rows, width) to scores (rows,).
+
+    None of them if the attribute has one value only.
+    """
+    _check_attack_data(train, "the training data of an attacker")
+    if not _has_both_values(train):
         return {}
+    scorers: dict[str, Scorer] = {}
     with warnings.catch_warnings(), _one_thread():
-        warnings.simplefilter(
-            "ignore"
-        )  # a network that has not converged is an attacker all the same
-        fitted = {name: make().fit(*train) for name, make in attackers(seed).items()}
-    return {name: partial(_scores, attacker) for name, attacker in fitted.items()}
+        warnings.simplefilter("ignore")  # a network that has not converged is an attacker too
+        for name, make in attackers(seed).items():
+            scorers[name] = partial(_scores, make().fit(*train))
+    return scorers
 
 
 def estimate_leakage(
     train: AttackData, test: AttackData, *, seed: int = 0
 ) -> list[LeakageEstimate]:
-    """Every attacker, trained on some people and tested on others; none where either group lacks one value of the attribute."""
-    found = run_attacks(train_attackers(train, seed=seed), test, seed=seed)
-    return [average_leakage(name, [reading]) for name, reading in found.items()]
+    """Train all attackers on some people and test them on others.
+
+    The list is empty if the attribute has one value only, in either group of people.
+    """
+    results = run_attacks(train_attackers(train, seed=seed), test, seed=seed)
+    return [average_leakage(name, [result]) for name, result in results.items()]
 
 
 def run_attacks(
     predictions: Mapping[str, Scorer], test: AttackData, *, seed: int = 0, client: int | None = None
 ) -> dict[str, AttackResult]:
-    """What each of some attackers reads from these people, those of a device if it is given; none where nothing can be told."""
-    _check_attack_data(test, "is tested on")
-    if len({*test.attribute.tolist()}) < 2:
+    """The result of each trained attacker on these people, those of a client if it is given.
+
+    There is no result if the attribute has one value only.
+    """
+    _check_attack_data(test, "the test data of an attacker")
+    if not _has_both_values(test):
         return {}
-    labels, address = test.attribute, () if client is None else (client,)
-    chance_std = _chance_std(int(labels.sum()), len(labels))
-    scores = {name: guess(test.h) for name, guess in predictions.items()}
-    return {
-        name: AttackResult(
-            auc(score, labels),
-            _bootstrap_auc(score, labels, make_rng(seed, "bootstrap", *address)),
-            chance_std,
-        )
-        for name, score in scores.items()
-    }
+    address = () if client is None else (client,)
+    results: dict[str, AttackResult] = {}
+    for name, scorer in predictions.items():
+        generator = make_rng(seed, "bootstrap", *address)
+        results[name] = _attack_result(scorer(test.h), test.attribute, generator)
+    return results
 
 
-def average_leakage(attacker: str, found: Sequence[AttackResult]) -> LeakageEstimate:
-    """The mean over devices, with the interval of that mean: the people of each are drawn anew, the devices stay."""
-    bootstrap = np.mean([reading.bootstrap for reading in found], axis=0)
+def average_leakage(attacker: str, results: Sequence[AttackResult]) -> LeakageEstimate:
+    """The mean AUC over clients and its interval; the bootstrap resamples people, not clients."""
+    bootstrap = np.mean([result.bootstrap for result in results], axis=0)
     low, high = np.quantile(bootstrap, (0.025, 0.975))
-    return LeakageEstimate(
-        attacker, fmean(reading.auc for reading in found), float(low), float(high)
-    )
+    mean = fmean(result.auc for result in results)
+    return LeakageEstimate(attacker, mean, float(low), float(high))
 
 
-def beyond_chance(found: Sequence[AttackResult], *, comparisons: int) -> bool:
-    """Whether the mean over devices is too high for a guesser, with 95 % confidence for the best of so many tries (Bonferroni)."""
-    deviation = sqrt(sum(reading.chance_std**2 for reading in found)) / len(found)
-    return (
-        fmean(reading.auc for reading in found)
-        > 0.5 + NormalDist().inv_cdf(1 - 0.05 / comparisons) * deviation
-    )
+def beyond_chance(results: Sequence[AttackResult], *, comparisons: int) -> bool:
+    """Whether the mean AUC over clients is above chance, with 95 % confidence.
+
+    The level is corrected for the best of several comparisons (Bonferroni).
+    """
+    std = sqrt(sum(result.chance_std**2 for result in results)) / len(results)
+    quantile = NormalDist().inv_cdf(1 - 0.05 / comparisons)
+    return fmean(result.auc for result in results) > 0.5 + quantile * std
 
 
 def best_auc(predictions: Mapping[str, Scorer], test: AttackData) -> float | None:
-    """What the best of some attackers reads from these people; None where nothing can be told."""
-    if not predictions or len({*test.attribute.tolist()}) < 2:
+    """The best AUC of some attackers; None without attackers, or with one value only."""
+    if not predictions or not _has_both_values(test):
         return None
-    return max(auc(guess(test.h), test.attribute) for guess in predictions.values())
+    return max(auc(scorer(test.h), test.attribute) for scorer in predictions.values())
 
 
-def _scores(attacker: Any, h: Floats) -> Floats:
-    with _one_thread():
-        return np.asarray(attacker.predict_proba(h)[:, 1])
-
-
-def _one_thread() -> AbstractContextManager[Any]:
-    """So little work gains nothing from more threads; where the cores are busy, these would wait for each other without end."""
-    from threadpoolctl import threadpool_limits
-
-    limits: AbstractContextManager[Any] = threadpool_limits(1)
-    return limits
-
-
-def _check_attack_data(data: AttackData, who: str) -> None:
-    if len(data.h) != len(data.attribute) or not {*data.attribute.tolist()} <= {0, 1}:
-        raise InputError(
-            f"leakage: what an attacker {who} needs one attribute, 0 or 1, for every representation"
-        )
-
-
-def strongest_attack(found: Sequence[LeakageEstimate]) -> LeakageEstimate | None:
-    """The attacker that reads most; None if there was none."""
-    return max(found, key=lambda leak: leak.auc, default=None)
+def strongest_attack(estimates: Sequence[LeakageEstimate]) -> LeakageEstimate | None:
+    """The estimate with the highest AUC; None without any."""
+    return max(estimates, key=lambda estimate: estimate.auc, default=None)
 
 
 def auc(scores: npt.NDArray[np.floating[Any]], labels: Labels) -> float:
@@ -176,17 +166,54 @@ def auc(scores: npt.NDArray[np.floating[Any]], labels: Labels) -> float:
     return above / (ones * (len(labels) - ones))
 
 
-def _chance_std(ones: int, rows: int) -> float:
-    """The standard deviation of the AUC of scores that have nothing to do with the labels (Mann and Whitney 1947)."""
+def _attack_result(scores: Floats, labels: Labels, generator: np.random.Generator) -> AttackResult:
+    bootstrap = _bootstrap_auc(scores, labels, generator)
+    return AttackResult(auc(scores, labels), bootstrap, _chance_std(labels))
+
+
+def _has_both_values(data: AttackData) -> bool:
+    return len({*data.attribute.tolist()}) > 1
+
+
+def _scores(attacker: Any, h: Floats) -> Floats:
+    with _one_thread():
+        return np.asarray(attacker.predict_proba(h)[:, 1])
+
+
+def _one_thread() -> AbstractContextManager[Any]:
+    """One thread: so little work gains nothing from more, and on busy cores threads wait long."""
+    from threadpoolctl import threadpool_limits
+
+    limits: AbstractContextManager[Any] = threadpool_limits(1)
+    return limits
+
+
+def _check_attack_data(data: AttackData, what: str) -> None:
+    if len(data.h) != len(data.attribute) or not {*data.attribute.tolist()} <= {0, 1}:
+        raise InputError(f"leakage: {what} needs one attribute, 0 or 1, for every representation")
+
+
+def _chance_std(labels: Labels) -> float:
+    """The standard deviation of the AUC of scores independent of the labels.
+
+    Mann and Whitney 1947.
+    """
+    rows, ones = len(labels), int(labels.sum())
     return sqrt((rows + 1) / (12 * ones * (rows - ones)))
 
 
 def _bootstrap_auc(
     scores: npt.NDArray[np.floating[Any]], labels: Labels, generator: np.random.Generator
 ) -> Floats:
-    """The AUC over people drawn anew, as many of either value as there are (repeats,)."""
-    sides, found = [np.flatnonzero(labels == value) for value in (0, 1)], []
+    """The AUC over resampled people, with the same number of either value (repeats,)."""
+    zeros, ones = np.flatnonzero(labels == 0), np.flatnonzero(labels == 1)
+    aucs: list[float] = []
     for _ in range(_REPEATS):
-        rows = np.concatenate([generator.choice(side, len(side)) for side in sides])
-        found.append(auc(scores[rows], labels[rows]))
-    return np.array(found)
+        rows = np.concatenate([_resample(zeros, generator), _resample(ones, generator)])
+        aucs.append(auc(scores[rows], labels[rows]))
+    return np.array(aucs)
+
+
+def _resample(rows: Labels, generator: np.random.Generator) -> Labels:
+    """As many of these rows as there are, drawn with replacement."""
+    return generator.choice(rows, len(rows))

@@ -1,9 +1,10 @@
-"""Classes in an order, such as moods: how often a guess is right, and how far off it is; with and without one-class devices."""
+"""Ordered classes, such as moods: accuracy and distance, with and without one-class clients."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from glocal.core.data import ClientData
 from glocal.core.sampling import IntArray
@@ -11,7 +12,10 @@ from glocal.datasets.federated import FederatedData
 
 
 class OrdinalMetrics(NamedTuple):
-    """Accuracy and mean absolute error in classes, over all examples together; `_rest` without devices that have one class."""
+    """Accuracy and mean absolute error in classes, over all examples together.
+
+    Those in `_rest` exclude some clients, such as clients with one class.
+    """
 
     accuracy: float | None
     error: float | None
@@ -20,31 +24,44 @@ class OrdinalMetrics(NamedTuple):
 
 
 def one_class_clients(federated: FederatedData, share: float) -> frozenset[int]:
-    """Devices of whose examples at least such a share is of one class: whoever always says that is nearly always right."""
-    parts = [federated.train, federated.val, federated.test]
-    labels = [part.examples.y.cpu().numpy() for part in parts]
-    found = []
+    """Clients with at least this share of their examples in one class.
+
+    A constant prediction is nearly always right for them.
+    """
+    clients: set[int] = set()
     for client in range(federated.num_clients):
-        own = np.concatenate([y[part.rows[client]] for y, part in zip(labels, parts, strict=True)])
-        if np.bincount(own).max() >= share * len(own):
-            found.append(client)
-    return frozenset(found)
+        if _is_one_class(_client_labels(federated, client), share):
+            clients.add(client)
+    return frozenset(clients)
 
 
 def ordinal_metrics(
     predictions: Sequence[IntArray], data: ClientData, excluded: Collection[int] = ()
 ) -> OrdinalMetrics:
-    """How good guesses are, which come device by device; None where nobody is left."""
+    """Metrics of predictions in the order of clients; None where no example is left."""
     labels = data.examples.y.cpu().numpy()
-    off = [np.abs(guess - labels[rows]) for guess, rows in zip(predictions, data.rows, strict=True)]
-    rest = [distances for client, distances in enumerate(off) if client not in excluded]
-    return OrdinalMetrics(*_means(off), *_means(rest))
+    distances: list[IntArray] = []
+    for predicted, rows in zip(predictions, data.rows, strict=True):
+        distances.append(np.abs(predicted - labels[rows]))
+    rest = [distances[client] for client in range(len(distances)) if client not in excluded]
+    return OrdinalMetrics(*_means(distances), *_means(rest))
 
 
-def _means(off: Sequence[IntArray]) -> tuple[float | None, float | None]:
-    distances = np.concatenate([*off, np.zeros(0, dtype=np.int64)])
-    return (
-        (float((distances == 0).mean()), float(distances.mean()))
-        if len(distances)
-        else (None, None)
-    )
+def _is_one_class(labels: IntArray, share: float) -> bool:
+    """Whether at least this share of the labels is one class."""
+    return bool(np.bincount(labels).max() >= share * len(labels))
+
+
+def _client_labels(federated: FederatedData, client: int) -> IntArray:
+    """The labels of all of a client's examples."""
+    parts = (federated.train, federated.val, federated.test)
+    labels = [part.examples.y[part.rows[client]] for part in parts]
+    return np.asarray(torch.cat(labels).cpu().numpy())
+
+
+def _means(by_client: Sequence[IntArray]) -> tuple[float | None, float | None]:
+    """Accuracy and mean distance; None for both without an example."""
+    distances = np.concatenate([*by_client, np.zeros(0, dtype=np.int64)])
+    if not len(distances):
+        return None, None
+    return float((distances == 0).mean()), float(distances.mean())

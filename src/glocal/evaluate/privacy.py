@@ -1,4 +1,7 @@
-"""What clipping and noise promise: the epsilon of a device after so many rounds, by Google's accountant (the extra `privacy`)."""
+"""Differential privacy of clipping and noise: a client's epsilon, by Google's accountant.
+
+It needs the extra `privacy`.
+"""
 
 import math
 
@@ -6,10 +9,12 @@ from glocal.core.errors import InputError
 
 
 def epsilon(noise_multiplier: float, rounds: int, delta: float) -> float:
-    """Epsilon at delta of `rounds` uploads, each with Gaussian noise of `noise_multiplier` times its clipped length.
+    """Epsilon at delta of `rounds` uploads, each clipped and with Gaussian noise.
 
-    Two worlds are told apart: with this device's moves, and with none of them. The server sees every noisy upload and knows who
-    takes part, so that nothing is gained from sampling. No noise, no promise: infinity.
+    The noise has a standard deviation of `noise_multiplier` times the clipping norm. The guarantee
+    is at the level of a client: with all of its updates, or with none of them. The server sees
+    every noisy upload and knows the sampled clients, so sampling does not amplify privacy. Without
+    noise epsilon is infinite.
     """
     try:
         import dp_accounting

@@ -21,7 +21,7 @@ from glocal.core.store import State
 from glocal.datasets.federated import FederatedData
 from glocal.engines import Executor
 from glocal.evaluate import Evaluator, Metric, accuracy, local_tests
-from glocal.evaluate.evaluation import Accuracies
+from glocal.evaluate.local_test import Accuracies
 from glocal.evaluate.forgetting import AccuracyHistory
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import (
