@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--source", default="mnist", choices=["mnist", "digits"])
-    parser.add_argument("--devices", type=int, default=10, help="of each kind")
+    parser.add_argument("--clients", type=int, default=10, help="of each kind")
     parser.add_argument("--images", type=int, default=30, help="on each device")
     parser.add_argument(
         "--warm", type=int, default=40, help="rounds of FedAvg within each kind; 0 for none"

@@ -1,4 +1,4 @@
-"""Kinds of device: own networks and inputs under one shared part keep every promise that one kind keeps."""
+"""Kinds of client, with their own networks and inputs and one shared part, keep every promise."""
 
 import subprocess
 import sys
@@ -84,12 +84,8 @@ def three():
 
 
 def last(*, plan=PLAN, engine="vmapped", of=three):
-    return {
-        name: state
-        for name, (state, _) in deque(simulate_kinds(of(), plan, engine=engine), maxlen=1)
-        .pop()
-        .items()
-    }
+    moment = deque(simulate_kinds(of(), plan, engine=engine), maxlen=1).pop()
+    return {name: state for name, (state, _) in moment.items()}
 
 
 def same(left, right):
@@ -99,7 +95,7 @@ def same(left, right):
 
 
 def test_uploads_of_all_kinds_have_the_same_names_and_shapes(monkeypatch):
-    """Spied at the gate: the shared tensors and nothing else, whichever kind they come from."""
+    """Spied on at the gate: the shared tensors and nothing else, from every kind."""
     crossed = []
 
     def gate(uploads, shared):
@@ -141,13 +137,13 @@ def test_one_kind_alone_is_fit_to_the_bit(tmp_path):
     assert rows[0] == [{"kind": "image", **row} for row in rows[1]]
 
 
-def test_batched_over_devices_equals_one_by_one():
+def test_batched_over_clients_equals_one_by_one():
     batched, looped = last(), last(engine="looped")
     assert all(world.gap(batched[name], looped[name], len(SIZES[name])) < 1e-5 for name in SIZES)
 
 
 def test_each_kind_is_really_batched(monkeypatch):
-    """One call per kind and round, with all of its cohort."""
+    """One call per kind and round, with all of its sampled clients."""
     calls = []
 
     class Spied(kinds.Executor):
@@ -156,21 +152,17 @@ def test_each_kind_is_really_batched(monkeypatch):
             return super().__call__(tasks, examples, round_index)
 
     monkeypatch.setattr("glocal.federate.kinds.Executor", Spied)
-    reports = [
-        {name: report for name, (_, report) in moment.items()}
-        for moment in simulate_kinds(three(), PLAN, engine="vmapped")
-    ]
-    expected = [
-        (ENCODERS[name][1], len(report.clients_per_round), report.round_index)
-        for moment in reports
-        for name, report in moment.items()
-        if len(report.clients_per_round)
-    ]
+    expected = []
+    for moment in simulate_kinds(three(), PLAN, engine="vmapped"):
+        for name, (_, report) in moment.items():
+            count = len(report.clients_per_round)
+            if count:
+                expected.append((ENCODERS[name][1], count, report.round_index))
     assert calls == expected
 
 
 def test_the_average_is_over_all_kinds_weighted_by_examples(monkeypatch):
-    """What passed the gate in one round of everybody, averaged by hand."""
+    """The uploads of one round of all clients, averaged by hand."""
     crossed, admit = [], kinds.admit
     monkeypatch.setattr(
         "glocal.federate.kinds.admit",
@@ -179,15 +171,11 @@ def test_the_average_is_over_all_kinds_weighted_by_examples(monkeypatch):
     states = last(plan=glocal.Plan(1, 8, batch_size=5))
     sizes = np.concatenate([own.federation.train.sizes for own in three()])
     for name in ("1.weight", "1.bias"):
-        uploads = torch.cat([upload[name] for upload in crossed])
-        mean = (
-            sum(size * upload for size, upload in zip(sizes, uploads.double(), strict=True))
-            / sizes.sum()
-        )
-        assert all(
-            torch.allclose(state.shared[name].double(), mean, atol=1e-6)
-            for state in states.values()
-        )
+        uploads = torch.cat([upload[name] for upload in crossed]).double()
+        weighted = [size * upload for size, upload in zip(sizes, uploads, strict=True)]
+        mean = sum(weighted) / sizes.sum()
+        for state in states.values():
+            assert torch.allclose(state.shared[name].double(), mean, atol=1e-6)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others():
@@ -195,74 +183,67 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others():
     assert not same(last(), last(plan=replace(PLAN, seed=1)))
 
 
-def test_a_kind_added_at_the_end_leaves_the_orders_of_the_others_as_they_were():
-    """In a first round that everyone takes part in, private parts come out the same with and without it."""
+def test_a_kind_added_at_the_end_does_not_change_the_orders_of_the_others():
+    """In a first round of all clients, private parts are the same with and without it."""
     few = last(plan=glocal.Plan(1, 5, batch_size=5), of=lambda: three()[:2], engine="looped")
     more = last(plan=glocal.Plan(1, 8, batch_size=5), engine="looped")
     for name in few:
-        for device in range(len(SIZES[name])):
-            assert trees.same_bits(few[name].private.of(device), more[name].private.of(device))
+        for client in range(len(SIZES[name])):
+            assert trees.same_bits(few[name].private.of(client), more[name].private.of(client))
 
 
-def test_devices_outside_the_cohort_keep_their_bits():
+def test_clients_that_are_not_sampled_keep_their_bits():
     before = {own.name: own.algorithm.init(own.start())[1] for own in three()}
     rows = {name: [tree] * len(SIZES[name]) for name, tree in before.items()}
     for moment in simulate_kinds(three(), PLAN, engine="vmapped"):
         for name, (state, report) in moment.items():
-            now = [state.private.of(device) for device in range(len(SIZES[name]))]
-            moved = [
-                device
-                for device, tree in enumerate(now)
-                if not trees.same_bits(tree, rows[name][device])
-            ]
-            assert moved == report.clients_per_round.tolist()
+            now = [state.private.of(client) for client in range(len(SIZES[name]))]
+            changed = []
+            for client, tree in enumerate(now):
+                if not trees.same_bits(tree, rows[name][client]):
+                    changed.append(client)
+            assert changed == report.clients_per_round.tolist()
             rows[name] = now
 
 
-def test_one_cohort_is_drawn_over_all_kinds():
+def test_clients_are_sampled_over_all_kinds():
     firsts = dict(zip(SIZES, (0, 3, 5), strict=True))
     for moment in simulate_kinds(three(), PLAN, engine="vmapped"):
-        numbers = [
-            firsts[name] + int(device)
-            for name, (_, report) in moment.items()
-            for device in report.clients_per_round
-        ]
+        numbers = []
+        for name, (_, report) in moment.items():
+            numbers += (firsts[name] + report.clients_per_round).tolist()
         (round_index,) = {report.round_index for _, report in moment.values()}
         assert numbers == sample_clients(PLAN, 8, round_index).tolist()
         shared = [state.shared for state, _ in moment.values()]
         assert all(trees.same_bits(tree, shared[0]) for tree in shared)
 
 
-def test_the_ledgers_hold_the_shared_tree_for_each_of_the_cohort():
+def test_the_ledgers_have_the_shared_tree_for_each_sampled_client():
     results = fit_kinds(three(), PLAN, options=OFTEN)
     shared = trees.nbytes(results["image"].state.shared)
-    for way in ("upload", "download"):
-        assert (
-            sum(getattr(result.ledger, way).bytes for result in results.values())
-            == PLAN.rounds * PLAN.clients_per_round * shared
-        )
-    for result in results.values():
-        assert result.ledger.upload.bytes == sum(result.times_sampled) * shared
-    assert (
-        sum(sum(result.times_sampled) for result in results.values())
-        == PLAN.rounds * PLAN.clients_per_round
-    )
+    sampled = {name: sum(result.times_sampled) for name, result in results.items()}
+    assert sum(sampled.values()) == PLAN.rounds * PLAN.clients_per_round
+    for direction in ("upload", "download"):
+        traffic = [getattr(result.ledger, direction).bytes for result in results.values()]
+        assert sum(traffic) == PLAN.rounds * PLAN.clients_per_round * shared
+    for name, result in results.items():
+        assert result.ledger.upload.bytes == sampled[name] * shared
 
 
-def test_a_round_without_a_kind_costs_it_nothing_and_its_row_has_no_loss(tmp_path):
+def test_a_round_without_clients_of_a_kind_has_no_loss_for_it(tmp_path):
     fit_kinds(three(), replace(PLAN, clients_per_round=1), options=OFTEN, folder=tmp_path)
     rows = read_rows(tmp_path / "rows.jsonl")
     assert len(rows) == 3 * PLAN.rounds
     assert sum(row["loss"] is not None for row in rows) == PLAN.rounds
 
 
-def test_a_model_of_each_kind_predicts_what_was_tested():
+def test_the_models_of_each_kind_have_the_accuracies_that_were_measured():
     for own, result in zip(three(), fit_kinds(three(), PLAN, options=OFTEN).values(), strict=True):
-        for device in range(own.federation.num_clients):
-            x, y, _ = own.federation.test.of(device)
+        for client in range(own.federation.num_clients):
+            x, y, _ = own.federation.test.of(client)
             if len(y):
-                accuracy = (result.model(device)(x).argmax(1) == y).double().mean().item()
-                assert result.accuracies[device] == pytest.approx(accuracy)
+                accuracy = (result.model(client)(x).argmax(1) == y).double().mean().item()
+                assert result.accuracies[client] == pytest.approx(accuracy)
 
 
 @pytest.mark.parametrize(
@@ -272,12 +253,8 @@ def test_a_model_of_each_kind_predicts_what_was_tested():
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(stop_after, options, tmp_path):
     whole = fit_kinds(three(), PLAN, options=options, folder=tmp_path / "whole")
     experiments = company(three(), PLAN)
-    rounds = train_kinds(
-        experiments,
-        options,
-        begin_kinds(experiments, options, tmp_path / "broken"),
-        tmp_path / "broken",
-    )
+    progress = begin_kinds(experiments, options, tmp_path / "broken")
+    rounds = train_kinds(experiments, options, progress, tmp_path / "broken")
     for _ in range(stop_after):
         next(rounds)
     rounds.close()
@@ -286,31 +263,22 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(stop_after, options, tmp
     assert [result.as_dict() for result in whole.values()] == [
         result.as_dict() for result in resumed.values()
     ]
-    files = [
-        file.relative_to(tmp_path / "whole")
-        for file in (tmp_path / "whole").rglob("*")
-        if file.is_file()
-    ]
-    assert len(files) == 4 + (8 if options.save == "everything" else 0)
-    assert all(
-        (tmp_path / "whole" / file).read_bytes() == (tmp_path / "broken" / file).read_bytes()
-        for file in files
-    )
+    paths = [path for path in (tmp_path / "whole").rglob("*") if path.is_file()]
+    assert len(paths) == 4 + (8 if options.save == "everything" else 0)
+    for path in paths:
+        other = tmp_path / "broken" / path.relative_to(tmp_path / "whole")
+        assert path.read_bytes() == other.read_bytes()
 
 
 def test_a_crash_without_warning_goes_on_from_the_last_checkpoint(tmp_path):
-    """Rows after the checkpoint, and half a row, are what a kill leaves behind."""
+    """A kill leaves rows after the checkpoint, and half a row."""
     whole = fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path / "whole")
     experiments, crashed = company(three(), PLAN), tmp_path / "crashed"
-    rounds = train_kinds(
-        experiments,
-        OFTEN,
-        begin_kinds(experiments, OFTEN, tmp_path / "broken"),
-        tmp_path / "broken",
-    )
+    progress = begin_kinds(experiments, OFTEN, tmp_path / "broken")
+    rounds = train_kinds(experiments, OFTEN, progress, tmp_path / "broken")
     for _ in range(4):
         next(rounds)
-    crashed.mkdir()  # as the disk was after four rounds: the checkpoint is of round three
+    crashed.mkdir()  # the disk after four rounds; the checkpoint is of round three
     for file in ("rows.jsonl", "checkpoint.safetensors"):
         (crashed / file).write_bytes((tmp_path / "broken" / file).read_bytes())
     with (crashed / "rows.jsonl").open("a") as rows:
@@ -356,31 +324,37 @@ def test_a_longer_plan_continues_a_finished_run_on_the_engines_it_began_with(tmp
     assert len(read_metadata(tmp_path / "checkpoint.safetensors")["engine"]) == 3
 
 
+def three_with_other_data():
+    clients = [(torch.randn(9, 3), torch.arange(9) % 3)] * 3
+    return [*three()[:2], kind("short", federation=glocal.from_tensors(clients))]
+
+
 @pytest.mark.parametrize(
     ("others", "plan", "message"),
     [
-        (lambda: three()[:2], PLAN, r"another kinds \(\['vector', 'image', 'short'\]\) than the one given"),
+        (
+            lambda: three()[:2],
+            PLAN,
+            r"another kinds \(\['vector', 'image', 'short'\]\) than the one given",
+        ),
         (three, replace(PLAN, clients_per_round=3), "another plan"),
         (three, replace(PLAN, seed=3), "another seeds"),
-        (lambda: [*three()[:2], kind("short", federation=glocal.from_tensors([(torch.randn(9, 3), torch.arange(9) % 3)] * 3))],
-         PLAN, "another data"),
+        (three_with_other_data, PLAN, "another data"),
     ],
-)  # fmt: skip
-def test_a_run_is_not_continued_with_something_else(others, plan, message, tmp_path):
+)
+def test_a_run_is_not_resumed_with_something_else(others, plan, message, tmp_path):
     fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path)
     with pytest.raises(InputError, match=message):
         fit_kinds(others(), plan, options=OFTEN, folder=tmp_path)
 
 
-def test_a_run_is_not_continued_with_another_network_of_one_kind(tmp_path, monkeypatch):
+def test_a_run_is_not_resumed_with_another_network_of_one_kind(tmp_path, monkeypatch):
     fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path)
-    monkeypatch.setitem(
-        ENCODERS, "short", (lambda width: nn.Sequential(nn.Linear(4, width), nn.ReLU()), (4,))
-    )
-    with pytest.raises(
-        InputError,
-        match=r"another model \(private '0\.0\.weight' \(8, 3\)\) than the one given \(.* \(8, 4\)\)",
-    ):
+    other = (lambda width: nn.Sequential(nn.Linear(4, width), nn.ReLU()), (4,))
+    monkeypatch.setitem(ENCODERS, "short", other)
+    before, after = r"private '0\.0\.weight' \(8, 3\)", r".* \(8, 4\)"
+    message = rf"another model \({before}\) than the one given \({after}\)"
+    with pytest.raises(InputError, match=message):
         fit_kinds(three(), PLAN, options=OFTEN, folder=tmp_path)
 
 
@@ -394,19 +368,23 @@ def test_shared_parts_that_differ_are_refused_with_both_shapes():
 
 def test_a_tensor_that_only_one_kind_shares_is_refused_by_name():
     own = kind("image")
-    everything = glocal.lg_fedavg(
-        glocal.cross_entropy(own.model),
-        glocal.sgd(0.1),
-        split=glocal.Split.of(own.model, shared="*"),
-    )
-    with pytest.raises(
-        InputError, match=r"'0\.0\.weight' is absent and \(3, 1, 3, 3\) torch\.float32"
-    ):
+    split = glocal.Split.of(own.model, shared="*")
+    objective = glocal.cross_entropy(own.model)
+    everything = glocal.lg_fedavg(objective, glocal.sgd(0.1), split=split)
+    message = r"'0\.0\.weight' is absent and \(3, 1, 3, 3\) torch\.float32"
+    with pytest.raises(InputError, match=message):
         fit_kinds([kind("vector"), replace(own, algorithm=everything)], PLAN)
 
 
-def other(own):
-    return glocal.local_only(glocal.cross_entropy(own.model), glocal.sgd(0.1))
+def other_algorithm():
+    own = kind("short")
+    algorithm = glocal.local_only(glocal.cross_entropy(own.model), glocal.sgd(0.1))
+    return [kind("image"), replace(own, algorithm=algorithm)]
+
+
+def too_many_classes():
+    clients = [(torch.zeros(9, 3), torch.arange(9))] * 4
+    return [kind("image"), kind("short", federation=glocal.from_tensors(clients))]
 
 
 @pytest.mark.parametrize(
@@ -415,48 +393,53 @@ def other(own):
         (list, "kinds: none given; give at least one Kind"),
         (lambda: [kind("image"), kind("image")], "2 are called 'image'"),
         (lambda: [replace(kind("image"), name="a/b")], "'a/b' was given as a name"),
-        (lambda: [kind("image"), kind("short", algorithm=other(kind("short")))],
-         r"'short' runs local_only \(by average\), but 'image' lg_fedavg \(by average\); run one algorithm on all kinds"),
-        (lambda: [kind("image"), kind("short", algorithm=unweighted(kind("short").algorithm))], "'short' runs lg_fedavg .by un"),
-        (lambda: [kind("image"), kind("short", federation=kind("vector").federation)],
-         r"kind 'short': model: it cannot take inputs of shape \(6,\)"),
-        (lambda: [kind("image"), kind("short", federation=glocal.from_tensors([(torch.zeros(9, 3), torch.arange(9))] * 4))],
-         r"kind 'short': data: device 0 has the .* label \d, but the model has 3 outputs"),
-        (lambda: [kind("image"), kind("short", params={"other": torch.zeros(1)})], "kind 'short': its params are of another model"),
-        (lambda: [kind("image")], "the cohort is 4, but there are 2 devices"),
+        (
+            other_algorithm,
+            r"'short' runs local_only \(by average\), but 'image' runs lg_fedavg \(by average\); "
+            "run one algorithm on all kinds",
+        ),
+        (
+            lambda: [kind("image"), kind("short", algorithm=unweighted(kind("short").algorithm))],
+            "'short' runs lg_fedavg .by un",
+        ),
+        (
+            lambda: [kind("image"), kind("short", federation=kind("vector").federation)],
+            r"kind 'short': model: it cannot take inputs of shape \(6,\)",
+        ),
+        (
+            too_many_classes,
+            r"kind 'short': data: client 0 has the .* label \d, but the model has 3 outputs",
+        ),
+        (
+            lambda: [kind("image"), kind("short", params={"other": torch.zeros(1)})],
+            "kind 'short': its params are of another model",
+        ),
+        (lambda: [kind("image")], "clients_per_round is 4, but there are 2 clients"),
     ],
-)  # fmt: skip
-def test_what_cannot_train_together_is_refused(make, message):
+)
+def test_kinds_that_cannot_train_together_are_refused(make, message):
     with pytest.raises(InputError, match=message):
         fit_kinds(make(), PLAN)
 
 
-def test_choosing_without_validation_data_is_refused_and_the_kind_named():
+def test_selection_without_validation_data_is_refused_and_the_kind_named():
     bare = glocal.from_tensors([(torch.randn(9, 3), torch.arange(9) % 3)] * 2, validation=0.0)
-    with pytest.raises(
-        InputError, match="kind 'short': options: select = 'best' needs validation data"
-    ):
-        fit_kinds(
-            [kind("image"), kind("short", federation=bare)], PLAN, options=Options(select="best")
-        )
+    together = [kind("image"), kind("short", federation=bare)]
+    message = "kind 'short': options: select = 'best' needs validation data"
+    with pytest.raises(InputError, match=message):
+        fit_kinds(together, PLAN, options=Options(select="best"))
 
 
 def test_the_kind_whose_training_diverges_is_named():
     own = kind("short")
-    wild = glocal.lg_fedavg(
-        glocal.cross_entropy(own.model),
-        glocal.sgd(1e30),
-        split=glocal.Split.of(own.model, local="0"),
-    )
+    split, objective = glocal.Split.of(own.model, local="0"), glocal.cross_entropy(own.model)
+    wild = glocal.lg_fedavg(objective, glocal.sgd(1e30), split=split)
+    together = [kind("image"), replace(own, algorithm=wild)]
     with pytest.raises(DivergedError, match="kind 'short': training diverged in round"):
-        fit_kinds(
-            [kind("image"), replace(own, algorithm=wild)],
-            glocal.Plan(9, 5, batch_size=2),
-            options=OFTEN,
-        )
+        fit_kinds(together, glocal.Plan(9, 5, batch_size=2), options=OFTEN)
 
 
-def test_given_params_are_what_a_kind_starts_from():
+def test_a_kind_starts_from_its_params():
     start = {name: torch.zeros_like(tensor) for name, tensor in kind("short").start().items()}
     state, _ = next(
         simulate_kinds([kind("short", params=start)], glocal.Plan(1, 1), engine="vmapped")
@@ -466,7 +449,7 @@ def test_given_params_are_what_a_kind_starts_from():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("engine", ["auto", "vmapped"])
-def test_kinds_on_a_gpu_agree_with_one_device_at_a_time_on_a_cpu(engine, tmp_path):
+def test_kinds_on_a_gpu_agree_with_one_client_at_a_time_on_a_cpu(engine, tmp_path):
     plan, options = (
         replace(PLAN, clients_per_round=2),
         Options(device="cuda", engine=engine, validate_every=2, checkpoint_every=3),
@@ -481,7 +464,7 @@ def test_kinds_on_a_gpu_agree_with_one_device_at_a_time_on_a_cpu(engine, tmp_pat
         assert result.ledger == here[name].ledger
 
 
-def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_what_it_cost():
+def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_its_traffic():
     plan = replace(PLAN, clients_per_round=2, rounds=2)
     warm = warm_kinds(three(), glocal.sgd(0.1), plan, options=Options(engine="looped"))
     trees_of = [kind.algorithm.init(kind.start()) for kind in warm]
@@ -508,7 +491,7 @@ def test_a_warm_start_refuses_what_training_together_would():
         warm_kinds((each for each in (first, second)), glocal.sgd(0.1), PLAN)
 
 
-def test_round_by_round_the_data_are_checked_too():
+def test_simulate_kinds_checks_the_data_too():
     odd = replace(kind("short"), federation=kind("vector").federation)
     with pytest.raises(InputError, match="kind 'short': model: it cannot take inputs"):
         next(simulate_kinds([kind("vector"), odd], PLAN))
@@ -537,20 +520,11 @@ def test_the_first_kind_of_a_warm_start_is_plain_fedavg():
     ],
 )
 def test_an_example_runs(example, settings, tmp_path):
-    command = [
-        sys.executable,
-        str(EXAMPLES / example),
-        *settings,
-        "--warm",
-        "2",
-        "--rounds",
-        "2",
-        "--engine",
-        "vmapped",
-    ]
-    told = subprocess.run(
+    rounds = ["--warm", "2", "--rounds", "2", "--engine", "vmapped"]
+    command = [sys.executable, str(EXAMPLES / example), *settings, *rounds]
+    process = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    table = [line.split() for line in told.splitlines() if "%" in line]
+    )
+    table = [line.split() for line in process.stdout.splitlines() if "%" in line]
     assert len(table) == 3
     assert all(row[0] and row[-1] == "MB" for row in table)
