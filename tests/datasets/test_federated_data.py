@@ -143,7 +143,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused():
         fitted(clients(20, 20), nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 3)))
 
 
-def test_a_cohort_larger_than_the_federation_is_refused():
+def test_more_clients_per_round_than_clients_are_refused():
     model = world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
     with pytest.raises(

@@ -346,9 +346,9 @@ def archive_of(members: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
 
 
@@ -573,7 +573,7 @@ def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
     assert train.x.shape[1] == 6, "five numbers, and one dummy for two occupations"
 
 
-def test_the_digits_are_scikit_learns_and_it_is_not_imported_for_them() -> None:
+def test_the_digits_are_those_of_scikit_learn_without_its_import() -> None:
     """It takes seconds and 100 MB, which a small machine may not have."""
     script = "import sys, glocal; glocal.load('digits'); print('sklearn' in sys.modules)"
     ended = subprocess.run(

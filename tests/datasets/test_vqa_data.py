@@ -67,7 +67,7 @@ def test_words_and_answers_come_from_training_questions_alone(world):
 
 def test_a_rare_answer_gives_way_to_another_persons_or_is_left_out_of_training(world):
     paths = world[0][0]
-    frequent = [shapes.asked(number, 1, "red") for number in range(30)]
+    frequent = [shapes.colour_question(number, 1, "red") for number in range(30)]
     few = [
         ({"question_id": number, "image_id": 2, "question": "What is it?"}, "scarlet")
         for number in (900, 901)

@@ -1,4 +1,4 @@
-"""Questions about tiny pictures of one colour, in the official format of VQA: what questions are tested on."""
+"""Test data: questions about tiny pictures of one colour, in the official format of VQA."""
 
 import json
 import os
@@ -20,7 +20,7 @@ COLOURS = {
 }
 
 
-def asked(number, image, colour):
+def colour_question(number, image, colour):
     """One of three questions about a picture, and its answer."""
     if number % 3 == 0:
         return {"question_id": number, "image_id": image, "question": "What color is it?"}, colour
@@ -34,10 +34,10 @@ def asked(number, image, colour):
 
 
 def annotation(question, answer, people=None):
-    said = people or [answer] * 10
+    texts = people or [answer] * 10
     answers = [
         {"answer": each, "answer_confidence": "yes", "answer_id": place}
-        for place, each in enumerate(said, start=1)
+        for place, each in enumerate(texts, start=1)
     ]
     return {
         **{key: question[key] for key in ("question_id", "image_id")},
@@ -67,20 +67,21 @@ def write_world(folder, *, pictures=24, questions=480):
     pairs = []
     for part, first, count in (("train", 0, questions), ("test", 12_000, questions // 4)):
         about = noise.integers(1, pictures + 1, count).tolist()
-        told = [
-            asked(number, image, shown[image]) for number, image in enumerate(about, start=first)
+        rows = [
+            colour_question(number, image, shown[image])
+            for number, image in enumerate(about, start=first)
         ]
         paths = folder / f"q_{part}.json", folder / f"a_{part}.json"
-        write_pair(paths, told)
+        write_pair(paths, rows)
         pairs.append(paths)
     return [pairs[0]], [pairs[1]], folder / "images.zip"
 
 
-def write_pair(paths, told, *, version="2.0", people=None):
+def write_pair(paths, rows, *, version="2.0", people=None):
     info = {"info": {"version": version}, "data_type": "mscoco"}
-    paths[0].write_text(json.dumps({**info, "questions": [question for question, _ in told]}))
-    rows = [annotation(question, answer, people) for question, answer in told]
-    paths[1].write_text(json.dumps({**info, "annotations": rows}))
+    paths[0].write_text(json.dumps({**info, "questions": [question for question, _ in rows]}))
+    annotations = [annotation(question, answer, people) for question, answer in rows]
+    paths[1].write_text(json.dumps({**info, "annotations": annotations}))
 
 
 def dataset():

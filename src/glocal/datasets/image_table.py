@@ -35,7 +35,7 @@ ReadFile = Callable[[str], bytes]
 class ImageTable:
     """Pictures (pictures, 3, height, width) as bytes, or features (pictures, width) as float32.
 
-    An example holds the number of its picture, and a model looks the picture up. So nothing is
+    An example holds the number of its picture, by which a model reads the table. So nothing is
     copied per example. The table is neither parameter nor buffer, so it is never uploaded, stored
     or averaged. Copies of a model share it. In a deployment each client has a table of its own.
 

@@ -124,7 +124,7 @@ def _metric_functions(classes: int) -> dict[str, Callable[..., float]]:
 def _group_metrics(
     predictions: GroupPredictions, group: int, row: dict[str, float]
 ) -> GroupMetrics:
-    """One row of the table; fairlearn's rate of nobody is 0, and here None."""
+    """One row of the table; without such people fairlearn's rate is 0, and here None."""
     present = {*predictions.y[predictions.group == group].tolist()}
     true_positive = row.get("true_positive") if 1 in present else None
     false_positive = row.get("false_positive") if 0 in present else None

@@ -32,7 +32,7 @@ class NewTest(NamedTuple):
 
 @torch.no_grad()
 def new_test(evaluator: Evaluator, state: State, data: ClientData) -> NewTest | None:
-    """Accuracy on everybody's rows, as if they came from a new client; None without rows."""
+    """Accuracy on all clients' rows, as if they came from a new client; None without rows."""
     rows = data.all_rows()
     if not len(rows):
         return None
@@ -69,7 +69,7 @@ def _members(state: State) -> list[Params]:
 
 
 def _mean_score(evaluator: Evaluator, predictions: Tensor, data: ClientData) -> float:
-    """The mean score of predictions for everybody's rows (rows,)."""
+    """The mean score of predictions for all clients' rows (rows,)."""
     _, y, group = data.examples
     rows = torch.from_numpy(data.all_rows()).to(predictions.device)
     scores = evaluator.metric(predictions, y[rows], None if group is None else group[rows])
@@ -77,7 +77,7 @@ def _mean_score(evaluator: Evaluator, predictions: Tensor, data: ClientData) -> 
 
 
 def _score_model(evaluator: Evaluator, params: Params, data: ClientData) -> float:
-    """The mean score of one model on everybody's rows."""
+    """The mean score of one model on all clients' rows."""
     task = ClientTask(params, {}, to_batches(data.all_rows(), BATCH_SIZE))
     scores = score_tasks(_for_whole_models(evaluator), [task], data.examples)[0]
     return float(scores.mean())
@@ -138,8 +138,8 @@ def _count_votes(outputs: Tensor) -> Tensor:
 def _average_model(algorithm: Algorithm, shared: Params, members: Sequence[Params]) -> Params:
     """The mean of all models, added up one by one: a stack of them may not fit in memory."""
     total: Params = {}
-    for member in members:
-        total = _add(total, algorithm.personal(shared, member))
+    for private in members:
+        total = _add(total, algorithm.personal(shared, private))
     first = algorithm.personal(shared, members[0])
     average: Params = {}
     for name, tensor in total.items():
