@@ -66,18 +66,18 @@ def test_a_second_process_is_refused_and_a_killed_one_lets_go(tmp_path):
     (tmp_path / "study.toml").write_text(STUDY)
     first = started(tmp_path, "run", "study.toml", "--out", "run")
     try:
-        first.send_signal(signal.SIGSTOP)  # so that nothing of its own changes meanwhile
+        first.send_signal(signal.SIGSTOP)  # so that it changes nothing meanwhile
         before = bytes_of(tmp_path / "run")
-        how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
-        second = subprocess.run(command("resume", "run"), **how)
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+        second = subprocess.run(command("resume", "run"), **options)
         assert second.returncode == 2
-        announced, told = filter(str.strip, second.stderr.splitlines())
+        announced, refusal = filter(str.strip, second.stderr.splitlines())
         assert announced == "writing to run"
-        assert told.startswith("glocal: run: run ")
-        assert HELD in told
+        assert refusal.startswith("glocal: run: run ")
+        assert HELD in refusal
         assert bytes_of(tmp_path / "run") == before
-        read = subprocess.run(command("report", "run"), **how)
-        assert read.returncode == 0, "whoever only reads is not kept out"
+        read = subprocess.run(command("report", "run"), **options)
+        assert read.returncode == 0, "a process that only reads is not refused"
     finally:
         first.kill()
         first.wait()
@@ -90,7 +90,7 @@ def test_a_second_process_is_refused_and_a_killed_one_lets_go(tmp_path):
 
 @pytest.fixture
 def held(tmp_path):
-    """A folder that a study is being run in."""
+    """The folder of a study that is being run."""
     table = {
         "data": {"clients": 6},
         "plan": {"rounds": 50, "clients_per_round": 3},
@@ -115,10 +115,10 @@ def fitted_kinds(folder):
 
 
 def fitted_scenario(folder):
-    model, everyone = world.seeded(world.plain), tuple(range(world.NUM_CLIENTS))
-    only = Chapter(0, Availability.of(everyone), (world.federation(),))
-    story = Scenario((only,), {"all": everyone})
-    return fit_scenario(world.algorithm("lg_fedavg", model), model, story, PLAN, folder=folder)
+    model, all_clients = world.seeded(world.plain), tuple(range(world.NUM_CLIENTS))
+    only = Chapter(0, Availability.of(all_clients), (world.federation(),))
+    scenario = Scenario((only,), {"all": all_clients})
+    return fit_scenario(world.algorithm("lg_fedavg", model), model, scenario, PLAN, folder=folder)
 
 
 @pytest.mark.parametrize("fit", [fitted, fitted_kinds, fitted_scenario])
@@ -130,7 +130,7 @@ def test_training_in_python_is_refused_there_and_goes_on_elsewhere(fit, held, tm
     assert fit(tmp_path / "other")
 
 
-def test_a_study_in_parts_is_held_as_a_whole(tmp_path, capsys):
+def test_a_study_in_parts_is_locked_as_a_whole(tmp_path, capsys):
     short = ["plan.rounds=1", "data.clients=10"]
     settings = Settings(experiments={"FedAvg": ExperimentSettings("fedavg")})
     study = Study("small", "small", "nobody", "It runs.", {"a": StudyPart("a", "", settings)})
@@ -156,7 +156,7 @@ with lock_folder(Path("held")):
 """
 
 
-def test_a_worker_that_outlives_a_killed_process_holds_nothing(tmp_path):
+def test_a_worker_that_outlives_a_killed_process_holds_no_lock(tmp_path):
     arguments = [sys.executable, "-c", FORKS]
     parent = subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
@@ -174,7 +174,7 @@ def test_a_worker_that_outlives_a_killed_process_holds_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("work", ["join", "audit"])
-def test_what_is_kept_beside_a_run_is_written_by_one_process_too(work, tmp_path):
+def test_a_folder_inside_a_run_is_written_by_one_process_too(work, tmp_path):
     with (
         lock_folder(tmp_path),
         pytest.raises(InputError, match=HELD),
@@ -198,15 +198,15 @@ def test_where_there_is_no_fcntl_nothing_is_locked(tmp_path):
     assert [*bytes_of(tmp_path)] == ["new/file"]
 
 
-def test_what_holds_a_folder_leaves_nothing_in_it(tmp_path):
+def test_a_lock_leaves_nothing_in_its_folder(tmp_path):
     with lock_folder(tmp_path / "new/folder"):
         assert (tmp_path / "new/folder").is_dir()
     assert not (tmp_path / "new").exists()
-    fitted(tmp_path / "kept")
-    assert not [name for name in bytes_of(tmp_path / "kept") if Path(name).name.startswith(".")]
+    fitted(tmp_path / "saved")
+    assert not [name for name in bytes_of(tmp_path / "saved") if Path(name).name.startswith(".")]
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match=r"^disk: .*file"), lock_folder(tmp_path / "file/run"):
         pass
