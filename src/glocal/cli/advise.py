@@ -136,7 +136,7 @@ def _print_variances(advice: Advice) -> None:
 
 def _print_halving(advice: Advice) -> None:
     print(f"\nThe search: accuracy in % on held-out data of {len(advice.participants)} clients")
-    ends = sorted({rounds for row in advice.rows for rounds in row.accuracy})
+    ends = sorted(set().union(*(row.accuracy for row in advice.rows)))
     table = _table(
         "",
         "sends",

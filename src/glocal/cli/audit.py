@@ -83,10 +83,9 @@ def show_audit(folder: Path) -> None:
 def _print_leaks(found: Json) -> None:
     """One row per attacker: its AUC in percent with the interval, by what it knows."""
     cells = {(row["attacker"], row["knowledge"]): with_interval(row) for row in found["leaks"]}
-    body = [
-        [attacker, *(cells.get((attacker, knowledge), "-") for knowledge in KNOWLEDGE)]
-        for attacker in dict.fromkeys(row["attacker"] for row in found["leaks"])
-    ]
+    body: list[list[str]] = []
+    for attacker in dict.fromkeys(row["attacker"] for row in found["leaks"]):
+        body.append([attacker, *(cells.get((attacker, each), "-") for each in KNOWLEDGE)])
     _print(["AUC, %", *KNOWLEDGE.values()], body)
 
 

@@ -104,12 +104,9 @@ def _command_line(
     command: str, what: str, changes: list[str] | None, **options: Sequence[object]
 ) -> str:
     """A command as it can be typed again."""
-    words = [
-        f"--{name} {quote(str(value))}"
-        for name, values in options.items()
-        for value in values
-        if value is not None
-    ]
+    words: list[str] = []
+    for name, values in options.items():
+        words += [f"--{name} {quote(str(value))}" for value in values if value is not None]
     return " ".join(
         ["glocal", command, what, *words, *(f"--set {quote(change)}" for change in changes or [])]
     )

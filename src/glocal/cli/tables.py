@@ -29,9 +29,8 @@ def print_table(results: dict[str, list[Json]]) -> None:
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, seeds in results.items():
-        local, worst = (
-            [result["local_test"][key] for result in seeds] for key in ("mean", "worst_tenth")
-        )
+        local = [result["local_test"]["mean"] for result in seeds]
+        worst = [result["local_test"]["worst_tenth"] for result in seeds]
         new = [result["new_test"]["logits"] if result["new_test"] else None for result in seeds]
         sent = sum(result["ledger"]["total"]["bytes"] for result in seeds) / len(seeds)
         paper = sum(result["ledger"]["paper"]["parameters"] for result in seeds) / len(seeds)
@@ -59,12 +58,11 @@ def print_groups(results: dict[str, list[Json]]) -> None:
     )
     for experiment, seeds in experiments.items():
         for group in seeds[0]["groups"]:
-            found = [result["groups"][group] for result in seeds if result["groups"][group]]
-            figures = [
-                format_mean_std([each[column] for each in found])
-                for column in ("first", "best", "last", "forgetting")
-            ]
-            table.add_row(escape(experiment), escape(group), *figures)
+            rows = [result["groups"][group] for result in seeds if result["groups"][group]]
+            cells = []
+            for column in ("first", "best", "last", "forgetting"):
+                cells.append(format_mean_std([row[column] for row in rows]))
+            table.add_row(escape(experiment), escape(group), *cells)
     print()
     _print_unwrapped(table)
 

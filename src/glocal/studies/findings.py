@@ -74,28 +74,27 @@ class Findings:
 
     def verdicts(self) -> list[Verdict]:
         """Every claim whose measurements are all there."""
-        return [
-            verdict for claim in self.study.claims if (verdict := self._verdict(claim)) is not None
-        ]
+        verdicts = [self._verdict(claim) for claim in self.study.claims]
+        return [verdict for verdict in verdicts if verdict is not None]
 
     def _verdict(self, claim: Claim) -> Verdict | None:
-        figures = [
-            (sign, self._by_seed(figure))
-            for sign, side in ((1, claim.more), (-1, claim.less))
-            for figure in side
-        ]
-        seeds = sorted(set.intersection(*({*values} for _, values in figures)))
+        more = [self._by_seed(measurement) for measurement in claim.more]
+        less = [self._by_seed(measurement) for measurement in claim.less]
+        seeds = sorted(set.intersection(*map(set, more + less)))
         if not seeds:
             return None
-        lead = confidence_interval(
-            [sum(sign * values[seed] for sign, values in figures) - claim.level for seed in seeds]
-        )
+        leads = []
+        for seed in seeds:
+            above = [values[seed] for values in more]
+            below = [-values[seed] for values in less]
+            leads.append(sum(above + below) - claim.level)
+        interval = confidence_interval(leads)
         status = "open"
-        if lead.low > -claim.margin:
+        if interval.low > -claim.margin:
             status = "holds"
-        elif lead.high <= -claim.margin:
+        elif interval.high <= -claim.margin:
             status = "fails"
-        return Verdict(claim, lead, status)
+        return Verdict(claim, interval, status)
 
     def as_dict(self) -> Json:
         """As JSON."""
@@ -222,19 +221,23 @@ def _baseline(rows: Sequence[Json]) -> Json:
 
 def _ordinal_metrics(rows: Sequence[Json]) -> Json:
     """Accuracy and mean absolute error per seed; nothing where classes have no order."""
-    return {key: [_round(row[key]) for row in rows] for key in _ORDINAL} if rows else {}
+    return _by_key(rows, _ORDINAL) if rows else {}
+
+
+def _by_key(rows: Sequence[Json], keys: Iterable[str]) -> Json:
+    """The values of some keys, seed by seed."""
+    columns: Json = {}
+    for key in keys:
+        columns[key] = [_round(row[key]) for row in rows]
+    return columns
 
 
 def _new_client_metrics(trials: Sequence[Json]) -> Json:
     """How the new client did, seed by seed, and the bytes sent; nothing where none joined."""
     if not trials:
         return {}
-    scores = {
-        key: [_round(row[key]) for row in trials]
-        for key in ("normal", "normal_local", "rotated", "rotated_before")
-    }
     return {
-        **scores,
+        **_by_key(trials, ("normal", "normal_local", "rotated", "rotated_before")),
         "join_bytes": round(fmean(row["ledger"]["total"]["bytes"] for row in trials)),
     }
 

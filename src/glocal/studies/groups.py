@@ -22,9 +22,10 @@ Albums = Mapping[int, RotatedExamples]
 def build_scenario(groups: Groups, federations: Sequence[FederatedData], rounds: int) -> Scenario:
     """The scenario of these groups, with a partition per seed; groups take the clients in order."""
     require_groups(groups, federations[0].num_clients, rounds)
-    starts = sorted(
-        {0, *(start for group in groups.values() for start in _change_rounds(group, rounds))}
-    )
+    changes = {0}
+    for group in groups.values():
+        changes.update(_change_rounds(group, rounds))
+    starts = sorted(changes)
     angles = [_angles(groups, start) for start in starts]
     albums = _albums(federations, angles)
     rotated: dict[tuple[float, ...], tuple[FederatedData, ...]] = {}

@@ -143,8 +143,10 @@ class Study:
                     f"study: {self.name} has no part '{pattern}'; "
                     f"{suggest_name(pattern, self.parts)}"
                 )
-        return {
-            n: part
-            for n, part in self.parts.items()
-            if not patterns or any(fnmatchcase(n, p) for p in patterns)
-        }
+        if not patterns:
+            return dict(self.parts)
+        selected: dict[str, StudyPart] = {}
+        for name, part in self.parts.items():
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                selected[name] = part
+        return selected
