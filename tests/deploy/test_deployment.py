@@ -241,8 +241,8 @@ def listening(pid):
     """The ports that a process listens on."""
     inodes = {
         match[1]
-        for place in Path(f"/proc/{pid}/fd").iterdir()
-        if (match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(place)))
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir()
+        if (match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(descriptor)))
     }
     rows = [
         line.split()
@@ -276,9 +276,9 @@ def test_a_client_is_one_process_without_ports_and_with_private_files(tmp_path, 
         environment = Path(f"/proc/{pid}/environ").read_bytes()
         assert b"AWS_SECRET" not in environment
         assert b"FLWR_TELEMETRY_ENABLED=0" in environment
-        door = folder / "operator.sock"
-        assert stat.S_ISSOCK(door.stat().st_mode)
-        assert stat.S_IMODE(door.stat().st_mode) == 0o600
+        operator_socket = folder / "operator.sock"
+        assert stat.S_ISSOCK(operator_socket.stat().st_mode)
+        assert stat.S_IMODE(operator_socket.stat().st_mode) == 0o600
         assert stat.S_IMODE((folder / "operator.secret").stat().st_mode) == 0o600
         with socket.create_connection(("127.0.0.1", port), 5):
             pass
@@ -287,7 +287,7 @@ def test_a_client_is_one_process_without_ports_and_with_private_files(tmp_path, 
     private = [own, own / "state", own / "logs", own / "client.key", own / "journal.jsonl"]
     for path in [folder, *private, *(own / "state").iterdir(), *(own / "logs").iterdir()]:
         assert not path.stat().st_mode & 0o077, path
-    assert not door.exists(), "a server that ended left its socket"
+    assert not operator_socket.exists(), "a server that ended left its socket"
 
 
 def test_twenty_clients_of_a_gateway_share_one_process_and_nothing_else(tmp_path):

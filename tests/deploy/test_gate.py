@@ -59,7 +59,7 @@ class Application:
         await send({"type": "http.response.body", "body": b""})
 
 
-class Door:
+class GateFixture:
     """A gate with two registered clients, nodes 7 and 8, and an application behind it."""
 
     def __init__(self, make=None):
@@ -70,7 +70,7 @@ class Door:
         opened_at = datetime.now(UTC) - timedelta(seconds=600)
         self.gate = gate.FleetGate(self.behind, lambda: self.nodes, awaits_reply, 1000, opened_at)
 
-    def ask(self, path, headers, body=b"", method="POST"):
+    def request(self, path, headers, body=b"", method="POST"):
         """The status of the response."""
         events = []
 
@@ -87,25 +87,25 @@ class Door:
         return events[0]["status"]
 
     def push(self, key, body):
-        return self.ask(PUSH, key.headers(length=len(body)), body)
+        return self.request(PUSH, key.headers(length=len(body)), body)
 
 
 @pytest.fixture
-def door():
-    return Door()
+def fixture():
+    return GateFixture()
 
 
-def reply(node=7, sender=7, answers="message-to-7", run=1):
-    metadata = Metadata(run_id=run, src_node_id=sender, reply_to_message_id=answers)
+def reply(node=7, sender=7, reply_to="message-to-7", run=1):
+    metadata = Metadata(run_id=run, src_node_id=sender, reply_to_message_id=reply_to)
     request = PushMessagesRequest(
         node=Node(node_id=node), messages_list=[Message(metadata=metadata)]
     )
     return request.SerializeToString()
 
 
-def test_a_registered_client_gets_through(door):
-    assert door.ask(PULL, door.first.headers(length=4), b"body") == 200
-    assert door.behind.bodies == [b"body"]
+def test_a_registered_client_gets_through(fixture):
+    assert fixture.request(PULL, fixture.first.headers(length=4), b"body") == 200
+    assert fixture.behind.bodies == [b"body"]
 
 
 @pytest.mark.parametrize(
@@ -124,24 +124,24 @@ def test_a_registered_client_gets_through(door):
         "/",
     ],
 )
-def test_no_other_route_than_those_of_the_fleet_is_found(path, door):
+def test_no_other_route_than_those_of_the_fleet_is_found(path, fixture):
     """Not by a registered client either, and its body is not read."""
-    assert door.ask(path, door.first.headers(length=4), b"body") == 404
-    assert not door.behind.paths
-    assert not door.read
+    assert fixture.request(path, fixture.first.headers(length=4), b"body") == 404
+    assert not fixture.behind.paths
+    assert not fixture.read
 
 
-def test_all_of_flowers_routes_but_ten_of_the_fleet_are_closed(door):
+def test_all_of_flowers_routes_but_ten_of_the_fleet_are_closed(fixture):
     routes = server_internals.SuperLink("secret").app.openapi()["paths"]
-    let_through = {path for path in routes if door.ask(path, door.first.headers()) == 200}
+    let_through = {path for path in routes if fixture.request(path, fixture.first.headers()) == 200}
     assert let_through - {"/health"} == {*server_internals.FLEET_ROUTES} - {PUSH}
     assert {*server_internals.FLEET_ROUTES, *server_internals.CONTROL_ROUTES} <= {*routes}
 
 
-def test_the_health_route_says_nothing_else(door):
-    assert door.ask("/health", [], method="GET") == 200
-    assert not door.reason
-    assert not door.behind.paths
+def test_the_health_route_says_nothing_else(fixture):
+    assert fixture.request("/health", [], method="GET") == 200
+    assert not fixture.reason
+    assert not fixture.behind.paths
 
 
 def with_header(headers, name, value):
@@ -149,84 +149,100 @@ def with_header(headers, name, value):
 
 
 UNAUTHENTICATED = {
-    "no headers": lambda door: [],
-    "an unknown key": lambda door: Key().headers(),
-    "another's signature": lambda door: with_header(
-        door.first.headers(), server_internals.KEY_HEADER, b64encode(door.second.public)
+    "no headers": lambda fixture: [],
+    "an unknown key": lambda fixture: Key().headers(),
+    "another's signature": lambda fixture: with_header(
+        fixture.first.headers(), server_internals.KEY_HEADER, b64encode(fixture.second.public)
     ),
-    "no signature": lambda door: with_header(
-        door.first.headers(), server_internals.SIGNATURE_HEADER, b""
+    "no signature": lambda fixture: with_header(
+        fixture.first.headers(), server_internals.SIGNATURE_HEADER, b""
     ),
-    "no base64": lambda door: with_header(
-        door.first.headers(), server_internals.KEY_HEADER, b"###"
+    "no base64": lambda fixture: with_header(
+        fixture.first.headers(), server_internals.KEY_HEADER, b"###"
     ),
-    "a minute old": lambda door: door.first.headers(datetime.now(UTC) - timedelta(seconds=61)),
-    "from the future": lambda door: door.first.headers(datetime.now(UTC) + timedelta(seconds=10)),
-    "without a time zone": lambda door: door.first.headers(stamp=b"2026-01-01T00:00:00"),
-    "not a time": lambda door: door.first.headers(stamp=b"now"),
+    "a minute old": lambda fixture: fixture.first.headers(
+        datetime.now(UTC) - timedelta(seconds=61)
+    ),
+    "from the future": lambda fixture: fixture.first.headers(
+        datetime.now(UTC) + timedelta(seconds=10)
+    ),
+    "without a time zone": lambda fixture: fixture.first.headers(stamp=b"2026-01-01T00:00:00"),
+    "not a time": lambda fixture: fixture.first.headers(stamp=b"now"),
 }
 
 
 @pytest.mark.parametrize("kind", UNAUTHENTICATED)
-def test_a_request_that_no_registered_key_signed_just_now_is_refused_unread(kind, door):
-    assert door.ask(PULL, UNAUTHENTICATED[kind](door), b"x" * 300) == 401
-    assert not door.behind.paths
-    assert not door.read
+def test_a_request_that_no_registered_key_signed_just_now_is_refused_unread(kind, fixture):
+    assert fixture.request(PULL, UNAUTHENTICATED[kind](fixture), b"x" * 300) == 401
+    assert not fixture.behind.paths
+    assert not fixture.read
 
 
-def test_a_recorded_request_is_refused_for_any_route(door):
-    recorded = door.first.headers()
-    assert door.ask(PULL, recorded) == 200
-    assert [door.ask(path, recorded) for path in (PULL, "/v1/fleet/deactivate-node")] == [401, 401]
-    assert "has come before" in door.reason
+def test_a_recorded_request_is_refused_for_any_route(fixture):
+    recorded = fixture.first.headers()
+    assert fixture.request(PULL, recorded) == 200
+    assert [fixture.request(path, recorded) for path in (PULL, "/v1/fleet/deactivate-node")] == [
+        401,
+        401,
+    ]
+    assert "has come before" in fixture.reason
 
 
-def test_a_recorded_request_is_refused_with_a_second_valid_signature_too(door):
+def test_a_recorded_request_is_refused_with_a_second_valid_signature_too(fixture):
     """From an ECDSA signature (r, s), anyone can make (r, n - s), which is valid too."""
-    recorded = door.first.headers()
-    assert door.ask(PULL, recorded) == 200
+    recorded = fixture.first.headers()
+    assert fixture.request(PULL, recorded) == 200
     signature = dict(recorded)[server_internals.SIGNATURE_HEADER]
     r, s = decode_dss_signature(b64decode(signature))
     twin = encode_dss_signature(r, ORDER_P384 - s)
     stamp = dict(recorded)[server_internals.TIME_HEADER]
-    assert server_internals.is_signed_by(door.first.public, stamp, twin)
+    assert server_internals.is_signed_by(fixture.first.public, stamp, twin)
     again = with_header(recorded, server_internals.SIGNATURE_HEADER, b64encode(twin))
-    assert door.ask(PULL, again) == 401
+    assert fixture.request(PULL, again) == 401
 
 
-def test_a_request_that_was_recorded_before_a_restart_is_refused(door):
-    recorded = door.first.headers(datetime.now(UTC) - timedelta(seconds=5))
-    door.gate.opened_at = datetime.now(UTC) - timedelta(seconds=2)
-    assert door.ask(PULL, recorded) == 401
-    assert "before this server started" in door.reason
+def test_a_request_that_was_recorded_before_a_restart_is_refused(fixture):
+    recorded = fixture.first.headers(datetime.now(UTC) - timedelta(seconds=5))
+    fixture.gate.opened_at = datetime.now(UTC) - timedelta(seconds=2)
+    assert fixture.request(PULL, recorded) == 401
+    assert "before this server started" in fixture.reason
 
 
-def test_a_request_is_remembered_for_as_long_as_it_could_be_replayed(door):
+def test_a_request_is_remembered_for_as_long_as_it_could_be_replayed(fixture):
     for age in (59, 30, 1):
-        assert door.ask(PULL, door.first.headers(datetime.now(UTC) - timedelta(seconds=age))) == 200
-    assert len(door.gate._seen) == 3
-    door.gate._by_age[0] = (datetime.now(UTC) - timedelta(seconds=66), door.gate._by_age[0][1])
-    assert door.ask(PULL, door.first.headers()) == 200
-    assert len(door.gate._seen) == 3
+        assert (
+            fixture.request(PULL, fixture.first.headers(datetime.now(UTC) - timedelta(seconds=age)))
+            == 200
+        )
+    assert len(fixture.gate._seen) == 3
+    fixture.gate._by_age[0] = (
+        datetime.now(UTC) - timedelta(seconds=66),
+        fixture.gate._by_age[0][1],
+    )
+    assert fixture.request(PULL, fixture.first.headers()) == 200
+    assert len(fixture.gate._seen) == 3
 
 
-def test_two_clients_may_sign_the_same_moment(door):
+def test_two_clients_may_sign_the_same_moment(fixture):
     now = datetime.now(UTC)
-    assert [door.ask(PULL, key.headers(now)) for key in (door.first, door.second)] == [200, 200]
+    assert [fixture.request(PULL, key.headers(now)) for key in (fixture.first, fixture.second)] == [
+        200,
+        200,
+    ]
 
 
-def test_a_repeated_header_is_refused(door):
+def test_a_repeated_header_is_refused(fixture):
     """The gate could read one of the values, and Flower the other, of a recorded request."""
-    doubled = [*door.second.headers(), *door.first.headers()]
-    assert door.ask(PULL, doubled) == 400
-    assert not door.behind.paths
+    doubled = [*fixture.second.headers(), *fixture.first.headers()]
+    assert fixture.request(PULL, doubled) == 400
+    assert not fixture.behind.paths
 
 
-def test_a_revoked_key_is_refused_from_its_next_request_on(door):
-    assert door.ask(PULL, door.first.headers()) == 200
-    del door.nodes[door.first.public]
-    assert door.ask(PULL, door.first.headers()) == 401
-    assert door.ask(PULL, door.second.headers()) == 200
+def test_a_revoked_key_is_refused_from_its_next_request_on(fixture):
+    assert fixture.request(PULL, fixture.first.headers()) == 200
+    del fixture.nodes[fixture.first.public]
+    assert fixture.request(PULL, fixture.first.headers()) == 401
+    assert fixture.request(PULL, fixture.second.headers()) == 200
 
 
 @pytest.mark.parametrize(
@@ -241,73 +257,73 @@ def test_a_revoked_key_is_refused_from_its_next_request_on(door):
     ids=["none", "no number", "negative", "300 MB", "chunked"],
 )
 @pytest.mark.parametrize("path", [PULL, PUSH, OBJECT])
-def test_a_body_without_a_length_or_with_a_large_one_is_never_read(path, headers, status, door):
-    signed = [header for header in door.first.headers() if header[0] != b"content-length"]
-    assert door.ask(path, [*signed, *headers], b"x" * 300) == status
-    assert not door.read
+def test_a_body_without_a_length_or_with_a_large_one_is_never_read(path, headers, status, fixture):
+    signed = [header for header in fixture.first.headers() if header[0] != b"content-length"]
+    assert fixture.request(path, [*signed, *headers], b"x" * 300) == status
+    assert not fixture.read
 
 
-def test_a_client_replies_for_itself_to_its_own_messages(door):
-    assert door.push(door.first, reply()) == 200
-    assert door.behind.bodies == [reply()]
+def test_a_client_replies_for_itself_to_its_own_messages(fixture):
+    assert fixture.push(fixture.first, reply()) == 200
+    assert fixture.behind.bodies == [reply()]
 
 
 @pytest.mark.parametrize(
     ("body", "status"),
     [
         (reply(sender=8), 403),
-        (reply(node=8, sender=8, answers="message-to-8"), 403),
-        (reply(answers="message-to-8"), 409),
-        (reply(answers="message-to-nobody"), 409),
+        (reply(node=8, sender=8, reply_to="message-to-8"), 403),
+        (reply(reply_to="message-to-8"), 409),
+        (reply(reply_to="message-to-none"), 409),
         (b"\xff\xff\xff", 400),
     ],
     ids=["as another", "wholly as another", "to another's", "to none", "unreadable"],
 )
-def test_a_client_cannot_reply_for_another_nor_to_other_messages(body, status, door):
-    assert door.push(door.first, body) == status
-    assert not door.behind.paths
+def test_a_client_cannot_reply_for_another_nor_to_other_messages(body, status, fixture):
+    assert fixture.push(fixture.first, body) == status
+    assert not fixture.behind.paths
 
 
-def test_a_message_has_one_reply_which_may_be_sent_again(door):
-    assert door.push(door.first, reply()) == 200
-    assert door.push(door.first, reply()) == 200
-    assert door.push(door.first, reply(run=2)) == 409
+def test_a_message_has_one_reply_which_may_be_sent_again(fixture):
+    assert fixture.push(fixture.first, reply()) == 200
+    assert fixture.push(fixture.first, reply()) == 200
+    assert fixture.push(fixture.first, reply(run=2)) == 409
 
 
-def test_the_parts_of_a_reply_are_limited_one_by_one_and_in_all(door):
-    part = lambda size: door.ask(OBJECT, door.first.headers(length=size))  # noqa: E731
+def test_the_parts_of_a_reply_are_limited_one_by_one_and_in_all(fixture):
+    part = lambda size: fixture.request(OBJECT, fixture.first.headers(length=size))  # noqa: E731
     assert part(10) == 413, "it has no message to reply to"
-    assert door.push(door.first, reply()) == 200
+    assert fixture.push(fixture.first, reply()) == 200
     assert [part(size) for size in (1001, 1000, 1000, 1000, 900, 101, 100, 1)] == [
         413, 200, 200, 200, 200, 413, 200, 413,
     ]  # fmt: skip
-    assert door.push(door.first, reply()) == 200
+    assert fixture.push(fixture.first, reply()) == 200
     assert part(1) == 413, "the same reply again gives no new budget"
 
 
-def test_a_reply_to_the_next_message_has_a_budget_of_its_own(door, monkeypatch):
-    assert door.push(door.first, reply()) == 200
+def test_a_reply_to_the_next_message_has_a_budget_of_its_own(fixture, monkeypatch):
+    assert fixture.push(fixture.first, reply()) == 200
     monkeypatch.setitem(PENDING, "message-to-7", None)
     monkeypatch.setitem(PENDING, "next", 7)
-    assert door.push(door.first, reply(answers="next")) == 200
-    assert door.ask(OBJECT, door.first.headers(length=1000)) == 200
-    assert [*door.gate._budgets[7].replies] == ["next"], "a message with a reply is forgotten"
+    assert fixture.push(fixture.first, reply(reply_to="next")) == 200
+    assert fixture.request(OBJECT, fixture.first.headers(length=1000)) == 200
+    assert [*fixture.gate._budgets[7].replies] == ["next"], "a message with a reply is forgotten"
 
 
-def test_pulling_is_not_changed_by_the_gate(door):
+def test_pulling_is_not_changed_by_the_gate(fixture):
     body = PullMessagesRequest(node=Node(node_id=7)).SerializeToString()
-    assert door.ask(PULL, door.first.headers(length=len(body)), body) == 200
-    assert door.behind.bodies == [body]
+    assert fixture.request(PULL, fixture.first.headers(length=len(body)), body) == 200
+    assert fixture.behind.bodies == [body]
 
 
 @pytest.mark.parametrize("kind", ["websocket", "unknown"])
-def test_other_requests_than_http_are_refused(kind, door):
+def test_other_requests_than_http_are_refused(kind, fixture):
     events = []
 
     async def send(event):
         events.append(event)
 
-    asyncio.run(door.gate({"type": kind, "path": PULL, "headers": []}, None, send))
+    asyncio.run(fixture.gate({"type": kind, "path": PULL, "headers": []}, None, send))
     assert events[0]["status"] == 404
 
 
@@ -335,7 +351,7 @@ OPERATOR = [(b"authorization", b"Bearer right"), (b"content-length", b"0")]
 def test_an_operator_needs_the_secret_and_finds_only_the_routes_of_glocals_commands(
     path, headers, status
 ):
-    door = Door()
-    door.gate = gate.OperatorGate(door.behind, "right")
-    assert door.ask(path, headers) == status
-    assert len(door.behind.paths) == (status == 200)
+    fixture = GateFixture()
+    fixture.gate = gate.OperatorGate(fixture.behind, "right")
+    assert fixture.request(path, headers) == status
+    assert len(fixture.behind.paths) == (status == 200)

@@ -28,7 +28,7 @@ from glocal.deploy.supervision import child_environment
 
 
 def start_request(files, settings):
-    """What starts an app with installation files."""
+    """The request that starts an app with these files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from a dependency of Flower
         content, _ = build_fab_from_files({name: text.encode() for name, text in files.items()})

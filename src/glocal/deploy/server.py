@@ -138,7 +138,7 @@ class RunServer:
 
     @property
     def handshake_timeout(self) -> float:
-        """Seconds to wait for handshakes; a client that hangs is asked again before every round."""
+        """Seconds to wait for handshakes; a client that hangs gets a new one every round."""
         return min(self.project.deployment.limits.start_timeout, self.round_timeout)
 
     @property

@@ -61,7 +61,7 @@ def _public_message(error: Exception, context: Context) -> str:
     """What the server may read of an error; the full error stays in the client's own log.
 
     An error that may quote an example is reduced to its kind. Files are named relative to the
-    client's folder, so that neither its place nor a user name leaves the client.
+    client's folder, so that neither its path nor a user name leaves the client.
     """
     if isinstance(error, InputError | UploadError) and not isinstance(error, DataError):
         return str(error).replace(f"{context.node_config.get('folder')}/", "")

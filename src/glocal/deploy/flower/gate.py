@@ -1,4 +1,4 @@
-"""The gates before Flower's server: they decide who may ask what before a request's body is read.
+"""The gates before Flower's server: they accept or refuse a request before its body is read.
 
 The public gate (`FleetGate`) is for registered clients, which sign the time with their key. The
 private gate (`OperatorGate`) is behind a socket file of the operator and asks for a secret as well.

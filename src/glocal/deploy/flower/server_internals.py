@@ -1,8 +1,8 @@
 """Flower's undocumented names on the server side: only this file knows them.
 
 Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade has
-removed. Flower's SuperLink stores everything in memory here: our own registry says who may connect,
-rounds are in our own checkpoints, and no client's upload ends up in a database file.
+removed. Flower's SuperLink stores everything in memory here: our own registry says which clients
+may connect, rounds are in our own checkpoints, and no client's upload ends up in a database file.
 """
 
 import hashlib
@@ -214,7 +214,7 @@ def read_pushed_messages(body: bytes) -> PushedMessages:
 
 
 class _SecretAuthPlugin(ControlAuthnPlugin):
-    """Whoever has the secret is the operator; Flower's no-op account stands for all operators."""
+    """Accepts the operator's secret; Flower's no-op account stands for all operators."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
