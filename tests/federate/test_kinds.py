@@ -516,7 +516,7 @@ def test_the_first_kind_of_a_warm_start_is_plain_fedavg():
     ("example", "settings"),
     [
         ("kinds_mnist.py", ["--source", "digits", "--clients", "2"]),
-        ("kinds_tabular.py", ["--dealings", "1"]),
+        ("kinds_tabular.py", ["--partitions", "1"]),
     ],
 )
 def test_an_example_runs(example, settings, tmp_path):

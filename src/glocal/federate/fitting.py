@@ -187,7 +187,7 @@ def fit(
             )
         params, spent = warm_start_params(start_from.algorithm, state), start_from.ledger
         plan = replace(plan, first_round=start_from.plan.total_rounds)
-    case = Case(
+    experiment = Case(
         algorithm,
         model,
         plan,
@@ -198,23 +198,23 @@ def fit(
         pretraining=pretraining,
         metric=metric,
     )
-    return fit_case(case, options or Options(), Path(folder) if folder else None)[0]
+    return fit_case(experiment, options or Options(), Path(folder) if folder else None)[0]
 
 
-def fit_case(case: Case, options: Options, folder: Path | None = None) -> list[Result]:
+def fit_case(experiment: Case, options: Options, folder: Path | None = None) -> list[Result]:
     """Train and test every seed of an experiment."""
-    for fed in case.federations:
-        require_trainable(case, fed, options)
-    case = move_to_device(case, options)
+    for fed in experiment.federations:
+        require_trainable(experiment, fed, options)
+    experiment = move_to_device(experiment, options)
     with lock_folder(folder):
-        progress = start_or_resume(case, options, folder)
-        for moment in train(case, options, progress, folder):
+        progress = start_or_resume(experiment, options, folder)
+        for moment in train(experiment, options, progress, folder):
             progress = moment.progress
-        return finish(case, options, progress, folder)
+        return finish(experiment, options, progress, folder)
 
 
 def build_evaluation(
-    case: Case,
+    experiment: Case,
     options: Options,
     checkpoint: Checkpoint | None = None,
     *,
@@ -225,10 +225,10 @@ def build_evaluation(
     A resumed run evaluates on the engine that it began with.
     """
     return Evaluator(
-        case.algorithm,
-        predictor(case.model),
+        experiment.algorithm,
+        predictor(experiment.model),
         engine=options.engine_config(),
-        metric=case.metric,
+        metric=experiment.metric,
         resolved=lambda part: resolve_engine(options, checkpoint, f"{part} {kind}".strip()),
     )
 
@@ -265,11 +265,13 @@ def warm_start_params(algorithm: Algorithm, state: State) -> Params:
     return {name: state.shared.get(name, tensor) for name, tensor in new_client.items()}
 
 
-def move_to_device(case: Case, options: Options) -> Case:
+def move_to_device(experiment: Case, options: Options) -> Case:
     """The experiment with data and weights on torch's device."""
     device = options.torch_device()
-    params = tuple(trees.to(tree, device) for tree in case.params)
-    return replace(case, params=params, federations=move_data_to_device(case.federations, device))
+    params = tuple(trees.to(tree, device) for tree in experiment.params)
+    return replace(
+        experiment, params=params, federations=move_data_to_device(experiment.federations, device)
+    )
 
 
 def move_data_to_device(
@@ -287,18 +289,18 @@ def move_data_to_device(
     return tuple(fed.map_subsets(with_moved) for fed in feds)
 
 
-def require_trainable(case: Case, fed: FederatedData, options: Options) -> None:
+def require_trainable(experiment: Case, fed: FederatedData, options: Options) -> None:
     """Refuse what would fail later.
 
     These are data that do not fit the model, too few clients, no validation data to select a round
     on, pre-training of nothing, and a model that cannot be trained.
     """
-    validate_data(fed, num_classes(case.model, fed))
-    total = case.total or fed.num_clients
-    sample_clients(case.plan, total, case.plan.first_round)
-    if case.algorithm.num_clients not in (None, total):
+    validate_data(fed, num_classes(experiment.model, fed))
+    total = experiment.total or fed.num_clients
+    sample_clients(experiment.plan, total, experiment.plan.first_round)
+    if experiment.algorithm.num_clients not in (None, total):
         raise InputError(
-            f"{case.algorithm.name}: made for {case.algorithm.num_clients} clients, "
+            f"{experiment.algorithm.name}: made for {experiment.algorithm.num_clients} clients, "
             f"but the data have {total}"
         )
     if options.select == "best" and not fed.val.sizes.any():
@@ -306,11 +308,12 @@ def require_trainable(case: Case, fed: FederatedData, options: Options) -> None:
             "options: select = 'best' needs validation data, and no client has any; "
             "raise data.validation, or use 'last'"
         )
-    if case.pretraining and case.pretraining.algorithm.adapt is None:
+    if experiment.pretraining and experiment.pretraining.algorithm.adapt is None:
         raise InputError(
-            f"{case.algorithm.name}: it has no private part to pre-train; do without pre-training"
+            f"{experiment.algorithm.name}: it has no private part to pre-train; "
+            "do without pre-training"
         )
-    _try_one_step(case, fed)
+    _try_one_step(experiment, fed)
 
 
 def num_classes(model: nn.Module, fed: FederatedData) -> int:
@@ -342,7 +345,7 @@ def num_outputs(model: nn.Module, inputs: torch.Tensor) -> int:
     return output.shape[1]
 
 
-def _try_one_step(case: Case, fed: FederatedData) -> None:
+def _try_one_step(experiment: Case, fed: FederatedData) -> None:
     """Train on two rows and then on three, and discard the result.
 
     What fails here would fail in the first round. A loss that wrongly gives one value per class
@@ -351,31 +354,36 @@ def _try_one_step(case: Case, fed: FederatedData) -> None:
     cpu, largest = torch.device("cpu"), int(fed.train.sizes.argmax())
     examples = fed.train.examples.take(fed.train.rows[largest][:3]).to(cpu)
     own = np.arange(len(examples.y))
-    shared, private = case.algorithm.init(trees.to(case.params[0], cpu))
+    shared, private = experiment.algorithm.init(trees.to(experiment.params[0], cpu))
     try:
         for rows in (2, 3):  # a client with fewer examples repeats some
             task = ClientTask(shared, private, np.resize(own, (1, rows)))
-            LoopedEngine(case.algorithm.client_update)([task], examples, case.plan.first_round)
+            LoopedEngine(experiment.algorithm.client_update)(
+                [task], examples, experiment.plan.first_round
+            )
     except InputError:
         raise
     except Exception as error:  # a user's own module may raise anything
         raise InputError(f"model: it cannot be trained ({describe_error(error)})") from error
 
 
-def start_or_resume(case: Case, options: Options, folder: Path | None) -> Progress:
+def start_or_resume(experiment: Case, options: Options, folder: Path | None) -> Progress:
     """The progress in the folder's checkpoint; without a checkpoint, that of a fresh start."""
-    states = [initial_state(case.algorithm, params, len(case.seeds)) for params in case.params]
-    ledgers = [_first_ledger(case, place, state) for place, state in enumerate(states)]
+    states = [
+        initial_state(experiment.algorithm, params, len(experiment.seeds))
+        for params in experiment.params
+    ]
+    ledgers = [_first_ledger(experiment, place, state) for place, state in enumerate(states)]
     fresh = Progress(0, states, ledgers, [None for _ in states])
-    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
+    checkpoint = Checkpoint(folder, fingerprint(experiment, options)) if folder else None
     progress = resume_from_checkpoint(fresh, options, checkpoint)
-    if progress is not fresh or case.pretraining is None:
+    if progress is not fresh or experiment.pretraining is None:
         return progress
-    return _pretrain(case, case.pretraining, options, fresh, checkpoint)
+    return _pretrain(experiment, experiment.pretraining, options, fresh, checkpoint)
 
 
 def _pretrain(
-    case: Case,
+    experiment: Case,
     pretraining: Pretraining,
     options: Options,
     progress: Progress,
@@ -383,7 +391,9 @@ def _pretrain(
 ) -> Progress:
     """The progress after each client trained its private part alone; nothing is sent for it."""
     adapting, seats = freeze_shared(pretraining.algorithm), []
-    for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True):
+    for plan, fed, state in zip(
+        experiment.plans(), experiment.federations, progress.states, strict=True
+    ):
         alone = replace(
             plan,
             rounds=pretraining.epochs,
@@ -399,7 +409,7 @@ def _pretrain(
     )
     try:
         for moment in simulate_seeds(adapting, seats, executor):
-            for seed, (_, report) in zip(case.seeds, moment, strict=True):
+            for seed, (_, report) in zip(experiment.seeds, moment, strict=True):
                 _require_finite(seed, report)
             states = [state for state, _ in moment]
     finally:
@@ -423,27 +433,27 @@ def resume_from_checkpoint(
     return saved._replace(states=states, best=bests)
 
 
-def _first_ledger(case: Case, place: int, state: State) -> Ledger:
+def _first_ledger(experiment: Case, place: int, state: State) -> Ledger:
     """Traffic before the first round: that of a warm start, and its local part to each client.
 
     Clients that were validated before the warm start have the local part already.
     """
-    spent, fed = case.spent[place], case.federations[place]
-    if not case.plan.first_round or fed.val.sizes.any():
+    spent, fed = experiment.spent[place], experiment.federations[place]
+    if not experiment.plan.first_round or fed.val.sizes.any():
         return spent
-    local = restrict_to_model(case.model, state.private.initial)
+    local = restrict_to_model(experiment.model, state.private.initial)
     return spent.add_warm_start(local, fed.num_clients)
 
 
-def fingerprint(case: Case, options: Options) -> Json:
+def fingerprint(experiment: Case, options: Options) -> Json:
     """What has to be the same when a run is resumed."""
-    shared, private = case.algorithm.init(case.params[0])
+    shared, private = experiment.algorithm.init(experiment.params[0])
     plan = {
         name: value
-        for name, value in asdict(case.plan).items()
+        for name, value in asdict(experiment.plan).items()
         if name not in ("rounds", "seed") and value is not None
     }
-    name, description = case.algorithm.name, case.algorithm.description
+    name, description = experiment.algorithm.name, experiment.algorithm.description
     choice = {"select": options.select, "validate_every": options.validate_every}
     if options.precision != "fp32":
         choice["precision"] = options.precision
@@ -453,14 +463,14 @@ def fingerprint(case: Case, options: Options) -> Json:
         "algorithm": f"{name}: {description}" if description else name,
         "model": {"shared": _shapes(shared), "private": _shapes(private)},
         "plan": plan,
-        "seeds": list(case.seeds),
+        "seeds": list(experiment.seeds),
         "choice": choice,
-        **case.about,
+        **experiment.about,
     }
-    if case.pretraining:
-        pretraining = case.pretraining
+    if experiment.pretraining:
+        pretraining = experiment.pretraining
         result["pretraining"] = {"epochs": pretraining.epochs, "labels": pretraining.labels}
-    return {**result, "data": _data_fingerprint(case.federations)}
+    return {**result, "data": _data_fingerprint(experiment.federations)}
 
 
 def _shapes(tree: Params) -> dict[str, list[int]]:
@@ -483,34 +493,36 @@ def _data_fingerprint(feds: Sequence[FederatedData]) -> str:
 
 
 def train(
-    case: Case, options: Options, progress: Progress, folder: Path | None = None
+    experiment: Case, options: Options, progress: Progress, folder: Path | None = None
 ) -> Iterator[Moment]:
     """Rounds of an experiment whose data are on torch's device, one by one.
 
     With a folder, rounds are saved there, also when Ctrl-C stops the run.
     """
-    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
+    checkpoint = Checkpoint(folder, fingerprint(experiment, options)) if folder else None
     resolved = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
     executor = Executor(
-        case.algorithm.client_update,
+        experiment.algorithm.client_update,
         engine=options.engine_config(),
-        num_calls=case.plan.rounds,
+        num_calls=experiment.plan.rounds,
         **resolved._asdict(),
     )
-    evaluation = build_evaluation(case, options, checkpoint)
+    evaluation = build_evaluation(experiment, options, checkpoint)
     seats = [
         Seat(plan, fed.train, state)
-        for plan, fed, state in zip(case.plans(), case.federations, progress.states, strict=True)
+        for plan, fed, state in zip(
+            experiment.plans(), experiment.federations, progress.states, strict=True
+        )
     ]
 
     def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
         before = before._replace(choices=(executor.execution_plan,))
-        return complete_round(case, options, evaluation, (before, round_))
+        return complete_round(experiment, options, evaluation, (before, round_))
 
     try:
-        rounds = simulate_seeds(case.algorithm, seats, executor, done=progress.done)
+        rounds = simulate_seeds(experiment.algorithm, seats, executor, done=progress.done)
         yield from checkpoint_rounds(
-            rounds, advance, progress, CheckpointPolicy(options, case.plan.rounds, checkpoint)
+            rounds, advance, progress, CheckpointPolicy(options, experiment.plan.rounds, checkpoint)
         )
     finally:
         executor.close()
@@ -555,7 +567,7 @@ def checkpoint_rounds(
 
 
 def complete_round(
-    case: Case, options: Options, evaluation: Evaluator, step: tuple[Progress, Round]
+    experiment: Case, options: Options, evaluation: Evaluator, step: tuple[Progress, Round]
 ) -> tuple[Progress, list[Json]]:
     """The progress and the rows after one round; after some rounds with a validation score."""
     progress, moment = step
@@ -566,9 +578,9 @@ def complete_round(
     progress = progress._replace(done=progress.done + 1, states=states, ledgers=ledgers)
     scores: list[float | None] = [None] * len(moment)
     if progress.done % options.validate_every == 0:
-        progress, scores = _validate(case, options, evaluation, progress)
+        progress, scores = _validate(experiment, options, evaluation, progress)
     reports = [report for _, report in moment]
-    return progress, list(map(_row, case.seeds, reports, scores, progress.ledgers))
+    return progress, list(map(_row, experiment.seeds, reports, scores, progress.ledgers))
 
 
 def _row(seed: int, report: RoundReport, score: float | None, ledger: Ledger) -> Json:
@@ -594,11 +606,11 @@ def _require_finite(seed: int, report: RoundReport) -> Tensor:
 
 
 def _validate(
-    case: Case, options: Options, evaluation: Evaluator, progress: Progress
+    experiment: Case, options: Options, evaluation: Evaluator, progress: Progress
 ) -> tuple[Progress, list[float | None]]:
     """Validation scores of all seeds; the shared tree is sent to the clients for them."""
     scores, ledgers, bests = [], [], []
-    val = [fed.val for fed in case.federations]
+    val = [fed.val for fed in experiment.federations]
     accuracies = local_tests(evaluation, progress.states, val)
     for place, state in enumerate(progress.states):
         sizes, best = val[place].sizes, progress.best[place]
@@ -613,7 +625,7 @@ def _validate(
 
 
 def finish(
-    case: Case,
+    experiment: Case,
     options: Options,
     progress: Progress,
     folder: Path | None = None,
@@ -624,11 +636,11 @@ def finish(
 
     With a folder, the results are saved there, with the entries that `also` adds to each.
     """
-    checkpoint = Checkpoint(folder, fingerprint(case, options)) if folder else None
-    evaluation = build_evaluation(case, options, checkpoint)
+    checkpoint = Checkpoint(folder, fingerprint(experiment, options)) if folder else None
+    evaluation = build_evaluation(experiment, options, checkpoint)
     results = [
-        build_result(case, options, evaluation, progress, place=place)
-        for place in range(len(case.seeds))
+        build_result(experiment, options, evaluation, progress, place=place)
+        for place in range(len(experiment.seeds))
     ]
     evaluation.close()
     if folder and checkpoint:
@@ -661,10 +673,10 @@ def _afterwards(
 
 
 def build_result(
-    case: Case, options: Options, evaluation: Evaluator, progress: Progress, *, place: int = 0
+    experiment: Case, options: Options, evaluation: Evaluator, progress: Progress, *, place: int = 0
 ) -> Result:
     """The result of one seed: the selected round on test data."""
-    fed, plan = case.federations[place], case.plans()[place]
+    fed, plan = experiment.federations[place], experiment.plans()[place]
     last, best = progress.states[place], progress.best[place]
     done, state = _selected(options, evaluation, fed, (progress.done, last, best))
     accuracies = local_test(evaluation, state, fed.test)
@@ -674,17 +686,17 @@ def build_result(
         # `_selected` validated the last round too, which `complete_round` did not.
         ledger = ledger.add_evaluation(last.shared, int(np.count_nonzero(fed.val.sizes)))
     if options.tests == "both":
-        personal = case.algorithm.personal(state.shared, state.private.initial)
+        personal = experiment.algorithm.personal(state.shared, state.private.initial)
         ledger = ledger.add_ensemble(
-            restrict_to_model(case.model, state.private.initial),
-            restrict_to_model(case.model, personal),
+            restrict_to_model(experiment.model, state.private.initial),
+            restrict_to_model(experiment.model, personal),
             num_trained=len(state.private.trained),
             num_clients=fed.num_clients if state.shared else 0,
         )
-    times_sampled = participation(plan, case.total or fed.num_clients, done)
+    times_sampled = participation(plan, experiment.total or fed.num_clients, done)
     return Result(
-        algorithm=case.algorithm,
-        architecture=case.model,
+        algorithm=experiment.algorithm,
+        architecture=experiment.model,
         plan=replace(plan, rounds=max(progress.done, 1)),
         state=state,
         selected_round=plan.first_round + done,
@@ -698,8 +710,8 @@ def build_result(
             "val": fed.val.sizes.tolist(),
             "test": fed.test.sizes.tolist(),
         },
-        times_sampled=times_sampled[case.first : case.first + fed.num_clients],
-        metric=case.metric,
+        times_sampled=times_sampled[experiment.first : experiment.first + fed.num_clients],
+        metric=experiment.metric,
     )
 
 

@@ -140,8 +140,8 @@ def simulate_kinds(
     cases = company(kinds, plan)
     _require_fit(cases, Options())
     progress = begin_kinds(cases, Options())
-    with _engines(cases, engine, [ResolvedEngine()] * len(cases)) as overs:
-        for moment in _rounds(cases, overs, progress):
+    with _engines(cases, engine, [ResolvedEngine()] * len(cases)) as executors:
+        for moment in _rounds(cases, executors, progress):
             yield dict(zip(cases, moment, strict=True))
 
 
@@ -301,15 +301,17 @@ def train_kinds(
     rounds = next(iter(cases.values())).plan.rounds
     checkpoint = _checkpoint(cases, options, folder)
     known = dict(zip(cases, progress.choices, strict=True))
-    begun = [resolve_engine(options, checkpoint, f"rounds {name}", known[name]) for name in cases]
+    resolved = [
+        resolve_engine(options, checkpoint, f"rounds {name}", known[name]) for name in cases
+    ]
     named = cases.items()
     evaluations = [build_evaluation(case, options, checkpoint, kind=name) for name, case in named]
-    with _engines(cases, options.engine_config(), begun) as overs, ExitStack() as stack:
+    with _engines(cases, options.engine_config(), resolved) as executors, ExitStack() as stack:
         for evaluation in evaluations:
             stack.callback(evaluation.close)
 
         def advance(before: Progress, round_: Round) -> tuple[Progress, list[Json]]:
-            pairs = zip(overs, before.choices, strict=True)
+            pairs = zip(executors, before.choices, strict=True)
             before = before._replace(
                 choices=tuple(
                     executor.execution_plan or execution_plan for executor, execution_plan in pairs
@@ -318,23 +320,25 @@ def train_kinds(
             return _advanced(cases, options, evaluations, (before, round_))
 
         policy = CheckpointPolicy(options, rounds, checkpoint)
-        yield from checkpoint_rounds(_rounds(cases, overs, progress), advance, progress, policy)
+        yield from checkpoint_rounds(_rounds(cases, executors, progress), advance, progress, policy)
 
 
 @contextmanager
 def _engines(
     cases: Cases,
     engine: EngineConfig | str,
-    begun: Sequence[ResolvedEngine],
+    resolved: Sequence[ResolvedEngine],
 ) -> Iterator[list[Executor[Update]]]:
     """The executor of each kind, closed at the end."""
     with ExitStack() as stack:
-        overs = []
-        for case, how in zip(cases.values(), begun, strict=True):
+        executors = []
+        for case, engine_of_kind in zip(cases.values(), resolved, strict=True):
             num_calls, update = case.plan.rounds, case.algorithm.client_update
-            executor = Executor(update, engine=engine, num_calls=num_calls, **how._asdict())
-            overs.append(stack.enter_context(closing(executor)))
-        yield overs
+            executor = Executor(
+                update, engine=engine, num_calls=num_calls, **engine_of_kind._asdict()
+            )
+            executors.append(stack.enter_context(closing(executor)))
+        yield executors
 
 
 def _advanced(
@@ -352,18 +356,20 @@ def _advanced(
     return Progress.joined(parts), rows
 
 
-def _rounds(cases: Cases, overs: Sequence[Executor[Update]], progress: Progress) -> Iterator[Round]:
+def _rounds(
+    cases: Cases, executors: Sequence[Executor[Update]], progress: Progress
+) -> Iterator[Round]:
     parties, states = list(cases.values()), progress.states
     plan = parties[0].plan
     for round_index in range(plan.first_round + progress.done, plan.total_rounds):
-        moment = _round(parties, overs, states, round_index)
+        moment = _round(parties, executors, states, round_index)
         states = [state for state, _ in moment]
         yield moment
 
 
 def _round(
     cases: Sequence[Case],
-    overs: Sequence[Executor[Update]],
+    executors: Sequence[Executor[Update]],
     states: Sequence[State],
     round_index: int,
 ) -> Round:
@@ -375,7 +381,7 @@ def _round(
         cases[0].plan, sum(case.federations[0].num_clients for case in cases), round_index
     )
     sampled_by_kind = [_own(case, everyone) for case in cases]
-    kinds = list(zip(cases, overs, states, sampled_by_kind, strict=True))
+    kinds = list(zip(cases, executors, states, sampled_by_kind, strict=True))
     parts = [
         _trained(case, executor, (state, sampled), round_index)
         for case, executor, state, sampled in kinds
@@ -410,10 +416,13 @@ def _traffic(case: Case, shared: Params, uploads: Params, num_sampled: int) -> L
 
 
 def _trained(
-    case: Case, executor: Executor[Update], whom: tuple[State, IntArray], round_index: int
+    case: Case,
+    executor: Executor[Update],
+    sampled_clients: tuple[State, IntArray],
+    round_index: int,
 ) -> Part:
     """The results of one kind's sampled clients, through the gate; empty if there are none."""
-    (state, sampled), train = whom, case.federations[0].train
+    (state, sampled), train = sampled_clients, case.federations[0].train
     if not len(sampled):
         here = train.examples.y.device
         return Part(

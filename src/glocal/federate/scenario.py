@@ -21,8 +21,8 @@ from glocal.core.store import State
 from glocal.datasets.federated import FederatedData
 from glocal.engines import Executor
 from glocal.evaluate import Evaluator, Metric, accuracy, local_tests
-from glocal.evaluate.local_test import Accuracies
 from glocal.evaluate.forgetting import AccuracyHistory
+from glocal.evaluate.local_test import Accuracies
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import (
     Case,
@@ -203,7 +203,7 @@ class Story:
         return set[int]().union(*(chapter.asked() for chapter in chapters))
 
     def move_to_device(self) -> "Story":
-        """The same story with data and weights on torch's device."""
+        """The same with data and weights on torch's device."""
         chapters, device = self.scenario.chapters, self.options.torch_device()
         federations = [fed for chapter in chapters for fed in chapter.federations]
         moved = move_data_to_device(federations, device)
@@ -237,12 +237,12 @@ class Story:
         """Rounds one by one, through all chapters with one state."""
         case, options = self.case, self.options
         checkpoint = Checkpoint(folder, self.fingerprint()) if folder else None
-        begun = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
+        resolved = resolve_engine(options, checkpoint, "rounds", progress.choices[0])
         executor = Executor(
             case.algorithm.client_update,
             engine=options.engine_config(),
             num_calls=case.plan.rounds,
-            **begun._asdict(),
+            **resolved._asdict(),
         )
         evaluation = build_evaluation(case, options, checkpoint)
 
@@ -453,8 +453,8 @@ def _mean(accuracies: Accuracies, members: Sequence[int]) -> float | None:
 def _of_those(data: ClientData, clients: set[int]) -> ClientData:
     """The same data with rows for some clients only."""
     none = np.zeros(0, dtype=np.int64)
-    kept_rows = [own if client in clients else none for client, own in enumerate(data.rows)]
-    return replace(data, rows=tuple(kept_rows))
+    rows_by_client = [own if client in clients else none for client, own in enumerate(data.rows)]
+    return replace(data, rows=tuple(rows_by_client))
 
 
 def _held_by(federation: FederatedData, clients: set[int]) -> FederatedData:

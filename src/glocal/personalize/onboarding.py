@@ -29,7 +29,7 @@ from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.wire import Ledger
 
 _BATCH_SIZE = 256
-_MIN_STEPS = 100  # a client with few labels trains for more epochs, to reach so many
+_MIN_STEPS = 100  # a client with few labels trains for more epochs, until it has taken these
 
 
 class TrainedFederation(NamedTuple):
