@@ -54,6 +54,7 @@ SETTINGS = {
     "cases/*/learns/rate": "lr",
     "cases/*/learns/turns": "steps_per_update",
     "cases/*/learns/pretrain": "pretrain_epochs",
+    "groups/newcomers": "joiners",
     "groups/*/devices": "clients",
     "groups/*/arrives": "join_round",
     "groups/*/leaves": "leave_round",
@@ -66,6 +67,7 @@ KEYS = {
     "parts/*/cases": "experiments",
     "parts/*/cases/*/arrival_bytes": "join_bytes",
     "parts/*/cases/*/course": "validation_curve",
+    "**/newcomers": "joiners",
     "results/*/devices": "clients",
     "results/*/devices/device": "client",
     "results/*/groups/*/arrival": "first",
@@ -162,7 +164,7 @@ def converted(text: str) -> str:
         pieces += [text[done : place.start], new or token]
         done = place.end
     new_text = "".join([*pieces, text[done:]])
-    if '"parts": ' in text or '"new_client": ' in new_text and '"rows": ' in text:
+    if '"parts": ' in text or ('"new_client": ' in new_text and '"rows": ' in text):
         return new_text.replace("{\n", '{\n "format": "0.2",\n', 1)  # files that are read again
     return new_text
 

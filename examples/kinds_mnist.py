@@ -1,12 +1,13 @@
-"""Handwritten digits on three kinds of device under one shared head: full images, images of half the side, a small CNN.
+"""Handwritten digits on three kinds of client under one shared head.
 
-Every device has a few images only. As in the paper, LG-FedAvg goes on from FedAvg: first the devices of each kind average whole
-models among themselves, the later kinds under the head of the first, so that one head fits all encoders. From then on each device
-keeps its own encoder; the head, which all of them train, is all that is sent.
+The kinds have full images, images of half the side, and a small CNN. Every client has a few images
+only. As in the paper, LG-FedAvg starts from FedAvg: first the clients of each kind average whole
+models among themselves, the later kinds under the head of the first, so that one head fits all
+encoders. From then on each client keeps its own encoder; only the head is sent.
 
-python examples/kinds_mnist.py                        # MNIST, a minute or two on two cores
-python examples/kinds_mnist.py --warm 0               # all from scratch, nothing but the head is ever sent
-python examples/kinds_mnist.py --source digits        # the 8x8 digits that come with scikit-learn, in seconds
+python examples/kinds_mnist.py                  # MNIST, a minute or two on two cores
+python examples/kinds_mnist.py --warm 0         # from scratch, only the head is ever sent
+python examples/kinds_mnist.py --source digits  # the 8x8 digits of scikit-learn, in seconds
 """
 
 import argparse
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from kinds_table import report, summed_up
+from kinds_table import report, summarize
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
@@ -24,7 +25,7 @@ from glocal.core.data import ClientData
 from glocal.datasets.federated import FederatedData
 
 FEATURES, CLASSES = 256, 10
-OPTIMISER = glocal.sgd(0.05, momentum=0.5)
+OPTIMIZER = glocal.sgd(0.05, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:
@@ -33,7 +34,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--source", default="mnist", choices=["mnist", "digits"])
     parser.add_argument("--clients", type=int, default=10, help="of each kind")
-    parser.add_argument("--images", type=int, default=30, help="on each device")
+    parser.add_argument("--images", type=int, default=30, help="on each client")
     parser.add_argument(
         "--warm", type=int, default=40, help="rounds of FedAvg within each kind; 0 for none"
     )
@@ -44,33 +45,31 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def few_images(given: argparse.Namespace, seed: int) -> FederatedData:
-    """So many images for each device of all kinds, dealt out at random; a fifth of them is for validation."""
-    loaded = glocal.load(given.source)
-    clients = 3 * given.clients
-    chosen = glocal.make_rng(seed, "images").permutation(len(loaded.train.y))[
-        : clients * given.images
-    ]
-    return glocal.partition(
-        loaded._replace(train=loaded.train.take(chosen)),
-        glocal.iid(clients),
-        validation=0.2,
-        seed=seed,
-    )
+def few_images(options: argparse.Namespace, seed: int) -> FederatedData:
+    """A few images for each client of all kinds, at random; a fifth of them is for validation."""
+    dataset = glocal.load(options.source)
+    clients = 3 * options.clients
+    order = glocal.make_rng(seed, "images").permutation(len(dataset.train.y))
+    few = dataset._replace(train=dataset.train.take(order[: clients * options.images]))
+    return glocal.partition(few, glocal.iid(clients), validation=0.2, seed=seed)
 
 
-def share(everybody: FederatedData, place: int, see: Callable[[Tensor], Tensor]) -> FederatedData:
-    """One kind's third of the devices, and how they see the images."""
+def third(
+    data: FederatedData, number: int, preprocess: Callable[[Tensor], Tensor]
+) -> FederatedData:
+    """One kind's third of the clients, with their images preprocessed."""
+    splits = (data.train, data.val, data.test)
+    stores = {id(split.examples): split.examples for split in splits}
+    preprocessed = {
+        name: examples._replace(x=preprocess(examples.x)) for name, examples in stores.items()
+    }
 
-    def part(holdings: ClientData) -> ClientData:
-        third = holdings.num_clients // 3
-        return ClientData(
-            seen[id(holdings.examples)], holdings.rows[place * third : (place + 1) * third]
-        )
+    def own(split: ClientData) -> ClientData:
+        size = split.num_clients // 3
+        rows = split.rows[number * size : (number + 1) * size]
+        return ClientData(preprocessed[id(split.examples)], rows)
 
-    parts = (everybody.train, everybody.val, everybody.test)
-    seen = {id(each.examples): each.examples._replace(x=see(each.examples.x)) for each in parts}
-    return FederatedData(*map(part, parts))
+    return FederatedData(*map(own, splits))
 
 
 def mlp(pixels: int) -> nn.Module:
@@ -92,7 +91,7 @@ def cnn(side: int) -> nn.Module:
 
 
 def network(encoder: nn.Module) -> nn.Module:
-    """An encoder of its own, and the head: the last three layers of the paper's network for MNIST."""
+    """An encoder, and the head: the last three layers of the paper's network for MNIST."""
     model = nn.Sequential()
     model.add_module("encoder", encoder)
     head = nn.Sequential(
@@ -104,60 +103,59 @@ def network(encoder: nn.Module) -> nn.Module:
 
 def together(model: nn.Module) -> glocal.Algorithm:
     split = glocal.Split.of(model, local="encoder")
-    return glocal.lg_fedavg(glocal.cross_entropy(model), OPTIMISER, split=split)
+    return glocal.lg_fedavg(glocal.cross_entropy(model), OPTIMIZER, split=split)
 
 
 def alone(model: nn.Module) -> glocal.Algorithm:
-    return glocal.local_only(glocal.cross_entropy(model), OPTIMISER)
+    return glocal.local_only(glocal.cross_entropy(model), OPTIMIZER)
 
 
 def kinds(
-    given: argparse.Namespace, algorithm: Callable[[nn.Module], glocal.Algorithm], seed: int
+    options: argparse.Namespace, algorithm: Callable[[nn.Module], glocal.Algorithm], seed: int
 ) -> list[glocal.Kind]:
-    """The same devices and first weights, whatever the algorithm."""
+    """The same clients and initial weights, whatever the algorithm."""
     torch.manual_seed(seed)
-    everybody = few_images(given, seed)
-    side = everybody.train.examples.x.shape[-1]
-    half = lambda x: avg_pool2d(x, 2)  # noqa: E731
+    data = few_images(options, seed)
+    side = data.train.examples.x.shape[-1]
+    half = side // 2
     parts = [
-        (f"MLP-{side}x{side}", network(mlp(side**2)), share(everybody, 0, lambda x: x)),
-        (f"MLP-{side // 2}x{side // 2}", network(mlp((side // 2) ** 2)), share(everybody, 1, half)),
-        ("CNN", network(cnn(side)), share(everybody, 2, lambda x: x)),
+        (f"MLP-{side}x{side}", network(mlp(side**2)), third(data, 0, unchanged)),
+        (f"MLP-{half}x{half}", network(mlp(half**2)), third(data, 1, halved)),
+        ("CNN", network(cnn(side)), third(data, 2, unchanged)),
     ]
-    return [
-        glocal.Kind(name, algorithm(model), model, federation) for name, model, federation in parts
-    ]
+    return [glocal.Kind(name, algorithm(model), model, own) for name, model, own in parts]
 
 
-def trained(
-    given: argparse.Namespace, seed: int
+def unchanged(images: Tensor) -> Tensor:
+    return images
+
+
+def halved(images: Tensor) -> Tensor:
+    return avg_pool2d(images, 2)
+
+
+def train(
+    options: argparse.Namespace, seed: int
 ) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
-    """All kinds together, and every device alone for as many rounds."""
-    options = glocal.Options(engine=given.engine)
-    plan = glocal.Plan(rounds=given.rounds, clients_per_round=3 * given.clients, seed=seed)
-    ready = kinds(given, together, seed)
-    if given.warm:
-        ready = glocal.warm_kinds(
-            ready,
-            OPTIMISER,
-            replace(plan, rounds=given.warm, clients_per_round=given.clients),
-            options=options,
-        )
-    shared = glocal.fit_kinds(ready, replace(plan, first_round=given.warm), options=options)
-    own = glocal.fit_kinds(
-        kinds(given, alone, seed), replace(plan, rounds=given.warm + given.rounds), options=options
-    )
-    return shared, own
+    """All kinds together, and every client alone for as many rounds."""
+    run = glocal.Options(engine=options.engine)
+    plan = glocal.Plan(rounds=options.rounds, clients_per_round=3 * options.clients, seed=seed)
+    start = kinds(options, together, seed)
+    if options.warm:
+        warm_up = replace(plan, rounds=options.warm, clients_per_round=options.clients)
+        start = glocal.warm_kinds(start, OPTIMIZER, warm_up, options=run)
+    shared = glocal.fit_kinds(start, replace(plan, first_round=options.warm), options=run)
+    whole = replace(plan, rounds=options.warm + options.rounds)
+    return shared, glocal.fit_kinds(kinds(options, alone, seed), whole, options=run)
 
 
 def main() -> None:
-    given = arguments()
-    pairs = [trained(given, seed) for seed in range(given.seeds)]
-    rows = [
-        summed_up(name, [(shared[name], own[name]) for shared, own in pairs])
-        for name in pairs[0][0]
-    ]
-    report(rows, given.out)
+    options = arguments()
+    pairs = [train(options, seed) for seed in range(options.seeds)]
+    rows = []
+    for name in pairs[0][0]:
+        rows.append(summarize(name, [(shared[name], own[name]) for shared, own in pairs]))
+    report(rows, options.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of the two examples of kinds: together and alone, mean over seeds, device by device."""
+"""The table of the two examples of kinds: together and alone, mean over seeds, client by client."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import numpy as np
 from glocal import Result
 
 
-def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, Any]:
+def summarize(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, Any]:
     """One kind's figures, from its results together and alone, seed by seed."""
     gains = [float(shared.local_spread.mean - own.local_spread.mean) for shared, own in pairs]
     as_good = sum(int((shared.accuracies >= own.accuracies).sum()) for shared, own in pairs)
@@ -31,7 +31,7 @@ def summed_up(kind: str, pairs: Sequence[tuple[Result, Result]]) -> dict[str, An
 
 
 def report(rows: Sequence[dict[str, Any]], out: Path | None) -> None:
-    """For the terminal, and into a file if one is named; devices are counted over all seeds."""
+    """For the terminal, and into a file if one is named; clients are counted over all seeds."""
     print(f"{'kind':<10}  {'together':>8}  {'alone':>8}  {'at least as good':>16}  {'sent':>12}")
     for row in rows:
         tests = "  ".join(f"{np.mean(row[way]):>8.1%}" for way in ("together", "alone"))

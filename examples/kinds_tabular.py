@@ -1,9 +1,10 @@
-"""Hospitals that measure different columns, under one shared head: the breast-cancer data that come with scikit-learn.
+"""Hospitals that measure different columns, under one shared head: breast-cancer data.
 
-Of each of ten properties of cell nuclei there are the mean, the error and the worst value. One kind of hospital has all thirty
-columns, one has no errors, one no worst values. As in the paper, LG-FedAvg goes on from FedAvg, here within each kind; from then
-on every hospital keeps its own encoder, and only the head is sent. A hospital has about nineteen patients, so one dealing says
-little: the table is the mean over several.
+The data come with scikit-learn. Of each of ten properties of cell nuclei there are the mean, the
+error and the worst value. One kind of hospital has all thirty columns, one has no errors, one no
+worst values. As in the paper, LG-FedAvg starts from FedAvg, here within each kind; from then on
+every hospital keeps its own encoder, and only the head is sent. A hospital has about nineteen
+patients, so one partition says little: the table is the mean over several.
 
 python examples/kinds_tabular.py
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kinds_table import report, summed_up
+from kinds_table import report, summarize
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ COLUMNS = {
     "no-worst": [*MEANS, *ERRORS],
 }
 FEATURES, CLASSES = 16, 2
-OPTIMISER = glocal.sgd(0.1, momentum=0.5)
+OPTIMIZER = glocal.sgd(0.1, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:
@@ -40,16 +41,14 @@ def arguments() -> argparse.Namespace:
         "--warm", type=int, default=30, help="rounds of FedAvg within each kind; 0 for none"
     )
     parser.add_argument("--rounds", type=int, default=10, help="rounds of all kinds together")
-    parser.add_argument(
-        "--dealings", type=int, default=10, help="how often patients are dealt out anew"
-    )
+    parser.add_argument("--partitions", type=int, default=10, help="of the patients, one a seed")
     parser.add_argument("--out", type=Path, help="a .json file for the figures")
     parser.add_argument("--engine", default="auto")
     return parser.parse_args()
 
 
 def network(start: Tensor, columns: Sequence[int]) -> nn.Module:
-    """An encoder of the given columns, which learns their units first; and the head. What kinds have in common starts the same."""
+    """An encoder that normalises its columns first, and the head; shared columns start the same."""
     layer = nn.Linear(len(columns), FEATURES)
     with torch.no_grad():
         layer.weight.copy_(start[:, columns] * (start.shape[1] / len(columns)) ** 0.5)
@@ -61,64 +60,58 @@ def network(start: Tensor, columns: Sequence[int]) -> nn.Module:
 
 def together(model: nn.Module) -> glocal.Algorithm:
     return glocal.lg_fedavg(
-        glocal.cross_entropy(model), OPTIMISER, split=glocal.Split.of(model, local="encoder")
+        glocal.cross_entropy(model), OPTIMIZER, split=glocal.Split.of(model, local="encoder")
     )
 
 
 def alone(model: nn.Module) -> glocal.Algorithm:
-    return glocal.local_only(glocal.cross_entropy(model), OPTIMISER)
+    return glocal.local_only(glocal.cross_entropy(model), OPTIMIZER)
 
 
 def kinds(
     algorithm: Callable[[nn.Module], glocal.Algorithm], *, hospitals: int, seed: int
 ) -> list[glocal.Kind]:
-    """The same hospitals, patients and first weights, whatever the algorithm; half of the patients are for the test."""
+    """The same hospitals, patients and initial weights, whatever the algorithm; half are tests."""
     torch.manual_seed(seed)
     start = nn.Linear(30, FEATURES).weight.detach()
     x, y = load_breast_cancer(return_X_y=True)
     patients = np.array_split(
         glocal.make_rng(seed, "patients").permutation(len(y)), len(COLUMNS) * hospitals
     )
-    made = []
-    for place, (name, columns) in enumerate(COLUMNS.items()):
-        own = patients[place * hospitals : (place + 1) * hospitals]
-        federation = glocal.from_tensors(
-            [(x[rows][:, columns], y[rows]) for rows in own], test=0.5, validation=0.2, seed=seed
-        )
+    result = []
+    for number, (name, columns) in enumerate(COLUMNS.items()):
+        own = patients[number * hospitals : (number + 1) * hospitals]
+        pairs = [(x[rows][:, columns], y[rows]) for rows in own]
+        data = glocal.from_tensors(pairs, test=0.5, validation=0.2, seed=seed)
         model = network(start, columns)
-        made.append(glocal.Kind(name, algorithm(model), model, federation))
-    return made
+        result.append(glocal.Kind(name, algorithm(model), model, data))
+    return result
 
 
-def trained(
-    given: argparse.Namespace, seed: int
+def train(
+    options: argparse.Namespace, seed: int
 ) -> tuple[dict[str, glocal.Result], dict[str, glocal.Result]]:
     """All kinds together, and every hospital alone for as many rounds."""
-    options = glocal.Options(engine=given.engine)
-    plan = glocal.Plan(
-        rounds=given.rounds, clients_per_round=len(COLUMNS) * given.hospitals, seed=seed
-    )
-    ready, own = (kinds(way, hospitals=given.hospitals, seed=seed) for way in (together, alone))
-    if given.warm:
-        ready = glocal.warm_kinds(
-            ready,
-            OPTIMISER,
-            replace(plan, rounds=given.warm, clients_per_round=given.hospitals),
-            options=options,
-        )
-    shared = glocal.fit_kinds(ready, replace(plan, first_round=given.warm), options=options)
-    return shared, glocal.fit_kinds(
-        own, replace(plan, rounds=given.warm + given.rounds), options=options
-    )
+    run = glocal.Options(engine=options.engine)
+    everybody = len(COLUMNS) * options.hospitals
+    plan = glocal.Plan(rounds=options.rounds, clients_per_round=everybody, seed=seed)
+    start = kinds(together, hospitals=options.hospitals, seed=seed)
+    own = kinds(alone, hospitals=options.hospitals, seed=seed)
+    if options.warm:
+        warm_up = replace(plan, rounds=options.warm, clients_per_round=options.hospitals)
+        start = glocal.warm_kinds(start, OPTIMIZER, warm_up, options=run)
+    shared = glocal.fit_kinds(start, replace(plan, first_round=options.warm), options=run)
+    whole = replace(plan, rounds=options.warm + options.rounds)
+    return shared, glocal.fit_kinds(own, whole, options=run)
 
 
 def main() -> None:
-    given = arguments()
-    pairs = [trained(given, seed) for seed in range(given.dealings)]
-    rows = [
-        summed_up(name, [(shared[name], own[name]) for shared, own in pairs]) for name in COLUMNS
-    ]
-    report(rows, given.out)
+    options = arguments()
+    pairs = [train(options, seed) for seed in range(options.partitions)]
+    rows = []
+    for name in COLUMNS:
+        rows.append(summarize(name, [(shared[name], own[name]) for shared, own in pairs]))
+    report(rows, options.out)
 
 
 if __name__ == "__main__":

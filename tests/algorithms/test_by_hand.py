@@ -114,7 +114,7 @@ def test_mtl_by_hand_with_one_client_at_a_time():
             Plan(2, 1, batch_size=10),
         )
     )
-    first, second = int(rounds[0][1].clients_per_round[0]), int(rounds[1][1].clients_per_round[0])
+    first, second = int(rounds[0][1].sampled[0]), int(rounds[1][1].sampled[0])
     assert rounds[0][0].private.of(first)["weight"].item() == pytest.approx(1.0)
     assert rounds[0][0].shared["weight"].item() == pytest.approx(0.5)
     before = 1.0 if second == first else 0.0

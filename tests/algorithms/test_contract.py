@@ -143,14 +143,14 @@ def test_clients_that_were_not_sampled_keep_their_bits(name, kind):
         algorithm, [Seat(PLAN, world.federation().train, before)], executor
     ):
         after, report = moment[0]
-        outside = set(range(len(world.SIZES))) - set(report.clients_per_round.tolist())
+        outside = set(range(len(world.SIZES))) - set(report.sampled.tolist())
         assert outside
         assert all(
             trees.same_bits(before.private.of(client), after.private.of(client))
             for client in outside
         )
         if before.private.initial:
-            sampled = report.clients_per_round.tolist()
+            sampled = report.sampled.tolist()
             assert not all(
                 trees.same_bits(before.private.of(client), after.private.of(client))
                 for client in sampled

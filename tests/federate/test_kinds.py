@@ -155,7 +155,7 @@ def test_each_kind_is_really_batched(monkeypatch):
     expected = []
     for moment in simulate_kinds(three(), PLAN, engine="vmapped"):
         for name, (_, report) in moment.items():
-            count = len(report.clients_per_round)
+            count = len(report.sampled)
             if count:
                 expected.append((ENCODERS[name][1], count, report.round_index))
     assert calls == expected
@@ -202,7 +202,7 @@ def test_clients_that_are_not_sampled_keep_their_bits():
             for client, tree in enumerate(now):
                 if not trees.same_bits(tree, rows[name][client]):
                     changed.append(client)
-            assert changed == report.clients_per_round.tolist()
+            assert changed == report.sampled.tolist()
             rows[name] = now
 
 
@@ -211,7 +211,7 @@ def test_clients_are_sampled_over_all_kinds():
     for moment in simulate_kinds(three(), PLAN, engine="vmapped"):
         numbers = []
         for name, (_, report) in moment.items():
-            numbers += (firsts[name] + report.clients_per_round).tolist()
+            numbers += (firsts[name] + report.sampled).tolist()
         (round_index,) = {report.round_index for _, report in moment.values()}
         assert numbers == sample_clients(PLAN, 8, round_index).tolist()
         shared = [state.shared for state, _ in moment.values()]

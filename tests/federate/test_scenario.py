@@ -138,7 +138,7 @@ def test_a_client_that_leaves_in_a_round_changes_nothing_but_the_download():
         Availability.of(range(NUM_CLIENTS), dropouts=[3, 4, 5]), plan=everyone
     )
     assert same_bits(stayed, left)
-    assert report.clients_per_round.tolist() == [0, 1, 2]
+    assert report.sampled.tolist() == [0, 1, 2]
     assert report.traffic.upload == left_out.traffic.upload
     assert report.traffic.download.bytes == 2 * left_out.traffic.download.bytes
 

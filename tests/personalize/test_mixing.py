@@ -96,7 +96,7 @@ def test_neither_alpha_nor_the_own_model_is_uploaded():
     rounds = simulate(spied, params_of(model), world.federation().train, PLAN)
     for (state, report), uploads in zip(rounds, received, strict=False):
         assert uploads.keys() == params_of(model).keys()
-        for row, client in enumerate(report.clients_per_round.tolist()):
+        for row, client in enumerate(report.sampled.tolist()):
             own = state.private.of(client)
             assert not any(torch.equal(uploads[name][row], own[name]) for name in uploads)
     assert len(received) == PLAN.rounds

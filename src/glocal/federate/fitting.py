@@ -595,7 +595,7 @@ def _require_finite(seed: int, report: RoundReport) -> Tensor:
     losses = report.losses.cpu()
     diverged = (~torch.isfinite(losses)).nonzero()
     if len(diverged):
-        client = int(report.clients_per_round[int(diverged[0])])
+        client = int(report.sampled[int(diverged[0])])
         error = DivergedError(
             f"training diverged in round {report.round_index}: "
             f"client {client}'s loss is not finite; lower the learning rate"

@@ -34,7 +34,7 @@ class RoundReport(NamedTuple):
     """One round of one federation: its sampled clients, their losses (clients,), its traffic."""
 
     round_index: int
-    clients_per_round: IntArray
+    sampled: IntArray
     losses: Tensor
     traffic: Ledger
 
@@ -138,7 +138,7 @@ class Duty(NamedTuple):
     `left` is how many sampled clients left before the end of the round.
     """
 
-    clients_per_round: IntArray
+    sampled: IntArray
     orders: list[IntArray]
     keys: list[int]
     left: int = 0
@@ -203,7 +203,7 @@ def _round(
         results = executor(tasks, seats[0].train.examples, round_index)
     moment, start = [], 0
     for seat, duty in zip(seats, duties, strict=True):
-        stop = start + len(duty.clients_per_round)
+        stop = start + len(duty.sampled)
         if stop > start:
             part = _part(results, start, stop)
             moment.append(_collect(algorithm, seat, duty, part, round_index))
@@ -219,11 +219,11 @@ def _empty_round(seat: Seat, duty: Duty, round_index: int) -> tuple[State, Round
         seat.state.shared, {}, num_sampled=duty.left, num_clients=seat.train.num_clients
     )
     losses = seat.train.examples.x.new_zeros(0, dtype=torch.float32)
-    return seat.state, RoundReport(round_index, duty.clients_per_round, losses, traffic)
+    return seat.state, RoundReport(round_index, duty.sampled, losses, traffic)
 
 
 def _tasks(state: State, duty: Duty) -> list[ClientTask]:
-    clients = duty.clients_per_round.tolist()
+    clients = duty.sampled.tolist()
     tasks = []
     for client, order, key in zip(clients, duty.orders, duty.keys, strict=True):
         tasks.append(ClientTask(state.shared, state.private.of(client), order, key))
@@ -259,18 +259,18 @@ def _collect(
     algorithm: Algorithm, seat: Seat, duty: Duty, part: Part, round_index: int
 ) -> tuple[State, RoundReport]:
     """Count the traffic, average the uploads, and store the private trees."""
-    state, clients_per_round = seat.state, duty.clients_per_round
+    state, sampled = seat.state, duty.sampled
     uploads = admit(part.uploads, state.shared)
     traffic = Ledger().add_round(
         state.shared,
         uploads,
-        num_sampled=len(clients_per_round) + duty.left,
+        num_sampled=len(sampled) + duty.left,
         num_clients=seat.train.num_clients,
     )
-    weights = to_device(seat.train.sizes[clients_per_round], part.losses.device)
+    weights = to_device(seat.train.sizes[sampled], part.losses.device)
     shared = _without_aliases(algorithm.aggregate(state.shared, uploads, weights), uploads)
-    private = state.private.put(clients_per_round.tolist(), part.private)
-    return State(shared, private), RoundReport(round_index, clients_per_round, part.losses, traffic)
+    private = state.private.put(sampled.tolist(), part.private)
+    return State(shared, private), RoundReport(round_index, sampled, part.losses, traffic)
 
 
 def _without_aliases(tree: Params, uploads: Params) -> Params:

@@ -65,7 +65,7 @@ _ARRIVALS = Settings(
     groups={
         "residents": GroupSettings(4),
         "leavers": GroupSettings(3, leave_round=80),
-        "newcomers": GroupSettings(3, join_round=80, rotate=90.0),
+        "joiners": GroupSettings(3, join_round=80, rotate=90.0),
         "drifters": GroupSettings(2, drift=15.0, drift_start=100, drift_end=160),
     },
     experiments={

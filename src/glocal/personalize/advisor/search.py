@@ -356,7 +356,7 @@ def _warm_up(run_state: AdvisorRun) -> tuple[Params, Cost]:
     seat = Seat(plan, run_state.train, state)
     for [(state, report)] in simulate_seeds(run_state.algorithm, [seat], run_state.executor):
         shared = state.shared
-        cost = cost.add(report.traffic, updates=len(report.clients_per_round), rounds=1)
+        cost = cost.add(report.traffic, updates=len(report.sampled), rounds=1)
         run_state.log(f"FedAvg, round {cost.rounds} of {plan.rounds}")
         per_round = cost.ledger.total.bytes // cost.rounds
         has_share = cost.within(budget, share=_WARMUP_SHARE, extra_bytes=per_round)
