@@ -161,8 +161,8 @@ def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> 
     assert (
         "↑ is above the published mean plus its standard deviation, where less is better." in text
     )
-    told = "LG + Adv on Adversary AUC by 0.60 (52.00 ± 1.41, published 50.10 ± 1.30)"
-    assert f"- ↑ `paper`, above the published mean plus its standard deviation: {told}.\n" in text
+    row = "LG + Adv on Adversary AUC by 0.60 (52.00 ± 1.41, published 50.10 ± 1.30)"
+    assert f"- ↑ `paper`, above the published mean plus its standard deviation: {row}.\n" in text
     assert (
         "- Nothing measured in `paper` is below the published mean less its standard deviation on Accuracy, Income AUC.\n"
         in text.partition("### non-iid data")[0]
@@ -180,7 +180,7 @@ def test_far_below_is_no_shortfall_where_less_is_better(fair: Findings) -> None:
     )
 
 
-def test_another_audit_than_the_studys_is_told(fair: Findings) -> None:
+def test_another_audit_than_the_studys_is_reported(fair: Findings) -> None:
     fair.parts["iid"]["settings"]["audit"] = {"layer": "layer1", "encoders": 1}
     assert changes_of(fair, "iid") == ["audit.layer = layer1", "audit.encoders = 1"]
     assert changes_of(fair, "non-iid") == []

@@ -465,7 +465,7 @@ def test_an_attribute_that_is_not_in_the_data_does_not_leak(run_folder, tmp_path
         == 0
     )
     assert max(row["low"] for row in found_in(tmp_path / "run_folder")["leaks"]) > 0.5, (
-        "the best of nine looks good by chance"
+        "the best of nine exceeds chance"
     )
     assert (
         "attribute 1 cannot be predicted better than by guessing"

@@ -185,7 +185,7 @@ def test_seeds_that_ran_apart_are_reported_as_if_they_had_run_side_by_side():
     assert found_in("joined/findings.json") == found_in("whole")
 
 
-def told(experiment="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
+def findings_with(experiment="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
     """Findings of one part, with a course, as a run of these seeds of one case would have them."""
     course = [{"seed": seed, "round": 1, "validation": local} for seed in seeds]
     figures = {
@@ -208,7 +208,11 @@ def told(experiment="FedAvg", seeds=(0,), local=0.5, settings=None, **about):
 
 def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once():
     part = merge_findings(
-        [told(seeds=(0, 1)), told("LG 2+2", seeds=(0,)), told(seeds=(1, 2))]
+        [
+            findings_with(seeds=(0, 1)),
+            findings_with("LG 2+2", seeds=(0,)),
+            findings_with(seeds=(1, 2)),
+        ]
     ).parts["paper-2"]
     assert [*part["experiments"]] == ["FedAvg", "LG 2+2"]
     assert part["experiments"]["FedAvg"]["seeds"] == [0, 1, 2]
@@ -218,11 +222,11 @@ def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once()
 
 
 def test_figures_without_their_seeds_are_those_from_0_on():
-    old = told(seeds=(0, 1))
+    old = findings_with(seeds=(0, 1))
     del old.parts["paper-2"]["experiments"]["FedAvg"]["seeds"]
-    assert merge_findings([old, told(seeds=(2,))]).parts["paper-2"]["experiments"]["FedAvg"][
-        "seeds"
-    ] == [
+    assert merge_findings([old, findings_with(seeds=(2,))]).parts["paper-2"]["experiments"][
+        "FedAvg"
+    ]["seeds"] == [
         0,
         1,
         2,
@@ -233,23 +237,23 @@ def test_figures_without_their_seeds_are_those_from_0_on():
     ("other", "message"),
     [
         (
-            told(seeds=(0, 1), local=0.6),
+            findings_with(seeds=(0, 1), local=0.6),
             "part 'paper-2', FedAvg: two runs of seed 0 have different values; leave one of the two out",
         ),
         (
-            told(seeds=(1,), start_round=7),
+            findings_with(seeds=(1,), start_round=7),
             "part 'paper-2' was run with two settings of experiments.FedAvg; report them one by one",
         ),
         (
-            told(seeds=(1,), settings={"plan": {"rounds": 5}, "experiments": {}}),
+            findings_with(seeds=(1,), settings={"plan": {"rounds": 5}, "experiments": {}}),
             "part 'paper-2' was run with two settings of plan.rounds",
         ),
-        (told(), "part 'paper-2' was given twice; leave one of the two out"),
+        (findings_with(), "part 'paper-2' was given twice; leave one of the two out"),
     ],
 )
 def test_runs_that_contradict_each_other_are_not_mixed(other, message):
     with pytest.raises(InputError, match=message):
-        merge_findings([told(), other])
+        merge_findings([findings_with(), other])
 
 
 @pytest.mark.parametrize(
@@ -476,9 +480,9 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     lines = complaints(capsys)
     assert any("paper-2, FedAvg: training diverged" in line and "skipped" in line for line in lines)
     assert [*found_in("kept")["paper-2"]["experiments"]] == ["Local only"]
-    told = Path("kept/tables.md").read_text()
-    assert "Left out, for training diverged: `paper-2`: FedAvg (all seeds), LG" in told
-    assert "Still open: `paper-2`" not in told
+    text = Path("kept/tables.md").read_text()
+    assert "Left out, for training diverged: `paper-2`: FedAvg (all seeds), LG" in text
+    assert "Still open: `paper-2`" not in text
     assert run("resume", "kept") == 0
     assert complaints(capsys) == []
 
@@ -515,13 +519,13 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
     assert all(
         kept[name]["local"] == [whole[name]["local"][place] for place in (0, 2)] for name in late
     )
-    told = Path("kept/tables.md").read_text()
+    text = Path("kept/tables.md").read_text()
     assert (
         f"Left out, for training diverged: `paper-2`: LG 4+2 (seed 1), {FINE_TUNED} (seed 1)."
-        in told
+        in text
     )
-    assert "Still open: `paper-2`" not in told
-    assert ".without" not in told
+    assert "Still open: `paper-2`" not in text
+    assert ".without" not in text
 
 
 @pytest.mark.parametrize(
@@ -533,7 +537,7 @@ def test_a_study_that_is_refused_leaves_nothing_behind(change, capsys):
     assert len(complaints(capsys)) == 1
 
 
-def test_changes_of_a_resumed_study_are_kept_and_told(capsys):
+def test_changes_of_a_resumed_study_are_saved_and_reported(capsys):
     once = [
         "--part",
         "paper-2",

@@ -146,7 +146,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path):
         read_texts([maps(tmp_path / "maps.csv", ["ann,fine,bad,50"], "person,text,text,mood")])
 
 
-def test_a_text_that_is_too_long_to_read_is_named_and_not_told(tmp_path):
+def test_a_text_that_is_too_long_to_read_is_named_and_not_printed(tmp_path):
     with pytest.raises(
         InputError, match=r"from row 2 on: it cannot be read .*; close its quotes, .* shorten texts"
     ) as error:
@@ -285,15 +285,15 @@ def test_tokens_need_texts():
     ],
 )
 def test_a_rate_that_shrinks_is_a_lower_rate(rule):
-    params, slopes = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.3, 0.7])}
+    params, grads = {"w": torch.tensor([1.0, -2.0])}, {"w": torch.tensor([0.3, 0.7])}
     lower = replace(rule, lr=0.025, lr_schedule=None)
     for t, other in (
         (0, replace(rule, lr_schedule=None)),
         (2, replace(rule, lr_schedule=None)),
         (7, lower),
     ):
-        expected, _ = other.step(params, slopes, other.init(params), torch.tensor(t))
-        found, _ = rule.step(params, slopes, rule.init(params), torch.tensor(t))
+        expected, _ = other.step(params, grads, other.init(params), torch.tensor(t))
+        found, _ = rule.step(params, grads, rule.init(params), torch.tensor(t))
         assert torch.allclose(found["w"], expected["w"], atol=1e-7)
     assert "times 0.5 every 3 rounds" in rule.description
 
@@ -402,8 +402,8 @@ def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 8
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
-    told = capfd.readouterr()
-    assert SECRET not in told.out + told.err + caplog.text
+    output = capfd.readouterr()
+    assert SECRET not in output.out + output.err + caplog.text
     assert SECRET not in repr(read_texts([tmp_path / "maps.csv"]))
 
 

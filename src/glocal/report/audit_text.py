@@ -16,11 +16,9 @@ LEAKS_NOTE = (
 )
 CLIENTS_NOTE = (
     "Each client’s own model on its own test data, and the AUC of the best attacker who knows the "
-    "people of its training data. The "
-    "two differences are those of the groups above, in points. With few people all of this varies "
-    "widely, and the best of three "
-    "attackers looks better than it is. A dash: the client lacks one of the groups, or one of the "
-    "classes within a group."
+    "people of its training data. The two differences are those of the groups above, in points. "
+    "With few people all of this varies widely, and the best of three attackers exceeds chance "
+    "already. A dash: the client lacks one of the groups, or one of the classes within a group."
 )
 
 

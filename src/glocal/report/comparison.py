@@ -322,8 +322,10 @@ def _sent(findings: Findings, part: str, name: str, published: PublishedRow | No
     )
     if experiment is None:
         return SentTotals(paper)
-    told = [row for row in findings.study.parts[part].published.values() if row.parameters]
-    if not told:
+    published_rows = [
+        row for row in findings.study.parts[part].published.values() if row.parameters
+    ]
+    if not published_rows:
         return SentTotals(
             None,
             "",
@@ -331,7 +333,7 @@ def _sent(findings: Findings, part: str, name: str, published: PublishedRow | No
             experiment["bytes"],
             experiment.get("join_bytes", 0),
         )
-    digits = published or told[0]
+    digits = published or published_rows[0]
     return SentTotals(
         paper,
         digits.parameters_printed(experiment["paper_parameters"]),

@@ -54,14 +54,12 @@ def groups_table(run: RunData) -> str:
 
 
 GROUPS_NOTE = (
-    "Mean over a group’s clients of the accuracy of their own models on their own test data, as "
-    "these are at the time. After the "
-    "first round: the first evaluation of a group, one round after it joined. Forgetting: the best "
-    "earlier accuracy minus the last "
-    "one, in points; below 0 a group is still learning. A group that left is tested as if it came "
-    "back: today’s shared part with "
-    "the private part that each of its clients left with. The best of many looks is a lucky one, "
-    "so that a point or so is no loss."
+    "Mean over a group’s clients of the accuracy of their own models on their own current test "
+    "data. After the first round: the first evaluation of a group, one round after it joined. "
+    "Forgetting: the best earlier accuracy minus the last one, in points; below 0 a group is still "
+    "improving. A group that left is tested as if it came back: the current shared part with the "
+    "private part that each of its clients left with. “Best” is a maximum over many evaluations, "
+    "so forgetting of about a point is noise."
 )
 
 

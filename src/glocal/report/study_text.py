@@ -235,8 +235,8 @@ def _beyond(
     sentences, clear = [], []
     for protocol in table.protocols:
         rows = [of[protocol] for of in table.rows.values() if protocol in of]
-        if found := "; ".join(told for row in rows for told in _shortfalls(row, measures)):
-            sentences.append(f"{mark} `{protocol}`, {where}: {found}.")
+        if shortfalls := "; ".join(text for row in rows for text in _shortfalls(row, measures)):
+            sentences.append(f"{mark} `{protocol}`, {where}: {shortfalls}.")
         else:
             clear.append(f"`{protocol}`")
     if clear:

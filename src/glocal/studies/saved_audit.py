@@ -155,17 +155,15 @@ def find_attribute(saved: SavedExperiment, attribute: str) -> tuple[str, int]:
             f"audit: there is no attribute '{attribute}'; there are {', '.join(names)}"
         )
     name = by_name[attribute]
-    for part, holdings in (("training", train), ("test", test)):
-        _require_both(name, _attribute_values(holdings, names.index(name)), part)
+    for part, split in (("training", train), ("test", test)):
+        _require_both(name, _attribute_values(split, names.index(name)), part)
     return name, names.index(name)
 
 
-def _attribute_values(holdings: ClientData, place: int) -> set[float]:
+def _attribute_values(split: ClientData, place: int) -> set[float]:
     """The values of an attribute in the data."""
     return {
-        *protected_attributes(holdings.examples)[
-            torch.from_numpy(holdings.all_rows()), place
-        ].tolist()
+        *protected_attributes(split.examples)[torch.from_numpy(split.all_rows()), place].tolist()
     }
 
 
