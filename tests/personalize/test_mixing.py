@@ -79,7 +79,7 @@ def test_alpha_stays_between_0_and_1_and_differs_between_clients():
     assert len({*alphas}) > 2
 
 
-def test_without_a_learning_rate_alpha_is_constant():
+def test_with_an_alpha_lr_of_0_alpha_is_constant():
     result, _ = trained(alpha=0.3)
     assert alphas_of(result) == pytest.approx([0.3] * world.NUM_CLIENTS)
 

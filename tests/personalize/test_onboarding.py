@@ -277,7 +277,7 @@ def test_the_most_confident_have_the_lowest_entropy_and_the_nearest_agree_most()
         select_ensemble(trained_federation, sample[:0], by="confident", count=1)
 
 
-def test_a_client_with_one_class_learns_it():
+def test_a_client_with_one_class_is_right_on_it():
     trained_federation, _ = trained()
     one = examples(classes=1)
     joined = join(trained_federation, one, join_plan=JoinPlan(epochs=30), engine="looped")

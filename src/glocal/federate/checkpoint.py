@@ -214,12 +214,12 @@ def _unshare(tensors: Params) -> Params:
 
     A frozen tensor may be the same object on all clients.
     """
-    seen: set[int] = set()
+    addresses: set[int] = set()
     unshared = {}
     for name, tensor in tensors.items():
         address = tensor.untyped_storage().data_ptr()
-        unshared[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
+        unshared[name] = tensor.clone() if address in addresses else tensor
+        addresses.add(address)
     return unshared
 
 

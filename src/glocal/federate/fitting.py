@@ -108,8 +108,8 @@ class Options:
 class Pretraining(NamedTuple):
     """Epochs before the first round, in which each client trains its private part alone.
 
-    Clients train as they adapt to `algorithm`. With `labels` they train on their training data,
-    and without on all of their inputs.
+    Clients train by `algorithm.adapt`: with `labels` on their training data, and without on all of
+    their inputs.
     """
 
     algorithm: Algorithm

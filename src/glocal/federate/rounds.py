@@ -89,14 +89,14 @@ def simulate_seeds(
     # the caller handles this one. So losses are copied without blocking, and waited for later.
     pending: deque[Callable[[], list[tuple[State, RoundReport]]]] = deque()
     for moment in rounds:
-        pending.append(_copy_losses_to_host(moment))
+        pending.append(_copy_losses_to_cpu(moment))
         if len(pending) > 1:
             yield pending.popleft()()
     for wait in pending:
         yield wait()
 
 
-def _copy_losses_to_host(
+def _copy_losses_to_cpu(
     moment: list[tuple[State, RoundReport]],
 ) -> Callable[[], list[tuple[State, RoundReport]]]:
     """Start copying a round's losses to the CPU.

@@ -245,7 +245,7 @@ def _before_training(seat: Seat, join_plan: JoinPlan, client: int) -> JoinResult
     state = seat.state
     ledger = Ledger().add_warm_start({**state.shared, **state.private.initial}, 1)
     if join_plan.start == "average" and state.private.trained and state.private.initial:
-        rows = [state.private.of(member) for member in sorted(state.private.trained)]
+        rows = [state.private.of(existing) for existing in sorted(state.private.trained)]
         device = next(iter(rows[0].values())).device
         mean = trees.mean(trees.stack(rows), torch.ones(len(rows), device=device))
         ledger = ledger.add_ensemble(
@@ -300,7 +300,7 @@ def select_ensemble(
 ) -> list[int]:
     """The existing clients whose models a new client without labels uses as an ensemble.
 
-    `by` is "everyone" who has trained, the `count` most "confident" (lowest mean entropy), or the
+    `by` is "everyone" (all that have trained), the `count` most "confident" (lowest mean entropy), or the
     `count` "nearest" to the mean of all (lowest mean total variation). Models are compared on a
     sample of the new client's inputs (rows, ...).
     """
@@ -324,12 +324,12 @@ def select_ensemble(
 
 
 def _entropy(probabilities: Tensor) -> Tensor:
-    """Mean entropy of each member (members,), from probabilities (members, rows, classes)."""
+    """Mean entropy of each client (clients,), from probabilities (clients, rows, classes)."""
     return -(probabilities * probabilities.clamp(min=1e-12).log()).sum(-1).mean(-1)
 
 
 def _distance(probabilities: Tensor) -> Tensor:
-    """Mean total variation between each member and the mean of all (members,)."""
+    """Mean total variation between each client and the mean of all (clients,)."""
     return (probabilities - probabilities.mean(0)).abs().sum(-1).mean(-1) / 2
 
 
@@ -337,7 +337,7 @@ def _distance(probabilities: Tensor) -> Tensor:
 def _probabilities(
     trained_federation: TrainedFederation, trained: Sequence[int], sample: Tensor
 ) -> Tensor:
-    """Each member's probabilities (members, rows, classes), in double precision."""
+    """Each client's probabilities (clients, rows, classes), in double precision."""
     order = to_batches(np.arange(len(sample), dtype=np.int64), _BATCH_SIZE)
     examples = Examples(sample, torch.zeros(len(sample), dtype=torch.int64, device=sample.device))
     predict = predictor(trained_federation.model)
@@ -352,9 +352,9 @@ def _probabilities(
 def _models_of(
     trained_federation: TrainedFederation, members: Sequence[int]
 ) -> list[tuple[Params, Params]]:
-    """The shared tree with each member's private one."""
+    """The shared tree with each client's private one."""
     state = trained_federation.state
-    return [(state.shared, state.private.of(member)) for member in members]
+    return [(state.shared, state.private.of(client)) for client in members]
 
 
 def new_client_ensemble_accuracy(
