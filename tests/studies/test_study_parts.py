@@ -238,7 +238,8 @@ def test_figures_without_their_seeds_are_those_from_0_on():
     [
         (
             findings_with(seeds=(0, 1), local=0.6),
-            "part 'paper-2', FedAvg: two runs of seed 0 have different values; leave one of the two out",
+            "part 'paper-2', FedAvg: two runs of seed 0 have different values; "
+            "leave one of the two out",
         ),
         (
             findings_with(seeds=(1,), start_round=7),

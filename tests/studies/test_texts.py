@@ -46,15 +46,14 @@ def maps(path, rows, head="person,text,mood"):
 
 
 def diary(path, sizes=(30, 20, 12, 3)):
-    """People who write of good and bad days in words of their own; the last of them has three texts."""
+    """People who write of good and bad days; the last of them has three texts."""
     generator, rows = np.random.default_rng(0), []
     for person, size in enumerate(sizes):
         for _ in range(size):
             mood = int(generator.integers(1, 101))
             words = ["bad", "sad", "so", "good", "glad"][(mood - 1) // 20]
-            rows.append(
-                f'p{person},"{SECRET} {words} {words} {"day " * int(generator.integers(1, 9))}",{mood}'
-            )
+            days = "day " * int(generator.integers(1, 9))
+            rows.append(f'p{person},"{SECRET} {words} {words} {days}",{mood}')
     return maps(path, rows)
 
 
@@ -301,7 +300,7 @@ def test_a_rate_that_shrinks_is_a_lower_rate(rule):
 def test_a_shrink_needs_both_of_its_numbers():
     from glocal.studies.build import build_optimizer
 
-    with pytest.raises(InputError, match="lr_gamma and optimizer.lr_step_size belong together"):
+    with pytest.raises(InputError, match=r"lr_gamma and optimizer\.lr_step_size belong together"):
         build_optimizer(OptimizerSettings(lr_gamma=0.5))
 
 
