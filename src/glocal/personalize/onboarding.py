@@ -300,9 +300,9 @@ def select_ensemble(
 ) -> list[int]:
     """The existing clients whose models a new client without labels uses as an ensemble.
 
-    `by` is "everyone" (all that have trained), the `count` most "confident" (lowest mean entropy), or the
-    `count` "nearest" to the mean of all (lowest mean total variation). Models are compared on a
-    sample of the new client's inputs (rows, ...).
+    `by` is "everyone" (all that have trained), the `count` most "confident" (lowest mean entropy),
+    or the `count` "nearest" to the mean of all (lowest mean total variation). Models are compared
+    on a sample of the new client's inputs (rows, ...).
     """
     scores = {"everyone": None, "confident": _entropy, "nearest": _distance}
     if by not in scores or count < 1:
