@@ -46,7 +46,10 @@ def deploy_init(
     rounds: Annotated[int, typer.Option(help="The number of rounds.")] = 20,
     share_metrics: ShareMetrics = False,
 ) -> None:
-    """Write a new deployment: certificates, keys, model, data, settings, a folder per client."""
+    """Write a new deployment with a folder for each client.
+
+    It has certificates, keys, settings, a model and a data function.
+    """
     from glocal.cli.deploy_actions import init
     from glocal.deploy.scaffold import DeploymentSpec
 
@@ -55,7 +58,7 @@ def deploy_init(
 
 @deploy_app.command("server")
 def deploy_server(folder: ServerFolder) -> None:
-    """Run the server until it is stopped; it reports connections, rounds, losses and bytes."""
+    """Run the server until it is stopped. It reports connections, rounds, losses and bytes."""
     from glocal.cli.deploy_processes import run_server
 
     run_server(folder)
@@ -67,7 +70,7 @@ def deploy_client(
         list[Path], typer.Argument(help="The folder of the client, or of several in one process.")
     ],
 ) -> None:
-    """Run a client until it is stopped; it reconnects after errors and reports what it sends.
+    """Run a client until it is stopped. It reconnects after errors and reports what it sends.
 
     A gateway runs several: each has its own folder, key and private state, and they take turns.
     """
@@ -78,7 +81,7 @@ def deploy_client(
 
 @deploy_app.command("run")
 def deploy_run(folder: ServerFolder, name: RunName = "first") -> None:
-    """Start a run on a running server, and follow it until its report is written."""
+    """Start a run on a running server and follow it. At the end, its report is written."""
     from glocal.cli.deploy_actions import run
 
     run(folder, name)
@@ -86,7 +89,7 @@ def deploy_run(folder: ServerFolder, name: RunName = "first") -> None:
 
 @deploy_app.command("resume")
 def deploy_resume(folder: ServerFolder, name: RunName = "first") -> None:
-    """Continue a run from its last round, after a crash or with more rounds."""
+    """Continue a run from its last round. Use it after a crash, or with more rounds."""
     from glocal.cli.deploy_actions import resume
 
     resume(folder, name)
@@ -108,7 +111,7 @@ def deploy_add_client(
     ] = None,
     share_metrics: ShareMetrics = False,
 ) -> None:
-    """Make a folder with a key for one more client; a running server accepts it."""
+    """Make a folder with a key for one more client. A running server accepts it."""
     from glocal.cli.deploy_actions import add
 
     add(folder, name, share_metrics=share_metrics)
@@ -119,7 +122,7 @@ def deploy_revoke(
     folder: ServerFolder,
     name: Annotated[str, typer.Argument(help="The client's name, as in `status`.")],
 ) -> None:
-    """Revoke a client: the server refuses it from its next request on."""
+    """Revoke a client. The server refuses it from its next request on."""
     from glocal.cli.deploy_actions import revoke_client
 
     revoke_client(folder, name)
@@ -127,7 +130,7 @@ def deploy_revoke(
 
 @deploy_app.command("join")
 def deploy_join(folder: ServerFolder, name: RunName = "first") -> None:
-    """After training: new clients adapt their private part, and all clients evaluate."""
+    """Let new clients adapt, and all clients evaluate. The shared part stays as it is."""
     from glocal.cli.deploy_actions import join
 
     join(folder, name)
@@ -155,7 +158,7 @@ def deploy_predict(
 
 @deploy_app.command("renew")
 def deploy_renew_certificate(folder: ServerFolder) -> None:
-    """Make a new certificate for the server, under the same authority; restart the server then."""
+    """Make a new certificate for the server. Clients need nothing new; restart the server."""
     from glocal.cli.deploy_actions import renew_certificate
 
     renew_certificate(folder)
@@ -168,7 +171,7 @@ def deploy_demo(
     ] = None,
     rounds: Annotated[int, typer.Option(help="The number of rounds.")] = 3,
 ) -> None:
-    """Run a server and four clients on this machine, on digits: certificates, rounds, a report."""
+    """Run a server and four clients on this machine. They train on digits and write a report."""
     from glocal.cli.deploy_actions import demo
     from glocal.cli.run import free_folder
 
