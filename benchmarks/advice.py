@@ -14,8 +14,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from glocal.studies.paper import PAPER
-
 from benchmarks.machine import command, describe
 from glocal.algorithms import lg_fedavg
 from glocal.core.sampling import Plan
@@ -26,6 +24,7 @@ from glocal.personalize.advisor import Advice, AdvisorConfig, advise
 from glocal.personalize.advisor.candidates import make_candidates
 from glocal.personalize.advisor.search import choose_candidate
 from glocal.studies.build import Components, build_algorithm, build_components, build_optimizer
+from glocal.studies.registry import find_study
 from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
 from glocal.wire import Ledger
 
@@ -162,7 +161,7 @@ def main() -> None:
         "classes per client": {},
     }
     for classes in options.classes:
-        settings = PAPER["paper-cifar10"].parts[f"paper-{classes}"].settings
+        settings = find_study("paper-cifar10").parts[f"paper-{classes}"].settings
         settings = with_overrides(
             settings,
             [f"plan.seeds={options.seeds}", f'run.device="{options.device}"', *options.set],

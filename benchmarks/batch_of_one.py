@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from glocal.studies.paper import PAPER
 
 from glocal.datasets.fetch import no_progress
 from glocal.engines import Executor
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.build import build_algorithm, build_components
+from glocal.studies.registry import find_study
 from glocal.studies.run import plans_of
 from glocal.studies.settings import with_overrides
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    settings = PAPER["paper-cifar10"].parts["released-3"].settings
+    settings = find_study("paper-cifar10").parts["released-3"].settings
     settings = with_overrides(
         settings, ["plan.seeds=1", f"plan.seed={options.seed}", 'run.device="cpu"']
     )

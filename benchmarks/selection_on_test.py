@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from glocal.studies.paper import PAPER
 
 from glocal.core.modules import predictor
 from glocal.core.trees import Params
@@ -22,6 +21,7 @@ from glocal.evaluate import Evaluator, local_tests
 from glocal.federate.fitting import Case, move_to_device, warm_start_params
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.studies.build import build_algorithm, build_components
+from glocal.studies.registry import find_study
 from glocal.studies.run import plans_of, resolve
 from glocal.studies.settings import ExperimentSettings, Settings, with_overrides
 from glocal.wire import Ledger
@@ -97,7 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     rows_by_classes = {}
     for classes in options.classes:
-        part = PAPER["paper-cifar10"].parts[f"released-{classes}"]
+        part = find_study("paper-cifar10").parts[f"released-{classes}"]
         settings = with_overrides(
             part.settings,
             [f"plan.seeds={options.seeds}", f'run.device="{options.device}"', *options.set],

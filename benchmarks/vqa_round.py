@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from glocal.studies.vqa_model import SHARED, vqa_net
 
 import glocal
 from benchmarks.job import own_peak_memory
@@ -34,6 +33,7 @@ from glocal.core.training import cross_entropy
 from glocal.datasets.image_table import ImageTable
 from glocal.engines import EngineConfig, Executor
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
+from liang2020.vqa_model import SHARED, vqa_net
 
 WORDS, LENGTH, ANSWERS, PICTURES, SIZE, CLIENTS_PER_ROUND = 64_437, 19, 1000, 500, 128, 5
 
