@@ -117,6 +117,7 @@ VALUES = {
     ("model/encoder", '"frozen"'): '"liang2020.vqa_model:frozen_resnet"',
     ("algorithm", '"glocal.studies.majority:majority"'): '"liang2020.majority:majority"',
     ("algorithm", '"glocal.studies.majority:own_majority"'): '"liang2020.majority:own_majority"',
+    ("advice/by", '"race"'): '"halving"',
     ("rows/axis", '"cohort"'): '"clients_per_round"',
     ("rows/axis", '"devices"'): '"clients"',
 }
