@@ -4,10 +4,14 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test slow papers check lint wheel bench clean
+.PHONY: demo quick test slow papers check lint wheel bench clean
 
 demo: $(READY)
 	$(BIN)/glocal demo
+
+# the laws on one small model, in under 40 seconds
+quick: $(READY)
+	$(BIN)/python -m pytest -n auto -m "quick and not slow" tests/algorithms tests/wire tests/core
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow" tests src

@@ -1,5 +1,6 @@
 """A hyper-parameter at its limit reduces one algorithm to another."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +15,8 @@ from glocal.core.training import cross_entropy
 from glocal.datasets.federated import from_tensors
 from glocal.federate.rounds import simulate
 from tests.support import world
+
+pytestmark = pytest.mark.quick
 
 PLAN = Plan(rounds=5, clients_per_round=4, local_epochs=2, batch_size=5)
 SGD = sgd(0.1, momentum=0.5)

@@ -9,6 +9,8 @@ from glocal.core.modules import params_of
 from glocal.core.split import Split, first_layers, last_layers
 from glocal.studies import lenet5, mlp
 
+pytestmark = pytest.mark.quick
+
 
 def net():
     return nn.ModuleDict(

@@ -11,6 +11,8 @@ from glocal.core.split import Split, last_layers
 from glocal.studies import lenet5, mlp
 from glocal.wire import Ledger, Traffic, admit, pack, unpack
 
+pytestmark = pytest.mark.quick
+
 
 def rounds(ledger, tree, count, *, num_clients, clients_per_round):
     uploads = {
