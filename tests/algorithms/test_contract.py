@@ -24,7 +24,7 @@ from tests.support import world
 
 PLAN = Plan(rounds=5, clients_per_round=4, local_epochs=2, batch_size=5)
 
-SMALL, RECURRENT, *OTHERS = world.MODELS
+SMALL, *OTHERS = world.MODELS
 # it cannot be batched, and runs one client after the other with a warning
 unbatched = pytest.mark.filterwarnings("ignore:engine:glocal.core.errors.GlocalWarning")
 small = pytest.param(SMALL, marks=pytest.mark.quick)
@@ -32,7 +32,7 @@ others = [pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS]
 
 every_algorithm = pytest.mark.parametrize("name", algorithms.__all__)
 every_model = pytest.mark.parametrize(
-    "kind", [small, pytest.param(RECURRENT, marks=unbatched), *others]
+    "kind", [small, pytest.param(world.RECURRENT, marks=unbatched), *others]
 )
 batchable_models = pytest.mark.parametrize("kind", [small, *others])
 
@@ -44,7 +44,7 @@ def baseline(name, kind):
 
 
 def run(name, kind, *, plan=PLAN, engine="vmapped", chunk_size=None, federation=None):
-    model = world.seeded(world.MODELS[kind])
+    model = world.seeded(world.ALL_MODELS[kind])
     rounds = simulate(
         world.algorithm(name, model),
         params_of(model),
@@ -56,7 +56,7 @@ def run(name, kind, *, plan=PLAN, engine="vmapped", chunk_size=None, federation=
 
 
 def start(name, kind):
-    model = world.seeded(world.MODELS[kind])
+    model = world.seeded(world.ALL_MODELS[kind])
     algorithm = world.algorithm(name, model)
     return algorithm, initial_state(algorithm, params_of(model))
 
@@ -118,13 +118,13 @@ def test_padding_changes_nothing(name, kind):
 @every_algorithm
 @every_model
 def test_seeds_side_by_side_equal_seeds_alone(name, kind):
-    model = world.seeded(world.MODELS[kind])
+    model = world.seeded(world.ALL_MODELS[kind])
     algorithm = world.algorithm(name, model)
     train, plans = (
         world.federation().train,
         [Plan(3, 4, batch_size=5, seed=seed) for seed in (0, 1, 2)],
     )
-    params = [params_of(world.seeded(world.MODELS[kind], plan.seed)) for plan in plans]
+    params = [params_of(world.seeded(world.ALL_MODELS[kind], plan.seed)) for plan in plans]
     seats = [
         Seat(plan, train, initial_state(algorithm, tree))
         for plan, tree in zip(plans, params, strict=True)
@@ -299,11 +299,11 @@ def test_engines_agree_for_clients_of_one_example(name, kind, engine):
 
 @pytest.mark.slow
 @every_algorithm
-@pytest.mark.parametrize("kind", world.MODELS)
+@pytest.mark.parametrize("kind", world.ALL_MODELS)
 @pytest.mark.parametrize("fused", [True, False])
 def test_workers_equal_one_client_after_the_other(name, kind, fused):
     """Threads with fused steps where these know the model, else processes."""
-    model = world.seeded(world.MODELS[kind])
+    model = world.seeded(world.ALL_MODELS[kind])
     config = EngineConfig("workers", workers=2, fused=fused)
     params, train = params_of(model), world.federation().train
     rounds = simulate(world.algorithm(name, model), params, train, PLAN, engine=config)

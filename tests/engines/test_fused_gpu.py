@@ -27,7 +27,7 @@ if WHERE == "cpu" and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # it is read when the kernels are imported
 
 
-# Triton 3.6's interpreter makes an int of an array with one number, which NumPy 2.4 no longer allows
+# Triton 3.6's interpreter makes an int of a one-number array, which NumPy 2.4 no longer allows
 INTERPRETER_RUNS = np.lib.NumpyVersion(np.__version__) < "2.4.0"
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
@@ -94,7 +94,7 @@ IMAGES = {
 
 
 class Trial:
-    """A model, D devices that start apart, examples, and an order with padding at the end of a step and one wholly padded step."""
+    """A model, clients that start apart, examples, and an order with partly padded steps."""
 
     def __init__(self, model, inputs, *, clients=3, steps=3, batch=5, ragged=True):
         torch.manual_seed(0)

@@ -243,7 +243,8 @@ def test_figures_without_their_seeds_are_those_from_0_on():
         ),
         (
             findings_with(seeds=(1,), start_round=7),
-            "part 'paper-2' was run with two settings of experiments.FedAvg; report them one by one",
+            "part 'paper-2' was run with two settings of experiments.FedAvg; "
+            "report them one by one",
         ),
         (
             findings_with(seeds=(1,), settings={"plan": {"rounds": 5}, "experiments": {}}),

@@ -67,12 +67,13 @@ class Recurrent(nn.Module):
 
 MODELS = {
     "batch norm and dropout": with_batch_norm_and_dropout,
-    "lstm": Recurrent,
     "plain": plain,
     "batch norm": with_batch_norm,
     "dropout": with_dropout,
     "convolution": convolutional,
 }
+RECURRENT = "lstm"  # cannot be batched over clients
+ALL_MODELS = {**MODELS, RECURRENT: Recurrent}
 
 
 class Branching(nn.Module):
