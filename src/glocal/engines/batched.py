@@ -1,8 +1,9 @@
 """Local training of all clients of a batch at once, called from within `vmap`.
 
 An algorithm is written for one client, and `vmap` runs it for many. Inside, each tensor has the
-shape of one client's: its axis of clients is hidden in a wrapper. Tracing, `torch.compile` and Triton cannot
-work on such wrappers. `BatchedTraining` therefore leaves `vmap` for the duration of local training.
+shape of one client's: its axis of clients is hidden in a wrapper. Tracing, `torch.compile` and
+Triton cannot work on such wrappers. `BatchedTraining` therefore leaves `vmap` for the duration of
+local training.
 
 Idea: an `autograd.Function` may define how `vmap` treats it (`_LeaveVmap.vmap`). Torch calls this
 method once, with the bare tensors and with the place of the axis of clients in each. What it
