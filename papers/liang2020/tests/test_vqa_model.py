@@ -187,7 +187,7 @@ def test_statistics_of_batch_norm_go_where_the_split_says():
     encoders = Split.of(model, shared=SHARED)
     kept, report = after_rounds(lg_fedavg(objective, rule, split=encoders), model, fed)
     assert not norms(kept.shared)
-    trained = [kept.private.trained[device] for device in report.clients_per_round]
+    trained = [kept.private.trained[device] for device in report.sampled]
     assert not torch.equal(
         trained[0]["image.resnet.bn1.running_mean"], trained[1]["image.resnet.bn1.running_mean"]
     )
@@ -205,11 +205,11 @@ def test_statistics_are_averaged_by_examples_and_do_not_leak_from_device_to_devi
     algorithm = fedavg(cross_entropy(model), sgd(0.0001))
     state, report = after_rounds(algorithm, model, fed, rounds=1)
     name, means = "image.resnet.bn1.running_mean", []
-    for device in report.clients_per_round.tolist():
+    for device in report.sampled.tolist():
         order = client_batches(Plan(1, 2, batch_size=5), fed.train.rows[device], 0, device)
         task = ClientTask(*algorithm.init(params_of(model)), order)
         means.append(run_one(algorithm.client_update, task, fed.train.examples, 0).upload[name])
-    sizes = torch.from_numpy(fed.train.sizes[report.clients_per_round]).float()
+    sizes = torch.from_numpy(fed.train.sizes[report.sampled]).float()
     expected = (torch.stack(means) * (sizes / sizes.sum())[:, None]).sum(0)
     assert torch.allclose(state.shared[name], expected, atol=1e-6)
 
