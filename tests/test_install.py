@@ -24,7 +24,9 @@ OPTIONAL = (
     "cli/deploy_actions.py",
     "engines/fused/linear_kernels.py",
     "engines/fused/conv_kernels.py",
-    "engines/fused/layers.py",
+    "engines/fused/update_kernels.py",
+    "engines/fused/conv_layers.py",
+    "engines/fused/linear_layers.py",
 )
 
 
@@ -53,7 +55,9 @@ def third_party(node):
 def run_on_import(node):
     """What runs when a file is imported: all that is in no function."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        if not for_types and not isinstance(child, functions):
             yield child
             yield from run_on_import(child)
 
