@@ -66,6 +66,6 @@ def _run(command: list[str], name: str) -> None:
         lines = (
             [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
             or done.stderr.splitlines()
-            or ["no reason given"]
+            or ["no reason"]
         )
         raise ToolError(f"does not install: {name}: {lines[0][:200]}")

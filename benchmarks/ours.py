@@ -83,9 +83,9 @@ def testing(job: Job) -> Measurement:
         for _ in range(train.num_clients)
     ]
     state = state._replace(private=state.private.put(range(train.num_clients), own))
-    held = ClientData(train.examples, tuple(rows[:TESTED] for rows in train.rows))
+    train = ClientData(train.examples, tuple(rows[:TESTED] for rows in train.rows))
     evaluation = Evaluator(algorithm, predictor(model), engine=engine(job))
-    tests = (local_test(evaluation, state, held) for _ in range(job.all_rounds))
+    tests = (local_test(evaluation, state, train) for _ in range(job.all_rounds))
     return time_rounds(tests, job, network.synchronizer(job.device))
 
 
@@ -116,7 +116,7 @@ def loaded(job: Job) -> Loaded:
 
 
 def engine(job: Job) -> EngineConfig:
-    """The engine that is asked for."""
+    """The engine of the job."""
     return EngineConfig(str(job.options["engine"]), fused=bool(job.options.get("fused", 1)))
 
 

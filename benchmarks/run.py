@@ -47,7 +47,7 @@ def main() -> None:
         console.print(table(report, workload))
 
 
-def arguments(given: list[str]) -> argparse.Namespace:
+def arguments(words: list[str]) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run", description=__doc__.splitlines()[0]
@@ -69,7 +69,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[], help="only rows whose name contains one of these words"
     )
-    return parser.parse_args(given)
+    return parser.parse_args(words)
 
 
 def measure_workload(workload: Workload, folder: str, options: argparse.Namespace) -> Iterator[Row]:

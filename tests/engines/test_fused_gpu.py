@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from glocal.core import optimizers, training
+from glocal.core import optimizers, training, trees
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
 from glocal.engines.fused.gpu import local_train_batched, unsupported_reason
@@ -108,7 +108,7 @@ class Trial:
         self.params = self.near(params_of(model), 0.05)
 
     def near(self, params, distance):
-        """One tree for each device, (D, ...)."""
+        """One tree for each client (clients, ...)."""
         clients = range(self.order.shape[0])
         return {
             n: torch.stack(
@@ -123,25 +123,23 @@ class Trial:
         )
 
     def truth(self, *, lr=0.1, momentum=0.0, weight_decay=0.0, proximal=()):
-        """`local_train` in float64, one device after the other: params (D, ...) and losses (D,)."""
+        """`local_train` in float64: params (clients, ...) and losses (clients,)."""
         model = self.model.to(WHERE).double()
         sgd = optimizers.sgd(lr, momentum=momentum, weight_decay=weight_decay)
-        found = [
-            self.truth_of(device, model, sgd, proximal) for device in range(self.order.shape[0])
-        ]
+        clients = range(self.order.shape[0])
+        results = [self.truth_of(client, model, sgd, proximal) for client in clients]
         model.float()
-        return {
-            name: torch.stack([trained[name] for trained, _ in found]) for name in self.params
-        }, torch.stack([loss for _, loss in found])
+        params = trees.stack([trained for trained, _ in results])
+        return params, torch.stack([loss for _, loss in results])
 
-    def truth_of(self, device, model, sgd, proximal):
+    def truth_of(self, client, model, sgd, proximal):
         ends = tuple(
-            training.Proximal({name: end[device].double() for name, end in ends.items()}, strength)
+            training.Proximal({name: end[client].double() for name, end in ends.items()}, strength)
             for ends, strength in proximal
         )
         zero = torch.tensor(0, device=WHERE)
-        work = training.Work(Examples(self.x.double(), self.y), self.order[device], zero, zero)
-        params = {name: tensor[device].double() for name, tensor in self.params.items()}
+        work = training.Work(Examples(self.x.double(), self.y), self.order[client], zero, zero)
+        params = {name: tensor[client].double() for name, tensor in self.params.items()}
         return training.local_train(
             training.cross_entropy(model)._replace(proximal=ends), params, work, sgd
         )
@@ -181,7 +179,7 @@ def test_a_softmax_before_the_cross_entropy_takes_the_same_steps(batch):
     ids=str,
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_setting_of_sgd_is_kept(batch, settings, bias):
+def test_every_setting_of_sgd_is_respected(batch, settings, bias):
     trial = Trial(mlp(9, 5, CLASSES, bias=bias), (9,), batch=batch, clients=10)
     assert_same(trial.fused(**settings), trial.truth(**settings))
 
@@ -199,7 +197,7 @@ def test_convolutions_take_the_same_steps(kind, batch):
 @needs_kernels
 @pytest.mark.parametrize("strengths", [(0.3,), (0.3, 0.7), (0.0,), (0.0, 0.7)], ids=str)
 @pytest.mark.parametrize(("kind", "batch"), [("mlp", 3), ("mlp", 18), ("odd pool", 3)])
-def test_pulls_act_on_weights_and_count_in_the_loss(kind, batch, strengths):
+def test_proximal_terms_act_on_weights_and_count_in_the_loss(kind, batch, strengths):
     make, inputs = IMAGES.get(kind, (lambda: mlp(9, 5, CLASSES), (9,)))
     trial = Trial(make(), inputs, batch=batch, clients=2, steps=2)
     proximal = [(trial.near(params_of(trial.model), 0.2), strength) for strength in strengths]
@@ -210,7 +208,7 @@ def test_pulls_act_on_weights_and_count_in_the_loss(kind, batch, strengths):
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 18])
-def test_a_pull_may_leave_names_out(batch):
+def test_an_anchor_may_have_some_of_the_names(batch):
     trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, clients=2)
     ends = trial.near(params_of(trial.model), 0.2)
     proximal = [({name: ends[name] for name in ("0.weight", "2.bias")}, 0.5), (ends, 0.25)]
@@ -219,7 +217,7 @@ def test_a_pull_may_leave_names_out(batch):
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 18])
-def test_a_device_without_examples_stays_as_it_is(batch):
+def test_a_client_without_examples_does_not_change(batch):
     trial = Trial(odd_pool(), (1, 7, 7), batch=batch, clients=2)
     trial.order[1] = -1
     trained, loss = trial.fused(momentum=0.5, weight_decay=0.1)
@@ -231,18 +229,18 @@ def test_a_device_without_examples_stays_as_it_is(batch):
 @pytest.mark.parametrize("batch", [3, 18])
 def test_a_padded_step_keeps_weights_and_momentum(batch):
     trial = Trial(mlp(9, 5, CLASSES), (9,), batch=batch, clients=2, steps=4, ragged=False)
-    without = trial.fused(momentum=0.9)
+    unpadded = trial.fused(momentum=0.9)
     padding = torch.full_like(trial.order[:, :1], -1)
     trial.order = torch.cat([trial.order[:, :2], padding, trial.order[:, 2:], padding], dim=1)
-    pad_and_stack = trial.fused(momentum=0.9)
-    assert all(torch.equal(pad_and_stack[0][name], tensor) for name, tensor in without[0].items())
+    padded = trial.fused(momentum=0.9)
+    assert all(torch.equal(padded[0][name], tensor) for name, tensor in unpadded[0].items())
     assert_same(
-        pad_and_stack, without, 1e-6
+        padded, unpadded, 1e-6
     )  # the mean loss is summed over more numbers, in another order
 
 
 @needs_kernels
-def test_devices_may_share_where_they_start_and_what_pulls_them():
+def test_clients_may_share_weights_and_anchors():
     trial = Trial(odd_pool(), (1, 7, 7), clients=2)
     shared = {
         name: tensor[:1].expand(2, *tensor.shape[1:]) for name, tensor in trial.params.items()
@@ -255,7 +253,7 @@ def test_devices_may_share_where_they_start_and_what_pulls_them():
 
 
 @needs_kernels
-def test_the_callers_tensors_stay_as_they_are_and_bits_repeat():
+def test_the_callers_tensors_do_not_change_and_bits_repeat():
     trial = Trial(odd_pool(), (1, 7, 7), clients=2)
     before = {name: tensor.clone() for name, tensor in trial.params.items()}
     assert_same_bits(trial.fused(momentum=0.5), trial.fused(momentum=0.5))
@@ -263,7 +261,7 @@ def test_the_callers_tensors_stay_as_they_are_and_bits_repeat():
 
 
 @needs_kernels
-def test_a_device_trains_the_same_whoever_is_beside_it():
+def test_a_client_trains_the_same_next_to_any_other_clients():
     trial = Trial(odd_pool(), (1, 7, 7), clients=3)
     together = trial.fused(momentum=0.5)
     trial.params, trial.order = (
@@ -277,18 +275,17 @@ def test_a_device_trains_the_same_whoever_is_beside_it():
 
 
 @needs_kernels
-def test_every_device_may_have_its_own_rate():
+def test_every_client_may_have_its_own_learning_rate():
     trial = Trial(mlp(9, 5, CLASSES), (9,), clients=2)
     trained, _ = trial.fused(lr=torch.tensor([0.1, 0.3], device=WHERE))
-    for device, lr in enumerate((0.1, 0.3)):
-        assert (
-            trained["0.weight"][device] - trial.truth(lr=lr)[0]["0.weight"][device]
-        ).abs().max() < 1e-5
+    for client, lr in enumerate((0.1, 0.3)):
+        expected = trial.truth(lr=lr)[0]["0.weight"][client]
+        assert (trained["0.weight"][client] - expected).abs().max() < 1e-5
 
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [3, 18])
-def test_tiles_are_only_a_matter_of_speed(batch):
+def test_tiles_change_only_the_speed(batch):
     def choose_tile(job):
         return Tile(16, 32, 16) if job.kind != "loss" else default_tile(job)
 
@@ -319,7 +316,7 @@ def reason(model, inputs=(9,), *, optimizer=None, dtype=torch.float32, **changes
 
 
 @pytest.mark.usefixtures("with_triton")
-def test_what_the_kernels_do_not_know_is_declined_with_a_reason():
+def test_unsupported_training_is_declined_with_a_reason():
     model = mlp(9, 5, CLASSES)
     assert reason(model) is None
     assert reason(small_lenet(), (2, 12, 12)) is None

@@ -43,33 +43,35 @@ def load_step() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        reason = describe_error(error)
-        raise NoFusedStepError(f"the compiled step could not be loaded ({reason})") from error
+        raise _failed("the compiled step could not be loaded", error) from error
+
+
+def _failed(message: str, error: Exception) -> NoFusedStepError:
+    return NoFusedStepError(f"{message} ({describe_error(error)})")
 
 
 def compile_library(compiler: Sequence[str]) -> Path:
     """The library of these sources, compiled at most once per compiler and processor."""
     target = cache_folder() / "fused" / f"step-{_fingerprint(compiler)}.so"
-    if target.exists():
-        return target
-    logging.getLogger("glocal").info(
-        "compiling the fused steps for this machine, once; this takes some seconds"
-    )
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, target)
-    except OSError as error:
-        reason = describe_error(error)
-        raise NoFusedStepError(f"the C++ step could not be compiled ({reason})") from error
+    if not target.exists():
+        logging.getLogger("glocal").info(
+            "compiling the fused steps for this machine, once; this takes some seconds"
+        )
+        try:
+            _compile(compiler, target)
+        except OSError as error:
+            raise _failed("the C++ step could not be compiled", error) from error
     return target
 
 
 def _fingerprint(compiler: Sequence[str]) -> str:
     """Changes with any source file, the flags, the compiler and the processor."""
-    parts = [path.read_text() for path in _source_files()]
-    parts += _FLAGS
-    parts += [str(flags) for flags in _NATIVE_FLAGS]
-    parts += [*compiler, _compiler_version(compiler), _processor_id()]
+    sources = [path.read_text() for path in _source_files()]
+    machine = [*compiler, _compiler_version(compiler), _processor_id()]
+    return _hash([*sources, *_FLAGS, str(_NATIVE_FLAGS), *machine])
+
+
+def _hash(parts: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -83,27 +85,39 @@ def _compile(compiler: Sequence[str], target: Path) -> None:
 
     Another process may compile the same library at the same time.
     """
+    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         library = Path(folder) / "step.so"
-        message = ""
-        for native in _NATIVE_FLAGS:
-            process = _run([*compiler, *_FLAGS, *native, str(SOURCE), "-o", str(library)])
-            if process.returncode == 0:
-                os.replace(library, target)
-                return
-            message = message or _first_error(process.stderr)
-    raise NoFusedStepError(f"{compiler[0]} could not compile the C++ step ({message})")
+        _compile_to(compiler, library)
+        os.replace(library, target)
+
+
+def _compile_to(compiler: Sequence[str], library: Path) -> None:
+    """Compile with the first native flags that work."""
+    errors = []
+    for native in _NATIVE_FLAGS:
+        process = _run([*compiler, *_FLAGS, *native, str(SOURCE), "-o", str(library)])
+        if process.returncode == 0:
+            return
+        errors.append(_first_error(process.stderr))
+    raise NoFusedStepError(f"{compiler[0]} could not compile the C++ step ({errors[0]})")
 
 
 def _find_compiler() -> list[str]:
     """The command in CXX, else the machine's own compiler."""
-    from_environment = shlex.split(os.environ.get("CXX", ""))
-    candidates = [from_environment] if from_environment else [[name] for name in _COMPILERS]
+    candidates = _compiler_candidates()
     for candidate in candidates:
         if shutil.which(candidate[0]):
             return candidate
     names = ", ".join(candidate[0] for candidate in candidates)
     raise NoFusedStepError(f"there is no C++ compiler (looked for {names}; CXX may name another)")
+
+
+def _compiler_candidates() -> list[list[str]]:
+    from_environment = shlex.split(os.environ.get("CXX", ""))
+    if from_environment:
+        return [from_environment]
+    return [[name] for name in _COMPILERS]
 
 
 def _compiler_version(compiler: Sequence[str]) -> str:
@@ -116,18 +130,19 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, errors="replace"
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        reason = describe_error(error)
-        raise NoFusedStepError(f"{command[0]} could not be run ({reason})") from error
+        raise _failed(f"{command[0]} could not be run", error) from error
 
 
 def _first_error(output: str) -> str:
     """The first line with an error, else the first line."""
-    lines = [line.strip() for line in output.splitlines()]
-    lines = [line for line in lines if line]
-    for line in lines:
-        if "error" in line:
-            return line[:160]
-    return lines[0][:160] if lines else "no output"
+    lines = _nonempty_lines(output) or ["no output"]
+    with_error = [line for line in lines if "error" in line]
+    return (with_error or lines)[0][:160]
+
+
+def _nonempty_lines(text: str) -> list[str]:
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line]
 
 
 def _processor_id() -> str:
@@ -136,5 +151,9 @@ def _processor_id() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    relevant = {line for line in lines if line.startswith(_PROCESSOR_FIELDS)}
-    return "\n".join(sorted(relevant))
+    return "\n".join(_relevant_lines(lines))
+
+
+def _relevant_lines(lines: list[str]) -> list[str]:
+    """The lines that -march=native depends on, without repetitions."""
+    return sorted({line for line in lines if line.startswith(_PROCESSOR_FIELDS)})

@@ -59,6 +59,25 @@ def unfold(
 
 
 @triton.jit
+def _block(BLOCK: tl.constexpr):
+    """The indices of this program's block."""
+    return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _window_maximum(start, ok, W: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr):
+    """The first maximum of each window (BLOCK,), and its place."""
+    best = tl.load(start, mask=ok, other=0.0)
+    best_place = tl.zeros([BLOCK], tl.int32)
+    for place in tl.static_range(1, POOL * POOL):
+        value = tl.load(start + place // POOL * W + place % POOL, mask=ok, other=0.0)
+        better = (value > best) | (value != value)  # a NaN stays a NaN
+        best = tl.where(better, value, best)
+        best_place = tl.where(better, place, best_place)
+    return best, best_place
+
+
+@triton.jit
 def pool(
     full, out, argmax, size,
     H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr,
@@ -68,17 +87,11 @@ def pool(
 
     argmax (like out) is its place in the window.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = _block(BLOCK)
     ok = at < size
     pixel = at % (OH * OW)
     start = full + at // (OH * OW) * (H * W) + pixel // OW * (POOL * W) + pixel % OW * POOL
-    best = tl.load(start, mask=ok, other=0.0)
-    best_place = tl.zeros([BLOCK], tl.int32)
-    for place in tl.static_range(1, POOL * POOL):
-        value = tl.load(start + place // POOL * W + place % POOL, mask=ok, other=0.0)
-        better = (value > best) | (value != value)  # a NaN stays a NaN
-        best = tl.where(better, value, best)
-        best_place = tl.where(better, place, best_place)
+    best, best_place = _window_maximum(start, ok, W, POOL, BLOCK)
     if RELU:
         best = tl.where(best < 0, 0.0, best)
     tl.store(out + at, best, mask=ok)
@@ -93,14 +106,19 @@ def unpool(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Dfull (..., H, W): each window's gradient at its maximum, 0 elsewhere."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = _block(BLOCK)
     row, column = at % (H * W) // W, at % W
     ok = (at < size) & (row // POOL < OH) & (column // POOL < OW)
     window = at // (H * W) * (OH * OW) + row // POOL * OW + column // POOL
     place = row % POOL * POOL + column % POOL
+    tl.store(dfull + at, _grad_at_maximum(dy, argmax, window, place, ok), mask=at < size)
+
+
+@triton.jit
+def _grad_at_maximum(dy, argmax, window, place, ok):
+    """The window's gradient where `place` is its maximum, else 0."""
     is_maximum = tl.load(argmax + window, mask=ok, other=-1) == place
-    grad = tl.load(dy + window, mask=ok & is_maximum, other=0.0)
-    tl.store(dfull + at, grad, mask=at < size)
+    return tl.load(dy + window, mask=ok & is_maximum, other=0.0)
 
 
 @triton.jit
@@ -124,7 +142,7 @@ def fold(
     H: tl.constexpr = SHAPE[1]
     W: tl.constexpr = SHAPE[2]
     AREA: tl.constexpr = SHAPE[3] * SHAPE[4]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = _block(BLOCK)
     ok = at < size
     row, column, channel = at % (H * W) // W, at % W, at // (H * W) % C
     start = columns + (at // (C * H * W) * (C * AREA + 1) + channel * AREA) * (OH * OW)

@@ -53,12 +53,8 @@ class ConvLayer(Layer):
     @property
     def _conv_sizes(self) -> dict[str, Any]:
         """The sizes of the convolution, for a kernel."""
-        spec = self.spec
-        return {
-            "SHAPE": (*spec.inputs, *spec.kernel, *spec.stride, *spec.padding),
-            "OH": spec.outputs[1],
-            "OW": spec.outputs[2],
-        }
+        _, height, width = self.spec.outputs
+        return {"SHAPE": self.spec.sizes, "OH": height, "OW": width}
 
     @property
     def _pool_sizes(self) -> dict[str, Any]:

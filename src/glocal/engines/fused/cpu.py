@@ -96,6 +96,10 @@ class MergedProximal(NamedTuple):
     floor: float
 
 
+_Step = Callable[..., int]
+_Chains = dict[tuple[ModelLoss, Shape], LayerChain | str]
+
+
 class FusedCpuTraining:
     """A `LocalTrainer` in compiled code; `reason` says why it last declined.
 
@@ -104,8 +108,8 @@ class FusedCpuTraining:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._compiled: Callable[..., int] | None = None
-        self._chains: dict[tuple[ModelLoss, Shape], LayerChain | str] = {}
+        self._compiled: _Step | None = None
+        self._chains: _Chains = {}
         self._lock = Lock()  # tracing a model patches torch while it lasts
 
     def __call__(
@@ -125,22 +129,23 @@ class FusedCpuTraining:
             return None
 
     def _chain(self, loss: ModelLoss, shape: Shape) -> LayerChain:
-        """The model as a chain; each model is parsed once."""
-        with self._lock:
-            if (loss, shape) not in self._chains:
-                self._chains[loss, shape] = _chain_or_reason(loss, shape)
-            chain = self._chains[loss, shape]
+        chain = self._chain_or_reason(loss, shape)
         if isinstance(chain, str):
             raise _DeclinedError(chain)
         return chain
 
-    def _step(self) -> Callable[..., int]:
+    def _chain_or_reason(self, loss: ModelLoss, shape: Shape) -> LayerChain | str:
+        """The model as a chain, or why it is none; each model is parsed once."""
+        with self._lock:
+            if (loss, shape) not in self._chains:
+                self._chains[loss, shape] = _parse(loss, shape)
+            return self._chains[loss, shape]
+
+    def _step(self) -> _Step:
         """The compiled step, loaded when it is first needed: a declined model needs none."""
         with self._lock:
             if self._compiled is None:
-                step = load_step().glocal_train
-                step.argtypes, step.restype = [ctypes.POINTER(_Job)], ctypes.c_int
-                self._compiled = step
+                self._compiled = _load()
         return self._compiled
 
     def _train(
@@ -152,12 +157,20 @@ class FusedCpuTraining:
         job = _job(work, order, sgd, int(work.round_index))
         # the structure holds addresses only: trained, proximal and order must outlive the call
         layers = [_layer_spec(layer, trained, proximal) for layer in chain.layers]
-        job.layers, job.layer_count = (_LayerSpec * len(layers))(*layers), len(layers)
+        job.layers = (_LayerSpec * len(layers))(*layers)
+        job.layer_count = len(layers)
         job.proximal_floor = proximal.floor
         status = self._step()(ctypes.byref(job))
         if status:
             raise _DeclinedError(_FAILURES.get(status, f"the compiled step returned {status}"))
         return trained, torch.tensor(job.loss, dtype=torch.float32)
+
+
+def _load() -> _Step:
+    step = load_step().glocal_train
+    step.argtypes = [ctypes.POINTER(_Job)]
+    step.restype = ctypes.c_int
+    return step
 
 
 def merge_proximal(proximal: Iterable[Proximal]) -> MergedProximal:
@@ -229,14 +242,17 @@ def _layer_spec(
         bias_strength=proximal.strengths.get(layer.bias or "", 0.0),
     )
     if isinstance(layer, LinearSpec):
-        spec.channels, spec.height, spec.width, spec.outputs = layer.inputs, 1, 1, layer.outputs
+        spec.channels, spec.height, spec.width = layer.inputs, 1, 1
+        spec.outputs = layer.outputs
     else:
         _set_conv_sizes(spec, layer)
     return spec
 
 
 def _set_conv_sizes(spec: _LayerSpec, layer: ConvSpec) -> None:
-    spec.is_conv, spec.outputs, spec.pool = 1, layer.outputs[0], layer.pool
+    spec.is_conv = 1
+    spec.outputs = layer.outputs[0]
+    spec.pool = layer.pool
     spec.channels, spec.height, spec.width = layer.inputs
     spec.kernel_height, spec.kernel_width = layer.kernel
     spec.stride_height, spec.stride_width = layer.stride
@@ -276,17 +292,22 @@ def _input_shape(work: Work) -> Shape:
     return tuple(work.examples.x.shape[1:])
 
 
-def _chain_or_reason(loss: ModelLoss, shape: Shape) -> LayerChain | str:
+def _parse(loss: ModelLoss, shape: Shape) -> LayerChain | str:
+    """The model as a chain, or why it is none that compiled code can train."""
     try:
         chain = parse_chain(loss.model, shape)
     except UnsupportedModelError as error:
         return str(error)
+    return _obstacle(chain) or chain
+
+
+def _obstacle(chain: LayerChain) -> str:
     if chain.softmax:
         return "it ends in a softmax"
     for layer in chain.layers:
         if isinstance(layer, ConvSpec) and min(layer.pooled) < 1:
             return f"the output of the layer of '{layer.weight}' is empty"
-    return chain
+    return ""
 
 
 def _require_supported(objective: Objective, params: Params, work: Work, chain: LayerChain) -> None:
@@ -347,9 +368,15 @@ def _require_proximal(objective: Objective, params: Params) -> None:
 
 
 def _shapes(layer: LinearSpec | ConvSpec) -> dict[str, Shape]:
-    weight: Shape
+    """The shapes of weight and bias, by name."""
+    shape = _weight_shape(layer)
+    shapes = {layer.weight: shape}
+    if layer.bias:
+        shapes[layer.bias] = shape[:1]
+    return shapes
+
+
+def _weight_shape(layer: LinearSpec | ConvSpec) -> Shape:
     if isinstance(layer, ConvSpec):
-        weight = (layer.outputs[0], layer.inputs[0], *layer.kernel)
-    else:
-        weight = (layer.outputs, layer.inputs)
-    return {layer.weight: weight} | ({layer.bias: weight[:1]} if layer.bias else {})
+        return (layer.outputs[0], layer.inputs[0], *layer.kernel)
+    return (layer.outputs, layer.inputs)

@@ -56,8 +56,10 @@ class Layer(ABC):
     def _update_args(self, step: int) -> dict[str, Any]:
         """The arguments of a kernel that updates weight and bias."""
         weight = self.weight.update_args(step, "w")
-        bias = _NO_BIAS if self.bias is None else self.bias.update_args(step, "bias", "bias_")
-        return {**weight, **bias, **self.context.update_args(step)}
+        return {**weight, **self._bias_update_args(step), **self.context.update_args(step)}
+
+    def _bias_update_args(self, step: int) -> dict[str, Any]:
+        return _NO_BIAS if self.bias is None else self.bias.update_args(step, "bias", "bias_")
 
     def _bias_args(self, step: int) -> dict[str, Any]:
         """The arguments of a kernel that only reads the bias."""

@@ -51,6 +51,11 @@ class ConvSpec:
         channels, height, width = self.outputs
         return (channels, height // self.pool, width // self.pool)
 
+    @property
+    def sizes(self) -> Shape:
+        """All sizes in one tuple, as kernels take them: inputs, kernel, stride, padding."""
+        return (*self.inputs, *self.kernel, *self.stride, *self.padding)
+
 
 LayerSpec = LinearSpec | ConvSpec
 
@@ -89,7 +94,9 @@ def parse_chain(model: nn.Module, inputs: Shape) -> LayerChain:
         shape = _append_module(layers, shape, name, module)
     if not layers or not isinstance(layers[-1], LinearSpec) or layers[-1].relu:
         raise UnsupportedModelError("it does not end in a linear layer")
-    _require_all_tensors(model, _names(layers))
+    if len(set(_names(layers))) != len(_names(layers)):
+        raise UnsupportedModelError("a layer is used twice")
+    _require_all_tensors(model, {*_names(layers)})
     return LayerChain(tuple(layers), inputs, softmax)
 
 
@@ -109,13 +116,11 @@ def _ends_in_softmax(modules: list[tuple[str, nn.Module]]) -> bool:
     return type(last) is nn.Softmax and last.dim in (1, -1)
 
 
-def _require_all_tensors(model: nn.Module, names: list[str]) -> None:
-    """Refuse a chain that does not train each tensor of the model exactly once."""
-    if len(set(names)) != len(names):
-        raise UnsupportedModelError("a layer is used twice")
-    if set(names) != {*canonical_names(model).values()}:
+def _require_all_tensors(model: nn.Module, names: set[str]) -> None:
+    """Refuse a chain that does not train every tensor of the model."""
+    if names != {*canonical_names(model).values()}:
         raise UnsupportedModelError("it has tensors beside its layers")
-    if set(names) != trainable_names(model):
+    if names != trainable_names(model):
         raise UnsupportedModelError("some of its weights are frozen")
 
 
@@ -128,20 +133,26 @@ def _append_module(layers: list[LayerSpec], shape: Shape, name: str, module: nn.
     if type(module) is nn.ReLU and layers:
         layers[-1] = replace(layers[-1], relu=True)
         return shape
+    layer = _new_layer(layers, shape, name, module)
+    layers.append(layer)
+    return _output_shape(layer)
+
+
+def _new_layer(layers: list[LayerSpec], shape: Shape, name: str, module: nn.Module) -> LayerSpec:
+    """The layer to append; with a pool it replaces the last one, which is removed."""
     if type(module) is nn.Linear and shape == (module.in_features,):
-        layers.append(_linear(name, module))
-        return (module.out_features,)
+        return _linear(name, module)
     if type(module) is nn.Conv2d and len(shape) == 3:
-        conv = _conv(name, module, shape)
-        layers.append(conv)
-        return conv.outputs
-    if type(module) is nn.MaxPool2d and layers:
-        conv_before = layers[-1]
-        if isinstance(conv_before, ConvSpec) and conv_before.pool == 1:
-            pooled = replace(conv_before, pool=_pool_side(module))
-            layers[-1] = pooled
-            return pooled.pooled
+        return _conv(name, module, shape)
+    before = layers[-1] if layers else None
+    if type(module) is nn.MaxPool2d and isinstance(before, ConvSpec) and before.pool == 1:
+        layers.pop()
+        return replace(before, pool=_pool_side(module))
     raise UnsupportedModelError(f"layer '{name}' is {type(module).__name__} on {shape}")
+
+
+def _output_shape(layer: LayerSpec) -> Shape:
+    return layer.pooled if isinstance(layer, ConvSpec) else (layer.outputs,)
 
 
 def _flattens_all(module: nn.Flatten, shape: Shape) -> bool:
@@ -157,18 +168,28 @@ def _linear(name: str, module: nn.Linear) -> LinearSpec:
 
 
 def _conv(name: str, module: nn.Conv2d, shape: Shape) -> ConvSpec:
-    is_plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
-    if not is_plain or isinstance(module.padding, str) or shape[0] != module.in_channels:
+    if not _is_plain_conv(module) or shape[0] != module.in_channels:
         raise UnsupportedModelError(
             f"layer '{name}' is a convolution with groups, dilation or named padding"
         )
-    kernel, stride = _pair(module.kernel_size), _pair(module.stride)
+    kernel = _pair(module.kernel_size)
+    stride = _pair(module.stride)
     padding = _pair(module.padding)
-    height = (shape[1] + 2 * padding[0] - kernel[0]) // stride[0] + 1
-    width = (shape[2] + 2 * padding[1] - kernel[1]) // stride[1] + 1
+    height = _output_side(shape[1], kernel[0], stride[0], padding[0])
+    width = _output_side(shape[2], kernel[1], stride[1], padding[1])
     outputs = (module.out_channels, height, width)
     bias = _bias_name(name, module)
     return ConvSpec(f"{name}.weight", bias, shape, outputs, kernel, stride, padding)
+
+
+def _is_plain_conv(module: nn.Conv2d) -> bool:
+    if module.groups != 1 or module.dilation != (1, 1):
+        return False
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def _output_side(side: int, kernel: int, stride: int, padding: int) -> int:
+    return (side + 2 * padding - kernel) // stride + 1
 
 
 def _pool_side(module: nn.MaxPool2d) -> int:
@@ -176,11 +197,16 @@ def _pool_side(module: nn.MaxPool2d) -> int:
 
     Windows must be square and not padded, and must not overlap or leave gaps.
     """
-    sides = {*_pair(module.kernel_size), *_pair(module.stride)}
-    is_plain = _pair(module.padding) == (0, 0) and _pair(module.dilation) == (1, 1)
-    if len(sides) != 1 or not is_plain or module.ceil_mode:
+    side, *others = {*_pair(module.kernel_size), *_pair(module.stride)}
+    if others or not _is_plain_pool(module):
         raise UnsupportedModelError("a max-pool has windows that overlap, are padded or not square")
-    return sides.pop()
+    return side
+
+
+def _is_plain_pool(module: nn.MaxPool2d) -> bool:
+    if module.ceil_mode:
+        return False
+    return _pair(module.padding) == (0, 0) and _pair(module.dilation) == (1, 1)
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -250,12 +276,13 @@ def _module_of(model: nn.Module, node: fx.Node) -> tuple[str, nn.Module]:
 
 def _changed_keywords(node: fx.Node) -> dict[str, Any]:
     """The keyword arguments that change what the function computes."""
-    keywords: dict[str, Any] = {}
-    for key, value in node.kwargs.items():
-        is_default = key in _POOL_DEFAULTS and value == _POOL_DEFAULTS[key]
-        if key != "inplace" and not is_default:
-            keywords[key] = value
-    return keywords
+    return {key: value for key, value in node.kwargs.items() if not _has_no_effect(key, value)}
+
+
+def _has_no_effect(key: str, value: Any) -> bool:
+    if key in _POOL_DEFAULTS:
+        return bool(value == _POOL_DEFAULTS[key])
+    return key == "inplace"
 
 
 def _flattens_from_one(settings: tuple[Any, ...], keywords: dict[str, Any]) -> bool:

@@ -13,7 +13,9 @@ import triton.language as tl
 
 from glocal.engines.fused.update_kernels import (
     UNSPECIALIZED,
+    client_place,
     if_real,
+    load_bias,
     outer_mask,
     rows_at,
     store_proximal,
@@ -42,7 +44,7 @@ def _product(
 @triton.jit
 def _add_bias(total, bias, bias_stride, client, n, n_ok):
     if bias is not None:
-        total += tl.load(bias + client * bias_stride + n, mask=n_ok, other=0.0)[None, :]
+        total += load_bias(bias, bias_stride, client, n, n_ok)[None, :]
     return total
 
 
@@ -71,11 +73,37 @@ def linear_forward(
     total = _add_bias(total, bias, bias_stride, client, n, n_ok)
     if RELU:
         total = tl.maximum(total, 0.0)
-    at = (client * batch + b).to(tl.int64)[:, None] * outputs + n[None, :]
-    ok = outer_mask(b_ok, n_ok)
+    _store_rectified(out, total, relu_output, client, batch, b, n, outputs)
+
+
+@triton.jit
+def _activation_places(client, batch, b, n, outputs):
+    """The places (rows, columns) of activations (clients, batch, outputs)."""
+    return (client * batch + b).to(tl.int64)[:, None] * outputs + n[None, :]
+
+
+@triton.jit
+def _store_rectified(out, values, relu_output, client, batch, b, n, outputs):
+    """Store values; with `relu_output` they are gradients, which its zeros block."""
+    at = _activation_places(client, batch, b, n, outputs)
+    ok = outer_mask(b < batch, n < outputs)
     if relu_output is not None:
-        total = tl.where(tl.load(relu_output + at, mask=ok, other=0.0) > 0, total, 0.0)
-    tl.store(out + at, total, mask=ok)
+        values = tl.where(tl.load(relu_output + at, mask=ok, other=0.0) > 0, values, 0.0)
+    tl.store(out + at, values, mask=ok)
+
+
+@triton.jit
+def _stable_exp(logits, n_ok):
+    """The logits minus their maximum, their exponentials, and the sums of these."""
+    logits = tl.where(n_ok[None, :], logits, float("-inf"))
+    logits -= tl.max(logits, axis=1)[:, None]
+    powers = tl.exp(logits)
+    return logits, powers, tl.sum(powers, axis=1)
+
+
+@triton.jit
+def _softmax_backward(grad, output):
+    return output * (grad - tl.sum(grad * output, axis=1)[:, None])
 
 
 @triton.jit
@@ -85,10 +113,7 @@ def _cross_entropy(logits, hit, real, count, n_ok, SOFTMAX: tl.constexpr):
     `hit` marks each row's label; `count` is the number of real rows. With SOFTMAX the logits pass
     two softmaxes: the model's own, and that of the cross entropy.
     """
-    logits = tl.where(n_ok[None, :], logits, float("-inf"))
-    logits -= tl.max(logits, axis=1)[:, None]
-    powers = tl.exp(logits)
-    norm = tl.sum(powers, axis=1)
+    logits, powers, norm = _stable_exp(logits, n_ok)
     if SOFTMAX:
         logits = powers / norm[:, None]
         powers = tl.where(n_ok[None, :], tl.exp(logits), 0.0)
@@ -96,7 +121,7 @@ def _cross_entropy(logits, hit, real, count, n_ok, SOFTMAX: tl.constexpr):
     loss = tl.log(norm) - tl.sum(tl.where(hit, logits, 0.0), axis=1)
     grad = (powers / norm[:, None] - tl.where(hit, 1.0, 0.0)) / tl.maximum(count, 1).to(tl.float32)
     if SOFTMAX:
-        grad = logits * (grad - tl.sum(grad * logits, axis=1)[:, None])
+        grad = _softmax_backward(grad, logits)
     return tl.where(real, loss, 0.0), tl.where(real[:, None], grad, 0.0)
 
 
@@ -126,9 +151,8 @@ def linear_loss(
     logits = _add_bias(logits, bias, bias_stride, client, n, n_ok)
     hit = n[None, :] == label[:, None]
     loss, grad = _cross_entropy(logits, hit, label >= 0, count, n_ok, SOFTMAX)
-    place = (step * tl.num_programs(1) + client) * tl.num_programs(2) + tile
-    tl.store(losses + place, tl.sum(loss, axis=0))
-    at = (client * batch + b).to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(losses + client_place(step, client, tile), tl.sum(loss, axis=0))
+    at = _activation_places(client, batch, b, n, outputs)
     tl.store(grads + at, grad, mask=outer_mask(b_ok, n_ok))
 
 
@@ -225,6 +249,13 @@ def linear_backward(
 
 
 @triton.jit
+def _transposed_grads(dy, client, batch, b, n, outputs):
+    """The gradients dy' (outputs, rows) of the outputs n and rows b."""
+    places = (client * batch + b).to(tl.int64)[None, :] * outputs + n[:, None]
+    return tl.load(dy + places, mask=outer_mask(n < outputs, b < batch), other=0.0)
+
+
+@triton.jit
 def _grads_of_tile(
     x, rows, dy, client, step, steps, batch, k, n, inputs, outputs, amount,
     PRECISION: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -238,8 +269,7 @@ def _grads_of_tile(
         row = rows_at(x, rows, client, step, steps, batch, b, inputs)
         x_ok = outer_mask(b < batch, k < inputs)
         xs = tl.load(row[:, None] + k[None, :], mask=x_ok, other=0.0)
-        places = (client * batch + b).to(tl.int64)[None, :] * outputs + n[:, None]
-        g = tl.load(dy + places, mask=outer_mask(n < outputs, b < batch), other=0.0)
+        g = _transposed_grads(dy, client, batch, b, n, outputs)
         grad = tl.dot(g, xs, grad, input_precision=PRECISION)
         bias_grad += tl.sum(g, axis=1)
     return grad, bias_grad

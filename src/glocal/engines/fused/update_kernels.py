@@ -18,11 +18,23 @@ def rows_at(x, rows, client, step, steps, batch, b, inputs):
 
     Without `rows`, x is (clients, batch, inputs).
     """
-    if rows is not None:
-        row = tl.load(rows + (client * steps + step) * batch + b, mask=b < batch, other=0)
+    return x + _row(rows, client, step, steps, batch, b).to(tl.int64) * inputs
+
+
+@triton.jit
+def _row(rows, client, step, steps, batch, b):
+    """The rows of the examples b, in the store or in activations."""
+    if rows is not None:  # noqa: SIM108 (Triton compiles away only a statement)
+        row = _load_row(rows, client, step, steps, batch, b)
     else:
         row = client * batch + b
-    return x + row.to(tl.int64) * inputs
+    return row
+
+
+@triton.jit
+def _load_row(rows, client, step, steps, batch, b):
+    """The rows of the examples b in the store."""
+    return tl.load(rows + (client * steps + step) * batch + b, mask=b < batch, other=0)
 
 
 @triton.jit
@@ -50,17 +62,33 @@ def update(w, grad, at, ok, client, w_out, velocity, anchor, anchor_stride, size
     direction = grad + weight_decay * w
     distance = tl.zeros_like(w)
     if anchor is not None:
-        anchors = anchor + client.to(tl.int64) * anchor_stride + at
-        difference = w - tl.load(anchors, mask=ok, other=0.0)
+        difference = w - _load_anchor(anchor, client, anchor_stride, at, ok)
         direction += strength * difference
         distance = tl.where(ok, difference * difference, 0.0)
     if velocity is not None:
-        velocities = velocity + start + at
-        v = tl.load(velocities, mask=ok & (step > 0), other=0.0)  # uninitialised in the first step
-        direction += momentum * v
-        tl.store(velocities, tl.where(active, direction, v), mask=ok)
+        direction = _add_momentum(direction, velocity + start + at, momentum, step, ok, active)
     tl.store(w_out + start + at, tl.where(active, w - lr * direction, w), mask=ok)
     return distance
+
+
+@triton.jit
+def _load_anchor(anchor, client, anchor_stride, at, ok):
+    return tl.load(anchor + client.to(tl.int64) * anchor_stride + at, mask=ok, other=0.0)
+
+
+@triton.jit
+def _add_momentum(direction, velocity, momentum, step, ok, active):
+    """The new velocity, which is stored unless the step is padding."""
+    v = tl.load(velocity, mask=ok & (step > 0), other=0.0)  # uninitialised in the first step
+    direction += momentum * v
+    tl.store(velocity, tl.where(active, direction, v), mask=ok)
+    return direction
+
+
+@triton.jit
+def load_bias(bias, bias_stride, client, n, ok):
+    """The biases n of a client."""
+    return tl.load(bias + client * bias_stride + n, mask=ok, other=0.0)
 
 
 @triton.jit
@@ -69,7 +97,7 @@ def update_bias(
     bias_stride, bias_anchor_stride, size, step, hyper,
 ):  # fmt: skip
     """Update the biases n; returns squared distances to their anchor."""
-    w = tl.load(bias + client * bias_stride + n, mask=ok, other=0.0)
+    w = load_bias(bias, bias_stride, client, n, ok)
     return update(
         w, grad, n, ok, client, bias_out, bias_velocity, bias_anchor, bias_anchor_stride,
         size, step, hyper,
@@ -82,5 +110,11 @@ def store_proximal(proximal, step, value):
 
     Clients are on axis 1 of the grid.
     """
-    place = (step * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
+    place = client_place(step, tl.program_id(1), tl.program_id(2))
     tl.store(proximal + place.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), value)
+
+
+@triton.jit
+def client_place(step, client, program):
+    """The index (step, client, program of axis 2) in a contiguous array."""
+    return (step * tl.num_programs(1) + client) * tl.num_programs(2) + program
