@@ -1,4 +1,4 @@
-"""Personalised federated learning with local and shared representations: think locally, act globally.
+"""Personalised federated learning with local and shared representations.
 
 Everything a user needs is here by name, submodules included, and is loaded when first asked for:
 importing glocal costs nothing. `__init__.pyi` beside this file tells type checkers where each name

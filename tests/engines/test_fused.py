@@ -366,7 +366,7 @@ FROZEN = mlp(4, 6, CLASSES)
 FROZEN[0].weight.requires_grad_(False)
 
 
-def declined_case(objective=None, *, model=LINEAR, rule=None, tree=None, **examples):
+def declined_setup(objective=None, *, model=LINEAR, rule=None, tree=None, **examples):
     work = work_of((4,), random_order(2, 3, seed=0))
     order = examples.pop("order", work.order)
     params = params_of(model) if tree is None else tree(params_of(model))
@@ -376,37 +376,37 @@ def declined_case(objective=None, *, model=LINEAR, rule=None, tree=None, **examp
 
 X, Y = work_of((4,), [[0]]).examples[:2]
 DECLINED = {
-    "the optimiser is Adam, not SGD": declined_case(rule=adam(0.1)),
-    "the loss is AugmentedLoss, not a model's own": declined_case(
+    "the optimiser is Adam, not SGD": declined_setup(rule=adam(0.1)),
+    "the loss is AugmentedLoss, not a model's own": declined_setup(
         with_augmentation(
             with_augmentation(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x
         )
     ),
-    "the loss is not the cross entropy": declined_case(
+    "the loss is not the cross entropy": declined_setup(
         supervised(LINEAR, lambda output, y: output.square().sum(1))
     ),
-    "layer '1' is BatchNorm1d on (6,)": declined_case(model=NORMED),
-    "some of its weights are frozen": declined_case(model=FROZEN),
-    "it ends in a softmax": declined_case(
+    "layer '1' is BatchNorm1d on (6,)": declined_setup(model=NORMED),
+    "some of its weights are frozen": declined_setup(model=FROZEN),
+    "it ends in a softmax": declined_setup(
         model=nn.Sequential(*mlp(4, 6, CLASSES), nn.Softmax(dim=1))
     ),
-    "layer '1' is Softmax on (6,)": declined_case(
+    "layer '1' is Softmax on (6,)": declined_setup(
         model=nn.Sequential(nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, CLASSES))
     ),
-    "not every weight of the model is trained": declined_case(
+    "not every weight of the model is trained": declined_setup(
         cross_entropy(LINEAR)._replace(trainable=frozenset({"0.weight"}))
     ),
-    "'0.weight' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(tree=doubled),
-    "'x' is torch.float64 on cpu, not torch.float32 on cpu": declined_case(x=X.double()),
-    "'y' is torch.int32 on cpu, not torch.int64 on cpu": declined_case(y=Y.int()),
-    "the examples are not contiguous": declined_case(x=X.t().contiguous().t()),
-    "there is no batch": declined_case(order=torch.zeros(0, 3, dtype=torch.int64)),
-    "a row of the order is outside the examples": declined_case(order=torch.tensor([[0, 30]])),
-    "a label is no class of the model": declined_case(y=Y - 100),
-    "'0.weight' requires a gradient": declined_case(
+    "'0.weight' is torch.float64 on cpu, not torch.float32 on cpu": declined_setup(tree=doubled),
+    "'x' is torch.float64 on cpu, not torch.float32 on cpu": declined_setup(x=X.double()),
+    "'y' is torch.int32 on cpu, not torch.int64 on cpu": declined_setup(y=Y.int()),
+    "the examples are not contiguous": declined_setup(x=X.t().contiguous().t()),
+    "there is no batch": declined_setup(order=torch.zeros(0, 3, dtype=torch.int64)),
+    "a row of the order is outside the examples": declined_setup(order=torch.tensor([[0, 30]])),
+    "a label is no class of the model": declined_setup(y=Y - 100),
+    "'0.weight' requires a gradient": declined_setup(
         tree=lambda tree: {n: t.requires_grad_() for n, t in tree.items()}
     ),
-    "a proximal term has a negative strength": declined_case(
+    "a proximal term has a negative strength": declined_setup(
         with_proximal(cross_entropy(LINEAR), params_of(LINEAR), -1.0)
     ),
 }

@@ -386,9 +386,9 @@ def seen_on_a_phone(page: Path, folder: Path, scheme: int) -> dict[str, Any]:
     home = f"--user-data-dir={folder / f'browser-{scheme}'}"
     command = [str(CHROMIUM), *modes, *quiet, home, "--dump-dom", copy.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    found = re.search(r'data-seen="([^"]*)"', dom)
-    assert found, dom[-500:]
-    seen: dict[str, Any] = json.loads(found.group(1).replace("&quot;", '"'))
+    match = re.search(r'data-seen="([^"]*)"', dom)
+    assert match, dom[-500:]
+    seen: dict[str, Any] = json.loads(match.group(1).replace("&quot;", '"'))
     return seen
 
 

@@ -31,7 +31,7 @@ ABOUT = {
 }
 
 
-def changed_case(findings: Findings, part: str, experiment: str, **changes: object) -> Findings:
+def with_figures(findings: Findings, part: str, experiment: str, **changes: object) -> Findings:
     of = findings.parts[part]
     experiments = {**of["experiments"], experiment: {**of["experiments"][experiment], **changes}}
     return replace(findings, parts={**findings.parts, part: {**of, "experiments": experiments}})
@@ -92,7 +92,7 @@ FAIR = Study(
 )
 
 
-def fair_case(accuracy: float, read: float, adversary: float | None) -> dict[str, Any]:
+def fair_experiment(accuracy: float, read: float, adversary: float | None) -> dict[str, Any]:
     """Two seeds, one a point above and one a point below."""
     figures = {
         "local": accuracy,
@@ -111,11 +111,11 @@ def fair_case(accuracy: float, read: float, adversary: float | None) -> dict[str
 
 def fair_part() -> dict[str, Any]:
     """The stronger the adversary, the less is read and the less is known."""
-    experiments = {"FedAvg": fair_case(0.84, 0.8, None)}
+    experiments = {"FedAvg": fair_experiment(0.84, 0.8, None)}
     for width, strengths in CODES.items():
         for place, strength in enumerate(strengths):
             read, accuracy = 0.75 - 0.1 * place + width / 1000, 0.84 - 0.01 * place
-            experiments[f"LG + Adv, code {width}, strength {strength:g}"] = fair_case(
+            experiments[f"LG + Adv, code {width}, strength {strength:g}"] = fair_experiment(
                 accuracy, read, 0.52
             )
     return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "experiments": experiments}
@@ -171,7 +171,7 @@ def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> 
 
 
 def test_far_below_is_no_shortfall_where_less_is_better(fair: Findings) -> None:
-    hidden = changed_case(fair, "iid", "LG + Adv, code 4, strength 10", adversary=[0.3, 0.3])
+    hidden = with_figures(fair, "iid", "LG + Adv, code 4, strength 10", adversary=[0.3, 0.3])
     table = study_markdown(hidden).partition("### non-iid data")[0]
     assert lines_of(table, "iid data")["LG + Adv"][5] == "30.00 ± 0.00 (−20.10)"
     nothing = "Nothing measured in `paper` is above the published mean plus its standard deviation"
@@ -188,13 +188,13 @@ def test_the_row_is_the_best_within_the_limit(fair: Findings) -> None:
     """Within 60 % only the strongest; without a limit the weakest are best on validation data."""
     assert [row.choice for row in rows_of(fair, "iid")] == ["", "code 4, strength 10"]
     free = {name: replace(part, leak_limits={}) for name, part in FAIR.parts.items()}
-    found = replace(fair, study=replace(FAIR, parts=free))
-    assert [row.choice for row in rows_of(found, "iid")] == ["", "code 4, strength 0.1"]
+    findings = replace(fair, study=replace(FAIR, parts=free))
+    assert [row.choice for row in rows_of(findings, "iid")] == ["", "code 4, strength 0.1"]
 
 
 def test_what_a_new_client_cost_is_what_was_sent(fair: Findings) -> None:
-    found = changed_case(fair, "iid", "FedAvg", join_bytes=5 * 10**6)
-    table = lines_of(study_markdown(found), "iid data")
+    findings = with_figures(fair, "iid", "FedAvg", join_bytes=5 * 10**6)
+    table = lines_of(study_markdown(findings), "iid data")
     assert (table["Method"][-1], table["FedAvg"][-1]) == ("Sent for the arrival", "5.0 MB")
 
 
@@ -241,8 +241,8 @@ def test_a_study_of_which_the_paper_prints_nothing_has_our_columns_only(
     bare = replace(
         FAIR, parts={name: replace(part, published={}) for name, part in FAIR.parts.items()}
     )
-    found = replace(fair, study=bare)
-    text = study_markdown(found)
+    findings = replace(fair, study=bare)
+    text = study_markdown(findings)
     assert lines_of(text, "iid data")["FedAvg"] == [
         "84.00 ± 1.41",
         "88.00 ± 1.41",
@@ -251,10 +251,10 @@ def test_a_study_of_which_the_paper_prints_nothing_has_our_columns_only(
         "400.0 MB",
     ]
     assert "Nothing measured" not in text
-    assert '<th scope="col">published</th>' not in write_study_report(found, tmp_path).read_text(
+    assert '<th scope="col">published</th>' not in write_study_report(findings, tmp_path).read_text(
         encoding="utf-8"
     )
-    print_findings(found)
+    print_findings(findings)
     show_study(bare)
     assert "paper" not in capsys.readouterr().out.replace("paper-", "")
 

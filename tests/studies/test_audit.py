@@ -47,41 +47,41 @@ def test_group_metrics_are_those_computed_by_hand():
 
     Group 1: both positives and no negative selected.
     """
-    found = fairness_metrics(
+    report = fairness_metrics(
         predictions([1, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1, 1])
     )
-    one, other = found.groups
+    one, other = report.groups
     assert one == (0, 4, 0.5, 0.5, 0.5, 0.5)
     assert other == (1, 3, 1.0, pytest.approx(2 / 3), 1.0, 0.0)
-    assert found.demographic_parity_difference == pytest.approx(2 / 3 - 1 / 2)
-    assert found.equalized_odds_difference == 0.5
+    assert report.demographic_parity_difference == pytest.approx(2 / 3 - 1 / 2)
+    assert report.equalized_odds_difference == 0.5
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 1)] * 3), min_size=1, max_size=30))
 @settings(max_examples=15)
 def test_every_rate_is_a_fraction_of_counted_people(people):
     y, guess, group = (np.array(column) for column in zip(*people, strict=True))
-    found = fairness_metrics(GroupPredictions(y, guess, group))
+    report = fairness_metrics(GroupPredictions(y, guess, group))
 
     def share(rows):
         return pytest.approx(guess[rows].mean()) if rows.any() else None
 
-    for rates in found.groups:
+    for rates in report.groups:
         own = group == rates.group
         assert rates.people == own.sum()
         assert rates.accuracy == pytest.approx((y == guess)[own].mean())
         assert rates[3:] == (share(own), share(own & (y == 1)), share(own & (y == 0)))
-    assert [rates.group for rates in found.groups] == sorted({*group.tolist()})
-    rates = [rate for of in found.groups for rate in of]
-    assert (found.equalized_odds_difference is None) == (len(found.groups) < 2 or None in rates)
-    assert (found.demographic_parity_difference is None) == (len(found.groups) < 2)
+    assert [rates.group for rates in report.groups] == sorted({*group.tolist()})
+    rates = [rate for of in report.groups for rate in of]
+    assert (report.equalized_odds_difference is None) == (len(report.groups) < 2 or None in rates)
+    assert (report.demographic_parity_difference is None) == (len(report.groups) < 2)
 
 
 @pytest.mark.parametrize("always", [0, 1])
 def test_predictions_that_ignore_everything_treat_groups_alike(always):
     y, group = np.random.default_rng(0).integers(2, size=(2, 60))
-    found = fairness_metrics(GroupPredictions(y, np.full(60, always), group))
-    assert (found.demographic_parity_difference, found.equalized_odds_difference) == (0, 0)
+    report = fairness_metrics(GroupPredictions(y, np.full(60, always), group))
+    assert (report.demographic_parity_difference, report.equalized_odds_difference) == (0, 0)
 
 
 def test_what_is_not_defined_is_left_open():
@@ -131,13 +131,13 @@ def test_random_attackers_are_beyond_chance_in_one_of_twenty_audits_and_good_one
         {"it": lambda h: h[:, 0]}, AttackData(generator.normal(size=(40, 1)), labels)
     ).values()
 
-    def found(strength=0.0):
+    def report(strength=0.0):
         scores = generator.normal(size=(3, 40)) + strength * labels
         return [even._replace(auc=auc(score, labels)) for score in scores]
 
-    alarms = sum(any(beyond_chance(found(), comparisons=9) for _ in range(9)) for _ in range(200))
+    alarms = sum(any(beyond_chance(report(), comparisons=9) for _ in range(9)) for _ in range(200))
     assert 2 <= alarms <= 18
-    assert beyond_chance(found(strength=1.5), comparisons=9)
+    assert beyond_chance(report(strength=1.5), comparisons=9)
 
 
 # runs
@@ -227,7 +227,7 @@ batch_size = 25
 [run]
 engine = "looped"
 """
-CASES = {
+EXPERIMENTS = {
     "FedAvg": {"algorithm": "fedavg"},
     "Local": {"algorithm": "local_only"},
     "MTL": {"algorithm": "mtl"},
@@ -242,7 +242,7 @@ CASES = {
 def run_small(folder, *changes, experiments=("LG",), **more):
     table = {
         **tomllib.loads(STUDY),
-        "experiments": {name: CASES[name] for name in experiments},
+        "experiments": {name: EXPERIMENTS[name] for name in experiments},
         **more,
     }
     for _ in run_study(from_dict(table, changes), folder):
@@ -253,7 +253,7 @@ def run_small(folder, *changes, experiments=("LG",), **more):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A run of every algorithm."""
-    return run_small(tmp_path_factory.mktemp("run_folder") / "run", experiments=CASES)
+    return run_small(tmp_path_factory.mktemp("run_folder") / "run", experiments=EXPERIMENTS)
 
 
 @pytest.fixture
@@ -275,26 +275,26 @@ def checksums(folder):
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def aucs(found, knowledge):
-    return {row["attacker"]: row["auc"] for row in found["leaks"] if row["knowledge"] == knowledge}
+def aucs(report, knowledge):
+    return {row["attacker"]: row["auc"] for row in report["leaks"] if row["knowledge"] == knowledge}
 
 
-@pytest.mark.parametrize("experiment", CASES)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_algorithm_can_be_audited(run_folder, experiment):
     audit = SavedAudit(open_experiment(run_folder, experiment), AuditQuery("0", encoders=1))
-    found = audit.figures()
+    report = audit.figures()
     assert (audit.name, audit.settings.layer, audit.layer_reason) == (
         "attribute 0",
         "encoder",
         "the last module of the local part",
     )
-    assert [(row["knowledge"], row["averaged_over"]) for row in found["leaks"][::3]] == [
+    assert [(row["knowledge"], row["averaged_over"]) for row in report["leaks"][::3]] == [
         ("own", 3),
         ("pooled", 1),
         ("strong", 1),
     ]
-    assert len(found["leaks"]) == 9
-    assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in found["leaks"])
+    assert len(report["leaks"]) == 9
+    assert all(0 <= row["low"] <= row["auc"] <= row["high"] <= 1 for row in report["leaks"])
     [result] = json.loads(
         (
             run_folder
@@ -303,17 +303,17 @@ def test_every_algorithm_can_be_audited(run_folder, experiment):
             / "result.json"
         ).read_text()
     )
-    assert [row["accuracy"] for row in found["clients"]] == [
+    assert [row["accuracy"] for row in report["clients"]] == [
         pytest.approx(of["local_test"]) for of in result["clients"]
     ]
     assert (
-        sum(row["people"] for row in found["groups"])
-        == sum(sum(row["people"]) for row in found["clients"])
+        sum(row["people"] for row in report["groups"])
+        == sum(sum(row["people"]) for row in report["clients"])
         == 72
     )
-    assert 0 <= found["demographic_parity_difference"] <= 1
+    assert 0 <= report["demographic_parity_difference"] <= 1
     if experiment != "LG + Adv":
-        assert max(aucs(found, "pooled").values()) > 0.7, (
+        assert max(aucs(report, "pooled").values()) > 0.7, (
             "a few steps do not hide what stands in the input"
         )
 
@@ -323,38 +323,38 @@ def test_an_identity_representation_leaks_and_a_constant_one_does_not(tmp_path, 
     run_small(
         tmp_path, "plan.rounds=1", f"model.name=tests.studies.test_audit:{model}", "split.local=[]"
     )
-    found = SavedAudit(open_experiment(tmp_path), AuditQuery("attribute 0", encoders=1)).figures()
+    report = SavedAudit(open_experiment(tmp_path), AuditQuery("attribute 0", encoders=1)).figures()
     if reads:
         assert all(
             row["beyond_chance"]
-            for row in found["leaks"]
+            for row in report["leaks"]
             if row["attacker"] == "logistic regression"
         )
-        assert max(aucs(found, "pooled").values()) > 0.95
+        assert max(aucs(report, "pooled").values()) > 0.95
     else:
-        assert {(row["auc"], row["beyond_chance"]) for row in found["leaks"]} == {(0.5, False)}
-        assert (found["demographic_parity_difference"], found["equalized_odds_difference"]) == (
+        assert {(row["auc"], row["beyond_chance"]) for row in report["leaks"]} == {(0.5, False)}
+        assert (report["demographic_parity_difference"], report["equalized_odds_difference"]) == (
             0,
             0,
         )
-        assert {row["leak"] for row in found["clients"]} == {0.5}
+        assert {row["leak"] for row in report["clients"]} == {0.5}
 
 
 def test_the_audit_of_a_saved_run_is_that_of_its_study(tmp_path):
     run_small(tmp_path, audit={"layer": "encoder", "encoders": 2})
     [result] = json.loads((tmp_path / "experiments" / "lg" / "result.json").read_text())
     audit = SavedAudit(open_experiment(tmp_path), AuditQuery("1", encoders=2))
-    found, study = audit.figures(), result["audit"]["attributes"][1]
+    report, study = audit.figures(), result["audit"]["attributes"][1]
     assert audit.layer_reason == "from the study's [audit]"
-    assert max(aucs(found, "pooled").values()) == study["pooled"]
-    assert np.mean([row["leak"] for row in found["clients"]]) == pytest.approx(study["own"])
+    assert max(aucs(report, "pooled").values()) == study["pooled"]
+    assert np.mean([row["leak"] for row in report["clients"]]) == pytest.approx(study["own"])
 
 
 def test_a_client_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
     run_small(tmp_path, "data.source=tests.studies.test_audit:uneven")
     assert run("audit", tmp_path, "--attribute", "0", "--encoders", "1") == 0
-    found = found_in(tmp_path / "audits" / "attribute-0-lg")
-    alone, one_class, plain, tiny = found["clients"]
+    report = found_in(tmp_path / "audits" / "attribute-0-lg")
+    alone, one_class, plain, tiny = report["clients"]
     assert alone["people"][0] == 0
     assert (
         alone["demographic_parity_difference"],
@@ -365,7 +365,7 @@ def test_a_client_without_a_group_or_a_class_has_a_dash(tmp_path, capsys):
     assert one_class["equalized_odds_difference"] is None
     assert None not in plain.values()
     assert (tiny["people"], tiny["accuracy"], tiny["leak"]) == ([0, 0], None, None)
-    assert found["leaks"][0]["averaged_over"] == 2, "the mean is over those that can be asked"
+    assert report["leaks"][0]["averaged_over"] == 2, "the mean is over those that can be asked"
     page = (tmp_path / "audits" / "attribute-0-lg" / "report.html").read_text()
     assert "<td>–</td>" in page
     assert "The mean over 2 clients" in page
@@ -375,9 +375,9 @@ def test_with_more_classes_there_is_accuracy_by_group_only(tmp_path, capsys):
     run_small(tmp_path, "data.source=tests.studies.test_audit:of_three_classes")
     assert run("audit", tmp_path, "--attribute", "0", "--encoders", "1") == 0
     printed = capsys.readouterr().out
-    found = found_in(tmp_path / "audits" / "attribute-0-lg")
-    assert (found["classes"], found["demographic_parity_difference"]) == (3, None)
-    assert all(0 <= row["accuracy"] <= 1 for row in found["groups"])
+    report = found_in(tmp_path / "audits" / "attribute-0-lg")
+    assert (report["classes"], report["demographic_parity_difference"]) == (3, None)
+    assert all(0 <= row["accuracy"] <= 1 for row in report["groups"])
     page = (tmp_path / "audits" / "attribute-0-lg" / "report.html").read_text()
     assert "The data have 3 classes" in page
     assert "selected" not in printed
@@ -405,28 +405,28 @@ def test_the_command_prints_and_saves_and_does_not_change_the_run(saved, capsys)
         "report: ",
     ):
         assert words in printed
-    found, first, page = (
+    report, first, page = (
         found_in(place),
         (place / "audit.json").read_bytes(),
         (place / "report.html").read_text(),
     )
     assert (
-        found["command"]
+        report["command"]
         == f"glocal audit {saved} --attribute 'attribute 0' --experiment LG --encoders 2"
     )
-    assert (found["run"], found["experiment"], found["algorithm"], found["seed"]) == (
+    assert (report["run"], report["experiment"], report["algorithm"], report["seed"]) == (
         "run",
         "LG",
         "lg_fedavg",
         0,
     )
-    best = max(found["leaks"], key=lambda row: row["auc"])
-    parity = 100 * found["demographic_parity_difference"]
+    best = max(report["leaks"], key=lambda row: row["auc"])
+    parity = 100 * report["demographic_parity_difference"]
     for words in (
         f"AUC of {100 * best['auc']:.1f} [{100 * best['low']:.1f}, {100 * best['high']:.1f}]",
         "can be predicted better than by guessing",
         f"Demographic parity difference: {parity:.1f} points.",
-        f"Equalised odds difference: {100 * found['equalized_odds_difference']:.1f} points.",
+        f"Equalised odds difference: {100 * report['equalized_odds_difference']:.1f} points.",
         "with attribute 0 = 1",
         "The mean over 2 encoders",
         "prefers-color-scheme: dark",
@@ -652,9 +652,9 @@ def test_adult_is_audited_by_the_names_of_its_columns(tmp_path, capsys):
     assert run("audit", tmp_path, "--attribute", "age") == 2
     assert "there is no attribute 'age'; there are race, sex" in complaint(capsys)
     assert run("audit", tmp_path, "--attribute", "sex", "--encoders", "1") == 0
-    found = found_in(tmp_path / "audits" / "sex-fedavg")
-    assert sum(row["people"] for row in found["groups"]) == pytest.approx(3 * 15_470 / 40, abs=3)
-    assert max(aucs(found, "pooled").values()) > 0.6, (
+    report = found_in(tmp_path / "audits" / "sex-fedavg")
+    assert sum(row["people"] for row in report["groups"]) == pytest.approx(3 * 15_470 / 40, abs=3)
+    assert max(aucs(report, "pooled").values()) > 0.6, (
         "what says something of income says something of sex"
     )
     assert (

@@ -172,13 +172,13 @@ def pictures(images):
 
 
 def test_a_new_client_trains_on_no_test_data(monkeypatch, tmp_path):
-    seen, dealt = {}, new_client_trial._new_client_rows
+    images, select_rows = {}, new_client_trial._new_client_rows
 
     def spy(experiment, new_client, part):
-        rows, store = dealt(experiment, new_client, part)
+        rows, store = select_rows(experiment, new_client, part)
         fed = experiment.federations[0]
-        seen[part] = pictures(rotate_images(store.x[rows[0]], 270))
-        seen["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
+        images[part] = pictures(rotate_images(store.x[rows[0]], 270))
+        images["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
         return rows, store
 
     monkeypatch.setattr(new_client_trial, "_new_client_rows", spy)
@@ -192,8 +192,8 @@ def test_a_new_client_trains_on_no_test_data(monkeypatch, tmp_path):
         ),
         tmp_path,
     )
-    assert not seen["train"] & seen["tests"]
-    assert seen["test"] <= seen["tests"]
+    assert not images["train"] & images["tests"]
+    assert images["test"] <= images["tests"]
 
 
 def test_a_stop_while_a_new_client_joins_keeps_the_rounds_before(monkeypatch, tmp_path, results):

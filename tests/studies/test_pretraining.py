@@ -144,10 +144,10 @@ def test_unlabelled_inputs_are_used_where_no_label_is_needed(kind, differs, tmp_
     few = trained_tensors(tmp_path / "few", settings)
 
     def without_the_rest(loaded, wanted, seed):
-        dealt = kept(loaded, wanted, seed)
-        return replace(dealt, unlabeled=dealt.train)
+        data = saved(loaded, wanted, seed)
+        return replace(data, unlabeled=data.train)
 
-    kept = build.partition_data
+    saved = build.partition_data
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "partition_data", without_the_rest)
         alone = trained_tensors(tmp_path / "alone", settings)

@@ -107,10 +107,10 @@ def test_a_study_runs_resumes_and_reports_and_keeps_figures_only(capsys):
     printed = capsys.readouterr().out
     assert "60.00 ± 1.00" in printed
     assert "LG is above FedAvg: " in printed
-    found = found_in("kept")
+    findings = found_in("kept")
     assert {
         len(experiment["local"])
-        for part in found.values()
+        for part in findings.values()
         for experiment in part["experiments"].values()
     } == {2}
     assert "LG 2+2" in Path("kept/tables.md").read_text()
@@ -122,7 +122,7 @@ def test_a_study_runs_resumes_and_reports_and_keeps_figures_only(capsys):
     )
     seconds = len(Path("kept/timing.jsonl").read_text().splitlines())
     assert run("resume", "kept") == 0
-    assert found_in("kept") == found
+    assert found_in("kept") == findings
     assert len(Path("kept/timing.jsonl").read_text().splitlines()) == seconds + 2
 
 
@@ -206,7 +206,7 @@ def findings_with(experiment="FedAvg", seeds=(0,), local=0.5, settings=None, **a
     )
 
 
-def test_cases_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once():
+def test_experiments_that_ran_apart_and_seeds_that_ran_twice_alike_are_reported_once():
     part = merge_findings(
         [
             findings_with(seeds=(0, 1)),
@@ -296,7 +296,7 @@ def test_a_study_is_not_started_over_another(capsys):
     assert "continue it with `glocal resume kept`" in capsys.readouterr().err
 
 
-def findings(**figures):
+def small_findings(**figures):
     """Findings of the small study: case = (local seed by seed, validation)."""
     experiments = {
         name: {"local": local, "new": local, "validation": [validation]}
@@ -306,7 +306,7 @@ def findings(**figures):
 
 
 def made(fedavg, lg):
-    return findings(**{"FedAvg": (fedavg, 0.5), "LG 2+2": (lg, 0.5)})
+    return small_findings(**{"FedAvg": (fedavg, 0.5), "LG 2+2": (lg, 0.5)})
 
 
 def test_claims_are_tested_seed_by_seed():
@@ -317,7 +317,7 @@ def test_claims_are_tested_seed_by_seed():
     assert made([0.50, 0.70, 0.90], [0.52, 0.68, 0.91]).verdicts()[0].status == "open"
     assert made([0.50, 0.70, 0.90], [0.48, 0.67, 0.88]).verdicts()[0].status == "fails"
     assert made([0.50], [0.60]).verdicts()[0].status == "open"
-    assert findings(FedAvg=([0.5], 0.5)).verdicts() == []
+    assert small_findings(FedAvg=([0.5], 0.5)).verdicts() == []
 
 
 def test_a_seed_without_a_figure_is_left_out_of_the_pairs():
@@ -327,15 +327,15 @@ def test_a_seed_without_a_figure_is_left_out_of_the_pairs():
 
 def test_like_allows_for_a_margin():
     like = replace(SMALL, claims=(replace(SMALL.claims[0], margin=1.0),))
-    found = replace(made([0.500, 0.700, 0.900], [0.495, 0.694, 0.896]), study=like)
-    assert found.verdicts()[0].status == "holds"
+    findings = replace(made([0.500, 0.700, 0.900], [0.495, 0.694, 0.896]), study=like)
+    assert findings.verdicts()[0].status == "holds"
 
 
 def test_a_rate_is_chosen_on_validation_data_alone():
     rates = {"FedAvg, rate 0.01": ([0.9], 0.6), "FedAvg, rate 0.1": ([0.5], 0.7)}
-    found = Findings(SMALL, {}, {"tuned-2": findings(**rates).parts["paper-2"]})
-    assert found.name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.1"
-    assert found.values(Measurement("tuned-2", "FedAvg", "local")) == [50.0]
+    findings = Findings(SMALL, {}, {"tuned-2": small_findings(**rates).parts["paper-2"]})
+    assert findings.name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.1"
+    assert findings.values(Measurement("tuned-2", "FedAvg", "local")) == [50.0]
 
 
 # validation, and what attackers read of validation data in two seeds
@@ -408,8 +408,8 @@ def test_the_figures_of_an_audit_are_kept_seed_by_seed():
         for result, of in zip(json.loads(path.read_text()), audits, strict=True)
     ]
     path.write_text(json.dumps(results))
-    found = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
-    assert {key: value for key, value in found.items() if key not in plain} == {
+    findings = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
+    assert {key: value for key, value in findings.items() if key not in plain} == {
         "accuracy": [0.84, 0.84],
         "auc": [0.88, None],
         "adversary": [0.53, 0.52],
@@ -423,7 +423,7 @@ def test_the_figures_of_an_audit_are_kept_seed_by_seed():
         "validation_auc": [0.87, 0.87],
         "validation_leak": [0.66, 0.66],
     }
-    assert {key: found[key] for key in plain} == plain
+    assert {key: findings[key] for key in plain} == plain
 
 
 def test_an_audit_without_an_adversary_has_none():
@@ -441,8 +441,8 @@ def test_an_audit_without_an_adversary_has_none():
     path.write_text(
         json.dumps([{**result, "audit": blind} for result in json.loads(path.read_text())])
     )
-    found = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
-    assert [found[key] for key in ("adversary", "own_0", "fresh", "validation_leak")] == [
+    findings = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
+    assert [findings[key] for key in ("adversary", "own_0", "fresh", "validation_leak")] == [
         [None]
     ] * 4
 
@@ -456,7 +456,7 @@ def test_runs_on_different_machines_are_not_mixed():
         merge_findings([one, other])
 
 
-def test_a_case_that_diverged_in_some_seeds_does_not_stand_for_a_row_where_another_did_not():
+def test_an_experiment_that_diverged_in_some_seeds_does_not_stand_for_a_row_where_another_did_not():
     rates = SMALL.parts["tuned-2"].candidates["FedAvg"]
     experiments = {
         rates[0]: {"validation": [0.5, 0.5]},
@@ -476,7 +476,9 @@ def complaints(capsys):
     ]
 
 
-def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_others_run(capsys):
+def test_an_experiment_that_diverges_is_left_out_with_what_starts_from_it_and_the_others_run(
+    capsys,
+):
     wild = ["--set", "experiments.FedAvg.lr=1e30", "--seeds", 1, "--device", "cpu"]
     assert run("run", "small", "--part", "paper-2", *wild, "--out", "kept") == 0
     lines = complaints(capsys)
@@ -489,7 +491,7 @@ def test_a_case_that_diverges_is_left_out_with_what_starts_from_it_and_the_other
     assert complaints(capsys) == []
 
 
-def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
+def test_a_seed_that_diverges_is_left_out_of_its_experiment_only_and_the_others_go_on(
     capsys, monkeypatch
 ):
     row = fitting._row
@@ -510,16 +512,16 @@ def test_a_seed_that_diverges_is_left_out_of_its_case_only_and_the_others_go_on(
         for line in complaints(capsys)
         if "LG 4+2: training diverged" in line and "seed 1 is skipped" in line
     ]
-    whole, kept = (
+    whole, saved = (
         found_in("whole")["paper-2"]["experiments"],
         found_in("kept")["paper-2"]["experiments"],
     )
     late = ("LG 4+2", FINE_TUNED)
-    assert {name: experiment["seeds"] for name, experiment in kept.items()} == {
+    assert {name: experiment["seeds"] for name, experiment in saved.items()} == {
         name: [0, 2] if name in late else [0, 1, 2] for name in whole
     }
     assert all(
-        kept[name]["local"] == [whole[name]["local"][place] for place in (0, 2)] for name in late
+        saved[name]["local"] == [whole[name]["local"][place] for place in (0, 2)] for name in late
     )
     text = Path("kept/tables.md").read_text()
     assert (
@@ -569,11 +571,11 @@ def test_a_study_that_kept_figures_only_refuses_to_be_longer_and_stays_as_it_was
         run("run", "small", "--part", "paper-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
         == 0
     )
-    found = found_in("kept")
+    findings = found_in("kept")
     assert run("resume", "kept", "--set", "experiments.FedAvg.rounds=6") == 2
     assert "has only the metrics of its run" in complaints(capsys)[0]
     assert run("resume", "kept") == 0
-    assert found_in("kept") == found
+    assert found_in("kept") == findings
 
 
 DAMAGED = {

@@ -76,7 +76,7 @@ def test_valence_is_read_as_the_essays_have_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         (f"ann,{SECRET},0", "row 3: mood is 0; a number from 1 to 100 was expected"),
         (f"ann,{SECRET},101", "row 3: mood is 101; a number from 1 to 100"),
@@ -87,9 +87,9 @@ def test_valence_is_read_as_the_essays_have_it(tmp_path):
         (f"ann,{SECRET},so,50", "row 3: it has another number of columns"),
     ],
 )
-def test_a_bad_row_is_named_and_its_text_is_not(tmp_path, row, said):
+def test_a_bad_row_is_named_and_its_text_is_not(tmp_path, row, message):
     path = maps(tmp_path / "maps.csv", ["ann,fine,50", row])
-    with pytest.raises(InputError, match=said) as error:
+    with pytest.raises(InputError, match=message) as error:
         read_texts([path])
     assert str(path) in str(error.value)
     assert SECRET not in str(error.value)
@@ -292,8 +292,8 @@ def test_a_rate_that_shrinks_is_a_lower_rate(rule):
         (7, lower),
     ):
         expected, _ = other.step(params, grads, other.init(params), torch.tensor(t))
-        found, _ = rule.step(params, grads, rule.init(params), torch.tensor(t))
-        assert torch.allclose(found["w"], expected["w"], atol=1e-7)
+        after, _ = rule.step(params, grads, rule.init(params), torch.tensor(t))
+        assert torch.allclose(after["w"], expected["w"], atol=1e-7)
     assert "times 0.5 every 3 rounds" in rule.description
 
 
@@ -328,13 +328,13 @@ def test_bags_of_words_tell_what_the_words_say_and_cope_with_one_class_people(tm
     texts = read_texts([diary(tmp_path / "maps.csv", (60, 40, 3))])
     y = np.where(np.array(texts.person) == "p1", 4, texts.y)  # always the best mood
     (federation,) = partition_texts(texts._replace(y=y), seeds=[0])
-    found = {
+    after = {
         name: ordinal_metrics(guess.test, federation.test)
         for name, guess in baselines(federation).items()
     }
-    assert found["Bag of words, per person"].accuracy == 1.0
-    assert found["Bag of words, pooled, knows the person"].accuracy > found["Majority"].accuracy
-    assert found["Majority per person"].accuracy < 1.0
+    assert after["Bag of words, per person"].accuracy == 1.0
+    assert after["Bag of words, pooled, knows the person"].accuracy > after["Majority"].accuracy
+    assert after["Majority per person"].accuracy < 1.0
 
 
 def test_tries_differ_in_weights_not_in_data_and_the_best_on_validation_counts():

@@ -122,13 +122,13 @@ def _print_variances(advice: Advice) -> None:
     table = _table(
         "layer", "within-client\nvariance", "between-client\nvariance", "alpha*", "95 % interval"
     )
-    for layer, found in advice.variances.items():
-        interval = f"{found.low:.2f} to {found.high:.2f}"
+    for layer, variance in advice.variances.items():
+        interval = f"{variance.low:.2f} to {variance.high:.2f}"
         table.add_row(
             layer,
-            f"{found.within_client:.2g}",
-            f"{found.between_client:.2g}",
-            f"{found.alpha:.2f}",
+            f"{variance.within_client:.2g}",
+            f"{variance.between_client:.2g}",
+            f"{variance.alpha:.2f}",
             interval,
         )
     _print_unwrapped(table)

@@ -66,33 +66,33 @@ def audit_run(target: AuditTarget, question: AuditQuery, *, command: str) -> Non
 
 def show_audit(folder: Path) -> None:
     """Write the page of an audit, and print its results."""
-    found, page = read_audit(folder / "audit.json"), write_audit_report(folder)
+    report, page = read_audit(folder / "audit.json"), write_audit_report(folder)
     print(
-        f"{found['experiment']}, seed {found['seed']}; "
-        f"representation: the output of '{found['settings']['layer']}' ({found['layer_reason']})"
+        f"{report['experiment']}, seed {report['seed']}; "
+        f"representation: the output of '{report['settings']['layer']}' ({report['layer_reason']})"
     )
-    print(audit_headline(found))
-    _print_leaks(found)
-    _print_groups(found)
+    print(audit_headline(report))
+    _print_leaks(report)
+    _print_groups(report)
     print()
-    for name, _ in differences(found):
+    for name, _ in differences(report):
         print(name)
     print(f"report: {page}")
 
 
-def _print_leaks(found: Json) -> None:
+def _print_leaks(report: Json) -> None:
     """One row per attacker: its AUC in percent with the interval, by what it knows."""
-    cells = {(row["attacker"], row["knowledge"]): with_interval(row) for row in found["leaks"]}
+    cells = {(row["attacker"], row["knowledge"]): with_interval(row) for row in report["leaks"]}
     body: list[list[str]] = []
-    for attacker in dict.fromkeys(row["attacker"] for row in found["leaks"]):
+    for attacker in dict.fromkeys(row["attacker"] for row in report["leaks"]):
         body.append([attacker, *(cells.get((attacker, each), "-") for each in KNOWLEDGE)])
     _print(["AUC, %", *KNOWLEDGE.values()], body)
 
 
-def _print_groups(found: Json) -> None:
+def _print_groups(report: Json) -> None:
     """One row per group; the rates of class 1 only where there are two classes."""
     rates = {"accuracy": "accuracy %"}
-    if found["classes"] == 2:
+    if report["classes"] == 2:
         rates |= {
             "selection_rate": "selected %",
             "true_positive_rate": "true pos. %",
@@ -100,13 +100,13 @@ def _print_groups(found: Json) -> None:
         }
     body = [
         [
-            found["values"][row["group"]],
+            report["values"][row["group"]],
             f"{row['people']:,}",
             *(_percent(row[rate]) for rate in rates),
         ]
-        for row in found["groups"]
+        for row in report["groups"]
     ]
-    _print([found["attribute"], "people", *rates.values()], body)
+    _print([report["attribute"], "people", *rates.values()], body)
 
 
 def _print(heads: Sequence[str], body: Sequence[Sequence[str]]) -> None:

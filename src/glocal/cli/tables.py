@@ -175,8 +175,8 @@ def print_findings(findings: Findings) -> None:
     study = findings.study
     experiments = {
         (name, experiment): figures
-        for name, found in findings.parts.items()
-        for experiment, figures in found["experiments"].items()
+        for name, part in findings.parts.items()
+        for experiment, figures in part["experiments"].items()
     }
     known = {
         (name, experiment): study.parts[name].published_for(experiment)

@@ -52,29 +52,29 @@ def read_audit(path: Path) -> Json:
 
 def write_audit_report(folder: Path) -> Path:
     """Write folder/report.html from folder/audit.json."""
-    found = read_audit(folder / "audit.json")
+    report = read_audit(folder / "audit.json")
     with colour_theme(FOREGROUND, BACKGROUND):
-        sections = [_leaks(found), _groups(found), _clients(found), _command(found)]
-    headline = f'<p class="notice">{escape(audit_headline(found))}</p>'
-    summary = f"{headline}\n<p>{escape(audit_summary(found))}</p>"
+        sections = [_leaks(report), _groups(report), _clients(report), _command(report)]
+    headline = f'<p class="notice">{escape(audit_headline(report))}</p>'
+    summary = f"{headline}\n<p>{escape(audit_summary(report))}</p>"
     return write_page(
         folder,
-        title=f"{found['experiment']}: audit of {found['attribute']}",
+        title=f"{report['experiment']}: audit of {report['attribute']}",
         summary=summary,
         sections=sections,
     )
 
 
-def _leaks(found: Json) -> str:
-    drawn = figure_html(draw_leaks(found), "leaks", kind="beside")
+def _leaks(report: Json) -> str:
+    drawn = figure_html(draw_leaks(report), "leaks", kind="beside")
     return section(
-        "What representations give away", f"{drawn}\n{_leak_table(found)}\n{_note(LEAKS_NOTE)}"
+        "What representations give away", f"{drawn}\n{_leak_table(report)}\n{_note(LEAKS_NOTE)}"
     )
 
 
-def draw_leaks(found: Json) -> Drawing:
+def draw_leaks(report: Json) -> Drawing:
     """Every attacker's AUC with its interval, one row per knowledge, and the line of chance."""
-    rows, known = found["leaks"], attacker_data_text(found)
+    rows, known = report["leaks"], attacker_data_text(report)
     styles = {attacker: _line_style(place) for place, attacker in enumerate(_attackers(rows))}
     figure, axes = _new_dot_plot([words for words, _ in known])
     for row in rows:
@@ -87,7 +87,7 @@ def draw_leaks(found: Json) -> Drawing:
         f"know:<ul>{items}</ul>"
     )
     key = legend((line_sample(line_style), name) for name, line_style in styles.items())
-    return Drawing(figure, f"Who reads {escape(found['attribute'])}", caption, key)
+    return Drawing(figure, f"Who reads {escape(report['attribute'])}", caption, key)
 
 
 def _new_dot_plot(names: Sequence[str]) -> tuple[Figure, Axes]:
@@ -127,13 +127,13 @@ def _attackers(rows: Sequence[Json]) -> list[str]:
     return list(dict.fromkeys(row["attacker"] for row in rows))
 
 
-def _leak_table(found: Json) -> str:
-    best = best_leak(found)
+def _leak_table(report: Json) -> str:
+    best = best_leak(report)
 
     def cell(attacker: str, knowledge: str) -> str:
         rows = [
             row
-            for row in found["leaks"]
+            for row in report["leaks"]
             if row["attacker"] == attacker and row["knowledge"] == knowledge
         ]
         written = with_interval(rows[0]) if rows else "–"
@@ -142,40 +142,40 @@ def _leak_table(found: Json) -> str:
     heads = ["attacker", *(f"{words}: AUC, %" for words in KNOWLEDGE.values())]
     body = [
         [escape(attacker), *(cell(attacker, each) for each in KNOWLEDGE)]
-        for attacker in _attackers(found["leaks"])
+        for attacker in _attackers(report["leaks"])
     ]
     return _table(heads, body, "What attackers read")
 
 
-def _groups(found: Json) -> str:
-    rates = ["accuracy", *(_RATES if found["classes"] == 2 else {})]
+def _groups(report: Json) -> str:
+    rates = ["accuracy", *(_RATES if report["classes"] == 2 else {})]
     heads = [
-        escape(found["attribute"]),
+        escape(report["attribute"]),
         "people",
         *({"accuracy": "accuracy, %", **_RATES}[rate] for rate in rates),
     ]
     body = [
         [
-            escape(found["values"][row["group"]]),
+            escape(report["values"][row["group"]]),
             f"{row['people']:,}",
             *(_percent(row[rate]) for rate in rates),
         ]
-        for row in found["groups"]
+        for row in report["groups"]
     ]
     words = "\n".join(
-        f"<p><b>{escape(name)}</b> {escape(meaning)}</p>" for name, meaning in differences(found)
+        f"<p><b>{escape(name)}</b> {escape(meaning)}</p>" for name, meaning in differences(report)
     )
-    selected = " Selected: predicted to be of class 1." if found["classes"] == 2 else ""
+    selected = " Selected: predicted to be of class 1." if report["classes"] == 2 else ""
     note = _note(f"Each client’s own model on its own test data, all clients together.{selected}")
     return section("How groups are treated", f"{_table(heads, body, 'Groups')}\n{note}\n{words}")
 
 
-def _clients(found: Json) -> str:
+def _clients(report: Json) -> str:
     """A row for every client, folded away where they are many."""
-    differ = _DIFFERENCES if found["classes"] == 2 else {}
+    differ = _DIFFERENCES if report["classes"] == 2 else {}
     heads = [
         "client",
-        *(escape(f"{found['attribute']} = {value}") for value in found["values"]),
+        *(escape(f"{report['attribute']} = {value}") for value in report["values"]),
         "accuracy, %",
         *differ.values(),
         "best attacker: AUC, %",
@@ -183,7 +183,7 @@ def _clients(found: Json) -> str:
     body = [
         [str(row["client"]), *(f"{people:,}" for people in row["people"])]
         + [_percent(row[key]) for key in ("accuracy", *differ, "leak")]
-        for row in found["clients"]
+        for row in report["clients"]
     ]
     summary = f"<summary>{pluralize(len(body), 'client')}</summary>"
     opening = "<details open>" if len(body) <= _OPEN else "<details>"
@@ -191,8 +191,8 @@ def _clients(found: Json) -> str:
     return section("Clients", f"{folded}\n{_note(CLIENTS_NOTE)}")
 
 
-def _command(found: Json) -> str:
-    return section("Command", scrolling(f"<pre>{escape(found['command'])}</pre>", "Command"))
+def _command(report: Json) -> str:
+    return section("Command", scrolling(f"<pre>{escape(report['command'])}</pre>", "Command"))
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]], label: str) -> str:

@@ -22,17 +22,17 @@ CLIENTS_NOTE = (
 )
 
 
-def best_leak(found: Json) -> Json:
+def best_leak(report: Json) -> Json:
     """The highest AUC of all attackers; one beyond chance comes before others."""
     best: Json = max(
-        found["leaks"], key=lambda row: (bool(row["beyond_chance"]), float(row["auc"]))
+        report["leaks"], key=lambda row: (bool(row["beyond_chance"]), float(row["auc"]))
     )
     return best
 
 
-def audit_headline(found: Json) -> str:
+def audit_headline(report: Json) -> str:
     """What the best attacker reads, in two sentences."""
-    best, name = best_leak(found), found["attribute"]
+    best, name = best_leak(report), report["attribute"]
     read = (
         f"The best attacker ({best['attacker']}, {KNOWLEDGE[best['knowledge']]}) has an AUC of "
         f"{with_interval(best)}: "
@@ -47,25 +47,25 @@ def audit_headline(found: Json) -> str:
     )
 
 
-def audit_summary(found: Json) -> str:
+def audit_summary(report: Json) -> str:
     """What was audited."""
-    people = sum(row["people"] for row in found["groups"])
+    people = sum(row["people"] for row in report["groups"])
     return (
-        f"Audited is {found['experiment']} ({found['algorithm']}, seed {found['seed']}) of the run "
-        f"{found['run']}: "
-        f"{pluralize(len(found['clients']), 'client')} with {people:,} people in their test data "
-        f"({found['data']}). "
-        f"The representation is what the module ‘{found['settings']['layer']}’ puts out "
-        f"({found['layer_reason']}). "
+        f"Audited is {report['experiment']} ({report['algorithm']}, seed {report['seed']}) of the "
+        f"run {report['run']}: "
+        f"{pluralize(len(report['clients']), 'client')} with {people:,} people in their test data "
+        f"({report['data']}). "
+        f"The representation is what the module ‘{report['settings']['layer']}’ puts out "
+        f"({report['layer_reason']}). "
         "No file of that run was changed."
     )
 
 
-def attacker_data_text(found: Json) -> list[tuple[str, str]]:
+def attacker_data_text(report: Json) -> list[tuple[str, str]]:
     """What attackers know, for each knowledge that could be tried."""
     over, name = (
-        {row["knowledge"]: row["averaged_over"] for row in found["leaks"]},
-        found["attribute"],
+        {row["knowledge"]: row["averaged_over"] for row in report["leaks"]},
+        report["attribute"],
     )
     texts = {
         "own": f"{name} of the people in a client’s training data; they read its test data. The "
@@ -82,19 +82,19 @@ def attacker_data_text(found: Json) -> list[tuple[str, str]]:
     ]
 
 
-def differences(found: Json) -> list[tuple[str, str]]:
+def differences(report: Json) -> list[tuple[str, str]]:
     """Both differences, each with what it means here."""
-    if found["classes"] != 2:
-        return [("No differences.", _too_many(found["classes"]))]
-    parity, odds = found["demographic_parity_difference"], found["equalized_odds_difference"]
+    if report["classes"] != 2:
+        return [("No differences.", _too_many(report["classes"]))]
+    parity, odds = report["demographic_parity_difference"], report["equalized_odds_difference"]
     return [
         (
             f"Demographic parity difference: {_points(parity)}.",
-            "" if parity is None else _parity_words(found),
+            "" if parity is None else _parity_words(report),
         ),
         (
             f"Equalised odds difference: {_points(odds)}.",
-            _one_sided(found) if odds is None else _odds_words(found),
+            _one_sided(report) if odds is None else _odds_words(report),
         ),
     ]
 
@@ -107,23 +107,23 @@ def _too_many(classes: int) -> str:
     )
 
 
-def _parity_words(found: Json) -> str:
-    one, other = found["groups"]
+def _parity_words(report: Json) -> str:
+    one, other = report["groups"]
     return (
         f"Class 1 is predicted for {_share(one, 'selection_rate')} of the people with "
-        f"{_of(found, one)} and for "
-        f"{_share(other, 'selection_rate')} of those with {_of(found, other)}. At 0 both groups "
+        f"{_of(report, one)} and for "
+        f"{_share(other, 'selection_rate')} of those with {_of(report, other)}. At 0 both groups "
         "are selected equally often, "
         "whatever their true classes are."
     )
 
 
-def _odds_words(found: Json) -> str:
-    one, other = found["groups"]
+def _odds_words(report: Json) -> str:
+    one, other = report["groups"]
     return (
         f"Of the people who are of class 1, {_share(one, 'true_positive_rate')} are found among "
-        f"those with {_of(found, one)} and "
-        f"{_share(other, 'true_positive_rate')} among those with {_of(found, other)}; of the "
+        f"those with {_of(report, one)} and "
+        f"{_share(other, 'true_positive_rate')} among those with {_of(report, other)}; of the "
         "people of class 0, "
         f"{_share(one, 'false_positive_rate')} and {_share(other, 'false_positive_rate')} are "
         "taken for class 1. The larger "
@@ -132,12 +132,12 @@ def _odds_words(found: Json) -> str:
     )
 
 
-def _one_sided(found: Json) -> str:
-    return f"A group of {found['attribute']} has people of one class only, or nobody."
+def _one_sided(report: Json) -> str:
+    return f"A group of {report['attribute']} has people of one class only, or nobody."
 
 
-def _of(found: Json, row: Json) -> str:
-    return f"{found['attribute']} = {found['values'][row['group']]}"
+def _of(report: Json, row: Json) -> str:
+    return f"{report['attribute']} = {report['values'][row['group']]}"
 
 
 def with_interval(row: Json) -> str:

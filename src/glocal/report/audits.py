@@ -48,7 +48,7 @@ def _cells(results: Sequence[Json]) -> list[str]:
     audits = [result["audit"] for result in results]
     columns = [[audit["auc"] for audit in audits]]
     for place in range(len(audits[0]["attributes"])):
-        found = [audit["attributes"][place] for audit in audits]
-        columns += [[each[view] for each in found] for view in ("joint", "own", "pooled", "strong")]
+        leaks = [audit["attributes"][place] for audit in audits]
+        columns += [[each[view] for each in leaks] for view in ("joint", "own", "pooled", "strong")]
     known = [[value for value in column if value is not None] for column in columns]
     return [mean_std_percent(column) if column else "–" for column in known]

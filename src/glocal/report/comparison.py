@@ -191,10 +191,11 @@ def sweep_points(findings: Findings, part: str) -> list[SweepPoint]:
 
     How much is shared is counted on the study's model.
     """
-    of, found = findings.study.parts[part], findings.parts.get(part)
-    # of another model than the study's the sizes are not known here
-    if not found or not of.splits or found["settings"]["model"] != of.settings.as_dict()["model"]:
+    of, measured = findings.study.parts[part], findings.parts.get(part)
+    if not measured or not of.splits:
         return []
+    if measured["settings"]["model"] != of.settings.as_dict()["model"]:
+        return []  # the sizes of another model are not known here
     sizes = _sizes(of)
     return [
         SweepPoint(

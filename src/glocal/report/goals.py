@@ -118,11 +118,11 @@ def _ways(
 ) -> dict[str, tuple[GoalCost | None, float]]:
     """The cost of each row to reach the best of one of them, and its relative parameters."""
     aim = goal_accuracy(curves[by])
-    found = {row: goal_cost(curve, aim) for row, curve in curves.items()}
-    first = found[by]
+    cells = {row: goal_cost(curve, aim) for row, curve in curves.items()}
+    first = cells[by]
     return {
         row: (way, way.parameters / first.parameters if way and first else math.inf)
-        for row, way in found.items()
+        for row, way in cells.items()
     }
 
 

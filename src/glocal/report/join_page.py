@@ -38,8 +38,8 @@ def read_join(path: Path) -> Json:
 
 def write_join_report(folder: Path) -> Path:
     """Write folder/report.html from folder/join.json."""
-    found = read_join(folder / "join.json")
-    rows = [row for row in found["rows"] if row["accuracy"] is not None]
+    trial = read_join(folder / "join.json")
+    rows = [row for row in trial["rows"] if row["accuracy"] is not None]
     with colour_theme(FOREGROUND, BACKGROUND):
         drawn = (
             figure_html(draw_labels(rows), "labels", kind="beside")
@@ -48,19 +48,19 @@ def write_join_report(folder: Path) -> Path:
         )
         sections = [
             section("Accuracy by labelled examples", drawn),
-            section("Every way", _table(found["rows"])),
+            section("Every way", _table(trial["rows"])),
         ]
-    return write_page(folder, title=found["name"], summary=_summary(found), sections=sections)
+    return write_page(folder, title=trial["name"], summary=_summary(trial), sections=sections)
 
 
-def _summary(found: Json) -> str:
-    client = found["new_client"]
+def _summary(trial: Json) -> str:
+    client = trial["new_client"]
     classes = pluralize(len(client["classes"]), "class")
     words = (
         f"A new client with {pluralize(client['examples'], 'labelled example')} of {classes} meets "
         "the federation of "
-        f"{pluralize(client['client'], 'client')} in {found['run']} ({found['experiment']}, seed "
-        f"{found['seed']}). "
+        f"{pluralize(client['client'], 'client')} in {trial['run']} ({trial['experiment']}, seed "
+        f"{trial['seed']}). "
         f"It is tested on {pluralize(client['test_examples'], 'example')} of its own. No file of "
         "that run was changed."
     )
@@ -86,9 +86,9 @@ def draw_labels(rows: Sequence[Json]) -> Drawing:
 
 def draw_join(path: Path, into: Path) -> Path:
     """The same from a join.json into a PNG file, with its legend."""
-    found = read_join(path)
+    trial = read_join(path)
     with colour_theme("#1c2126", "#ffffff"):
-        drawing = draw_labels([row for row in found["rows"] if row["accuracy"] is not None])
+        drawing = draw_labels([row for row in trial["rows"] if row["accuracy"] is not None])
         drawing.figure.legend(
             loc="outside lower center", ncols=3, frameon=False, columnspacing=1.2, handlelength=2.6
         )

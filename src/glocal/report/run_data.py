@@ -102,7 +102,7 @@ def read_run(folder: Path) -> RunData:
 
 def _inside(data: Json, address: Sequence[str]) -> Any:
     """What lies at an address of nested data; None where the way ends early."""
-    found: Any = data
+    rows: Any = data
     for key in address:
-        found = None if found is None else found[key]
-    return found
+        rows = None if rows is None else rows[key]
+    return rows

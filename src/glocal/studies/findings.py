@@ -136,9 +136,9 @@ def _from_folder(path: Path) -> Findings:
     about = require_format(read_json(file, dict), file)
     study = find_study(about["study"])
     parts = {
-        name: found
+        name: findings
         for name, part in study.parts.items()
-        if (found := _part(part_folder(path, name), path, name, part))
+        if (findings := _part(part_folder(path, name), path, name, part))
     }
     return Findings(
         study, {key: about[key] for key in ("command", "version", "machine") if key in about}, parts

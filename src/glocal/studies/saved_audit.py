@@ -195,19 +195,19 @@ def _require_rows(encode: Encoder, client: AuditedClient, layer: str) -> None:
 
 def _leak_rows(results: Mapping[str, Sequence[Mapping[str, AttackResult]]]) -> list[Json]:
     """One row per knowledge and attacker: the mean over clients or encoders, and their number."""
-    tried: dict[tuple[str, str], list[AttackResult]] = {}
+    attacks: dict[tuple[str, str], list[AttackResult]] = {}
     for knowledge, each in results.items():
         possible = [row for row in each if row]
         for attacker in possible[0] if possible else {}:
-            tried[knowledge, attacker] = [row[attacker] for row in possible]
+            attacks[knowledge, attacker] = [row[attacker] for row in possible]
     return [
         {
             "knowledge": knowledge,
             **average_leakage(attacker, row)._asdict(),
             "averaged_over": len(row),
-            "beyond_chance": beyond_chance(row, comparisons=len(tried)),
+            "beyond_chance": beyond_chance(row, comparisons=len(attacks)),
         }
-        for (knowledge, attacker), row in tried.items()
+        for (knowledge, attacker), row in attacks.items()
     ]
 
 

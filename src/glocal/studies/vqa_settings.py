@@ -72,19 +72,26 @@ def _require_no_resnet_settings(settings: ModelSettings, address: str) -> None:
 
 
 def refuse_vqa_settings(settings: Settings) -> None:
-    """Settings of questions and their network, with data that are none: nothing would read them."""
+    """Refuse settings of questions about images where there are none: nothing would read them."""
     model = settings.model
-    given = {
+    unread: dict[str, object] = {
         "data.pictures": settings.data.pictures,
-        "model.widths": model.widths,
-        "model.weights": model.weights,
+        "model.encoder": model.encoder,
     }
-    for name, value in {**given, "model.encoder": model.encoder}.items():
+    if not _model_sees_settings(model):
+        unread |= {"model.widths": model.widths, "model.weights": model.weights}
+    for name, value in unread.items():
         if value is not None:
             raise InputError(
-                f"settings: {name} is {value!r}, and {settings.data.source} has no questions about pictures; leave it out, "
-                "or let data.source be vqav2, easy_vqa or questions of your own"
+                f"settings: {name} is {value!r}, and {settings.data.source} has no questions about "
+                "pictures; leave it out, or let data.source be vqav2, easy_vqa or questions of "
+                "your own"
             )
+
+
+def _model_sees_settings(model: ModelSettings) -> bool:
+    """Whether the model is made by a function that gets the settings; it may refuse them itself."""
+    return ":" in model.name and takes_request(import_function(model.name, "model.name"))
 
 
 def require_questions(dataset: Dataset) -> None:

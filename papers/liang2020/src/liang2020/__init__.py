@@ -1,1 +1,1 @@
-"""Every table and figure of Liang et al. 2020, "Think Locally, Act Globally", as studies of glocal."""
+"""The tables and figures of Liang et al. 2020, "Think Locally, Act Globally", as studies."""

@@ -20,37 +20,37 @@ app = typer.Typer(
 
 @app.callback()
 def start(context: typer.Context) -> None:
-    """What Liang et al. 2020 have beside their studies, which `glocal list` lists."""
+    """The theory of Liang et al. 2020; `glocal list` lists the studies."""
     require_command(context)
 
 
 @app.command()
 def theory(
-    d: Annotated[int, typer.Option("--d", help="How many numbers an input has.")] = 20,
-    clients: Annotated[int, typer.Option(help="How many devices there are, M.")] = 100,
-    n: Annotated[int, typer.Option("--n", help="How many examples each device has, N.")] = 2000,
+    d: Annotated[int, typer.Option("--d", help="Dimension of an input.")] = 20,
+    clients: Annotated[int, typer.Option(help="Number of clients, M.")] = 100,
+    n: Annotated[int, typer.Option("--n", help="Number of examples per client, N.")] = 2000,
     rho: Annotated[
         float,
         typer.Option(
-            help="How much devices differ: the standard deviation of their teachers' weights."
+            help="Standard deviation of the clients' teachers: how much clients differ."
         ),
     ] = 0.1,
-    sigma: Annotated[float, typer.Option(help="How noisy labels are: a standard deviation.")] = 1.5,
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the label noise.")] = 1.5,
     inputs: Annotated[
         str,
         typer.Option(
-            help="uniform (between -1 and 1), normal (of variance 1) or unit (normal, of mean squared length 1)."
+            help="uniform (from -1 to 1), normal (variance 1) or unit (normal, mean square 1)."
         ),
     ] = "uniform",
     repeats: Annotated[
-        int, typer.Option(help="How often to try it out; 0 for the closed forms alone.")
+        int, typer.Option(help="Number of trials; 0 for the closed forms alone.")
     ] = 50,
-    seed: Annotated[int, typer.Option(help="What the trials are drawn from.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the trials.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Also draw it into this .svg or .png file.")
+        Path | None, typer.Option(help="Also draw a figure into this .svg or .png file.")
     ] = None,
 ) -> None:
-    """How much of a model to keep local, by the paper's linear theory: closed forms, and trials beside them."""
+    """How much of a model to keep local, by the paper's linear theory, with trials beside it."""
     from liang2020.theory import LinearProblem
     from liang2020.theory_table import make_inputs, show_theory
 

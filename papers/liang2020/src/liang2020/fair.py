@@ -1,7 +1,8 @@
-"""Liang et al. 2020, Table 4: income on UCI Adult, from representations that shall not tell race and sex.
+"""Liang et al. 2020, Table 4: income on UCI Adult, from representations that hide race and sex.
 
-The text does not say on how many devices, nor what is not iid about them; here ten, and labels dealt by a Dirichlet distribution.
-Race and sex are no inputs: they are what attackers look for.
+The text gives neither the number of clients nor how their data are non-IID. Here there are ten
+clients, and labels follow a Dirichlet distribution. Race and sex are protected attributes, no
+inputs: attackers try to infer them.
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ from liang2020.published import published
 
 STRENGTHS = (3, 10, 30)
 WIDTHS = (1, 2, 8, 32)
-LIMIT = 0.57  # what fresh attackers may read from validation data
+LIMIT = 0.57  # the AUC that fresh attackers may reach on validation data
 _SPLITS = {"iid": 10, "noniid": 2}  # as the published tables number them
 _ADVERSARY = PretextSettings("adversary", layer="encoder", hidden=(32, 32, 32))
 _KEPT = Options(save="metrics", checkpoint_every=250)
@@ -57,7 +58,10 @@ def _dealt(settings: Settings, name: str, split: str) -> Settings:
 
 
 def _paper(split: str) -> StudyPart:
-    """The text's own numbers: 50 rounds of FedAvg with an adversary that only watches; 10 epochs alone, then 10 rounds, of LG."""
+    """The text's hyper-parameters: 50 rounds of FedAvg, or 10 local epochs and 10 rounds of LG.
+
+    FedAvg and LG have an adversary that is trained along and does not change the model.
+    """
     watched, hidden = replace(_ADVERSARY, weight=0.0), replace(_ADVERSARY, weight=1.0)
     experiments = {
         "FedAvg": ExperimentSettings("fedavg", rounds=50, pretext=watched),
@@ -73,7 +77,7 @@ def _paper(split: str) -> StudyPart:
 
 
 def _tuned(split: str) -> StudyPart:
-    """A code one number wide, a stronger adversary that is ahead of what it watches, and FedAvg to start from."""
+    """A representation one number wide, a stronger adversary with more steps, a start from FedAvg."""
     plain = {f"LG, rounds {rounds}": _open(rounds) for rounds in (3, 10, 30)}
     hidden = {f"LG + Adv, strength {strength}": _hiding(strength) for strength in STRENGTHS}
     experiments = {"FedAvg": _FEDAVG, **plain, **hidden}
@@ -101,7 +105,7 @@ def _hiding(strength: float) -> ExperimentSettings:
 
 
 class Code(NamedTuple):
-    """A representation that an adversary was trained against: its width, and the adversary's weight."""
+    """A representation trained against an adversary: its width, and the adversary's weight."""
 
     width: int
     strength: float
@@ -118,7 +122,7 @@ CODES = {
 
 
 def _curve(width: int) -> StudyPart:
-    """What a strength and a width of the code cost, and what they hide."""
+    """Every strength of the adversary for one width of the representation."""
     experiments = {
         name: _hiding(code.strength) for name, code in CODES.items() if code.width == width
     }
@@ -128,15 +132,15 @@ def _curve(width: int) -> StudyPart:
         model=replace(settings.model, bottleneck=width),
         experiments={"FedAvg": _FEDAVG, **experiments},
     )
-    return StudyPart(f"a code {width} wide, iid", "tuned", settings)
+    return StudyPart(f"a representation {width} wide, IID", "tuned", settings)
 
 
 def _title(split: str) -> str:
-    return {"iid": "iid device data", "noniid": "non-iid device data"}[split]
+    return {"iid": "IID client data", "noniid": "non-IID client data"}[split]
 
 
 def _claims() -> tuple[Claim, ...]:
-    """What the paper says of Table 4, and what is to be said of fresh attackers."""
+    """The paper's claims about Table 4, and the same about fresh attackers."""
     claims = []
     for way in ("paper", "tuned"):
         for split in _SPLITS:
@@ -144,15 +148,14 @@ def _claims() -> tuple[Claim, ...]:
             hidden, plain = (
                 Measurement(part, experiment, "fresh") for experiment in ("LG + Adv", "LG")
             )
-            says = f"{part}: the best fresh attacker reads less from LG + Adv than from LG"
-            claims.append(Claim(says, (plain,), (hidden,)))
+            statement = f"{part}: the best fresh attacker has a lower AUC on LG + Adv than on LG"
+            claims.append(Claim(statement, (plain,), (hidden,)))
             right = [
                 Measurement(part, experiment, "accuracy") for experiment in ("LG + Adv", "FedAvg")
             ]
-            says = f"{part}: LG + Adv costs little accuracy against FedAvg"
-            claims.append(
-                Claim(says, (right[0],), (right[1],), 4.0)
-            )  # "around 4 %", as the text says
+            statement = f"{part}: LG + Adv costs little accuracy against FedAvg"
+            margin = 4.0  # points: "around 4 %" in the text
+            claims.append(Claim(statement, (right[0],), (right[1],), margin))
     return tuple(claims)
 
 
@@ -162,8 +165,9 @@ FAIR = Study(
     title="UCI Adult: representations that hide race and sex",
     source="Liang et al. 2020, Table 4",
     statement=(
-        "LG-FedAvg with adversarial training learns fair local representations that are unable to predict protected attributes "
-        "(around 50 % adversary AUC) with only a small drop in accuracy (around 4 %)."
+        "LG-FedAvg with adversarial training learns fair local representations that are unable to "
+        "predict protected attributes (around 50 % adversary AUC) with only a small drop in "
+        "accuracy (around 4 %)."
     ),
     parts={
         **{f"paper-{split}": _paper(split) for split in _SPLITS},
@@ -187,15 +191,20 @@ FAIR = Study(
     ),
     protocols={
         "paper": "the hyper-parameters of the paper’s appendix, the last round tested",
-        "tuned": "our own: a code one number wide, Adam, a start from FedAvg; what validation data chose stands beside a row",
+        "tuned": (
+            "our own: a representation one number wide, Adam, a start from FedAvg; "
+            "the choice on validation data stands beside a row"
+        ),
     },
     caption=(
-        "Accuracy: each device’s own model on its own test data, over all people. Income AUC: the mean over devices of the area "
-        "under the ROC curve. Adversary AUC: what the adversary that was trained along reads, the mean of race and sex, as the "
-        "paper prints it. The rest is what the best of three fresh attackers reads (logistic regression, gradient boosting, a "
-        "network), trained afterwards on frozen representations without noise: from a device’s own people, from everybody’s "
-        "(pooled), or with one device’s encoder through which everybody else was run (strong). 50 is guessing. In `tuned` the "
-        f"strength is the best on validation data of those from which pooled attackers read at most {100 * LIMIT:.0f} there (the "
-        "one from which they read least, if there is none); LG’s number of rounds is the best there, too."
+        "Accuracy: each client’s own model on its own test data, over all people. Income AUC: the "
+        "mean over clients of the area under the ROC curve. Adversary AUC: of the adversary that "
+        "was trained along, the mean of race and sex, as in the paper. The other AUCs are those of "
+        "the best of three fresh attackers (logistic regression, gradient boosting, a network), "
+        "trained afterwards on frozen representations without noise: of a client’s own people "
+        "(own rows), of all clients’ (pooled), or of one client’s encoder applied to all other "
+        "clients’ data (strong). 50 is guessing. In `tuned` the strength is the best on validation "
+        f"data of those with an AUC of pooled attackers of at most {100 * LIMIT:.0f} there (or the "
+        "one with the lowest); LG’s number of rounds is chosen on validation data, too."
     ),
 )

@@ -1,7 +1,8 @@
-"""Liang et al. 2020, Figure 1 (b) and (c): local models that learn from inputs without labels, where labels are few.
+"""Liang et al. 2020, Figure 1 (b) and (c): self-supervised local models, where labels are few.
 
-The paper draws this and does not measure it. Here every device knows one label in a hundred; its encoder first learns to draw its
-own digits, or to tell how their quarters were shuffled, and then takes part in LG-FedAvg with the labels that there are.
+The paper draws this and does not measure it. Here every client has one label in a hundred. Its
+encoder is first trained on a pretext task, to reconstruct the client's digits or to solve a jigsaw
+of their quarters. Then it takes part in LG-FedAvg with the labels.
 """
 
 from dataclasses import replace
@@ -58,10 +59,13 @@ def _claims() -> tuple[Claim, ...]:
 
 FEW_LABELS = Study(
     name="few-labels",
-    title="MNIST with one label in a hundred: encoders that learn from the rest first",
+    title="MNIST with one label in a hundred: encoders pre-trained without labels",
     source="Liang et al. 2020, Figure 1 (b) and (c), which the paper draws and does not measure",
-    statement="local models may learn from the data themselves, as an autoencoder or by solving a jigsaw, before or beside labels.",
-    parts={"mnist": StudyPart("1 % of labels, 20 devices, iid", "paper", _MNIST)},
+    statement=(
+        "local models may learn from the data themselves, as an autoencoder or by solving a "
+        "jigsaw, before or beside labels."
+    ),
+    parts={"mnist": StudyPart("1 % of labels, 20 clients, IID", "paper", _MNIST)},
     claims=_claims(),
     protocols={"paper": PAPER},
 )

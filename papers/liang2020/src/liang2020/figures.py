@@ -1,4 +1,7 @@
-"""The figures of the MNIST and CIFAR-10 studies, drawn like the paper's: ours as lines, its numbers as hollow markers."""
+"""The figures of the MNIST and CIFAR-10 studies, after the paper's.
+
+Our results are lines, the paper's numbers hollow markers.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import log
@@ -37,7 +40,7 @@ _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviati
 
 
 def draw_variance(findings: Findings) -> Drawing | None:
-    """The paper's Figure 2(c): Local Test by classes per device."""
+    """The paper's Figure 2(c): Local Test by classes per client."""
     protocol, parts = _protocol(findings)
     rows = {"Local only": _ALONE, "FedAvg": _FEDAVG, _starts(findings)[-1]: _LG}
     if not any(findings.experiment(part, row) for part in parts for row in rows):
@@ -56,16 +59,16 @@ def draw_variance(findings: Findings) -> Drawing | None:
                 line_style,
             )
     axes.set_xticks(range(len(parts)), [_classes(findings, part) for part in parts])
-    axes.set(xlabel="classes per device", ylabel="Local Test, %")
+    axes.set(xlabel="classes per client", ylabel="Local Test, %")
     caption = (
-        "As in the paper’s Figure 2(c): the fewer classes a device has, the more devices differ. "
+        "As in the paper’s Figure 2(c): the fewer classes a client has, the more clients differ. "
         f"Protocol `{protocol}`. {_over_seeds(findings)} {_HOLLOW}"
     )
-    return Drawing(figure, "Local Test by classes per device", caption, _legend(rows))
+    return Drawing(figure, "Local Test by classes per client", caption, _legend(rows))
 
 
 def draw_traffic(findings: Findings) -> Drawing | None:
-    """Local and New Test of LG-FedAvg from every start against what it sent by the paper's count, with FedAvg beside it."""
+    """Accuracy of LG-FedAvg from every start by parameters sent (the paper's count), and FedAvg."""
     protocol, parts = _protocol(findings)
     part = next(
         (
@@ -83,8 +86,9 @@ def draw_traffic(findings: Findings) -> Drawing | None:
     panels[-1].set(xlabel="parameters sent, billions (the paper’s count)")
     first, *_, last = _starts(findings)
     caption = (
-        f"What accuracy costs, {findings.study.parts[part].title}, protocol `{protocol}`: LG-FedAvg from its earliest start "
-        f"({first}) to its latest ({last}), and as a level line the FedAvg that it goes on from. {_over_seeds(findings)} {_HOLLOW}"
+        f"What accuracy costs, {findings.study.parts[part].title}, protocol `{protocol}`: "
+        f"LG-FedAvg from its earliest start ({first}) to its latest ({last}), and as a level line "
+        f"the FedAvg that it starts from. {_over_seeds(findings)} {_HOLLOW}"
     )
     return Drawing(
         figure,
@@ -95,7 +99,7 @@ def draw_traffic(findings: Findings) -> Drawing | None:
 
 
 def draw_splits(findings: Findings) -> Drawing | None:
-    """Local and New Test against the share of the model that is sent, for lower and for upper layers."""
+    """Local and New Test by the share of the model that is sent, for lower and for upper layers."""
     part = next((name for name in findings.study.parts if sweep_points(findings, name)), None)
     if part is None:
         return None
@@ -107,9 +111,10 @@ def draw_splits(findings: Findings) -> Drawing | None:
     panels[-1].set(xlabel="share of the model that is sent each round, %")
     about = findings.study.parts[part]
     caption = (
-        f"How much to share, {about.title}, protocol `{about.protocol}`: every split of the layers into a shared and a local part, "
-        "each from the same FedAvg on, from none shared (fine-tuning) to all (FedAvg goes on). The axis is stretched towards both "
-        f"ends. {_over_seeds(findings)} The hollow marker is what the paper printed of its own split."
+        f"How much to share, {about.title}, protocol `{about.protocol}`: every split of the layers "
+        "into a shared and a local part, each from the same FedAvg, from none shared (fine-tuning) "
+        "to all (FedAvg continues). The axis is stretched towards both ends. "
+        f"{_over_seeds(findings)} The hollow marker is the paper’s number for its own split."
     )
     return Drawing(figure, "Local and New Test by share of the model", caption, _legend(_ENDS))
 
@@ -134,7 +139,7 @@ def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
 
 
 def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
-    """One panel of the figure of shares; the paper's own split is in the sweep under the name of its last row."""
+    """One panel of the figure of shares; the paper's own split is the row of its last start."""
     about, row = findings.study.parts[part], _starts(findings)[-1]
     for words, line_style in _ENDS.items():
         shared = ("none", "all", words.partition(" ")[0])
@@ -153,7 +158,7 @@ def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
 
 
 def _protocol(findings: Findings) -> tuple[str, list[str]]:
-    """The first protocol of which anything was measured, and its parts from the fewest classes on."""
+    """The first protocol with measurements, and its parts from the fewest classes on."""
     parts: dict[str, list[str]] = {}
     for name, part in findings.study.parts.items():
         if "FedAvg" in part.published and not part.candidates:
@@ -195,7 +200,7 @@ def _two_panels() -> tuple[Sheet, tuple[Axes, Axes]]:
 def _line(
     axes: Axes, values: Mapping[float, Sequence[float]], line_style: LineStyle, *, label: str
 ) -> None:
-    """What was measured, by its place."""
+    """Mean and range by position."""
     measured = {place: values[place] for place in sorted(values) if values[place]}
     if measured:
         plot_mean_and_range(axes, list(measured), list(measured.values()), line_style, label=label)
@@ -218,7 +223,7 @@ def _level(axes: Axes, findings: Findings, figure: Measurement) -> None:
 
 
 def _hollow(axes: Axes, place: float, score: Score | None, line_style: LineStyle) -> None:
-    """What the paper printed."""
+    """A published number, with its standard deviation."""
     if score is None:
         return
     spread = score.std or 0.0
@@ -241,7 +246,7 @@ def _place(split: SweepPoint) -> float:
 
 
 def _stretched(share: float) -> float:
-    """The log of the odds: what is near none and what is near all are told apart."""
+    """The log odds, which separate shares near none and shares near all."""
     return log(share / (1 - share))
 
 
@@ -249,6 +254,6 @@ def _classes(findings: Findings, part: str) -> str:
     return str(findings.study.parts[part].settings.data.classes_per_client)
 
 
-def _legend(looks: Mapping[str, LineStyle]) -> str:
-    ours = [(line_sample(line_style), words) for words, line_style in looks.items()]
+def _legend(styles: Mapping[str, LineStyle]) -> str:
+    ours = [(line_sample(line_style), words) for words, line_style in styles.items()]
     return legend([*ours, (hollow_sample(_LG), "published")])

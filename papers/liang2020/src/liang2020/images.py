@@ -1,7 +1,8 @@
-"""Liang et al. 2020, "Think Locally, Act Globally", on MNIST and CIFAR-10: Table 1, Figure 2(c) and the two tables of appendix C.2.
+"""Liang et al. 2020 on MNIST and CIFAR-10: Table 1, Figure 2(c) and the tables of appendix C.2.
 
-Two protocols. `paper` is the text, done right: averages weighted by examples, the round chosen on validation data. `released` is
-what the authors' released code does where it differs from the text, but for its selection on test data: the last round counts.
+Two protocols. `paper` is the text, done right: averages weighted by examples, the round chosen on
+validation data. `released` is what the authors' released code does where it differs from the text,
+but for its selection on test data: the last round counts.
 """
 
 from dataclasses import replace
@@ -47,7 +48,8 @@ _CIFAR10_BASE = Settings(
     data=DataSettings(source="cifar10", clients=100, validation=0.05, augment="crop_and_flip"),
     model=ModelSettings("lenet5"),
     split=SplitSettings(shared=("conv1", "conv2")),
-    # the text says 0.1 with a decay of 0.005, but not how it decays; as 0.1 / (1 + 0.005 t) it is worse on validation data
+    # The text says 0.1 with a decay of 0.005, but not how it decays. As 0.1 / (1 + 0.005 t) it is
+    # worse on validation data.
     optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
     plan=PlanSettings(clients_per_round=10, batch_size=50, seeds=10),
     run=_HONEST,
@@ -55,14 +57,14 @@ _CIFAR10_BASE = Settings(
 
 
 def _cases(data: str, lr: float | None = None) -> dict[str, ExperimentSettings]:
-    """The rows of a table: every LG-FedAvg goes on from the one FedAvg of its seed."""
+    """The rows of a table: every LG-FedAvg starts from the one FedAvg of its seed."""
     starts = _STARTS[data]
     warm = {f"LG {start}+{_EXTRA}": _after("lg_fedavg", start) for start in starts}
     return {
         "FedAvg": ExperimentSettings("fedavg", rounds=starts[-1], lr=lr),
         **warm,
         FINE_TUNED: _after("local_only", starts[-1]),
-        # every device for 200 epochs of its own
+        # every client for 200 local epochs
         "Local only": ExperimentSettings("local_only", rounds=200, clients_per_round=100),
     }
 
@@ -72,7 +74,7 @@ def _after(algorithm: str, start: int) -> ExperimentSettings:
 
 
 def _named(settings: Settings, name: str, classes: int) -> Settings:
-    """For a split of the paper: shards dealt at random, as sections 5.1 and 5.2 take from McMahan et al.; ten classes are iid."""
+    """For a partition of the paper: random shards, as in McMahan et al.; ten classes are IID."""
     partition = "iid" if classes == CLASSES[-1] else "random_shards"
     return replace(
         settings,
@@ -82,7 +84,7 @@ def _named(settings: Settings, name: str, classes: int) -> Settings:
 
 
 def _paper(base: Settings, classes: int) -> StudyPart:
-    """The text, done right; with two classes per device also every split into lower and upper layers."""
+    """The text, done right; with two classes per client also the sweep of splits."""
     data = base.data.source
     extra = _swept(data) if classes == CLASSES[0] else {}
     settings = replace(
@@ -103,7 +105,7 @@ def _paper(base: Settings, classes: int) -> StudyPart:
 
 
 def _swept(data: str) -> dict[str, ExperimentSettings]:
-    """From the last round of FedAvg on, every split that the tables do not have, in both directions."""
+    """Every split that the tables do not have, in both directions, from FedAvg's last round."""
     start, layers = _after("lg_fedavg", _STARTS[data][-1]), _LAYERS[data]
     experiments = {}
     for count in range(1, len(layers)):
@@ -114,7 +116,7 @@ def _swept(data: str) -> dict[str, ExperimentSettings]:
 
 
 def _splits(data: str) -> dict[str, str]:
-    """The cases of the sweep by what they share, the lower layers first, then the upper ones."""
+    """The experiments of the sweep by the layers they share, the lower ones first."""
     counts = range(1, len(_LAYERS[data]))
     names = [_shares(end, count) for end in ("first", "last") for count in counts]
     lg = f"LG {_STARTS[data][-1]}+{_EXTRA}"
@@ -130,7 +132,7 @@ def _shares(end: str, count: int) -> str:
 
 
 def _released(base: Settings, classes: int) -> StudyPart:
-    """As the released code: equal weights, no validation data, other rates; on MNIST softmax twice."""
+    """As the released code: equal weights, no validation data, other rates, softmax twice on MNIST."""
     data = base.data.source
     mnist = data == "mnist"
     settings = replace(
@@ -146,7 +148,7 @@ def _released(base: Settings, classes: int) -> StudyPart:
 
 
 def _tuned(base: Settings, classes: int) -> StudyPart:
-    """The last rows once for each learning rate; LG-FedAvg and fine-tuning keep the rate of the FedAvg that they go on from."""
+    """The last rows once per learning rate; LG-FedAvg and fine-tuning keep the rate of their FedAvg."""
     data, last = base.data.source, _STARTS[base.data.source][-1]
     experiments: dict[str, ExperimentSettings] = {}
     candidates: dict[str, tuple[str, ...]] = {}
@@ -170,7 +172,7 @@ def _tuned(base: Settings, classes: int) -> StudyPart:
 
 
 def _mtl(clients: int | None) -> StudyPart:
-    """Mean-regularised multi-task learning, on ten of the hundred devices as in the appendix, or on all; how strongly is chosen."""
+    """Mean-regularised multi-task learning with ten clients as in the appendix, or with all."""
     settings = _named(_CIFAR10_BASE, f"cifar10, MTL, M = {clients or 100}", 2)
     experiments = {
         f"MTL, tie {lam:g}": ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam})
@@ -190,7 +192,7 @@ def _mtl(clients: int | None) -> StudyPart:
 
 
 def _title(classes: int) -> str:
-    return f"{classes} classes per device" + (" (iid)" if classes == 10 else "")
+    return f"{classes} classes per client" + (" (IID)" if classes == 10 else "")
 
 
 def _parts(base: Settings) -> dict[str, StudyPart]:
@@ -200,16 +202,17 @@ def _parts(base: Settings) -> dict[str, StudyPart]:
 
 
 def _claims(data: str, half: str, similar: float) -> tuple[Claim, ...]:
-    """What the paper says of its tables, for every split, whether or not its own means bear it out.
+    """The paper's claims about its tables, for every partition.
 
-    `half` is the row that it calls around half the traffic of FedAvg. `similar` is by how many points an accuracy that the paper
-    calls similar may lie below: about as far as its own rows do. On MNIST it claims no more than that on New Test.
+    `half` is the row with around half the traffic of FedAvg. An accuracy that the paper calls
+    similar may be `similar` points lower, about as far as its own rows are apart. On MNIST it
+    claims no more than that on New Test.
     """
     last = f"LG {_STARTS[data][-1]}+{_EXTRA}"
     claims = []
     for classes in CLASSES:
         where, part, experiments = (
-            f"{classes} classes per device",
+            f"{classes} classes per client",
             f"paper-{classes}",
             ("FedAvg", "Local only", half, last),
         )
@@ -244,11 +247,11 @@ def _claims(data: str, half: str, similar: float) -> tuple[Claim, ...]:
 
 
 def _above_mtl(half: str) -> tuple[Claim, ...]:
-    """Table 1: LG-FedAvg, on all its devices, against multi-task learning on ten of them and on all."""
+    """Table 1: LG-FedAvg on all clients against multi-task learning on ten of them and on all."""
     ours = Measurement("paper-2", half, "local")
     return tuple(
         Claim(
-            f"2 classes per device: {half} is above MTL with M = {m} on Local Test",
+            f"2 classes per client: {half} is above MTL with M = {m} on Local Test",
             (ours,),
             (Measurement(f"mtl-{m}", "MTL", "local"),),
         )
@@ -257,15 +260,17 @@ def _above_mtl(half: str) -> tuple[Claim, ...]:
 
 
 def _growing(last: str) -> tuple[Claim, ...]:
-    """Figure 2(c): the fewer classes a device has, the further LG-FedAvg is ahead of FedAvg."""
+    """Figure 2(c): the fewer classes a client has, the further LG-FedAvg is ahead of FedAvg."""
     claims = []
     for fewer, more in pairwise(CLASSES):
         ours, theirs = (
             {n: Measurement(f"paper-{n}", experiment, "local") for n in (fewer, more)}
             for experiment in (last, "FedAvg")
         )
-        says = f"{last} is further ahead of FedAvg with {fewer} classes per device than with {more}"
-        claims.append(Claim(says, (ours[fewer], theirs[more]), (theirs[fewer], ours[more])))
+        statement = (
+            f"{last} is further ahead of FedAvg with {fewer} classes per client than with {more}"
+        )
+        claims.append(Claim(statement, (ours[fewer], theirs[more]), (theirs[fewer], ours[more])))
     return tuple(claims)
 
 
@@ -279,8 +284,9 @@ MNIST = Study(
     title="MNIST, an MLP whose last three layers are shared",
     source="Liang et al. 2020, appendix C.2, table of MNIST results",
     statement=(
-        "LG-FedAvg outperforms FedAvg under Local Test and achieves similar performance under New Test while using around "
-        "50 % of the parameters communicated, across splits of 2 to 10 classes per device."
+        "LG-FedAvg outperforms FedAvg under Local Test and achieves similar performance under New "
+        "Test while using around 50 % of the parameters communicated, across splits of 2 to 10 "
+        "classes per client."
     ),
     parts=_parts(_MNIST_BASE),
     claims=_claims("mnist", "LG 400+100", 0.5),
@@ -294,8 +300,9 @@ CIFAR10 = Study(
     title="CIFAR-10, LeNet-5 whose two convolutions are shared",
     source="Liang et al. 2020, Table 1, Figure 2(c) and appendix C.2, table of CIFAR-10 results",
     statement=(
-        "LG-FedAvg outperforms FedAvg, local only and MTL under Local Test, is similar to FedAvg under New Test with "
-        "around 50 % of the parameters communicated and better with as many; its lead grows with device variance."
+        "LG-FedAvg outperforms FedAvg, local only and MTL under Local Test, is similar to FedAvg "
+        "under New Test with around 50 % of the parameters communicated and better with as many; "
+        "its lead grows with the variance between clients."
     ),
     parts={**_parts(_CIFAR10_BASE), "mtl-10": _mtl(10), "mtl-100": _mtl(None)},
     claims=(

@@ -1,6 +1,6 @@
-"""The commonest answer as a row of a study: what a model is worth that looks at nothing.
+"""The majority class as a baseline of a study: a model that ignores its inputs.
 
-Devices count their labels, and a model of zeros predicts by the counts: they are the bias of its last layer.
+Clients count their labels. In a model of zeros, the counts are the bias of the last layer.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from glocal.core.trees import Params
 
 
 def majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
-    """Everybody's commonest label; one round with all devices."""
+    """The most frequent label over all clients; one round with all of them."""
     init, count, predict = _counting(objective)
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
@@ -37,7 +37,7 @@ def majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
 
 
 def own_majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
-    """Each device's own commonest label; nothing is sent."""
+    """Each client's own most frequent label; nothing is sent."""
     init, count, predict = _counting(objective)
 
     def client_update(shared: Params, private: Params, work: Work) -> Update:
@@ -55,10 +55,10 @@ def own_majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
 def _counting(
     objective: Objective,
 ) -> tuple[Callable[[Params], Params], Callable[[Work], Params], Callable[[Params], Params]]:
-    """The counts before the first round, those of a device's work, and the model that predicts by them."""
+    """The initial counts, the counts of a client's work, and the model that predicts by them."""
     if not isinstance(objective.loss, ModelLoss):
         raise InputError(
-            "majority: it counts labels and learns nothing; leave data.augment and learns out"
+            "majority: it counts labels and is not trained; leave data.augment and pretext out"
         )
     model = objective.loss.model
     params = params_of(model)
@@ -70,8 +70,8 @@ def _counting(
         return {bias: (labels.flatten()[:, None] == classes).sum(0).float()}
 
     def predict(counts: Params) -> Params:
-        there = counts[bias].device  # made there: a CUDA graph takes nothing from the host
-        zeros = {name: torch.zeros_like(tensor, device=there) for name, tensor in params.items()}
+        device = counts[bias].device  # a CUDA graph cannot copy from the host
+        zeros = {name: torch.zeros_like(tensor, device=device) for name, tensor in params.items()}
         return {**zeros, bias: counts[bias]}
 
     return lambda params: {bias: torch.zeros_like(params[bias])}, count, predict

@@ -1,7 +1,8 @@
-"""Liang et al. 2020, section 5.2 and Figure 2(d): mood from what people write, on a public stand-in for the private MAPS data.
+"""Liang et al. 2020, section 5.2 and Figure 2(d): mood from texts, on public data.
 
-The paper's network and hyper-parameters, its splits 80/10/10, ten of them, and of five tries on each the best on validation data.
-What the text leaves open is said where it stands: how wide word vectors are, when the learning rate shrinks, for how many rounds.
+The paper's MAPS data are private. Its network, its hyper-parameters and its ten random 80/10/10
+splits, with five restarts on each, of which the best on validation data counts. The text leaves
+open the width of word vectors, the learning-rate schedule and the number of rounds: see below.
 """
 
 from dataclasses import replace
@@ -30,7 +31,7 @@ _LAYERS = (
     "head.layer1",
     "head.layer[23]",
 )
-# after how many layers to cut for an alpha-split: the share of parameters before and after each cut is in SHARES
+# the number of layers before the cut of an alpha-split; SHARES has the shares of parameters
 _CUTS = {".2": 1, ".4": 2, ".6": 3, ".8": 5}
 _WHOLE = 4  # layers of the encoder: words and LSTM
 _ENCODER, _HEAD = "encoder local", "head local"
@@ -59,7 +60,7 @@ BASELINES = (
 
 
 def _mixes() -> dict[str, ExperimentSettings]:
-    """Every split of the layers: the first so many local, or the last so many."""
+    """Every split of the layers: the first few local, or the last few."""
     cuts = {**{f"α = {alpha}": cut for alpha, cut in _CUTS.items()}, "all of it": _WHOLE}
     first = {f"{_ENCODER}, {alpha}": _LAYERS[:cut] for alpha, cut in cuts.items()}
     # the head's shares are what the encoder's leave: .2 where that has .8
@@ -102,7 +103,7 @@ _ESSAYS = Settings(
         seeds=10,
         restarts=5,
     ),
-    # 5 x 100 short and 2 x 100 long tasks of 10 splits x 5 tries x 14 people: few shapes
+    # 10 splits x 5 restarts x 14 people in chunks of 100: few shapes
     run=Options(
         select="best", save="metrics", validate_every=1, checkpoint_every=1000, chunk_size=100
     ),
@@ -125,7 +126,7 @@ def _few() -> StudyPart:
 
 
 def _all() -> StudyPart:
-    """Everybody; one try on three splits, for those of ten do not fit into a GPU's memory side by side."""
+    """All people; one restart on three splits: ten do not fit into a GPU's memory together."""
     plan, run = (
         replace(_ESSAYS.plan, clients_per_round=182, seeds=3, restarts=1),
         replace(_ESSAYS.run, chunk_size=192),
@@ -134,7 +135,7 @@ def _all() -> StudyPart:
 
 
 def _claims() -> tuple[Claim, ...]:
-    """What the paper says of its figure, and the levels that trials on these data let expect."""
+    """The paper's claims about its figure, and the levels expected from trials on these data."""
     claims = []
     for part in ("14-people", "all-people"):
         local, shared, mix = (
@@ -173,17 +174,21 @@ def _claims() -> tuple[Claim, ...]:
     )
 
 
-def _told() -> str:
+def _shares_text() -> str:
     return "; ".join(f"{100 * share:.1f} % ({name})" for name, share in SHARES.items())
 
 
 MOOD = Study(
     name="paper-mood",
-    title="Mood from what people write, a part of the network local",
-    source="Liang et al. 2020, section 5.2 and Figure 2(d), here on the SemEval-2026 mood essays in place of the private MAPS data",
+    title="Mood from texts, with a part of the network local",
+    source=(
+        "Liang et al. 2020, section 5.2 and Figure 2(d), here on the SemEval-2026 mood essays "
+        "in place of the private MAPS data"
+    ),
     statement=(
-        "an α-split across local and global models leverages both personalised representations and statistical strength, "
-        "outperforming either local or global extremes. The paper prints no numbers beside its figure."
+        "an α-split across local and global models leverages both personalised representations and "
+        "statistical strength, outperforming either local or global extremes. The paper prints no "
+        "numbers beside its figure."
     ),
     parts={"14-people": _few(), "all-people": _all()},
     claims=_claims(),
@@ -200,14 +205,17 @@ MOOD = Study(
     lower_is_better=frozenset({"error", "error_rest"}),
     protocols={
         "paper": (
-            "Bi-LSTM of 128 and MLP of 512 and 512, Adam at 0.005 that halves every ten rounds, batches of at most 2,000 tokens "
-            "and 32 texts, 80/10/10 splits; of several tries and all rounds the best on validation data"
+            "Bi-LSTM of 128 and MLP of 512 and 512, Adam at 0.005 that halves every ten rounds, "
+            "batches of at most 2,000 tokens and 32 texts, 80/10/10 splits; the best of all "
+            "restarts and rounds on validation data"
         )
     },
     caption=(
-        "Accuracy: each person’s own model on their own test texts, over all texts. Mean absolute error: in percent of a class, so "
-        "that 100 is one of five classes off. One-class people have 95 % of their texts in one class. α is the share of parameters "
-        f"that stay with a person; layers can be cut at {_told()}. {BEST_SPLIT}: which is best on validation data stands "
-        f"beside it; {BEST}: the same, {FINE_TUNED!r} among them. Baselines see the same words on the same splits."
+        "Accuracy: each person’s own model on their own test texts, over all texts. Mean absolute "
+        "error: in percent of a class, so that 100 is one of five classes off. One-class people "
+        "have 95 % of their texts in one class. α is the share of parameters that stay local; "
+        f"layers can be cut at {_shares_text()}. {BEST_SPLIT}: the best on validation data, which "
+        f"stands beside it; {BEST}: the same, with {FINE_TUNED!r} among the candidates. Baselines "
+        "see the same words on the same splits."
     ),
 )

@@ -7,6 +7,4 @@ from liang2020.mood import MOOD
 from liang2020.rotated import ROTATED
 from liang2020.vqa import VQA
 
-STUDIES = {
-    study.name: study for study in (MNIST, CIFAR10, ROTATED, FAIR, FEW_LABELS, MOOD, VQA)
-}
+STUDIES = {study.name: study for study in (MNIST, CIFAR10, ROTATED, FAIR, FEW_LABELS, MOOD, VQA)}
