@@ -365,7 +365,7 @@ addEventListener("load", () => {{
 """
 
 
-def seen_on_a_phone(page: Path, folder: Path, scheme: int) -> dict[str, Any]:
+def colours_on_a_phone(page: Path, folder: Path, scheme: int) -> dict[str, Any]:
     """What a browser makes of a page in a frame of 360 px; scheme 0 is dark, 1 light."""
     copy = folder / "measure.html"
     copy.write_text(MEASURE.format(page=escape(page.read_text(encoding="utf-8"))), encoding="utf-8")
@@ -399,7 +399,7 @@ def test_a_phone_shows_the_page_without_scrolling_sideways_in_light_and_dark(
     page = write_report(
         fake_run(tmp_path / "run", "FedAvg", "an experiment with a long name" * 3, "x" * 120)
     )
-    dark, light = (seen_on_a_phone(page, tmp_path, scheme) for scheme in (0, 1))
+    dark, light = (colours_on_a_phone(page, tmp_path, scheme) for scheme in (0, 1))
     for seen in (dark, light):
         assert seen["window"] == 360
         assert seen["width"] <= 360

@@ -25,7 +25,7 @@ from glocal.studies.study_parts import read_parts, run_parts, write_study
 from tests.support.offered import offer_studies
 
 FINE_TUNED = "FedAvg + fine-tuning"
-DEALT = Settings(
+PARTITIONED = Settings(
     data=DataSettings(source="digits", clients=6, validation=0.2),
     model=ModelSettings(hidden=(16,)),
     split=SplitSettings(local=("layer1",)),
@@ -48,12 +48,12 @@ SMALL = Study(
     statement="LG is above FedAvg.",
     parts={
         "paper-2": StudyPart(
-            "2 classes per device", "paper", DEALT, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}
+            "2 classes per device", "paper", PARTITIONED, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}
         ),
         "tuned-2": StudyPart(
             "2 classes per device",
             "tuned",
-            replace(DEALT, experiments=RATES),
+            replace(PARTITIONED, experiments=RATES),
             {"FedAvg": ROW},
             candidates={"FedAvg": tuple(RATES)},
         ),

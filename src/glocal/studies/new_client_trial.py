@@ -131,12 +131,13 @@ def _measure(
 def _accuracy_before(evaluation: Evaluator, result: Result, own: ClientData) -> float:
     """The accuracy of the existing clients' ensemble on the new client's data, before it trains."""
     state = result.state
-    members = [state.private.of(client) for client in sorted(state.private.trained)]
-    if not members:
-        members = [state.private.initial]
-    if not members[0]:  # nothing is private: all models are the same
-        members = members[:1]
-    return ensemble_accuracy(evaluation, [(state.shared, member) for member in members], own)
+    private_parts = [state.private.of(client) for client in sorted(state.private.trained)]
+    if not private_parts:
+        private_parts = [state.private.initial]
+    if not private_parts[0]:  # nothing is private: all models are the same
+        private_parts = private_parts[:1]
+    models = [(state.shared, private) for private in private_parts]
+    return ensemble_accuracy(evaluation, models, own)
 
 
 def _without_client(state: State, client: int) -> State:

@@ -1,4 +1,4 @@
-"""Studies of several parts, which installed packages offer under the entry-point group glocal.studies.
+"""Studies of several parts, which installed packages offer as entry points, group glocal.studies.
 
 In the package's pyproject.toml::
 
