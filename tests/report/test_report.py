@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from html import escape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,6 +17,7 @@ from glocal.core.errors import InputError
 from glocal.core.files import FORMAT
 from glocal.report import draw_classes, write_report
 from glocal.studies.run import experiment_folder
+from tests.support.outline import Outline
 
 CLIENTS, CLASSES, SHARED, LOCAL = 6, 4, 30, 70
 
@@ -122,36 +122,6 @@ def page_of(folder: Path) -> str:
 def change_results(folder: Path, name: str, **changes: object) -> None:
     path = experiment_folder(folder, name) / "result.json"
     write(path, [{**seed, **changes} for seed in json.loads(path.read_text(encoding="utf-8"))])
-
-
-class Outline(HTMLParser):
-    """What a page is made of: tags, ids, addresses, and whether every tag is closed."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.open: list[str] = []
-        self.feed(page)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-        self.addresses += [
-            value or ""
-            for name, value in attrs
-            if name in ("src", "href", "xlink:href", "srcset", "data")
-        ]
-        if tag not in ("meta", "br", "link", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def test_a_page_has_every_figure_with_a_caption_and_a_label(tmp_path: Path) -> None:

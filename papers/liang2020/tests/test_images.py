@@ -1,15 +1,15 @@
 """The paper's studies: their published numbers, and what they run."""
 
 import pytest
-from liang2020.images import CLASSES, LEARNING_RATES
-from liang2020.published import published
-from liang2020.studies import STUDIES
 
 from glocal.core.modules import params_of
 from glocal.core.split import Split
 from glocal.core.trees import numel
 from glocal.studies import lenet5, mlp
 from glocal.studies.run import resolve
+from liang2020.images import CLASSES, LEARNING_RATES
+from liang2020.published import published
+from liang2020.studies import STUDIES
 from tests.cli.test_cli import complaint, run
 
 MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
@@ -19,7 +19,7 @@ FEDAVG_ROUNDS = {"mnist": 800, "cifar10": 1800}
 @pytest.mark.parametrize("classes", CLASSES)
 @pytest.mark.parametrize("data", MODELS)
 def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes):
-    """(M + m) trees a round with M = 100, m = 10; LG-FedAvg sends every whole model once in the end."""
+    """(M + m) models a round, M = 100 and m = 10; at its end LG-FedAvg sends all whole models."""
     model, shared = MODELS[data]
     params = params_of(model)
     whole, part = numel(params), numel(Split.of(model, shared=shared).take_shared(params))

@@ -5,7 +5,6 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from liang2020.theory import LinearProblem, finite_sample_closed_form, normal_inputs
 from torch import nn
 
 import glocal
@@ -16,6 +15,7 @@ from glocal.core.sampling import Plan
 from glocal.core.training import supervised
 from glocal.federate.rounds import simulate
 from glocal.personalize.mixing import TrainedAPFL, losses_by_alpha
+from liang2020.theory import LinearProblem, finite_sample_closed_form, normal_inputs
 
 
 def half_square(output, target):

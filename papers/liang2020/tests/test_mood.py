@@ -1,12 +1,10 @@
-"""Mood from texts: the paper's network against torch's own, its splits, and the study from run to figure."""
+"""Mood from texts: the network against torch's own, its splits, the study from run to figure."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from liang2020.mood import MOOD, SHARES
-from liang2020.mood_model import BiLstm, mood_lstm
 from torch import nn
 
 from glocal.algorithms import lg_fedavg
@@ -23,6 +21,8 @@ from glocal.studies.build import build_split, default_model
 from glocal.studies.findings import read_findings
 from glocal.studies.run import plans_of
 from glocal.studies.study_parts import run_parts, write_study
+from liang2020.mood import MOOD, SHARES
+from liang2020.mood_model import BiLstm, mood_lstm
 from tests.studies.test_texts import SECRET, diary
 from tests.support import world
 
@@ -63,11 +63,11 @@ def test_the_lstm_is_that_of_torch():
     for row, text in enumerate(texts):
         both[0, row, 6 - len(text) :], both[1, row, 6 - len(text) :] = text, text.flip(0)
     assert torch.allclose(ours(both, real), torch.cat([last[0], last[1]], -1), atol=1e-9)
-    slopes = torch.autograd.grad(ours(both, real).square().sum(), ours.forwards.of_state)[0]
-    known = torch.autograd.grad(
+    gradient = torch.autograd.grad(ours(both, real).square().sum(), ours.forwards.of_state)[0]
+    expected = torch.autograd.grad(
         torch.cat([last[0], last[1]], -1).square().sum(), theirs.weight_hh_l0
     )[0]
-    assert torch.allclose(slopes, known, atol=1e-9)
+    assert torch.allclose(gradient, expected, atol=1e-9)
 
 
 def test_padding_changes_nothing():
@@ -86,7 +86,7 @@ def test_the_network_takes_its_words_in_order():
 
 
 @pytest.mark.parametrize("dropout", [None, 0.3])
-def test_batched_devices_train_as_one_by_one(dropout):
+def test_clients_batched_train_as_one_by_one(dropout):
     model = world.seeded(lambda: small(dropout=dropout))
     people = [
         (sentences(lengths, seed=place), torch.arange(len(lengths)) % 3)
@@ -103,10 +103,10 @@ def test_batched_devices_train_as_one_by_one(dropout):
         world.last(simulate(algorithm, params_of(model), train, plan, engine=engine))[0]
         for engine in ("looped", "vmapped")
     ]
-    assert world.gap(*runs, total=2) < 1e-5
+    assert world.gap(*runs, num_clients=2) < 1e-5
 
 
-def test_the_alpha_splits_are_the_shares_they_say():
+def test_the_alpha_splits_have_the_shares_in_their_names():
     settings = MOOD.parts["14-people"].settings
     model = default_model("liang2020.mood_model:mood_lstm")
     params = params_of(model)

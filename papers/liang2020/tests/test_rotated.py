@@ -1,4 +1,4 @@
-"""Table 3: the study of a new client with rotated digits, from its published numbers to its report."""
+"""Table 3: a new client with rotated digits, from the published numbers to the report."""
 
 import json
 from dataclasses import replace
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from liang2020.rotated import ROTATED
-from liang2020.studies import STUDIES
 
 from glocal.report import study_markdown, write_study_report
 from glocal.studies.findings import Findings, part_folder, read_findings
 from glocal.studies.new_client_trial import NewClientSettings
 from glocal.studies.study_parts import run_parts, write_study
+from liang2020.rotated import ROTATED
+from liang2020.studies import STUDIES
 from tests.cli.test_cli import run
 
 
@@ -42,7 +42,7 @@ def test_table_3_is_published_whole():
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[Findings, Path]:
+def small_run(tmp_path_factory) -> tuple[Findings, Path]:
     """The study in small, run as it would be."""
     study = ROTATED
     folder = tmp_path_factory.mktemp("rotated")
@@ -83,8 +83,8 @@ def _short(experiments):
     return short
 
 
-def test_the_report_has_normal_and_rotated_beside_the_papers_own(found):
-    findings, folder = found
+def test_the_report_has_normal_and_rotated_beside_the_papers_own(small_run):
+    findings, folder = small_run
     text = study_markdown(findings)
     row = next(line for line in text.splitlines() if line.startswith("| LG-FedAvg, C = 0.1"))
     assert "97.70 ± 0.80" in row
@@ -98,31 +98,31 @@ def test_the_report_has_normal_and_rotated_beside_the_papers_own(found):
     assert "FedProx, C = 0.0" in page
 
 
-def test_every_claim_of_table_3_gets_a_verdict(found):
-    findings, _ = found
+def test_every_claim_of_table_3_gets_a_verdict(small_run):
+    findings, _ = small_run
     assert len(findings.verdicts()) == len(findings.study.claims) == 12
 
 
-def test_the_figures_are_the_runs_own(found):
-    findings, folder = found
+def test_the_figures_are_the_runs_own(small_run):
+    findings, folder = small_run
     experiment = findings.parts["iid"]["experiments"]["FedAvg, C = 0.0"]
-    kept = json.loads(
+    results = json.loads(
         (part_folder(folder, "iid") / "experiments" / "fedavg-c-0-0" / "result.json").read_text()
     )
     assert experiment["rotated"] == pytest.approx(
-        [result["new_client"]["rotated"] for result in kept], abs=1e-6
+        [result["new_client"]["rotated"] for result in results], abs=1e-6
     )
-    assert experiment["join_bytes"] == kept[0]["new_client"]["ledger"]["total"]["bytes"]
+    assert experiment["join_bytes"] == results[0]["new_client"]["ledger"]["total"]["bytes"]
     assert np.isfinite(experiment["normal"]).all()
 
 
-def test_show_tells_of_table_3(capsys):
+def test_show_has_the_numbers_of_table_3(capsys):
     assert run("show", "paper-rotated") == 0
     shown = capsys.readouterr().out
     assert "paper: Normal" in shown
     assert "32.00 ± 6.20" in shown
 
 
-def test_a_study_tells_what_it_measures():
+def test_a_study_has_its_measures():
     assert [*ROTATED.measures] == ["normal", "rotated"]
     assert [*STUDIES["paper-mnist"].measures] == ["local", "new"]
