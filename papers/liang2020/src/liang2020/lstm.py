@@ -1,8 +1,9 @@
-"""An LSTM's way through a text, with its slopes worked out by hand (Hochreiter, Schmidhuber 1997).
+"""An LSTM over the words of texts, with hand-derived gradients (Hochreiter, Schmidhuber 1997).
 
-torch's own LSTM has no rule for weights that differ from device to device, and autograd under `vmap` makes many small
-kernels of every word. Here they are fewer, for all devices and directions at once: devices become leading axes of the tensors, and
-nothing depends on data, so that a CUDA graph can hold it.
+torch's own LSTM has no batching rule for weights that differ between clients, and autograd under
+`vmap` launches many small kernels for every word. Here there are fewer, for all clients and
+directions at once: clients become leading axes of the tensors. No control flow depends on data, so
+that a CUDA graph can capture it.
 """
 
 from collections.abc import Sequence
@@ -13,32 +14,34 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def lstm_scan(asked: Tensor, of_state: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+def lstm_scan(from_words: Tensor, of_state: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """States (..., rows, words, units) after every word, and the last cells (..., rows, units).
 
-    `asked` (..., rows, words, 4 units) is what the words ask of the gates i, f, g, o, in torch's order; `of_state` (..., 4 units,
-    units) what the last state does. Where `real` (..., rows, words) is not, state and cell stay as they were.
+    `from_words` (..., rows, words, 4 units) is the words' part of the gates i, f, g, o before their
+    activations, in torch's order, biases included. `of_state` (..., 4 units, units) are the weights
+    of the previous state. Where `real` (..., rows, words) is false, there is padding: state and
+    cell do not change.
     """
-    states, cell, _, _ = _Read.apply(asked, of_state, real)  # type: ignore[no-untyped-call]
+    states, cell, _, _ = _Forward.apply(from_words, of_state, real)  # type: ignore[no-untyped-call]
     return states, cell
 
 
-class _Read(Function):
-    """Forwards; cells and opened gates come out besides, for the way back."""
+class _Forward(Function):
+    """The forward pass; it also returns all cells and gates, which the backward pass needs."""
 
     @staticmethod
     def forward(
-        asked: Tensor, of_state: Tensor, real: Tensor
+        from_words: Tensor, of_state: Tensor, real: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        with torch.autocast(asked.device.type, enabled=False):
-            return _read(asked.to(of_state.dtype), of_state, real)
+        with torch.autocast(from_words.device.type, enabled=False):
+            return _scan(from_words.to(of_state.dtype), of_state, real)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _, of_state, real = inputs
         states, _, cells, gates = output
         ctx.mark_non_differentiable(cells, gates)
-        ctx.set_materialize_grads(False)  # or they would be as many zeros
+        ctx.set_materialize_grads(False)  # no zeros for outputs that are not used
         ctx.save_for_backward(of_state, real, states, cells, gates)
 
     @staticmethod
@@ -48,72 +51,76 @@ class _Read(Function):
         states = ctx.saved_tensors[2]
         d_states = torch.zeros_like(states) if d_states is None else d_states
         d_cell = torch.zeros_like(states[..., -1, :]) if d_cell is None else d_cell
-        d_asked, d_of_state = _Back.apply(d_states, d_cell, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        return d_asked, d_of_state, None
+        saved = ctx.saved_tensors
+        d_from_words, d_of_state = _Backward.apply(d_states, d_cell, *saved)  # type: ignore[no-untyped-call]
+        return d_from_words, d_of_state, None
 
     @staticmethod
     def vmap(info: Any, axes: Sequence[int | None], *tensors: Tensor) -> Any:
-        return _Read.apply(*_leading(info, axes, tensors)), (0, 0, 0, 0)  # type: ignore[no-untyped-call]
+        outputs = _Forward.apply(*_leading(info, axes, tensors))  # type: ignore[no-untyped-call]
+        return outputs, (0, 0, 0, 0)
 
 
-class _Back(Function):
-    """Backwards: slopes by `asked` and by `of_state`."""
+class _Backward(Function):
+    """The gradients with respect to `from_words` and `of_state`."""
 
     @staticmethod
     def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(tensors[0].device.type, enabled=False):
-            return _back(*tensors)
+            return _scan_back(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass  # of slopes there are no slopes: nothing here asks for a second derivative
+        pass  # no second derivatives
 
     @staticmethod
     def vmap(info: Any, axes: Sequence[int | None], *tensors: Tensor) -> Any:
-        return _Back.apply(*_leading(info, axes, tensors)), (0, 0)  # type: ignore[no-untyped-call]
+        gradients = _Backward.apply(*_leading(info, axes, tensors))  # type: ignore[no-untyped-call]
+        return gradients, (0, 0)
 
 
 def _leading(info: Any, axes: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors with the axis of `vmap` first, in each of them."""
-    pairs = zip(tensors, axes, strict=True)
-    return [
-        t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
-        for t, axis in pairs
-    ]
+    leading = []
+    for tensor, axis in zip(tensors, axes, strict=True):
+        if axis is None:
+            leading.append(tensor.expand(info.batch_size, *tensor.shape))
+        else:
+            leading.append(tensor.movedim(axis, 0))
+    return leading
 
 
-def _read(asked: Tensor, of_state: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States, the last cells, all cells and all gates, opened; with whatever axes lead."""
-    lead, (rows, words, wide) = asked.shape[:-3], asked.shape[-3:]
+def _scan(
+    from_words: Tensor, of_state: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """States, the last cells, all cells and all gates after their activations; any leading axes."""
+    lead, (rows, words, wide) = from_words.shape[:-3], from_words.shape[-3:]
     units = wide // 4
-    onward, here = (
-        of_state.reshape(-1, wide, units).transpose(1, 2),
-        real.reshape(-1, rows, words, 1),
-    )
-    cell = state = asked.new_zeros(len(onward), rows, units)
-    states, cells, opened = [], [], []
-    for word, known in zip(
-        asked.reshape(-1, rows, words, wide).unbind(2), here.unbind(2), strict=True
-    ):
-        gates = torch.baddbmm(word, state, onward)
+    weights = of_state.reshape(-1, wide, units).transpose(1, 2)
+    by_word = from_words.reshape(-1, rows, words, wide).unbind(2)
+    real_by_word = real.reshape(-1, rows, words, 1).unbind(2)
+    cell = state = from_words.new_zeros(len(weights), rows, units)
+    states, cells, activated = [], [], []
+    for word, is_real in zip(by_word, real_by_word, strict=True):
+        gates = torch.baddbmm(word, state, weights)
         gates[..., : 2 * units].sigmoid_()
         gates[..., 2 * units : 3 * units].tanh_()
         gates[..., 3 * units :].sigmoid_()
         i, f, g, o = gates.chunk(4, -1)
-        cell = torch.where(known, torch.addcmul(f * cell, i, g), cell)
-        state = torch.where(known, o * cell.tanh(), state)
+        cell = torch.where(is_real, torch.addcmul(f * cell, i, g), cell)
+        state = torch.where(is_real, o * cell.tanh(), state)
         states.append(state)
         cells.append(cell)
-        opened.append(gates)
+        activated.append(gates)
     return (
         torch.stack(states, 2).reshape(*lead, rows, words, units),
         cell.reshape(*lead, rows, units),
         torch.stack(cells, 2).reshape(*lead, rows, words, units),
-        torch.stack(opened, 2).reshape(*lead, rows, words, wide),
+        torch.stack(activated, 2).reshape(*lead, rows, words, wide),
     )
 
 
-def _back(
+def _scan_back(
     d_states: Tensor,
     d_cell: Tensor,
     of_state: Tensor,
@@ -122,41 +129,44 @@ def _back(
     cells: Tensor,
     gates: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Slopes by what words ask (..., rows, words, 4 units) and by `of_state`, from those by states and by the last cells."""
+    """Gradients of `from_words` and `of_state`, from those of all states and of the last cells.
+
+    Backpropagation through time. The local derivatives need no gradient of a later word, so they
+    are computed for all words at once; the loop from the last word to the first only multiplies
+    and adds. At padding state and cell are copies of those before: gates get no gradient there.
+    """
     rows, words, units = states.shape[-3:]
-    weights, here = of_state.reshape(-1, 4 * units, units), real.reshape(-1, rows, words, 1)
+    weights, is_real = of_state.reshape(-1, 4 * units, units), real.reshape(-1, rows, words, 1)
     d_states, states, cells = (
         tensor.reshape(-1, rows, words, units) for tensor in (d_states, states, cells)
     )
     i, f, g, o = gates.reshape(-1, rows, words, 4 * units).chunk(4, -1)
-    known, squashed = here.to(cells.dtype), cells.tanh()
-    # all that needs no slope of a later word, for all words at once: of the gates by the cell and by the state, of cells by cells
-    by_cell = (
-        torch.stack([g * i * (1 - i), _before(cells) * f * (1 - f), i * (1 - g * g)], 3)
-        * known[..., None, :]
+    mask, cells_tanh = is_real.to(cells.dtype), cells.tanh()
+    # d cell / d (i, f, g before activation), (lead, rows, words, 3, units)
+    cell_by_gates = torch.stack(
+        [g * i * (1 - i), _one_earlier(cells) * f * (1 - f), i * (1 - g * g)], 3
     )
-    by_state = squashed * o * (1 - o) * known
-    of_cell = o * (1 - squashed * squashed) * known
-    lasts, stays = torch.where(here, f, 1), 1 - known
-    d_cell, d_state, found = (
-        d_cell.reshape(-1, rows, units),
-        torch.zeros_like(d_states[:, :, 0]),
-        [],
-    )
+    cell_by_gates = cell_by_gates * mask[..., None, :]
+    state_by_gate = cells_tanh * o * (1 - o) * mask  # d state / d (o before activation)
+    state_by_cell = o * (1 - cells_tanh * cells_tanh) * mask
+    cell_by_earlier, state_by_earlier = torch.where(is_real, f, 1), 1 - mask  # without gates
+    d_cell = d_cell.reshape(-1, rows, units)
+    d_state = torch.zeros_like(d_states[:, :, 0])
+    d_gates_backwards = []
     for t in reversed(range(words)):
         d_state = d_states[:, :, t] + d_state
-        d_cell = torch.addcmul(d_cell, d_state, of_cell[:, :, t])
-        d_gates = torch.cat(
-            [d_cell[:, :, None] * by_cell[:, :, t], (d_state * by_state[:, :, t])[:, :, None]], 2
-        ).flatten(2)
-        d_cell = d_cell * lasts[:, :, t]
-        d_state = torch.baddbmm(d_state * stays[:, :, t], d_gates, weights)
-        found.append(d_gates)
-    d_asked = torch.stack(found[::-1], 2)
-    d_weights = d_asked.flatten(1, 2).transpose(1, 2) @ _before(states).flatten(1, 2)
-    return d_asked.reshape(gates.shape), d_weights.reshape(of_state.shape)
+        d_cell = torch.addcmul(d_cell, d_state, state_by_cell[:, :, t])
+        d_ifg = d_cell[:, :, None] * cell_by_gates[:, :, t]
+        d_o = (d_state * state_by_gate[:, :, t])[:, :, None]
+        d_gates = torch.cat([d_ifg, d_o], 2).flatten(2)
+        d_cell = d_cell * cell_by_earlier[:, :, t]
+        d_state = torch.baddbmm(d_state * state_by_earlier[:, :, t], d_gates, weights)
+        d_gates_backwards.append(d_gates)
+    d_from_words = torch.stack(d_gates_backwards[::-1], 2)
+    d_weights = d_from_words.flatten(1, 2).transpose(1, 2) @ _one_earlier(states).flatten(1, 2)
+    return d_from_words.reshape(gates.shape), d_weights.reshape(of_state.shape)
 
 
-def _before(states: Tensor) -> Tensor:
-    """States (lead, rows, words, units) one word earlier, with nothing before the first."""
+def _one_earlier(states: Tensor) -> Tensor:
+    """States (lead, rows, words, units) one word earlier, zeros before the first."""
     return torch.cat([torch.zeros_like(states[:, :, :1]), states[:, :, :-1]], 2)

@@ -1,6 +1,7 @@
-"""The paper's text network (Liang et al. 2020, appendix C.3): word vectors, a bidirectional LSTM of 128, an MLP of 512 and 512.
+"""The paper's text network: word vectors, a bidirectional LSTM of 128, an MLP of 512 and 512.
 
-Both directions are read in one; see `lstm.read` for why this is not torch's own.
+Liang et al. 2020, appendix C.3. Both directions of the LSTM run in one scan; `liang2020.lstm` says
+why it is not torch's own.
 """
 
 from collections import OrderedDict
@@ -21,7 +22,7 @@ UNITS = 128
 
 
 class WordVectors(nn.Module):
-    """A vector for every word, in two halves: so that a split can keep half of every vector on the device."""
+    """A vector for every word, in two halves: a split can keep half of every vector local."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class WordVectors(nn.Module):
 
 
 class Direction(nn.Module):
-    """The weights of one direction: inputs and state to the four gates i, f, g, o, in torch's order, with one bias."""
+    """The weights of one direction, from inputs and state to the gates i, f, g, o; one bias."""
 
     def __init__(self, inputs: int, units: int) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Direction(nn.Module):
 
 
 class BiLstm(nn.Module):
-    """Read a text forwards and backwards: the two last states, as a packed `nn.LSTM` gives them (Hochreiter, Schmidhuber 1997)."""
+    """The last states of reading a text forwards and backwards, as from a packed `nn.LSTM`."""
 
     def __init__(self, inputs: int, units: int) -> None:
         super().__init__()
@@ -54,23 +55,25 @@ class BiLstm(nn.Module):
         self.backwards = Direction(inputs, units)
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
-        """Vectors (2, rows, words, inputs) in either order, padding first, and which are real (rows, words): to (rows, 2 units)."""
-        sides = (self.forwards, self.backwards)
-        of_input, of_state, bias = (
-            torch.stack([getattr(side, name) for side in sides])
-            for name in ("of_input", "of_state", "bias")
-        )
+        """Vectors (2, rows, words, inputs) in both reading orders, to states (rows, 2 units).
+
+        Padding comes first; `real` (rows, words) is false there.
+        """
+        of_input, of_state, bias = map(self._both, ("of_input", "of_state", "bias"))
         two, rows, words, _ = x.shape
-        asked = (x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]).reshape(
-            two, rows, words, -1
-        )
-        # before a text there is padding, in which the state stays empty
-        states, _ = lstm_scan(asked, of_state, real.expand(two, rows, words))
+        from_words = x.flatten(1, 2) @ of_input.transpose(1, 2) + bias[:, None]
+        from_words = from_words.reshape(two, rows, words, -1)
+        # the padding before a text leaves the state at zero
+        states, _ = lstm_scan(from_words, of_state, real.expand(two, rows, words))
         return torch.cat([states[0, :, -1], states[1, :, -1]], -1)
+
+    def _both(self, name: str) -> Tensor:
+        """A weight of both directions, stacked."""
+        return torch.stack([getattr(self.forwards, name), getattr(self.backwards, name)])
 
 
 class MoodLstm(nn.Module):
-    """Texts as numbers of words (rows, words), 0 for padding at their end, to a score for each class (rows, classes)."""
+    """Texts as word indices (rows, words), padded with 0 at the end, to logits (rows, classes)."""
 
     def __init__(
         self, classes: int, *, vocabulary: int, width: int, units: int, dropout: float | None
@@ -88,15 +91,15 @@ class MoodLstm(nn.Module):
         self.head = nn.Sequential(OrderedDict(parts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both reading orders with padding first, so that each ends with its last word."""
-        places = torch.arange(x.shape[1], device=x.device)
+        """Read both orders with the padding first, so that each ends with a word."""
+        positions = torch.arange(x.shape[1], device=x.device)
         length = (x > 0).sum(1, keepdim=True)
-        from_start = places - (x.shape[1] - length)  # negative where there is padding
+        from_start = positions - (x.shape[1] - length)  # negative at padding
         real = from_start >= 0
         forwards = x.gather(1, from_start.clamp(min=0))
         vectors = self.blank(self.words(torch.stack([forwards, x.flip(1)])))
-        scores: Tensor = self.head(self.lstm(vectors, real))
-        return scores
+        logits: Tensor = self.head(self.lstm(vectors, real))
+        return logits
 
 
 def mood_lstm(
@@ -109,12 +112,14 @@ def mood_lstm(
 ) -> MoodLstm:
     """The paper's mood predictor: 1,436,101 parameters, in six layers that a split can name.
 
-    In order: words.first, words.second, lstm.forwards, lstm.backwards, head.layer1, head.layer2 with head.layer3. The paper does
-    not tell the width of its word vectors; with 300 numbers these layers can be cut near every fifth of the parameters.
+    In order: words.first, words.second, lstm.forwards, lstm.backwards, head.layer1, head.layer2
+    with head.layer3. The paper does not give the width of its word vectors. At a width of 300,
+    cuts between these layers are near every fifth of the parameters.
     """
     if min(classes, vocabulary - 1, width - 1, units) < 1:
         raise InputError(
-            f"model: mood_lstm of {classes} classes, {vocabulary} words, width {width}, {units} units cannot be built"
+            f"model: mood_lstm cannot be built with {classes} classes, {vocabulary} words, "
+            f"width {width} and {units} units; they must be at least 1, 2, 2 and 1"
         )
     return MoodLstm(classes, vocabulary=vocabulary, width=width, units=units, dropout=dropout)
 

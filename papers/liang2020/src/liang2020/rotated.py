@@ -1,7 +1,8 @@
-"""Liang et al. 2020, Table 3: a federation of normal digits meets a device whose digits are turned by 90 degrees.
+"""Liang et al. 2020, Table 3: a client with digits rotated by 90 degrees joins a federation.
 
-When it comes, a fraction C of the old devices goes on training with it in every round: none, or a tenth. The text does not say for
-how long: here FedAvg and FedProx get as many rounds as bring them to about the published numbers, and LG-FedAvg as many as they.
+From then on, a fraction C of the existing clients trains with the new client in every round: none,
+or a tenth. The text does not give the number of rounds. Here FedAvg and FedProx get as many as they
+need for about the published numbers; LG-FedAvg gets as many as they do.
 """
 
 from dataclasses import replace
@@ -22,9 +23,10 @@ from glocal.studies.study import Claim, Measurement, Study, StudyPart
 from liang2020.protocols import PAPER
 from liang2020.published import published
 
-_BEFORE, _LAST = 400, 100  # rounds with the old devices only
-_ALONE, _TOGETHER, _SETTLE = 6, 20, 15  # rounds, rounds, epochs
-_GUESTS = {"0.0": 0, "0.1": 10}
+_FIRST_ROUNDS, _LAST_ROUNDS = 400, 100  # with the existing clients only
+_ROUNDS_ALONE, _ROUNDS_TOGETHER = 6, 20  # of the new client
+_LOCAL_EPOCHS = 15  # of the new client's local part, before those rounds
+_EXISTING_CLIENTS = {"0.0": 0, "0.1": 10}  # in every round, by the fraction C
 _SPLITS = {"iid": 10, "2-classes": 2}
 
 _BASE = Settings(
@@ -38,26 +40,25 @@ _BASE = Settings(
 )
 
 
-def _cases() -> dict[str, ExperimentSettings]:
-    """FedAvg and FedProx before anything happens, and from there every method with every C, a newcomer at its end."""
+def _experiments() -> dict[str, ExperimentSettings]:
+    """FedAvg and FedProx before the client joins; from there every method with every C."""
     experiments = {
-        "FedAvg": ExperimentSettings("fedavg", rounds=_BEFORE),
-        "FedProx": ExperimentSettings("fedprox", rounds=_BEFORE, hyperparameters={"mu": 0.1}),
+        "FedAvg": ExperimentSettings("fedavg", rounds=_FIRST_ROUNDS),
+        "FedProx": ExperimentSettings("fedprox", rounds=_FIRST_ROUNDS, hyperparameters={"mu": 0.1}),
     }
-    for fraction, guests in _GUESTS.items():
-        shared_only = JoinPlan(
-            epochs=0, rounds=_TOGETHER if guests else _ALONE, existing_clients=guests
+    for fraction, count in _EXISTING_CLIENTS.items():
+        rounds = _ROUNDS_TOGETHER if count else _ROUNDS_ALONE
+        shared_only = JoinPlan(epochs=0, rounds=rounds, existing_clients=count)
+        local_first = replace(shared_only, epochs=_LOCAL_EPOCHS)
+        fedavg = ExperimentSettings(
+            "fedavg", rounds=_LAST_ROUNDS, start_from="FedAvg", join_plan=shared_only
         )
-        local_first = replace(shared_only, epochs=_SETTLE)
-        start = ExperimentSettings(
-            "fedavg", rounds=_LAST, start_from="FedAvg", join_plan=shared_only
-        )
-        experiments[f"FedAvg, C = {fraction}"] = start
+        experiments[f"FedAvg, C = {fraction}"] = fedavg
         experiments[f"FedProx, C = {fraction}"] = replace(
-            start, algorithm="fedprox", start_from="FedProx", hyperparameters={"mu": 0.1}
+            fedavg, algorithm="fedprox", start_from="FedProx", hyperparameters={"mu": 0.1}
         )
         experiments[f"LG-FedAvg, C = {fraction}"] = replace(
-            start, algorithm="lg_fedavg", join_plan=local_first
+            fedavg, algorithm="lg_fedavg", join_plan=local_first
         )
     return experiments
 
@@ -65,44 +66,52 @@ def _cases() -> dict[str, ExperimentSettings]:
 def _part(name: str, classes: int) -> StudyPart:
     partition = "iid" if classes == 10 else "random_shards"
     data = replace(_BASE.data, partition=partition, classes_per_client=classes)
-    settings = replace(_BASE, name=f"rotated MNIST, {name}", data=data, experiments=_cases())
-    title = "iid device data" if classes == 10 else "non-iid device data, 2 classes per device"
+    settings = replace(_BASE, name=f"rotated MNIST, {name}", data=data, experiments=_experiments())
+    title = "IID client data" if classes == 10 else "non-IID client data, 2 classes per client"
     return StudyPart(title, "paper", settings, published("table3", classes))
 
 
 def _claims() -> tuple[Claim, ...]:
-    """What the paper says of Table 3, for both splits."""
-    claims = []
-    for name in _SPLITS:
-        for fraction in _GUESTS:
-            for other in (
-                ("FedAvg", "FedProx") if _GUESTS[fraction] else ("FedAvg",)
-            ):  # as in the table
-                for measure, words in _MEASURES.items():
-                    ours, theirs = (
-                        Measurement(name, f"{method}, C = {fraction}", measure)
-                        for method in ("LG-FedAvg", other)
-                    )
-                    says = f"{name}: LG-FedAvg is above {other} on {words.lower()} digits with C = {fraction}"
-                    claims.append(Claim(says, (ours,), (theirs,)))
+    """The paper's claims about Table 3, for both splits."""
+    claims: list[Claim] = []
+    for part in _SPLITS:
+        for fraction, count in _EXISTING_CLIENTS.items():
+            others = ("FedAvg", "FedProx") if count else ("FedAvg",)  # as in the table
+            for other in others:
+                claims += _above(part, other, fraction)
     return tuple(claims)
+
+
+def _above(part: str, other: str, fraction: str) -> list[Claim]:
+    """LG-FedAvg is above another method on normal and on rotated digits."""
+    claims = []
+    for measure, digits in _MEASURES.items():
+        ours = Measurement(part, f"LG-FedAvg, C = {fraction}", measure)
+        theirs = Measurement(part, f"{other}, C = {fraction}", measure)
+        statement = (
+            f"{part}: LG-FedAvg is above {other} on {digits.lower()} digits with C = {fraction}"
+        )
+        claims.append(Claim(statement, (ours,), (theirs,)))
+    return claims
 
 
 _MEASURES = {"normal": "Normal", "rotated": "Rotated"}
 ROTATED = Study(
     name="paper-rotated",
-    title="Rotated MNIST: a new device with data never seen before",
+    title="Rotated MNIST: a new client with data unlike all others’",
     source="Liang et al. 2020, Table 3",
     statement=(
-        "FedAvg suffers from catastrophic forgetting without fine-tuning (C = 0.0): it does well on the rotated digits of the new "
-        "device and forgets the normal ones. LG-FedAvg relieves it and is above FedAvg and FedProx on both."
+        "FedAvg suffers from catastrophic forgetting without fine-tuning (C = 0.0): it does well "
+        "on the rotated digits of the new client and forgets the normal ones. LG-FedAvg relieves "
+        "it and is above FedAvg and FedProx on both."
     ),
     parts={name: _part(name, classes) for name, classes in _SPLITS.items()},
     claims=_claims(),
     measures=_MEASURES,
     protocols={"paper": PAPER},
     caption=(
-        "Normal: the ensemble of the old devices (averaged logits) on everyone’s test data, once the newcomer is in. Rotated: the "
-        "newcomer’s own model on its own test data. Sent: all bytes from the newcomer’s coming on; the paper does not tell."
+        "Normal: the ensemble of the existing clients (averaged logits) on all their test data, "
+        "after the new client has joined. Rotated: the new client’s own model on its own test "
+        "data. Sent: all bytes since the new client joined, a number that the paper does not give."
     ),
 )
