@@ -31,9 +31,7 @@ def theory(
     n: Annotated[int, typer.Option("--n", help="Number of examples per client, N.")] = 2000,
     rho: Annotated[
         float,
-        typer.Option(
-            help="Standard deviation of the clients' teachers: how much clients differ."
-        ),
+        typer.Option(help="Standard deviation of the clients' teachers: how much clients differ."),
     ] = 0.1,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the label noise.")] = 1.5,
     inputs: Annotated[

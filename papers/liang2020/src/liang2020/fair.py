@@ -1,11 +1,12 @@
 """Liang et al. 2020, Table 4: income on UCI Adult, from representations that hide race and sex.
 
 The text gives neither the number of clients nor how their data are non-IID. Here there are ten
-clients, and labels follow a Dirichlet distribution. Race and sex are protected attributes, no
-inputs: attackers try to infer them.
+clients, and labels follow a Dirichlet distribution. Race and sex are protected attributes: they are
+no inputs of the model, and attackers try to infer them from its representations.
 """
 
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from glocal.federate.fitting import Options
@@ -28,7 +29,7 @@ WIDTHS = (1, 2, 8, 32)
 LIMIT = 0.57  # the AUC that fresh attackers may reach on validation data
 _SPLITS = {"iid": 10, "noniid": 2}  # as the published tables number them
 _ADVERSARY = PretextSettings("adversary", layer="encoder", hidden=(32, 32, 32))
-_KEPT = Options(save="metrics", checkpoint_every=250)
+_RUN = Options(save="metrics", checkpoint_every=250)
 
 _PAPER = Settings(
     data=DataSettings(source="adult", clients=10),
@@ -36,7 +37,7 @@ _PAPER = Settings(
     split=SplitSettings(local=("encoder",)),
     optimizer=OptimizerSettings(lr=0.1, momentum=0.5),
     plan=PlanSettings(clients_per_round=10, batch_size=32, local_epochs=10, seeds=10),
-    run=_KEPT,
+    run=_RUN,
     audit=AuditSettings(layer="encoder", encoders=1),
 )
 _TUNED = replace(
@@ -45,63 +46,60 @@ _TUNED = replace(
     optimizer=OptimizerSettings("adam", lr=0.002),
     plan=PlanSettings(clients_per_round=10, batch_size=64, seeds=10),
 )
-
-
 _FEDAVG = ExperimentSettings("fedavg", rounds=10)
 
 
-def _dealt(settings: Settings, name: str, split: str) -> Settings:
+def _with_partition(settings: Settings, name: str, split: str) -> Settings:
     partition = "iid" if split == "iid" else "dirichlet"
-    return replace(
-        settings, name=f"adult, {name}", data=replace(settings.data, partition=partition, alpha=3.0)
-    )
+    data = replace(settings.data, partition=partition, alpha=3.0)
+    return replace(settings, name=f"adult, {name}", data=data)
 
 
 def _paper(split: str) -> StudyPart:
     """The text's hyper-parameters: 50 rounds of FedAvg, or 10 local epochs and 10 rounds of LG.
 
-    FedAvg and LG have an adversary that is trained along and does not change the model.
+    With FedAvg and LG, an adversary is trained beside the model and does not change it.
     """
-    watched, hidden = replace(_ADVERSARY, weight=0.0), replace(_ADVERSARY, weight=1.0)
+    observer = replace(_ADVERSARY, weight=0.0)
+    observer_of_lg = replace(observer, pretrain_epochs=10)
+    adversary_of_lg = replace(_ADVERSARY, weight=1.0, pretrain_epochs=10)
     experiments = {
-        "FedAvg": ExperimentSettings("fedavg", rounds=50, pretext=watched),
-        "LG": ExperimentSettings(
-            "lg_fedavg", rounds=10, pretext=replace(watched, pretrain_epochs=10)
-        ),
-        "LG + Adv": ExperimentSettings(
-            "lg_fedavg", rounds=10, pretext=replace(hidden, pretrain_epochs=10)
-        ),
+        "FedAvg": ExperimentSettings("fedavg", rounds=50, pretext=observer),
+        "LG": ExperimentSettings("lg_fedavg", rounds=10, pretext=observer_of_lg),
+        "LG + Adv": ExperimentSettings("lg_fedavg", rounds=10, pretext=adversary_of_lg),
     }
-    settings = replace(_dealt(_PAPER, f"paper, {split}", split), experiments=experiments)
+    settings = replace(_with_partition(_PAPER, f"paper, {split}", split), experiments=experiments)
     return StudyPart(_title(split), "paper", settings, published("table4", _SPLITS[split]))
 
 
 def _tuned(split: str) -> StudyPart:
-    """A representation one number wide, a stronger adversary with more steps, a start from FedAvg."""
-    plain = {f"LG, rounds {rounds}": _open(rounds) for rounds in (3, 10, 30)}
-    hidden = {f"LG + Adv, strength {strength}": _hiding(strength) for strength in STRENGTHS}
-    experiments = {"FedAvg": _FEDAVG, **plain, **hidden}
-    choices = {"FedAvg": ("FedAvg",), "LG": tuple(plain), "LG + Adv": tuple(hidden)}
-    settings = replace(_dealt(_TUNED, f"tuned, {split}", split), experiments=experiments)
+    """One number as representation, a stronger adversary with more steps, a start from FedAvg."""
+    plain = {f"LG, rounds {rounds}": _plain(rounds) for rounds in (3, 10, 30)}
+    adversarial = {
+        f"LG + Adv, strength {strength}": _adversarial(strength) for strength in STRENGTHS
+    }
+    experiments = {"FedAvg": _FEDAVG, **plain, **adversarial}
+    candidates = {"FedAvg": ("FedAvg",), "LG": tuple(plain), "LG + Adv": tuple(adversarial)}
+    settings = replace(_with_partition(_TUNED, f"tuned, {split}", split), experiments=experiments)
     return StudyPart(
         _title(split),
         "tuned",
         settings,
         published("table4", _SPLITS[split]),
-        choices,
+        candidates,
         leak_limits={"LG + Adv": LIMIT},
     )
 
 
-def _open(rounds: int) -> ExperimentSettings:
+def _plain(rounds: int) -> ExperimentSettings:
     return ExperimentSettings("lg_fedavg", rounds=rounds, start_from="FedAvg")
 
 
-def _hiding(strength: float) -> ExperimentSettings:
+def _adversarial(strength: float) -> ExperimentSettings:
     pretext = PretextSettings(
         "adversary", layer="encoder", weight=strength, lr=0.004, steps_per_update=3
     )
-    return replace(_open(30), pretext=pretext)
+    return replace(_plain(30), pretext=pretext)
 
 
 class Code(NamedTuple):
@@ -115,18 +113,16 @@ def _code_name(code: Code) -> str:
     return f"LG + Adv, code {code.width}, strength {code.strength}"
 
 
-CODES = {
-    _code_name(code): code
-    for code in (Code(width, strength) for width in WIDTHS for strength in (1, *STRENGTHS))
-}
+_ALL_CODES = [Code(*pair) for pair in product(WIDTHS, (1, *STRENGTHS))]
+CODES = {_code_name(code): code for code in _ALL_CODES}
 
 
 def _curve(width: int) -> StudyPart:
     """Every strength of the adversary for one width of the representation."""
     experiments = {
-        name: _hiding(code.strength) for name, code in CODES.items() if code.width == width
+        name: _adversarial(code.strength) for name, code in CODES.items() if code.width == width
     }
-    settings = _dealt(_TUNED, f"a code {width} wide", "iid")
+    settings = _with_partition(_TUNED, f"a code {width} wide", "iid")
     settings = replace(
         settings,
         model=replace(settings.model, bottleneck=width),
@@ -142,24 +138,31 @@ def _title(split: str) -> str:
 def _claims() -> tuple[Claim, ...]:
     """The paper's claims about Table 4, and the same about fresh attackers."""
     claims = []
-    for way in ("paper", "tuned"):
-        for split in _SPLITS:
-            part = f"{way}-{split}"
-            hidden, plain = (
-                Measurement(part, experiment, "fresh") for experiment in ("LG + Adv", "LG")
-            )
-            statement = f"{part}: the best fresh attacker has a lower AUC on LG + Adv than on LG"
-            claims.append(Claim(statement, (plain,), (hidden,)))
-            right = [
-                Measurement(part, experiment, "accuracy") for experiment in ("LG + Adv", "FedAvg")
-            ]
-            statement = f"{part}: LG + Adv costs little accuracy against FedAvg"
-            margin = 4.0  # points: "around 4 %" in the text
-            claims.append(Claim(statement, (right[0],), (right[1],), margin))
+    for protocol, split in product(("paper", "tuned"), _SPLITS):
+        part = f"{protocol}-{split}"
+        leak = Measurement(part, "LG", "fresh")
+        adversarial_leak = Measurement(part, "LG + Adv", "fresh")
+        statement = f"{part}: the best fresh attacker has a lower AUC on LG + Adv than on LG"
+        claims.append(Claim(statement, (leak,), (adversarial_leak,)))
+        accuracy = Measurement(part, "LG + Adv", "accuracy")
+        fedavg_accuracy = Measurement(part, "FedAvg", "accuracy")
+        statement = f"{part}: LG + Adv costs little accuracy against FedAvg"
+        margin = 4.0  # points: "around 4 %" in the text
+        claims.append(Claim(statement, (accuracy,), (fedavg_accuracy,), margin))
     return tuple(claims)
 
 
-_VIEWS = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
+def _fresh_measures() -> dict[str, str]:
+    """The AUCs of fresh attackers by key, for what they see and for both attributes."""
+    views = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
+    measures = {}
+    for view, words in views.items():
+        for number, attribute in enumerate(("race", "sex")):
+            measures[f"{view}_{number}"] = f"{words}, {attribute}"
+    return measures
+
+
+_FRESH_MEASURES = _fresh_measures()
 FAIR = Study(
     name="paper-adult",
     title="UCI Adult: representations that hide race and sex",
@@ -179,32 +182,27 @@ FAIR = Study(
         "accuracy": "Accuracy",
         "auc": "Income AUC",
         "adversary": "Adversary AUC",
-        **{
-            f"{view}_{place}": f"{words}, {name}"
-            for view, words in _VIEWS.items()
-            for place, name in enumerate(("race", "sex"))
-        },
+        **_FRESH_MEASURES,
     },
     figures={"tradeoff": "liang2020.tradeoff:draw_adult"},
-    lower_is_better=frozenset(
-        {"adversary", *(f"{view}_{place}" for view in _VIEWS for place in (0, 1))}
-    ),
+    lower_is_better=frozenset({"adversary", *_FRESH_MEASURES}),
     protocols={
         "paper": "the hyper-parameters of the paper’s appendix, the last round tested",
         "tuned": (
             "our own: a representation one number wide, Adam, a start from FedAvg; "
-            "the choice on validation data stands beside a row"
+            "a row names what was chosen on validation data"
         ),
     },
     caption=(
         "Accuracy: each client’s own model on its own test data, over all people. Income AUC: the "
-        "mean over clients of the area under the ROC curve. Adversary AUC: of the adversary that "
-        "was trained along, the mean of race and sex, as in the paper. The other AUCs are those of "
-        "the best of three fresh attackers (logistic regression, gradient boosting, a network), "
-        "trained afterwards on frozen representations without noise: of a client’s own people "
-        "(own rows), of all clients’ (pooled), or of one client’s encoder applied to all other "
-        "clients’ data (strong). 50 is guessing. In `tuned` the strength is the best on validation "
-        f"data of those with an AUC of pooled attackers of at most {100 * LIMIT:.0f} there (or the "
-        "one with the lowest); LG’s number of rounds is chosen on validation data, too."
+        "mean over clients of the area under the ROC curve. Adversary AUC: of the adversary "
+        "trained with the model, the mean of race and sex, as in the paper. The other AUCs are of "
+        "the best of three fresh attackers (logistic regression, gradient boosting, a network). "
+        "They are trained afterwards on frozen representations without noise: of a client’s own "
+        "people (own rows), of all clients’ people (pooled), or of one client’s encoder on all "
+        "other clients’ data (strong). Guessing has 50. In `tuned`, the strength is the best on "
+        "validation data among those where pooled attackers reach an AUC of at most "
+        f"{100 * LIMIT:.0f} there, or else the one with the lowest AUC. LG’s number of rounds is "
+        "chosen on validation data too."
     ),
 )

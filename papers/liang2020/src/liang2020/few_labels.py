@@ -1,8 +1,8 @@
-"""Liang et al. 2020, Figure 1 (b) and (c): self-supervised local models, where labels are few.
+"""Liang et al. 2020, Figure 1 (b) and (c): self-supervised local models where labels are few.
 
-The paper draws this and does not measure it. Here every client has one label in a hundred. Its
-encoder is first trained on a pretext task, to reconstruct the client's digits or to solve a jigsaw
-of their quarters. Then it takes part in LG-FedAvg with the labels.
+The paper draws this and does not measure it. Here every client has labels for 1 % of its digits.
+It first trains its encoder on a pretext task: to reconstruct its digits, or to solve a jigsaw of
+their quarters. Then it takes part in LG-FedAvg with the labels.
 """
 
 from dataclasses import replace
@@ -21,13 +21,15 @@ from glocal.studies.settings import (
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
 from liang2020.protocols import PAPER
 
-_FIRST = PretextSettings("decoder", layer="encoder", weight=0.0, hidden=(200,), pretrain_epochs=3)
-_CASES = {
+_PRETRAINED = PretextSettings(
+    "decoder", layer="encoder", weight=0.0, hidden=(200,), pretrain_epochs=3
+)
+_EXPERIMENTS = {
     "LG": ExperimentSettings("lg_fedavg"),
-    "LG + decoder": ExperimentSettings("lg_fedavg", pretext=_FIRST),
+    "LG + decoder": ExperimentSettings("lg_fedavg", pretext=_PRETRAINED),
     "LG + puzzle": ExperimentSettings(
         "lg_fedavg",
-        pretext=replace(_FIRST, kind="jigsaw", layer="encoder.pool2", pretrain_epochs=10),
+        pretext=replace(_PRETRAINED, kind="jigsaw", layer="encoder.pool2", pretrain_epochs=10),
     ),
 }
 _MNIST = Settings(
@@ -40,7 +42,7 @@ _MNIST = Settings(
     optimizer=OptimizerSettings("adam", lr=0.002),
     plan=PlanSettings(rounds=100, clients_per_round=10, batch_size=20, seeds=10),
     run=Options(select="best", save="metrics", validate_every=10),
-    experiments=_CASES,
+    experiments=_EXPERIMENTS,
 )
 
 
@@ -52,7 +54,7 @@ def _claims() -> tuple[Claim, ...]:
             (Measurement("mnist", experiment, "local"),),
             (plain,),
         )
-        for experiment in _CASES
+        for experiment in _EXPERIMENTS
         if experiment != "LG"
     )
 

@@ -1,7 +1,4 @@
-"""The figures of the MNIST and CIFAR-10 studies, after the paper's.
-
-Our results are lines, the paper's numbers hollow markers.
-"""
+"""The figures of the MNIST and CIFAR-10 studies: our results as lines, the paper's as markers."""
 
 from collections.abc import Mapping, Sequence
 from math import log
@@ -35,7 +32,7 @@ _ENDS = {
     "last layers shared": LineStyle(COLOURS[3], (6, 2), "D"),
 }
 _SHARES = (0.002, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.998)
-_BEYOND = 7.5  # where none and all stand on the stretched axis of shares; 0.2 % is at -6.2
+_BEYOND = 7.5  # position of "all" on the axis of shares, -7.5 of "none"; 0.2 % is at -6.2
 _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviations."
 
 
@@ -48,20 +45,16 @@ def draw_variance(findings: Findings) -> Drawing | None:
     figure, axes = new_axes(3.6)
     for row, line_style in rows.items():
         values = [findings.values(Measurement(part, row, "local")) for part in parts]
-        _line(axes, {float(place): of for place, of in enumerate(values)}, line_style, label=row)
-        for place, part in enumerate(parts):
-            _hollow(
-                axes,
-                place,
-                published_score(
-                    findings.study, findings.study.parts[part].published.get(row), "local"
-                ),
-                line_style,
-            )
+        by_position = {float(position): of_part for position, of_part in enumerate(values)}
+        _line(axes, by_position, line_style, label=row)
+        for position, part in enumerate(parts):
+            published = findings.study.parts[part].published.get(row)
+            score = published_score(findings.study, published, "local")
+            _hollow(axes, position, score, line_style)
     axes.set_xticks(range(len(parts)), [_classes(findings, part) for part in parts])
     axes.set(xlabel="classes per client", ylabel="Local Test, %")
     caption = (
-        "As in the paper’s Figure 2(c): the fewer classes a client has, the more clients differ. "
+        "As the paper’s Figure 2(c): the fewer classes a client has, the more clients differ. "
         f"Protocol `{protocol}`. {_over_seeds(findings)} {_HOLLOW}"
     )
     return Drawing(figure, "Local Test by classes per client", caption, _legend(rows))
@@ -70,24 +63,19 @@ def draw_variance(findings: Findings) -> Drawing | None:
 def draw_traffic(findings: Findings) -> Drawing | None:
     """Accuracy of LG-FedAvg from every start by parameters sent (the paper's count), and FedAvg."""
     protocol, parts = _protocol(findings)
-    part = next(
-        (
-            name
-            for name in parts
-            if any(findings.experiment(name, row) for row in _starts(findings))
-        ),
-        None,
-    )
-    if part is None:
+    rows = _starts(findings)
+    measured = [part for part in parts if any(findings.experiment(part, row) for row in rows)]
+    if not measured:
         return None
+    part = measured[0]
     figure, panels = _two_panels()
     for axes, measure in zip(panels, MEASURES, strict=True):
         _costs(axes, findings, part, measure)
     panels[-1].set(xlabel="parameters sent, billions (the paper’s count)")
-    first, *_, last = _starts(findings)
+    first, last = rows[0], rows[-1]
     caption = (
-        f"What accuracy costs, {findings.study.parts[part].title}, protocol `{protocol}`: "
-        f"LG-FedAvg from its earliest start ({first}) to its latest ({last}), and as a level line "
+        f"Accuracy by communication, {findings.study.parts[part].title}, protocol `{protocol}`: "
+        f"LG-FedAvg from its earliest start ({first}) to its latest ({last}). The level line is "
         f"the FedAvg that it starts from. {_over_seeds(findings)} {_HOLLOW}"
     )
     return Drawing(
@@ -112,8 +100,8 @@ def draw_splits(findings: Findings) -> Drawing | None:
     about = findings.study.parts[part]
     caption = (
         f"How much to share, {about.title}, protocol `{about.protocol}`: every split of the layers "
-        "into a shared and a local part, each from the same FedAvg, from none shared (fine-tuning) "
-        "to all (FedAvg continues). The axis is stretched towards both ends. "
+        "into a shared and a local part, from none shared (fine-tuning) to all shared (FedAvg "
+        "continues). All start from the same FedAvg. The axis is stretched towards both ends. "
         f"{_over_seeds(findings)} The hollow marker is the paper’s number for its own split."
     )
     return Drawing(figure, "Local and New Test by share of the model", caption, _legend(_ENDS))
@@ -141,39 +129,38 @@ def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
 def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     """One panel of the figure of shares; the paper's own split is the row of its last start."""
     about, row = findings.study.parts[part], _starts(findings)[-1]
+    score = published_score(findings.study, about.published[row], measure)
+    points = sweep_points(findings, part)
     for words, line_style in _ENDS.items():
-        shared = ("none", "all", words.partition(" ")[0])
-        line = [split for split in sweep_points(findings, part) if split.shares.startswith(shared)]
-        _line(
-            axes, {_place(split): split.figures[measure] for split in line}, line_style, label=words
-        )
+        end = words.partition(" ")[0]
+        line = [split for split in points if split.shares.startswith(("none", "all", end))]
+        by_position = {_position(split): split.figures[measure] for split in line}
+        _line(axes, by_position, line_style, label=words)
         for split in line:
             if about.splits[split.shares] == row:
-                _hollow(
-                    axes,
-                    _place(split),
-                    published_score(findings.study, about.published[row], measure),
-                    line_style,
-                )
+                _hollow(axes, _position(split), score, line_style)
 
 
 def _protocol(findings: Findings) -> tuple[str, list[str]]:
-    """The first protocol with measurements, and its parts from the fewest classes on."""
+    """The first protocol with measurements, and its parts in ascending order of classes."""
     parts: dict[str, list[str]] = {}
     for name, part in findings.study.parts.items():
         if "FedAvg" in part.published and not part.candidates:
             parts.setdefault(part.protocol, []).append(name)
-    return next((of for of in parts.items() if findings.parts.keys() & set(of[1])), ("", []))
+    for protocol, names in parts.items():
+        if findings.parts.keys() & set(names):
+            return protocol, names
+    return "", []
 
 
 def _starts(findings: Findings) -> list[str]:
-    """The rows of LG-FedAvg, from the earliest start on."""
-    return [
-        row for row in next(iter(findings.study.parts.values())).published if row.startswith("LG")
-    ]
+    """The rows of LG-FedAvg, the earliest start first."""
+    first = next(iter(findings.study.parts.values()))
+    return [row for row in first.published if row.startswith("LG")]
 
 
 def _sent(findings: Findings, part: str, row: str) -> float:
+    """Billions of parameters, as the paper counts."""
     experiment = findings.experiment(part, row)
     return experiment["paper_parameters"] / BILLION if experiment else 0.0
 
@@ -201,52 +188,47 @@ def _line(
     axes: Axes, values: Mapping[float, Sequence[float]], line_style: LineStyle, *, label: str
 ) -> None:
     """Mean and range by position."""
-    measured = {place: values[place] for place in sorted(values) if values[place]}
+    measured = {position: values[position] for position in sorted(values) if values[position]}
     if measured:
         plot_mean_and_range(axes, list(measured), list(measured.values()), line_style, label=label)
 
 
-def _level(axes: Axes, findings: Findings, figure: Measurement) -> None:
-    """A row as a marker where it is, and a line and a band through the whole panel."""
-    values = findings.values(figure)
-    if values:
-        _line(
-            axes,
-            {_sent(findings, figure.part, figure.experiment): values},
-            _FEDAVG,
-            label=figure.experiment,
-        )
-        axes.axhspan(min(values), max(values), color=_FEDAVG.colour, alpha=0.16, linewidth=0)
-        axes.axhline(
-            fmean(values), color=_FEDAVG.colour, linestyle=(0, _FEDAVG.dash), linewidth=1.8
-        )
+def _level(axes: Axes, findings: Findings, measurement: Measurement) -> None:
+    """A row as a marker at what it sent, and as a line and a band through the whole panel."""
+    values = findings.values(measurement)
+    if not values:
+        return
+    sent = _sent(findings, measurement.part, measurement.experiment)
+    _line(axes, {sent: values}, _FEDAVG, label=measurement.experiment)
+    axes.axhspan(min(values), max(values), color=_FEDAVG.colour, alpha=0.16, linewidth=0)
+    axes.axhline(fmean(values), color=_FEDAVG.colour, linestyle=(0, _FEDAVG.dash), linewidth=1.8)
 
 
-def _hollow(axes: Axes, place: float, score: Score | None, line_style: LineStyle) -> None:
+def _hollow(axes: Axes, position: float, score: Score | None, line_style: LineStyle) -> None:
     """A published number, with its standard deviation."""
     if score is None:
         return
     spread = score.std or 0.0
     axes.plot(
-        [place, place],
+        [position, position],
         [score.mean - spread, score.mean + spread],
         color=line_style.colour,
         linewidth=1.2,
     )
     axes.plot(
-        place, score.mean, line_style.marker, **HOLLOW_MARKER, markeredgecolor=line_style.colour
+        position, score.mean, line_style.marker, **HOLLOW_MARKER, markeredgecolor=line_style.colour
     )
 
 
-def _place(split: SweepPoint) -> float:
-    """Where a split stands on the axis of shares."""
+def _position(split: SweepPoint) -> float:
+    """The position of a split on the axis of shares."""
     if split.parameters in (0, split.whole):
         return _BEYOND if split.parameters else -_BEYOND
     return _stretched(split.parameters / split.whole)
 
 
 def _stretched(share: float) -> float:
-    """The log odds, which separate shares near none and shares near all."""
+    """The log odds, which spread out shares near none and near all."""
     return log(share / (1 - share))
 
 

@@ -1,4 +1,4 @@
-"""Mood by share of the model that stays local, as the paper's Figure 2(d): both directions, and what needs no network."""
+"""Mood by the share of the model that stays local, after the paper's Figure 2(d)."""
 
 from collections.abc import Mapping
 from statistics import fmean, stdev
@@ -33,7 +33,7 @@ _ENDS = {"FedAvg": 0.0, "Local only": 1.0}
 
 
 class Panel(NamedTuple):
-    """What one of the four panels shows, and its words."""
+    """One of the four panels: what it shows, its title and its label."""
 
     measure: str
     title: str
@@ -59,7 +59,7 @@ def draw_all_people(findings: Findings) -> Drawing | None:
 
 
 def draw_mood(findings: Findings, part: str) -> Drawing | None:
-    """Accuracy above error, everybody beside all but one-class people; None where no split was measured."""
+    """Accuracy above error, for everybody and without one-class people; None without splits."""
     if part not in findings.parts or not any(findings.experiment(part, name) for name in SHARES):
         return None
     figure = new_figure(6.2)
@@ -71,9 +71,11 @@ def draw_mood(findings: Findings, part: str) -> Drawing | None:
         axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     for axes in panels[-1]:
         axes.set(xlabel="parameters that stay local, %")
-    looks = {**_LINES, **{name: line_style for name, (_, line_style) in _POINTS.items()}, **_LEVELS}
+    points = {name: line_style for name, (_, line_style) in _POINTS.items()}
+    line_styles = {**_LINES, **points, **_LEVELS}
     key = legend(
-        (line_sample(line_style), _SHORTER.get(words, words)) for words, line_style in looks.items()
+        (line_sample(line_style), _SHORTER.get(words, words))
+        for words, line_style in line_styles.items()
     )
     title = f"Mood by share that stays local, {findings.study.parts[part].title}"
     return Drawing(figure, title, _caption(findings, part), key)
@@ -81,13 +83,14 @@ def draw_mood(findings: Findings, part: str) -> Drawing | None:
 
 def _fill(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     for direction, line_style in _LINES.items():
-        _line(axes, _places(findings, part, direction, measure), line_style, label=direction)
+        by_share = _by_share(findings, part, direction, measure)
+        _line(axes, by_share, line_style, label=direction)
     for name, (share, line_style) in _POINTS.items():
-        _line(
-            axes, {share: findings.values(Measurement(part, name, measure))}, line_style, label=name
-        )
+        values = findings.values(Measurement(part, name, measure))
+        _line(axes, {share: values}, line_style, label=name)
     for name, line_style in _LEVELS.items():
-        if values := findings.values(Measurement(part, name, measure)):
+        values = findings.values(Measurement(part, name, measure))
+        if values:
             axes.axhline(
                 fmean(values),
                 color=line_style.colour,
@@ -97,31 +100,30 @@ def _fill(axes: Axes, findings: Findings, part: str, measure: str) -> None:
             )
 
 
-def _places(
+def _by_share(
     findings: Findings, part: str, direction: str, measure: str
 ) -> dict[float, list[float]]:
-    """Figures of every split of a direction by what is local, from FedAvg to local only."""
-    shares = {
-        **_ENDS,
-        **{name: share for name, share in SHARES.items() if name.startswith(direction)},
-    }
+    """Values of every split of a direction by the local share, from FedAvg to local only."""
+    splits = {name: share for name, share in SHARES.items() if name.startswith(direction)}
+    shares = {**_ENDS, **splits}
     return {
         share: findings.values(Measurement(part, name, measure)) for name, share in shares.items()
     }
 
 
 def _line(
-    axes: Axes, places: Mapping[float, list[float]], line_style: LineStyle, *, label: str
+    axes: Axes, by_share: Mapping[float, list[float]], line_style: LineStyle, *, label: str
 ) -> None:
     """Means with whiskers of one standard deviation over splits."""
-    measured = {PERCENT * place: places[place] for place in sorted(places) if places[place]}
+    measured = {PERCENT * share: by_share[share] for share in sorted(by_share) if by_share[share]}
     if not measured:
         return
+    means = [fmean(values) for values in measured.values()]
     spread = [stdev(values) if len(values) > 1 else 0.0 for values in measured.values()]
     dashes = (0, line_style.dash) if line_style.dash else "solid"
     axes.errorbar(
         [*measured],
-        [*map(fmean, measured.values())],
+        means,
         spread,
         fmt="none",
         ecolor=line_style.colour,
@@ -130,7 +132,7 @@ def _line(
     )
     axes.plot(
         [*measured],
-        [*map(fmean, measured.values())],
+        means,
         line_style.marker,
         color=line_style.colour,
         linestyle=dashes,
@@ -148,7 +150,9 @@ def _caption(findings: Findings, part: str) -> str:
         else "One split was run."
     )
     return (
-        "How much of the network should stay with a person? From FedAvg (nothing) to local only (everything), with the layers "
-        "nearest the text local, or those nearest the answer; all with the same number of parameters and of rounds. "
-        f"{spread} Level lines are what needs no network. Up is better above, down is better below."
+        "How much of the network should stay local, from FedAvg (nothing) to local only "
+        "(everything)? Local are either the layers nearest the text or those nearest the answer. "
+        "All models have the same number of parameters and of rounds. "
+        f"{spread} Level lines are baselines without a network. Higher is better for accuracy, "
+        "lower for the error."
     )

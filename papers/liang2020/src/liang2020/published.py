@@ -8,14 +8,14 @@ from glocal.studies.study import PublishedRow, Score
 
 
 def published(table: str, classes: int) -> dict[str, PublishedRow]:
-    """The rows that the paper prints for one split, by case."""
+    """The rows that the paper prints for one split, by experiment."""
     text = files("liang2020").joinpath("published.csv").read_text(encoding="utf-8")
     rows = [
         row
         for row in csv.DictReader(text.splitlines())
         if row["table"] == table and row["classes"] == str(classes)
     ]
-    return {row["case"]: _row(row) for row in rows}
+    return {row["experiment"]: _row(row) for row in rows}
 
 
 def _row(row: Mapping[str, str]) -> PublishedRow:

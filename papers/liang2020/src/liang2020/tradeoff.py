@@ -1,4 +1,4 @@
-"""What it costs to hide protected attributes, as a figure: accuracy against what fresh attackers read."""
+"""The cost of hiding protected attributes, as a figure: accuracy by the AUC of fresh attackers."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
@@ -15,7 +15,8 @@ from glocal.studies.study import MEASURES, Measurement
 from liang2020.fair import CODES, Code
 
 _CHANCE_AUC = 50.0
-# where a line's numbers stand: lines rise to the right, so first on either side of that, then on either side of a steep one
+# Where the numbers of a line stand. Lines rise to the right, so the first two places are above and
+# below such a line; the other two are beside a steep one.
 _SIDES: tuple[dict[str, Any], ...] = (
     {"xytext": (-4, 3), "ha": "right", "va": "bottom"},
     {"xytext": (4, -3), "ha": "left", "va": "top"},
@@ -25,14 +26,14 @@ _SIDES: tuple[dict[str, Any], ...] = (
 
 
 class Point(NamedTuple):
-    """A case: what the best fresh attacker reads, and accuracy, in percent, one each per seed."""
+    """An experiment: the AUC of the best fresh attacker, and the accuracy; percent, per seed."""
 
-    read: list[float]
+    attacker_auc: list[float]
     accuracy: list[float]
 
     def means(self) -> tuple[float, float]:
-        """Where it stands."""
-        return fmean(self.read), fmean(self.accuracy)
+        """Its position in the figure."""
+        return fmean(self.attacker_auc), fmean(self.accuracy)
 
 
 TradeoffLines = dict[int, dict[float, Point]]  # by width of the code, then by strength
@@ -44,49 +45,57 @@ def draw_adult(findings: Findings) -> Drawing | None:
 
 
 def draw_tradeoff(findings: Findings, codes: Mapping[str, Code]) -> Drawing | None:
-    """One line for each width of the code through its strengths; one panel for each part, or for all if no width comes twice."""
-    parts = {
-        findings.study.parts[name].title: lines
-        for name in findings.parts
-        if (lines := _lines(findings, name, codes))
-    }
+    """One line for each width of the code, through its strengths.
+
+    There is one panel for each part, or one for all parts if no two of them share a width.
+    """
+    parts: dict[str, TradeoffLines] = {}
+    by_width: TradeoffLines = {}
+    for name in findings.parts:
+        lines = _lines(findings, name, codes)
+        if lines:
+            parts[findings.study.parts[name].title] = lines
+            by_width |= lines
     if not parts:
         return None
-    widths = sorted({width for lines in parts.values() for width in lines})
-    if len(widths) == sum(map(len, parts.values())):
-        parts = {"": {width: points for lines in parts.values() for width, points in lines.items()}}
-    looks = {width: nth_line_style(place) for place, width in enumerate(widths)}
+    if len(by_width) == sum(map(len, parts.values())):
+        parts = {"": by_width}
+    widths = sorted(by_width)
+    line_styles = {width: nth_line_style(number) for number, width in enumerate(widths)}
     figure = new_figure(0.6 + 3.1 * len(parts))
     panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (title, lines) in zip(panels, parts.items(), strict=True):
-        _panel(axes, lines, looks)
+        _panel(axes, lines, line_styles)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set(ylabel=f"{findings.study.measures.get('local', MEASURES['local'])}, %")
     panels[-1].set(xlabel="what the best fresh attacker reads, AUC in %")
-    key = legend((line_sample(line_style), _words(width)) for width, line_style in looks.items())
+    key = legend(
+        (line_sample(line_style), _words(width)) for width, line_style in line_styles.items()
+    )
     return Drawing(figure, "Accuracy by what attackers read", _caption(findings), key)
 
 
 def _lines(findings: Findings, part: str, codes: Mapping[str, Code]) -> TradeoffLines:
-    """The audited cases of a part, strengths in ascending order."""
+    """The audited experiments of a part, widths and strengths in ascending order."""
     lines: TradeoffLines = {}
     for experiment in findings.parts[part]["experiments"]:
-        if code := codes.get(experiment):
-            point = Point(
-                *(
-                    findings.values(Measurement(part, experiment, measure))
-                    for measure in ("fresh", "local")
-                )
-            )
-            if all(point):
-                lines.setdefault(code.width, {})[code.strength] = point
+        code = codes.get(experiment)
+        if code is None:
+            continue
+        attacker_auc = findings.values(Measurement(part, experiment, "fresh"))
+        accuracy = findings.values(Measurement(part, experiment, "local"))
+        if attacker_auc and accuracy:
+            points = lines.setdefault(code.width, {})
+            points[code.strength] = Point(attacker_auc, accuracy)
     return {width: dict(sorted(points.items())) for width, points in sorted(lines.items())}
 
 
-def _panel(axes: Axes, lines: TradeoffLines, looks: Mapping[int, LineStyle]) -> None:
+def _panel(axes: Axes, lines: TradeoffLines, line_styles: Mapping[int, LineStyle]) -> None:
+    widths = [*line_styles]
     for width, points in lines.items():
-        _line(axes, points, looks[width], label=_words(width))
-        _numbers(axes, points, looks[width], _SIDES[[*looks].index(width) % len(_SIDES)])
+        _line(axes, points, line_styles[width], label=_words(width))
+        side = _SIDES[widths.index(width) % len(_SIDES)]
+        _numbers(axes, points, line_styles[width], side)
     axes.axvline(
         _CHANCE_AUC, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1
     )
@@ -115,10 +124,11 @@ def _line(axes: Axes, points: Mapping[float, Point], line_style: LineStyle, *, l
             elinewidth=1,
             alpha=0.35,
         )
-    read, accuracy = zip(*(point.means() for point in points.values()), strict=True)
+    means = [point.means() for point in points.values()]
+    attacker_auc, accuracy = zip(*means, strict=True)
     dashes = (0, line_style.dash) if line_style.dash else "solid"
     axes.plot(
-        read,
+        attacker_auc,
         accuracy,
         line_style.marker,
         color=line_style.colour,
@@ -132,7 +142,7 @@ def _line(axes: Axes, points: Mapping[float, Point], line_style: LineStyle, *, l
 def _numbers(
     axes: Axes, points: Mapping[float, Point], line_style: LineStyle, side: dict[str, Any]
 ) -> None:
-    """Each strength beside its mark."""
+    """Each strength beside its marker."""
     for strength, point in points.items():
         axes.annotate(
             f"{strength:g}",
@@ -155,12 +165,13 @@ def _words(width: int) -> str:
 def _caption(findings: Findings) -> str:
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
     spread = (
-        "Marks are means over seeds, whiskers reach one standard deviation to either side."
+        "Markers are means over seeds, whiskers reach one standard deviation to either side."
         if many
         else "One seed was run."
     )
     return (
-        "What it costs to hide protected attributes. To the left less is given away, up is better; numbers are strengths of the "
-        "adversary. What is read is the AUC of the best of all attackers that were trained afterwards, over all attributes and "
-        f"all that they may know. {spread}"
+        "The cost of hiding protected attributes: models further left leak less, models further "
+        "up are more accurate. Numbers are strengths of the adversary. The AUC is that of the best "
+        "attacker trained afterwards, over all attributes and all kinds of attack data. "
+        f"{spread}"
     )
