@@ -1,4 +1,4 @@
-"""The linear theory: closed forms against trials and against published numbers, laws of the best mixture, command and figures."""
+"""The linear theory: closed forms against trials and published numbers, its command and figures."""
 
 import re
 from itertools import product
@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from glocal.core.errors import InputError
+from glocal.evaluate.intervals import confidence_interval
 from liang2020.cli import main
 from liang2020.theory import (
     ClosedForm,
@@ -26,14 +30,10 @@ from liang2020.theory import (
     unit_inputs,
 )
 from liang2020.theory_figure import TheoryResult, draw_mixture, draw_theory
-from matplotlib.figure import Figure
-
-from glocal.core.errors import InputError
-from glocal.evaluate.intervals import confidence_interval
 
 PAGE = (Path(__file__).parents[1] / "docs/theory.md").read_text()
 CLOSE = 0.03
-SURE = 0.99999  # some six hundred intervals are looked at
+SURE = 0.99999  # about six hundred intervals are tested
 
 
 def paper(rho, sigma):
@@ -58,40 +58,47 @@ GRID = [
 ]
 
 
+ALPHAS = (0.25, 0.5, 0.75)
+
+
 def forms(of):
-    """Every closed form that a trial measures too, with what it is called there."""
-    best = of.best_alpha()
-    return {
+    """Every closed form that trials measure too, by name."""
+    values = {
         "local": of.local_error(),
         "shared": of.global_error(),
         "discrepancy": of.discrepancy(),
         "shared_variance": of.shared_variance(),
         "covariance": of.shared_variance(),
-        "best": of.mixture_error(best),
-        **{f"mixture {alpha}": of.mixture_error(alpha) for alpha in (0.25, 0.5, 0.75)},
-        **{
-            f"bias and variance {alpha}": of.bias(alpha) + of.variance(alpha)
-            for alpha in (0.25, 0.5, 0.75)
-        },
+        "best": of.mixture_error(of.best_alpha()),
         "variance": of.variance(0.5),
         "bias": of.bias(0.5),
     }
+    for alpha in ALPHAS:
+        values[f"mixture {alpha}"] = of.mixture_error(alpha)
+        values[f"bias and variance {alpha}"] = of.bias(alpha) + of.variance(alpha)
+    return values
 
 
-def measured(tried, best):
-    return {
-        **{
-            name: getattr(tried, name)
-            for name in ("local", "shared", "discrepancy", "shared_variance", "covariance")
-        },
-        "best": tried.mixture_errors(best),
-        **{f"mixture {alpha}": tried.mixture_errors(alpha) for alpha in (0.25, 0.5, 0.75)},
-        **{
-            f"bias and variance {alpha}": tried.mixture_errors(alpha) for alpha in (0.25, 0.5, 0.75)
-        },
-        "variance": tried.variances(0.5),
-        "bias": 0.25 * tried.discrepancy,
+def measured(trials, best):
+    """The same values of every trial, by name."""
+    values = {
+        "local": trials.local,
+        "shared": trials.shared,
+        "discrepancy": trials.discrepancy,
+        "shared_variance": trials.shared_variance,
+        "covariance": trials.covariance,
+        "best": trials.mixture_errors(best),
+        "variance": trials.variances(0.5),
+        "bias": 0.25 * trials.discrepancy,
     }
+    for alpha in ALPHAS:
+        errors = trials.mixture_errors(alpha)
+        values |= {f"mixture {alpha}": errors, f"bias and variance {alpha}": errors}
+    return values
+
+
+def sure_interval(values):
+    return confidence_interval(values, confidence=SURE)
 
 
 def test_the_grid_has_forty_settings():
@@ -103,56 +110,53 @@ def test_every_closed_form_is_within_three_percent_of_trials(place):
     """With 20,000 / d repeats the standard error of Var[f_v], the widest, is one percent."""
     problem = GRID[place]
     this, large = finite_sample_closed_form(problem), forms(closed_form(problem))
-    found = measured(
-        run_trials(problem, repeats=20_000 // problem.inputs.d, seed=place), this.best_alpha()
-    )
+    trials = run_trials(problem, repeats=20_000 // problem.inputs.d, seed=place)
+    values = measured(trials, this.best_alpha())
     for name, exact in forms(this).items():
-        tried = confidence_interval(found[name], confidence=SURE)
-        assert tried.low <= exact <= tried.high, name
-        assert exact == pytest.approx(tried.mean, rel=CLOSE), name
-        # off by (d + 1) / N, more than a percent here: the trials' own error comes on top of the three percent
-        assert large[name] == pytest.approx(
-            np.clip(large[name], *confidence_interval(found[name])[1:]), rel=CLOSE
-        ), name
+        mean, low, high = sure_interval(values[name])
+        assert low <= exact <= high, name
+        assert exact == pytest.approx(mean, rel=CLOSE), name
+        # For large N the form is off by (d + 1) / N, here more than a percent. The trials' own
+        # error comes on top of the three percent.
+        nearest = np.clip(large[name], low, high)
+        assert large[name] == pytest.approx(nearest, rel=CLOSE), name
 
 
 @pytest.mark.parametrize(("rho", "sigma"), [(0.5, 1.5), (0.1, 1.5), (0.06, 2.25), (0.02, 2.25)])
 def test_closed_forms_hold_in_the_papers_own_experiment(rho, sigma):
     problem = paper(rho, sigma)
-    best, tried = (
-        finite_sample_closed_form(problem).best_alpha(),
-        run_trials(problem, repeats=16, seed=1),
-    )
+    best = finite_sample_closed_form(problem).best_alpha()
+    trials = run_trials(problem, repeats=16, seed=1)
     for of in (closed_form(problem), finite_sample_closed_form(problem)):
-        assert of.local_error() == pytest.approx(tried.local.mean(), rel=CLOSE)
-        assert of.global_error() == pytest.approx(tried.shared.mean(), rel=CLOSE)
-        assert of.best_error() == pytest.approx(tried.mixture_errors(best).mean(), rel=CLOSE)
+        assert of.local_error() == pytest.approx(trials.local.mean(), rel=CLOSE)
+        assert of.global_error() == pytest.approx(trials.shared.mean(), rel=CLOSE)
+        assert of.best_error() == pytest.approx(trials.mixture_errors(best).mean(), rel=CLOSE)
 
 
 @pytest.mark.parametrize("place", [0, 13, 27, 39])
 def test_trials_find_the_best_mixture_where_the_closed_form_has_it(place):
     problem = GRID[place]
-    found = confidence_interval(
-        run_trials(problem, repeats=300, seed=place).best_alphas(), confidence=SURE
-    )
-    assert found.low <= finite_sample_closed_form(problem).best_alpha() <= found.high
+    interval = sure_interval(run_trials(problem, repeats=300, seed=place).best_alphas())
+    assert interval.low <= finite_sample_closed_form(problem).best_alpha() <= interval.high
 
 
 @pytest.mark.parametrize("n", [12, 16, 24, 40])
 def test_with_few_examples_the_form_for_any_n_still_holds(n):
     problem = LinearProblem(normal_inputs(5), clients=4, n=n, rho=0.3, sigma=1.0)
-    tried = run_trials(problem, repeats=6000, seed=n)
+    trials = run_trials(problem, repeats=6000, seed=n)
     this = finite_sample_closed_form(problem)
+    values = measured(trials, this.best_alpha())
     for name, exact in forms(this).items():
-        found = confidence_interval(measured(tried, this.best_alpha())[name], confidence=SURE)
-        assert found.low <= exact <= found.high, name
-    assert (
-        closed_form(problem).local_error() < confidence_interval(tried.local, confidence=SURE).low
-    )
+        interval = sure_interval(values[name])
+        assert interval.low <= exact <= interval.high, name
+    assert closed_form(problem).local_error() < sure_interval(trials.local).low
 
 
 def plain_errors(covariance, problem, generator):
-    """One trial as one writes it down: correlated inputs, least squares device by device and over all, a thousand tests each."""
+    """One trial as a plain loop over clients, with a thousand test examples each.
+
+    Inputs are correlated; least squares is run per client, and over the examples of all.
+    """
     d = len(covariance)
     v = generator.random(d)
     teachers = [v + problem.rho * generator.standard_normal(d) for _ in range(problem.clients)]
@@ -181,15 +185,12 @@ def test_a_plain_loop_with_correlated_inputs_finds_the_same():
     covariance = np.array([[1.0, 0.6, 0.0], [0.6, 0.8, -0.3], [0.0, -0.3, 2.0]])
     problem = LinearProblem(correlated_inputs(covariance), clients=8, n=250, rho=0.2, sigma=1.5)
     generator = np.random.default_rng(0)
-    found = np.array([plain_errors(covariance, problem, generator) for _ in range(400)]).T
-    exact = (
-        finite_sample_closed_form(problem).local_error(),
-        finite_sample_closed_form(problem).global_error(),
-        finite_sample_closed_form(problem).mixture_error(0.5),
-    )
-    for values, closed in zip(found, exact, strict=True):
-        low, high = confidence_interval(values, confidence=SURE)[1:]
-        assert low <= closed <= high
+    errors = np.array([plain_errors(covariance, problem, generator) for _ in range(400)]).T
+    of = finite_sample_closed_form(problem)
+    exact = (of.local_error(), of.global_error(), of.mixture_error(0.5))
+    for values, closed in zip(errors, exact, strict=True):
+        interval = sure_interval(values)
+        assert interval.low <= closed <= interval.high
 
 
 def test_least_squares_over_all_examples_is_the_mean_of_local_models_where_examples_are_many():
@@ -212,16 +213,16 @@ def test_the_same_seed_gives_the_same_trials_and_more_repeats_go_on_from_them():
     assert not np.allclose(few.local, run_trials(problem, repeats=3, seed=6).local)
 
 
-def test_devices_drawn_in_blocks_are_devices_all_the_same(monkeypatch):
+def test_clients_drawn_in_chunks_are_clients_all_the_same(monkeypatch):
     problem = LinearProblem(normal_inputs(3), clients=7, n=20, rho=0.1, sigma=1.0)
     monkeypatch.setattr("liang2020.theory._CHUNK_SIZE", 3 * 20 * 3)
-    found = confidence_interval(run_trials(problem, repeats=2000).shared, confidence=SURE)
-    assert found.low <= finite_sample_closed_form(problem).global_error() <= found.high
+    interval = sure_interval(run_trials(problem, repeats=2000).shared)
+    assert interval.low <= finite_sample_closed_form(problem).global_error() <= interval.high
 
 
 AMOUNTS = st.floats(1e-6, 1e6)
-LAWS = st.builds(ClosedForm, AMOUNTS, AMOUNTS, st.integers(2, 10**6))
-WORLDS = st.builds(
+CLOSED_FORMS = st.builds(ClosedForm, AMOUNTS, AMOUNTS, st.integers(2, 10**6))
+PROBLEMS = st.builds(
     lambda variances, clients, more, rho, sigma: LinearProblem(
         InputDistribution(tuple(variances)), clients, len(variances) + 2 + more, rho, sigma
     ),
@@ -233,9 +234,9 @@ WORLDS = st.builds(
 )
 
 
-@given(WORLDS)
-def test_where_devices_differ_and_labels_are_noisy_the_best_mixture_beats_both(problem):
-    """The paper's Corollary 1; where one extreme is nearly best, rounding leaves only 'not worse' of it."""
+@given(PROBLEMS)
+def test_where_clients_differ_and_labels_are_noisy_the_best_mixture_beats_both(problem):
+    """The paper's Corollary 1; where one extreme is nearly best, rounding may make them equal."""
     for of in (
         closed_form(problem),
         finite_sample_closed_form(problem),
@@ -251,45 +252,38 @@ def test_where_devices_differ_and_labels_are_noisy_the_best_mixture_beats_both(p
             assert of.best_error() < of.global_error()
 
 
-@given(LAWS)
+@given(CLOSED_FORMS)
 def test_gains_are_what_is_left_of_the_errors(of):
     scale = of.within_variance + of.between_variance
     assert of.local_error() - of.gains()[0] == pytest.approx(of.best_error(), abs=1e-12 * scale)
     assert of.global_error() - of.gains()[1] == pytest.approx(of.best_error(), abs=1e-12 * scale)
 
 
-@given(LAWS)
-def test_the_slope_is_zero_at_the_best_alpha_and_only_there(of):
+@given(CLOSED_FORMS)
+def test_the_derivative_is_zero_at_the_best_alpha_and_only_there(of):
     best, scale = of.best_alpha(), of.within_variance + of.between_variance
-    assert 0 < best < 1 or max(of.within_variance, of.between_variance) > 1e11 * min(
-        of.within_variance, of.between_variance
-    )
+    smaller, larger = sorted((of.within_variance, of.between_variance))
+    assert 0 < best < 1 or larger > 1e11 * smaller
     assert of.derivative(best) == pytest.approx(0, abs=1e-12 * scale)
     assert of.derivative(best - 0.1) < 0 < of.derivative(best + 0.1)
 
 
-@given(LAWS, st.floats(0, 1))
-def test_the_slope_is_that_of_the_error(of, alpha):
-    step = 1e-3
-    rise = (of.mixture_error(alpha + step) - of.mixture_error(alpha - step)) / (
-        2 * step
-    )  # exact for a parabola
-    assert of.derivative(alpha) == pytest.approx(
-        rise, abs=1e-9 * (of.within_variance + of.between_variance)
-    )
+@given(CLOSED_FORMS, st.floats(0, 1))
+def test_the_derivative_is_that_of_the_error(of, alpha):
+    step, scale = 1e-3, of.within_variance + of.between_variance
+    rise = of.mixture_error(alpha + step) - of.mixture_error(alpha - step)
+    quotient = rise / (2 * step)  # exact for a parabola
+    assert of.derivative(alpha) == pytest.approx(quotient, abs=1e-9 * scale)
 
 
-@given(LAWS, st.floats(0, 1))
+@given(CLOSED_FORMS, st.floats(0, 1))
 def test_no_mixture_is_better_than_the_best(of, alpha):
-    assert of.mixture_error(alpha) >= of.best_error() - 1e-12 * (
-        of.within_variance + of.between_variance
-    )
-    assert of.mixture_error(of.best_alpha()) == pytest.approx(
-        of.best_error(), abs=1e-12 * (of.within_variance + of.between_variance)
-    )
+    tolerance = 1e-12 * (of.within_variance + of.between_variance)
+    assert of.mixture_error(alpha) >= of.best_error() - tolerance
+    assert of.mixture_error(of.best_alpha()) == pytest.approx(of.best_error(), abs=tolerance)
 
 
-@given(LAWS, st.floats(0, 1))
+@given(CLOSED_FORMS, st.floats(0, 1))
 def test_an_error_is_bias_and_variance(of, alpha):
     """Theorem 1 and Proposition 1 add up to Theorem 2, whose ends are Propositions 2 and 3."""
     assert of.bias(alpha) + of.variance(alpha) == pytest.approx(of.mixture_error(alpha), rel=1e-9)
@@ -297,38 +291,31 @@ def test_an_error_is_bias_and_variance(of, alpha):
     assert of.mixture_error(0.0) == pytest.approx(of.global_error())
 
 
-@given(WORLDS)
+@given(PROBLEMS)
 @settings(max_examples=50)
 def test_with_enough_examples_local_beats_shared(problem):
     this, enough = finite_sample_closed_form(problem), break_even_examples(problem)
     if abs(problem.n - enough) > 1e-6 * enough:
-        assert (
-            (problem.n > enough)
-            == (this.local_error() < this.global_error())
-            == (this.best_alpha() > 0.5)
-        )
+        local_is_better = this.local_error() < this.global_error()
+        assert local_is_better == (problem.n > enough) == (this.best_alpha() > 0.5)
 
 
 def test_the_papers_formulas_are_those_for_inputs_of_trace_one():
     problem = LinearProblem(unit_inputs(20), clients=100, n=2000, rho=0.1, sigma=1.5)
     assert problem.inputs.trace == pytest.approx(1)
-    assert closed_form(problem) == pytest.approx(published_closed_form(problem))
-    assert closed_form(problem).best_alpha() == pytest.approx(
-        0.1**2 / (0.1**2 + 20 / 2000 * 1.5**2)
-    )
-    assert closed_form(problem).global_error() == pytest.approx(
-        99 / 100 * 0.1**2 + 20 / (100 * 2000) * 1.5**2
-    )
+    of = closed_form(problem)
+    assert of == pytest.approx(published_closed_form(problem))
+    assert of.best_alpha() == pytest.approx(0.1**2 / (0.1**2 + 20 / 2000 * 1.5**2))
+    assert of.global_error() == pytest.approx(99 / 100 * 0.1**2 + 20 / (100 * 2000) * 1.5**2)
 
 
 def test_traces_are_those_of_the_inputs():
     assert uniform_inputs(21).trace == pytest.approx(7)
     assert normal_inputs(20).trace == pytest.approx(20)
-    drawn = uniform_inputs(2).sample(np.random.default_rng(0), (100_000, 2)) * np.sqrt(
-        uniform_inputs(2).variances
-    )
-    assert -1 <= drawn.min() < -0.99 < 0.99 < drawn.max() <= 1
-    assert (drawn**2).sum(1).mean() == pytest.approx(2 / 3, rel=0.01)
+    inputs = uniform_inputs(2)
+    x = inputs.sample(np.random.default_rng(0), (100_000, 2)) * np.sqrt(inputs.variances)
+    assert -1 <= x.min() < -0.99 < 0.99 < x.max() <= 1
+    assert (x**2).sum(1).mean() == pytest.approx(2 / 3, rel=0.01)
 
 
 def test_the_papers_experiment_in_numbers():
@@ -341,19 +328,19 @@ def test_the_papers_experiment_in_numbers():
 
 
 def test_the_shared_model_is_better_at_little_variance_only_under_the_noise_of_the_released_code():
-    """Figure 2(b) is said to show it for sigma = 1.5, rho = .06."""
+    """The paper claims it for Figure 2(b), with sigma = 1.5 and rho = .06."""
     text, released = (finite_sample_closed_form(paper(0.06, sigma)) for sigma in (1.5, 1.5**2))
     assert text.local_error() < text.global_error()
     assert released.local_error() > released.global_error()
-    tried = run_trials(paper(0.06, 1.5), repeats=20)
-    assert confidence_interval(tried.shared - tried.local).low > 0
+    trials = run_trials(paper(0.06, 1.5), repeats=20)
+    assert confidence_interval(trials.shared - trials.local).low > 0
 
 
 def test_the_papers_formula_misses_its_own_experiment():
     problem = paper(0.1, 1.5)
-    found = confidence_interval(run_trials(problem, repeats=4).shared)
-    assert published_closed_form(problem).global_error() < 0.2 * found.low
-    assert closed_form(problem).global_error() == pytest.approx(found.mean, rel=0.1)
+    measurement = confidence_interval(run_trials(problem, repeats=4).shared)
+    assert published_closed_form(problem).global_error() < 0.2 * measurement.low
+    assert closed_form(problem).global_error() == pytest.approx(measurement.mean, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +357,7 @@ def test_the_papers_formula_misses_its_own_experiment():
         (lambda: correlated_inputs([[1.0, 0.5]]), r"shape \(1, 2\)"),
         (lambda: correlated_inputs([[1.0, 0.5], [0.0, 1.0]]), "symmetric"),
         (lambda: LinearProblem(uniform_inputs(3), 1, 10, 0.1, 1.0), "clients is 1; at least 2"),
-        (lambda: LinearProblem(uniform_inputs(3), 2, 4, 0.1, 1.0), r"n is 4; from d \+ 2 = 5"),
+        (lambda: LinearProblem(uniform_inputs(3), 2, 4, 0.1, 1.0), r"n is 4; at least d \+ 2 = 5"),
         (lambda: run_trials(paper(0.1, 1.5), repeats=1), "repeats is 1"),
         (lambda: run_trials(paper(0.1, 1.5), seed=-1), "seed is -1"),
         (
@@ -379,7 +366,7 @@ def test_the_papers_formula_misses_its_own_experiment():
         ),
     ],
 )
-def test_a_world_that_cannot_be_is_refused(make, words):
+def test_a_problem_that_cannot_be_is_refused(make, words):
     with pytest.raises(InputError, match=words):
         make()
 
@@ -398,7 +385,7 @@ QUICK = ("--d", 4, "--clients", 5, "--n", 50, "--repeats", 5)
     ("arguments", "words"),
     [
         (("--d", 0), "d is 0"),
-        (("--n", 21), "n is 21; from d + 2 = 22"),
+        (("--n", 21), "n is 21; at least d + 2 = 22"),
         (("--clients", 1), "clients is 1"),
         (("--rho", -1), "rho is -1; it is a standard deviation"),
         (("--rho", "nan"), "rho is nan"),
@@ -414,10 +401,10 @@ QUICK = ("--d", 4, "--clients", 5, "--n", 50, "--repeats", 5)
 )
 def test_a_mistake_is_one_line_and_exit_code_two(arguments, words, capsys):
     assert run(*arguments) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("glocal: ")
-    assert "\n" not in said
-    assert words in said
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("glocal: ")
+    assert "\n" not in message
+    assert words in message
 
 
 def test_a_picture_that_cannot_be_written_is_refused_before_the_trials(capsys, tmp_path):
@@ -425,9 +412,9 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_trials(capsys, t
     (tmp_path / "file").touch()
     for place in ("folder.png", "file/curve.png"):
         assert run("--out", tmp_path / place) == 2
-        told = capsys.readouterr()
-        assert "cannot be written" in told.err
-        assert not told.out
+        output = capsys.readouterr()
+        assert "cannot be written" in output.err
+        assert not output.out
 
 
 def test_the_command_says_what_to_keep_local(capsys):
@@ -465,13 +452,16 @@ def test_the_command_draws_its_curve(kind, repeats, tmp_path, capsys):
 
 def test_the_papers_figures_have_six_panels_with_both_readings_of_the_noise(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, half, **about: (drawn.append(figure), half.touch())
-    )
-    monkeypatch.setattr(
-        "liang2020.theory_figure.run_trials",
-        lambda problem, **about: run_trials(LinearProblem(*small(problem)), repeats=3),
-    )
+
+    def save(figure, path, **options):
+        drawn.append(figure)
+        path.touch()
+
+    def few_trials(problem, **options):
+        return run_trials(small(problem), repeats=3)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    monkeypatch.setattr("liang2020.theory_figure.run_trials", few_trials)
     draw_theory(tmp_path / "theory.png")
     panels = drawn[0].axes
     assert [axes.get_title(loc="left") for axes in panels] == [
@@ -485,18 +475,14 @@ def test_the_papers_figures_have_six_panels_with_both_readings_of_the_noise(tmp_
 
 
 def small(problem):
-    return uniform_inputs(3), 4, 20, problem.rho, problem.sigma
+    return LinearProblem(uniform_inputs(3), 4, 20, problem.rho, problem.sigma)
 
 
 def test_the_same_trials_give_the_same_picture(tmp_path):
     problem = LinearProblem(uniform_inputs(3), clients=4, n=20, rho=0.1, sigma=1.0)
-    one, other = (
-        draw_mixture(
-            TheoryResult(problem, run_trials(problem, repeats=3)), tmp_path / name
-        ).read_bytes()
-        for name in ("a.svg", "b.svg")
-    )
-    assert one == other
+    result = TheoryResult(problem, run_trials(problem, repeats=3))
+    one, other = (draw_mixture(result, tmp_path / name) for name in ("a.svg", "b.svg"))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_the_page_shows_what_the_command_prints(capsys):

@@ -1,10 +1,11 @@
-"""Figures of the linear theory: error against the share of the local model in a mixture, in closed form and by trial."""
+"""Figures of the linear theory: the error of a mixture by alpha, in closed form and by trial."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,9 +20,12 @@ from liang2020.theory import (
     uniform_inputs,
 )
 
-_LINE, _MARKED = np.linspace(0, 1, 201), slice(None, None, 40)
+_ALPHAS, _MARKED = np.linspace(0, 1, 201), slice(None, None, 40)
+_THEME = ("#1c2126", "#ffffff")
+_DASHES = (0, (2, 2))
+_MARKER_SIZE = 4.5
 _TRIALS_STYLE = LineStyle(COLOURS[0], (), "o")
-# the paper's text has a deviation of 1.5, its released code squares that
+# The paper's text gives a standard deviation of 1.5; its released code squares that.
 _NOISES = {
     "σ = 1.5 (text)": (1.5, _TRIALS_STYLE),
     "σ = 2.25 (released code)": (2.25, LineStyle(COLOURS[1], (6, 2), "s")),
@@ -38,62 +42,56 @@ _PANELS = (
 
 
 class TheoryResult(NamedTuple):
-    """A world, and what came of it in trials; without any, the closed form is drawn alone."""
+    """A problem and its trials; without trials, only the closed form is drawn."""
 
     problem: LinearProblem
     trials: Trials | None
 
 
 def draw_mixture(result: TheoryResult, path: Path) -> Path:
-    """Draw one world's errors against alpha into an .svg or .png file."""
-    with colour_theme("#1c2126", "#ffffff"):
+    """Draw one problem's errors by alpha into an .svg or .png file."""
+    with colour_theme(*_THEME):
         figure, axes = new_axes()
         _curve(axes, result, _TRIALS_STYLE, label="closed form")
-        _say_best(axes, finite_sample_closed_form(result.problem).best_alpha())
+        _mark_best(axes, finite_sample_closed_form(result.problem).best_alpha())
         if result.trials is not None:
-            axes.plot(
-                [],
-                [],
-                _TRIALS_STYLE.marker,
-                color=_TRIALS_STYLE.colour,
-                markersize=4.5,
-                label="trials ± one standard deviation",
-            )
+            _add_trials_to_legend(axes)
         axes.set(xlabel="α, from all shared (0) to all local (1)", ylabel="error", ylim=(0, None))
-        return _written(figure, path)
+        return _save_with_legend(figure, path)
+
+
+def _add_trials_to_legend(axes: Axes) -> None:
+    axes.plot(
+        [],
+        [],
+        _TRIALS_STYLE.marker,
+        color=_TRIALS_STYLE.colour,
+        markersize=_MARKER_SIZE,
+        label="trials ± one standard deviation",
+    )
 
 
 def draw_theory(path: Path, *, repeats: int = 10, seed: int = 0) -> Path:
-    """Draw the paper's Figure 2(a) and (b) and the four panels of its appendix into an .svg or .png file."""
+    """Draw the paper's Figure 2(a) and (b) and its appendix's panels into an .svg or .png file."""
     picture_kind(path)
-    result = {
-        (rho, noise): TheoryResult(problem, run_trials(problem, repeats=repeats, seed=seed))
-        for rho in sorted({rho for _, rho in _PANELS})
-        for noise, (sigma, _) in _NOISES.items()
-        for problem in [
-            LinearProblem(uniform_inputs(20), clients=100, n=2000, rho=rho, sigma=sigma)
-        ]
-    }
-    with colour_theme("#1c2126", "#ffffff"):
-        return _written(_six_panels(result), path)
+    results: dict[tuple[float, str], TheoryResult] = {}
+    for rho in sorted({rho for _, rho in _PANELS}):
+        for noise, (sigma, _) in _NOISES.items():
+            problem = LinearProblem(uniform_inputs(20), clients=100, n=2000, rho=rho, sigma=sigma)
+            trials = run_trials(problem, repeats=repeats, seed=seed)
+            results[rho, noise] = TheoryResult(problem, trials)
+    with colour_theme(*_THEME):
+        return _save_with_legend(_six_panels(results), path)
 
 
-def _six_panels(result: Mapping[tuple[float, str], TheoryResult]) -> Figure:
-    """Two panels to a row, each with both readings of the paper's noise."""
+def _six_panels(results: Mapping[tuple[float, str], TheoryResult]) -> Figure:
+    """Two panels per row, each with both readings of the paper's noise."""
     figure = new_figure(7.0)
     panels = figure.subplots(3, 2, sharex=True)
     for axes, (title, rho) in zip(panels.flat, _PANELS, strict=True):
         for noise, (_, line_style) in _NOISES.items():
-            _curve(axes, result[rho, noise], line_style, label=noise)
-            best = finite_sample_closed_form(result[rho, noise].problem)
-            axes.vlines(
-                best.best_alpha(),
-                0,
-                best.best_error(),
-                color=line_style.colour,
-                linestyle=(0, (2, 2)),
-                linewidth=1,
-            )
+            _curve(axes, results[rho, noise], line_style, label=noise)
+            _line_to_best(axes, results[rho, noise].problem, line_style)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set(ylim=(0, None))
     for axes in panels[:, 0]:
@@ -103,45 +101,61 @@ def _six_panels(result: Mapping[tuple[float, str], TheoryResult]) -> Figure:
     return figure
 
 
+def _line_to_best(axes: Axes, problem: LinearProblem, line_style: LineStyle) -> None:
+    """A dotted line from alpha* up to the closed form's lowest error."""
+    best = finite_sample_closed_form(problem)
+    axes.vlines(
+        best.best_alpha(),
+        0,
+        best.best_error(),
+        color=line_style.colour,
+        linestyle=_DASHES,
+        linewidth=1,
+    )
+
+
 def _curve(axes: Axes, result: TheoryResult, line_style: LineStyle, *, label: str) -> None:
-    """The closed form as a line; the trials' means as marks, in a band of one standard deviation over trials to either side."""
+    """The closed form as a line, and the trials with it."""
     dashes = (0, line_style.dash) if line_style.dash else "solid"
     axes.plot(
-        _LINE,
-        finite_sample_closed_form(result.problem).mixture_error(_LINE),
+        _ALPHAS,
+        finite_sample_closed_form(result.problem).mixture_error(_ALPHAS),
         color=line_style.colour,
         linestyle=dashes,
         linewidth=1.8,
         label=label,
     )
-    if result.trials is None:
-        return
-    errors = np.stack([result.trials.mixture_errors(alpha) for alpha in _LINE])
+    if result.trials is not None:
+        _draw_trials(axes, result.trials, line_style)
+
+
+def _draw_trials(axes: Axes, trials: Trials, line_style: LineStyle) -> None:
+    """Means over trials as marks, in a band of one standard deviation to either side."""
+    errors = np.stack([trials.mixture_errors(alpha) for alpha in _ALPHAS])
     mean, deviation = errors.mean(1), errors.std(1, ddof=1)
+    colour = line_style.colour
     axes.fill_between(
-        _LINE, mean - deviation, mean + deviation, color=line_style.colour, alpha=0.28, linewidth=0
+        _ALPHAS, mean - deviation, mean + deviation, color=colour, alpha=0.28, linewidth=0
     )
     axes.plot(
-        _LINE[_MARKED],
+        _ALPHAS[_MARKED],
         mean[_MARKED],
         line_style.marker,
-        color=line_style.colour,
-        markersize=4.5,
+        color=colour,
+        markersize=_MARKER_SIZE,
         linestyle="none",
     )
 
 
-def _say_best(axes: Axes, alpha: float) -> None:
-    """A dotted line where the closed form is lowest; its words stand at the top, on the side with more room."""
-    axes.axvline(alpha, color=axes.xaxis.label.get_color(), linestyle=(0, (2, 2)), linewidth=1)
-    words = f"α* = {alpha:.2f}: keep {PERCENT * alpha:.0f} % local"
-    side: dict[str, Any] = (
-        {"ha": "left", "xytext": (4, -2)} if alpha < 0.5 else {"ha": "right", "xytext": (-4, -2)}
-    )
+def _mark_best(axes: Axes, alpha: float) -> None:
+    """A dotted line at alpha*, with its text at the top, on the side with more room."""
+    axes.axvline(alpha, color=axes.xaxis.label.get_color(), linestyle=_DASHES, linewidth=1)
+    side, offset = ("left", 4) if alpha < 0.5 else ("right", -4)
     axes.annotate(
-        words,
+        f"α* = {alpha:.2f}: keep {PERCENT * alpha:.0f} % local",
         (alpha, 1),
-        **side,
+        xytext=(offset, -2),
+        ha=side,
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
         va="top",
@@ -149,13 +163,12 @@ def _say_best(axes: Axes, alpha: float) -> None:
     )
 
 
-def _written(figure: Figure, path: Path) -> Path:
-    """A figure as a file, with its legend below."""
-    entries = {
-        label: handle
-        for axes in figure.axes
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+def _save_with_legend(figure: Figure, path: Path) -> Path:
+    """Save a figure, with one legend for all its panels below."""
+    entries: dict[str, Artist] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
     figure.legend(
         [*entries.values()],
         [*entries],

@@ -1,4 +1,4 @@
-"""The linear theory as a user sees it: what to keep local, three errors in closed form and by trial, and a picture."""
+"""The command `liang2020 theory`: what to keep local, errors in closed form and by trial."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -34,59 +34,55 @@ _NOTEWORTHY = 0.005  # half a percent of the model
 
 
 def make_inputs(name: str, d: int) -> InputDistribution:
-    """The inputs that go by a name."""
+    """The input distribution of this name."""
     if name not in _INPUTS:
         raise InputError(f"theory: there are no inputs '{name}'; {suggest_name(name, _INPUTS)}")
     return _INPUTS[name](d)
 
 
 def show_theory(problem: LinearProblem, *, repeats: int, seed: int, out: Path | None) -> None:
-    """Print what the theory says of a world, try it out, and draw it; without repeats, the closed forms alone."""
+    """Print the theory's results for a problem and those of trials, and draw them.
+
+    With 0 repeats there are no trials.
+    """
     if out is not None:
         picture_kind(out)
         require_writable(out)
     with Console(stderr=True).status(f"{repeats} trials"):
-        outcome = run_trials(problem, repeats=repeats, seed=seed) if repeats else None
-    _print_world(problem)
-    _print_errors(problem, outcome)
+        trials = run_trials(problem, repeats=repeats, seed=seed) if repeats else None
+    _print_problem(problem)
+    _print_errors(problem, trials)
     print()
     for line in _advice(problem):
         print(line)
     if out is not None:
-        print(f"drawn: {draw_mixture(TheoryResult(problem, outcome), out)}")
+        print(f"drawn: {draw_mixture(TheoryResult(problem, trials), out)}")
 
 
-def _print_world(problem: LinearProblem) -> None:
+def _print_problem(problem: LinearProblem) -> None:
+    inputs = problem.inputs
     print(
-        f"{problem.clients:,} devices with {problem.n:,} examples each; {problem.inputs.d:,} inputs, tr S = {problem.inputs.trace:.4g}; "
+        f"{problem.clients:,} clients with {problem.n:,} examples each; "
+        f"{inputs.d:,} inputs, tr S = {inputs.trace:.4g}; "
         f"rho^2 = {problem.rho**2:.4g}, sigma^2 = {problem.sigma**2:.4g}"
     )
 
 
-def _print_errors(problem: LinearProblem, outcome: Trials | None) -> None:
-    """One row per model and one for alpha*: in closed form as N grows and at this N, and by trial."""
+def _print_errors(problem: LinearProblem, trials: Trials | None) -> None:
+    """One row per model and one for alpha*: in closed form for large N, at this N, and by trial."""
     large, this = closed_form(problem), finite_sample_closed_form(problem)
     best = this.best_alpha()
     rows = [
-        ["all local", "1", _four_digits(large.local_error()), _four_digits(this.local_error())],
-        ["all shared", "0", _four_digits(large.global_error()), _four_digits(this.global_error())],
-        [
-            "best mixture",
-            f"{best:.3f}",
-            _four_digits(large.best_error()),
-            _four_digits(this.best_error()),
-        ],
-        ["alpha*", "", _four_digits(large.best_alpha()), _four_digits(best)],
+        ["all local", "1", *_cells(large.local_error(), this.local_error())],
+        ["all shared", "0", *_cells(large.global_error(), this.global_error())],
+        ["best mixture", f"{best:.3f}", *_cells(large.best_error(), this.best_error())],
+        ["alpha*", "", *_cells(large.best_alpha(), best)],
     ]
     heads = ["", "alpha", "N large", "this N"]
-    if outcome is not None:
-        values = (
-            outcome.local,
-            outcome.shared,
-            outcome.mixture_errors(best),
-            outcome.best_alphas(),
-        )
-        rows = [[*row, *_trial_cells(of)] for row, of in zip(rows, values, strict=True)]
+    if trials is not None:
+        measured = (trials.local, trials.shared, trials.mixture_errors(best), trials.best_alphas())
+        for row, values in zip(rows, measured, strict=True):
+            row.extend(_trial_cells(values))
         heads += ["trials", "95 % interval"]
     print()
     Console().print(_table(heads, rows), highlight=False)
@@ -101,6 +97,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return table
 
 
+def _cells(*numbers: float) -> list[str]:
+    return [_four_digits(number) for number in numbers]
+
+
 def _trial_cells(values: Floats) -> tuple[str, str]:
     """A mean over trials and its interval."""
     mean, low, high = confidence_interval(values)
@@ -108,33 +108,40 @@ def _trial_cells(values: Floats) -> tuple[str, str]:
 
 
 def _advice(problem: LinearProblem) -> list[str]:
-    """What to do, in plain words."""
+    """What to keep local, in plain words."""
     this, printed = finite_sample_closed_form(problem), published_closed_form(problem).best_alpha()
     lines = [_local_share_line(this)]
     if 0 < this.best_alpha() < 1:
-        enough = f"{ceil(break_even_examples(problem)):,} examples or more"
+        enough = ceil(break_even_examples(problem))
         lines.append(
-            f"With {enough} each, devices do better on their own models alone than on the shared one alone."
+            f"With {enough:,} examples or more per client, local models alone are better than the "
+            "shared model alone."
         )
     if abs(printed - this.best_alpha()) > _NOTEWORTHY:
         lines.append(
-            f"The paper's formula as printed, which holds where tr S = 1, would keep {_percent(printed)} local."
+            "The paper's formula as printed, which holds where tr S = 1, would keep "
+            f"{_percent(printed)} local."
         )
     return lines
 
 
 def _local_share_line(this: ClosedForm) -> str:
-    """The sentence that matters."""
+    """The share of the local model in the best mixture, and its gains."""
     alpha, best = this.best_alpha(), this.best_error()
     if not alpha:
-        return "Keep nothing local: devices hardly differ, so that one model for all is best."
+        return "Keep nothing local: clients hardly differ, so that one model for all is best."
     if alpha == 1:
-        return "Keep all of it local: labels have hardly any noise, so that each device's own model is right."
-    local, shared = (
-        _percent(1 - best / error) for error in (this.local_error(), this.global_error())
+        return (
+            "Keep all of it local: labels have hardly any noise, so that each client's own model "
+            "is right."
+        )
+    below_local = _percent(1 - best / this.local_error())
+    below_shared = _percent(1 - best / this.global_error())
+    mixture = f"{alpha:.2f} x a client's own model + {1 - alpha:.2f} x the shared one"
+    return (
+        f"Keep {_percent(alpha)} local: {mixture}. "
+        f"Its error is {below_local} below all local, {below_shared} below all shared."
     )
-    mixture = f"{alpha:.2f} x a device's own model + {1 - alpha:.2f} x the shared one"
-    return f"Keep {_percent(alpha)} local: {mixture}. Its error is {local} below all local, {shared} below all shared."
 
 
 def _four_digits(number: float) -> str:
