@@ -1,20 +1,10 @@
-"""The paper's network for questions about pictures: its counts, its parts against torch's own, its batch norm in rounds."""
+"""The network for visual question answering: its counts, its LSTM, its weights, its batch norm."""
 
 import copy
 
 import numpy as np
 import pytest
 import torch
-from liang2020.vqa_model import (
-    SHARED,
-    Block,
-    Lstm,
-    ResNet,
-    Sizes,
-    Trunk,
-    load_weights,
-    vqa_net,
-)
 from safetensors.torch import save_file
 from torch import nn
 
@@ -34,6 +24,16 @@ from glocal.engines.protocol import ClientTask, run_one
 from glocal.evaluate import Evaluator, local_test, vqa_accuracy
 from glocal.federate.rounds import simulate
 from glocal.wire import Ledger
+from liang2020.vqa_model import (
+    SHARED,
+    Block,
+    Lstm,
+    ResNet,
+    Sizes,
+    Trunk,
+    load_weights,
+    vqa_net,
+)
 
 PAPER_WORDS = 64_437
 TINY = {"sizes": Sizes(6, 5, 8, 7), "words": 9, "answers": 4}
@@ -52,22 +52,22 @@ def tiny(seed=0, **changes):
 
 @pytest.fixture(scope="module")
 def full():
-    """On no device: only shapes are asked for."""
+    """Parameters, buffers and split of the paper's network, as shapes without numbers."""
     with torch.device("meta"):
         model = vqa_net(ImageTable(np.zeros((1, 3, 128, 128), np.uint8)), words=PAPER_WORDS)
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}, Split.of(
-        model, shared=SHARED
-    )
+    params = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return params, Split.of(model, shared=SHARED)
 
 
 def test_the_network_has_as_many_parameters_as_the_paper_says(full):
-    """5149200 / 54042572 = 9.53 %, appendix C.3; layer by layer as the counts resolve."""
+    """5149200 / 54042572 = 9.53 %, appendix C.3; layer by layer."""
     params, split = full
     assert trees.numel(params) == 54_042_572
     shared = split.take_shared(params)
     layers = {}
     for name, tensor in shared.items():
-        layers[name.rpartition(".")[0]] = layers.get(name.rpartition(".")[0], 0) + tensor.numel()
+        layer = name.rpartition(".")[0]
+        layers[layer] = layers.get(layer, 0) + tensor.numel()
     assert layers == {
         "image.fc": 1_025_024,
         "question.fc": 2_098_176,
@@ -76,13 +76,15 @@ def test_the_network_has_as_many_parameters_as_the_paper_says(full):
     }
     assert trees.numel(shared) == 5_149_200
     resnet = {name: tensor for name, tensor in params.items() if name.startswith("image.resnet.")}
-    assert (
-        trees.numel(resnet) == 11_689_512 + 9_620
-    )  # torchvision's ResNet-18, and its batch norms' buffers
+    # torchvision's ResNet-18, and its batch norms' buffers
+    assert trees.numel(resnet) == 11_689_512 + 9_620
 
 
 def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
-    """Table 2: 13.97e10 for 47 rounds of FedAvg, 9.99e10 for 32 and 17 of LG-FedAvg; 50 devices, 5 at a time."""
+    """Table 2: 13.97e10 for 47 rounds of FedAvg, 9.99e10 for 32 and 17 of LG-FedAvg.
+
+    There are 50 clients, 5 of them in a round.
+    """
     params, split = full
     shared = split.take_shared(params)
 
@@ -97,9 +99,9 @@ def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
     assert f"{alone.paper.parameters / 1e10:.2f}" == "13.97"
     assert f"{both.paper.parameters / 1e10:.2f}" == "9.99"
     assert f"{both.paper.parameters / alone.paper.parameters:.3f}" == "0.715"
-    assert (
-        both.total.bytes == 4 * 10 * (32 * 54_042_572 + 17 * 5_149_200) + 32 * 10 * 4 * 20
-    )  # 20 counters of 8 bytes, not 4
+    parameters = 32 * 54_042_572 + 17 * 5_149_200
+    extra = 32 * 20 * 4  # 20 counters have 8 bytes, not 4
+    assert both.total.bytes == 10 * (4 * parameters + extra)
 
 
 def test_the_lstm_is_torchs_own_where_all_words_are_there():
@@ -114,9 +116,8 @@ def test_the_lstm_is_torchs_own_where_all_words_are_there():
 def test_padding_after_a_question_changes_nothing():
     model = tiny().eval()
     rows = torch.tensor([[2, 5, 3, 8]])
-    assert torch.equal(
-        model(rows), model(torch.cat([rows, torch.zeros(1, 3, dtype=torch.int64)], 1))
-    )
+    padded = torch.cat([rows, torch.zeros(1, 3, dtype=torch.int64)], 1)
+    assert torch.equal(model(rows), model(padded))
 
 
 def test_pictures_are_no_part_of_a_model_and_shared_by_its_copies():
@@ -127,50 +128,42 @@ def test_pictures_are_no_part_of_a_model_and_shared_by_its_copies():
 
 def rows_and_answers(clients=4, count=12):
     generator = np.random.default_rng(1)
-    rows = [
-        np.concatenate(
-            [generator.integers(0, 6, (count, 1)), generator.integers(1, 9, (count, 4))], 1
-        )
-        for _ in range(clients)
-    ]
-    return from_tensors([(x, (x[:, 0] % 4), np.tile((x[:, 0] % 4)[:, None], 10)) for x in rows])
+    data = []
+    for _ in range(clients):
+        numbers = generator.integers(0, 6, (count, 1))
+        words = generator.integers(1, 9, (count, 4))
+        y = numbers[:, 0] % 4
+        people = np.tile(y[:, None], 10)
+        data.append((np.concatenate([numbers, words], 1), y, people))
+    return from_tensors(data)
 
 
 def after_rounds(algorithm, model, fed, engine="looped", rounds=2):
-    return list(
-        simulate(
-            algorithm, params_of(model), fed.train, Plan(rounds, 2, batch_size=5), engine=engine
-        )
-    )[-1]
+    plan = Plan(rounds, 2, batch_size=5)
+    return list(simulate(algorithm, params_of(model), fed.train, plan, engine=engine))[-1]
 
 
 @pytest.mark.parametrize("encoder", ["trained", "frozen"])
-def test_all_devices_in_one_batch_train_as_one_after_the_other(encoder):
+def test_all_clients_in_one_batch_train_as_one_after_the_other(encoder):
     model, fed = tiny(dropout=0.2), rows_and_answers()
     if encoder == "frozen":
-        features = extract_features(
-            model.image.pictures, Trunk(model.image.resnet), torch.device("cpu")
-        )
+        encoder = Trunk(model.image.resnet)
+        features = extract_features(model.image.pictures, encoder, torch.device("cpu"))
         model = vqa_net(features, **TINY)
-    algorithm = lg_fedavg(
-        cross_entropy(model), sgd(0.05, momentum=0.9), split=Split.of(model, shared=SHARED)
-    )
+    split = Split.of(model, shared=SHARED)
+    algorithm = lg_fedavg(cross_entropy(model), sgd(0.05, momentum=0.9), split=split)
     (one, _), (other, _) = (
         after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped")
     )
     for name, tensor in one.shared.items():
         assert torch.allclose(tensor, other.shared[name], atol=2e-5), name
-    for device, row in one.private.trained.items():
+    for client, row in one.private.trained.items():
         for name, tensor in row.items():
-            assert torch.allclose(tensor, other.private.trained[device][name], atol=2e-4), name
-    scores = [
-        local_test(
-            Evaluator(algorithm, predictor(model), engine=engine, metric=vqa_accuracy),
-            one,
-            fed.test,
-        )
-        for engine in ("looped", "vmapped")
-    ]
+            assert torch.allclose(tensor, other.private.trained[client][name], atol=2e-4), name
+    scores = []
+    for engine in ("looped", "vmapped"):
+        evaluator = Evaluator(algorithm, predictor(model), engine=engine, metric=vqa_accuracy)
+        scores.append(local_test(evaluator, one, fed.test))
     assert np.allclose(*scores)
 
 
@@ -179,34 +172,36 @@ def norms(tree):
 
 
 def test_statistics_of_batch_norm_go_where_the_split_says():
-    """Averaged by FedAvg; kept by LG-FedAvg with its encoder; or alone kept (FedBN, Li et al. 2021) by naming the norms."""
+    """FedAvg averages them, and with LG-FedAvg they stay local with the encoder.
+
+    With a split that names only the norms, only they stay local (FedBN, Li et al. 2021).
+    """
     model, fed = tiny(), rows_and_answers()
-    objective, rule = cross_entropy(model), sgd(0.05)
-    everywhere, _ = after_rounds(fedavg(objective, rule), model, fed)
+    objective, optimizer = cross_entropy(model), sgd(0.05)
+    everywhere, _ = after_rounds(fedavg(objective, optimizer), model, fed)
     assert norms(everywhere.shared) == norms(params_of(model)) != set()
     encoders = Split.of(model, shared=SHARED)
-    kept, report = after_rounds(lg_fedavg(objective, rule, split=encoders), model, fed)
-    assert not norms(kept.shared)
-    trained = [kept.private.trained[device] for device in report.sampled]
-    assert not torch.equal(
-        trained[0]["image.resnet.bn1.running_mean"], trained[1]["image.resnet.bn1.running_mean"]
-    )
+    state, report = after_rounds(lg_fedavg(objective, optimizer, split=encoders), model, fed)
+    assert not norms(state.shared)
+    trained = [state.private.trained[client] for client in report.sampled]
+    one, other = (tree["image.resnet.bn1.running_mean"] for tree in trained[:2])
+    assert not torch.equal(one, other)
     norms_alone = Split.of(
         model, local=["*.bn[12]*", "image.resnet.bn1", "image.resnet.layer*.downsample.1"]
     )
-    bn_only, _ = after_rounds(lg_fedavg(objective, rule, split=norms_alone), model, fed)
+    bn_only, _ = after_rounds(lg_fedavg(objective, optimizer, split=norms_alone), model, fed)
     assert norms(bn_only.private.initial) == norms(params_of(model))
     assert not norms(bn_only.shared)
     assert "image.resnet.conv1.weight" in bn_only.shared
 
 
-def test_statistics_are_averaged_by_examples_and_do_not_leak_from_device_to_device():
+def test_statistics_are_averaged_by_examples_and_do_not_leak_from_client_to_client():
     model, fed = tiny(), rows_and_answers()
     algorithm = fedavg(cross_entropy(model), sgd(0.0001))
     state, report = after_rounds(algorithm, model, fed, rounds=1)
     name, means = "image.resnet.bn1.running_mean", []
-    for device in report.sampled.tolist():
-        order = client_batches(Plan(1, 2, batch_size=5), fed.train.rows[device], 0, device)
+    for client in report.sampled.tolist():
+        order = client_batches(Plan(1, 2, batch_size=5), fed.train.rows[client], 0, client)
         task = ClientTask(*algorithm.init(params_of(model)), order)
         means.append(run_one(algorithm.client_update, task, fed.train.examples, 0).upload[name])
     sizes = torch.from_numpy(fed.train.sizes[report.sampled]).float()
@@ -214,30 +209,25 @@ def test_statistics_are_averaged_by_examples_and_do_not_leak_from_device_to_devi
     assert torch.allclose(state.shared[name], expected, atol=1e-6)
 
 
-def test_encoders_beyond_what_there_is_room_for_wait_elsewhere_and_those_never_asked_cost_nothing():
+def test_encoders_without_room_on_the_gpu_wait_on_the_host_and_untrained_clients_cost_nothing():
     model = tiny()
     local = Split.of(model, shared=SHARED).take_local(params_of(model))
     rows = PrivateStates(local, {}, max_gpu_rows=2)
-    for device in range(6):
-        rows = rows.put(
-            [device],
-            [trees.add(local, {name: torch.ones_like(tensor) for name, tensor in local.items()})],
-        )
+    ones = {name: torch.ones_like(tensor) for name, tensor in local.items()}
+    for client in range(6):
+        rows = rows.put([client], [trees.add(local, ones)])
     assert len(rows.trained) == 6
-    assert all(trees.same_bits(rows.of(device), rows.trained[device]) for device in range(6))
+    assert all(trees.same_bits(rows.of(client), rows.trained[client]) for client in range(6))
     assert rows.of(10_000) is local
 
 
 def test_pretrained_weights_are_read_from_a_file_with_torchvisions_names(tmp_path):
     source = ResNet((4, 4, 6, 6))
     state = source.state_dict()
-    save_file(
-        {name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "all.safetensors"
-    )
-    torch.save(
-        {name: tensor for name, tensor in state.items() if not name.startswith("fc.")},
-        tmp_path / "trunk.pth",
-    )
+    dense = {name: tensor.contiguous() for name, tensor in state.items()}
+    save_file(dense, tmp_path / "all.safetensors")
+    trunk = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
+    torch.save(trunk, tmp_path / "trunk.pth")
     torch.save({"state_dict": state, "epoch": 7}, tmp_path / "checkpoint.pth")
     for name in ("all.safetensors", "trunk.pth", "checkpoint.pth"):
         other = ResNet((4, 4, 6, 6))
@@ -250,18 +240,16 @@ def test_pretrained_weights_are_read_from_a_file_with_torchvisions_names(tmp_pat
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path):
-    save_file(
-        {name: tensor.contiguous() for name, tensor in ResNet((4, 4, 6, 6)).state_dict().items()},
-        tmp_path / "w.safetensors",
-    )
-    with pytest.raises(
-        InputError, match=r"'conv1.weight' is \(4, 3, 7, 7\) in .*, and \(5, 3, 7, 7\) here"
-    ):
-        load_weights(ResNet((5, 4, 6, 6)), str(tmp_path / "w.safetensors"))
+    path = str(tmp_path / "w.safetensors")
+    state = ResNet((4, 4, 6, 6)).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
+    message = r"'conv1.weight' is \(4, 3, 7, 7\) in .*, and \(5, 3, 7, 7\) here"
+    with pytest.raises(InputError, match=message):
+        load_weights(ResNet((5, 4, 6, 6)), path)
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(InputError, match=r"have no 'conv1.weight'"):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "other.safetensors"))
-    with pytest.raises(InputError, match="cannot be had"):
+    with pytest.raises(InputError, match="cannot be read"):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "missing.pth"))
 
 
@@ -277,9 +265,8 @@ ODD = [
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["conv1.weight", "fc.weight"])
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::UserWarning"
-)  # torch's own, on what is odd here
+# torch's own warnings about such tensors
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd, name):
     state = ResNet((4, 4, 6, 6)).state_dict()
     torch.save({**state, name: odd(state[name])}, tmp_path / "w.pth")
@@ -290,24 +277,19 @@ def test_weights_that_are_no_plain_numbers_are_refused(tmp_path, odd, name):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own: nested tensors are a prototype
 def test_nested_weights_are_refused(tmp_path):
     state = ResNet((4, 4, 6, 6)).state_dict()
-    torch.save(
-        {**state, "conv1.weight": torch.nested.nested_tensor([*state["conv1.weight"]])},
-        tmp_path / "w.pth",
-    )
-    with pytest.raises(
-        InputError, match=r"'conv1.weight' in .*w.pth is not of plain, finite numbers"
-    ):
+    nested = torch.nested.nested_tensor([*state["conv1.weight"]])
+    torch.save({**state, "conv1.weight": nested}, tmp_path / "w.pth")
+    message = r"'conv1.weight' in .*w.pth is not of plain, finite numbers"
+    with pytest.raises(InputError, match=message):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
 
 
 def test_a_count_of_batches_that_is_none_is_refused(tmp_path):
     state = ResNet((4, 4, 6, 6)).state_dict()
-    torch.save(
-        {**state, "bn1.num_batches_tracked": torch.zeros(3, dtype=torch.int64)}, tmp_path / "w.pth"
-    )
-    with pytest.raises(
-        InputError, match=r"'bn1.num_batches_tracked' is \(3,\) in .*, and \(\) here"
-    ):
+    count = torch.zeros(3, dtype=torch.int64)
+    torch.save({**state, "bn1.num_batches_tracked": count}, tmp_path / "w.pth")
+    message = r"'bn1.num_batches_tracked' is \(3,\) in .*, and \(\) here"
+    with pytest.raises(InputError, match=message):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "w.pth"))
 
 
@@ -315,10 +297,8 @@ def test_a_last_layer_of_another_kind_is_left_as_it_was(tmp_path):
     source, other = ResNet((4, 4, 6, 6)), ResNet((4, 4, 6, 6))
     state, own = source.state_dict(), other.fc.weight.clone()
     trunk = {name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
-    torch.save(
-        {**trunk, "fc.0.weight": torch.zeros(3, 6), "fc.weight": torch.zeros(10, 6), "epoch": 7},
-        tmp_path / "w.pth",
-    )
+    last = {"fc.0.weight": torch.zeros(3, 6), "fc.weight": torch.zeros(10, 6)}
+    torch.save({**trunk, **last, "epoch": 7}, tmp_path / "w.pth")
     load_weights(other, str(tmp_path / "w.pth"))
     assert torch.equal(other.conv1.weight, source.conv1.weight)
     assert torch.equal(other.fc.weight, own)
@@ -328,10 +308,8 @@ def test_weights_of_a_deeper_network_are_refused(tmp_path):
     deeper = ResNet((4, 4, 6, 6))
     deeper.get_submodule("layer1").append(Block(4, 4, 1))
     torch.save(deeper.state_dict(), tmp_path / "resnet34.pth")
-    with pytest.raises(
-        InputError,
-        match=r"have 'layer1.2.bn1.bias', which ResNet-18 has not; give weights of ResNet-18",
-    ):
+    message = "have 'layer1.2.bn1.bias', which ResNet-18 has not; give weights of ResNet-18"
+    with pytest.raises(InputError, match=message):
         load_weights(ResNet((4, 4, 6, 6)), str(tmp_path / "resnet34.pth"))
 
 

@@ -1,7 +1,9 @@
-"""The paper's network for visual question answering (Liang et al. 2020, appendix C.3): two encoders and a small common part.
+"""The network for visual question answering (Liang et al. 2020, appendix C.3).
 
-A picture goes through ResNet-18 (He et al. 2016) and a question through two layers of LSTM, a last layer each brings both to one
-width, and two layers answer from their product. An example is one row of whole numbers: which picture, then the question's words.
+A picture goes through ResNet-18 (He et al. 2016) and a question through a two-layer LSTM. A last
+linear layer in each of these two channels brings both to one width, and two layers predict the
+answer from their product. An example is a row of integers: the number of its picture, then the
+question's words.
 """
 
 from collections import OrderedDict
@@ -22,12 +24,12 @@ from liang2020.lstm import lstm_scan
 
 WIDTHS = (64, 128, 256, 512)
 SHARED = ("image.fc", "question.fc", "answer")
-_SAID = 1000  # what ResNet puts out: the classes of ImageNet
-_OFFICIAL = "https://download.pytorch.org/models/resnet18-f37072fd.pth"
+_RESNET_OUTPUTS = 1000  # the classes of ImageNet
+_OFFICIAL_URL = "https://download.pytorch.org/models/resnet18-f37072fd.pth"
 
 
 class Sizes(NamedTuple):
-    """Widths of the network: of a word, of the LSTM, of what both channels are brought to, and of the first layer of the answer."""
+    """Widths of a word, the LSTM, both channels' outputs, and the answer's first layer."""
 
     word: int = 512
     lstm: int = 512
@@ -39,7 +41,10 @@ PAPER = Sizes()
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them; names as torchvision has them, so that its weights can be loaded."""
+    """Two convolutions with a skip connection.
+
+    Names are torchvision's, so that its weights can be loaded.
+    """
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -47,21 +52,20 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(after)
         self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(after)
-        around = [nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)]
-        self.downsample = nn.Sequential(*around) if stride != 1 or before != after else None
+        skip = [nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)]
+        self.downsample = nn.Sequential(*skip) if stride != 1 or before != after else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, channels, height, width) on, half as high and wide with a stride of 2."""
+        """From and to (rows, channels, height, width); a stride of 2 halves height and width."""
         inner = torch.relu(self.bn1(self.conv1(x)))
-        return torch.relu(
-            self.bn2(self.conv2(inner)) + (self.downsample(x) if self.downsample else x)
-        )
+        skipped = self.downsample(x) if self.downsample else x
+        return torch.relu(self.bn2(self.conv2(inner)) + skipped)
 
 
 class ResNet(nn.Module):
-    """ResNet-18, or the same with other widths; `fc` says 1,000 things of a picture.
+    """ResNet-18, or the same with other widths.
 
-    While training, a share `dropout` of what its convolutions see is left out.
+    In training, dropout acts on the features that its convolutions return.
     """
 
     def __init__(self, widths: Sequence[int] = WIDTHS, *, dropout: float | None = None) -> None:
@@ -75,70 +79,73 @@ class ResNet(nn.Module):
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
         before = widths[0]
         for number, width in enumerate(widths, start=1):
-            blocks = [Block(before, width, 1 if number == 1 else 2), Block(width, width, 1)]
+            stride = 1 if number == 1 else 2
+            blocks = [Block(before, width, stride), Block(width, width, 1)]
             self.add_module(f"layer{number}", nn.Sequential(*blocks))
             before = width
         self.drop = make_dropout(dropout)
-        self.fc = nn.Linear(before, _SAID)
+        self.fc = nn.Linear(before, _RESNET_OUTPUTS)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def trunk(self, pictures: Tensor) -> Tensor:
-        """What its convolutions see (rows, width) in pictures (rows, 3, height, width)."""
+        """The convolutions' features (rows, width) of pictures (rows, 3, height, width)."""
         x: Tensor = self.maxpool(torch.relu(self.bn1(self.conv1(pictures))))
         for number in range(1, 5):
             x = self.get_submodule(f"layer{number}")(x)
         return x.mean((2, 3))
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """What is said of pictures (rows, 1000)."""
-        said: Tensor = self.fc(self.drop(self.trunk(pictures)))
-        return said
+        """The outputs (rows, 1000) for pictures (rows, 3, height, width)."""
+        outputs: Tensor = self.fc(self.drop(self.trunk(pictures)))
+        return outputs
 
 
 class Trunk(nn.Module):
-    """A ResNet's convolutions alone: the encoder, where it is frozen."""
+    """A ResNet's convolutions alone, as a frozen encoder."""
 
     def __init__(self, resnet: ResNet) -> None:
         super().__init__()
         self.resnet = resnet
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """What they see (rows, width) in pictures (rows, 3, height, width)."""
+        """The features (rows, width) of pictures (rows, 3, height, width)."""
         return self.resnet.trunk(pictures)
 
 
 class Top(nn.Module):
-    """What is left of ResNet where its convolutions are frozen and their features are looked up."""
+    """The last layer of a ResNet whose frozen convolutions' features are looked up."""
 
     def __init__(self, width: int, *, dropout: float | None = None) -> None:
         super().__init__()
         self.drop = make_dropout(dropout)
-        self.fc = nn.Linear(width, _SAID)
+        self.fc = nn.Linear(width, _RESNET_OUTPUTS)
 
     def forward(self, features: Tensor) -> Tensor:
-        """What is said of pictures (rows, 1000)."""
-        said: Tensor = self.fc(self.drop(features))
-        return said
+        """The outputs (rows, 1000) for features (rows, width)."""
+        outputs: Tensor = self.fc(self.drop(features))
+        return outputs
 
 
 class ImageChannel(nn.Module):
-    """From the number of a picture (rows,) to what the answer needs of it (rows, common)."""
+    """From the numbers of pictures (rows,) to vectors (rows, common)."""
 
     def __init__(self, pictures: ImageTable, resnet: nn.Module, common: int) -> None:
         super().__init__()
-        self.pictures, self.resnet, self.fc = pictures, resnet, nn.Linear(_SAID, common)
+        self.pictures = pictures
+        self.resnet = resnet
+        self.fc = nn.Linear(_RESNET_OUTPUTS, common)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Between -1 and 1."""
+        """Vectors with values between -1 and 1."""
         return torch.tanh(self.fc(self.resnet(self.pictures(numbers))))
 
 
 class Lstm(nn.Module):
-    """Two layers as in `nn.LSTM`, names too, but one that can be batched over devices.
+    """Two layers as in `nn.LSTM`, with its names, that can be batched over clients.
 
-    Words that are padding leave the states as they were.
+    Padding does not change the states.
     """
 
     def __init__(self, inputs: int, hidden: int, layers: int = 2) -> None:
@@ -148,41 +155,51 @@ class Lstm(nn.Module):
             self.register_parameter(name, tensor)
 
     def forward(self, words: Tensor, real: Tensor) -> Tensor:
-        """Hidden and cell states of all layers (rows, 2 * layers * hidden) after words (rows, length, width), where `real`."""
-        states, x = [], words
+        """The last hidden and cell states of all layers (rows, 2 * layers * hidden).
+
+        `words` are vectors (rows, length, width). Where `real` (rows, length) is false, there is
+        padding.
+        """
+        x, hidden_states, cells = words, [], []
         for layer in range(self.layers):
-            inputs, recurrent, one, other = (
-                getattr(self, f"{name}_l{layer}")
-                for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-            )
-            x, cell = lstm_scan(x @ inputs.T + (one + other), recurrent, real)
-            states.append((x[:, -1], cell))
-        return torch.cat([*(hidden for hidden, _ in states), *(cell for _, cell in states)], 1)
+            weight_ih, weight_hh, bias_ih, bias_hh = self._layer_params(layer)
+            x, cell = lstm_scan(x @ weight_ih.T + (bias_ih + bias_hh), weight_hh, real)
+            hidden_states.append(x[:, -1])
+            cells.append(cell)
+        return torch.cat([*hidden_states, *cells], 1)
+
+    def _layer_params(self, layer: int) -> list[Tensor]:
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        return [getattr(self, f"{name}_l{layer}") for name in names]
 
 
 class QuestionChannel(nn.Module):
-    """From the words of a question (rows, length), 0 where there is none, to what the answer needs of it (rows, common)."""
+    """From the words of questions (rows, length), 0 where there is none, to (rows, common)."""
 
     def __init__(self, words: int, sizes: Sizes) -> None:
         super().__init__()
-        self.words, self.lstm = nn.Embedding(words, sizes.word), Lstm(sizes.word, sizes.lstm)
+        self.words = nn.Embedding(words, sizes.word)
+        self.lstm = Lstm(sizes.word, sizes.lstm)
         self.fc = nn.Linear(4 * sizes.lstm, sizes.common)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Between -1 and 1."""
+        """Vectors with values between -1 and 1."""
         states = self.lstm(torch.tanh(self.words(words)), words > 0)
         return torch.tanh(self.fc(torch.tanh(states)))
 
 
 class VqaNet(nn.Module):
-    """Logits of answers (rows, answers) from rows (rows, 1 + length) of a picture's number and a question's words."""
+    """Logits of answers (rows, answers), from a picture's number and a question's words.
+
+    These are the columns of its input (rows, 1 + length).
+    """
 
     def __init__(self, image: ImageChannel, question: QuestionChannel, answer: nn.Module) -> None:
         super().__init__()
         self.image, self.question, self.answer = image, question, answer
 
     def forward(self, rows: Tensor) -> Tensor:
-        """What both channels say is multiplied, number by number."""
+        """The answer's layers get the element-wise product of both channels."""
         logits: Tensor = self.answer(self.image(rows[:, 0]) * self.question(rows[:, 1:]))
         return logits
 
@@ -196,16 +213,14 @@ def vqa_net(
     resnet: nn.Module | None = None,
     dropout: float | None = None,
 ) -> VqaNet:
-    """The paper's network: with 64,437 words of 512 numbers 54,042,572 parameters and buffers, of which SHARED are 5,149,200.
+    """The paper's network.
 
-    A share `dropout` of what a ResNet's convolutions see and of the answer's hidden units is left out while training.
+    With 64,437 words it has 54,042,572 parameters and buffers, 5,149,200 of them in SHARED. In
+    training, dropout acts on the features of the ResNet's convolutions and on the answer's hidden
+    units. Without a `resnet` it is ResNet-18, or its last layer alone if the table has features.
     """
     if resnet is None:
-        resnet = (
-            ResNet(dropout=dropout)
-            if len(pictures.shape) == 3
-            else Top(pictures.shape[0], dropout=dropout)
-        )
+        resnet = _default_resnet(pictures, dropout)
     answer = OrderedDict[str, nn.Module](
         drop1=make_dropout(dropout),
         fc1=nn.Linear(sizes.common, sizes.first),
@@ -215,6 +230,12 @@ def vqa_net(
     )
     image, question = ImageChannel(pictures, resnet, sizes.common), QuestionChannel(words, sizes)
     return VqaNet(image, question, nn.Sequential(answer))
+
+
+def _default_resnet(pictures: ImageTable, dropout: float | None) -> nn.Module:
+    if len(pictures.shape) == 3:
+        return ResNet(dropout=dropout)
+    return Top(pictures.shape[0], dropout=dropout)
 
 
 def build_vqa_net(request: ModelRequest) -> VqaNet:
@@ -256,80 +277,99 @@ def _build_resnet(settings: ModelSettings) -> ResNet:
 
 
 def load_weights(resnet: ResNet, source: str) -> None:
-    """Pretrained weights into a ResNet: "official" (torchvision's, downloaded), or a file, .safetensors or .pth, with its names.
+    """Load pretrained weights into a ResNet.
 
-    A file may lack `fc`, or have one of another width: that layer then stays as it is.
+    `source` is "official", for torchvision's, which are downloaded, or a .safetensors or .pth file
+    with torchvision's names. If a file has no `fc`, or one of another width, that layer keeps its
+    weights.
     """
-    given, own = _read(source), resnet.state_dict()
-    taken = {
-        name: tensor
-        for name, tensor in given.items()
-        if not name.startswith("fc.") or _fits(tensor, own.get(name))
-    }
+    given, own = _read_weights(source), resnet.state_dict()
+    new = _without_other_fc(given, own)
     for name, tensor in own.items():
         if name.startswith("fc.") or name.endswith("num_batches_tracked"):
-            taken.setdefault(name, tensor)
-        if name not in taken:
+            new.setdefault(name, tensor)
+        if name not in new:
             raise InputError(
                 f"model: the weights {source} have no '{name}'; {suggest_name(name, given)}"
             )
-        if not _plain(taken[name], tensor.dtype):
-            raise InputError(
-                f"model: '{name}' in {source} is not of plain, finite numbers; give weights that were trained"
-            )
-        if taken[name].shape != tensor.shape:
-            raise InputError(
-                f"model: '{name}' is {tuple(taken[name].shape)} in {source}, and {tuple(tensor.shape)} here; check model.widths"
-            )
-    if more := sorted(taken.keys() - own.keys()):
+        _require_fit(new[name], tensor, name, source)
+    unknown = sorted(new.keys() - own.keys())
+    if unknown:
         raise InputError(
-            f"model: the weights {source} have '{more[0]}', which ResNet-18 has not; give weights of ResNet-18"
+            f"model: the weights {source} have '{unknown[0]}', which ResNet-18 has not; "
+            "give weights of ResNet-18"
         )
-    resnet.load_state_dict(taken)
+    resnet.load_state_dict(new)
 
 
-def _fits(given: Tensor, own: Tensor | None) -> bool:
+def _without_other_fc(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without a last layer of another width."""
+    return {
+        name: tensor
+        for name, tensor in given.items()
+        if not name.startswith("fc.") or _same_shape(tensor, own.get(name))
+    }
+
+
+def _require_fit(given: Tensor, own: Tensor, name: str, source: str) -> None:
+    if not _is_plain(given, own.dtype):
+        raise InputError(
+            f"model: '{name}' in {source} is not of plain, finite numbers; "
+            "give weights that were trained"
+        )
+    if given.shape != own.shape:
+        raise InputError(
+            f"model: '{name}' is {tuple(given.shape)} in {source}, and {tuple(own.shape)} here; "
+            "check model.widths"
+        )
+
+
+def _same_shape(given: Tensor, own: Tensor | None) -> bool:
     return own is not None and not given.is_nested and given.shape == own.shape
 
 
-def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether it is a dense tensor of numbers that are finite, also once they are of this type."""
-    odd = (
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is a dense tensor of real numbers that are finite when converted to this type."""
+    is_other = (
         tensor.is_nested
         or tensor.is_quantized
         or tensor.is_meta
         or tensor.is_complex()
         or tensor.layout != torch.strided
     )
-    return not odd and bool(tensor.to(dtype).isfinite().all())
+    return not is_other and bool(tensor.to(dtype).isfinite().all())
 
 
-def _read(source: str) -> dict[str, Tensor]:
-    """Its tensors by name; what else a checkpoint holds is left out, and they may be its `state_dict`."""
-    loaded = _loaded(source)
+def _read_weights(source: str) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, or of its `state_dict`, by name; anything else is dropped."""
+    loaded = _load(source)
     inner = loaded.get("state_dict")
-    found = inner if isinstance(inner, Mapping) else loaded
+    entries = inner if isinstance(inner, Mapping) else loaded
     return {
         name: tensor
-        for name, tensor in found.items()
+        for name, tensor in entries.items()
         if isinstance(name, str) and isinstance(tensor, Tensor)
     }
 
 
-def _loaded(source: str) -> dict[Any, Any]:
+def _load(source: str) -> dict[Any, Any]:
     try:
-        if source == "official":
-            return dict(
-                torch.hub.load_state_dict_from_url(_OFFICIAL, check_hash=True, map_location="cpu")
-            )
-        if Path(source).suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(source)
-        return dict(torch.load(source, map_location="cpu", weights_only=True))
-    except (
-        Exception
-    ) as error:  # whatever a network, a disk or a file that is something else may raise
+        return _load_file(source)
+    except Exception as error:  # a network, a disk or an unexpected file may raise anything
         raise InputError(
-            f"model: the weights {source} cannot be had ({describe_error(error)}); give a .safetensors or .pth file, or 'official'"
+            f"model: the weights {source} cannot be read ({describe_error(error)}); "
+            "give a .safetensors or .pth file, or 'official'"
         ) from error
+
+
+def _load_file(source: str) -> dict[Any, Any]:
+    if source == "official":
+        state = torch.hub.load_state_dict_from_url(
+            _OFFICIAL_URL, check_hash=True, map_location="cpu"
+        )
+        return dict(state)
+    if Path(source).suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(source)
+    return dict(torch.load(source, map_location="cpu", weights_only=True))
