@@ -1,4 +1,4 @@
-"""Run every study of the paper in small: one seed, few rounds, from training to its report.
+"""Run every study of the paper with one seed and few rounds, from training to its report.
 
     python papers/liang2020/short_runs.py             # all of them
     python papers/liang2020/short_runs.py paper-vqa   # some of them
@@ -89,31 +89,31 @@ def missing_data(study: Study) -> str:
 
 
 def run_short(study: Study) -> float:
-    """Run some parts of a study in small and write its report; the seconds that it took."""
+    """Run some parts of a study with few rounds and write its report; the seconds it took."""
     started = time.perf_counter()
-    wanted = SHORT[study.name]
+    short = SHORT[study.name]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = write_study(study, folder, patterns=wanted.parts, changes=ALL)
-        short = {part: shortened(of, wanted) for part, of in settings.items()}
-        for _ in run_parts(short, folder):
+        settings = write_study(study, folder, patterns=short.parts, changes=ALL)
+        small = {part: shortened(of_part, short) for part, of_part in settings.items()}
+        for _ in run_parts(small, folder):
             pass
         findings = read_findings(folder)
-        if set(findings.parts) != set(wanted.parts):
-            raise SystemExit(f"{study.name}: only {', '.join(findings.parts)} found anything")
+        if set(findings.parts) != set(short.parts):
+            raise SystemExit(f"{study.name}: only these parts have results: {[*findings.parts]}")
         study_markdown(findings)
         write_study_report(findings, folder)
         draw_study(findings, folder)
     return time.perf_counter() - started
 
 
-def shortened(settings: Settings, wanted: Short) -> Settings:
+def shortened(settings: Settings, short: Short) -> Settings:
     """The same with few rounds of few clients in every experiment."""
-    small = with_overrides(settings, wanted.changes)
+    small = with_overrides(settings, short.changes)
     clients = min(small.plan.clients_per_round, small.data.keep_clients or small.data.clients)
     experiments = {}
     for name, experiment in small.experiments.items():
-        if not wanted.experiments or name in wanted.experiments:
+        if not short.experiments or name in short.experiments:
             experiments[name] = short_experiment(experiment, clients)
     plan = replace(small.plan, rounds=ROUNDS)
     run = replace(small.run, validate_every=1)
@@ -121,7 +121,7 @@ def shortened(settings: Settings, wanted: Short) -> Settings:
 
 
 def short_experiment(experiment: ExperimentSettings, clients: int) -> ExperimentSettings:
-    """The same with few rounds, which go on from the last of those before."""
+    """The same with few rounds; one that starts from another starts from its last round."""
     join_plan, pretext = experiment.join_plan, experiment.pretext
     if join_plan is not None:
         epochs = min(join_plan.epochs, 1)
