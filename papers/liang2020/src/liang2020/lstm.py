@@ -7,7 +7,7 @@ that a CUDA graph can capture it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ class _Forward(Function):
         states = ctx.saved_tensors[2]
         d_states = torch.zeros_like(states) if d_states is None else d_states
         d_cell = torch.zeros_like(states[..., -1, :]) if d_cell is None else d_cell
-        saved = ctx.saved_tensors
-        d_from_words, d_of_state = _Backward.apply(d_states, d_cell, *saved)  # type: ignore[no-untyped-call]
+        inputs = (d_states, d_cell, *ctx.saved_tensors)
+        d_from_words, d_of_state = _Backward.apply(*inputs)  # type: ignore[no-untyped-call]
         return d_from_words, d_of_state, None
 
     @staticmethod
@@ -102,10 +102,7 @@ def _scan(
     cell = state = from_words.new_zeros(len(weights), rows, units)
     states, cells, activated = [], [], []
     for word, is_real in zip(by_word, real_by_word, strict=True):
-        gates = torch.baddbmm(word, state, weights)
-        gates[..., : 2 * units].sigmoid_()
-        gates[..., 2 * units : 3 * units].tanh_()
-        gates[..., 3 * units :].sigmoid_()
+        gates = _activate(torch.baddbmm(word, state, weights), units)
         i, f, g, o = gates.chunk(4, -1)
         cell = torch.where(is_real, torch.addcmul(f * cell, i, g), cell)
         state = torch.where(is_real, o * cell.tanh(), state)
@@ -120,6 +117,14 @@ def _scan(
     )
 
 
+def _activate(gates: Tensor, units: int) -> Tensor:
+    """The activations of the gates i, f, g, o (lead, rows, 4 units), in place."""
+    gates[..., : 2 * units].sigmoid_()
+    gates[..., 2 * units : 3 * units].tanh_()
+    gates[..., 3 * units :].sigmoid_()
+    return gates
+
+
 def _scan_back(
     d_states: Tensor,
     d_cell: Tensor,
@@ -131,40 +136,58 @@ def _scan_back(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `from_words` and `of_state`, from those of all states and of the last cells.
 
-    Backpropagation through time. The local derivatives need no gradient of a later word, so they
-    are computed for all words at once; the loop from the last word to the first only multiplies
-    and adds. At padding state and cell are copies of those before: gates get no gradient there.
+    Backpropagation through time: the derivatives within a word are ready for all words, and the
+    loop from the last word to the first only multiplies and adds.
     """
     rows, words, units = states.shape[-3:]
     weights, is_real = of_state.reshape(-1, 4 * units, units), real.reshape(-1, rows, words, 1)
     d_states, states, cells = (
         tensor.reshape(-1, rows, words, units) for tensor in (d_states, states, cells)
     )
-    i, f, g, o = gates.reshape(-1, rows, words, 4 * units).chunk(4, -1)
-    mask, cells_tanh = is_real.to(cells.dtype), cells.tanh()
-    # d cell / d (i, f, g before activation), (lead, rows, words, 3, units)
-    cell_by_gates = torch.stack(
-        [g * i * (1 - i), _one_earlier(cells) * f * (1 - f), i * (1 - g * g)], 3
-    )
-    cell_by_gates = cell_by_gates * mask[..., None, :]
-    state_by_gate = cells_tanh * o * (1 - o) * mask  # d state / d (o before activation)
-    state_by_cell = o * (1 - cells_tanh * cells_tanh) * mask
-    cell_by_earlier, state_by_earlier = torch.where(is_real, f, 1), 1 - mask  # without gates
+    within = _derivatives(gates.reshape(-1, rows, words, 4 * units), cells, is_real)
     d_cell = d_cell.reshape(-1, rows, units)
     d_state = torch.zeros_like(d_states[:, :, 0])
     d_gates_backwards = []
     for t in reversed(range(words)):
         d_state = d_states[:, :, t] + d_state
-        d_cell = torch.addcmul(d_cell, d_state, state_by_cell[:, :, t])
-        d_ifg = d_cell[:, :, None] * cell_by_gates[:, :, t]
-        d_o = (d_state * state_by_gate[:, :, t])[:, :, None]
+        d_cell = torch.addcmul(d_cell, d_state, within.state_by_cell[:, :, t])
+        d_ifg = d_cell[:, :, None] * within.cell_by_gates[:, :, t]
+        d_o = (d_state * within.state_by_gate[:, :, t])[:, :, None]
         d_gates = torch.cat([d_ifg, d_o], 2).flatten(2)
-        d_cell = d_cell * cell_by_earlier[:, :, t]
-        d_state = torch.baddbmm(d_state * state_by_earlier[:, :, t], d_gates, weights)
+        d_cell = d_cell * within.cell_by_earlier[:, :, t]
+        d_state = torch.baddbmm(d_state * within.state_by_earlier[:, :, t], d_gates, weights)
         d_gates_backwards.append(d_gates)
     d_from_words = torch.stack(d_gates_backwards[::-1], 2)
     d_weights = d_from_words.flatten(1, 2).transpose(1, 2) @ _one_earlier(states).flatten(1, 2)
     return d_from_words.reshape(gates.shape), d_weights.reshape(of_state.shape)
+
+
+class _Derivatives(NamedTuple):
+    """What changes what within a word; (lead, rows, words, units) unless another shape is named.
+
+    Gates count before their activations. At padding, state and cell are copies of those one word
+    earlier, so that gates have no influence there.
+    """
+
+    cell_by_gates: Tensor  # of i, f, g: (lead, rows, words, 3, units)
+    state_by_gate: Tensor  # of o
+    state_by_cell: Tensor
+    cell_by_earlier: Tensor  # by the cell one word earlier, at fixed gates
+    state_by_earlier: Tensor  # by the state one word earlier, at fixed gates: (..., 1)
+
+
+def _derivatives(gates: Tensor, cells: Tensor, is_real: Tensor) -> _Derivatives:
+    """The derivatives within every word; none needs a gradient of a later word."""
+    i, f, g, o = gates.chunk(4, -1)
+    mask, cells_tanh = is_real.to(cells.dtype), cells.tanh()
+    by_gates = torch.stack([g * i * (1 - i), _one_earlier(cells) * f * (1 - f), i * (1 - g * g)], 3)
+    return _Derivatives(
+        cell_by_gates=by_gates * mask[..., None, :],
+        state_by_gate=cells_tanh * o * (1 - o) * mask,
+        state_by_cell=o * (1 - cells_tanh * cells_tanh) * mask,
+        cell_by_earlier=torch.where(is_real, f, 1),
+        state_by_earlier=1 - mask,
+    )
 
 
 def _one_earlier(states: Tensor) -> Tensor:
