@@ -143,13 +143,17 @@ def after_rounds(algorithm, model, fed, engine="looped", rounds=2):
     return list(simulate(algorithm, params_of(model), fed.train, plan, engine=engine))[-1]
 
 
+def with_frozen_encoder(model):
+    encoder = Trunk(model.image.resnet)
+    features = extract_features(model.image.pictures, encoder, torch.device("cpu"))
+    return vqa_net(features, **TINY)
+
+
 @pytest.mark.parametrize("encoder", ["trained", "frozen"])
 def test_all_clients_in_one_batch_train_as_one_after_the_other(encoder):
     model, fed = tiny(dropout=0.2), rows_and_answers()
     if encoder == "frozen":
-        encoder = Trunk(model.image.resnet)
-        features = extract_features(model.image.pictures, encoder, torch.device("cpu"))
-        model = vqa_net(features, **TINY)
+        model = with_frozen_encoder(model)
     split = Split.of(model, shared=SHARED)
     algorithm = lg_fedavg(cross_entropy(model), sgd(0.05, momentum=0.9), split=split)
     (one, _), (other, _) = (
@@ -160,11 +164,12 @@ def test_all_clients_in_one_batch_train_as_one_after_the_other(encoder):
     for client, row in one.private.trained.items():
         for name, tensor in row.items():
             assert torch.allclose(tensor, other.private.trained[client][name], atol=2e-4), name
-    scores = []
-    for engine in ("looped", "vmapped"):
-        evaluator = Evaluator(algorithm, predictor(model), engine=engine, metric=vqa_accuracy)
-        scores.append(local_test(evaluator, one, fed.test))
-    assert np.allclose(*scores)
+    predict = predictor(model)
+    looped, vmapped = (
+        Evaluator(algorithm, predict, engine=engine, metric=vqa_accuracy)
+        for engine in ("looped", "vmapped")
+    )
+    assert np.allclose(local_test(looped, one, fed.test), local_test(vmapped, one, fed.test))
 
 
 def norms(tree):

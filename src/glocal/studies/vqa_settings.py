@@ -1,10 +1,11 @@
-"""Studies of questions about pictures: their network from settings, pictures seen once by a frozen encoder, and controls."""
+"""Studies of questions about pictures: checks of settings and data, frozen encoders, controls."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from glocal.core.data import Examples
 from glocal.core.errors import InputError, suggest_name
@@ -24,6 +25,8 @@ from glocal.studies.user_functions import (
 )
 
 _CONTROLS = ("own", "shuffled", "none")
+_PARTS = ("training", "test")
+_NO_PICTURE = -1
 
 
 def with_frozen_features(
@@ -33,34 +36,41 @@ def with_frozen_features(
     *,
     report: ProgressCallback = no_progress,
 ) -> Dataset:
-    """The same with features in place of pictures, where an encoder is named; it is one for all seeds.
+    """The data set with features in place of pictures, if the settings name a frozen encoder.
 
-    Pretrained encoders are one for all seeds, too.
+    All seeds have the same encoder, whether it is random or pretrained.
     """
     address = settings.encoder
     if address is not None and ":" not in address:
         raise InputError(
-            f"settings: model.encoder is '{address}'; name a function that makes it, module:function"
+            f"settings: model.encoder is '{address}'; "
+            "name a function that makes it, module:function"
         )
     questions = dataset.questions
     if address is None or questions is None or len(questions.pictures.shape) == 1:
         return dataset
     _require_no_resnet_settings(settings, address)
-    request = ModelRequest(settings, dataset.train.x[0], dataset.classes, questions)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(make_rng(0, "frozen encoder").integers(2**62)))
-        network = call_model_function(address, "model.encoder", request)
-    where = device()
+    example = _rows_of(dataset.train, "training")[0]
+    request = ModelRequest(settings, example, dataset.classes, questions)
+    network = _build_encoder(address, request)
+    torch_device = device()
 
     def features() -> ImageTable:
-        return extract_features(questions.pictures, network, where, report=report)
+        return extract_features(questions.pictures, network, torch_device, report=report)
 
     table = call_user_function(features, address)
     return dataset._replace(questions=replace(questions, pictures=table))
 
 
+def _build_encoder(address: str, request: ModelRequest) -> nn.Module:
+    """The encoder with the same random weights every time; torch's own generator is not moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(make_rng(0, "frozen encoder").integers(2**62)))
+        return call_model_function(address, "model.encoder", request)
+
+
 def _require_no_resnet_settings(settings: ModelSettings, address: str) -> None:
-    """Refuse settings that an encoder of the user's own does not get to see."""
+    """Refuse settings of a ResNet if the encoder's function does not get the settings."""
     if takes_request(import_function(address, "model.encoder")):
         return
     for name, value in (("widths", settings.widths), ("weights", settings.weights)):
@@ -78,7 +88,7 @@ def refuse_vqa_settings(settings: Settings) -> None:
         "data.pictures": settings.data.pictures,
         "model.encoder": model.encoder,
     }
-    if not _model_sees_settings(model):
+    if not _model_gets_settings(model):
         unread |= {"model.widths": model.widths, "model.weights": model.weights}
     for name, value in unread.items():
         if value is not None:
@@ -89,75 +99,106 @@ def refuse_vqa_settings(settings: Settings) -> None:
             )
 
 
-def _model_sees_settings(model: ModelSettings) -> bool:
-    """Whether the model is made by a function that gets the settings; it may refuse them itself."""
+def _model_gets_settings(model: ModelSettings) -> bool:
+    """Whether the model's function gets the settings; it can refuse them itself."""
     return ":" in model.name and takes_request(import_function(model.name, "model.name"))
 
 
 def require_questions(dataset: Dataset) -> None:
-    """Refuse examples that refer to what is not there, or that nobody has answered: own data, for those read here are right."""
+    """Refuse questions that refer to missing pictures or words, or have no people's answers.
+
+    Questions that this package reads from files are right; a user's own may not be.
+    """
     questions = dataset.questions
     if questions is None:
         return
     if not isinstance(questions, VQAMetadata):
+        given = type(questions).__name__
         raise InputError(
-            f"data: the questions are a {type(questions).__name__}; glocal.datasets.vqa.Questions was expected"
+            f"data: the questions are a {given}; glocal.datasets.vqa.VQAMetadata was expected"
         )
     if not isinstance(questions.pictures, ImageTable):
         given = type(questions.pictures).__name__
         raise InputError(
-            f"data: the questions' pictures are a {given}; glocal.datasets.image_table.Pictures was expected"
+            f"data: the questions' pictures are a {given}; "
+            "glocal.datasets.image_table.ImageTable was expected"
         )
-    _require_kinds(questions.question_types)
-    ranges = {
-        "picture": range(-1, len(questions.pictures)),
-        "word": range(len(questions.words)),
-    }  # -1: no picture
-    for part, examples in (("training", dataset.train), ("test", dataset.test)):
-        for name, tensor in zip(examples._fields, examples, strict=True):
-            if tensor is not None and not isinstance(tensor, torch.Tensor):
-                raise InputError(
-                    f"data: {name} of {part} questions is a {type(tensor).__name__}; a torch.Tensor was expected"
-                )
-        x, people = examples.x, examples.group
-        if x.dim() != 2 or x.dtype not in (torch.int32, torch.int64):
-            raise InputError(
-                f"data: {part} questions are {x.dtype} {tuple(x.shape)}; whole numbers (rows, 1 + words) of int64 were expected"
-            )
-        if people is None or people.dim() != 2 or len(people) != len(x) or not people.shape[1]:
-            shape = "none" if people is None else tuple(people.shape)
-            raise InputError(
-                f"data: of {len(x)} {part} questions people's answers are {shape}; give them as group (rows, people)"
-            )
-        for (what, known), numbers in zip(ranges.items(), (x[:, :1], x[:, 1:]), strict=True):
-            wrong = numbers[(numbers < known.start) | (numbers >= known.stop)]
-            if len(wrong):
-                bounds = f"{known.start} to {known.stop - 1}"
-                raise InputError(
-                    f"data: a {part} question has {what} {int(wrong[0])}; numbers from {bounds} were expected"
-                )
+    _require_question_types(questions.question_types)
+    pictures = range(_NO_PICTURE, len(questions.pictures))
+    words = range(len(questions.words))
+    for part, examples in zip(_PARTS, (dataset.train, dataset.test), strict=True):
+        rows = _require_examples(examples, part)
+        _require_known(rows[:, :1], pictures, f"a {part} question has picture")
+        _require_known(rows[:, 1:], words, f"a {part} question has word")
 
 
-def _require_kinds(question_types: object) -> None:
-    """Refuse what are no two arrays of whole numbers from 0 on: how questions begin, by which they are dealt out."""
-    both = (
-        question_types
-        if isinstance(question_types, tuple | list) and len(question_types) == 2
-        else ()
-    )
-    if both and all(
-        isinstance(each, np.ndarray) and each.dtype.kind in "iu" and each.min(initial=0) >= 0
-        for each in both
-    ):
+def _require_question_types(question_types: object) -> None:
+    """Refuse anything but two arrays of integers from 0 on; clients get questions by type."""
+    parts = question_types if isinstance(question_types, tuple | list) else ()
+    if len(parts) == 2 and all(_is_numbering(types) for types in parts):
         return
     raise InputError(
-        f"data: the questions' kinds are {question_types!r:.60}; two NumPy arrays of whole numbers from 0 on were expected"
+        f"data: the questions' types are {question_types!r:.60}; "
+        "two NumPy arrays of whole numbers from 0 on were expected"
     )
+
+
+def _is_numbering(types: object) -> bool:
+    if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu":
+        return False
+    return bool(types.min(initial=0) >= 0)
+
+
+def _require_examples(examples: Examples, part: str) -> Tensor:
+    """The rows of questions; refuse examples of other types or shapes."""
+    for name, value in zip(examples._fields, examples, strict=True):
+        if value is not None:
+            _require_tensor(value, name, part)
+    rows = _rows_of(examples, part)
+    _require_people(examples.group, len(rows), part)
+    return rows
+
+
+def _require_tensor(value: object, name: str, part: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    given = type(value).__name__
+    raise InputError(f"data: {name} of {part} questions is a {given}; a torch.Tensor was expected")
+
+
+def _rows_of(examples: Examples, part: str) -> Tensor:
+    """The rows of questions (rows, 1 + words); refuse inputs that are something else."""
+    x = _require_tensor(examples.x, "x", part)
+    if x.dim() != 2 or x.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"data: {part} questions are {x.dtype} {tuple(x.shape)}; "
+            "whole numbers (rows, 1 + words) of int64 were expected"
+        )
+    return x
+
+
+def _require_people(people: Tensor | None, num_questions: int, part: str) -> None:
+    """Refuse questions without people's answers, by which accuracy is measured."""
+    shape = "none" if people is None else tuple(people.shape)
+    if people is None or people.dim() != 2 or len(people) != num_questions or not people.shape[1]:
+        raise InputError(
+            f"data: of {num_questions} {part} questions people's answers are {shape}; "
+            "give them as group (rows, people)"
+        )
+
+
+def _require_known(numbers: Tensor, known: range, subject: str) -> None:
+    wrong = numbers[(numbers < known.start) | (numbers >= known.stop)]
+    if len(wrong):
+        raise InputError(
+            f"data: {subject} {int(wrong[0])}; "
+            f"numbers from {known.start} to {known.stop - 1} were expected"
+        )
 
 
 def refuse_non_vqa_settings(settings: Settings) -> None:
-    """Settings that take people's answers or the numbers of pictures for something else."""
-    answers = "what stands beside questions are people's answers, nothing to hide"
+    """Refuse settings that would take people's answers or picture numbers for something else."""
+    answers = "the group of a question is people's answers, no attribute to hide"
     for name, experiment in settings.experiments.items():
         if experiment.pretext is not None and experiment.pretext.kind == "adversary":
             raise InputError(
@@ -168,33 +209,35 @@ def refuse_non_vqa_settings(settings: Settings) -> None:
     if settings.ordinal is not None:
         raise InputError("settings: ordinal is given, and answers have no order; leave it out")
     if settings.plan.max_tokens is not None:
-        first = "a question's first number is no word but its picture"
         raise InputError(
-            f"settings: plan.max_tokens is {settings.plan.max_tokens}, and {first}; set plan.batch_size instead"
+            f"settings: plan.max_tokens is {settings.plan.max_tokens}, and a question's first "
+            "number is no word but its picture; set plan.batch_size instead"
         )
 
 
 def with_image_control(dataset: Dataset, pictures: str | None) -> Dataset:
-    """Questions with their own pictures, or with other questions', so that these say nothing, or with none and so no ResNet."""
-    wanted = "own" if pictures is None else pictures
-    if wanted not in _CONTROLS:
+    """Questions with their own pictures, with those of other questions, or with none.
+
+    Shuffled pictures carry no information about the question. Without pictures there is no ResNet.
+    """
+    control = "own" if pictures is None else pictures
+    if control not in _CONTROLS:
         raise InputError(
-            f"settings: data.pictures is '{wanted}'; {suggest_name(wanted, _CONTROLS)}"
+            f"settings: data.pictures is '{control}'; {suggest_name(control, _CONTROLS)}"
         )
-    if wanted == "own" or dataset.questions is None:
+    if control == "own" or dataset.questions is None:
         return dataset
     questions = dataset.questions
-    if wanted == "none":
+    if control == "none":
         questions = replace(questions, pictures=ImageTable(np.zeros((1, 1), dtype=np.float32)))
-    parts = [
-        _with_control(examples, wanted, part)
-        for part, examples in enumerate((dataset.train, dataset.test))
-    ]
-    return dataset._replace(train=parts[0], test=parts[1], questions=questions)
+    train = _with_control(dataset.train, control, 0)
+    test = _with_control(dataset.test, control, 1)
+    return dataset._replace(train=train, test=test, questions=questions)
 
 
-def _with_control(examples: Examples, wanted: str, part: int) -> Examples:
-    x = examples.x.clone()
+def _with_control(examples: Examples, control: str, part: int) -> Examples:
+    """Examples with the pictures of a control; `part` is 0 for training and 1 for test."""
+    x = _rows_of(examples, _PARTS[part]).clone()
     order = torch.from_numpy(make_rng(0, "shuffled pictures", part).permutation(len(x)))
-    x[:, 0] = x[order, 0] if wanted == "shuffled" else -1
+    x[:, 0] = x[order, 0] if control == "shuffled" else _NO_PICTURE
     return examples._replace(x=x)

@@ -70,10 +70,7 @@ class ResNet(nn.Module):
 
     def __init__(self, widths: Sequence[int] = WIDTHS, *, dropout: float | None = None) -> None:
         super().__init__()
-        if len(widths) != 4 or min(widths) < 1:
-            raise InputError(
-                f"model: the widths are {list(widths)}; four were expected, such as {list(WIDTHS)}"
-            )
+        _require_widths(widths)
         self.conv1 = nn.Conv2d(3, widths[0], 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
@@ -100,6 +97,13 @@ class ResNet(nn.Module):
         """The outputs (rows, 1000) for pictures (rows, 3, height, width)."""
         outputs: Tensor = self.fc(self.drop(self.trunk(pictures)))
         return outputs
+
+
+def _require_widths(widths: Sequence[int]) -> None:
+    if len(widths) != 4 or min(widths) < 1:
+        raise InputError(
+            f"model: the widths are {list(widths)}; four were expected, such as {list(WIDTHS)}"
+        )
 
 
 class Trunk(nn.Module):
