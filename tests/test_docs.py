@@ -15,7 +15,13 @@ from glocal.studies.run import resolve, slug
 from glocal.studies.settings import from_dict
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "papers").glob("*/README.md")),
+    *sorted((ROOT / "papers").glob("*/docs/*.md")),
+]
 
 
 def blocks(page, language):
@@ -97,7 +103,7 @@ def folder_made_by(words):
 
 @pytest.mark.parametrize("name", ["README.md", "new-clients.md", "representations.md"])
 def test_the_commands_of_a_page_can_be_typed_in_order(name):
-    (page,) = (page for page in PAGES if page.name == name)
+    page = next(page for page in PAGES if page.name == name)
     written = set()
     for words in commands(page):
         written.add(folder_made_by(words))
@@ -109,8 +115,17 @@ def test_the_commands_of_a_page_can_be_typed_in_order(name):
 
 def test_every_link_of_a_page_leads_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor and file.suffix == ".md":
+                assert anchor in anchors(file), f"{page.name}: {target}#{anchor}"
+
+
+def anchors(page):
+    """The names by which GitHub links to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def committed(name):
