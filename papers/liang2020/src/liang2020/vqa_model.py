@@ -220,8 +220,9 @@ def vqa_net(
     """The paper's network.
 
     With 64,437 words it has 54,042,572 parameters and buffers, 5,149,200 of them in SHARED. In
-    training, dropout acts on the features of the ResNet's convolutions and on the answer's hidden
-    units. Without a `resnet` it is ResNet-18, or its last layer alone if the table has features.
+    training, dropout acts on the features of the ResNet's convolutions and on the inputs of the
+    answer's two layers. Without a `resnet` it is ResNet-18, or its last layer alone if the table
+    has features.
     """
     if resnet is None:
         resnet = _default_resnet(pictures, dropout)
