@@ -20,16 +20,14 @@ from liang2020.theory import (
     break_even_examples,
     closed_form,
     correlated_inputs,
-    equal_weights,
     finite_sample_closed_form,
-    gram_weights,
     normal_inputs,
     published_closed_form,
-    run_trials,
     uniform_inputs,
     unit_inputs,
 )
 from liang2020.theory_figure import TheoryResult, draw_mixture, draw_theory
+from liang2020.theory_trials import equal_weights, gram_weights, run_trials
 
 PAGE = (Path(__file__).parents[1] / "docs/theory.md").read_text()
 CLOSE = 0.03
@@ -215,7 +213,7 @@ def test_the_same_seed_gives_the_same_trials_and_more_repeats_go_on_from_them():
 
 def test_clients_drawn_in_chunks_are_clients_all_the_same(monkeypatch):
     problem = LinearProblem(normal_inputs(3), clients=7, n=20, rho=0.1, sigma=1.0)
-    monkeypatch.setattr("liang2020.theory._CHUNK_SIZE", 3 * 20 * 3)
+    monkeypatch.setattr("liang2020.theory_trials._CHUNK_SIZE", 3 * 20 * 3)
     interval = sure_interval(run_trials(problem, repeats=2000).shared)
     assert interval.low <= finite_sample_closed_form(problem).global_error() <= interval.high
 

@@ -12,13 +12,8 @@ from matplotlib.figure import Figure
 from glocal.report.drawing import colour_theme, new_axes, new_figure, picture_kind, save_picture
 from glocal.report.formatting import PERCENT
 from glocal.report.styles import COLOURS, LineStyle
-from liang2020.theory import (
-    LinearProblem,
-    Trials,
-    finite_sample_closed_form,
-    run_trials,
-    uniform_inputs,
-)
+from liang2020.theory import LinearProblem, finite_sample_closed_form, uniform_inputs
+from liang2020.theory_trials import Trials, run_trials
 
 _ALPHAS, _MARKED = np.linspace(0, 1, 201), slice(None, None, 40)
 _THEME = ("#1c2126", "#ffffff")

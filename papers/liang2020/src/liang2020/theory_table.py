@@ -17,17 +17,16 @@ from liang2020.theory import (
     Floats,
     InputDistribution,
     LinearProblem,
-    Trials,
     break_even_examples,
     closed_form,
     finite_sample_closed_form,
     normal_inputs,
     published_closed_form,
-    run_trials,
     uniform_inputs,
     unit_inputs,
 )
 from liang2020.theory_figure import TheoryResult, draw_mixture
+from liang2020.theory_trials import Trials, run_trials
 
 _INPUTS = {"uniform": uniform_inputs, "normal": normal_inputs, "unit": unit_inputs}
 _NOTEWORTHY = 0.005  # half a percent of the model
