@@ -48,10 +48,13 @@ SMALL = Study(
     statement="LG is above FedAvg.",
     parts={
         "paper-2": StudyPart(
-            "2 classes per device", "paper", PARTITIONED, {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW}
+            "2 classes per client",
+            "paper",
+            PARTITIONED,
+            {"FedAvg": ROW, "LG 2+2": ROW, "LG 4+2": ROW},
         ),
         "tuned-2": StudyPart(
-            "2 classes per device",
+            "2 classes per client",
             "tuned",
             replace(PARTITIONED, experiments=RATES),
             {"FedAvg": ROW},
