@@ -32,7 +32,7 @@ from tests.support import world
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAN = glocal.Plan(rounds=5, clients_per_round=4, batch_size=5)
-OFTEN = Options(engine="vmapped", validate_every=2, checkpoint_every=3)
+OFTEN = Options(device="cpu", engine="vmapped", validate_every=2, checkpoint_every=3)
 SIZES = {"vector": (23, 4, 31), "image": (12, 17), "short": (9, 6, 28)}
 
 
@@ -466,7 +466,9 @@ def test_kinds_on_a_gpu_agree_with_one_client_at_a_time_on_a_cpu(engine, tmp_pat
 
 def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_its_traffic():
     plan = replace(PLAN, clients_per_round=2, rounds=2)
-    warm = warm_kinds(three(), glocal.sgd(0.1), plan, options=Options(engine="looped"))
+    warm = warm_kinds(
+        three(), glocal.sgd(0.1), plan, options=Options(device="cpu", engine="looped")
+    )
     trees_of = [kind.algorithm.init(kind.start()) for kind in warm]
     assert all(trees.same_bits(shared, trees_of[0][0]) for shared, _ in trees_of)
     for cold, kind in zip(three(), warm, strict=True):
@@ -475,7 +477,7 @@ def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_its_traffic():
         whole = trees.nbytes(kind.start())
         assert kind.spent.upload.bytes == kind.spent.download.bytes == 2 * 2 * whole
     together = fit_kinds(
-        warm, replace(PLAN, first_round=2, rounds=1), options=Options(engine="looped")
+        warm, replace(PLAN, first_round=2, rounds=1), options=Options(device="cpu", engine="looped")
     )
     for kind in warm:
         assert together[kind.name].ledger.upload.bytes >= kind.spent.upload.bytes
