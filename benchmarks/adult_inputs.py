@@ -2,7 +2,7 @@
 
 These are bounds for any representation.
 
-python -m benchmarks.adult_inputs --out docs/results/adult-inputs.json
+python -m benchmarks.adult_inputs --out papers/liang2020/results/adult-inputs.json
 """
 
 import argparse

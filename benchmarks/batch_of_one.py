@@ -3,7 +3,7 @@
 CIFAR-10, three classes per client, local training only: ten clients whose last batch has one
 example, and ten whose last batch is full or nearly full; training loss by round.
 
-python -m benchmarks.batch_of_one --out docs/results/batch-of-one.json
+python -m benchmarks.batch_of_one --out papers/liang2020/results/batch-of-one.json
 """
 
 import argparse

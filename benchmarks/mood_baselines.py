@@ -1,6 +1,6 @@
 """Baselines for mood networks on the splits of the study, and the words that are lost.
 
-python -m benchmarks.mood_baselines --out docs/results/mood-baselines.json
+python -m benchmarks.mood_baselines --out papers/liang2020/results/mood-baselines.json
 """
 
 import argparse

@@ -3,7 +3,8 @@
 The paper's released code does so; no study of ours does. CIFAR-10, for local training only and for
 LG-FedAvg from round 1000 on.
 
-python -m benchmarks.selection_on_test --device cuda --out docs/results/selection-on-test.json
+python -m benchmarks.selection_on_test --device cuda \\
+    --out papers/liang2020/results/selection-on-test.json
 """
 
 import argparse

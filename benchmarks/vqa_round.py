@@ -1,7 +1,7 @@
 """One round of LG-FedAvg with the network of 54 million parameters: seconds and memory, as JSON.
 
 python -m benchmarks.vqa_round --device cuda --clients 50 --clients 500 \\
-    --out docs/results/vqa-round-gpu.json
+    --out papers/liang2020/results/vqa-round-gpu.json
 
 Each number of clients runs in its own process, so that its peak memory is its own. Pictures are 500
 random images: their content does not change the time. A client has 479 questions (464 in the

@@ -121,6 +121,29 @@ VALUES = {
     ("rows/axis", '"cohort"'): '"clients_per_round"',
     ("rows/axis", '"devices"'): '"clients"',
 }
+# texts in a command: options, settings and files
+COMMANDS = {
+    "optimiser.rate": "optimizer.lr",
+    "optimiser settings": "optimizer settings",
+    "run.keep_every": "run.checkpoint_every",
+    "[cases.NAME]": "[experiments.NAME]",
+    "after, after_round, rate and local_rate": "start_from, start_round, lr and local_lr",
+    "--devices": "--clients",
+    "examples.newcomers:": "examples.new_clients:",
+    "advice-settling.json": "advice-other-plans.json",
+    **{
+        f"docs/results/{name}": f"papers/liang2020/results/{name}"
+        for name in (
+            "adult-inputs.json",
+            "batch-of-one.json",
+            "mood-baselines.json",
+            "selection-on-test.json",
+            "vqa-round-cpu.json",
+            "vqa-round-gpu.json",
+        )
+    },
+}
+FORMAT = '"format": "0.2",'  # in files that are read again
 TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+)')
 
 
@@ -165,8 +188,9 @@ def converted(text: str) -> str:
         pieces += [text[done : place.start], new or token]
         done = place.end
     new_text = "".join([*pieces, text[done:]])
-    if '"parts": ' in text or ('"new_client": ' in new_text and '"rows": ' in text):
-        return new_text.replace("{\n", '{\n "format": "0.2",\n', 1)  # files that are read again
+    read_again = '"parts": ' in text or ('"new_client": ' in new_text and '"rows": ' in text)
+    if read_again and FORMAT not in new_text:
+        return new_text.replace("{\n", "{\n " + FORMAT + "\n", 1)
     return new_text
 
 
@@ -181,6 +205,10 @@ def _new_key(path: str, patterns: dict[re.Pattern[str], str]) -> str | None:
 
 
 def _new_value(path: str, token: str) -> str | None:
+    if path.endswith("command"):
+        for old_text, new in COMMANDS.items():
+            token = token.replace(old_text, new)
+        return token
     for (ending, old), new in VALUES.items():
         if path.endswith(ending) and token == old:
             return new
