@@ -99,6 +99,7 @@ KEYS = {
     "**/advice/racers": "participants",
     "**/variances/*/device": "between_client",
     "**/variances/*/data": "within_client",
+    "**/LG + puzzle": "LG + jigsaw",
     "devices with a last batch of one, of 100": "clients with a last batch of one, of 100",
     "four devices, a process each": "four clients, a process each",
     "four devices in a gateway": "four clients in a gateway",
@@ -130,7 +131,6 @@ COMMANDS = {
     "after, after_round, rate and local_rate": "start_from, start_round, lr and local_lr",
     "--devices": "--clients",
     "examples.newcomers:": "examples.new_clients:",
-    "advice-settling.json": "advice-other-plans.json",
     **{
         f"docs/results/{name}": f"papers/liang2020/results/{name}"
         for name in (

@@ -27,7 +27,7 @@ _PRETRAINED = PretextSettings(
 _EXPERIMENTS = {
     "LG": ExperimentSettings("lg_fedavg"),
     "LG + decoder": ExperimentSettings("lg_fedavg", pretext=_PRETRAINED),
-    "LG + puzzle": ExperimentSettings(
+    "LG + jigsaw": ExperimentSettings(
         "lg_fedavg",
         pretext=replace(_PRETRAINED, kind="jigsaw", layer="encoder.pool2", pretrain_epochs=10),
     ),
