@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from statistics import fmean
 
 import pytest
+
+from tests.support.real_data import needs_data
 
 
 def results(tmp_path, *arguments):
@@ -40,10 +41,7 @@ def test_the_demo_beats_both_extremes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (Path(os.environ.get("GLOCAL_DATA", "nowhere")) / "mnist").exists(),
-    reason="GLOCAL_DATA has no MNIST",
-)
+@needs_data("mnist")
 def test_mnist_with_two_classes_per_client_in_one_command(tmp_path):
     """200 rounds of FedAvg, 50 of LG-FedAvg: Local Test at least 98.5 %, New Test 96.5 %."""
     experiment = results(tmp_path, "run", "mnist")["LG-FedAvg"][0]

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import lzma
-import os
 import struct
 import subprocess
 import sys
@@ -39,14 +38,7 @@ from glocal.datasets import (
     verify_source,
 )
 from glocal.datasets.adult import read_adult
-
-REAL = Path(os.environ.get("GLOCAL_DATA") or "nowhere")
-needs_mnist = pytest.mark.skipif(
-    not (REAL / "mnist").is_dir(), reason="set GLOCAL_DATA to a folder that holds mnist/"
-)
-needs_cifar10 = pytest.mark.skipif(
-    not (REAL / "cifar10").is_dir(), reason="set GLOCAL_DATA to a folder that holds cifar10/"
-)
+from tests.support.real_data import REAL_DATA, needs_data
 
 
 @pytest.fixture(autouse=True)
@@ -477,12 +469,12 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
 
 def loaded_from_real_data(name: str, cache: Path) -> Dataset:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOCAL_DATA", str(REAL))
+        patch.setenv("GLOCAL_DATA", str(REAL_DATA))
         patch.setenv("GLOCAL_CACHE", str(cache))
         return load(name)
 
 
-@needs_mnist
+@needs_data("mnist")
 def test_mnist_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
     train, test, *_ = loaded_from_real_data("mnist", tmp_path)
     assert train.y.bincount().tolist() == [
@@ -514,7 +506,7 @@ def test_mnist_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
     ]
 
 
-@needs_cifar10
+@needs_data("cifar10")
 @pytest.mark.slow
 def test_cifar10_is_the_published_one_to_the_last_pixel(tmp_path: Path) -> None:
     train, test, *_ = loaded_from_real_data("cifar10", tmp_path)

@@ -6,7 +6,6 @@ import os
 import re
 import time
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from glocal.datasets.vqa import read_vqa
 from glocal.datasets.vqa_questions import read_questions
 from glocal.evaluate import vqa_accuracy
 from tests.support import shapes
+from tests.support.real_data import needs_data
 
 
 @pytest.fixture(autouse=True)
@@ -718,10 +718,7 @@ def test_no_error_says_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (Path(os.environ.get("GLOCAL_DATA", "")) / "vqav2").is_dir(),
-    reason="GLOCAL_DATA has no vqav2",
-)
+@needs_data("vqav2")
 def test_the_real_questions_are_as_hard_as_known():
     """Always "no" .223, the most_frequent answer per question type .361, at best .904; by hand."""
     dataset = datasets.load("vqav2")

@@ -1,7 +1,6 @@
 """Auxiliary models: private like everything local; each side trains on its own loss only."""
 
 import json
-import os
 import tomllib
 from dataclasses import replace
 from itertools import permutations
@@ -44,6 +43,7 @@ from glocal.report import write_report
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from tests.support import world
+from tests.support.real_data import needs_data
 
 WIDTH, ATTRIBUTES = 5, 2
 PLAN = glocal.Plan(rounds=3, clients_per_round=3, batch_size=4)
@@ -324,7 +324,7 @@ def test_an_adversary_needs_attributes():
         objective.loss({**params_of(model), **adversary.params}, a_batch()._replace(group=None))
 
 
-@pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
+@needs_data("adult")
 def test_adult_has_the_papers_93_columns_without_race_and_sex():
     train, test, classes, _ = load("adult")
     assert (tuple(train.x.shape), tuple(test.x.shape), classes) == ((15_470, 93), (15_470, 93), 2)

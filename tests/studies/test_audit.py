@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tomllib
@@ -34,6 +33,7 @@ from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import SplitSettings, from_dict
 from tests.cli.test_cli import complaint, run
 from tests.support import world
+from tests.support.real_data import needs_data
 
 # groups
 
@@ -645,7 +645,7 @@ def test_a_module_whose_output_has_no_rows_is_refused(run_folder):
             )
 
 
-@pytest.mark.skipif(not os.environ.get("GLOCAL_DATA"), reason="Adult is not here")
+@needs_data("adult")
 def test_adult_is_audited_by_the_names_of_its_columns(tmp_path, capsys):
     few = ("data.partition=iid", "data.clients=40", "data.keep_clients=3", "plan.rounds=4")
     run_small(tmp_path, "data.source=adult", *few, experiments=("FedAvg",))

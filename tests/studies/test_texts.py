@@ -36,6 +36,7 @@ from glocal.studies.build import build_components
 from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.run import read_results, run_study
 from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
+from tests.support.real_data import needs_data
 
 SECRET = "xylophonist"  # a word that no file and no output may hold
 
@@ -429,6 +430,7 @@ def test_texts_are_dealt_person_by_person_only(tmp_path):
 
 
 @pytest.mark.slow
+@needs_data("mood_essays")
 def test_the_essays_are_what_their_authors_say():
     texts = load_texts("mood_essays")
     assert repr(texts) == "Texts(4501 texts of 182 people)"

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -45,6 +43,7 @@ from glocal.studies.study_parts import run_parts, write_study
 from liang2020.vqa import VQA
 from liang2020.vqa_model import ResNet
 from tests.support import shapes
+from tests.support.real_data import needs_data
 
 SMALL = (
     'data.source="tests.support.shapes:dataset"',
@@ -596,10 +595,7 @@ EASY = Settings(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (Path(os.environ.get("GLOCAL_DATA", "")) / "easy_vqa").is_dir(),
-    reason="GLOCAL_DATA has no easy_vqa",
-)
+@needs_data("easy_vqa")
 def test_on_easy_vqa_pictures_are_worth_something_to_fedavg_and_lg(tmp_path):
     """With a frozen random ResNet; questions alone are worth 67 %."""
     with_pictures = scores(EASY, tmp_path / "pictures")
