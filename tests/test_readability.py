@@ -27,3 +27,9 @@ def test_a_line_holds_one_idea(measured):
 def test_no_line_and_no_file_is_long(measured):
     assert not measured.long_lines
     assert not measured.long_files
+
+
+def test_no_comprehension_is_within_another():
+    """All but the reports, which are rebuilt on their own."""
+    folders = [folder for folder in SOURCE.iterdir() if folder.name != "report"]
+    assert not measure([path for folder in folders for path in files(folder)]).nested

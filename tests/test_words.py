@@ -1,6 +1,7 @@
 """The words of version 0.1 are gone: tests/words.toml lists them, with what is said now."""
 
 import io
+import json
 import re
 import tokenize
 import tomllib
@@ -11,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 WORDS = tomllib.loads((ROOT / "tests/words.toml").read_text())
 FOLDERS = ("src", "tests", "papers", "benchmarks", "examples", "docs", ".ci")
-KINDS = {".py", ".pyi", ".md", ".toml", ".cpp", ".h", ".html", ".svg"}
+KINDS = {".py", ".pyi", ".md", ".toml", ".cpp", ".h", ".html", ".svg", ""}
 # what explains the old words, or translates them
 APART = {
     ROOT / name
@@ -19,7 +20,9 @@ APART = {
 }
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]+)")
-KEY = re.compile(r"^\s*\[?\[?([A-Za-z_.]+)\]?\]?\s*(?:=|$)", re.MULTILINE)
+SETTING = re.compile(r"--set[ =]'?([a-z_][\w.]*)=")
+KEY = re.compile(r"""^\s*\[?\[?["']?([A-Za-z_][\w.]*)["']?\]?\]?\s*(?:=|$)""", re.MULTILINE)
+TOML_BLOCK = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def texts():
@@ -31,13 +34,14 @@ def texts():
         path: path.read_text(encoding="utf-8")
         for path in sorted(paths)
         if path.is_file()
-        and (path.suffix in KINDS or path.name == "Makefile")
+        and path.suffix in KINDS
         and path not in APART
         and not any(word in str(path) for word in hidden)
     }
 
 
 TEXTS = texts()
+RESULTS = [*ROOT.glob("docs/results/*.json"), *ROOT.glob("papers/*/results/*.json")]
 
 
 def test_words_without_an_ordinary_meaning_are_found_nowhere():
@@ -51,20 +55,35 @@ def test_words_without_an_ordinary_meaning_are_found_nowhere():
     assert not matches
 
 
-def names(path, text):
-    """The names that a file gives or uses: of Python, keys of TOML, options of the command line."""
-    if path.suffix == ".py":
+def python_names(path, text):
+    """The names that a file of Python or C++ gives or uses."""
+    if path.suffix in {".py", ".pyi"}:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.NAME:
                 yield token.string
-            elif token.type == tokenize.STRING:
-                yield from (option.replace("-", "_") for option in OPTION.findall(token.string))
-    elif path.suffix == ".toml":
-        yield from (part for key in KEY.findall(text) for part in key.split("."))
-    elif path.suffix == ".md":
-        yield from (option.replace("-", "_") for option in OPTION.findall(text))
-        for block in re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            yield from (part for key in KEY.findall(block) for part in key.split("."))
+    elif path.suffix in {".cpp", ".h"}:
+        for line in text.splitlines():
+            yield from re.findall(r"[A-Za-z_]\w*", line.partition("//")[0])
+
+
+def keys(path, text):
+    """Options of the command line, and keys of TOML."""
+    if path.suffix in {".py", ".md", ""}:
+        for option in OPTION.findall(text):
+            yield option.replace("-", "_")
+        yield from SETTING.findall(text)
+    tables = [text] if path.suffix == ".toml" else TOML_BLOCK.findall(text)
+    for table in tables:
+        yield from KEY.findall(table)
+
+
+def result_keys(value):
+    """All keys of a result, at any depth."""
+    if isinstance(value, dict):
+        yield from value
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, dict | list):
+            yield from result_keys(inner)
 
 
 def parts(name):
@@ -73,26 +92,53 @@ def parts(name):
     return [] if words[:1] == ["test"] else words
 
 
-NAMES = {path: {*names(path, text)} for path, text in TEXTS.items()}
+NAMES = {path: {*python_names(path, text)} for path, text in TEXTS.items()}
+KEYS = {
+    path: {part for key in keys(path, text) for part in key.split(".")}
+    for path, text in TEXTS.items()
+}
+KEYS |= {path: {*result_keys(json.loads(path.read_text()))} for path in RESULTS}
 
 
-@pytest.mark.parametrize("word", WORDS["names"])
-def test_an_ordinary_word_with_an_old_meaning_is_in_no_name(word):
-    """Apart from the names in which it means something else, which are listed."""
-    allowed = {*WORDS["names"][word]["may_stand"]}
-    matches = [
+def users(word, table, allowed):
+    """Where a word is part of a name that is not allowed."""
+    return [
         f"{path.relative_to(ROOT)}: {name}"
-        for path, used in NAMES.items()
+        for path, used in table.items()
         for name in sorted(used)
         if word in parts(name) and name not in allowed
     ]
-    assert not matches
+
+
+@pytest.mark.parametrize("word", WORDS["names"])
+def test_an_ordinary_word_with_an_old_meaning_is_in_no_name_and_no_key(word):
+    """Apart from the names and keys in which it means something else, which are listed."""
+    about = WORDS["names"][word]
+    assert not users(word, NAMES, about["may_stand"])
+    assert not users(word, KEYS, about.get("keys", []))
+
+
+@pytest.mark.parametrize("word", WORDS["gone"])
+def test_a_word_that_is_gone_is_in_no_key_of_a_result(word):
+    results = {path: KEYS[path] for path in RESULTS}
+    assert not users(word, results, [])
 
 
 @pytest.mark.parametrize("name", WORDS["no_names"]["words"])
 def test_a_participle_is_no_name(name):
-    users = {str(path.relative_to(ROOT)) for path, used in NAMES.items() if name in used}
-    assert not users - {*WORDS["no_names"]["may_stand_in"]}
+    files = {str(path.relative_to(ROOT)) for path, used in NAMES.items() if name in used}
+    assert not files - {*WORDS["no_names"]["may_stand_in"]}
+
+
+@pytest.mark.parametrize("name", WORDS["classes"])
+def test_a_class_of_0_1_is_gone_under_its_old_name(name):
+    assert not [str(path.relative_to(ROOT)) for path, used in NAMES.items() if name in used]
+
+
+@pytest.mark.parametrize("name", WORDS["classes_until_one_round"])
+def test_a_class_that_will_go_is_used_by_no_more_files(name):
+    files = {str(path.relative_to(ROOT)) for path, used in NAMES.items() if name in used}
+    assert files == {*WORDS["classes_until_one_round"][name]["may_stand_in"]}
 
 
 def test_what_may_stand_is_still_there():
@@ -101,7 +147,9 @@ def test_what_may_stand_is_still_there():
     stale = [
         part for parts in WORDS["may_stand"].values() for part in parts if part not in everything
     ]
-    used = {name for each in NAMES.values() for name in each}
-    listed = [name for about in WORDS["names"].values() for name in about["may_stand"]]
+    names = {name for used in NAMES.values() for name in used}
+    all_keys = {key for used in KEYS.values() for key in used}
     assert not stale
-    assert not [name for name in listed if name not in used]
+    for about in WORDS["names"].values():
+        assert names >= {*about["may_stand"]}
+        assert all_keys >= {*about.get("keys", [])}

@@ -249,10 +249,9 @@ def test_a_model_that_cannot_be_batched_says_so_in_one_line(capsys):
     lines = [
         line for line in capsys.readouterr().err.splitlines() if line.startswith("glocal: engine")
     ]
-    assert (
-        lines[0] == "glocal: engine: all clients in one batched step (too short a run to measure)"
-    )
-    assert lines[1].endswith("now one client after the other")
+    expected = "vmapped, all clients in one batch (auto: the run is too short to measure)"
+    assert lines[0] == f"glocal: engine: {expected}"
+    assert lines[1].endswith("now looped, one client at a time")
     assert "data-dependent" in lines[1]
 
 

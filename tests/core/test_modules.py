@@ -206,9 +206,7 @@ def test_a_module_that_cannot_be_batched_runs_one_by_one_with_one_visible_line()
     algorithm = fedavg(cross_entropy(model), sgd(0.1, momentum=0.5))
     executor = Executor(algorithm.client_update)
     seat = Seat(Plan(3, 4), world.federation().train, initial_state(algorithm, params_of(model)))
-    with pytest.warns(
-        GlocalWarning, match="data-dependent control flow.*now one client after the other"
-    ) as seen:
+    with pytest.warns(GlocalWarning, match="data-dependent control flow.*now looped") as seen:
         state = world.last(simulate_seeds(algorithm, [seat], executor))[0][0]
     assert len(seen) == 1
     same = world.last(
@@ -253,7 +251,7 @@ class Recurrent(nn.Module):
 def test_a_network_without_a_batched_rule_runs_one_by_one_with_one_visible_line():
     model = world.seeded(Recurrent)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
-    with pytest.warns(GlocalWarning, match="now one client after the other") as seen:
+    with pytest.warns(GlocalWarning, match="now looped") as seen:
         batched = world.last(
             simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3))
         )[0]

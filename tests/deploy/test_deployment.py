@@ -24,7 +24,7 @@ from glocal.deploy.server import RunServer
 from glocal.federate.rounds import simulate
 from glocal.studies.build import build_algorithm, build_components
 from glocal.wire import pack
-from tests.deploy.test_flower import private_of, secured, with_attendance
+from tests.deploy.test_flower import private_of, secured, with_availability
 from tests.support import deployed
 from tests.support.running import kill, pids, running
 from tests.support.stock import start_request, stock
@@ -168,7 +168,7 @@ def test_kills_bad_clients_and_a_new_client_lose_nothing(tmp_path):
     assert "it was restarted" in rows[1]["dropped"]["client-1"]
     assert "'6.bias' holds NaN" in rows[1]["dropped"]["client-3"]
     assert "'6.bias' is (1,)" in rows[2]["dropped"]["client-3"]
-    state = with_attendance(folder, absent)
+    state = with_availability(folder, absent)
     assert distance(RunServer(Project.from_folder(folder), "first").shared, state.shared) <= 1e-6
     assert max(distance(private[client], state.private.of(client)) for client in range(4)) <= 1e-6
     result = read_json(folder / "runs/first/result.json", dict)["clients"]

@@ -91,7 +91,7 @@ def test_flower_gives_the_simulators_numbers(name, tmp_path):
     assert server.state.ledger.download.bytes + server.state.ledger.upload.bytes == sent
 
 
-def with_attendance(folder, absent):
+def with_availability(folder, absent):
     """The simulator's state where, by round, some clients did not train."""
     project = Project.from_folder(folder)
     project.make_importable()
@@ -102,9 +102,9 @@ def with_attendance(folder, absent):
     train, state = parts.federations[0].train, initial_state(algorithm, parts.params[0])
     for round_index in range(project.plan.rounds):
         clients = range(train.num_clients)
-        attendance = Availability.of(clients, dropouts=absent.get(round_index, []))
+        availability = Availability.of(clients, dropouts=absent.get(round_index, []))
         plan = replace(project.plan, rounds=1, first_round=round_index)
-        seat = Seat(plan, train, state, attendance)
+        seat = Seat(plan, train, state, availability)
         state, _ = next(
             simulate_seeds(algorithm, [seat], Executor(algorithm.client_update, engine="looped"))
         )[0]
@@ -161,7 +161,7 @@ def test_a_bad_reply_is_dropped_and_named_and_the_round_goes_on_without_it(kind,
     rows = read_rows(server.folder / "rows.jsonl")
     assert [[*row["dropped"]] for row in rows] == [[], ["client-2"], []]
     assert reason in rows[1]["dropped"]["client-2"]
-    state = with_attendance(folder, {1: [2]})
+    state = with_availability(folder, {1: [2]})
     assert distance(server.shared, state.shared) <= 1e-6
     assert same_as(folder, state) <= 1e-6
 
@@ -239,7 +239,7 @@ def test_a_reply_that_is_lost_on_its_way_leaves_no_trace_on_the_client(tmp_path)
 
     server = run_here(folder, deployed.InProcessGrid(folder, tamper))
     assert "lost on its way" in read_rows(server.folder / "rows.jsonl")[1]["dropped"]["client-0"]
-    state = with_attendance(folder, {1: [0]})
+    state = with_availability(folder, {1: [0]})
     assert distance(server.shared, state.shared) <= 1e-6
     assert same_as(folder, state) <= 1e-6
 
@@ -312,7 +312,7 @@ def test_a_client_that_was_offline_learns_which_rounds_it_missed(tmp_path):
     journal = read_rows(folder / "clients/client-3/journal.jsonl")
     missed = [row["missed_rounds"] for row in journal if "missed_rounds" in row]
     assert missed[0].startswith("2 rounds, 3 to 4; the mean loss went from")
-    state = with_attendance(folder, {2: [3], 3: [3]})
+    state = with_availability(folder, {2: [3], 3: [3]})
     assert same_as(folder, state) <= 1e-6
 
 
@@ -706,7 +706,7 @@ def test_secure_aggregation_is_plain_averaging_also_when_a_client_drops_out(lost
 
     grid = deployed.InProcessGrid(folder, tamper)
     server = run_here(folder, grid)
-    state = with_attendance(folder, {1: [*lost]})
+    state = with_availability(folder, {1: [*lost]})
     assert distance(server.shared, state.shared) <= 1e-3
     assert same_as(folder, state) <= 1e-3
     rows = read_rows(server.folder / "rows.jsonl")

@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_captured_falls_back_with_a_warning():
             for record in records
             if issubclass(record.category, glocal.GlocalWarning)
         ]
-    assert any("now one client after the other" in message for message in messages["auto"])
+    assert any("now looped" in message for message in messages["auto"])
     assert world.gap(states["auto"], states["looped"]) < 1e-5
 
 

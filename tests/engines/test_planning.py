@@ -34,7 +34,7 @@ def without_compiler(monkeypatch, tmp_path):
 def test_graphs_without_a_gpu_fall_back_with_a_warning():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    message = "graphs need an NVIDIA GPU.*now all clients in one batched step"
+    message = "graphs need an NVIDIA GPU.*now vmapped"
     with pytest.warns(GlocalWarning, match=message):
         state = run("lg_fedavg", "plain", "graphed")
     assert world.gap(state, run("lg_fedavg", "plain", "looped")) < 1e-5
@@ -54,7 +54,7 @@ def test_the_log_names_the_layer_that_fused_steps_do_not_support(caplog):
     (line,) = [record.message for record in caplog.records]
     workers = EngineConfig().num_workers
     reason = "no fused steps: layer '1' is BatchNorm1d on (8,)"
-    assert line == f"engine: {workers} processes, one client at a time each ({reason})"
+    assert line == f"engine: traced steps in {workers} processes ({reason})"
 
 
 def probe_setup(kind="batch norm", engine="auto", steps=4):
@@ -71,7 +71,7 @@ def probe_setup(kind="batch norm", engine="auto", steps=4):
 @needs_compiler
 def test_auto_takes_fused_steps_where_it_can():
     plan = plan_execution(probe_setup("plain"), num_calls=1, trains=True)[0]
-    assert plan == ExecutionPlan("workers", fused=True, reason="they know all its layers")
+    assert plan == ExecutionPlan("workers", fused=True, reason="auto")
 
 
 def test_no_more_tasks_are_measured_than_one_chunk_holds():
@@ -84,7 +84,7 @@ def test_no_more_tasks_are_measured_than_one_chunk_holds():
 
 def test_auto_does_not_measure_for_a_short_run():
     plan = plan_execution(probe_setup(), num_calls=2, trains=True)[0]
-    assert plan == ExecutionPlan("vmapped", reason="too short a run to measure")
+    assert plan == ExecutionPlan("vmapped", reason="auto: the run is too short to measure")
 
 
 def test_auto_measures_for_a_long_run_reports_it_and_caches_the_plan(monkeypatch, tmp_path):

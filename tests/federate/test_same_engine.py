@@ -17,8 +17,8 @@ from tests.support import world
 LONG_PLAN = glocal.Plan(rounds=200, clients_per_round=3, batch_size=5)
 OPTIONS = Options(validate_every=1000, checkpoint_every=1000)
 DESCRIPTIONS = {
-    "one client after the other": "looped",
-    "all clients in one batched step": "vmapped",
+    "looped, one client at a time": "looped",
+    "vmapped, all clients in one batch": "vmapped",
 }
 
 

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 def scenario(*chapters, fed=None, **groups):
     """Chapters of (first round, availability), all on the same data."""
     fed = fed or federation()
-    made = tuple(Chapter(first, attendance, (fed,)) for first, attendance in chapters)
+    made = tuple(Chapter(first, availability, (fed,)) for first, availability in chapters)
     return Scenario(made, groups or {"all": tuple(range(NUM_CLIENTS))})
 
 
@@ -51,10 +51,10 @@ def run_scenario(scenario, name="lg_fedavg", plan=PLAN, **options):
     return fit_scenario(algorithm(name, MODEL), MODEL, scenario, plan, **options)
 
 
-def rounds(attendance, plan=PLAN, train=None):
+def rounds(availability, plan=PLAN, train=None):
     made = algorithm("lg_fedavg", MODEL)
     state = initial_state(made, params_of(MODEL))
-    seat = Seat(plan, train or federation().train, state, attendance)
+    seat = Seat(plan, train or federation().train, state, availability)
     executor = Executor(made.client_update, engine="looped")
     return [moment[0] for moment in simulate_seeds(made, [seat], executor)]
 
@@ -63,8 +63,8 @@ def rounds(attendance, plan=PLAN, train=None):
 
 
 def test_availability_is_sorted_and_does_not_sample_clients_that_always_take_part():
-    attendance = Availability.of([5, 0, 3], always=[3, 1], dropouts=[5])
-    assert [row.tolist() for row in attendance] == [[0, 5], [1, 3], [5]]
+    availability = Availability.of([5, 0, 3], always=[3, 1], dropouts=[5])
+    assert [row.tolist() for row in availability] == [[0, 5], [1, 3], [5]]
 
 
 @pytest.mark.parametrize("part", ["available", "always", "dropouts"])
@@ -88,8 +88,8 @@ def test_where_too_few_clients_are_available_all_of_them_take_part():
 
 def test_clients_that_always_take_part_do_so_besides_the_sampled_ones():
     for index in range(10):
-        attendance = Availability.of(range(NUM_CLIENTS), always=[2])
-        sampled = sample_available(PLAN, attendance, index).tolist()
+        availability = Availability.of(range(NUM_CLIENTS), always=[2])
+        sampled = sample_available(PLAN, availability, index).tolist()
         assert len(sampled) == len(set(sampled)) == 4
         assert 2 in sampled
 
@@ -379,8 +379,8 @@ def test_a_group_that_leaves_is_sampled_once_more_and_drifts_no_further():
     groups = {"stay": GroupSettings(2), "go": GroupSettings(2, leave_round=12, drift=10.0)}
     story = build_scenario(groups, [pictures()], 40)
     assert [chapter.first_round for chapter in story.chapters] == [0, 10, 12, 13]
-    assert story.chapters[2].attendance.dropouts.tolist() == [2, 3]
-    assert story.chapters[3].attendance.available.tolist() == [0, 1]
+    assert story.chapters[2].availability.dropouts.tolist() == [2, 3]
+    assert story.chapters[3].availability.available.tolist() == [0, 1]
     assert rotation_angle(groups["go"], 39) == 10.0
     assert story.chapters[3].federations is story.chapters[1].federations
 

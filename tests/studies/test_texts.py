@@ -398,7 +398,7 @@ def test_a_run_of_texts_keeps_no_word_of_them(tmp_path, capfd, caplog):
     assert [result["seed"] for result in results["LG"]] == [0, 1]
     assert len(json.loads((tmp_path / "run/experiments/lg/result.json").read_text())) == 4
     assert {*results["LG"][0]["ordinal"]} >= {"accuracy", "error", "accuracy_rest", "error_rest"}
-    assert [device["test"] for device in results["LG"][0]["clients"]][-1] == 0
+    assert [client["test"] for client in results["LG"][0]["clients"]][-1] == 0
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 8
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]

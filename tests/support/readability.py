@@ -26,6 +26,7 @@ class Measured:
     code_lines: int = 0
     long_lines: list[str] = field(default_factory=list)
     long_files: list[str] = field(default_factory=list)
+    nested: list[str] = field(default_factory=list)  # a comprehension within another
 
     @property
     def median_nodes(self) -> float:
@@ -71,11 +72,18 @@ def _add(measured, path, text):
     measured.nodes += sum(1 for _ in ast.walk(tree))
     measured.code_lines += len(code_lines(text))
     for node in ast.walk(tree):
+        if isinstance(node, COMPREHENSIONS) and _comprehensions(node) > 1:
+            measured.nested.append(f"{path}:{node.lineno}")
         if isinstance(node, FUNCTIONS):
             name = f"{path}:{node.lineno} {node.name}"
-            inside = [each for part in _body(node) for each in ast.walk(part)]
-            measured.bodies[name] = len(inside)
-            measured.comprehensions[name] = sum(isinstance(each, COMPREHENSIONS) for each in inside)
+            body = ast.Module(_body(node), [])
+            measured.bodies[name] = sum(1 for _ in ast.walk(body)) - 1
+            measured.comprehensions[name] = _comprehensions(body)
+
+
+def _comprehensions(node):
+    """How many comprehensions there are in a node, itself included."""
+    return sum(isinstance(each, COMPREHENSIONS) for each in ast.walk(node))
 
 
 def _body(function):
@@ -113,6 +121,7 @@ def main():
     print(f"nodes per line of code: {measured.nodes_per_line:.2f}, limit 9")
     print(f"comprehensions per function: {measured.comprehensions_per_function:.2f}, limit 0.4")
     print(f"lines over {COLUMNS} columns: {len(measured.long_lines)}")
+    print(f"comprehensions within another: {measured.nested}")
     print(f"files over {LINES} lines: {measured.long_files}")
     for name, nodes in sorted(measured.bodies.items(), key=lambda item: -item[1]):
         if nodes > 150:

@@ -98,14 +98,10 @@ def _print_groups(report: Json) -> None:
             "true_positive_rate": "true pos. %",
             "false_positive_rate": "false pos. %",
         }
-    body = [
-        [
-            report["values"][row["group"]],
-            f"{row['people']:,}",
-            *(_percent(row[rate]) for rate in rates),
-        ]
-        for row in report["groups"]
-    ]
+    body = []
+    for row in report["groups"]:
+        percentages = [_percent(row[rate]) for rate in rates]
+        body.append([report["values"][row["group"]], f"{row['people']:,}", *percentages])
     _print([report["attribute"], "people", *rates.values()], body)
 
 

@@ -64,7 +64,7 @@ Parts = Annotated[
         help="Run only this part of a paper's study: paper-2, 'paper-*'. May be repeated.",
     ),
 ]
-SourceName = Annotated[str, typer.Argument(help="digits, mnist, cifar10 or adult.")]
+SourceName = Annotated[str, typer.Argument(help="A data set's name; `glocal data list` has them.")]
 
 
 @app.callback()
@@ -114,7 +114,7 @@ def _command_line(
 
 @app.command("list")
 def list_studies() -> None:
-    """List the studies that come with glocal."""
+    """List the studies of glocal and of the packages that are installed beside it."""
     from glocal.studies import STUDIES
     from glocal.studies.registry import installed_studies, missing_packages
 

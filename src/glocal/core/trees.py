@@ -41,7 +41,10 @@ def stack(trees: Sequence[Params]) -> Params:
     """Many trees as one, each tensor with a new first axis (rows, ...)."""
     for tree in trees[1:]:
         require_same_names(tree, trees[0], "stack")
-    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
+    stacked = {}
+    for name in trees[0]:
+        stacked[name] = torch.stack([tree[name] for tree in trees])
+    return stacked
 
 
 def row(stacked: Params, index: int) -> Params:

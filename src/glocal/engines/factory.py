@@ -54,8 +54,8 @@ def _batched_training(execution_plan: ExecutionPlan, config: EngineConfig) -> Ba
 def _description(execution_plan: ExecutionPlan) -> str:
     """What the description of the graphed engine ends in."""
     if execution_plan.fused:
-        return ", with fused steps"
-    compiled = ", with compiled steps" if execution_plan.compiled else ""
+        return ", fused Triton kernels"
+    compiled = ", compiled steps" if execution_plan.compiled else ""
     matmul = ", convolutions as matrix products" if execution_plan.conv_as_matmul else ""
     return compiled + matmul
 

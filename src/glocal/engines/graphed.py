@@ -99,7 +99,7 @@ class GraphedEngine(Generic[ResultT]):
 
     def describe(self) -> str:
         """The engine in a few words."""
-        return f"all clients at once, whole rounds replayed as a CUDA graph{self.description}"
+        return f"CUDA graphs{self.description}"
 
     def close(self) -> None:
         """Release the graphs and their memory."""

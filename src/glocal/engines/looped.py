@@ -37,7 +37,7 @@ class LoopedEngine(Generic[ResultT]):
 
     def describe(self) -> str:
         """The engine in a few words."""
-        return "one client after the other"
+        return "looped, one client at a time"
 
     def close(self) -> None:
         """Nothing to release."""

@@ -129,7 +129,7 @@ def _plan_cpu(setup: ProbeSetup, *, fused: bool, measures: bool) -> list[Executi
     if workers[0].fused:
         return [*workers, _LOOPED]
     if not measures:
-        return [replace(_VMAPPED, reason="too short a run to measure"), _LOOPED]
+        return [replace(_VMAPPED, reason="auto: the run is too short to measure"), _LOOPED]
     fastest = _measured_plan(setup, [workers[0], _VMAPPED, _LOOPED])
     return [fastest] if fastest.engine == "looped" else [fastest, _LOOPED]
 
@@ -155,7 +155,8 @@ def _plans_with_fused(engine: str, setup: ProbeSetup, *, fused: bool) -> list[Ex
     obstacle = _failure_reason(replace(plain, fused=True), setup)
     if obstacle:
         return [replace(plain, reason=f"no fused steps: {obstacle}")]
-    return [replace(plain, fused=True, reason="they know all its layers"), plain]
+    reason = "auto" if setup.config.name == "auto" else ""
+    return [replace(plain, fused=True, reason=reason), plain]
 
 
 def _failure_reason(execution_plan: ExecutionPlan, setup: ProbeSetup) -> str:

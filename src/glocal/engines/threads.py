@@ -78,7 +78,7 @@ class ThreadPool(Generic[ResultT]):
 
     def describe(self) -> str:
         """The engine in a few words."""
-        return f"{self.workers} threads, one client at a time each, with fused steps"
+        return f"fused C++ on {self.workers} threads"
 
     def close(self) -> None:
         """End the threads."""

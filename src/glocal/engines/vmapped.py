@@ -42,7 +42,7 @@ class VmappedEngine(Generic[ResultT]):
 
     def describe(self) -> str:
         """The engine in a few words."""
-        return "all clients in one batched step"
+        return "vmapped, all clients in one batch"
 
     def close(self) -> None:
         """Nothing to release."""

@@ -99,7 +99,7 @@ class ProcessPool(Generic[ResultT]):
 
     def describe(self) -> str:
         """The engine in a few words."""
-        return f"{self.workers} processes, one client at a time each"
+        return f"traced steps in {self.workers} processes"
 
     def close(self) -> None:
         """End the workers."""

@@ -42,13 +42,13 @@ class RoundReport(NamedTuple):
 class Seat(NamedTuple):
     """One of several federations side by side, with its own seed, data and state.
 
-    All clients are available if there is no `attendance`.
+    All clients are available if there is no `availability`.
     """
 
     plan: Plan
     train: ClientData
     state: State
-    attendance: Availability | None = None
+    availability: Availability | None = None
 
 
 def initial_state(algorithm: Algorithm, params: Params, federations: int = 1) -> State:
@@ -149,8 +149,8 @@ def assign_work(seat: Seat, round_index: int) -> Duty:
     plan, train = seat.plan, seat.train
     sampled = _sample_clients(seat, round_index)
     clients = sampled
-    if seat.attendance is not None:
-        clients = np.setdiff1d(sampled, seat.attendance.dropouts)
+    if seat.availability is not None:
+        clients = np.setdiff1d(sampled, seat.availability.dropouts)
     orders = [rows_for_round(plan, train, round_index, client) for client in clients.tolist()]
     keys = [client_key(plan, round_index, client) for client in clients.tolist()]
     return Duty(clients, orders, keys, len(sampled) - len(clients))
@@ -172,9 +172,9 @@ def rows_for_round(
 def _sample_clients(seat: Seat, round_index: int) -> IntArray:
     """The sampled clients of a round."""
     num_clients = seat.train.num_clients
-    if seat.attendance is None:
+    if seat.availability is None:
         return sample_clients(seat.plan, num_clients, round_index)
-    sampled = sample_available(seat.plan, seat.attendance, round_index)
+    sampled = sample_available(seat.plan, seat.availability, round_index)
     if len(sampled) and sampled[-1] >= num_clients:
         raise InputError(
             f"availability: there is no client {sampled[-1]}; clients are 0..{num_clients - 1}"

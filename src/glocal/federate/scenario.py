@@ -55,16 +55,16 @@ class Chapter:
     """
 
     first_round: int
-    attendance: Availability
+    availability: Availability
     federations: tuple[FederatedData, ...]
 
     def asked(self) -> set[int]:
         """The clients that can be sampled, those that leave before they answer included."""
-        return {*self.attendance.available.tolist(), *self.attendance.always.tolist()}
+        return {*self.availability.available.tolist(), *self.availability.always.tolist()}
 
     def here(self) -> set[int]:
         """The clients that are present at the end of a round."""
-        return self.asked() - {*self.attendance.dropouts.tolist()}
+        return self.asked() - {*self.availability.dropouts.tolist()}
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class Scenario:
 
     def as_dict(self) -> Json:
         """For JSON: the first rounds and the availability of all chapters, and the groups."""
-        attendance = []
+        availability = []
         for chapter in self.chapters:
-            clients = chapter.attendance._asdict()
-            attendance.append({name: numbers.tolist() for name, numbers in clients.items()})
+            clients = chapter.availability._asdict()
+            availability.append({name: numbers.tolist() for name, numbers in clients.items()})
         rounds = [chapter.first_round for chapter in self.chapters]
         groups = {name: list(clients) for name, clients in self.groups.items()}
-        return {"rounds": rounds, "attendance": attendance, "groups": groups}
+        return {"rounds": rounds, "availability": availability, "groups": groups}
 
 
 def _require_groups(groups: Mapping[str, Sequence[int]], clients: int) -> None:
@@ -359,7 +359,7 @@ def _rounds(story: Story, executor: Executor[Update], progress: Progress) -> Ite
             continue
         there = zip(case.seeds, chapter.federations, states, strict=True)
         seats = [
-            Seat(replace(plan, seed=seed), fed.train, state, chapter.attendance)
+            Seat(replace(plan, seed=seed), fed.train, state, chapter.availability)
             for seed, fed, state in there
         ]
         for round_ in simulate_seeds(
@@ -498,8 +498,8 @@ def participation(scenario: Scenario, plan: Plan) -> IntArray:
     counts = np.zeros(scenario.chapters[0].federations[0].num_clients, dtype=np.int64)
     for chapter, part in scenario.stretches(plan):
         for round_index in range(part.first_round, part.total_rounds):
-            sampled = sample_available(plan, chapter.attendance, round_index)
-            counts[np.setdiff1d(sampled, chapter.attendance.dropouts)] += 1
+            sampled = sample_available(plan, chapter.availability, round_index)
+            counts[np.setdiff1d(sampled, chapter.availability.dropouts)] += 1
     return counts
 
 

@@ -182,7 +182,7 @@ def _adapted(
     """The federations after the last client trained its private part for some epochs."""
     client = seats[0].train.num_clients - 1
     by_epochs = [seat._replace(plan=replace(seat.plan, local_epochs=1)) for seat in seats]
-    alone = _with_attendance(by_epochs, epochs, (), client)
+    alone = _with_availability(by_epochs, epochs, (), client)
     outcomes = _run_rounds(freeze_shared(algorithm), alone, engine)
     return [
         _after_rounds(seat, state, epochs) for seat, (state, _) in zip(seats, outcomes, strict=True)
@@ -200,7 +200,7 @@ def _joint_rounds(
         seat._replace(plan=replace(seat.plan, clients_per_round=clients_per_round))
         for seat in seats
     ]
-    together = _with_attendance(sampled, join_plan.rounds, available, client)
+    together = _with_availability(sampled, join_plan.rounds, available, client)
     return _run_rounds(algorithm, together, engine)
 
 
@@ -255,15 +255,15 @@ def _before_training(seat: Seat, join_plan: JoinPlan, client: int) -> JoinResult
     return JoinResult(state, client, ledger)
 
 
-def _with_attendance(
+def _with_availability(
     seats: Sequence[Seat], rounds: int, available: Sequence[int], always: int
 ) -> list[Seat]:
     """Seats for some rounds after the last one, in which one client always takes part."""
-    attendance = Availability.of(available, always=[always])
+    availability = Availability.of(available, always=[always])
     return [
         seat._replace(
             plan=replace(seat.plan, first_round=seat.plan.total_rounds, rounds=rounds),
-            attendance=attendance,
+            availability=availability,
         )
         for seat in seats
     ]

@@ -471,13 +471,13 @@ def _hyperparameters(
 
 def build_optimizer(settings: OptimizerSettings, lr: float | None = None) -> SGD | Adam:
     """The optimiser by name; an experiment may have a learning rate of its own."""
-    rate = settings.lr if lr is None else lr
+    own_lr = settings.lr if lr is None else lr
     decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "lr_decay": settings.lr_decay}
     known: dict[str, Callable[[], SGD | Adam]] = {
         "sgd": lambda: sgd(
-            rate, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)
+            own_lr, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)
         ),
-        "adam": lambda: adam(rate, **decays, lr_schedule=_lr_steps(settings)),
+        "adam": lambda: adam(own_lr, **decays, lr_schedule=_lr_steps(settings)),
     }
     return _pick(settings.name, known, "optimizer.name")()
 

@@ -16,7 +16,7 @@ from glocal.studies.settings import GroupSettings
 
 DRIFT_EVERY = 10  # rounds between two steps of a drift
 Groups = Mapping[str, GroupSettings]
-Albums = Mapping[int, RotatedExamples]
+RotatedStores = Mapping[int, RotatedExamples]
 
 
 def build_scenario(groups: Groups, federations: Sequence[FederatedData], rounds: int) -> Scenario:
@@ -27,15 +27,15 @@ def build_scenario(groups: Groups, federations: Sequence[FederatedData], rounds:
         changes.update(_change_rounds(group, rounds))
     starts = sorted(changes)
     angles = [_angles(groups, start) for start in starts]
-    albums = _albums(federations, angles)
+    rotated_stores = _rotated_stores(federations, angles)
     rotated: dict[tuple[float, ...], tuple[FederatedData, ...]] = {}
     for degrees in angles:
         if degrees not in rotated:  # chapters with the same angles have the same objects
             rotated[degrees] = tuple(
-                _rotate(federation, degrees, albums) for federation in federations
+                _rotate(federation, degrees, rotated_stores) for federation in federations
             )
     chapters = [
-        Chapter(start, _attendance(groups, start), rotated[each])
+        Chapter(start, _availability(groups, start), rotated[each])
         for start, each in zip(starts, angles, strict=True)
     ]
     return Scenario(tuple(chapters), clients_by_group(groups))
@@ -145,7 +145,7 @@ def _angles(groups: Groups, round_index: int) -> tuple[float, ...]:
     )
 
 
-def _attendance(groups: Groups, round_index: int) -> Availability:
+def _availability(groups: Groups, round_index: int) -> Availability:
     """Which clients are there in a round, and which drop out in it."""
     present: list[int] = []
     dropouts: list[int] = []
@@ -160,7 +160,7 @@ def _attendance(groups: Groups, round_index: int) -> Availability:
     return Availability.of(present, dropouts=dropouts)
 
 
-def _albums(
+def _rotated_stores(
     federations: Sequence[FederatedData], angles: Sequence[tuple[float, ...]]
 ) -> dict[int, RotatedExamples]:
     """Every store with the rotated copies that any client of any seed needs.
@@ -189,11 +189,13 @@ def _rotated_rows(needed: Mapping[float, Sequence[Rows]]) -> dict[float, Rows]:
     }
 
 
-def _rotate(federation: FederatedData, degrees: Sequence[float], albums: Albums) -> FederatedData:
+def _rotate(
+    federation: FederatedData, degrees: Sequence[float], rotated_stores: RotatedStores
+) -> FederatedData:
     """The clients' data with rotated images: the rows of the copies."""
     parts = (federation.train, federation.val, federation.test)
     return FederatedData(
-        *(_client_data(part, degrees, albums[id(part.examples)]) for part in parts)
+        *(_client_data(part, degrees, rotated_stores[id(part.examples)]) for part in parts)
     )
 
 

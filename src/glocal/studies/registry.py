@@ -56,8 +56,8 @@ def missing_packages() -> str:
     """How to get the packages of studies that are not installed; empty if all are."""
     installed = {_package_of(point) for point in entry_points(group=GROUP)}
     lines = [
-        f"for the studies of papers/{folder.rpartition('/')[2]}: `pip install {package}`, "
-        f"or `pip install ./{folder}` in glocal's repository"
+        f"for the studies of papers/{folder.rpartition('/')[2]}: `pip install ./{folder}` "
+        f"in glocal's repository, or `pip install {package}` once it is released"
         for package, folder in _PACKAGES.items()
         if package not in installed
     ]

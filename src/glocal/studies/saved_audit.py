@@ -71,7 +71,7 @@ class SavedAudit:
 
     def figures(self) -> Json:
         """The attackers' AUCs, the metrics of each group over all clients, and both per client."""
-        results = self._readings()
+        results = self._attack_results()
         predictions = [_predictions(self.saved, client, self.column) for client in self.clients]
         classes = num_classes(self.saved.trained_federation.model, self.saved.federation)
         everybody = GroupPredictions(*map(np.concatenate, zip(*predictions, strict=True)))
@@ -86,7 +86,7 @@ class SavedAudit:
             "clients": rows,
         }
 
-    def _readings(self) -> dict[str, list[dict[str, AttackResult]]]:
+    def _attack_results(self) -> dict[str, list[dict[str, AttackResult]]]:
         """The attackers' results by what they know: per client, pooled, or per encoder."""
         encode, seed = self.encode, self.seed
         own, pooled, strong = train_all_attackers(
@@ -232,5 +232,5 @@ def _client_row(number: int, metrics: FairnessMetrics, own: Mapping[str, AttackR
         "accuracy": correct / sum(people.values()) if people else None,
         "demographic_parity_difference": metrics.demographic_parity_difference,
         "equalized_odds_difference": metrics.equalized_odds_difference,
-        "leak": max((reading.auc for reading in own.values()), default=None),
+        "leak": max((attack.auc for attack in own.values()), default=None),
     }
