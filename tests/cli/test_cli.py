@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from glocal.cli import main
 from glocal.cli.progress import download_bars
 from glocal.core import files
+from tests.support.command_line import complaint, run
 
 CHANGES = [
     "plan.rounds=3",
@@ -25,30 +25,9 @@ CHANGES = [
 QUICK = [word for change in CHANGES for word in ("--set", change)]
 
 
-def run(*arguments):
-    """Exit code of a command in this process."""
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    return stopped.value.code
-
-
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def complaint(capsys):
-    """The one line that was printed to standard error."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    # progress bars and the engine's line are no errors
-    lines = [
-        line
-        for line in lines
-        if not line.startswith(("writing to ", "glocal: engine:")) and "━" not in line
-    ]
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("glocal: ")
-    return lines[0]
 
 
 def test_a_study_runs_prints_its_table_and_writes_its_report(capsys):

@@ -34,9 +34,9 @@ from glocal.deploy.runtime import follow
 from glocal.deploy.scaffold import add_client
 from glocal.deploy.server import RunServer
 from glocal.deploy.supervision import ChildProcess, Program, child_environment, supervise
-from tests.cli.test_cli import complaint, run
-from tests.deploy.test_flower import run_here
 from tests.support import deployed
+from tests.support.command_line import complaint, run
+from tests.support.deployed_runs import run_here
 
 
 def foreign(header, *, key="metadata"):

@@ -15,8 +15,8 @@ from glocal.personalize.onboarding import JoinPlan
 from glocal.studies.models import bottleneck_mlp
 from glocal.studies.restarts import restarts_of
 from glocal.studies.settings import Settings, from_dict
-from tests.cli.test_cli import complaint, run
 from tests.support import world
+from tests.support.command_line import complaint, run
 
 NO_RATES = [3.0, -0.5, 1.0, math.nan, math.inf]
 NO_STDS = [-0.1, 1e30, math.nan, math.inf]

@@ -389,7 +389,7 @@ def send_heartbeat(deployment, name):
 
 
 def test_a_revoked_client_stays_out_and_status_says_so(attacked, capsys):
-    from tests.cli.test_cli import run
+    from tests.support.command_line import run
 
     assert run("deploy", "revoke", attacked.folder, "client-1") == 0
     assert send_heartbeat(attacked, "client-1") == 401

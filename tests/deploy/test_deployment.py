@@ -24,8 +24,8 @@ from glocal.deploy.server import RunServer
 from glocal.federate.rounds import simulate
 from glocal.studies.build import build_algorithm, build_components
 from glocal.wire import pack
-from tests.deploy.test_flower import private_of, secured, with_availability
 from tests.support import deployed
+from tests.support.deployed_runs import private_of, secured, with_availability
 from tests.support.running import kill, pids, running
 from tests.support.stock import start_request, stock
 from tests.support.wiretap import Wiretap

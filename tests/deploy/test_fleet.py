@@ -43,8 +43,8 @@ from glocal.deploy.registry import revoke
 from glocal.deploy.scaffold import KEY
 from glocal.deploy.server import RunServer
 from glocal.deploy.server_process import RegisteredNodes, _run_to_end
-from tests.deploy.test_flower import private_of, secured, simulated
 from tests.support import deployed
+from tests.support.deployed_runs import private_of, secured, simulated
 from tests.support.world import distance
 
 LOOP = asyncio.new_event_loop()

@@ -6,7 +6,6 @@ import os
 import pickle
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,8 @@ from glocal import algorithms
 from glocal.core.errors import InputError
 from glocal.core.files import read_json, read_rows, read_tensors, write_tensors
 from glocal.core.modules import predictor
-from glocal.core.sampling import Availability
 from glocal.core.store import PrivateStates, State
 from glocal.core.trees import same_bits
-from glocal.datasets.fetch import no_progress
 from glocal.deploy import apps
 from glocal.deploy.client import RunClient, predict_classes
 from glocal.deploy.flower import client_internals
@@ -33,50 +30,19 @@ from glocal.deploy.flower.records import from_record, read_reply, to_record
 from glocal.deploy.flower.server_app import RunLoop, messages, run_to_end
 from glocal.deploy.formatting import format_journal_entry
 from glocal.deploy.project import Project
-from glocal.deploy.registry import read_registry
 from glocal.deploy.scaffold import add_client
 from glocal.deploy.server import RunServer
-from glocal.engines import Executor
 from glocal.evaluate.privacy import epsilon
-from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 from glocal.personalize.onboarding import JoinPlan, TrainedFederation, join
-from glocal.studies.build import build_algorithm, build_components
 from glocal.wire import pack
 from tests.support import deployed
+from tests.support.deployed_runs import private_of, run_here, secured, simulated, with_availability
 from tests.support.world import distance
 
 
 @pytest.fixture(autouse=True)
 def quick_polls(monkeypatch):
     monkeypatch.setattr("glocal.deploy.flower.server_app._POLL", 0.01)
-
-
-def simulated(folder):
-    """The last state of the same study in the simulator, and the bytes that it sent."""
-    project = Project.from_folder(folder)
-    project.make_importable()
-    parts = build_components(project.study, no_progress)
-    algorithm = build_algorithm(
-        project.study, next(iter(project.study.experiments.values())), parts
-    )
-    rounds = list(
-        simulate(
-            algorithm, parts.params[0], parts.federations[0].train, project.plan, engine="looped"
-        )
-    )
-    return rounds[-1][0], sum(report.traffic.total.bytes for _, report in rounds)
-
-
-def run_here(folder, grid=None, run="first", **more):
-    grid = grid or deployed.InProcessGrid(folder)
-    server = RunServer(Project.from_folder(folder), run, **more)
-    run_to_end(grid, server)
-    return server
-
-
-def private_of(folder, number, run="first"):
-    client = RunClient.from_folder(folder / "clients" / read_registry(folder)[number].name)
-    return client.private(run).load()
 
 
 @pytest.mark.parametrize("name", algorithms.__all__)
@@ -89,26 +55,6 @@ def test_flower_gives_the_simulators_numbers(name, tmp_path):
         stored = private_of(folder, client)
         assert distance(stored.after, state.private.of(client)) <= 1e-6
     assert server.state.ledger.download.bytes + server.state.ledger.upload.bytes == sent
-
-
-def with_availability(folder, absent):
-    """The simulator's state where, by round, some clients did not train."""
-    project = Project.from_folder(folder)
-    project.make_importable()
-    parts = build_components(project.study, no_progress)
-    algorithm = build_algorithm(
-        project.study, next(iter(project.study.experiments.values())), parts
-    )
-    train, state = parts.federations[0].train, initial_state(algorithm, parts.params[0])
-    for round_index in range(project.plan.rounds):
-        clients = range(train.num_clients)
-        availability = Availability.of(clients, dropouts=absent.get(round_index, []))
-        plan = replace(project.plan, rounds=1, first_round=round_index)
-        seat = Seat(plan, train, state, availability)
-        state, _ = next(
-            simulate_seeds(algorithm, [seat], Executor(algorithm.client_update, engine="looped"))
-        )[0]
-    return state
 
 
 def same_as(folder, state, clients=range(4), run="first"):
@@ -670,14 +616,6 @@ def test_the_server_learns_only_the_kind_of_an_unforeseen_error(tmp_path, monkey
     with pytest.raises(RuntimeError, match=r"^it failed \(KeyError\); see the client's own log$"):
         apps.client(message, deployed.InProcessGrid(folder).context(0))
     assert "Jane Doe, 41" in caplog.text
-
-
-def secured(folder):
-    deployed.change(
-        folder / "deploy.toml", "adapt_epochs = 20", "adapt_epochs = 20\nsecure_aggregation = true"
-    )
-    deployed.copy_to_clients(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from glocal.engines import ExecutionPlan, Executor
 from glocal.federate.fitting import Options
 from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 from glocal.federate.scenario import Chapter, Scenario, fit_scenario
-from tests.engines.common import KINDS, every_algorithm
 from tests.support import world
+from tests.support.engine_runs import KINDS, every_algorithm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 

@@ -15,8 +15,8 @@ from glocal.datasets.federated import from_tensors
 from glocal.engines import EngineConfig
 from glocal.federate.fitting import Options
 from glocal.federate.rounds import simulate
-from tests.engines.common import every_algorithm, run, train
 from tests.support import world
+from tests.support.engine_runs import every_algorithm, run, train
 
 PROCESSES = EngineConfig("workers", workers=2, fused=False)
 SHORT = Plan(4, 3, batch_size=5)

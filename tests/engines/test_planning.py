@@ -19,8 +19,8 @@ from glocal.engines.planning import ProbeSetup, plan_execution
 from glocal.engines.protocol import ClientTask
 from glocal.federate.fitting import Options
 from glocal.federate.rounds import initial_state
-from tests.engines.common import MODELS, needs_compiler, run
 from tests.support import world
+from tests.support.engine_runs import MODELS, needs_compiler, run
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from glocal.engines.protocol import ClientTask
 from glocal.engines.traced import TracedTraining
 from glocal.engines.vmapped import stack_rows, vmap_clients
 from glocal.federate.rounds import initial_state
-from tests.engines.common import MODELS, every_model, train
 from tests.support import world
+from tests.support.engine_runs import MODELS, every_model, train
 
 
 @pytest.mark.parametrize("name", ["lg_fedavg", "mtl"])

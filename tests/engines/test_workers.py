@@ -17,8 +17,8 @@ from glocal.engines import EngineConfig, Executor
 from glocal.engines.protocol import ClientTask
 from glocal.engines.workers import ProcessPool
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
-from tests.engines.common import every_algorithm, every_model, run, train
 from tests.support import world
+from tests.support.engine_runs import every_algorithm, every_model, run, train
 
 fused_or_not = pytest.mark.parametrize("fused", [True, False])
 

@@ -20,8 +20,8 @@ from glocal.studies import run_study
 from glocal.studies.settings import ExperimentSettings, Settings, from_dict
 from glocal.studies.study import Study, StudyPart
 from glocal.studies.study_parts import write_study
-from tests.cli.test_cli import complaint, run
 from tests.support import world
+from tests.support.command_line import complaint, run
 
 PLAN = glocal.Plan(rounds=2, clients_per_round=3, batch_size=5)
 HELD = "is being run already; stop that one first"

@@ -34,8 +34,8 @@ from glocal.personalize.onboarding import (
     train_alone,
 )
 from glocal.studies.join_trial import JoinTrialSettings
-from tests.cli.test_cli import complaint, run
 from tests.support import world
+from tests.support.command_line import complaint, run
 
 PLAN = Plan(rounds=4, clients_per_round=3, batch_size=4, seed=5)
 NEW = world.NUM_CLIENTS

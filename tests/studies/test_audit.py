@@ -31,8 +31,8 @@ from glocal.studies.representation_layer import default_representation, outer_mo
 from glocal.studies.saved_audit import AuditQuery, SavedAudit
 from glocal.studies.saved_experiment import open_experiment
 from glocal.studies.settings import SplitSettings, from_dict
-from tests.cli.test_cli import complaint, run
 from tests.support import world
+from tests.support.command_line import complaint, run
 from tests.support.real_data import needs_data
 
 # groups

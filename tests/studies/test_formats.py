@@ -16,7 +16,7 @@ from glocal.studies import STUDIES, with_overrides
 from glocal.studies.findings import read_findings
 from glocal.studies.run import read_settings, run_study
 from glocal.studies.study_parts import read_parts
-from tests.cli.test_cli import complaint, run
+from tests.support.command_line import complaint, run
 
 # (file, how it is read from its folder)
 READERS = {

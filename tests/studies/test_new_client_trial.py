@@ -23,7 +23,7 @@ from glocal.studies.settings import (
     SplitSettings,
     from_dict,
 )
-from tests.cli.test_cli import complaint, run
+from tests.support.command_line import complaint, run
 
 SMALL = Settings(
     name="small",

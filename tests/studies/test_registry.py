@@ -10,7 +10,7 @@ from glocal.studies import registry
 from glocal.studies.registry import find_study, installed_studies, unknown_study
 from glocal.studies.settings import ExperimentSettings, Settings
 from glocal.studies.study import Study, StudyPart
-from tests.cli.test_cli import complaint, run
+from tests.support.command_line import complaint, run
 from tests.support.offered import entry_point, offer_studies
 
 SETTINGS = Settings(experiments={"FedAvg": ExperimentSettings("fedavg")})

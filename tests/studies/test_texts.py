@@ -14,7 +14,6 @@ from torch import nn
 from glocal.algorithms import fedavg
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.files import write_text
 from glocal.core.modules import params_of
 from glocal.core.optimizers import StepLR, adam, sgd
 from glocal.core.sampling import Plan, batch_order, make_rng, to_token_batches
@@ -36,26 +35,8 @@ from glocal.studies.build import build_components
 from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.run import read_results, run_study
 from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
+from tests.support.diaries import SECRET, diary, maps
 from tests.support.real_data import needs_data
-
-SECRET = "xylophonist"  # a word that no file and no output may hold
-
-
-def maps(path, rows, head="person,text,mood"):
-    write_text(path, "\n".join([head, *rows, ""]))
-    return path
-
-
-def diary(path, sizes=(30, 20, 12, 3)):
-    """People who write of good and bad days; the last of them has three texts."""
-    generator, rows = np.random.default_rng(0), []
-    for person, size in enumerate(sizes):
-        for _ in range(size):
-            mood = int(generator.integers(1, 101))
-            words = ["bad", "sad", "so", "good", "glad"][(mood - 1) // 20]
-            days = "day " * int(generator.integers(1, 9))
-            rows.append(f'p{person},"{SECRET} {words} {words} {days}",{mood}')
-    return maps(path, rows)
 
 
 def test_a_csv_in_the_form_of_maps_is_read_into_five_equal_bins(tmp_path):

@@ -10,7 +10,7 @@ from glocal.studies.run import resolve
 from liang2020.images import CLASSES, LEARNING_RATES
 from liang2020.published import published
 from liang2020.studies import STUDIES
-from tests.cli.test_cli import complaint, run
+from tests.support.command_line import complaint, run
 
 MODELS = {"mnist": (mlp(), ["layer[3-5]"]), "cifar10": (lenet5(), ["conv1", "conv2"])}
 FEDAVG_ROUNDS = {"mnist": 800, "cifar10": 1800}

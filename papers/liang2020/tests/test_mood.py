@@ -23,8 +23,8 @@ from glocal.studies.run import plans_of
 from glocal.studies.study_parts import run_parts, write_study
 from liang2020.mood import MOOD, SHARES
 from liang2020.mood_model import BiLstm, mood_lstm
-from tests.studies.test_texts import SECRET, diary
 from tests.support import world
+from tests.support.diaries import SECRET, diary
 
 
 def tiny():

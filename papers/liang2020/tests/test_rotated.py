@@ -13,7 +13,7 @@ from glocal.studies.new_client_trial import NewClientSettings
 from glocal.studies.study_parts import run_parts, write_study
 from liang2020.rotated import ROTATED
 from liang2020.studies import STUDIES
-from tests.cli.test_cli import run
+from tests.support.command_line import run
 
 
 def test_table_3_is_published_whole():
