@@ -1,8 +1,7 @@
 """The package stands on glocal's public names, and glocal knows nothing of it."""
 
 import ast
-import importlib
-from functools import cache
+import re
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,41 +11,13 @@ import glocal
 import liang2020
 from glocal.studies.registry import GROUP, installed_studies, missing_packages
 from liang2020.studies import STUDIES
+from tests.support.public_api import MODULES, is_public
 
-OURS = sorted(Path(liang2020.__file__).parent.rglob("*.py"))
+PACKAGE = Path(__file__).parents[1]
+OURS = sorted([*Path(liang2020.__file__).parent.rglob("*.py"), *PACKAGE.glob("*.py")])
 GLOCAL = sorted(Path(glocal.__file__).parent.rglob("*.py"))
-# What a paper's package builds on besides `__all__` of glocal and of its packages. A module of
-# glocal that is not here may change without notice.
-CONTRACT = {
-    "glocal.algorithms.contract",
-    "glocal.cli.entry",
-    "glocal.cli.typer_compat",
-    "glocal.core.errors",
-    "glocal.core.files",
-    "glocal.core.modules",
-    "glocal.core.optimizers",
-    "glocal.core.sampling",
-    "glocal.core.split",
-    "glocal.core.training",
-    "glocal.core.trees",
-    "glocal.datasets.image_table",
-    "glocal.datasets.texts",
-    "glocal.evaluate.intervals",
-    "glocal.federate.fitting",
-    "glocal.personalize.onboarding",
-    "glocal.report.comparison",
-    "glocal.report.drawing",
-    "glocal.report.formatting",
-    "glocal.report.styles",
-    "glocal.studies.audit",
-    "glocal.studies.findings",
-    "glocal.studies.new_client_trial",
-    "glocal.studies.ordinal",
-    "glocal.studies.pretext",
-    "glocal.studies.settings",
-    "glocal.studies.study",
-    "glocal.studies.user_functions",
-}
+# "glocal.engines.looped:LoopedEngine", which is imported when it is needed
+ADDRESS = re.compile(r"\b(glocal(?:\.\w+)+):(\w+)")
 
 
 def imports(tree, path="<source>"):
@@ -57,36 +28,12 @@ def imports(tree, path="<source>"):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: import by full name"
             yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from ADDRESS.findall(node.value)
 
 
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def defined_names(module):
-    """The names that a module defines at its top level; names that it only imports are not its."""
-    names = set()
-    for node in parsed(Path(importlib.import_module(module).__file__)).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            stored = [leaf for target in node.targets for leaf in ast.walk(target)]
-            names |= {leaf.id for leaf in stored if isinstance(leaf, ast.Name)}
-        elif isinstance(node, ast.AnnAssign):
-            names.add(node.target.id)
-    return names
-
-
-def is_public(module, name):
-    """Whether a package may import this: named in an `__all__`, or defined in the contract."""
-    if name.startswith("_"):
-        return False
-    if module in CONTRACT:
-        return name in defined_names(module)
-    if module == "glocal" or module.count(".") == 1:
-        return name in getattr(importlib.import_module(module), "__all__", ())
-    return False
 
 
 def not_public(tree, path="<source>"):
@@ -110,7 +57,8 @@ def test_only_public_names_of_glocal_are_imported(path):
         "from glocal.engines.looped import anything",
         "from glocal.studies.findings import fmean",  # which only imports it
         "from glocal.core import trees",
-        "from glocal.studies.run import resolve",
+        "from glocal.studies.build import build_algorithm",
+        "ENGINE = 'glocal.engines.looped:LoopedEngine'",
         "def late():\n    from glocal.core.store import State",
     ],
 )
@@ -125,6 +73,7 @@ def test_a_private_import_would_be_noticed(source):
         "from glocal.studies import mlp",
         "from glocal.core.errors import InputError",
         "from glocal.studies.study import MEASURES",
+        "MODEL = 'glocal.studies.settings:Settings'",
         "import torch",
     ],
 )
@@ -132,9 +81,9 @@ def test_a_public_import_is_fine(source):
     assert not not_public(ast.parse(source))
 
 
-def test_every_module_of_the_contract_is_used():
+def test_every_module_that_is_public_for_packages_is_used():
     used = {module for path in OURS for module, _ in imports(parsed(path), path)}
-    assert used >= CONTRACT
+    assert used >= MODULES
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
