@@ -33,10 +33,10 @@ def lines_of(text: str, title: str) -> dict[str, list[str]]:
 
 
 # a study of more measures than are published; two of them are better if less
-CODES = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
+BOTTLENECKS = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
 NAMES = tuple(
-    f"LG + Adv, code {width}, strength {strength:g}"
-    for width, of in CODES.items()
+    f"LG + Adv, bottleneck {width}, strength {strength:g}"
+    for width, of in BOTTLENECKS.items()
     for strength in of
 )
 FAIR_SETTINGS = Settings(
@@ -95,10 +95,10 @@ def fair_experiment(accuracy: float, read: float, adversary: float | None) -> di
 def fair_part() -> dict[str, Any]:
     """The stronger the adversary, the less is read and the less is known."""
     experiments = {"FedAvg": fair_experiment(0.84, 0.8, None)}
-    for width, strengths in CODES.items():
+    for width, strengths in BOTTLENECKS.items():
         for place, strength in enumerate(strengths):
             read, accuracy = 0.75 - 0.1 * place + width / 1000, 0.84 - 0.01 * place
-            experiments[f"LG + Adv, code {width}, strength {strength:g}"] = fair_experiment(
+            experiments[f"LG + Adv, bottleneck {width}, strength {strength:g}"] = fair_experiment(
                 accuracy, read, 0.52
             )
     return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "experiments": experiments}

@@ -131,7 +131,7 @@ def _shares(end: str, count: int) -> str:
 
 
 def _released(base: Settings, classes: int) -> StudyPart:
-    """The released code: equal weights, no validation data, other rates, MNIST's softmax twice."""
+    """The released code: equal weights, no validation data, another lr, MNIST's softmax twice."""
     data = base.data.source
     mnist = data == "mnist"
     settings = replace(
@@ -152,7 +152,7 @@ def _tuned(base: Settings, classes: int) -> StudyPart:
     experiments: dict[str, ExperimentSettings] = {}
     candidates: dict[str, tuple[str, ...]] = {}
     for lr in LEARNING_RATES:
-        start = f"FedAvg, rate {lr:g}"
+        start = f"FedAvg, lr {lr:g}"
         by_row = {
             "FedAvg": ExperimentSettings("fedavg", rounds=last, lr=lr),
             "Local only": ExperimentSettings(
@@ -162,7 +162,7 @@ def _tuned(base: Settings, classes: int) -> StudyPart:
             FINE_TUNED: replace(_after("local_only", last), start_from=start, lr=lr),
         }
         for row, experiment in by_row.items():
-            name = f"{row}, rate {lr:g}"
+            name = f"{row}, lr {lr:g}"
             experiments[name] = experiment
             candidates[row] = (*candidates.get(row, ()), name)
     settings = replace(
@@ -175,7 +175,7 @@ def _mtl(clients: int | None) -> StudyPart:
     """Mean-regularised multi-task learning with ten clients as in the appendix, or with all."""
     settings = _named(_CIFAR10_BASE, f"cifar10, MTL, M = {clients or 100}", 2)
     experiments = {
-        f"MTL, tie {lam:g}": ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam})
+        f"MTL, lam {lam:g}": ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam})
         for lam in LAMBDAS
     }
     settings = replace(

@@ -38,13 +38,12 @@ _MAJORITY = {
     "Majority answer": ExperimentSettings(
         "liang2020.majority:majority", rounds=1, clients_per_round=_CLIENTS
     ),
-    # the client's own; the results have the row by this name
-    "Majority answer of each device": ExperimentSettings(
+    "Majority answer of each client": ExperimentSettings(
         "liang2020.majority:own_majority", rounds=1, clients_per_round=_CLIENTS
     ),
 }
 _TEXT = Settings(
-    name="vqa, paper, kinds",
+    name="vqa, paper, question_types",
     data=DataSettings(source="vqav2", partition="question_types", clients=_CLIENTS, validation=0.1),
     model=ModelSettings("liang2020.vqa_model:build_vqa_net", hidden=tuple(PAPER), dropout=0.5),
     split=SplitSettings(shared=SHARED),
