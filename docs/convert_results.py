@@ -134,15 +134,23 @@ VALUES = {
     ("rows/axis", '"cohort"'): '"clients_per_round"',
     ("rows/axis", '"devices"'): '"clients"',
 }
-# texts in a command: options, settings and files
+# texts in a command, in the data that it names, and in a file's words about itself
 COMMANDS = {
     "optimiser.rate": "optimizer.lr",
     "optimiser settings": "optimizer settings",
+    "optimizer.lr=RATE": "optimizer.lr=LR",
+    "run.chunk=": "run.chunk_size=",
     "run.keep_every": "run.checkpoint_every",
     "[cases.NAME]": "[experiments.NAME]",
     "after, after_round, rate and local_rate": "start_from, start_round, lr and local_lr",
     "--devices": "--clients",
     "examples.newcomers:": "examples.new_clients:",
+    "advice-settling.json": "advice-other-plans.json",
+    "FedAvg at two rates": "FedAvg with two learning rates",
+    "what the rates of `longer` of paper-vqa were settled on": (
+        "by them the learning rates of `longer` of paper-vqa were chosen"
+    ),
+    "before the rule of choice was settled": "before the rule of choice was final",
     "--part 'code-*'": "--part 'bottleneck-*'",
     **{
         f"docs/results/{name}": f"papers/liang2020/results/{name}"
@@ -229,7 +237,7 @@ def _new_key(path: str, patterns: dict[re.Pattern[str], str]) -> str | None:
 
 
 def _new_value(path: str, token: str) -> str:
-    if path.endswith("command"):
+    if path.endswith(("command", "about", "data")):
         return _with_texts(token, COMMANDS)
     if path.endswith("/engine"):
         return _with_texts(token, ENGINES)
