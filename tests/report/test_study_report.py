@@ -58,7 +58,7 @@ def test_a_table_has_any_number_of_measures_and_a_published_column_only_where_so
 def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> None:
     text = study_markdown(fair)
     row = lines_of(text, "iid data")["LG + Adv"]  # published: 50.1 ± 1.3
-    assert row[1].endswith("(bottleneck 4, strength 10)"), (
+    assert row[1].endswith("(width 4, strength 10)"), (
         "what was chosen stands beside the first figure only"
     )
     assert row[5] == "52.00 ± 1.41 (+1.90) ↑"
@@ -90,10 +90,17 @@ def test_another_audit_than_the_studys_is_reported(fair: Findings) -> None:
 
 def test_the_row_is_the_best_within_the_limit(fair: Findings) -> None:
     """Within 60 % only the strongest; without a limit the weakest are best on validation data."""
-    assert [row.choice for row in rows_of(fair, "iid")] == ["", "bottleneck 4, strength 10"]
+    assert [row.choice for row in rows_of(fair, "iid")] == ["", "width 4, strength 10"]
     free = {name: replace(part, leak_limits={}) for name, part in FAIR.parts.items()}
     findings = replace(fair, study=replace(FAIR, parts=free))
-    assert [row.choice for row in rows_of(findings, "iid")] == ["", "bottleneck 4, strength 0.1"]
+    assert [row.choice for row in rows_of(findings, "iid")] == ["", "width 4, strength 0.1"]
+
+
+def test_a_candidate_that_no_words_describe_is_named(fair: Findings) -> None:
+    plain = {name: replace(part, choices={}) for name, part in FAIR.parts.items()}
+    findings = replace(fair, study=replace(FAIR, parts=plain))
+    names = [row.choice for row in rows_of(findings, "iid")]
+    assert names == ["", "LG + Adv, bottleneck 4, strength 10"]
 
 
 def test_what_a_new_client_cost_is_what_was_sent(fair: Findings) -> None:

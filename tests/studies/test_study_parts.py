@@ -39,7 +39,7 @@ PARTITIONED = Settings(
         FINE_TUNED: ExperimentSettings("local_only", rounds=2, start_from="FedAvg", start_round=4),
     },
 )
-ROW = PublishedRow((Score(60.0, 1.0), Score(50.0, 1.0)), 1.0e5, "1.0e5")
+ROW = PublishedRow((Score(60.0, 1.0), Score(50.0, 1.0)), 1.0e5, exponent=5)
 LEARNING_RATES = {
     f"FedAvg, lr {lr}": ExperimentSettings("fedavg", rounds=2, lr=lr) for lr in (0.01, 0.1)
 }

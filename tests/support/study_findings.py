@@ -34,11 +34,12 @@ def lines_of(text: str, title: str) -> dict[str, list[str]]:
 
 # a study of more measures than are published; two of them are better if less
 BOTTLENECKS = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
-NAMES = tuple(
-    f"LG + Adv, bottleneck {width}, strength {strength:g}"
+CHOICES = {
+    f"LG + Adv, bottleneck {width}, strength {strength:g}": f"width {width}, strength {strength:g}"
     for width, of in BOTTLENECKS.items()
     for strength in of
-)
+}
+NAMES = tuple(CHOICES)
 FAIR_SETTINGS = Settings(
     name="fair",
     experiments={name: ExperimentSettings("fedavg", rounds=2) for name in ("FedAvg", *NAMES)},
@@ -60,6 +61,7 @@ FAIR = Study(
             FAIR_SETTINGS,
             PUBLISHED,
             candidates={"FedAvg": ("FedAvg",), "LG + Adv": NAMES},
+            choices=CHOICES,
             leak_limits={"LG + Adv": 0.6},
         )
         for name in ("iid", "non-iid")

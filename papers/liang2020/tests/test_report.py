@@ -33,7 +33,7 @@ from tests.support.study_findings import ABOUT, FAIR, fair_part, lines_of, with_
 
 MODELS = {"paper-mnist": 633_226, "paper-cifar10": 64_102}
 SHARED = {"paper-mnist": 99_978, "paper-cifar10": 2_872}
-EXTRA = PublishedRow((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0, "0")
+EXTRA = PublishedRow((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0)
 
 
 def counted(study: str, experiment: str) -> int:

@@ -74,10 +74,17 @@ def _paper(split: str) -> StudyPart:
 
 def _tuned(split: str) -> StudyPart:
     """One number as representation, a stronger adversary with more steps, a start from FedAvg."""
-    plain = {f"LG, rounds {rounds}": _plain(rounds) for rounds in (3, 10, 30)}
-    adversarial = {
-        f"LG + Adv, strength {strength}": _adversarial(strength) for strength in STRENGTHS
-    }
+    plain: dict[str, ExperimentSettings] = {}
+    adversarial: dict[str, ExperimentSettings] = {}
+    choices: dict[str, str] = {}
+    for rounds in (3, 10, 30):
+        name = f"LG, rounds {rounds}"
+        plain[name] = _plain(rounds)
+        choices[name] = f"rounds {rounds}"
+    for strength in STRENGTHS:
+        name = f"LG + Adv, strength {strength}"
+        adversarial[name] = _adversarial(strength)
+        choices[name] = f"strength {strength}"
     experiments = {"FedAvg": _FEDAVG, **plain, **adversarial}
     candidates = {"FedAvg": ("FedAvg",), "LG": tuple(plain), "LG + Adv": tuple(adversarial)}
     settings = replace(_with_partition(_TUNED, f"tuned, {split}", split), experiments=experiments)
@@ -87,6 +94,7 @@ def _tuned(split: str) -> StudyPart:
         settings,
         published("table4", _SPLITS[split]),
         candidates,
+        choices=choices,
         leak_limits={"LG + Adv": LIMIT},
     )
 

@@ -29,8 +29,8 @@ _ROUNDS, _START, _LG_ROUNDS = 47, 32, 17
 _LR, _SMALL_LR = 0.001, 0.0001
 _SMALL_STEPS = "FedAvg, then small steps"
 _PUBLISHED = {
-    "FedAvg": PublishedRow((Score(40.02, None),), 13.97e10, "13.97e10"),
-    "LG": PublishedRow((Score(40.94, None),), 9.99e10, "9.99e10"),
+    "FedAvg": PublishedRow((Score(40.02, None),), 13.97e10, exponent=10, decimals=2),
+    "LG": PublishedRow((Score(40.94, None),), 9.99e10, exponent=10, decimals=2),
 }
 _TIMES = {4: "four times", 6: "six times"}
 _CONTROLS = {"none": "questions only", "shuffled": "shuffled pictures"}
