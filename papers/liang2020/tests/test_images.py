@@ -1,5 +1,8 @@
 """The paper's studies: their published numbers, and what they run."""
 
+import csv
+from importlib.resources import files
+
 import pytest
 
 from glocal.core.modules import params_of
@@ -29,6 +32,13 @@ def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes
         if lg:
             sent = 110 * (whole * int(fedavg) + part * int(lg)) + 100 * whole
         assert row.parameters_printed(sent) == row.parameters_text, experiment
+
+
+def test_a_count_is_printed_with_the_digits_of_the_paper():
+    text = files("liang2020").joinpath("published.csv").read_text(encoding="utf-8")
+    for line in csv.DictReader(text.splitlines()):
+        row = published(line["table"], int(line["classes"]))[line["experiment"]]
+        assert row.parameters_text == line["parameters"], line
 
 
 def test_the_published_tables_are_whole():
