@@ -9,7 +9,7 @@ replaced where it stands, so that no number is read and written again.
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,13 +99,25 @@ KEYS = {
     "**/advice/racers": "participants",
     "**/variances/*/device": "between_client",
     "**/variances/*/data": "within_client",
-    "**/LG + puzzle": "LG + jigsaw",
     "devices with a last batch of one, of 100": "clients with a last batch of one, of 100",
     "four devices, a process each": "four clients, a process each",
     "four devices in a gateway": "four clients in a gateway",
     "twenty devices in a gateway": "twenty clients in a gateway",
     "roofline/copy_of_a_device_gbs": "copy_of_a_client_gbs",
 }
+# words in a name of an experiment, of a part, of settings or of a client, wherever it stands
+NAMES = {
+    re.compile(r"^LG \+ puzzle$"): "LG + jigsaw",
+    re.compile(r"^Majority answer of each device$"): "Majority answer of each client",
+    re.compile(r"^MTL, tie (?=[\d.]+$)"): "MTL, lam ",
+    re.compile(r", rate (?=[\d.]+$)"): ", lr ",
+    re.compile(r"^LG \+ Adv, code (?=\d+, )"): "LG + Adv, bottleneck ",
+    re.compile(r"^code-(?=\d+$)"): "bottleneck-",
+    re.compile(r"^adult, a code (?=\d+ wide$)"): "adult, a bottleneck ",
+    re.compile(r"^(vqa, [\w-]+), kinds\b"): r"\1, question_types",
+    re.compile(r"^device-(?=\d+$)"): "client-",
+}
+NAMED = ("settings/name", "/after", "/start_from")  # endings of paths whose value is a name
 # words that are a setting's value
 VALUES = {
     ("data/partition", '"kinds"'): '"question_types"',
@@ -122,15 +134,24 @@ VALUES = {
     ("rows/axis", '"cohort"'): '"clients_per_round"',
     ("rows/axis", '"devices"'): '"clients"',
 }
-# texts in a command: options, settings and files
+# texts in a command, in the data that it names, and in a file's words about itself
 COMMANDS = {
     "optimiser.rate": "optimizer.lr",
     "optimiser settings": "optimizer settings",
+    "optimizer.lr=RATE": "optimizer.lr=LR",
+    "run.chunk=": "run.chunk_size=",
     "run.keep_every": "run.checkpoint_every",
     "[cases.NAME]": "[experiments.NAME]",
     "after, after_round, rate and local_rate": "start_from, start_round, lr and local_lr",
     "--devices": "--clients",
     "examples.newcomers:": "examples.new_clients:",
+    "advice-settling.json": "advice-other-plans.json",
+    "FedAvg at two rates": "FedAvg with two learning rates",
+    "what the rates of `longer` of paper-vqa were settled on": (
+        "by them the learning rates of `longer` of paper-vqa were chosen"
+    ),
+    "before the rule of choice was settled": "before the rule of choice was final",
+    "--part 'code-*'": "--part 'bottleneck-*'",
     **{
         f"docs/results/{name}": f"papers/liang2020/results/{name}"
         for name in (
@@ -142,6 +163,14 @@ COMMANDS = {
             "vqa-round-gpu.json",
         )
     },
+}
+# texts in the description of an engine
+ENGINES = {
+    "one device at a time": "one client at a time",
+    "one device after the other": "one client after the other",
+    "all devices at once": "all clients at once",
+    "all devices in one batched step": "all clients in one batched step",
+    " (they know all its layers)": "",
 }
 FORMAT = '"format": "0.2",'  # in files that are read again
 TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+)')
@@ -184,8 +213,11 @@ def converted(text: str) -> str:
     pieces, done = [], 0
     for place in places(text):
         token = text[place.start : place.end]
-        new = _new_key(place.path, patterns) if place.is_key else _new_value(place.path, token)
-        pieces += [text[done : place.start], new or token]
+        if place.is_key:
+            new = _new_key(place.path, patterns) or _new_name(token)
+        else:
+            new = _new_value(place.path, token)
+        pieces += [text[done : place.start], new]
         done = place.end
     new_text = "".join([*pieces, text[done:]])
     read_again = '"parts": ' in text or ('"new_client": ' in new_text and '"rows": ' in text)
@@ -204,15 +236,33 @@ def _new_key(path: str, patterns: dict[re.Pattern[str], str]) -> str | None:
     return None if new is None else json.dumps(new)
 
 
-def _new_value(path: str, token: str) -> str | None:
-    if path.endswith("command"):
-        for old_text, new in COMMANDS.items():
-            token = token.replace(old_text, new)
-        return token
+def _new_value(path: str, token: str) -> str:
+    if path.endswith(("command", "about", "data")):
+        return _with_texts(token, COMMANDS)
+    if path.endswith("/engine"):
+        return _with_texts(token, ENGINES)
+    if path.endswith(NAMED):
+        return _new_name(token)
     for (ending, old), new in VALUES.items():
         if path.endswith(ending) and token == old:
             return new
-    return None
+    return token
+
+
+def _with_texts(token: str, texts: Mapping[str, str]) -> str:
+    for old_text, new in texts.items():
+        token = token.replace(old_text, new)
+    return token
+
+
+def _new_name(token: str) -> str:
+    """A name in the words of 0.2; any other text as it stands, character by character."""
+    if not token.startswith('"'):
+        return token
+    name = new = json.loads(token)
+    for pattern, words in NAMES.items():
+        new = pattern.sub(words, new)
+    return token if new == name else json.dumps(new)
 
 
 def main() -> None:

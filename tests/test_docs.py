@@ -4,15 +4,17 @@ import json
 import re
 import shlex
 import tomllib
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import get_args, get_type_hints
 
 import pytest
 
 from glocal.cli import main
 from glocal.studies import STUDIES, from_toml
 from glocal.studies.run import resolve, slug
-from glocal.studies.settings import from_dict
+from glocal.studies.settings import Settings, from_dict
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -86,6 +88,24 @@ def test_every_command_of_a_page_exists_with_its_options(page, capsys):
         with pytest.raises(SystemExit) as ended:
             main([*words, "--help"])
         assert ended.value.code == 0, f"{words}: {capsys.readouterr().err}"
+
+
+RESULTS = sorted(
+    [*(ROOT / "docs/results").glob("*.json"), *(ROOT / "papers").glob("*/results/*.json")]
+)
+
+
+def is_setting(section, option):
+    """Whether a table of the settings has such an option."""
+    kind = get_type_hints(Settings).get(section)
+    tables = [table for table in (kind, *get_args(kind)) if is_dataclass(table)]
+    return any(option == each.name for table in tables for each in fields(table))
+
+
+@pytest.mark.parametrize("file", [*PAGES, *RESULTS], ids=lambda file: file.name)
+def test_every_setting_that_a_command_changes_exists(file):
+    for section, option in re.findall(r"--set (\w+)\.(\w+)=", file.read_text()):
+        assert is_setting(section, option), f"--set {section}.{option}"
 
 
 def folder_made_by(words):

@@ -58,7 +58,7 @@ def test_a_table_has_any_number_of_measures_and_a_published_column_only_where_so
 def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> None:
     text = study_markdown(fair)
     row = lines_of(text, "iid data")["LG + Adv"]  # published: 50.1 ± 1.3
-    assert row[1].endswith("(code 4, strength 10)"), (
+    assert row[1].endswith("(width 4, strength 10)"), (
         "what was chosen stands beside the first figure only"
     )
     assert row[5] == "52.00 ± 1.41 (+1.90) ↑"
@@ -75,7 +75,7 @@ def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> 
 
 
 def test_far_below_is_no_shortfall_where_less_is_better(fair: Findings) -> None:
-    hidden = with_figures(fair, "iid", "LG + Adv, code 4, strength 10", adversary=[0.3, 0.3])
+    hidden = with_figures(fair, "iid", "LG + Adv, bottleneck 4, strength 10", adversary=[0.3, 0.3])
     table = study_markdown(hidden).partition("### non-iid data")[0]
     assert lines_of(table, "iid data")["LG + Adv"][5] == "30.00 ± 0.00 (−20.10)"
     nothing = "Nothing measured in `paper` is above the published mean plus its standard deviation"
@@ -90,16 +90,23 @@ def test_another_audit_than_the_studys_is_reported(fair: Findings) -> None:
 
 def test_the_row_is_the_best_within_the_limit(fair: Findings) -> None:
     """Within 60 % only the strongest; without a limit the weakest are best on validation data."""
-    assert [row.choice for row in rows_of(fair, "iid")] == ["", "code 4, strength 10"]
+    assert [row.choice for row in rows_of(fair, "iid")] == ["", "width 4, strength 10"]
     free = {name: replace(part, leak_limits={}) for name, part in FAIR.parts.items()}
     findings = replace(fair, study=replace(FAIR, parts=free))
-    assert [row.choice for row in rows_of(findings, "iid")] == ["", "code 4, strength 0.1"]
+    assert [row.choice for row in rows_of(findings, "iid")] == ["", "width 4, strength 0.1"]
+
+
+def test_a_candidate_that_no_words_describe_is_named(fair: Findings) -> None:
+    plain = {name: replace(part, choices={}) for name, part in FAIR.parts.items()}
+    findings = replace(fair, study=replace(FAIR, parts=plain))
+    names = [row.choice for row in rows_of(findings, "iid")]
+    assert names == ["", "LG + Adv, bottleneck 4, strength 10"]
 
 
 def test_what_a_new_client_cost_is_what_was_sent(fair: Findings) -> None:
     findings = with_figures(fair, "iid", "FedAvg", join_bytes=5 * 10**6)
     table = lines_of(study_markdown(findings), "iid data")
-    assert (table["Method"][-1], table["FedAvg"][-1]) == ("Sent for the arrival", "5.0 MB")
+    assert (table["Method"][-1], table["FedAvg"][-1]) == ("Sent for joining", "5.0 MB")
 
 
 def test_the_terminal_has_the_same_columns(

@@ -39,8 +39,10 @@ PARTITIONED = Settings(
         FINE_TUNED: ExperimentSettings("local_only", rounds=2, start_from="FedAvg", start_round=4),
     },
 )
-ROW = PublishedRow((Score(60.0, 1.0), Score(50.0, 1.0)), 1.0e5, "1.0e5")
-RATES = {f"FedAvg, rate {lr}": ExperimentSettings("fedavg", rounds=2, lr=lr) for lr in (0.01, 0.1)}
+ROW = PublishedRow((Score(60.0, 1.0), Score(50.0, 1.0)), 1.0e5, exponent=5)
+LEARNING_RATES = {
+    f"FedAvg, lr {lr}": ExperimentSettings("fedavg", rounds=2, lr=lr) for lr in (0.01, 0.1)
+}
 SMALL = Study(
     name="small",
     title="digits, small",
@@ -56,9 +58,9 @@ SMALL = Study(
         "tuned-2": StudyPart(
             "2 classes per client",
             "tuned",
-            replace(PARTITIONED, experiments=RATES),
+            replace(PARTITIONED, experiments=LEARNING_RATES),
             {"FedAvg": ROW},
-            candidates={"FedAvg": tuple(RATES)},
+            candidates={"FedAvg": tuple(LEARNING_RATES)},
         ),
     },
     claims=(
@@ -334,15 +336,15 @@ def test_like_allows_for_a_margin():
     assert findings.verdicts()[0].status == "holds"
 
 
-def test_a_rate_is_chosen_on_validation_data_alone():
-    rates = {"FedAvg, rate 0.01": ([0.9], 0.6), "FedAvg, rate 0.1": ([0.5], 0.7)}
-    findings = Findings(SMALL, {}, {"tuned-2": small_findings(**rates).parts["paper-2"]})
-    assert findings.name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.1"
+def test_a_learning_rate_is_chosen_on_validation_data_alone():
+    by_lr = {"FedAvg, lr 0.01": ([0.9], 0.6), "FedAvg, lr 0.1": ([0.5], 0.7)}
+    findings = Findings(SMALL, {}, {"tuned-2": small_findings(**by_lr).parts["paper-2"]})
+    assert findings.name_of("tuned-2", "FedAvg") == "FedAvg, lr 0.1"
     assert findings.values(Measurement("tuned-2", "FedAvg", "local")) == [50.0]
 
 
 # validation, and what attackers read of validation data in two seeds
-LEAKS = {"FedAvg, rate 0.01": (0.6, [0.5, 0.625]), "FedAvg, rate 0.1": (0.7, [0.5, 0.75])}
+LEAKS = {"FedAvg, lr 0.01": (0.6, [0.5, 0.625]), "FedAvg, lr 0.1": (0.7, [0.5, 0.75])}
 
 
 def tuned(leaks, limit):
@@ -368,20 +370,20 @@ def tuned(leaks, limit):
 def test_the_best_within_the_limit_stands_for_a_row_or_else_the_one_that_gives_least_away(
     limit, lr
 ):
-    assert tuned(LEAKS, limit).name_of("tuned-2", "FedAvg") == f"FedAvg, rate {lr}"
+    assert tuned(LEAKS, limit).name_of("tuned-2", "FedAvg") == f"FedAvg, lr {lr}"
 
 
 def test_of_several_within_the_limit_validation_decides():
-    more = {**LEAKS, "FedAvg, rate 0.2": (0.5, [0.40, 0.40])}
-    assert tuned(more, 0.6).name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.01"
-    assert tuned(more, 0.30).name_of("tuned-2", "FedAvg") == "FedAvg, rate 0.2"
+    more = {**LEAKS, "FedAvg, lr 0.2": (0.5, [0.40, 0.40])}
+    assert tuned(more, 0.6).name_of("tuned-2", "FedAvg") == "FedAvg, lr 0.01"
+    assert tuned(more, 0.30).name_of("tuned-2", "FedAvg") == "FedAvg, lr 0.2"
 
 
 @pytest.mark.parametrize("leak", [None, [None, None]])
 def test_what_was_not_audited_is_within_every_limit(leak):
     assert (
-        tuned({**LEAKS, "FedAvg, rate 0.2": (0.5, leak)}, 0.3).name_of("tuned-2", "FedAvg")
-        == "FedAvg, rate 0.2"
+        tuned({**LEAKS, "FedAvg, lr 0.2": (0.5, leak)}, 0.3).name_of("tuned-2", "FedAvg")
+        == "FedAvg, lr 0.2"
     )
     assert tuned({}, 0.3).experiment("tuned-2", "FedAvg") is None
 
@@ -403,15 +405,15 @@ def test_the_figures_of_an_audit_are_kept_seed_by_seed():
         run("run", "small", "--part", "tuned-2", "--seeds", 2, "--device", "cpu", "--out", "kept")
         == 0
     )
-    path = part_folder(Path("kept"), "tuned-2") / "experiments/fedavg-rate-0-1/result.json"
-    plain = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
+    path = part_folder(Path("kept"), "tuned-2") / "experiments/fedavg-lr-0-1/result.json"
+    plain = found_in("kept")["tuned-2"]["experiments"]["FedAvg, lr 0.1"]
     audits = [audit(), {**audit(joint=None, strong=0.9), "auc": None}]
     results = [
         {**result, "audit": of}
         for result, of in zip(json.loads(path.read_text()), audits, strict=True)
     ]
     path.write_text(json.dumps(results))
-    findings = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
+    findings = found_in("kept")["tuned-2"]["experiments"]["FedAvg, lr 0.1"]
     assert {key: value for key, value in findings.items() if key not in plain} == {
         "accuracy": [0.84, 0.84],
         "auc": [0.88, None],
@@ -434,7 +436,7 @@ def test_an_audit_without_an_adversary_has_none():
         run("run", "small", "--part", "tuned-2", "--seeds", 1, "--device", "cpu", "--out", "kept")
         == 0
     )
-    path = part_folder(Path("kept"), "tuned-2") / "experiments/fedavg-rate-0-1/result.json"
+    path = part_folder(Path("kept"), "tuned-2") / "experiments/fedavg-lr-0-1/result.json"
     blind = {
         "accuracy": 0.84,
         "auc": None,
@@ -444,7 +446,7 @@ def test_an_audit_without_an_adversary_has_none():
     path.write_text(
         json.dumps([{**result, "audit": blind} for result in json.loads(path.read_text())])
     )
-    findings = found_in("kept")["tuned-2"]["experiments"]["FedAvg, rate 0.1"]
+    findings = found_in("kept")["tuned-2"]["experiments"]["FedAvg, lr 0.1"]
     assert [findings[key] for key in ("adversary", "own_0", "fresh", "validation_leak")] == [
         [None]
     ] * 4
@@ -460,14 +462,14 @@ def test_runs_on_different_machines_are_not_mixed():
 
 
 def test_an_experiment_that_diverged_in_some_seeds_does_not_stand_for_a_row_where_another_did_not():
-    rates = SMALL.parts["tuned-2"].candidates["FedAvg"]
+    candidates = SMALL.parts["tuned-2"].candidates["FedAvg"]
     experiments = {
-        rates[0]: {"validation": [0.5, 0.5]},
-        rates[1]: {"validation": [0.9], "seeds": [1]},
+        candidates[0]: {"validation": [0.5, 0.5]},
+        candidates[1]: {"validation": [0.9], "seeds": [1]},
     }
     assert (
         Findings(SMALL, {}, {"tuned-2": {"experiments": experiments}}).name_of("tuned-2", "FedAvg")
-        == rates[0]
+        == candidates[0]
     )
 
 

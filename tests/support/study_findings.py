@@ -33,12 +33,13 @@ def lines_of(text: str, title: str) -> dict[str, list[str]]:
 
 
 # a study of more measures than are published; two of them are better if less
-CODES = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
-NAMES = tuple(
-    f"LG + Adv, code {width}, strength {strength:g}"
-    for width, of in CODES.items()
+BOTTLENECKS = {width: (0.1, 1.0, 10.0) for width in (4, 16)}
+CHOICES = {
+    f"LG + Adv, bottleneck {width}, strength {strength:g}": f"width {width}, strength {strength:g}"
+    for width, of in BOTTLENECKS.items()
     for strength in of
-)
+}
+NAMES = tuple(CHOICES)
 FAIR_SETTINGS = Settings(
     name="fair",
     experiments={name: ExperimentSettings("fedavg", rounds=2) for name in ("FedAvg", *NAMES)},
@@ -60,6 +61,7 @@ FAIR = Study(
             FAIR_SETTINGS,
             PUBLISHED,
             candidates={"FedAvg": ("FedAvg",), "LG + Adv": NAMES},
+            choices=CHOICES,
             leak_limits={"LG + Adv": 0.6},
         )
         for name in ("iid", "non-iid")
@@ -95,10 +97,10 @@ def fair_experiment(accuracy: float, read: float, adversary: float | None) -> di
 def fair_part() -> dict[str, Any]:
     """The stronger the adversary, the less is read and the less is known."""
     experiments = {"FedAvg": fair_experiment(0.84, 0.8, None)}
-    for width, strengths in CODES.items():
+    for width, strengths in BOTTLENECKS.items():
         for place, strength in enumerate(strengths):
             read, accuracy = 0.75 - 0.1 * place + width / 1000, 0.84 - 0.01 * place
-            experiments[f"LG + Adv, code {width}, strength {strength:g}"] = fair_experiment(
+            experiments[f"LG + Adv, bottleneck {width}, strength {strength:g}"] = fair_experiment(
                 accuracy, read, 0.52
             )
     return {"seconds": 1.0, "settings": FAIR_SETTINGS.as_dict(), "experiments": experiments}

@@ -1,5 +1,8 @@
 """The paper's studies: their published numbers, and what they run."""
 
+import csv
+from importlib.resources import files
+
 import pytest
 
 from glocal.core.modules import params_of
@@ -31,6 +34,13 @@ def test_the_communication_of_every_row_comes_out_as_it_is_printed(data, classes
         assert row.parameters_printed(sent) == row.parameters_text, experiment
 
 
+def test_a_count_is_printed_with_the_digits_of_the_paper():
+    text = files("liang2020").joinpath("published.csv").read_text(encoding="utf-8")
+    for line in csv.DictReader(text.splitlines()):
+        row = published(line["table"], int(line["classes"]))[line["experiment"]]
+        assert row.parameters_text == line["parameters"], line
+
+
 def test_the_published_tables_are_whole():
     """Spot checks against the paper: appendix C.2 and Table 1."""
     assert [len(published(data, classes)) for data in MODELS for classes in CLASSES] == [7] * 10
@@ -38,11 +48,16 @@ def test_the_published_tables_are_whole():
     assert published("mnist", 4)["Local only"].scores == ((96.53, 0.41), (43.15, 16.41))
     assert published("cifar10", 2)["FedAvg"].scores == ((58.99, 1.50), (58.99, 1.50))
     assert published("cifar10", 10)["LG 1800+100"].scores == ((69.89, 0.48), (69.76, 0.49))
-    assert published("table1", 2)["MTL"] == (((89.68, 0.75), (10.06, 0.11)), 12.0e9, "12.0e9")
+    assert published("table1", 2)["MTL"] == (((89.68, 0.75), (10.06, 0.11)), 12.0e9, 9, 1)
     assert [[*published("table4", classes)] for classes in (10, 2)] == [
         ["FedAvg", "LG", "LG + Adv"]
     ] * 2
-    assert published("table4", 10)["FedAvg"] == (((83.7, 3.1), (89.4, 1.9), (65.5, 1.6)), 0.0, "")
+    assert published("table4", 10)["FedAvg"] == (
+        ((83.7, 3.1), (89.4, 1.9), (65.5, 1.6)),
+        None,
+        0,
+        1,
+    )
     assert published("table4", 2)["LG + Adv"].scores == ((80.1, 2.0), (84.1, 2.3), (49.8, 2.2))
 
 

@@ -23,7 +23,7 @@ from glocal.report.comparison import (
 from glocal.report.study_figures import study_drawings
 from glocal.studies.findings import Findings
 from glocal.studies.study import PublishedRow, Score
-from liang2020.fair import Code
+from liang2020.fair import Bottleneck
 from liang2020.images import FINE_TUNED
 from liang2020.studies import STUDIES
 from liang2020.table_1 import table_1
@@ -33,7 +33,7 @@ from tests.support.study_findings import ABOUT, FAIR, fair_part, lines_of, with_
 
 MODELS = {"paper-mnist": 633_226, "paper-cifar10": 64_102}
 SHARED = {"paper-mnist": 99_978, "paper-cifar10": 2_872}
-EXTRA = PublishedRow((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0, "0")
+EXTRA = PublishedRow((Score(90.0, 0.5), Score(50.0, 0.5)), 0.0)
 
 
 def counted(study: str, experiment: str) -> int:
@@ -67,7 +67,7 @@ def made_up_experiment(
 def fake_part(study: str, name: str, seeds: int) -> dict[str, Any]:
     part = STUDIES[study].parts[name]
     rows = {
-        experiment: part.published.get(re.sub(", (rate|tie) .*", "", experiment), EXTRA)
+        experiment: part.published_for(experiment) or EXTRA
         for experiment in part.settings.experiments
     }
     experiments = {name: made_up_experiment(study, name, row, seeds) for name, row in rows.items()}
@@ -167,14 +167,14 @@ def test_experiments_of_the_sweep_only_are_no_rows_and_fine_tuning_comes_last() 
     assert row_names(parts["mtl-10"]) == ["MTL"]
 
 
-def test_the_rate_that_is_best_on_validation_data_stands_for_a_tuned_row() -> None:
+def test_the_learning_rate_that_is_best_on_validation_data_stands_for_a_tuned_row() -> None:
     findings = fake(parts=("tuned-3",))
     best = with_figures(
-        findings, "tuned-3", "FedAvg, rate 0.1", validation=[1.0] * 10, local=[0.5] * 10
+        findings, "tuned-3", "FedAvg, lr 0.1", validation=[1.0] * 10, local=[0.5] * 10
     )
     row = rows_of(best, "tuned-3")[0]
-    assert (row.choice, str(row.scores["local"].ours)) == ("rate 0.1", "50.00 ± 0.00")
-    assert "50.00 ± 0.00 (rate 0.1) ↓" in study_markdown(best)
+    assert (row.choice, str(row.scores["local"].ours)) == ("lr 0.1", "50.00 ± 0.00")
+    assert "50.00 ± 0.00 (lr 0.1) ↓" in study_markdown(best)
 
 
 def test_table_1_is_that_of_the_main_text() -> None:
@@ -349,8 +349,8 @@ def test_a_study_without_starts_has_neither_their_figures_nor_a_paper_to_stand_b
     assert study_drawings(findings) == {}
 
 
-CODES = {
-    f"LG + Adv, code {width}, strength {strength:g}": Code(width, strength)
+BOTTLENECKS = {
+    f"LG + Adv, bottleneck {width}, strength {strength:g}": Bottleneck(width, strength)
     for width in (4, 16)
     for strength in (0.1, 1.0, 10.0)
 }
@@ -358,22 +358,22 @@ CODES = {
 
 @pytest.fixture
 def fair() -> Findings:
-    study = replace(FAIR, figures={"tradeoff": partial(draw_tradeoff, codes=CODES)})
+    study = replace(FAIR, figures={"tradeoff": partial(draw_tradeoff, bottlenecks=BOTTLENECKS)})
     return Findings(study, ABOUT, {name: fair_part() for name in FAIR.parts})
 
 
 def test_the_trade_off_has_a_panel_for_each_part_and_a_line_for_each_width(fair: Findings) -> None:
-    fair.parts["non-iid"]["experiments"].pop("LG + Adv, code 16, strength 1")
+    fair.parts["non-iid"]["experiments"].pop("LG + Adv, bottleneck 16, strength 1")
     drawing = study_drawings(fair)["tradeoff"]
     upper, lower = drawing.figure.axes
     assert [axes.get_title("left") for axes in (upper, lower)] == ["iid data", "non-iid data"]
     lines = {line.get_label(): line.get_xydata() for line in upper.lines}
-    assert np.allclose(lines["code of 4"], [[75.4, 84], [65.4, 83], [55.4, 82]])
-    assert np.allclose(lines["code of 16"], [[76.6, 84], [66.6, 83], [56.6, 82]])
-    assert len({line.get_label(): line.get_xydata() for line in lower.lines}["code of 16"]) == 2
+    assert np.allclose(lines["width 4"], [[75.4, 84], [65.4, 83], [55.4, 82]])
+    assert np.allclose(lines["width 16"], [[76.6, 84], [66.6, 83], [56.6, 82]])
+    assert len({line.get_label(): line.get_xydata() for line in lower.lines}["width 16"]) == 2
     assert [text.get_text() for text in upper.texts] == ["0.1", "1", "10"] * 2 + ["guessing"]
     assert [50, 50] in [list(line.get_xdata()) for line in upper.lines]
-    assert "code of 16" in drawing.legend
+    assert "width 16" in drawing.legend
 
 
 def test_the_trade_off_is_in_the_page_and_among_the_files(fair: Findings, tmp_path: Path) -> None:

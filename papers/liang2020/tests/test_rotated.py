@@ -89,7 +89,7 @@ def test_the_report_has_normal_and_rotated_beside_the_papers_own(small_run):
     row = next(line for line in text.splitlines() if line.startswith("| LG-FedAvg, C = 0.1"))
     assert "97.70 ± 0.80" in row
     assert "93.20 ± 1.30" in row
-    assert "Sent for the arrival" in text
+    assert "Sent for joining" in text
     assert (
         "Local Test" not in text.partition("### What the paper claims")[2].partition("Normal:")[0]
     )

@@ -57,7 +57,7 @@ SMALL = (
     "run.device=cpu",
     "run.validate_every=2",
     "experiments.Majority answer.clients_per_round=3",
-    "experiments.Majority answer of each device.clients_per_round=3",
+    "experiments.Majority answer of each client.clients_per_round=3",
 )
 
 SENT = {"paper_parameters": 1e9, "parameters": 10, "bytes": 40}
@@ -110,7 +110,7 @@ def test_fedavg_and_lg_learn_what_a_question_alone_cannot_tell(tmp_path):
     without = scores(small("paper", *changes, "data.pictures=none"), tmp_path / "none")
     assert min(with_pictures["FedAvg"], with_pictures["LG"]) > 0.8
     assert max(without.values()) < 0.75
-    majority, own_majority = "Majority answer", "Majority answer of each device"
+    majority, own_majority = "Majority answer", "Majority answer of each client"
     assert with_pictures[majority] < with_pictures[own_majority] < 0.75
     result = json.loads((tmp_path / "pictures/experiments/lg/result.json").read_text())[0]
     assert result["new_test"] is None

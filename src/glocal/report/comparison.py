@@ -311,8 +311,15 @@ def comparison_row(findings: Findings, part: str, name: str, published: Publishe
         )
         for measure, mine in ours.items()
     }
-    choice = findings.name_of(part, name).removeprefix(name).lstrip(", ")
-    return Row(name, choice, scores, _sent(findings, part, name, published))
+    return Row(name, _choice(findings, part, name), scores, _sent(findings, part, name, published))
+
+
+def _choice(findings: Findings, part: str, name: str) -> str:
+    """What distinguishes the experiment that stands for a row; empty if it is the row's own."""
+    experiment = findings.name_of(part, name)
+    if experiment == name:
+        return ""
+    return findings.study.parts[part].choices.get(experiment, experiment)
 
 
 def _sent(findings: Findings, part: str, name: str, published: PublishedRow | None) -> SentTotals:

@@ -176,7 +176,7 @@ def columns_of(table: ComparisonTable) -> list[Column]:
             ),
         ]
     bytes_sent = (
-        Column("Sent", "for the arrival", "Sent for the arrival")
+        Column("Sent", "for joining", "Sent for joining")
         if table.has_new_clients
         else Column("Sent", "bytes", "Sent")
     )

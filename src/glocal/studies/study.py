@@ -30,23 +30,33 @@ class PublishedRow(NamedTuple):
     """A row of a paper's table.
 
     `scores` are those of the study's first measures; `parameters` is how many are sent, if the
-    paper gives it, and `parameters_text` how it prints that.
+    paper gives it. It prints them as a multiple of a power of ten with this `exponent`, with so
+    many `decimals`.
+
+    >>> row = PublishedRow((), parameters=12.7e9, exponent=9)
+    >>> row.parameters_text, row.parameters_printed(2.34e9)
+    ('12.7e9', '2.3e9')
     """
 
     scores: tuple[Score, ...]
-    parameters: float = 0.0
-    parameters_text: str = ""
+    parameters: float | None = None
+    exponent: int = 0
+    decimals: int = 1
 
     def by_measure(self, measures: Iterable[str]) -> dict[str, Score]:
         """The scores by measure; measures beyond the published ones have none."""
         return dict(zip([*measures][: len(self.scores)], self.scores, strict=True))
 
+    @property
+    def parameters_text(self) -> str:
+        """The number of parameters as the paper prints it; empty if it gives none."""
+        return "" if self.parameters is None else self.parameters_printed(self.parameters)
+
     def parameters_printed(self, counted: float) -> str:
         """A count with as many digits as the paper's own, such as 2.9e10 or 12.7e9."""
         if not self.parameters:
             return f"{counted:.1e}".replace("e+", "e") if counted else "0"
-        digits, _, exponent = self.parameters_text.partition("e")
-        return f"{counted / 10 ** int(exponent):.{len(digits.partition('.')[2])}f}e{exponent}"
+        return f"{counted / 10**self.exponent:.{self.decimals}f}e{self.exponent}"
 
 
 @dataclass(frozen=True)
@@ -55,11 +65,12 @@ class StudyPart:
 
     `candidates` names for a row the experiments that differ in a few settings only. The one with
     the best validation accuracy stands for the row, among those whose representations leak no more
-    there than the row's `leak_limits` (an AUC, such as 0.55). `splits` names the experiments that
-    differ only in what is shared, from nothing to everything, by what they share. `baselines` are
-    rows without federated training. `goal` is the row whose validation accuracy the others should
-    reach. The rows of a `control` go into the table of the part with the same title and protocol,
-    with this text behind their names.
+    there than the row's `leak_limits` (an AUC, such as 0.55). `choices` says in a few words what
+    distinguishes a candidate, such as "lr 0.05"; without any, its name does. `splits` names the
+    experiments that differ only in what is shared, from nothing to everything, by what they share.
+    `baselines` are rows without federated training. `goal` is the row whose validation accuracy the
+    others should reach. The rows of a `control` go into the table of the part with the same title
+    and protocol, with this text behind their names.
     """
 
     title: str
@@ -67,6 +78,7 @@ class StudyPart:
     settings: Settings
     published: Mapping[str, PublishedRow] = field(default_factory=dict)
     candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
     leak_limits: Mapping[str, float] = field(default_factory=dict)
     baselines: tuple[str, ...] = ()

@@ -74,10 +74,17 @@ def _paper(split: str) -> StudyPart:
 
 def _tuned(split: str) -> StudyPart:
     """One number as representation, a stronger adversary with more steps, a start from FedAvg."""
-    plain = {f"LG, rounds {rounds}": _plain(rounds) for rounds in (3, 10, 30)}
-    adversarial = {
-        f"LG + Adv, strength {strength}": _adversarial(strength) for strength in STRENGTHS
-    }
+    plain: dict[str, ExperimentSettings] = {}
+    adversarial: dict[str, ExperimentSettings] = {}
+    choices: dict[str, str] = {}
+    for rounds in (3, 10, 30):
+        name = f"LG, rounds {rounds}"
+        plain[name] = _plain(rounds)
+        choices[name] = f"rounds {rounds}"
+    for strength in STRENGTHS:
+        name = f"LG + Adv, strength {strength}"
+        adversarial[name] = _adversarial(strength)
+        choices[name] = f"strength {strength}"
     experiments = {"FedAvg": _FEDAVG, **plain, **adversarial}
     candidates = {"FedAvg": ("FedAvg",), "LG": tuple(plain), "LG + Adv": tuple(adversarial)}
     settings = replace(_with_partition(_TUNED, f"tuned, {split}", split), experiments=experiments)
@@ -87,6 +94,7 @@ def _tuned(split: str) -> StudyPart:
         settings,
         published("table4", _SPLITS[split]),
         candidates,
+        choices=choices,
         leak_limits={"LG + Adv": LIMIT},
     )
 
@@ -102,27 +110,29 @@ def _adversarial(strength: float) -> ExperimentSettings:
     return replace(_plain(30), pretext=pretext)
 
 
-class Code(NamedTuple):
+class Bottleneck(NamedTuple):
     """A representation trained against an adversary: its width, and the adversary's weight."""
 
     width: int
     strength: float
 
 
-def _code_name(code: Code) -> str:
-    return f"LG + Adv, code {code.width}, strength {code.strength}"
+def _experiment_name(bottleneck: Bottleneck) -> str:
+    return f"LG + Adv, bottleneck {bottleneck.width}, strength {bottleneck.strength}"
 
 
-_ALL_CODES = [Code(*pair) for pair in product(WIDTHS, (1, *STRENGTHS))]
-CODES = {_code_name(code): code for code in _ALL_CODES}
+_BOTTLENECKS = [Bottleneck(*pair) for pair in product(WIDTHS, (1, *STRENGTHS))]
+BOTTLENECKS = {_experiment_name(bottleneck): bottleneck for bottleneck in _BOTTLENECKS}
 
 
 def _curve(width: int) -> StudyPart:
     """Every strength of the adversary for one width of the representation."""
     experiments = {
-        name: _adversarial(code.strength) for name, code in CODES.items() if code.width == width
+        name: _adversarial(bottleneck.strength)
+        for name, bottleneck in BOTTLENECKS.items()
+        if bottleneck.width == width
     }
-    settings = _with_partition(_TUNED, f"a code {width} wide", "iid")
+    settings = _with_partition(_TUNED, f"a bottleneck {width} wide", "iid")
     settings = replace(
         settings,
         model=replace(settings.model, bottleneck=width),
@@ -175,7 +185,7 @@ FAIR = Study(
     parts={
         **{f"paper-{split}": _paper(split) for split in _SPLITS},
         **{f"tuned-{split}": _tuned(split) for split in _SPLITS},
-        **{f"code-{width}": _curve(width) for width in WIDTHS},
+        **{f"bottleneck-{width}": _curve(width) for width in WIDTHS},
     },
     claims=_claims(),
     measures={

@@ -21,16 +21,20 @@ from glocal.report.styles import (
 )
 from glocal.studies.findings import Findings
 from glocal.studies.study import MEASURES, Measurement, Score
+from liang2020.images import ENDS, lg_rows, shares_of
 
 _FEDAVG, _ALONE, _LG = (
     LineStyle(COLOURS[1], (6, 2), "s"),
     LineStyle(COLOURS[2], (2, 1.6), "^"),
     LineStyle(COLOURS[0], (), "o"),
 )
-_ENDS = {
-    "first layers shared": LineStyle(COLOURS[0], (), "o"),
-    "last layers shared": LineStyle(COLOURS[3], (6, 2), "D"),
-}
+_ENDS = dict(
+    zip(
+        ENDS,
+        (LineStyle(COLOURS[0], (), "o"), LineStyle(COLOURS[3], (6, 2), "D")),
+        strict=True,
+    )
+)
 _SHARES = (0.002, 0.01, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99, 0.998)
 _BEYOND = 7.5  # position of "all" on the axis of shares, -7.5 of "none"; 0.2 % is at -6.2
 _HOLLOW = "Hollow markers are the paper’s means, whiskers its standard deviations."
@@ -104,7 +108,8 @@ def draw_splits(findings: Findings) -> Drawing | None:
         "continues). All start from the same FedAvg. The axis is stretched towards both ends. "
         f"{_over_seeds(findings)} The hollow marker is the paper’s number for its own split."
     )
-    return Drawing(figure, "Local and New Test by share of the model", caption, _legend(_ENDS))
+    key = _legend({_end_words(end): line_style for end, line_style in _ENDS.items()})
+    return Drawing(figure, "Local and New Test by share of the model", caption, key)
 
 
 def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
@@ -120,7 +125,7 @@ def _costs(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     for row, line_style in {"FedAvg": _FEDAVG, **dict.fromkeys(starts, _LG)}.items():
         _hollow(
             axes,
-            published[row].parameters / BILLION,
+            (published[row].parameters or 0) / BILLION,
             published_score(findings.study, published[row], measure),
             line_style,
         )
@@ -131,14 +136,18 @@ def _sweep(axes: Axes, findings: Findings, part: str, measure: str) -> None:
     about, row = findings.study.parts[part], _starts(findings)[-1]
     score = published_score(findings.study, about.published[row], measure)
     points = sweep_points(findings, part)
-    for words, line_style in _ENDS.items():
-        end = words.partition(" ")[0]
-        line = [split for split in points if split.shares.startswith(("none", "all", end))]
+    for end, line_style in _ENDS.items():
+        on_line = {"none", *shares_of(about.settings.data.source, end), "all"}
+        line = [split for split in points if split.shares in on_line]
         by_position = {_position(split): split.figures[measure] for split in line}
-        _line(axes, by_position, line_style, label=words)
+        _line(axes, by_position, line_style, label=_end_words(end))
         for split in line:
             if about.splits[split.shares] == row:
                 _hollow(axes, _position(split), score, line_style)
+
+
+def _end_words(end: str) -> str:
+    return f"{end} layers shared"
 
 
 def _protocol(findings: Findings) -> tuple[str, list[str]]:
@@ -156,7 +165,7 @@ def _protocol(findings: Findings) -> tuple[str, list[str]]:
 def _starts(findings: Findings) -> list[str]:
     """The rows of LG-FedAvg, the earliest start first."""
     first = next(iter(findings.study.parts.values()))
-    return [row for row in first.published if row.startswith("LG")]
+    return [row for row in lg_rows(first.settings.data.source) if row in first.published]
 
 
 def _sent(findings: Findings, part: str, row: str) -> float:

@@ -31,6 +31,7 @@ _LAYERS = {
     "mnist": [f"layer{number}" for number in range(1, 6)],
     "cifar10": ["conv1", "conv2", "fc1", "fc2", "fc3"],
 }
+ENDS = ("first", "last")  # from which the layers are shared, in the sweep of splits
 _OURS = {"mnist": "last 3 shared", "cifar10": "first 2 shared"}
 _STARTS = {"mnist": (400, 500, 600, 700, 800), "cifar10": (1000, 1200, 1400, 1600, 1800)}
 _SELECTED = Options(select="best", save="metrics", validate_every=5, checkpoint_every=250)
@@ -58,7 +59,7 @@ _CIFAR10_BASE = Settings(
 def _experiments(data: str, lr: float | None = None) -> dict[str, ExperimentSettings]:
     """The rows of a table: every LG-FedAvg starts from the one FedAvg of its seed."""
     starts = _STARTS[data]
-    warm = {f"LG {start}+{_EXTRA}": _after("lg_fedavg", start) for start in starts}
+    warm = {name: _after("lg_fedavg", start) for name, start in lg_rows(data).items()}
     return {
         "FedAvg": ExperimentSettings("fedavg", rounds=starts[-1], lr=lr),
         **warm,
@@ -66,6 +67,11 @@ def _experiments(data: str, lr: float | None = None) -> dict[str, ExperimentSett
         # every client for 200 local epochs
         "Local only": ExperimentSettings("local_only", rounds=200, clients_per_round=100),
     }
+
+
+def lg_rows(data: str) -> dict[str, int]:
+    """The rows of LG-FedAvg, each with the round of FedAvg where it starts, the earliest first."""
+    return {f"LG {start}+{_EXTRA}": start for start in _STARTS[data]}
 
 
 def _after(algorithm: str, start: int) -> ExperimentSettings:
@@ -116,8 +122,7 @@ def _swept(data: str) -> dict[str, ExperimentSettings]:
 
 def _splits(data: str) -> dict[str, str]:
     """The experiments of the sweep by the layers they share, the lower ones first."""
-    counts = range(1, len(_LAYERS[data]))
-    names = [_shares(end, count) for end in ("first", "last") for count in counts]
+    names = [name for end in ENDS for name in shares_of(data, end)]
     lg = f"LG {_STARTS[data][-1]}+{_EXTRA}"
     return {
         "none": FINE_TUNED,
@@ -126,12 +131,17 @@ def _splits(data: str) -> dict[str, str]:
     }
 
 
+def shares_of(data: str, end: str) -> list[str]:
+    """What the splits share that take layers from one end, the fewest layers first."""
+    return [_shares(end, count) for count in range(1, len(_LAYERS[data]))]
+
+
 def _shares(end: str, count: int) -> str:
     return f"{end} {count} shared"
 
 
 def _released(base: Settings, classes: int) -> StudyPart:
-    """The released code: equal weights, no validation data, other rates, MNIST's softmax twice."""
+    """The released code: equal weights, no validation data, another lr, MNIST's softmax twice."""
     data = base.data.source
     mnist = data == "mnist"
     settings = replace(
@@ -151,8 +161,9 @@ def _tuned(base: Settings, classes: int) -> StudyPart:
     data, last = base.data.source, _STARTS[base.data.source][-1]
     experiments: dict[str, ExperimentSettings] = {}
     candidates: dict[str, tuple[str, ...]] = {}
+    choices: dict[str, str] = {}
     for lr in LEARNING_RATES:
-        start = f"FedAvg, rate {lr:g}"
+        start = f"FedAvg, lr {lr:g}"
         by_row = {
             "FedAvg": ExperimentSettings("fedavg", rounds=last, lr=lr),
             "Local only": ExperimentSettings(
@@ -162,21 +173,30 @@ def _tuned(base: Settings, classes: int) -> StudyPart:
             FINE_TUNED: replace(_after("local_only", last), start_from=start, lr=lr),
         }
         for row, experiment in by_row.items():
-            name = f"{row}, rate {lr:g}"
+            name = f"{row}, lr {lr:g}"
             experiments[name] = experiment
             candidates[row] = (*candidates.get(row, ()), name)
+            choices[name] = f"lr {lr:g}"
     settings = replace(
         _named(base, f"{data}, tuned, {classes} classes", classes), experiments=experiments
     )
-    return StudyPart(_title(classes), "tuned", settings, published(data, classes), candidates)
+    return StudyPart(
+        _title(classes),
+        "tuned",
+        settings,
+        published(data, classes),
+        candidates,
+        choices=choices,
+    )
 
 
 def _mtl(clients: int | None) -> StudyPart:
     """Mean-regularised multi-task learning with ten clients as in the appendix, or with all."""
     settings = _named(_CIFAR10_BASE, f"cifar10, MTL, M = {clients or 100}", 2)
+    lams = {f"MTL, lam {lam:g}": lam for lam in LAMBDAS}
     experiments = {
-        f"MTL, tie {lam:g}": ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam})
-        for lam in LAMBDAS
+        name: ExperimentSettings("mtl", rounds=1800, hyperparameters={"lam": lam})
+        for name, lam in lams.items()
     }
     settings = replace(
         settings, data=replace(settings.data, keep_clients=clients), experiments=experiments
@@ -187,6 +207,7 @@ def _mtl(clients: int | None) -> StudyPart:
         settings,
         published("table1", 2),
         candidates={"MTL": tuple(experiments)},
+        choices={name: f"lam {lam:g}" for name, lam in lams.items()},
         in_tables=False,
     )
 

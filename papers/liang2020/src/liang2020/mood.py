@@ -36,21 +36,25 @@ _LAYERS = (
 _CUTS = {".2": 1, ".4": 2, ".6": 3, ".8": 5}
 _WHOLE = 4  # layers of the encoder: words and LSTM
 _ENCODER, _HEAD = "encoder local", "head local"
-SHARES = {
-    f"{_ENCODER}, α = .2": 0.209,
-    f"{_ENCODER}, α = .4": 0.418,
-    f"{_ENCODER}, α = .6": 0.571,
-    f"{_ENCODER}, α = .8": 0.815,
-    f"{_ENCODER}, all of it": 0.724,
-    f"{_HEAD}, α = .2": 0.185,
-    f"{_HEAD}, α = .4": 0.429,
-    f"{_HEAD}, α = .6": 0.582,
-    f"{_HEAD}, α = .8": 0.791,
-    f"{_HEAD}, all of it": 0.276,
+SHARES_BY_DIRECTION = {
+    _ENCODER: {
+        f"{_ENCODER}, α = .2": 0.209,
+        f"{_ENCODER}, α = .4": 0.418,
+        f"{_ENCODER}, α = .6": 0.571,
+        f"{_ENCODER}, α = .8": 0.815,
+        f"{_ENCODER}, all of it": 0.724,
+    },
+    _HEAD: {
+        f"{_HEAD}, α = .2": 0.185,
+        f"{_HEAD}, α = .4": 0.429,
+        f"{_HEAD}, α = .6": 0.582,
+        f"{_HEAD}, α = .8": 0.791,
+        f"{_HEAD}, all of it": 0.276,
+    },
 }
+SHARES = {**SHARES_BY_DIRECTION[_ENCODER], **SHARES_BY_DIRECTION[_HEAD]}
 FINE_TUNED = "FedAvg, then head local"
 BEST_SPLIT, BEST = "best split from the start", "best mix"
-DIRECTIONS = (_ENCODER, _HEAD)
 BASELINES = (
     "Majority",
     "Majority per person",

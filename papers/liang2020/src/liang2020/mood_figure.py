@@ -13,11 +13,11 @@ from glocal.report.formatting import PERCENT
 from glocal.report.styles import COLOURS, LineStyle, legend, line_sample
 from glocal.studies.findings import Findings
 from glocal.studies.study import Measurement
-from liang2020.mood import BASELINES, DIRECTIONS, FINE_TUNED, SHARES
+from liang2020.mood import BASELINES, FINE_TUNED, SHARES, SHARES_BY_DIRECTION
 
 _LINES = dict(
     zip(
-        DIRECTIONS,
+        SHARES_BY_DIRECTION,
         (LineStyle(COLOURS[0], (), "o"), LineStyle(COLOURS[1], (6, 2), "s")),
         strict=True,
     )
@@ -104,8 +104,7 @@ def _by_share(
     findings: Findings, part: str, direction: str, measure: str
 ) -> dict[float, list[float]]:
     """Values of every split of a direction by the local share, from FedAvg to local only."""
-    splits = {name: share for name, share in SHARES.items() if name.startswith(direction)}
-    shares = {**_ENDS, **splits}
+    shares = {**_ENDS, **SHARES_BY_DIRECTION[direction]}
     return {
         share: findings.values(Measurement(part, name, measure)) for name, share in shares.items()
     }

@@ -24,4 +24,6 @@ def _row(row: Mapping[str, str]) -> PublishedRow:
         for key in ("first", "second", "third")
         if row[key]
     )
-    return PublishedRow(scores, float(row["parameters"] or 0), row["parameters"])
+    if not row["parameters"]:
+        return PublishedRow(scores)
+    return PublishedRow(scores, float(row["parameters"]), int(row["exponent"] or 0))

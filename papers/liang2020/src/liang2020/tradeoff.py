@@ -12,7 +12,7 @@ from glocal.report.drawing import Drawing, new_figure
 from glocal.report.styles import LineStyle, legend, line_sample, nth_line_style
 from glocal.studies.findings import Findings
 from glocal.studies.study import MEASURES, Measurement
-from liang2020.fair import CODES, Code
+from liang2020.fair import BOTTLENECKS, Bottleneck
 
 _CHANCE_AUC = 50.0
 # Where the numbers of a line stand. Lines rise to the right, so the first two places are above and
@@ -36,23 +36,23 @@ class Point(NamedTuple):
         return fmean(self.attacker_auc), fmean(self.accuracy)
 
 
-TradeoffLines = dict[int, dict[float, Point]]  # by width of the code, then by strength
+TradeoffLines = dict[int, dict[float, Point]]  # by width of the bottleneck, then by strength
 
 
 def draw_adult(findings: Findings) -> Drawing | None:
     """The trade-off of the Adult study."""
-    return draw_tradeoff(findings, CODES)
+    return draw_tradeoff(findings, BOTTLENECKS)
 
 
-def draw_tradeoff(findings: Findings, codes: Mapping[str, Code]) -> Drawing | None:
-    """One line for each width of the code, through its strengths.
+def draw_tradeoff(findings: Findings, bottlenecks: Mapping[str, Bottleneck]) -> Drawing | None:
+    """One line for each width of the bottleneck, through its strengths.
 
     There is one panel for each part, or one for all parts if no two of them share a width.
     """
     parts: dict[str, TradeoffLines] = {}
     by_width: TradeoffLines = {}
     for name in findings.parts:
-        lines = _lines(findings, name, codes)
+        lines = _lines(findings, name, bottlenecks)
         if lines:
             parts[findings.study.parts[name].title] = lines
             by_width |= lines
@@ -75,18 +75,18 @@ def draw_tradeoff(findings: Findings, codes: Mapping[str, Code]) -> Drawing | No
     return Drawing(figure, "Accuracy by what attackers read", _caption(findings), key)
 
 
-def _lines(findings: Findings, part: str, codes: Mapping[str, Code]) -> TradeoffLines:
+def _lines(findings: Findings, part: str, bottlenecks: Mapping[str, Bottleneck]) -> TradeoffLines:
     """The audited experiments of a part, widths and strengths in ascending order."""
     lines: TradeoffLines = {}
     for experiment in findings.parts[part]["experiments"]:
-        code = codes.get(experiment)
-        if code is None:
+        bottleneck = bottlenecks.get(experiment)
+        if bottleneck is None:
             continue
         attacker_auc = findings.values(Measurement(part, experiment, "fresh"))
         accuracy = findings.values(Measurement(part, experiment, "local"))
         if attacker_auc and accuracy:
-            points = lines.setdefault(code.width, {})
-            points[code.strength] = Point(attacker_auc, accuracy)
+            points = lines.setdefault(bottleneck.width, {})
+            points[bottleneck.strength] = Point(attacker_auc, accuracy)
     return {width: dict(sorted(points.items())) for width, points in sorted(lines.items())}
 
 
@@ -159,7 +159,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _words(width: int) -> str:
-    return f"code of {width}"
+    return f"width {width}"
 
 
 def _caption(findings: Findings) -> str:
@@ -171,7 +171,7 @@ def _caption(findings: Findings) -> str:
     )
     return (
         "The cost of hiding protected attributes: models further left leak less, models further "
-        "up are more accurate. Numbers are strengths of the adversary. The AUC is that of the best "
-        "attacker trained afterwards, over all attributes and all kinds of attack data. "
-        f"{spread}"
+        "up are more accurate. A line is one width of the bottleneck, its numbers are strengths of "
+        "the adversary. The AUC is that of the best attacker trained afterwards, over all "
+        f"attributes and all kinds of attack data. {spread}"
     )

@@ -29,8 +29,8 @@ _ROUNDS, _START, _LG_ROUNDS = 47, 32, 17
 _LR, _SMALL_LR = 0.001, 0.0001
 _SMALL_STEPS = "FedAvg, then small steps"
 _PUBLISHED = {
-    "FedAvg": PublishedRow((Score(40.02, None),), 13.97e10, "13.97e10"),
-    "LG": PublishedRow((Score(40.94, None),), 9.99e10, "9.99e10"),
+    "FedAvg": PublishedRow((Score(40.02, None),), 13.97e10, exponent=10, decimals=2),
+    "LG": PublishedRow((Score(40.94, None),), 9.99e10, exponent=10, decimals=2),
 }
 _TIMES = {4: "four times", 6: "six times"}
 _CONTROLS = {"none": "questions only", "shuffled": "shuffled pictures"}
@@ -38,13 +38,12 @@ _MAJORITY = {
     "Majority answer": ExperimentSettings(
         "liang2020.majority:majority", rounds=1, clients_per_round=_CLIENTS
     ),
-    # the client's own; the results have the row by this name
-    "Majority answer of each device": ExperimentSettings(
+    "Majority answer of each client": ExperimentSettings(
         "liang2020.majority:own_majority", rounds=1, clients_per_round=_CLIENTS
     ),
 }
 _TEXT = Settings(
-    name="vqa, paper, kinds",
+    name="vqa, paper, question_types",
     data=DataSettings(source="vqav2", partition="question_types", clients=_CLIENTS, validation=0.1),
     model=ModelSettings("liang2020.vqa_model:build_vqa_net", hidden=tuple(PAPER), dropout=0.5),
     split=SplitSettings(shared=SHARED),
