@@ -166,11 +166,14 @@ COMMANDS = {
 }
 # texts in the description of an engine
 ENGINES = {
-    "one device at a time": "one client at a time",
-    "one device after the other": "one client after the other",
-    "all devices at once": "all clients at once",
-    "all devices in one batched step": "all clients in one batched step",
-    " (they know all its layers)": "",
+    r"(\d+ threads), one \w+ at a time each, with fused steps": r"fused C++ on \1",
+    r"(\d+ processes), one \w+ at a time each": r"traced steps in \1",
+    "one (?:device|client) after the other": "looped, one client at a time",
+    "all (?:devices|clients) in one batched step": "vmapped, all clients in one batch",
+    "all (?:devices|clients) at once, whole rounds replayed as a CUDA graph": "CUDA graphs",
+    "CUDA graphs, with fused steps": "CUDA graphs, fused Triton kernels",
+    "CUDA graphs, with compiled steps": "CUDA graphs, compiled steps",
+    r" \(they know all its layers\)": "",
 }
 FORMAT = '"format": "0.2",'  # in files that are read again
 TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+)')
@@ -240,7 +243,7 @@ def _new_value(path: str, token: str) -> str:
     if path.endswith(("command", "about", "data")):
         return _with_texts(token, COMMANDS)
     if path.endswith("/engine"):
-        return _with_texts(token, ENGINES)
+        return _with_engine(token)
     if path.endswith(NAMED):
         return _new_name(token)
     for (ending, old), new in VALUES.items():
@@ -252,6 +255,12 @@ def _new_value(path: str, token: str) -> str:
 def _with_texts(token: str, texts: Mapping[str, str]) -> str:
     for old_text, new in texts.items():
         token = token.replace(old_text, new)
+    return token
+
+
+def _with_engine(token: str) -> str:
+    for pattern, new in ENGINES.items():
+        token = re.sub(pattern, new, token)
     return token
 
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +34,7 @@ from glocal.deploy.registry import read_registry, write_registry
 from glocal.deploy.runtime import follow
 from glocal.deploy.scaffold import add_client
 from glocal.deploy.server import RunServer
+from glocal.deploy.server_process import prepare_server
 from glocal.deploy.supervision import ChildProcess, Program, child_environment, supervise
 from tests.support import deployed
 from tests.support.command_line import complaint, run
@@ -126,6 +128,40 @@ def test_a_client_closes_its_files_to_other_users_before_it_connects(capsys):
     assert stat.S_IMODE(own.stat().st_mode) == stat.S_IMODE((own / "state").stat().st_mode) == 0o700
     assert stat.S_IMODE((own / "client.key").stat().st_mode) == 0o600
     assert "other users could read" in capsys.readouterr().out
+
+
+def test_a_server_closes_its_keys_to_other_users_before_it_listens(capsys):
+    folder = deployed.project(Path("here"), clients=1, port=preflight.free_port())
+    folder.chmod(0o755)
+    for name in ("ca.key", "server.key"):
+        (folder / "certificates" / name).chmod(0o644)
+    prepare_server(folder, print)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    keys = [folder / "certificates" / name for name in ("ca.key", "server.key")]
+    assert [stat.S_IMODE(key.stat().st_mode) for key in keys] == [0o600, 0o600]
+    assert capsys.readouterr().out.count("other users could read") == 3
+    (folder / "certificates/ca.key").unlink()  # kept elsewhere
+    prepare_server(folder, print)
+
+
+@pytest.mark.parametrize(
+    ("module", "folders"),
+    [("server_process", ["here"]), ("client_process", ["here/clients/client-0"])],
+)
+def test_a_program_imports_nothing_from_the_current_folder(module, folders):
+    """It may be anybody's, such as /tmp."""
+    deployed.project(Path("here"), clients=1, port=preflight.free_port())
+    for name in ("safetensors", "torch", "glocal", "numpy", "flwr"):
+        Path(f"{name}.py").write_text("open('imported', 'w').close()\nraise SystemExit(3)\n")
+    notices = []
+    program = Program(f"glocal.deploy.{module}", tuple(map(Path, folders)), Path("it.log"))
+    started = ChildProcess.start(program, notices.append)
+    waited = time.monotonic() + 60
+    while started.process.poll() is None and not notices and time.monotonic() < waited:
+        time.sleep(0.05)
+    started.stop()
+    assert notices, Path("it.log").read_text()
+    assert not Path("imported").exists()
 
 
 def test_a_client_predicts_on_the_command_line(capsys):

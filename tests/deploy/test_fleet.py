@@ -1,6 +1,7 @@
 """Server and clients over Flower's protocol in one process: through the gates, without sockets."""
 
 import asyncio
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -17,8 +18,14 @@ from flwr.proto.fleet_pb2 import (
     RegisterNodeFleetRequest,
     UnregisterNodeFleetRequest,
 )
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    Metadata,
+    ObjectTree,
+    PullObjectRequest,
+    PushObjectRequest,
+)
 from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.message_pb2 import Metadata, ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore.constant import HEAD_BODY_DIVIDER
@@ -93,9 +100,7 @@ class Deployment:
         self.superlink = SuperLink("secret")
         self.registered = RegisteredNodes(self.folder, self.superlink, self.notices.append)
         self.registered.nodes()
-        self.gate = FleetGate(
-            self.superlink.app, self.registered.nodes, self.superlink.awaits_reply, 2**20
-        )
+        self.gate = FleetGate(self.superlink.app, self.registered.nodes, self.superlink, 2**20)
         operator = OperatorGate(self.superlink.app, "secret")
         self.operator = control_connection(
             httpx.Client(transport=Calls(lambda: operator)), "secret"
@@ -207,12 +212,12 @@ def content(kind, body, children=()):
     return f"{kind} {names} {len(body)}".encode() + HEAD_BODY_DIVIDER + body
 
 
-def push(connection, received, node, root, *others, metadata=None):
-    """Send a reply made by hand: correct metadata, apart from `metadata`, and any objects."""
+def register(connection, received, node, tree, metadata=None):
+    """Announce a reply made by hand: correct metadata, apart from `metadata`, and any tree."""
     request = received.message.metadata
     correct = {
         "run_id": received.run,
-        "message_id": get_object_id(root),
+        "message_id": tree.object_id,
         "src_node_id": node,
         "dst_node_id": 1,
         "reply_to_message_id": request.message_id,
@@ -221,7 +226,6 @@ def push(connection, received, node, root, *others, metadata=None):
         "ttl": 60.0,
         "message_type": request.message_type,
     }
-    children = [ObjectTree(object_id=get_object_id(other)) for other in others]
     request = PushMessagesRequest(
         node=Node(node_id=node),
         messages_list=[
@@ -229,10 +233,17 @@ def push(connection, received, node, root, *others, metadata=None):
                 metadata=Metadata(**{**correct, **(metadata or {})}), content=ProtoRecordDict()
             )
         ],
-        message_object_trees=[ObjectTree(object_id=get_object_id(root), children=children)],
+        message_object_trees=[tree],
     )
+    return connection.fleet.client.PushMessages(request)
+
+
+def push(connection, received, node, root, *others, metadata=None):
+    """Send a reply made by hand, and its objects."""
+    children = [ObjectTree(object_id=get_object_id(other)) for other in others]
+    tree = ObjectTree(object_id=get_object_id(root), children=children)
     client = connection.fleet.client
-    session = client.PushMessages(request).session_id
+    session = register(connection, received, node, tree, metadata).session_id
     for part in (*others, root):
         stored = PushObjectRequest(
             node=Node(node_id=node),
@@ -278,6 +289,101 @@ def test_a_reply_that_cannot_be_read_is_dropped_and_the_round_goes_on(attack, re
     dropped = [row["dropped"] for row in deployment.rows()]
     assert [[*row] for row in dropped] == [[], ["client-2"], []]
     assert reason in dropped[1]["client-2"]
+
+
+def object_id(number):
+    return get_object_id(str(number).encode())
+
+
+def test_objects_of_several_clients_cannot_be_chained_into_a_tree_that_fills_the_memory(tmp_path):
+    """Each tree is consistent by itself; together they would double at every level."""
+    folder, statuses = deployed.project(tmp_path / "here", clients=3), {}
+
+    def level(place, connection, received, node):
+        below = ObjectTree(object_id=object_id(place - 1)) if place else None
+        pair = [below] * 2 if place else [ObjectTree(object_id=object_id("leaf"))]
+        top = ObjectTree(object_id=object_id(place), children=pair)
+        root = ObjectTree(object_id=object_id(f"root {place}"), children=[top])
+        if place:
+            deployment.until(lambda: place - 1 in statuses)
+        try:
+            register(connection, received, node, root)
+            statuses[place] = 200
+        except httpx.HTTPStatusError as error:
+            statuses[place] = error.response.status_code
+        connection.fleet.client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+
+    with deployed_here(folder) as deployment:
+        for place in range(2):
+            deployment.connect(f"client-{place}", make=hostile(partial(level, place)))
+        deployment.connect("client-2")
+        assert deployment.run() == "completed"
+    assert statuses[0] == 200
+    assert statuses[1] >= 400
+    assert {*deployment.rows()[1]["dropped"]} == {"client-0", "client-1"}
+
+
+def deleted(connection, received, node):
+    """A reply whose objects the client has confirmed, as if they were the server's."""
+    root = ObjectTree(object_id=object_id("root"))
+    register(connection, received, node, root)
+    request = ConfirmMessageReceivedRequest(
+        node=Node(node_id=node), run_id=received.run, message_object_id=root.object_id
+    )
+    connection.fleet.client.ConfirmMessageReceived(request)
+    connection.fleet.client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+
+
+def without_objects(connection, received, node):
+    """A reply that the server has, and objects that it has lost."""
+    root = ObjectTree(object_id=object_id("root"))
+    register(connection, received, node, root)
+    store = connection.superlink.state.object_store
+    with store.lock_store:
+        store.delete(root.object_id)
+
+
+@pytest.mark.parametrize("attack", [deleted, without_objects])
+def test_a_reply_whose_objects_are_gone_is_dropped_and_the_run_goes_on(attack, tmp_path):
+    folder = deployed.project(tmp_path / "here", clients=2)
+    with deployed_here(folder) as deployment:
+        deployment.connect("client-0")
+        made = hostile(attack)
+        made.superlink = deployment.superlink
+        deployment.connect("client-1", make=made)
+        assert deployment.run() == "completed"
+    assert [*deployment.rows()[1]["dropped"]] == ["client-1"]
+
+
+def test_a_client_cannot_read_what_another_has_sent(tmp_path):
+    """Nor learn that it is there, although the server has it."""
+    folder, answers = deployed.project(tmp_path / "here", clients=2), {}
+
+    def ask(connection, received, node):
+        state = deployment.superlink.state
+        deployment.until(lambda: state.message_res_store)
+        (reply,) = state.message_res_store
+        request = PullObjectRequest(node=Node(node_id=node), run_id=received.run, object_id=reply)
+        answers["server"] = state.get_object(received.run, reply) is not None
+        answers["client"] = connection.fleet.client.PullObject(request).object_found
+        Connection._answer(connection, received, node)
+
+    def unread(connection, received, node):
+        """Its reply stays on the server until the other one has asked."""
+        part = content("ConfigRecord", b"")
+        root = content("Message", b"", [part])
+        tree = ObjectTree(
+            object_id=get_object_id(root), children=[ObjectTree(object_id=get_object_id(part))]
+        )
+        register(connection, received, node, tree)
+        deployment.until(lambda: answers)
+        connection.fleet.client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+
+    with deployed_here(folder) as deployment:
+        deployment.connect("client-0", make=hostile(unread))
+        deployment.connect("client-1", make=hostile(ask))
+        assert deployment.run() == "completed"
+    assert answers == {"server": True, "client": False}
 
 
 def test_a_reply_counts_for_its_sender_whatever_its_content_says(tmp_path):
@@ -543,6 +649,35 @@ def test_with_a_damaged_registry_the_clients_registered_before_may_connect(tmp_p
         (folder / "registry.json").write_text("[]garbage")
         assert len(deployment.registered.nodes()) == 1
         assert "the clients registered before may connect" in deployment.notices[-1]
+
+
+def test_a_revocation_in_a_file_that_cannot_be_read_yet_counts_as_soon_as_it_can(
+    tmp_path, monkeypatch
+):
+    folder = deployed.project(tmp_path / "here", clients=2)
+    with deployed_here(folder) as deployment:
+        revoke(folder, "client-1")
+        with monkeypatch.context() as patch:
+            patch.setattr("glocal.deploy.registry.Path.read_text", unreadable_file)
+            for _ in range(3):
+                assert len(deployment.registered.nodes()) == 2
+        assert len(deployment.registered.nodes()) == 1
+    reports = [line for line in deployment.notices if "the clients registered before" in line]
+    assert len(reports) == 1, "a problem is reported once"
+
+
+def unreadable_file(path, **options):
+    raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_registry_that_root_changes_stays_its_owners(tmp_path):
+    folder = deployed.project(tmp_path / "here", clients=2)
+    os.chown(folder, 65534, 65534)
+    os.chown(folder / "registry.json", 65534, 65534)
+    revoke(folder, "client-1")
+    status = (folder / "registry.json").stat()
+    assert (status.st_uid, status.st_gid) == (65534, 65534)
 
 
 def test_an_unreachable_server_is_reported_once(tmp_path, monkeypatch):

@@ -12,7 +12,13 @@ from cryptography.hazmat.primitives.asymmetric.utils import (
     encode_dss_signature,
 )
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import Message, Metadata
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    Message,
+    Metadata,
+    ObjectTree,
+    PullObjectRequest,
+)
 from flwr.proto.node_pb2 import Node
 
 from glocal.deploy.flower import gate, server_internals
@@ -24,6 +30,7 @@ ORDER_P384 = int(
 PULL, PUSH, OBJECT = (
     f"/v1/fleet/{name}" for name in ("pull-messages", "push-messages", "push-object")
 )
+PULL_OBJECT, CONFIRM = "/v1/fleet/pull-object", "/v1/fleet/confirm-message-received"
 PENDING = {"message-to-7": 7, "message-to-8": 8}
 
 
@@ -59,6 +66,16 @@ class Application:
         await send({"type": "http.response.body", "body": b""})
 
 
+class Sent:
+    """The server's messages: one object each, and who is to answer."""
+
+    def awaits_reply(self, node, message):
+        return PENDING.get(message) == node
+
+    def has_sent(self, node, object_id):
+        return object_id == f"object-for-{node}"
+
+
 class GateFixture:
     """A gate with two registered clients, nodes 7 and 8, and an application behind it."""
 
@@ -66,9 +83,8 @@ class GateFixture:
         self.first, self.second = Key(), Key()
         self.nodes = {self.first.public: 7, self.second.public: 8}
         self.behind, self.read = Application(), 0
-        awaits_reply = lambda node, message: PENDING.get(message) == node  # noqa: E731
         opened_at = datetime.now(UTC) - timedelta(seconds=600)
-        self.gate = gate.FleetGate(self.behind, lambda: self.nodes, awaits_reply, 1000, opened_at)
+        self.gate = gate.FleetGate(self.behind, lambda: self.nodes, Sent(), 1000, opened_at)
 
     def request(self, path, headers, body=b"", method="POST"):
         """The status of the response."""
@@ -95,10 +111,22 @@ def fixture():
     return GateFixture()
 
 
-def reply(node=7, sender=7, reply_to="message-to-7", run=1):
-    metadata = Metadata(run_id=run, src_node_id=sender, reply_to_message_id=reply_to)
+def leaf(letter):
+    return ObjectTree(object_id=letter * 64)
+
+
+def tree(letter, *children):
+    return ObjectTree(object_id=letter * 64, children=children)
+
+
+def reply(node=7, sender=7, reply_to="message-to-7", run=1, trees=None, messages=1):
+    metadata = Metadata(
+        run_id=run, message_id="a" * 64, src_node_id=sender, reply_to_message_id=reply_to
+    )
     request = PushMessagesRequest(
-        node=Node(node_id=node), messages_list=[Message(metadata=metadata)]
+        node=Node(node_id=node),
+        messages_list=[Message(metadata=metadata)] * messages,
+        message_object_trees=(leaf("a"),) if trees is None else trees,
     )
     return request.SerializeToString()
 
@@ -135,6 +163,7 @@ def test_all_of_flowers_routes_but_ten_of_the_fleet_are_closed(fixture):
     routes = server_internals.SuperLink("secret").app.openapi()["paths"]
     let_through = {path for path in routes if fixture.request(path, fixture.first.headers()) == 200}
     assert let_through - {"/health"} == {*server_internals.FLEET_ROUTES} - {PUSH}
+    assert {*fixture.behind.paths} == let_through - {"/health", PULL_OBJECT, CONFIRM}
     assert {*server_internals.FLEET_ROUTES, *server_internals.CONTROL_ROUTES} <= {*routes}
 
 
@@ -282,6 +311,45 @@ def test_a_client_replies_for_itself_to_its_own_messages(fixture):
 def test_a_client_cannot_reply_for_another_nor_to_other_messages(body, status, fixture):
     assert fixture.push(fixture.first, body) == status
     assert not fixture.behind.paths
+
+
+BAD_TREES = {
+    "no tree": {"trees": ()},
+    "two trees": {"trees": (leaf("a"), leaf("b"))},
+    "two messages": {"messages": 2},
+    "the tree of another message": {"trees": (leaf("b"),)},
+    "no number": {"trees": (tree("a", leaf("z")),)},
+    "two lists of children": {"trees": (tree("a", tree("b", leaf("c")), leaf("b")),)},
+    "its own child": {"trees": (tree("a", leaf("a")),)},
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TREES)
+def test_a_reply_whose_objects_flower_would_trip_over_is_refused(kind, fixture):
+    assert fixture.push(fixture.first, reply(**BAD_TREES[kind])) == 400
+    assert not fixture.behind.paths
+
+
+def test_the_same_object_may_be_in_a_reply_twice(fixture):
+    twice = tree("a", tree("b", leaf("c")), tree("b", leaf("c")), leaf("c"))
+    assert fixture.push(fixture.first, reply(trees=(twice,))) == 200
+
+
+@pytest.mark.parametrize("path", [PULL_OBJECT, CONFIRM])
+def test_a_client_asks_for_objects_that_were_sent_to_it_and_learns_nothing_of_others(path, fixture):
+    def ask(object_id):
+        if path == PULL_OBJECT:
+            body = PullObjectRequest(object_id=object_id).SerializeToString()
+        else:
+            body = ConfirmMessageReceivedRequest(message_object_id=object_id).SerializeToString()
+        return fixture.request(path, fixture.first.headers(length=len(body)), body)
+
+    assert ask("object-for-7") == 200
+    assert fixture.behind.paths == [path]
+    assert ask("object-for-8") == ask("object-for-nobody") == 200
+    assert fixture.behind.paths == [path]
+    assert not fixture.reason
+    assert fixture.request(path, fixture.first.headers(length=2), b"\xff\xff") == 400
 
 
 def test_a_message_has_one_reply_which_may_be_sent_again(fixture):

@@ -76,8 +76,11 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def write_registry(folder: Path, registry: dict[int, RegistryEntry]) -> None:
-    """Replace the registry."""
-    write_json(folder / REGISTRY, [entry._asdict() for _, entry in sorted(registry.items())])
+    """Replace the registry; it belongs to the owner of the folder, also where root writes it."""
+    path, owner = folder / REGISTRY, folder.stat()
+    write_json(path, [entry._asdict() for _, entry in sorted(registry.items())])
+    if os.geteuid() == 0:
+        os.chown(path, owner.st_uid, owner.st_gid)
 
 
 def revoke(folder: Path, name: str) -> RegistryEntry:

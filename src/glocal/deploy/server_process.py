@@ -22,9 +22,15 @@ import uvicorn
 
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.files import lock_folder, read_rows, write_secret
+from glocal.core.files import lock_folder, read_rows, restrict_permissions, write_secret
 from glocal.deploy import child_process
-from glocal.deploy.certificates import SERVER, SERVER_KEY, days_left, require_server_certificate
+from glocal.deploy.certificates import (
+    CA_KEY,
+    SERVER,
+    SERVER_KEY,
+    days_left,
+    require_server_certificate,
+)
 from glocal.deploy.flower.gate import FleetGate, OperatorGate
 from glocal.deploy.flower.server_app import run_to_end
 from glocal.deploy.flower.server_internals import Grid, SuperLink, public_key_bytes, run_tasks
@@ -55,17 +61,23 @@ class RegisteredNodes:
     _stamp: tuple[int, ...] = ()
     _nodes: dict[bytes, int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
+    _problem: str = ""
 
     def nodes(self) -> Mapping[bytes, int]:
         """Registered public keys and their nodes; called for every request."""
         stamp = self._file_stamp()
         if stamp != self._stamp:
-            self._stamp = stamp
             try:
                 self._read()
-            except InputError as error:
-                self.notify(f"{error}; until then, the clients registered before may connect")
+                self._stamp, self._problem = stamp, ""
+            except (InputError, OSError) as error:  # it is read again at the next call
+                self._report(str(error))
         return self._nodes
+
+    def _report(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            self.notify(f"{problem}; until then, the clients registered before may connect")
 
     def names(self) -> dict[int, str]:
         """The clients' names by node."""
@@ -99,6 +111,10 @@ def prepare_server(folder: Path, notify: Notify) -> Project:
     for entry in read_registry(project.folder).values():  # refuses a folder that is not a server's
         public_key_bytes(entry.key)  # refuses an invalid key
     certificates, server = project.folder / CERTIFICATES, project.deployment.server
+    for path in restrict_permissions(
+        [project.folder], [certificates / CA_KEY, certificates / SERVER_KEY]
+    ):
+        notify(f"other users could read {path}; this is corrected")
     require_server_certificate(certificates, [server.host])
     left = days_left(certificates / SERVER)
     if left < _RENEW_DAYS:
@@ -133,7 +149,7 @@ async def _serve(project: Project, notify: Notify, stop: threading.Event) -> Non
     superlink = SuperLink(secret)
     registered = RegisteredNodes(project.folder, superlink, notify)
     max_bytes = _max_reply_bytes(project)
-    gate = FleetGate(superlink.app, registered.nodes, superlink.awaits_reply, max_bytes)
+    gate = FleetGate(superlink.app, registered.nodes, superlink, max_bytes)
     run = partial(_run_to_end, project.folder, gate)
     threading.Thread(target=run_tasks, args=(superlink, run, stop), daemon=True).start()
     with _operator_socket(project.folder / SOCKET) as operator_socket:

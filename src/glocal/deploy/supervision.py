@@ -96,7 +96,8 @@ class ChildProcess:
         """Start a child, in a session of its own: Ctrl-C is for the supervisor."""
         program.log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = os.open(program.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        command = [sys.executable, "-m", program.module, *map(str, program.folders)]
+        # -P: no modules from the current folder, where anybody may have put some
+        command = [sys.executable, "-P", "-m", program.module, *map(str, program.folders)]
         home = program.folders[0].resolve() / ".flower"
         try:
             process = subprocess.Popen(

@@ -11,18 +11,21 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from glocal.deploy.flower.server_internals import (
+    CONFIRM,
     CONTROL_ROUTES,
     FLEET_ROUTES,
     KEY_HEADER,
+    PULL_OBJECT,
     PUSH_MESSAGES,
     PUSH_OBJECT,
     SIGNATURE_HEADER,
     TIME_HEADER,
     is_signed_by,
-    read_pushed_messages,
+    read_object_id,
+    read_pushed_message,
 )
 
 Scope = MutableMapping[str, Any]
@@ -30,6 +33,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Mapping[bytes, bytes]
+ResultT = TypeVar("ResultT")
 
 MAX_AGE, MIN_AGE = 60.0, -5.0  # seconds: how old a signed time may be, and how far in the future
 MAX_BODY = 2**20  # bytes of a request that holds no tensors
@@ -52,20 +56,29 @@ class _Budget:
     size: int = 0  # bytes of tensors
 
 
+class SentMessages(Protocol):
+    """The server's messages to clients."""
+
+    def awaits_reply(self, node: int, message: str) -> bool:
+        """Whether that message was sent to that node and has no reply yet."""
+
+    def has_sent(self, node: int, object_id: str) -> bool:
+        """Whether an object is part of a message to that node which is not yet answered."""
+
+
 @dataclass
 class FleetGate:
     """Lets registered clients through to Flower's fleet interface.
 
     `nodes` returns the registered public keys and their nodes at this moment, so that a revoked key
-    is refused at once. `awaits_reply(node, message)` says whether the server still waits for that
-    reply. `max_object_bytes` limits one part of a reply. A signed time is accepted once: it must be
-    newer than this gate and is remembered until it is too old, so that a recorded request is
-    useless.
+    is refused at once. `sent` are the server's messages, which alone a client may read and answer.
+    `max_object_bytes` limits one part of a reply. A signed time is accepted once: it must be newer
+    than this gate and is remembered until it is too old, so that a recorded request is useless.
     """
 
     application: Application
     nodes: Callable[[], Mapping[bytes, int]]
-    awaits_reply: Callable[[int, str], bool]
+    sent: SentMessages
     max_object_bytes: int
     opened_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     _seen: set[tuple[bytes, bytes]] = field(default_factory=set)
@@ -85,10 +98,12 @@ class FleetGate:
                 raise HttpError(404)
             headers = _headers(scope)
             node = self.authenticate(headers)
-            receive = await self._admit(scope["path"], headers, receive, node)
+            admitted = await self._admit(scope["path"], headers, receive, node)
         except HttpError as refusal:
             return await _respond(send, refusal.status, str(refusal))
-        return await self.application(scope, receive, send)
+        if admitted is None:
+            return await _respond(send, 200, "")
+        return await self.application(scope, admitted, send)
 
     def authenticate(self, headers: Headers) -> int:
         """The node whose key has just signed this request, for the first time."""
@@ -123,36 +138,43 @@ class FleetGate:
         while (now - self._by_age[0][0]).total_seconds() > MAX_AGE - MIN_AGE:
             self._seen.discard(self._by_age.popleft()[1])
 
-    async def _admit(self, path: str, headers: Headers, receive: Receive, node: int) -> Receive:
-        """The body of an accepted request, within what this client may send now."""
+    async def _admit(
+        self, path: str, headers: Headers, receive: Receive, node: int
+    ) -> Receive | None:
+        """The body of an accepted request, within what this client may send now.
+
+        None if it is about an object that is not this client's, as if there were no such object:
+        the number of an object is the hash of its content, so that its presence would say what
+        another client has sent.
+        """
         budget = self._budgets.setdefault(node, _Budget())
         if path == PUSH_OBJECT:
             budget.size -= _length(headers, at_most=min(budget.size, self.max_object_bytes))
             return receive
         _length(headers, at_most=MAX_BODY)
-        if path != PUSH_MESSAGES:
+        if path not in (PUSH_MESSAGES, PULL_OBJECT, CONFIRM):
             return receive
         body = await _read(receive)
-        self._require_own_reply(body, node, budget)
+        if path == PUSH_MESSAGES:
+            self._require_own_reply(body, node, budget)
+        elif not self.sent.has_sent(node, _parsed(read_object_id, path, body)):
+            return None
         return _replay(body)
 
     def _require_own_reply(self, body: bytes, node: int, budget: _Budget) -> None:
-        """Refuse replies of other senders, unexpected replies, and a second one to a message."""
-        try:
-            pushed = read_pushed_messages(body)
-        except Exception as error:  # protobuf's own
-            raise HttpError(400) from error
+        """Refuse a reply of another sender, an unexpected one, and a second one to a message."""
+        pushed = _parsed(read_pushed_message, body)
         if pushed.senders != {node}:
             raise HttpError(403, "a client may reply for itself alone")
-        for message in pushed.answers:
-            if not self.awaits_reply(node, message):
-                raise HttpError(409, "the server does not wait for this reply any more")
-            if message not in budget.replies:
-                budget.replies[message], budget.size = body, MAX_SENDS * self.max_object_bytes
-            elif budget.replies[message] != body:
-                raise HttpError(409, "this message has another reply already")
+        if not self.sent.awaits_reply(node, pushed.answers):
+            raise HttpError(409, "the server does not wait for this reply any more")
+        if pushed.answers not in budget.replies:
+            budget.replies[pushed.answers] = body
+            budget.size = MAX_SENDS * self.max_object_bytes
+        elif budget.replies[pushed.answers] != body:
+            raise HttpError(409, "this message has another reply already")
         for message in list(budget.replies):
-            if not self.awaits_reply(node, message):
+            if not self.sent.awaits_reply(node, message):
                 del budget.replies[message]
 
 
@@ -197,6 +219,14 @@ def _length(headers: Headers, *, at_most: int) -> int:
     if not 0 <= size <= at_most:
         raise HttpError(413, f"the body has {size} bytes, and at most {at_most} are accepted now")
     return size
+
+
+def _parsed(read: Callable[..., ResultT], *arguments: object) -> ResultT:
+    """What a body says; one that cannot be read is refused."""
+    try:
+        return read(*arguments)
+    except Exception as error:  # protobuf's own
+        raise HttpError(400) from error
 
 
 async def _read(receive: Receive) -> bytes:

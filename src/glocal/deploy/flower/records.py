@@ -6,6 +6,7 @@ would take many seconds. The blob names its tensors and is read as data.
 
 import json
 import math
+import secrets
 from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -63,9 +64,13 @@ def read_instructions(content: RecordDict) -> tuple[Params, Instructions]:
 
 
 def result_to_record(result: ClientResult) -> RecordDict:
-    """The content of a client's reply: an upload, its weight, and metrics."""
-    metrics = json.dumps(result.metrics)
-    config = ConfigRecord({"num_examples": result.num_examples, "metrics": metrics})
+    """The content of a client's reply: an upload, its weight, and metrics.
+
+    Flower names a record by the hash of its content. The nonce keeps another client that guesses
+    the metrics from finding them by that name.
+    """
+    metrics, nonce = json.dumps(result.metrics), secrets.token_hex(16)
+    config = ConfigRecord({"num_examples": result.num_examples, "metrics": metrics, "nonce": nonce})
     if result.upload is None:
         return RecordDict({_CONFIG: config})
     return RecordDict({_CONFIG: config, _SHARED: to_record(result.upload.tensors)})

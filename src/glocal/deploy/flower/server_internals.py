@@ -47,7 +47,7 @@ from flwr.common.serde import (
 from flwr.compat.common import recorddict_compat as legacy
 from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StartRunRequest
 from flwr.proto.fleet_pb2 import PushMessagesRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
@@ -74,12 +74,15 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
+    is_valid_sha256_hash,
     iterate_object_tree,
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.logger import FLOWER_LOGGER
+from flwr.supercore.object_store import NoObjectInStoreError
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.auth_plugin import ControlAuthnPlugin
@@ -91,11 +94,13 @@ from flwr.superlink.servicer.runtime import runtime_handlers as runtime
 from glocal.core.errors import InputError, describe_error
 
 __all__ = [  # including the names that secagg_server.py needs
+    "CONFIRM",
     "CONTROL_ROUTES",
     "FLEET_ROUTES",
     "KEY_HEADER",
     "MAIN_CONFIGS_RECORD",
     "MAIN_PARAMS_RECORD",
+    "PULL_OBJECT",
     "PUSH_MESSAGES",
     "PUSH_OBJECT",
     "SIGNATURE_HEADER",
@@ -116,22 +121,24 @@ __all__ = [  # including the names that secagg_server.py needs
     "ndarrays_to_parameters",
     "parameters_to_ndarrays",
     "public_key_bytes",
-    "read_pushed_messages",
+    "read_object_id",
+    "read_pushed_message",
     "run_tasks",
 ]
 
 # The routes of the public port and those of the operator's socket; every other path is not found.
 PUSH_MESSAGES, PUSH_OBJECT = "/v1/fleet/push-messages", "/v1/fleet/push-object"
+PULL_OBJECT, CONFIRM = "/v1/fleet/pull-object", "/v1/fleet/confirm-message-received"
 FLEET_ROUTES = frozenset(
     {
         PUSH_MESSAGES,
         PUSH_OBJECT,
+        PULL_OBJECT,
+        CONFIRM,
         "/v1/fleet/activate-node",
         "/v1/fleet/deactivate-node",
         "/v1/fleet/send-node-heartbeat",
         "/v1/fleet/pull-messages",
-        "/v1/fleet/pull-object",
-        "/v1/fleet/confirm-message-received",
         "/v1/fleet/get-run",  # Flower's own SuperNode needs this route and the next
         "/v1/fleet/get-fab",
     }
@@ -196,21 +203,62 @@ def is_signed_by(key: bytes, data: bytes, signature: bytes) -> bool:
     return True
 
 
-class PushedMessages(NamedTuple):
-    """What the body of PUSH_MESSAGES says: the senders, and the messages that are answered."""
+class PushedMessage(NamedTuple):
+    """What the body of PUSH_MESSAGES says: who sends, and which message is answered."""
 
     senders: frozenset[int]
-    answers: tuple[str, ...]
+    answers: str
 
 
-def read_pushed_messages(body: bytes) -> PushedMessages:
-    """Read the body of PUSH_MESSAGES; an unreadable one raises an exception."""
+def read_pushed_message(body: bytes) -> PushedMessage:
+    """Read the body of PUSH_MESSAGES; one that is unreadable or inconsistent raises an error.
+
+    Flower stores a message before its objects, and of several messages it reads the first only:
+    what it would trip over later is refused here.
+    """
     request = PushMessagesRequest.FromString(body)
-    senders, answers = {request.node.node_id}, []
-    for message in request.messages_list:
-        senders.add(message.metadata.src_node_id)
-        answers.append(message.metadata.reply_to_message_id)
-    return PushedMessages(frozenset(senders), tuple(answers))
+    (message,), (tree,) = request.messages_list, request.message_object_trees
+    if tree.object_id != message.metadata.message_id:
+        raise ValueError("the tree is that of another message")
+    _children_by_object(tree)
+    senders = frozenset({request.node.node_id, message.metadata.src_node_id})
+    return PushedMessage(senders, message.metadata.reply_to_message_id)
+
+
+def read_object_id(path: str, body: bytes) -> str:
+    """The object that a request to PULL_OBJECT or CONFIRM is about."""
+    if path == PULL_OBJECT:
+        return str(PullObjectRequest.FromString(body).object_id)
+    return str(ConfirmMessageReceivedRequest.FromString(body).message_object_id)
+
+
+def _children_by_object(tree: ObjectTree) -> dict[str, tuple[str, ...]]:
+    """The children of every object of a tree; an object with two lists of them is refused.
+
+    Flower stores one list per object and repeats it wherever the object occurs. With two lists, a
+    tree of three kilobytes would grow to gigabytes.
+    """
+    children: dict[str, tuple[str, ...]] = {}
+    for node in iterate_object_tree(tree):
+        own = tuple(child.object_id for child in node.children)
+        if not is_valid_sha256_hash(node.object_id):
+            raise ValueError(f"'{node.object_id[:80]}' is not an object's number")
+        if children.setdefault(node.object_id, own) != own:
+            raise ValueError(f"object {node.object_id} has two lists of children")
+    return children
+
+
+class _ConsistentObjectStore(InMemoryObjectStore):
+    """Flower's store; all trees that are in it at a time agree on the children of an object."""
+
+    def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
+        """Register a tree, after a look at those that other clients have registered."""
+        with self.lock_store:
+            for name, children in _children_by_object(object_tree).items():
+                known = self.store.get(name)
+                if known is not None and tuple(known.child_object_ids) != children:
+                    raise ValueError(f"object {name} has other children already")
+            return super().preregister(run_id, object_tree)
 
 
 class _SecretAuthPlugin(ControlAuthnPlugin):
@@ -249,6 +297,7 @@ class SuperLink:
         TaskIdentity.node_id = SUPERLINK_NODE_ID
         self.app = create_app(_config(secret), SuperLinkLifespan)
         self.state = self.app.state.linkstate_factory.state()
+        self.state.object_store.__class__ = _ConsistentObjectStore  # Flower makes the store itself
 
     def register(self, key: bytes, name: str) -> int:
         """Register a client's key; the number of its node."""
@@ -269,6 +318,17 @@ class SuperLink:
         """Whether that message was sent to that node and has no reply yet."""
         sent = self.state.message_ins_store.get(message)
         return sent is not None and sent.metadata.dst_node_id == node
+
+    def has_sent(self, node: int, object_id: str) -> bool:
+        """Whether an object is part of a message to that node which is not yet answered."""
+        for number, sent in list(self.state.message_ins_store.items()):
+            if sent.metadata.dst_node_id != node:
+                continue
+            with suppress(NoObjectInStoreError):  # the node has confirmed it
+                tree = self.state.object_store.get_object_tree(number)
+                if any(part.object_id == object_id for part in iterate_object_tree(tree)):
+                    return True
+        return False
 
 
 def _config(secret: str) -> SuperLinkLifespanConfig:
@@ -351,12 +411,34 @@ class MemoryGrid(Grid):
         """The replies that have arrived, each once."""
         self._require_running()
         waiting = list(message_ids)
-        whole = [number for number in waiting if not self._is_arriving(number)]
-        request = PullAppMessagesRequest(message_ids=whole)
+        replied = self._state.message_ins_id_to_message_res_id
+        arrived = [number for number in waiting if number in replied]
+        replies = [reply for number in arrived for reply in self._pull_reply(number)]
+        others = [number for number in waiting if number not in arrived]
+        return [*replies, *self._pull(others), *self._lost(waiting)]
+
+    def _pull_reply(self, number: str) -> list[Message]:
+        """The reply to one message; none while parts of it are missing.
+
+        Whatever is wrong with it is the fault of its sender, and an error message takes its place.
+        """
+        try:
+            return [] if self._is_arriving(number) else self._pull([number])
+        except Exception as error:  # a hostile client may have deleted or replaced parts
+            self._state.delete_messages({number})
+            return [self._fault(number, error)]
+
+    def _pull(self, message_ids: list[str]) -> list[Message]:
+        """The replies that Flower has, and error messages for clients that it has lost."""
+        request = PullAppMessagesRequest(message_ids=message_ids)
         response = runtime.pull_messages(request, self._state, self._task)
         pairs = zip(response.messages_list, response.message_object_trees, strict=True)
-        replies = [self._reply(proto, tree) for proto, tree in pairs]
-        return [*replies, *self._lost(waiting)]
+        return [self._reply(proto, tree) for proto, tree in pairs]
+
+    def _fault(self, number: str, error: Exception) -> Message:
+        """An error message in the place of a reply."""
+        reason = f"its reply cannot be read ({describe_error(error)})"
+        return Message(Error(ErrorCode.MESSAGE_UNAVAILABLE, reason), reply_to=self._sent[number])
 
     def _is_arriving(self, number: str) -> bool:
         """Whether parts of an accepted reply are still missing and its sender is online."""
@@ -384,9 +466,7 @@ class MemoryGrid(Grid):
             if not isinstance(reply, Message):
                 raise TypeError(f"a {type(reply).__name__} was sent as a message")
         except Exception as error:  # a broken or hostile client may send anything
-            reason = f"its reply cannot be read ({describe_error(error)})"
-            fault = Error(ErrorCode.MESSAGE_UNAVAILABLE, reason)
-            return Message(fault, reply_to=self._sent[number])
+            return self._fault(number, error)
         reply.__dict__["_metadata"] = message_from_proto(proto).metadata
         return reply
 
