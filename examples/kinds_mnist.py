@@ -51,7 +51,7 @@ def few_images(options: argparse.Namespace, seed: int) -> FederatedData:
     clients = 3 * options.clients
     order = glocal.make_rng(seed, "images").permutation(len(dataset.train.y))
     few = dataset._replace(train=dataset.train.take(order[: clients * options.images]))
-    return glocal.partition(few, glocal.iid(clients), validation=0.2, seed=seed)
+    return glocal.FederatedData.partition(few, glocal.iid(clients), validation=0.2, seed=seed)
 
 
 def third(

@@ -82,7 +82,7 @@ def kinds(
     for number, (name, columns) in enumerate(COLUMNS.items()):
         own = patients[number * hospitals : (number + 1) * hospitals]
         pairs = [(x[rows][:, columns], y[rows]) for rows in own]
-        data = glocal.from_tensors(pairs, test=0.5, validation=0.2, seed=seed)
+        data = glocal.FederatedData.from_tensors(pairs, test=0.5, validation=0.2, seed=seed)
         model = network(start, columns)
         result.append(glocal.Kind(name, algorithm(model), model, data))
     return result

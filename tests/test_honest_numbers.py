@@ -9,7 +9,7 @@ import glocal
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
 from glocal.datasets import Dataset
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from tests.support import world
@@ -25,7 +25,7 @@ def test_the_last_round_is_compared_with_the_best_on_validation_data_too():
 
     def selected(labels, select):
         test = list(zip(inputs, labels, strict=True))
-        federation = from_tensors(own, test=test, validation=0.3)
+        federation = FederatedData.from_tensors(own, test=test, validation=0.3)
         options = glocal.Options(validate_every=4, select=select)  # not after the 6th, the last
         return glocal.fit(algorithm, model, federation, glocal.Plan(6, 2), options=options)
 
@@ -54,7 +54,7 @@ def parts(federation):
 
 def test_another_seed_holds_out_other_examples():
     own = world.clients((40,) * NUM_CLIENTS)
-    federations = [from_tensors(own, validation=0.3, seed=seed) for seed in (0, 0, 1)]
+    federations = [FederatedData.from_tensors(own, validation=0.3, seed=seed) for seed in (0, 0, 1)]
     first, again, other = map(parts, federations)
     assert first == again
     for part in ("train", "validation", "test"):
@@ -62,7 +62,7 @@ def test_another_seed_holds_out_other_examples():
 
 
 def test_every_client_holds_out_examples_by_its_own_draw():
-    held = parts(from_tensors(world.clients((40,) * NUM_CLIENTS), validation=0.3))
+    held = parts(FederatedData.from_tensors(world.clients((40,) * NUM_CLIENTS), validation=0.3))
     for part in ("validation", "test"):
         places = [tuple(row - 40 * client for row in own) for client, own in enumerate(held[part])]
         assert len(set(places)) == NUM_CLIENTS
@@ -86,7 +86,9 @@ PARTITIONS = {
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_another_seed_gives_another_partition(partition):
     partitioner = PARTITIONS[partition]()
-    federations = [glocal.partition(dataset(), partitioner, seed=seed) for seed in (0, 0, 1)]
+    federations = [
+        glocal.FederatedData.partition(dataset(), partitioner, seed=seed) for seed in (0, 0, 1)
+    ]
     first, again, other = map(parts, federations)
     assert first == again
     assert all(first[part] != other[part] for part in first)
@@ -95,7 +97,9 @@ def test_another_seed_gives_another_partition(partition):
 def test_another_seed_holds_out_other_examples_of_a_natural_partition():
     everyone = np.arange(400) % NUM_CLIENTS
     by_person = glocal.natural(everyone, everyone[:200])
-    first, other = (parts(glocal.partition(dataset(), by_person, seed=seed)) for seed in (0, 1))
+    first, other = (
+        parts(glocal.FederatedData.partition(dataset(), by_person, seed=seed)) for seed in (0, 1)
+    )
     assert first["test"] == other["test"]
     assert all(a != b for a, b in zip(first["validation"], other["validation"], strict=True))
 
@@ -132,7 +136,7 @@ def test_no_two_clients_and_no_two_rounds_drop_the_same_units(make, engine):
         return shared
 
     same = [(torch.ones(1, 64), torch.zeros(1, dtype=torch.int64))] * NUM_CLIENTS
-    train = from_tensors(same, test=same, validation=0.0).train
+    train = FederatedData.from_tensors(same, test=same, validation=0.0).train
     plan = glocal.Plan(rounds=4, clients_per_round=NUM_CLIENTS)
     spied = algorithm._replace(aggregate=spy)
     list(glocal.simulate(spied, params_of(model), train, plan, engine=engine))

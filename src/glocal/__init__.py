@@ -27,7 +27,6 @@ _HOMES = {
     ),
     "datasets": (
         "crop_and_flip",
-        "partition",
         "dirichlet",
         "iid",
         "load",
@@ -35,7 +34,7 @@ _HOMES = {
         "random_shards",
         "shards",
     ),
-    "datasets.federated": ("FederatedData", "from_tensors"),
+    "datasets.federated": ("FederatedData",),
     "engines": ("EngineConfig",),
     "federate.fitting": ("Options", "fit"),
     "federate.kinds": ("Kind", "fit_kinds", "warm_kinds"),

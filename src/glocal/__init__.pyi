@@ -36,11 +36,9 @@ from glocal.core.training import with_augmentation as with_augmentation
 from glocal.core.training import with_proximal as with_proximal
 from glocal.datasets.augment import crop_and_flip as crop_and_flip
 from glocal.datasets.federated import FederatedData as FederatedData
-from glocal.datasets.federated import from_tensors as from_tensors
 from glocal.datasets.partitions import dirichlet as dirichlet
 from glocal.datasets.partitions import iid as iid
 from glocal.datasets.partitions import natural as natural
-from glocal.datasets.partitions import partition as partition
 from glocal.datasets.partitions import random_shards as random_shards
 from glocal.datasets.partitions import shards as shards
 from glocal.datasets.sources import load as load

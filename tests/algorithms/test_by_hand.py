@@ -10,7 +10,7 @@ from glocal.core.modules import params_of
 from glocal.core.optimizers import sgd
 from glocal.core.sampling import Plan
 from glocal.core.training import supervised
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.federate.rounds import simulate
 from tests.support import world
 
@@ -29,7 +29,7 @@ def half_square(output, target):
 def targets(*clients):
     """Clients with x = 1 in all examples: a client's loss is the mean of (w - y)^2 / 2."""
     pairs = [(torch.ones(len(ys), 1), torch.tensor(ys, dtype=torch.float32)) for ys in clients]
-    return from_tensors(pairs, test=0.0, validation=0.0).train
+    return FederatedData.from_tensors(pairs, test=0.0, validation=0.0).train
 
 
 def run(make, train, rounds, clients_per_round, start):

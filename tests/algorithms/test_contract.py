@@ -16,7 +16,7 @@ from glocal import algorithms
 from glocal.core import trees
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan, batch_order
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, EngineConfig, Executor
 from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 from glocal.wire import Ledger, pack, unpack
@@ -275,7 +275,7 @@ def test_the_order_of_clients_changes_nothing(name):
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(1, 9), st.integers(1, 7))
 def test_engines_agree_for_clients_of_any_sizes(sizes, batch, chunk):
     plan = Plan(2, len(sizes), batch_size=batch)
-    federation = from_tensors(world.clients(sizes), test=0.0, validation=0.0)
+    federation = FederatedData.from_tensors(world.clients(sizes), test=0.0, validation=0.0)
     one_by_one = run("lg_fedavg", "plain", plan=plan, engine="looped", federation=federation)
     batched = run(
         "lg_fedavg", "plain", plan=plan, engine="vmapped", chunk_size=chunk, federation=federation
@@ -284,7 +284,9 @@ def test_engines_agree_for_clients_of_any_sizes(sizes, batch, chunk):
 
 
 def of_one_example():
-    return from_tensors(world.clients((1,) * world.NUM_CLIENTS), test=0.0, validation=0.0)
+    return FederatedData.from_tensors(
+        world.clients((1,) * world.NUM_CLIENTS), test=0.0, validation=0.0
+    )
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_the_noise_of_a_deployed_client_cannot_be_drawn_again(deployment, monkey
     monkeypatch.setattr(time, "time_ns", lambda: 17 * 10**17)
     setup = Project.from_folder(deployment).setup
     shared, private = setup.algorithm.init(setup.params)
-    examples = glocal.from_tensors(world.clients((9,)), validation=0.0).train.examples
+    examples = glocal.FederatedData.from_tensors(world.clients((9,)), validation=0.0).train.examples
     order, key = torch.arange(5)[None], torch.tensor(7)
 
     def upload():

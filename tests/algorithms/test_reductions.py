@@ -12,7 +12,7 @@ from glocal.core.optimizers import adam, sgd
 from glocal.core.sampling import Plan, batch_order
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.federate.rounds import simulate
 from tests.support import world
 
@@ -139,7 +139,7 @@ ALONE = Plan(rounds=1, clients_per_round=1, local_epochs=3, batch_size=4)
 
 def trained_by_us(make, optimizer):
     model = world.seeded(make)
-    federation = from_tensors(world.clients((23,)), test=0.0, validation=0.0)
+    federation = FederatedData.from_tensors(world.clients((23,)), test=0.0, validation=0.0)
     return world.last(
         simulate(fedavg(cross_entropy(model), optimizer), params_of(model), federation.train, ALONE)
     )[0].shared
@@ -158,7 +158,7 @@ def trained_by_hand(make, make_optimizer):
 
 def test_the_lr_decays_from_round_to_round():
     model = world.seeded(world.plain)
-    federation = from_tensors(world.clients((8,)), test=0.0, validation=0.0)
+    federation = FederatedData.from_tensors(world.clients((8,)), test=0.0, validation=0.0)
     plan = Plan(rounds=1, clients_per_round=1, batch_size=8, first_round=3)
     start = params_of(model)
 
@@ -177,7 +177,7 @@ def test_the_lr_decays_from_round_to_round():
 def test_unweighted_is_the_plain_mean_and_changes_nothing_for_equal_clients():
     model = world.seeded(world.plain)
     equal, unequal = (
-        from_tensors(world.clients(sizes, 0), validation=0.0).train
+        FederatedData.from_tensors(world.clients(sizes, 0), validation=0.0).train
         for sizes in ((20,) * 7, world.SIZES)
     )
     weighted = fedavg(cross_entropy(model), SGD)

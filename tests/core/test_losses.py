@@ -89,7 +89,9 @@ def test_a_loss_that_reduces_is_refused_before_anything_is_written(loss, batch, 
 def test_it_is_refused_where_every_client_holds_one_example(loss):
     own, model = algorithm(loss)
     test = world.clients((5, 5, 5), seed=1)
-    federation = glocal.from_tensors(world.clients((1, 1, 1)), test=test, validation=0.0)
+    federation = glocal.FederatedData.from_tensors(
+        world.clients((1, 1, 1)), test=test, validation=0.0
+    )
     with pytest.raises(InputError, match=REFUSED):
         glocal.fit(own, model, federation, PLAN)
 
@@ -102,7 +104,7 @@ def test_as_many_classes_as_rows_do_not_hide_it(classes):
     own = glocal.fedavg(supervised(model, by_class), glocal.sgd(0.1))
     plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=classes)
     with pytest.raises(InputError, match=REFUSED):
-        glocal.fit(own, model, glocal.from_tensors(labels), plan)
+        glocal.fit(own, model, glocal.FederatedData.from_tensors(labels), plan)
 
 
 @pytest.mark.parametrize("engine", ["auto", "looped", "vmapped", "workers", "graphed"])

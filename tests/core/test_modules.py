@@ -14,7 +14,7 @@ from glocal.core.random import fold_in, uniform
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.engines import EngineConfig, Executor
 from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
 from tests.support import world
@@ -82,7 +82,7 @@ def test_running_statistics_never_leak_from_one_client_to_the_next():
     clients = shifted(0, 100, -100)
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
     algorithm = lg_fedavg(cross_entropy(model), sgd(1e-3), split=Split.of(model, local="0"))
-    train = from_tensors(clients, test=0.0, validation=0.0).train
+    train = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
     state, _ = world.last(
         simulate(algorithm, params_of(model), train, Plan(rounds=20, clients_per_round=3))
     )
@@ -94,7 +94,7 @@ def test_running_statistics_never_leak_from_one_client_to_the_next():
 def test_shared_batch_norm_statistics_are_averaged():
     clients = shifted(0, 100)
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
-    train = from_tensors(clients, test=0.0, validation=0.0).train
+    train = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
     state, _ = world.last(
         simulate(
             fedavg(cross_entropy(model), sgd(1e-3)),

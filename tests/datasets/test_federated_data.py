@@ -11,7 +11,7 @@ from torch import nn
 
 import glocal
 from glocal.core.errors import InputError
-from glocal.datasets.federated import from_tensors, validate_data
+from glocal.datasets.federated import FederatedData, validate_data
 from tests.support import world
 
 PLAN = glocal.Plan(rounds=2, clients_per_round=2)
@@ -21,7 +21,11 @@ def fitted(clients, model=None, **options):
     model = model or world.seeded(world.plain)
     algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
     return glocal.fit(
-        algorithm, model, from_tensors(clients), glocal.Plan(2, min(2, len(clients))), **options
+        algorithm,
+        model,
+        FederatedData.from_tensors(clients),
+        glocal.Plan(2, min(2, len(clients))),
+        **options,
     )
 
 
@@ -36,7 +40,9 @@ def clients(*sizes):
     st.integers(0, 5),
 )
 def test_every_example_is_on_one_client_and_in_one_part(sizes, test, validation, seed):
-    federation = from_tensors(world.clients(sizes), test=test, validation=validation, seed=seed)
+    federation = FederatedData.from_tensors(
+        world.clients(sizes), test=test, validation=validation, seed=seed
+    )
     ends = np.cumsum(sizes)
     for client, size in enumerate(sizes):
         parts = [part.rows[client] for part in (federation.train, federation.val, federation.test)]
@@ -54,7 +60,7 @@ def test_examples_are_stored_once():
 
 def test_numpy_arrays_lists_of_tests_and_groups_are_accepted():
     x, y, group = np.random.default_rng(0).normal(size=(8, 3)), np.arange(8) % 2, np.arange(8) % 3
-    federation = from_tensors([(x, y, group)] * 2, test=[(x, y, group)] * 2)
+    federation = FederatedData.from_tensors([(x, y, group)] * 2, test=[(x, y, group)] * 2)
     assert federation.test.sizes.tolist() == [8, 8]
     assert federation.train.examples.x.dtype == torch.float32
     assert federation.train.of(1).group.tolist() == (federation.train.rows[1] % 8 % 3).tolist()
@@ -128,12 +134,12 @@ def test_data_that_cannot_be_trained_on_are_refused(change, message):
 @pytest.mark.parametrize("share", [-0.1, 1.0, 2.0])
 def test_a_share_outside_zero_to_one_is_refused(share):
     with pytest.raises(InputError, match="must be at least 0 and below 1"):
-        from_tensors(clients(5, 5), validation=share)
+        FederatedData.from_tensors(clients(5, 5), validation=share)
 
 
 def test_one_test_set_per_client_is_expected():
     with pytest.raises(InputError, match="2 clients but 1 test sets"):
-        from_tensors(clients(5, 5), test=clients(5))
+        FederatedData.from_tensors(clients(5, 5), test=clients(5))
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused():
@@ -216,7 +222,9 @@ def test_arrays_of_the_wrong_form_are_refused(change, message):
 
 
 def test_tests_unlike_the_training_data_are_refused():
-    federation = from_tensors(clients(20, 20), test=[(x[:, :5], y) for x, y in clients(5, 5)])
+    federation = FederatedData.from_tensors(
+        clients(20, 20), test=[(x[:, :5], y) for x, y in clients(5, 5)]
+    )
     with pytest.raises(
         InputError, match=r"test inputs are \(5,\) torch.float32, training inputs \(6,\)"
     ):

@@ -133,7 +133,7 @@ def colour_images():
     clients = []
     for rows in (12, 7, 12, 9):
         clients.append((torch.randn(rows, 2, 6, 6), torch.randint(0, 3, (rows,))))
-    return glocal.from_tensors(clients, test=0.2, validation=0.0)
+    return glocal.FederatedData.from_tensors(clients, test=0.2, validation=0.0)
 
 
 def test_augmented_images_train_by_fused_steps():

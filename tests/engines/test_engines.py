@@ -11,7 +11,7 @@ from glocal.core.modules import params_of
 from glocal.core.optimizers import sgd
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.engines import EngineConfig
 from glocal.federate.fitting import Options
 from glocal.federate.rounds import simulate
@@ -48,7 +48,7 @@ def test_chunks_of_one_give_the_numbers_of_the_loop(name):
 
 
 def test_very_unequal_clients_do_not_wait_for_each_other():
-    federation = from_tensors(world.clients((400, 3, 4, 5)), test=0.0, validation=0.0)
+    federation = FederatedData.from_tensors(world.clients((400, 3, 4, 5)), test=0.0, validation=0.0)
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model, num_clients=4)
     plan = Plan(1, 4, batch_size=5)
@@ -59,7 +59,7 @@ def test_very_unequal_clients_do_not_wait_for_each_other():
 
 
 def test_only_clients_that_took_part_take_memory():
-    federation = from_tensors(world.clients([6] * 300), test=0.0, validation=0.0)
+    federation = FederatedData.from_tensors(world.clients([6] * 300), test=0.0, validation=0.0)
     model = world.seeded(world.plain)
     algorithm = world.algorithm("lg_fedavg", model, num_clients=300)
     plan = Plan(3, 2, batch_size=5)
@@ -128,7 +128,9 @@ def test_a_frozen_private_tensor_can_be_saved(engine, tmp_path):
 
 
 def test_the_client_that_a_step_is_traced_with_draws_the_same_numbers_as_on_its_own():
-    federation = from_tensors(world.clients((20, 20, 7, 7, 7, 7)), test=0.0, validation=0.0)
+    federation = FederatedData.from_tensors(
+        world.clients((20, 20, 7, 7, 7, 7)), test=0.0, validation=0.0
+    )
     model = world.seeded(world.Noisy)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     plan = Plan(2, 6, batch_size=10)

@@ -76,7 +76,9 @@ def kind(name, *, width=8, **changes):
     algorithm = glocal.lg_fedavg(
         glocal.cross_entropy(model), glocal.sgd(0.1, momentum=0.5), split=split
     )
-    return replace(Kind(name, algorithm, model, glocal.from_tensors(clients)), **changes)
+    return replace(
+        Kind(name, algorithm, model, glocal.FederatedData.from_tensors(clients)), **changes
+    )
 
 
 def three():
@@ -326,7 +328,7 @@ def test_a_longer_plan_continues_a_finished_run_on_the_engines_it_began_with(tmp
 
 def three_with_other_data():
     clients = [(torch.randn(9, 3), torch.arange(9) % 3)] * 3
-    return [*three()[:2], kind("short", federation=glocal.from_tensors(clients))]
+    return [*three()[:2], kind("short", federation=glocal.FederatedData.from_tensors(clients))]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +386,7 @@ def other_algorithm():
 
 def too_many_classes():
     clients = [(torch.zeros(9, 3), torch.arange(9))] * 4
-    return [kind("image"), kind("short", federation=glocal.from_tensors(clients))]
+    return [kind("image"), kind("short", federation=glocal.FederatedData.from_tensors(clients))]
 
 
 @pytest.mark.parametrize(
@@ -423,7 +425,9 @@ def test_kinds_that_cannot_train_together_are_refused(make, message):
 
 
 def test_selection_without_validation_data_is_refused_and_the_kind_named():
-    bare = glocal.from_tensors([(torch.randn(9, 3), torch.arange(9) % 3)] * 2, validation=0.0)
+    bare = glocal.FederatedData.from_tensors(
+        [(torch.randn(9, 3), torch.arange(9) % 3)] * 2, validation=0.0
+    )
     together = [kind("image"), kind("short", federation=bare)]
     message = "kind 'short': options: select = 'best' needs validation data"
     with pytest.raises(InputError, match=message):

@@ -56,7 +56,7 @@ def federation(*, own_labels, examples=60):
         if own_labels:
             classes = torch.randperm(CLASSES, generator=generator)
         clients.append((x, classes[(x @ teacher).argmax(1)]))
-    return glocal.from_tensors(clients)
+    return glocal.FederatedData.from_tensors(clients)
 
 
 def advice_for(fed, *, plan=None, **config):

@@ -42,7 +42,7 @@ def test_one_step_is_algorithm_1_by_hand():
     """Two steps of f(w) = (w - 3)^2 / 2 from w = v = 1; the gradient of v has the factor alpha."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    train = glocal.from_tensors(
+    train = glocal.FederatedData.from_tensors(
         [(torch.ones(1, 1), torch.tensor([3.0]))], test=0.0, validation=0.0
     ).train
     algorithm = apfl(supervised(model, half_square), sgd(0.1), alpha=0.25)
@@ -61,7 +61,7 @@ def test_one_step_is_algorithm_1_by_hand():
 def test_alpha_takes_one_gradient_step_a_round():
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    train = glocal.from_tensors(
+    train = glocal.FederatedData.from_tensors(
         [(torch.ones(1, 1), torch.tensor([3.0]))], test=0.0, validation=0.0
     ).train
     algorithm = apfl(supervised(model, half_square), sgd(0.1), alpha=0.5, alpha_lr=2.0)
@@ -163,7 +163,7 @@ def test_what_cannot_be_tuned_is_refused():
         InputError, match=f"{world.NUM_CLIENTS} clients were trained, but the data have 7"
     ):
         tune_alphas(result, world.federation(sizes=(20,) * 7, validation=0.3))
-    others = glocal.from_tensors(
+    others = glocal.FederatedData.from_tensors(
         [(torch.randn(20, 99), torch.zeros(20, dtype=torch.long))] * world.NUM_CLIENTS
     )
     with pytest.raises(InputError, match="it cannot take inputs of shape"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from glocal import datasets
+from glocal import FederatedData, datasets
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.files import read_tensors
@@ -123,7 +123,7 @@ def test_a_stopped_study_resumes_to_the_same_bits(tmp_path):
 
 
 def test_a_fraction_of_the_labels_is_used_and_all_inputs():
-    fed = datasets.partition(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
+    fed = FederatedData.partition(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
     some = fed.subsample_labels(0.05, seed=3)
     assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
     assert all(

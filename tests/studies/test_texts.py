@@ -19,7 +19,7 @@ from glocal.core.optimizers import StepLR, adam, sgd
 from glocal.core.sampling import Plan, batch_order, make_rng, to_token_batches
 from glocal.core.training import cross_entropy
 from glocal.datasets import Texts, load, load_texts, partition_texts
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.datasets.texts import (
     MAX_WORDS,
     UNKNOWN_WORD,
@@ -241,7 +241,7 @@ def test_without_tokens_the_order_is_what_it_was():
 
 
 def test_tokens_need_texts():
-    train = from_tensors([(np.ones((4, 3)), np.arange(4) % 2)]).train
+    train = FederatedData.from_tensors([(np.ones((4, 3)), np.arange(4) % 2)]).train
     model = nn.Linear(3, 2)
     with pytest.raises(InputError, match="tokens counts words, and the inputs are"):
         next(
@@ -287,7 +287,7 @@ def test_a_shrink_needs_both_of_its_numbers():
 
 
 def test_one_class_people_are_found_by_their_texts():
-    federation = from_tensors(
+    federation = FederatedData.from_tensors(
         [(np.zeros((40, 2)), np.repeat([0, 1], [38, 2])), (np.zeros((40, 2)), np.arange(40) % 2)]
     )
     assert one_class_clients(federation, 0.95) == {0}
@@ -295,7 +295,7 @@ def test_one_class_people_are_found_by_their_texts():
 
 
 def test_error_counts_how_many_classes_a_guess_is_off():
-    federation = from_tensors(
+    federation = FederatedData.from_tensors(
         [(np.zeros((2, 1)), np.array([0, 4])), (np.zeros((1, 1)), np.array([2]))],
         test=0.0,
         validation=0.0,

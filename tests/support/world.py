@@ -11,7 +11,7 @@ from glocal.core import trees
 from glocal.core.optimizers import sgd
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 
 FEATURES, CLASSES = 6, 3
 SIZES = (23, 4, 31, 1, 12, 17)
@@ -114,7 +114,9 @@ def clients(sizes=SIZES, seed=0):
 
 
 def federation(sizes=SIZES, seed=0, **fractions):
-    return from_tensors(clients(sizes, seed), **{"test": 0.2, "validation": 0.1, **fractions})
+    return FederatedData.from_tensors(
+        clients(sizes, seed), **{"test": 0.2, "validation": 0.1, **fractions}
+    )
 
 
 def first_half(model):

@@ -36,7 +36,7 @@ def test_for_linear_models_the_best_alpha_is_near_the_theorys(rho, sigma):
     teachers = [centre + rho * torch.randn(d, generator=generator) for _ in range(clients)]
     train = [examples(teacher, n, sigma) for teacher in teachers]
     test = [examples(teacher, fresh, 0.0) for teacher in teachers]
-    fed = glocal.from_tensors(train, test=test, validation=0.0)
+    fed = glocal.FederatedData.from_tensors(train, test=test, validation=0.0)
     model = nn.Linear(d, 1, bias=False)
     algorithm = apfl(supervised(model, half_square), sgd(0.5), alpha=1.0)
     plan = Plan(1, clients, local_epochs=200, batch_size=n)

@@ -14,7 +14,7 @@ from glocal.core.optimizers import StepLR, adam
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.federate.rounds import simulate
 from glocal.report import draw_study, study_markdown
 from glocal.studies.build import build_split, default_model
@@ -92,7 +92,7 @@ def test_clients_batched_train_as_one_by_one(dropout):
         (sentences(lengths, seed=place), torch.arange(len(lengths)) % 3)
         for place, lengths in enumerate(((9, 1, 4, 7, 2), (3, 8)))
     ]
-    train = from_tensors(people, test=0.0, validation=0.0).train
+    train = FederatedData.from_tensors(people, test=0.0, validation=0.0).train
     algorithm = lg_fedavg(
         cross_entropy(model),
         adam(0.01, lr_schedule=StepLR(gamma=0.5, step_size=1)),

@@ -18,7 +18,7 @@ from glocal.core.split import Split
 from glocal.core.store import PrivateStates
 from glocal.core.training import cross_entropy
 from glocal.datasets.features import extract_features
-from glocal.datasets.federated import from_tensors
+from glocal.datasets.federated import FederatedData
 from glocal.datasets.image_table import ImageTable
 from glocal.engines.protocol import ClientTask, run_one
 from glocal.evaluate import Evaluator, local_test, vqa_accuracy
@@ -135,7 +135,7 @@ def rows_and_answers(clients=4, count=12):
         y = numbers[:, 0] % 4
         people = np.tile(y[:, None], 10)
         data.append((np.concatenate([numbers, words], 1), y, people))
-    return from_tensors(data)
+    return FederatedData.from_tensors(data)
 
 
 def after_rounds(algorithm, model, fed, engine="looped", rounds=2):

@@ -1,8 +1,10 @@
 """Errors that a user can correct: each says what was given, what was expected and what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from difflib import get_close_matches
 from textwrap import shorten
+
+_MAX_NAMES = 20  # known names that a hint lists
 
 
 class InputError(ValueError):
@@ -33,6 +35,22 @@ def describe_error(error: BaseException) -> str:
     return shorten("".join(printable), 160, placeholder=" ...")
 
 
+def describe_value(value: object) -> str:
+    """A value of the user's in a few words.
+
+    >>> describe_value(3.5), describe_value([1, 2]), describe_value(None)
+    ('3.5', 'a list of length 2', 'None')
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return shorten(repr(value), 60, placeholder=" ...")
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
+    if isinstance(value, Sized):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a {type(value).__name__}"
+
+
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """A hint for a misspelt name: the nearest known name first, then all of them.
 
@@ -42,4 +60,6 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    return f"{hint}known: {', '.join(names) or 'none'}"
+    shown = names[:_MAX_NAMES]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f"{hint}known: {', '.join(shown) or 'none'}{more}"

@@ -2,15 +2,14 @@
 
 from glocal.datasets.augment import crop_and_flip
 from glocal.datasets.catalog import SOURCES, Source
+from glocal.datasets.dataset import Dataset
 from glocal.datasets.fetch import ProgressCallback, RemoteFile
-from glocal.datasets.loaders import Dataset
 from glocal.datasets.partitions import (
     Partitioner,
     class_counts,
     dirichlet,
     iid,
     natural,
-    partition,
     question_type_shards,
     random_shards,
     shards,
@@ -42,7 +41,6 @@ __all__ = [
     "load_any",
     "load_texts",
     "natural",
-    "partition",
     "partition_texts",
     "question_type_shards",
     "random_shards",

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from glocal.datasets import loaders
 from glocal.datasets.adult import ATTRIBUTES
+from glocal.datasets.dataset import Dataset
 from glocal.datasets.fetch import RemoteFile
-from glocal.datasets.loaders import Dataset, LocalFiles
+from glocal.datasets.loaders import LocalFiles
 from glocal.datasets.texts import Texts
 
 

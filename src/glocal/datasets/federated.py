@@ -1,15 +1,29 @@
 """The training, validation and test data of every client."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate, hold_out
-from glocal.core.errors import InputError
+from glocal.core.errors import InputError, describe_value
 from glocal.core.sampling import make_rng
+from glocal.datasets.dataset import Dataset
+from glocal.datasets.partitions import Partitioner, class_labels
+from glocal.datasets.readers import (
+    Collate,
+    TorchDataset,
+    read_dataframe,
+    read_datasets,
+    read_folder,
+)
+
+ClientArrays = Sequence[Arrays] | Mapping[str, Arrays]
 
 
 @dataclass(frozen=True)
@@ -21,10 +35,106 @@ class FederatedData:
     test: ClientData
     unlabeled: ClientData | None = None
 
+    @classmethod
+    def from_tensors(
+        cls,
+        clients: ClientArrays,
+        *,
+        test: float | ClientArrays = 0.2,
+        validation: float | ClientArrays = 0.1,
+        seed: int = 0,
+    ) -> "FederatedData":
+        """From your own arrays: one (x, y) or (x, y, group) per client, in a list or by name.
+
+        `test` and `validation` are a share of each client's examples, or data like `clients`.
+
+        >>> data = FederatedData.from_tensors({"ulm": (np.zeros((10, 3)), np.arange(10) % 2)})
+        >>> data.names, data.train.sizes.tolist()
+        (('ulm',), [7])
+        """
+        return train_val_test_split(
+            concatenate(clients), test=test, validation=validation, seed=seed
+        )
+
+    @classmethod
+    def from_datasets(
+        cls,
+        datasets: Sequence[TorchDataset] | Mapping[str, TorchDataset] | TorchDataset,
+        *,
+        clients: npt.ArrayLike | None = None,
+        collate: Collate | None = None,
+        test: float | ClientArrays = 0.2,
+        validation: float | ClientArrays = 0.1,
+        seed: int = 0,
+    ) -> "FederatedData":
+        """From torch's data sets: one per client, or a single one and the client of each example.
+
+        Every item is read once into tensors. `collate` makes (x, y) of a list of items, where they
+        do not stack by themselves.
+        """
+        data = read_datasets(datasets, clients, collate)
+        return train_val_test_split(data, test=test, validation=validation, seed=seed)
+
+    @classmethod
+    def from_dataframe(
+        cls,
+        frame: Any,
+        *,
+        client: str,
+        target: str,
+        test: float | ClientArrays = 0.2,
+        validation: float | ClientArrays = 0.1,
+        seed: int = 0,
+    ) -> "FederatedData":
+        """From a pandas table: `client` and `target` name its columns, all others are inputs."""
+        data = read_dataframe(frame, client, target)
+        return train_val_test_split(data, test=test, validation=validation, seed=seed)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        *,
+        target: str = "y",
+        test: float | ClientArrays = 0.2,
+        validation: float | ClientArrays = 0.1,
+        seed: int = 0,
+    ) -> "FederatedData":
+        """From one file per client, which gives the client its name: CSV, Parquet or .npz.
+
+        In a table all columns but `target` are inputs; a .npz file has the arrays x and y.
+        """
+        data = concatenate(read_folder(Path(folder), target))
+        return train_val_test_split(data, test=test, validation=validation, seed=seed)
+
+    @classmethod
+    def partition(
+        cls, dataset: Dataset, scheme: Partitioner, *, validation: float = 0.1, seed: int = 0
+    ) -> "FederatedData":
+        """A whole data set over clients, as `shards(10, 2)` or another scheme says.
+
+        The stores are used as they are, not copied.
+        """
+        train_labels = class_labels(dataset.train.y, "train")
+        test_labels = class_labels(dataset.test.y, "test")
+        train, test = scheme(train_labels, test_labels, make_rng(seed, "partition"))
+        names = tuple(getattr(scheme, "names", ()))
+        return hold_out_validation(
+            ClientData(dataset.train, tuple(train), names),
+            ClientData(dataset.test, tuple(test), names),
+            validation=validation,
+            seed=seed,
+        )
+
     @property
     def num_clients(self) -> int:
         """M, the number of clients."""
         return self.train.num_clients
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names; empty where they have none."""
+        return self.train.names
 
     def subsets(self) -> tuple[ClientData, ...]:
         """Train, validation, test, and the unlabelled data if there are any."""
@@ -48,33 +158,17 @@ class FederatedData:
         return replace(self, train=train, unlabeled=self.train)
 
 
-def from_tensors(
-    clients: Sequence[Arrays],
-    *,
-    test: float | Sequence[Arrays] = 0.2,
-    validation: float = 0.1,
-    seed: int = 0,
-) -> FederatedData:
-    """Federated data from your own arrays: one (x, y) or (x, y, group) per client.
-
-    `test` is a share of each client's examples, or one (x, y) or (x, y, group) per client.
-
-    >>> federated = from_tensors([(np.zeros((10, 3)), np.arange(10) % 2)] * 4)
-    >>> federated.num_clients, federated.train.sizes.tolist()
-    (4, [7, 7, 7, 7])
-    """
-    return train_val_test_split(concatenate(clients), test=test, validation=validation, seed=seed)
-
-
 def train_val_test_split(
-    data: ClientData, *, test: float | Sequence[Arrays], validation: float, seed: int
+    data: ClientData,
+    *,
+    test: float | ClientArrays,
+    validation: float | ClientArrays,
+    seed: int,
 ) -> FederatedData:
-    """Hold out a validation share, and a test share unless there are test sets, of every client."""
-    if not isinstance(test, Sequence):
-        train, held_out = _hold_out_share(data, float(test), seed, "test")
-        return hold_out_validation(train, held_out, validation=validation, seed=seed)
-    _require_test_sets(len(test), data.num_clients)
-    return hold_out_validation(data, concatenate(test), validation=validation, seed=seed)
+    """The data with a test and a validation part of every client: given, or held out."""
+    rest, test_data = _take_part(data, test, seed, "test")
+    train, val = _take_part(rest, validation, seed, "validation")
+    return FederatedData(train, val, test_data)
 
 
 def hold_out_validation(
@@ -111,10 +205,33 @@ def _subsample(rows: Rows, share: float, seed: int, client: int) -> Rows:
     return np.sort(order[: max(1, round(share * len(rows)))])
 
 
-def _require_test_sets(count: int, clients: int) -> None:
-    if count != clients:
+def _take_part(
+    data: ClientData, part: float | ClientArrays, seed: int, purpose: str
+) -> tuple[ClientData, ClientData]:
+    """What remains of every client's examples, and its part for a purpose."""
+    if isinstance(part, Sequence | Mapping):
+        given = concatenate(part)
+        _require_same_clients(given, data, purpose)
+        return data, given
+    if isinstance(part, bool) or not isinstance(part, int | float):
         raise InputError(
-            f"data: {clients} clients but {count} test sets; give one per client, or a share"
+            f"data: {purpose} is {describe_value(part)}; "
+            "a share from 0 to below 1, or data for every client, was expected"
+        )
+    return _hold_out_share(data, float(part), seed, purpose)
+
+
+def _require_same_clients(given: ClientData, data: ClientData, purpose: str) -> None:
+    if given.num_clients != data.num_clients:
+        raise InputError(
+            f"data: {data.num_clients} clients but {given.num_clients} {purpose} sets; "
+            "give one per client, or a share"
+        )
+    if given.names != data.names:
+        raise InputError(
+            f"data: the {purpose} sets are of {', '.join(given.names) or 'clients without names'}, "
+            f"the training sets of {', '.join(data.names) or 'clients without names'}; "
+            "give both the same names in the same order"
         )
 
 
@@ -162,7 +279,7 @@ def _require_training_examples(train: ClientData) -> None:
     empty = np.flatnonzero(train.sizes == 0)
     if len(empty):
         raise InputError(
-            f"data: client {empty[0]} has no training examples ({len(empty)} such clients); "
+            f"data: {train.label(empty[0])} has no training examples ({len(empty)} such clients); "
             "drop it or use fewer clients"
         )
 
@@ -230,7 +347,7 @@ def _require_known_classes(data: ClientData, part: str, classes: int) -> None:
         wrong_rows = rows[wrong[rows]]
         if len(wrong_rows):
             raise InputError(
-                f"data: client {client} has the {part} label {int(labels[wrong_rows[0]])}, "
+                f"data: {data.label(client)} has the {part} label {int(labels[wrong_rows[0]])}, "
                 f"but the model has {classes} outputs (0..{classes - 1}); "
                 "fix the label or widen the model"
             )

@@ -17,25 +17,13 @@ from glocal.core.sampling import make_rng
 from glocal.datasets import formats
 from glocal.datasets.adult import read_adult
 from glocal.datasets.cache import load_array, save_array
+from glocal.datasets.dataset import Dataset
 from glocal.datasets.formats import Bytes
 from glocal.datasets.texts import Texts, read_texts
-from glocal.datasets.vqa import VQAMetadata, read_easy_vqa, read_vqa
+from glocal.datasets.vqa import read_easy_vqa, read_vqa
 
 _MNIST_SCALE = ((0.1307,), (0.3081,))  # mean and standard deviation per channel
 _CIFAR10_SCALE = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-
-
-class Dataset(NamedTuple):
-    """Training and test examples: x is normalised float32, y is int64.
-
-    Images are (rows, channels, height, width). Where examples are questions about pictures, x holds
-    numbers of pictures and words, and `questions` says what they stand for.
-    """
-
-    train: Examples
-    test: Examples
-    classes: int
-    questions: VQAMetadata | None = None
 
 
 class LocalFiles(NamedTuple):

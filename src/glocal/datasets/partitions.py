@@ -5,6 +5,7 @@ exactly one client.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,30 +14,13 @@ import torch
 
 from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
-from glocal.core.sampling import IntArray, make_rng
-from glocal.datasets.federated import FederatedData, hold_out_validation
-from glocal.datasets.loaders import Dataset
+from glocal.core.sampling import IntArray
 
 ClientRows = tuple[list[Rows], list[Rows]]
 Partitioner = Callable[[IntArray, IntArray, np.random.Generator], ClientRows]
 
 # Above it shares are equal to within a row; far above it numpy's gamma variates overflow.
 _LARGEST_ALPHA = 1e6
-
-
-def partition(
-    dataset: Dataset, partitioner: Partitioner, *, validation: float = 0.1, seed: int = 0
-) -> FederatedData:
-    """Give every client its examples; the stores are used as they are, not copied."""
-    train_labels = _class_labels(dataset.train.y, "train")
-    test_labels = _class_labels(dataset.test.y, "test")
-    train, test = partitioner(train_labels, test_labels, make_rng(seed, "partition"))
-    return hold_out_validation(
-        ClientData(dataset.train, tuple(train)),
-        ClientData(dataset.test, tuple(test)),
-        validation=validation,
-        seed=seed,
-    )
 
 
 def class_counts(data: ClientData, classes: int) -> IntArray:
@@ -95,7 +79,24 @@ def natural(train_ids: npt.ArrayLike, test_ids: npt.ArrayLike) -> Partitioner:
     test_names = np.asarray(test_ids)
     _require_trained(np.setdiff1d(test_names, names))
     test_owners = np.searchsorted(names, test_names)
-    return partial(_partition_by_owner, len(names), train_owners, test_owners)
+    return NaturalPartitioner(tuple(map(str, names)), train_owners, test_owners)
+
+
+@dataclass(frozen=True)
+class NaturalPartitioner:
+    """Every row to its owner, by the owners' numbers; nothing is random."""
+
+    names: tuple[str, ...]
+    train_owners: IntArray
+    test_owners: IntArray
+
+    def __call__(
+        self, train: IntArray, test: IntArray, generator: np.random.Generator
+    ) -> ClientRows:
+        """Each client's training and test rows."""
+        _require_one_per_example("ids", "training", self.train_owners, train)
+        _require_one_per_example("ids", "test", self.test_owners, test)
+        return _client_rows(len(self.names), self.train_owners, self.test_owners)
 
 
 def question_type_shards(clients: int, train_types: IntArray, test_types: IntArray) -> Partitioner:
@@ -166,20 +167,6 @@ def _partition_dirichlet(
     return _client_rows(clients, train_owners, test_owners)
 
 
-def _partition_by_owner(
-    clients: int,
-    train_owners: IntArray,
-    test_owners: IntArray,
-    train: IntArray,
-    test: IntArray,
-    generator: np.random.Generator,
-) -> ClientRows:
-    """Every row to its owner; nothing is random."""
-    _require_one_per_example("ids", "training", train_owners, train)
-    _require_one_per_example("ids", "test", test_owners, test)
-    return _client_rows(clients, train_owners, test_owners)
-
-
 def _partition_question_types(
     clients: int,
     train_types: IntArray,
@@ -237,7 +224,8 @@ def _assign_in_proportion(
     owners[rows] = np.repeat(np.arange(len(proportions)), apportion(proportions, len(rows)))
 
 
-def _class_labels(labels: torch.Tensor, part: str) -> IntArray:
+def class_labels(labels: torch.Tensor, part: str) -> IntArray:
+    """Labels as numpy has them; anything but class numbers is refused."""
     if labels.dim() != 1 or labels.dtype != torch.int64:
         raise InputError(
             f"data: {part} labels are {tuple(labels.shape)} {labels.dtype}; "

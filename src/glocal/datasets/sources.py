@@ -12,6 +12,7 @@ from pathlib import Path
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.paths import cache_folder
 from glocal.datasets.catalog import SOURCES, Source
+from glocal.datasets.dataset import Dataset
 from glocal.datasets.fetch import (
     ProgressCallback,
     RemoteFile,
@@ -20,7 +21,7 @@ from glocal.datasets.fetch import (
     has_checksum,
     no_progress,
 )
-from glocal.datasets.loaders import Dataset, LocalFiles
+from glocal.datasets.loaders import LocalFiles
 from glocal.datasets.texts import Texts, read_texts
 
 

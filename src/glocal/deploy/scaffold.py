@@ -41,7 +41,7 @@ def data(client: int):
     """One client's own examples (x, y). On a real client, read its files and ignore `client`."""
     digits = glocal.load("digits")
     shards = glocal.shards(NUM_PARTITIONS, 2)
-    federated = glocal.partition(digits, shards, validation=0.0, seed=0)
+    federated = glocal.FederatedData.partition(digits, shards, validation=0.0, seed=0)
     own = federated.train.of(client % NUM_PARTITIONS)
     return own.x, own.y
 

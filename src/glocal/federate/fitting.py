@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from glocal.algorithms.contract import Algorithm, freeze_shared
 from glocal.core import trees
 from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, MAX_WORKERS, count_field, require_counts
-from glocal.core.data import ClientData, Examples
+from glocal.core.data import ClientData, Examples, client_label
 from glocal.core.errors import DivergedError, InputError, describe_error
 from glocal.core.files import Json, lock_folder, write_json
 from glocal.core.modules import params_of, predictor
@@ -403,6 +403,7 @@ def _pretrain(
         )
         data = fed.train if pretraining.labels else fed.unlabeled or fed.train
         seats.append(Seat(alone, data, state))
+    names = experiment.federations[0].names
     states, resolved = progress.states, resolve_engine(options, checkpoint, "pretraining")
     executor = Executor(
         adapting.client_update, engine=options.engine_config(), **resolved._asdict()
@@ -410,7 +411,7 @@ def _pretrain(
     try:
         for moment in simulate_seeds(adapting, seats, executor):
             for seed, (_, report) in zip(experiment.seeds, moment, strict=True):
-                _require_finite(seed, report)
+                _require_finite(seed, report, names)
             states = [state for state, _ in moment]
     finally:
         executor.close()
@@ -579,18 +580,26 @@ def complete_round(
     scores: list[float | None] = [None] * len(moment)
     if progress.done % options.validate_every == 0:
         progress, scores = _validate(experiment, options, evaluation, progress)
-    reports = [report for _, report in moment]
-    return progress, list(map(_row, experiment.seeds, reports, scores, progress.ledgers))
+    rows = []
+    for place, (_, report) in enumerate(moment):
+        losses = _require_finite(
+            experiment.seeds[place], report, experiment.federations[place].names
+        )
+        rows.append(
+            _row(experiment.seeds[place], report, losses, scores[place], progress.ledgers[place])
+        )
+    return progress, rows
 
 
-def _row(seed: int, report: RoundReport, score: float | None, ledger: Ledger) -> Json:
-    losses = _require_finite(seed, report)
+def _row(
+    seed: int, report: RoundReport, losses: Tensor, score: float | None, ledger: Ledger
+) -> Json:
     sent = {"bytes": ledger.total.bytes, "paper_parameters": ledger.paper.parameters}
     loss = float(losses.mean()) if len(losses) else None  # None if no client of this kind took part
     return {"seed": seed, "round": report.round_index, "loss": loss, "validation": score, **sent}
 
 
-def _require_finite(seed: int, report: RoundReport) -> Tensor:
+def _require_finite(seed: int, report: RoundReport, names: Sequence[str]) -> Tensor:
     """The losses of a round (clients,); refused if one is not finite."""
     losses = report.losses.cpu()
     diverged = (~torch.isfinite(losses)).nonzero()
@@ -598,7 +607,7 @@ def _require_finite(seed: int, report: RoundReport) -> Tensor:
         client = int(report.sampled[int(diverged[0])])
         error = DivergedError(
             f"training diverged in round {report.round_index}: "
-            f"client {client}'s loss is not finite; lower the learning rate"
+            f"{client_label(client, names)}'s loss is not finite; lower the learning rate"
         )
         error.seed = seed
         raise error
@@ -712,6 +721,7 @@ def build_result(
         },
         times_sampled=times_sampled[experiment.first : experiment.first + fed.num_clients],
         metric=experiment.metric,
+        names=fed.names,
     )
 
 

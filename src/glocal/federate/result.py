@@ -3,12 +3,13 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 from torch import nn
 
 from glocal.algorithms.contract import Algorithm
-from glocal.core.errors import InputError
+from glocal.core.data import find_client
 from glocal.core.files import Json, write_tensors
 from glocal.core.modules import state_dict
 from glocal.core.sampling import Plan
@@ -38,6 +39,7 @@ class Result:
     sizes: dict[str, list[int]]
     times_sampled: list[int]
     metric: Metric = accuracy
+    names: tuple[str, ...] = ()
 
     @property
     def local_test(self) -> float | None:
@@ -49,17 +51,14 @@ class Result:
         """New Test: accuracy of all trained models' averaged logits on everybody's test data."""
         return self.new_spread.logits if self.new_spread else None
 
-    def state_dict(self, client: int) -> Params:
-        """One client's model, as a plain state dict."""
-        if not 0 <= client < len(self.times_sampled):
-            raise InputError(
-                f"result: there is no client {client}; clients are 0..{len(self.times_sampled) - 1}"
-            )
-        params = self.algorithm.personal(self.state.shared, self.state.private.of(client))
+    def state_dict(self, client: int | str) -> Params:
+        """One client's model, by number or name, as a plain state dict."""
+        number = find_client(client, self.names, len(self.times_sampled))
+        params = self.algorithm.personal(self.state.shared, self.state.private.of(number))
         return state_dict(self.architecture, params)
 
-    def model(self, client: int) -> nn.Module:
-        """One client's own model, as a plain module in evaluation mode."""
+    def model(self, client: int | str) -> nn.Module:
+        """One client's own model, by number or name: a plain module in evaluation mode."""
         model = copy.deepcopy(self.architecture)
         model.load_state_dict(self.state_dict(client))
         return model.eval()
@@ -88,6 +87,8 @@ class Result:
             "times_sampled": self.times_sampled,
             "local_test": accuracies,
         }
+        if self.names:
+            columns = {"name": list(self.names), **columns}
         columns = {"client": list(range(len(self.times_sampled))), **columns}
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
@@ -104,5 +105,6 @@ def save_models(result: Result, folder: Path) -> None:
         write_tensors(folder / "every-client.safetensors", result.state_dict(0), metadata)
         return
     for client in range(len(result.times_sampled)):
-        path = folder / f"client-{client:04d}.safetensors"
+        name = quote(result.names[client], safe="") if result.names else f"{client:04d}"
+        path = folder / f"client-{name}.safetensors"
         write_tensors(path, result.state_dict(client), metadata)

@@ -204,7 +204,7 @@ def _partition(
     if isinstance(loaded, FederatedData):
         return loaded
     if isinstance(loaded, Dataset):
-        return datasets.partition(
+        return FederatedData.partition(
             loaded,
             build_partition(settings, loaded.questions),
             validation=settings.validation,
