@@ -19,10 +19,10 @@ from glocal.datasets import (
     dirichlet,
     iid,
     natural,
-    partition,
     random_shards,
     shards,
 )
+from glocal.datasets.federated import FederatedData
 from glocal.datasets.partitions import apportion
 
 
@@ -335,7 +335,8 @@ def test_a_partition_uses_the_stores_as_they_are_and_repeats_with_its_seed(
 ) -> None:
     dataset = small_dataset()
     federation, again, other = (
-        partition(dataset, partitioner, validation=0.25, seed=seed) for seed in (5, 5, 6)
+        FederatedData.partition(dataset, partitioner, validation=0.25, seed=seed)
+        for seed in (5, 5, 6)
     )
     assert federation.train.examples is federation.val.examples is dataset.train
     assert federation.test.examples is dataset.test
@@ -346,7 +347,7 @@ def test_a_partition_uses_the_stores_as_they_are_and_repeats_with_its_seed(
 
 
 def test_a_quarter_of_every_client_is_held_out_for_validation() -> None:
-    federation = partition(small_dataset(), iid(20), validation=0.25)
+    federation = FederatedData.partition(small_dataset(), iid(20), validation=0.25)
     assert federation.train.sizes.tolist() == [15] * 20
     assert federation.val.sizes.tolist() == [5] * 20
 

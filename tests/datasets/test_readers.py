@@ -249,7 +249,7 @@ def test_a_table_has_one_client_per_value_of_a_column():
         ({"target": "ill"}, "target='ill' is no column"),
         ({"frame": [1, 2]}, "a list of length 2 is no pandas table"),
         ({"frame": table().assign(city="x")}, "the column 'city' of the table holds 'x'"),
-        ({"frame": table().assign(age=[1, 2, None, 4, 5, 6])}, "'age' .* in row 2 .1 such rows."),
+        ({"frame": table().assign(age=[1, 2, None, 4, 5, 6])}, "'age' .* in row 2; fill"),
         ({"frame": table()[["hospital", "sick"]]}, "no input columns beside the target"),
     ],
 )

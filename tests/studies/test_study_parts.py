@@ -499,18 +499,17 @@ def test_an_experiment_that_diverges_is_left_out_with_what_starts_from_it_and_th
 def test_a_seed_that_diverges_is_left_out_of_its_experiment_only_and_the_others_go_on(
     capsys, monkeypatch
 ):
-    row = fitting._row
+    require_finite = fitting._require_finite
 
-    def diverging(seed, report, score, ledger):
-        if (
-            seed == 1 and report.round_index == 5
-        ):  # the last round of those that start after round 4
+    def diverging(seed, report, names):
+        # the last round of those that start after round 4
+        if seed == 1 and report.round_index == 5:
             report = report._replace(losses=report.losses * float("nan"))
-        return row(seed, report, score, ledger)
+        return require_finite(seed, report, names)
 
     small = ["--part", "paper-2", "--seeds", 3, "--device", "cpu"]
     assert run("run", "small", *small, "--out", "whole") == 0
-    monkeypatch.setattr(fitting, "_row", diverging)
+    monkeypatch.setattr(fitting, "_require_finite", diverging)
     assert run("run", "small", *small, "--out", "kept") == 0
     assert [
         line

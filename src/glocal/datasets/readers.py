@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from glocal.core.data import Arrays, ClientData, Examples, Rows, client_label, concatenate
+from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate
 from glocal.core.errors import InputError, describe_error, describe_value
 
+Column = npt.NDArray[np.generic]
 Item = Any  # what a data set of torch's gives for one example
 Collate = Callable[[list[Item]], tuple[Tensor, Tensor]]
 _NUM_READ_TWICE = 4  # items that are compared between two reads
@@ -38,23 +39,20 @@ def read_datasets(
 ) -> ClientData:
     """All items as tensors: a data set per client, or one and the client of each example."""
     if clients is not None:
-        x, y = _read_dataset(_require_dataset(datasets, "the data set"), "the data set", collate)
+        x, y = _read_dataset(datasets, "the data set", collate)
         return _group_by_client(x, y, clients)
     if isinstance(datasets, Mapping):
-        names: Sequence[str] = tuple(datasets)
-        parts = list(datasets.values())
-    elif isinstance(datasets, list | tuple):
-        names, parts = (), list(datasets)
-    else:
-        raise InputError(
-            f"data: a {type(datasets).__name__} was given without clients=; give one data set per "
-            "client in a list or dict, or clients= with the client of each example"
-        )
-    arrays: list[Arrays] = []
-    for number, part in enumerate(parts):
-        label = client_label(number, names)
-        arrays.append(_read_dataset(_require_dataset(part, label), label, collate))
-    return concatenate(dict(zip(names, arrays, strict=True)) if names else arrays)
+        named: dict[str, Arrays] = {}
+        for name, dataset in datasets.items():
+            named[name] = _read_dataset(dataset, f"client '{name}'", collate)
+        return concatenate(named)
+    if isinstance(datasets, list | tuple):
+        numbered = enumerate(datasets)
+        return concatenate([_read_dataset(each, f"client {n}", collate) for n, each in numbered])
+    raise InputError(
+        f"data: a {type(datasets).__name__} was given without clients=; give one data set per "
+        "client in a list or dict, or clients= with the client of each example"
+    )
 
 
 def _require_dataset(value: object, label: str) -> TorchDataset:
@@ -69,23 +67,27 @@ def _require_dataset(value: object, label: str) -> TorchDataset:
     )
 
 
-def _read_dataset(
-    dataset: TorchDataset, label: str, collate: Collate | None
-) -> tuple[Tensor, Tensor]:
+def _read_dataset(given: object, label: str, collate: Collate | None) -> tuple[Tensor, Tensor]:
     """x and y of all items."""
+    dataset = _require_dataset(given, label)
     count = len(dataset)
     if not count:
         raise InputError(f"data: {label} has no examples; drop it")
     items = [_read_item(dataset, index, label) for index in range(count)]
     arrays = _stack(items, label) if collate is None else collate(items)
-    for index in range(min(count, _NUM_READ_TWICE)):
-        again = _read_item(dataset, index, label)
-        if not _same(_as_arrays(items[index]), _as_arrays(again)):
+    _require_same_again(dataset, items[:_NUM_READ_TWICE], label)
+    return arrays
+
+
+def _require_same_again(dataset: TorchDataset, items: list[Item], label: str) -> None:
+    """Refuse a data set with random transforms: its items are read once and stay as they are."""
+    for index, item in enumerate(items):
+        first, again = _as_arrays(item), _as_arrays(_read_item(dataset, index, label))
+        if len(first) != len(again) or not all(map(np.array_equal, first, again)):
             raise InputError(
                 f"data: example {index} of {label} differs between two reads; "
                 "give the data set without its random transform, and glocal.with_augmentation"
             )
-    return arrays
 
 
 def _read_item(dataset: TorchDataset, index: int, label: str) -> Item:
@@ -97,34 +99,34 @@ def _read_item(dataset: TorchDataset, index: int, label: str) -> Item:
         ) from error
 
 
-def _as_arrays(item: Item) -> list[npt.NDArray[np.generic]]:
+def _as_arrays(item: Item) -> list[Column]:
     parts = item if isinstance(item, tuple | list) else (item,)
     return [np.asarray(part) for part in parts]
 
 
-def _same(left: list[npt.NDArray[np.generic]], right: list[npt.NDArray[np.generic]]) -> bool:
-    return len(left) == len(right) and all(map(np.array_equal, left, right))
-
-
 def _stack(items: list[Item], label: str) -> tuple[Tensor, Tensor]:
     """x and y of items that are pairs of equal shapes."""
-    columns: tuple[list[Tensor], list[Tensor]] = ([], [])
+    inputs, targets = [], []
     for index, item in enumerate(items):
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise InputError(
                 f"data: example {index} of {label} is {describe_value(item)}; "
                 "(x, y) was expected, or give collate="
             )
-        for column, part in zip(columns, item, strict=True):
-            column.append(_as_tensor(part, index, label))
-    for column in columns:
-        for index, part in enumerate(column):
-            if part.shape != column[0].shape:
-                raise InputError(
-                    f"data: in {label} example 0 has the shape {tuple(column[0].shape)} and "
-                    f"example {index} {tuple(part.shape)}; make them equal, or give collate="
-                )
-    return torch.stack(columns[0]), torch.stack(columns[1])
+        inputs.append(_as_tensor(item[0], index, label))
+        targets.append(_as_tensor(item[1], index, label))
+    return _stack_column(inputs, label), _stack_column(targets, label)
+
+
+def _stack_column(parts: list[Tensor], label: str) -> Tensor:
+    first = tuple(parts[0].shape)
+    for index, part in enumerate(parts):
+        if tuple(part.shape) != first:
+            raise InputError(
+                f"data: in {label} example 0 has the shape {first} and example {index} "
+                f"{tuple(part.shape)}; make them equal, or give collate="
+            )
+    return torch.stack(parts)
 
 
 def _as_tensor(part: Any, index: int, label: str) -> Tensor:
@@ -156,22 +158,28 @@ def _group_by_client(x: Tensor, y: Tensor, clients: npt.ArrayLike) -> ClientData
 
 def read_dataframe(frame: Any, client: str, target: str) -> ClientData:
     """The rows of a pandas table by client: all other columns are inputs."""
-    for attribute in ("columns", "dtypes", "to_numpy"):
-        if not hasattr(frame, attribute):
-            raise InputError(f"data: {describe_value(frame)} is no pandas table; give a DataFrame")
-    columns = [str(name) for name in frame.columns]
+    columns = _columns_of(frame)
     for what, name in {"client": client, "target": target}.items():
         if name not in columns:
             raise InputError(
                 f"data: {what}='{name}' is no column of the table; it has {', '.join(columns)}"
             )
-    inputs = [name for name in columns if name not in (client, target)]
-    table = {name: frame[name].to_numpy() for name in columns}
-    x = _input_matrix({name: table[name] for name in inputs}, "the table")
-    y = _numbers(table[target], target, "the table")
-    if table[client].dtype == object and any(name is None for name in table[client]):
+    owners, y = columns.pop(client), _numbers(columns.pop(target), target, "the table")
+    if frame[client].isna().any():
         raise InputError(f"data: the column '{client}' has rows without a client; drop them")
-    return _group_by_client(torch.from_numpy(x), torch.from_numpy(y), table[client].astype(str))
+    x = _input_matrix(columns, "the table")
+    return _group_by_client(torch.from_numpy(x), torch.from_numpy(y), owners.astype(str))
+
+
+def _columns_of(frame: Any) -> dict[str, Column]:
+    """The columns of a pandas table; anything else is refused."""
+    _require_frame(frame)
+    return {str(name): frame[name].to_numpy() for name in frame.columns}
+
+
+def _require_frame(frame: object) -> None:
+    if not hasattr(frame, "columns") or not hasattr(frame, "isna"):
+        raise InputError(f"data: {describe_value(frame)} is no pandas table; give a DataFrame")
 
 
 def read_folder(folder: Path, target: str) -> dict[str, Arrays]:
@@ -216,7 +224,7 @@ def _read_table(path: Path, target: str) -> Arrays:
     return _input_matrix(columns, str(path)), y
 
 
-def _csv_columns(path: Path) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
+def _csv_columns(path: Path) -> Iterator[tuple[str, Column]]:
     """The columns of a file with a header."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -234,7 +242,7 @@ def _csv_columns(path: Path) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
         yield name, np.array([row[place] for row in rows])
 
 
-def _parquet_columns(path: Path) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
+def _parquet_columns(path: Path) -> Iterator[tuple[str, Column]]:
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
@@ -250,9 +258,7 @@ def _parquet_columns(path: Path) -> Iterator[tuple[str, npt.NDArray[np.generic]]
             yield name, table.column(name).to_numpy()
 
 
-def _input_matrix(
-    columns: Mapping[str, npt.NDArray[np.generic]], where: str
-) -> npt.NDArray[np.float32]:
+def _input_matrix(columns: Mapping[str, Column], where: str) -> npt.NDArray[np.float32]:
     """Input columns as (rows, columns)."""
     if not columns:
         raise InputError(f"data: {where} has no input columns beside the target")
@@ -260,7 +266,7 @@ def _input_matrix(
     return np.stack(inputs, 1).astype(np.float32)
 
 
-def _numbers(values: npt.NDArray[np.generic], name: str, where: str) -> npt.NDArray[np.generic]:
+def _numbers(values: Column, name: str, where: str) -> Column:
     """A column of whole or real numbers; any other is refused by name."""
     if values.dtype.kind in "biu":
         return values.astype(np.int64)
@@ -271,12 +277,23 @@ def _numbers(values: npt.NDArray[np.generic], name: str, where: str) -> npt.NDAr
             f"data: the column '{name}' of {where} holds {describe_value(values.tolist()[0])}; "
             "only numbers can be read: drop the column, or turn it into numbers"
         ) from error
+    _require_finite(real, name, where)
+    return real.astype(np.int64) if _are_whole(values) else real
+
+
+def _require_finite(real: npt.NDArray[np.float64], name: str, where: str) -> None:
     missing = np.flatnonzero(~np.isfinite(real))
     if len(missing):
         raise InputError(
-            f"data: the column '{name}' of {where} has no finite number in row {missing[0]} "
-            f"({len(missing)} such rows); fill or drop them"
+            f"data: the column '{name}' of {where} has no finite number in row {missing[0]}; "
+            "fill or drop such rows"
         )
-    texts: Sequence[str] = values.astype(str).tolist() if values.dtype.kind in "OUS" else []
-    is_whole = len(texts) > 0 and all(text.lstrip("+-").isdigit() for text in texts)
-    return real.astype(np.int64) if is_whole else real
+
+
+def _are_whole(values: Column) -> bool:
+    """Whether a column of texts, as a CSV file has them, holds whole numbers."""
+    return values.dtype.kind == "U" and all(map(_is_whole, values.tolist()))
+
+
+def _is_whole(text: str) -> bool:
+    return text.strip().lstrip("+-").isdigit()
