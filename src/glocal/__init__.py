@@ -38,7 +38,7 @@ _HOMES = {
     "engines": ("EngineConfig",),
     "federate.fitting": ("Options", "fit"),
     "federate.kinds": ("Kind", "fit_kinds", "warm_kinds"),
-    "federate.result": ("Result",),
+    "federate.result": ("Result", "load_model"),
     "federate.rounds": ("simulate",),
     "federate.scenario": ("Chapter", "Scenario", "fit_scenario"),
     "personalize.advisor": ("Advice", "Budget", "AdvisorConfig", "advise"),

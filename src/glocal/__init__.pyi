@@ -49,6 +49,7 @@ from glocal.federate.kinds import Kind as Kind
 from glocal.federate.kinds import fit_kinds as fit_kinds
 from glocal.federate.kinds import warm_kinds as warm_kinds
 from glocal.federate.result import Result as Result
+from glocal.federate.result import load_model as load_model
 from glocal.federate.rounds import simulate as simulate
 from glocal.federate.scenario import Chapter as Chapter
 from glocal.federate.scenario import Scenario as Scenario

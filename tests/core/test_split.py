@@ -26,7 +26,7 @@ def test_the_papers_mnist_network_shares_its_last_three_layers():
     """Liang et al. 2020, appendix C.2: 99,978 / 633,226 = 15.79 %."""
     model = mlp()
     split = Split.of(model, shared=last_layers(model, 3))
-    table = split.describe(params_of(model))
+    table = split.describe(model)
     assert table.splitlines()[-1].startswith(
         "15.79 % of the model is sent each round: 99,978 of 633,226 parameters, 399,912 bytes"
     )
@@ -35,7 +35,7 @@ def test_the_papers_mnist_network_shares_its_last_three_layers():
 def test_the_papers_cifar_network_shares_its_convolutions():
     """Liang et al. 2020, appendix C.2: 2,872 / 64,102 = 4.48 %."""
     model = lenet5()
-    table = Split.of(model, local="fc*").describe(params_of(model))
+    table = Split.of(model, local="fc*").describe(model)
     assert "4.48 % of the model is sent each round: 2,872 of 64,102 parameters" in table
 
 
@@ -138,7 +138,7 @@ def test_tied_tensors_must_be_on_one_side():
 
 def test_the_table_names_every_tensor_and_its_bytes():
     model = net()
-    lines = Split.of(model, local="encoder").describe(params_of(model)).splitlines()
+    lines = Split.of(model, local="encoder").describe(model).splitlines()
     assert len(lines) == len(params_of(model)) + 2
     assert any(
         line.split() == ["encoder.1.num_batches_tracked", "local", "1", "8"] for line in lines

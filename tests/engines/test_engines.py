@@ -118,7 +118,7 @@ def test_losses_are_valid_after_the_round():
 
 
 @pytest.mark.parametrize("engine", ["looped", "workers"])
-def test_a_frozen_private_tensor_can_be_saved(engine, tmp_path):
+def test_a_layer_with_a_frozen_bias_can_be_saved(engine, tmp_path):
     model = world.seeded(world.plain)
     model[0].bias.requires_grad_(False)
     algorithm = world.algorithm("lg_fedavg", model)

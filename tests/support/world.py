@@ -127,13 +127,15 @@ def first_half(model):
     return Split.of(model, local=with_tensors[:half])
 
 
-def algorithm(name, model, *, optimizer=None, num_clients=NUM_CLIENTS, **hyperparameters):
+def algorithm(
+    name, model, *, optimizer=None, num_clients=NUM_CLIENTS, split=None, **hyperparameters
+):
     """An exported algorithm, with the arguments that its signature requires."""
     make = getattr(algorithms, name)
     required = inspect.signature(make).parameters
     arguments = {}
     if "split" in required:
-        arguments["split"] = first_half(model)
+        arguments["split"] = split or first_half(model)
     if "num_clients" in required:
         arguments["num_clients"] = num_clients
     optimizer = optimizer or sgd(0.1, momentum=0.5)

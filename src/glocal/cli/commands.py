@@ -455,12 +455,11 @@ def split(
     shared: Shared = None,
 ) -> None:
     """Show which part of a model stays on the client and which is sent."""
-    from glocal.core.modules import params_of
     from glocal.core.split import Split
     from glocal.studies.build import default_model
 
     built = default_model(model)
-    print(Split.of(built, local=local or None, shared=shared or None).describe(params_of(built)))
+    print(Split.of(built, local=local or None, shared=shared or None).describe(built))
 
 
 @data_app.callback()

@@ -20,8 +20,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from glocal.core import trees
 from glocal.core.errors import InputError, suggest_name
+from glocal.core.model_tensors import (
+    FrozenTensors,
+    canonical_names,
+    client_tensors,
+    frozen_tensors,
+    unique_tensors,
+)
 from glocal.core.pure_layers import KeyedDropout, KeyedGaussianNoise, MaskedBatchNorm
-from glocal.core.split import canonical_names, unique_tensors
 from glocal.core.trees import Params
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -36,11 +42,11 @@ _Mode = Callable[[nn.Module], nn.Module]
 
 
 def params_of(model: nn.Module) -> Params:
-    """A copy of every parameter and buffer, by name."""
+    """A copy of every parameter and buffer that is not frozen, by name."""
     _refuse_unusable(model)
-    tensors = unique_tensors(model)
-    if not tensors:
+    if not unique_tensors(model):
         raise InputError("model: it has no parameters; there is nothing to train")
+    tensors = client_tensors(model)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -111,12 +117,14 @@ def _unused_key(mask: Tensor) -> Tensor:
 
 
 def _buffer_names(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_buffers()]
+    """The names of the buffers that are not frozen."""
+    frozen = frozen_tensors(model)
+    return [name for name, _ in model.named_buffers() if name not in frozen]
 
 
 def _functional(model: nn.Module, mode: _Mode) -> Forward:
     """(params, x, mask, key) -> (output, every tensor after the call)."""
-    return _functional_call(model, mode(_skeleton(model)))
+    return _functional_call(model, _in_mode(model, mode))
 
 
 def _functional_with_features(
@@ -129,7 +137,7 @@ def _functional_with_features(
             f"model: there is no module '{layer}' to take the representation from; "
             f"{suggest_name(layer, known)}"
         )
-    skeleton = mode(_skeleton(model))
+    skeleton = _in_mode(model, mode)
     recorded: list[Tensor] = []
 
     def record(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
@@ -156,7 +164,7 @@ def _functional_call(
 
     With `read_record`, its result after the call is returned beside the output.
     """
-    names = canonical_names(model)
+    names, frozen = canonical_names(model), FrozenTensors(model)
     mask_names = _tensor_names(skeleton, MaskedBatchNorm, "rows")
     key_names = _tensor_names(skeleton, (KeyedDropout, KeyedGaussianNoise), "key")
     buffers = _buffer_names(model)
@@ -165,7 +173,7 @@ def _functional_call(
 
     def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Any, Params]:
         copies = {name: params[name].clone() for name in buffers}  # a module may write into them
-        params = {**params, **copies}
+        params = {**params, **copies, **frozen.on(mask.device)}
         tensors = {name: params[first] for name, first in names.items()}
         tensors |= dict.fromkeys(mask_names, mask) | dict.fromkeys(key_names, key)
         with one_call_at_a_time:
@@ -181,11 +189,11 @@ def _functional_call(
 
 def state_dict(model: nn.Module, params: Params) -> Params:
     """Params under the names of `model.state_dict()`, tied names included: they load strictly."""
-    names = canonical_names(model)
+    names, everything = canonical_names(model), {**params, **frozen_tensors(model)}
     tensors = {}
     for name in model.state_dict():
         if name in names:
-            tensors[name] = params[names[name]].detach().clone()
+            tensors[name] = everything[names[name]].detach().clone()
     return tensors
 
 
@@ -226,6 +234,17 @@ def _keyed_layers(skeleton: nn.Module) -> list[KeyedDropout | KeyedGaussianNoise
         if isinstance(module, KeyedDropout | KeyedGaussianNoise):
             layers.append(module)
     return layers
+
+
+def _in_mode(model: nn.Module, mode: _Mode) -> nn.Module:
+    """The skeleton in training or evaluation mode; frozen batch norms are always in the latter."""
+    skeleton, frozen = mode(_skeleton(model)), frozen_tensors(model)
+    names = canonical_names(model)
+    for name, module in skeleton.named_modules():
+        statistics = f"{name}.running_mean".lstrip(".")
+        if isinstance(module, MaskedBatchNorm) and names.get(statistics) in frozen:
+            module.eval()
+    return skeleton
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -8,6 +8,12 @@ from torch import Tensor, nn
 
 from glocal.core import trees
 from glocal.core.errors import InputError, suggest_name
+from glocal.core.model_tensors import (
+    canonical_names,
+    frozen_tensors,
+    named_tensors,
+    unique_tensors,
+)
 from glocal.core.trees import Params
 
 Term = str | Callable[[str, Tensor], bool]
@@ -42,7 +48,13 @@ class Split:
         >>> sorted(Split.of(model, local="0").shared)
         ['2.bias', '2.weight']
         """
-        split = cls(*_select_sides(named_tensors(model), local, shared))
+        frozen, first = frozen_tensors(model), canonical_names(model)
+        named = {
+            name: tensor
+            for name, tensor in named_tensors(model).items()
+            if first[name] not in frozen
+        }
+        split = cls(*_select_sides(named, frozen, local, shared))
         _refuse_tied_across(split, model)
         names = frozenset(unique_tensors(model))
         return cls(split.local & names, split.shared & names)
@@ -59,42 +71,29 @@ class Split:
         """The part that is sent and averaged."""
         return trees.pick(params, self.shared)
 
-    def describe(self, params: Params) -> str:
-        """A table (name, side, parameters, bytes), and the fraction that is sent each round."""
-        width = max(len(name) for name in params)
-        lines = [f"{'tensor':<{width}}  side    {'parameters':>12}  {'bytes':>12}"]
-        for name, tensor in params.items():
-            side = "local " if name in self.local else "shared"
+    def describe(self, model: nn.Module) -> str:
+        """A table (tensor, role, parameters, bytes), and the fraction that is sent each round."""
+        tensors = unique_tensors(model)
+        width = max(len(name) for name in tensors)
+        lines = [f"{'tensor':<{width}}  role    {'parameters':>12}  {'bytes':>12}"]
+        for name, tensor in tensors.items():
             size = f"{tensor.numel():>12,}  {trees.nbytes({name: tensor}):>12,}"
-            lines.append(f"{name:<{width}}  {side}  {size}")
-        lines.append(self._describe_sent(params))
-        return "\n".join(lines)
+            lines.append(f"{name:<{width}}  {self._role(name)}  {size}")
+        return "\n".join([*lines, self._describe_sent(tensors)])
 
-    def _describe_sent(self, params: Params) -> str:
-        shared = self.take_shared(params)
-        sent, total = trees.numel(shared), trees.numel(params)
+    def _role(self, name: str) -> str:
+        if name in self.local:
+            return "local "
+        return "shared" if name in self.shared else "frozen"
+
+    def _describe_sent(self, tensors: Params) -> str:
+        shared = self.take_shared(tensors)
+        sent, total = trees.numel(shared), trees.numel(tensors)
         percent = 100 * sent / total if total else 0.0
         return (
             f"{percent:.2f} % of the model is sent each round: "
             f"{sent:,} of {total:,} parameters, {trees.nbytes(shared):,} bytes"
         )
-
-
-def named_tensors(model: nn.Module) -> Params:
-    """Every parameter and buffer under every name it has: tied tensors appear once per name."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def unique_tensors(model: nn.Module) -> Params:
-    """Every parameter and buffer once, under its first name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every tensor -> the tensor's first name; they differ for tied weights."""
-    first = {id(tensor): name for name, tensor in unique_tensors(model).items()}
-    return {name: first[id(tensor)] for name, tensor in named_tensors(model).items()}
 
 
 def first_layers(model: nn.Module, count: int) -> tuple[str, ...]:
@@ -136,17 +135,17 @@ def _checked_layer_names(model: nn.Module, count: int) -> list[str]:
 
 
 def _select_sides(
-    named: Params, local: Selector | None, shared: Selector | None
+    named: Params, frozen: Params, local: Selector | None, shared: Selector | None
 ) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the local and of the shared side; a side that is not given is the rest."""
     everything = frozenset(named)
     if local is not None and shared is not None:
-        local_names, shared_names = _select(local, named), _select(shared, named)
+        local_names, shared_names = _select(local, named, frozen), _select(shared, named, frozen)
     elif local is not None:
-        local_names = _select(local, named)
+        local_names = _select(local, named, frozen)
         shared_names = everything - local_names
     elif shared is not None:
-        shared_names = _select(shared, named)
+        shared_names = _select(shared, named, frozen)
         local_names = everything - shared_names
     else:
         raise InputError(
@@ -162,15 +161,15 @@ def _select_sides(
     return local_names, shared_names
 
 
-def _select(selector: Selector, named: Params) -> frozenset[str]:
+def _select(selector: Selector, named: Params, frozen: Params) -> frozenset[str]:
     terms = [selector] if isinstance(selector, str) or callable(selector) else list(selector)
     names: set[str] = set()
     for term in terms:
-        names.update(_matching_names(term, named))
+        names.update(_matching_names(term, named, frozen))
     return frozenset(names)
 
 
-def _matching_names(term: Term, named: Params) -> list[str]:
+def _matching_names(term: Term, named: Params, frozen: Params) -> list[str]:
     if isinstance(term, nn.Module):
         raise InputError(
             f"split: a module ({type(term).__name__}) was given; give its name, such as 'encoder'"
@@ -178,6 +177,11 @@ def _matching_names(term: Term, named: Params) -> list[str]:
     matched = [name for name, tensor in named.items() if _term_matches(term, name, tensor)]
     if not matched:
         shown = f"'{term}'" if isinstance(term, str) else "the predicate"
+        if any(_term_matches(term, name, tensor) for name, tensor in frozen.items()):
+            raise InputError(
+                f"split: {shown} matches frozen tensors only, which are neither local nor shared; "
+                "leave it out, or let them be trained with requires_grad_(True)"
+            )
         hint = _suggest_term(term, named)
         raise InputError(f"split: {shown} matches no parameter or buffer of this model; {hint}")
     return matched

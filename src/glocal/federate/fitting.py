@@ -18,9 +18,9 @@ from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, MAX_WORKERS, count_field
 from glocal.core.data import ClientData, Examples, client_label
 from glocal.core.errors import DivergedError, InputError, describe_error
 from glocal.core.files import Json, lock_folder, write_json
+from glocal.core.model_tensors import base_fingerprint, client_tensors
 from glocal.core.modules import params_of, predictor
 from glocal.core.sampling import Plan, sample_clients
-from glocal.core.split import unique_tensors
 from glocal.core.store import State
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData, validate_data
@@ -468,6 +468,8 @@ def fingerprint(experiment: Case, options: Options) -> Json:
         "choice": choice,
         **experiment.about,
     }
+    if base := base_fingerprint(experiment.model):
+        result["base of frozen tensors"] = base
     if experiment.pretraining:
         pretraining = experiment.pretraining
         result["pretraining"] = {"epochs": pretraining.epochs, "labels": pretraining.labels}
@@ -667,7 +669,7 @@ def finish(
 
 def restrict_to_model(model: nn.Module, tree: Params) -> Params:
     """A tree without auxiliary models' tensors: no other client uses them, so none is sent."""
-    return trees.pick(tree, unique_tensors(model))
+    return trees.pick(tree, client_tensors(model))
 
 
 def _afterwards(

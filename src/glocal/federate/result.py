@@ -10,13 +10,17 @@ from torch import nn
 
 from glocal.algorithms.contract import Algorithm
 from glocal.core.data import find_client
-from glocal.core.files import Json, write_tensors
+from glocal.core.errors import InputError, describe_error
+from glocal.core.files import Json, read_tensors, write_tensors
+from glocal.core.model_tensors import base_fingerprint, canonical_names, client_tensors
 from glocal.core.modules import state_dict
 from glocal.core.sampling import Plan
 from glocal.core.store import State
 from glocal.core.trees import Params
 from glocal.evaluate import Accuracies, AccuracySummary, Metric, NewTest, accuracy
 from glocal.wire import Ledger
+
+_BASE = "base"  # in the header of a model's file: the fingerprint of the frozen tensors
 
 
 @dataclass(frozen=True)
@@ -95,16 +99,65 @@ class Result:
 
 
 def save_models(result: Result, folder: Path) -> None:
-    """Write each client's model as a state dict; one file if all clients have the same model."""
-    metadata = {
+    """Write each client's model as a state dict; one file if all clients have the same model.
+
+    Frozen tensors are left out: the file names their fingerprint, and `load_model` asks for it.
+    """
+    metadata: Json = {
         "algorithm": result.algorithm.name,
         "seed": result.plan.seed,
         "round": result.selected_round,
     }
+    if base := base_fingerprint(result.architecture):
+        metadata[_BASE] = base
     if not result.state.private.initial:
-        write_tensors(folder / "every-client.safetensors", result.state_dict(0), metadata)
+        tensors = _own_state_dict(result, 0)
+        write_tensors(folder / "every-client.safetensors", tensors, metadata)
         return
     for client in range(len(result.times_sampled)):
         name = quote(result.names[client], safe="") if result.names else f"{client:04d}"
         path = folder / f"client-{name}.safetensors"
-        write_tensors(path, result.state_dict(client), metadata)
+        write_tensors(path, _own_state_dict(result, client), metadata)
+
+
+def _own_state_dict(result: Result, client: int) -> Params:
+    """A client's model without the frozen tensors."""
+    first, own = canonical_names(result.architecture), client_tensors(result.architecture)
+    tensors = result.state_dict(client)
+    return {name: tensor for name, tensor in tensors.items() if first[name] in own}
+
+
+def load_model(path: str | Path, model: nn.Module) -> nn.Module:
+    """A client's model from its file, as a plain module in evaluation mode.
+
+    `model` has the same layers, and the frozen tensors if there are any; it stays as it is.
+    """
+    tensors, header = read_tensors(Path(path))
+    saved, given = header.get(_BASE, ""), base_fingerprint(model)
+    if saved != given:
+        raise InputError(
+            f"model: {path} belongs to a model with {_describe_base(saved)}, "
+            f"the one given has {_describe_base(given)}; give the model that it was trained on"
+        )
+    loaded = copy.deepcopy(model)
+    try:
+        loaded.load_state_dict({**loaded.state_dict(), **tensors})
+    except RuntimeError as error:
+        raise InputError(
+            f"model: {path} does not fit the model given ({describe_error(error)})"
+        ) from error
+    missing = {*client_tensors(model)} - tensors.keys() - _unsaved(model)
+    if missing:
+        raise InputError(
+            f"model: {path} lacks {sorted(missing)[0]}; give the model that it was trained on"
+        )
+    return loaded.eval()
+
+
+def _describe_base(fingerprint: str) -> str:
+    return f"the frozen tensors {fingerprint}" if fingerprint else "no frozen tensors"
+
+
+def _unsaved(model: nn.Module) -> set[str]:
+    """Buffers that a module keeps out of its state dict."""
+    return {*client_tensors(model)} - model.state_dict().keys()

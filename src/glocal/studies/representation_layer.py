@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from glocal.core.errors import InputError
-from glocal.core.split import canonical_names
+from glocal.core.model_tensors import canonical_names
 from glocal.studies.build import build_split
 from glocal.studies.saved_experiment import SavedExperiment
 

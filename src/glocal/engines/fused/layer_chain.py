@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from glocal.core.model_tensors import canonical_names
 from glocal.core.modules import trainable_names
-from glocal.core.split import canonical_names
 
 Shape = tuple[int, ...]
 

@@ -13,9 +13,10 @@ from glocal.core import trees
 from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
+from glocal.core.model_tensors import canonical_names
 from glocal.core.modules import params_of
 from glocal.core.sampling import IntArray, Plan, client_key, make_rng, to_batches
-from glocal.core.split import canonical_names, layer_names
+from glocal.core.split import layer_names
 from glocal.core.store import PrivateStates, State
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
