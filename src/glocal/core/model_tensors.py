@@ -70,13 +70,13 @@ class FrozenTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._source = frozen_tensors(model)
-        self._by_device: dict[torch.device, Params] = {}
+        self._copies: dict[torch.device, Params] = {}
 
     def on(self, device: torch.device) -> Params:
         """The frozen tensors by their first names."""
-        if device not in self._by_device:
-            self._by_device[device] = trees.to(self._source, device)
-        return self._by_device[device]
+        if device not in self._copies:
+            self._copies[device] = trees.to(self._source, device)
+        return self._copies[device]
 
 
 def _is_frozen_parameter(tensor: Tensor) -> bool:
