@@ -89,7 +89,7 @@ def _named(settings: Settings, name: str, classes: int) -> Settings:
 
 
 def _paper(base: Settings, classes: int) -> StudyPart:
-    """The text, done right; with two classes per client also the sweep of splits."""
+    """The protocol `paper`; with two classes per client also the sweep of splits."""
     data = base.data.source
     extra = _swept(data) if classes == CLASSES[0] else {}
     settings = replace(
