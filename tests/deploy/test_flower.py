@@ -575,7 +575,7 @@ def test_no_example_leaves_a_client_in_the_text_of_an_error(
     public = [*sent, *stored]
     assert any(b"see the client's own log" in part for part in public)
     assert not any(b"Jane Doe" in part or quote.encode() in part for part in public)
-    assert "of which the server gets only the kind" in caplog.text
+    assert "the server gets only its type" in caplog.text
     assert quote in caplog.text
 
 

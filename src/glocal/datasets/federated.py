@@ -14,7 +14,7 @@ from glocal.core.sampling import make_rng
 
 @dataclass(frozen=True)
 class FederatedData:
-    """What every client trains on, is validated on and is tested on, and its unlabelled inputs."""
+    """The training, validation and test data of all clients, and their unlabelled inputs."""
 
     train: ClientData
     val: ClientData

@@ -27,7 +27,7 @@ _LARGEST_ALPHA = 1e6
 def partition(
     dataset: Dataset, partitioner: Partitioner, *, validation: float = 0.1, seed: int = 0
 ) -> FederatedData:
-    """Give every client its examples; the stores are used as they are, not copied."""
+    """Partition a data set over clients; its tensors are not copied."""
     train_labels = _class_labels(dataset.train.y, "train")
     test_labels = _class_labels(dataset.test.y, "test")
     train, test = partitioner(train_labels, test_labels, make_rng(seed, "partition"))
@@ -49,7 +49,7 @@ def class_counts(data: ClientData, classes: int) -> IntArray:
 
 
 def iid(clients: int) -> Partitioner:
-    """Random shares of equal size."""
+    """IID: a random share of equal size for every client."""
     _require_positive("clients", clients)
     return partial(_partition_iid, clients)
 

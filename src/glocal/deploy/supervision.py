@@ -1,4 +1,4 @@
-"""Keep a program of ours running in a process of its own, and pass on its notices.
+"""Keep one of our programs running in a separate process, and pass on its notices.
 
 The supervisor is small: it never imports torch and does nothing else. Its child gets only the
 environment variables that it needs, sends lines of JSON, and ends when the supervisor has ended. A

@@ -1,4 +1,4 @@
-"""What a study found beside what its paper printed: rows, tables and splits as plain values."""
+"""A study's results beside the paper's published numbers: rows, tables and splits as values."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev

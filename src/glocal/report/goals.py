@@ -1,4 +1,4 @@
-"""How row_cost each row of a part reaches the goal: a table, and accuracy by round as a figure."""
+"""The cost at which each row of a part reaches the goal: a table, and accuracy by round."""
 
 import math
 from collections.abc import Mapping, Sequence

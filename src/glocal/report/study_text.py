@@ -257,9 +257,7 @@ def disagreements(table: ComparisonTable) -> str:
             "≠ By the paper’s count, these rows send another number of parameters than it prints: "
             f"{'; '.join(differing)}."
         )
-    return (
-        "By the paper’s count, every measured row sends as many parameters as the paper prints."
-    )
+    return "By the paper’s count, every measured row sends as many parameters as the paper prints."
 
 
 def split_cells(split: SweepPoint) -> tuple[str, ...]:
