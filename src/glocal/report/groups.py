@@ -92,7 +92,7 @@ def _cells(summaries: Sequence[Forgetting]) -> Iterable[str]:
 
 
 def _line_style(run: RunData, name: str) -> LineStyle:
-    """A colour and a marker; every line is solid, for a dotted one is of a group that is gone."""
+    """A colour and a marker; the line is solid, because dotted lines are of groups that left."""
     return nth_line_style(_FIRST_GROUP_STYLE + [*run.settings.groups].index(name))._replace(dash=())
 
 
@@ -189,7 +189,7 @@ def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle)
 
 
 def _stretches(present: Sequence[int]) -> list[list[int]]:
-    """Evaluations in a row while a group is there, or while it is gone.
+    """Consecutive evaluations while a group is present, or after it left.
 
     Each stretch begins where the one before ended.
     """
