@@ -8,8 +8,12 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs/architecture.md"
 SECTION = "## What other packages may import"
+LINES = PAGE.read_text().split(SECTION)[1].split("\n## ")[0].splitlines()
 MODULES = {
-    *re.findall(r"`(glocal\.\w+\.\w+)`", PAGE.read_text().split(SECTION)[1].split("\n## ")[0])
+    f"glocal.{name}"
+    for line in LINES
+    if line.startswith("- ")
+    for name in re.findall(r"`(\w+\.\w+)`", line)
 }
 
 
