@@ -1,8 +1,7 @@
 """Personalised federated learning with local and shared representations.
 
-Everything a user needs is here by name, submodules included, and is loaded when first asked for:
-importing glocal costs nothing. `__init__.pyi` beside this file tells type checkers where each name
-lives.
+All public names and submodules are available here and are loaded on first use, so that importing
+glocal is fast. `__init__.pyi` beside this file tells type checkers where each name is defined.
 """
 
 from importlib import import_module

@@ -472,6 +472,42 @@ def test_objects_that_a_client_leaves_on_the_server_are_deleted_with_the_next_ba
         assert not deployment.superlink.state.message_ins_store
 
 
+def test_objects_of_a_reply_that_was_never_whole_are_deleted_before_the_next_round(
+    tmp_path, monkeypatch
+):
+    folder = deployed.project(tmp_path / "here", clients=2, rounds=3)
+    short = property(lambda self: 2.0 if self.round_index == 1 else 60.0)
+    monkeypatch.setattr(RunServer, "round_timeout", short)
+    extra = [content("ConfigRecord", bytes([number]) * 1000) for number in range(50)]
+    counts = {}
+
+    def stored():
+        store = deployment.superlink.state.object_store
+        return sum(store.get(get_object_id(part)) is not None for part in extra)
+
+    def unfinished(connection, received, node):
+        root = content("Message", b"x", extra)
+        send = connection.fleet.client.PushObject
+        with pytest.MonkeyPatch.context() as patch:
+            own = lambda request: request.object_content == root or send(request)  # noqa: E731
+            patch.setattr(connection.fleet.client, "PushObject", own)
+            push(connection, received, node, root, *extra)
+        counts["at first"] = stored()
+
+    def counting(connection, received, node):
+        messages = [*deployment.superlink.state.message_ins_store.values()]
+        old = [message for message in messages if message.metadata.group_id == "1"]
+        counts["in the next round"] = stored() + len(old)
+        Connection._answer(connection, received, node)
+
+    with deployed_here(folder) as deployment:
+        deployment.connect("client-0", make=hostile(counting, ("2", "train")))
+        deployment.connect("client-1", make=hostile(unfinished))
+        assert deployment.run() == "completed"
+    assert [[*row["dropped"]] for row in deployment.rows()] == [[], ["client-1"], []]
+    assert counts == {"at first": 50, "in the next round": 0}
+
+
 def test_a_reply_that_comes_too_late_is_refused_and_its_client_goes_on(tmp_path, monkeypatch):
     folder = deployed.project(tmp_path / "here", clients=2, rounds=3)
     short = property(lambda self: 2.0 if self.round_index == 1 else 60.0)

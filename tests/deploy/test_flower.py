@@ -14,7 +14,7 @@ import torch
 from flwr.app import ConfigRecord, Error, Message
 from flwr.common import Parameters
 from flwr.common.serde import message_to_proto
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from glocal import algorithms
 from glocal.core.errors import InputError
@@ -173,6 +173,24 @@ def test_an_invalid_handshake_is_refused_and_named(tmp_path):
     server = run_here(folder, deployed.InProcessGrid(folder, tamper))
     refused = read_json(server.folder / "live.json", dict)["refused"]
     assert "'weight' is 'heavy'" in refused["client-1"]
+
+
+def test_a_client_with_another_number_than_that_of_its_key_is_refused(tmp_path):
+    """Otherwise it could take the place of another client, with its data's weight and state."""
+    folder = deployed.project(tmp_path / "here", rounds=1)
+
+    def tamper(client, message, reply):
+        if client != 1 or message.metadata.message_type != "query":
+            return reply
+        own = json.loads(str(reply.content.config_records["config"]["metrics"]))
+        return with_config(reply, metrics=json.dumps({**own, "client": 2}))
+
+    server = run_here(folder, deployed.InProcessGrid(folder, tamper))
+    assert server.live["refused"] == {
+        "client-1": "it says that it is client 2, but its key is that of client 1"
+    }
+    [row] = read_rows(server.folder / "rows.jsonl")
+    assert row["clients"] == ["client-0", "client-2", "client-3"]
 
 
 def test_a_reply_that_is_lost_on_its_way_leaves_no_trace_on_the_client(tmp_path):
@@ -346,10 +364,24 @@ def test_private_state_of_version_0_1_is_refused_in_one_line(tmp_path):
         run_here(folder)  # the server names the client
 
 
-def test_only_its_owner_can_read_private_state(tmp_path):
+def write_in_place(tensors, path, metadata):
+    """As safetensors 0.4 does; later versions make a new file, which only its owner can read."""
+    Path(path).write_bytes(save(tensors, metadata))
+
+
+@pytest.mark.parametrize("write", [save_file, write_in_place])
+def test_only_its_owner_can_read_private_state(write, tmp_path, monkeypatch):
+    """Also where the owner's other files are for all to read."""
+    monkeypatch.setattr("glocal.core.files.save_file", write)
     folder = deployed.project(tmp_path / "here", clients=1, rounds=1)
-    run_here(folder)
-    assert (folder / "clients/client-0/state").stat().st_mode & 0o077 == 0
+    before = os.umask(0o022)
+    try:
+        run_here(folder)
+    finally:
+        os.umask(before)
+    state = folder / "clients/client-0/state"
+    assert state.stat().st_mode & 0o077 == 0
+    assert (state / "first.safetensors").stat().st_mode & 0o077 == 0
 
 
 def test_a_run_whose_name_leads_out_of_the_folder_is_refused_by_the_client(tmp_path):
@@ -575,7 +607,7 @@ def test_no_example_leaves_a_client_in_the_text_of_an_error(
     public = [*sent, *stored]
     assert any(b"see the client's own log" in part for part in public)
     assert not any(b"Jane Doe" in part or quote.encode() in part for part in public)
-    assert "of which the server gets only the kind" in caplog.text
+    assert "the server gets only its type" in caplog.text
     assert quote in caplog.text
 
 

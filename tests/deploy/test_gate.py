@@ -100,6 +100,7 @@ class GateFixture:
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         asyncio.run(self.gate(scope, receive, send))
         self.reason = events[-1]["body"].decode()
+        self.headers = events[0]["headers"]
         return events[0]["status"]
 
     def push(self, key, body):
@@ -157,6 +158,19 @@ def test_no_other_route_than_those_of_the_fleet_is_found(path, fixture):
     assert fixture.request(path, fixture.first.headers(length=4), b"body") == 404
     assert not fixture.behind.paths
     assert not fixture.read
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "post"])
+def test_no_other_method_than_post_is_found(method, fixture):
+    assert fixture.request(PULL, fixture.first.headers(length=4), b"body", method) == 404
+    assert not fixture.behind.paths
+
+
+@pytest.mark.parametrize("path", [PULL, "/docs", "/health"])
+def test_every_response_of_the_gate_itself_closes_the_connection(path, fixture):
+    """A body that was announced is not read, and a stranger keeps no connection."""
+    fixture.request(path, [])
+    assert (b"connection", b"close") in fixture.headers
 
 
 def test_all_of_flowers_routes_but_ten_of_the_fleet_are_closed(fixture):

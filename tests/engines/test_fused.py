@@ -377,7 +377,7 @@ def declined_setup(objective=None, *, model=LINEAR, rule=None, tree=None, **exam
 X, Y = work_of((4,), [[0]]).examples[:2]
 DECLINED = {
     "the optimiser is Adam, not SGD": declined_setup(rule=adam(0.1)),
-    "the loss is AugmentedLoss, not a model's own": declined_setup(
+    "the loss is AugmentedLoss, not a ModelLoss": declined_setup(
         with_augmentation(
             with_augmentation(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x
         )

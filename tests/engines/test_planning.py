@@ -110,7 +110,7 @@ def test_a_plan_that_takes_long_is_tried_twice_only_and_reported(
     fastest = planning._fastest(probe_setup(), choices)
     assert "measured, ms a step: vmapped" in fastest.reason
     assert engine.call_count == calls
-    notice = "trying out what is fastest, which takes a while: 2 steps took 0 s"
+    notice = "measuring which is fastest, which takes a while: 2 steps took 0 s"
     assert sum(notice in line for line in caplog.messages) == lines
 
 

@@ -461,7 +461,7 @@ def test_a_scenario_runs_from_toml_to_its_report(capsys):
     assert "forgetting" in printed
     assert all(printed.count(f" {group} ") == 2 for group in ("old", "new", "drift"))
     page = Path("out/report.html").read_text()
-    assert "What they had, and what they forgot" in page
+    assert "Accuracy and forgetting" in page
     for mark in ("− old", "+ new", "↻ drift", "FedAvg: accuracy by group", "LG: accuracy by group"):
         assert mark in page
     results = json.loads(Path("out/results.json").read_text())

@@ -518,7 +518,7 @@ def test_a_study_is_audited_when_its_experiments_are_done(tmp_path):
                 assert (attribute["joint"] is not None) == joint
                 assert 0.3 < attribute["pooled"] <= 1
     page = write_report(tmp_path).read_text()
-    assert "What representations give away" in page
+    assert "What representations reveal" in page
     assert "attribute 1" in page
 
 

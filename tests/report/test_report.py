@@ -266,7 +266,7 @@ def test_an_experiment_that_sends_nothing_is_a_level_line(tmp_path: Path) -> Non
         json.dumps({**row, "bytes": 0, "paper_parameters": 0}) + "\n" for row in rows(2, 6, 0.9)
     ]
     path.write_text("".join(silent), encoding="utf-8")
-    assert "sends nothing while it trains is a level line" in page_of(folder)
+    assert "sends nothing during training is a horizontal line" in page_of(folder)
 
 
 def test_many_rounds_and_experiments_stay_one_small_page(tmp_path: Path) -> None:

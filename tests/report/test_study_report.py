@@ -63,7 +63,8 @@ def test_above_is_worse_where_less_is_better(fair: Findings, tmp_path: Path) -> 
     )
     assert row[5] == "52.00 ± 1.41 (+1.90) ↑"
     assert (
-        "↑ is above the published mean plus its standard deviation, where less is better." in text
+        "↑ marks what is above the published mean plus its standard deviation, where less is better"
+        in text
     )
     row = "LG + Adv on Adversary AUC by 0.60 (52.00 ± 1.41, published 50.10 ± 1.30)"
     assert f"- ↑ `paper`, above the published mean plus its standard deviation: {row}.\n" in text
@@ -219,7 +220,7 @@ def test_a_study_has_tables_of_its_own_before_those_of_its_parts(fair: Findings)
 def test_differences_stand_beside_scores_of_the_reference_protocol(fair: Findings) -> None:
     other = replace(fair, study=replace(FAIR, reference_protocol="released"))
     text = study_markdown(other)
-    assert "Beside `released` stands" in text
+    assert "beside `released` are differences" in text
     assert "(+0.30)" not in text
     assert "(+0.30)" in study_markdown(fair)
 

@@ -537,7 +537,7 @@ def test_without_fairlearn_one_line_says_how_to_get_it(run_folder, capsys, monke
 
 def test_output_folders_with_other_files_are_refused(run_folder, tmp_path, capsys):
     assert run("audit", run_folder, "--attribute", "0", "--out", run_folder) == 2
-    assert "holds something else (settings.json); choose another --out" in complaint(capsys)
+    assert "holds other files (settings.json); choose another --out" in complaint(capsys)
     (tmp_path / "file").write_text("in the way")
     assert run("audit", run_folder, "--attribute", "0", "--out", tmp_path / "file" / "new") == 2
     assert "audit: " in (line := complaint(capsys))

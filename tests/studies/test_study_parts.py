@@ -490,8 +490,8 @@ def test_an_experiment_that_diverges_is_left_out_with_what_starts_from_it_and_th
     assert any("paper-2, FedAvg: training diverged" in line and "skipped" in line for line in lines)
     assert [*found_in("kept")["paper-2"]["experiments"]] == ["Local only"]
     text = Path("kept/tables.md").read_text()
-    assert "Left out, for training diverged: `paper-2`: FedAvg (all seeds), LG" in text
-    assert "Still open: `paper-2`" not in text
+    assert "Left out because training diverged: `paper-2`: FedAvg (all seeds), LG" in text
+    assert "Not run yet: `paper-2`" not in text
     assert run("resume", "kept") == 0
     assert complaints(capsys) == []
 
@@ -529,7 +529,7 @@ def test_a_seed_that_diverges_is_left_out_of_its_experiment_only_and_the_others_
     )
     text = Path("kept/tables.md").read_text()
     assert (
-        f"Left out, for training diverged: `paper-2`: LG 4+2 (seed 1), {FINE_TUNED} (seed 1)."
+        f"Left out because training diverged: `paper-2`: LG 4+2 (seed 1), {FINE_TUNED} (seed 1)."
         in text
     )
     assert "Still open: `paper-2`" not in text

@@ -64,7 +64,7 @@ def test_valence_is_read_as_the_essays_have_it(tmp_path):
         (f"ann,{SECRET},101", "row 3: mood is 101; a number from 1 to 100"),
         (f"ann,{SECRET},nan", "row 3: mood is nan; a number from 1 to 100"),
         (f"ann,50,{SECRET}", "row 3: mood is no number; a number from 1 to 100"),
-        (f" ,{SECRET},50", "row 3: person is empty; every text needs to say whose it is"),
+        (f" ,{SECRET},50", "row 3: person is empty; every text needs a person"),
         (f"ann,{SECRET}", "row 3: it has another number of columns"),
         (f"ann,{SECRET},so,50", "row 3: it has another number of columns"),
     ],

@@ -251,7 +251,7 @@ def test_a_part_that_is_not_finished_has_dashes_and_is_named(tmp_path: Path) -> 
     findings = fake(parts=("paper-2",))
     del findings.parts["paper-2"]["experiments"]["LG 800+100"]
     text = study_markdown(findings)
-    assert "Still open: `paper-2` (without LG 800+100), `paper-3`" in text
+    assert "Not run yet: `paper-2` (without LG 800+100), `paper-3`" in text
     cells = ["98.54 ± 0.05", "–", "98.17 ± 0.05", "–", "5.7e10", "–", "–"]
     assert lines_of(text, "2 classes per client")["LG 800+100"] == cells
     assert "last 3 shared" not in lines_of(text, "How much to share, 2 classes per client, `paper`")
@@ -268,7 +268,7 @@ def test_other_settings_than_the_studys_are_reported() -> None:
     assert len(sweep_points(findings, "paper-2")) == 10
     findings.parts["paper-3"]["settings"]["plan"]["clients_per_round"] = 5
     assert (
-        "Not run with the study’s own settings: `paper-3` with plan.clients_per_round = 5."
+        "Run with other settings than the study’s: `paper-3` with plan.clients_per_round = 5."
         in study_markdown(findings)
     )
     del findings.parts["paper-2"]["settings"]["experiments"]["LG 800+100"]["start_from"]

@@ -425,7 +425,7 @@ def test_the_command_says_what_to_keep_local(capsys):
 
 
 @pytest.mark.parametrize(
-    ("option", "words"), [("--rho", "Keep nothing local"), ("--sigma", "Keep all of it local")]
+    ("option", "words"), [("--rho", "Keep nothing local"), ("--sigma", "Keep everything local")]
 )
 def test_without_spread_or_noise_one_extreme_is_best(option, words, capsys):
     assert run(*QUICK, option, 0) == 0

@@ -1,4 +1,4 @@
-"""One paper per file; a new algorithm is one new file and its line here."""
+"""The algorithms, one paper per file; a new algorithm is one new file and its line here."""
 
 from glocal.algorithms.apfl import apfl
 from glocal.algorithms.fedavg import fedavg

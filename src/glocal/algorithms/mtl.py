@@ -24,7 +24,7 @@ def mtl(
     lam: float = 0.1,
     ridge: float = 0.0,
 ) -> Algorithm:
-    """Every client has its own w_m, pulled to the mean of all M clients.
+    """Every client has its own model w_m, regularised towards the mean over all M clients.
 
     The shared tree is that mean; an upload is the change of w_m in a round.
     """

@@ -39,7 +39,7 @@ def clip_and_noise(
     privacy: DifferentialPrivacy,
     draw: Callable[[int, Sequence[int]], Tensor],
 ) -> Params:
-    """The upload with its change of the shared tree clipped and with noise.
+    """The upload, with its update of the shared tree clipped and with noise added.
 
     Counters stay as the server knows them. `draw(index, shape)` gives the noise of one tensor.
     """
@@ -94,6 +94,6 @@ def with_differential_privacy(
 
 
 def secure_noise(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Normal numbers from the machine's own entropy; the key is ignored: the server knows it."""
+    """Normal numbers seeded by the machine's entropy, not by the key, which the server knows."""
     generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
     return torch.randn(tuple(shape), generator=generator).to(key.device)

@@ -1,4 +1,4 @@
-"""The command line: a thin layer that reads words, shows progress and prints tables."""
+"""The command line: a thin layer that reads options, shows progress and prints tables."""
 
 from glocal.cli.entry import main
 

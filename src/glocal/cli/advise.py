@@ -217,17 +217,17 @@ def _choice_lines(advice: Advice) -> list[str]:
 def _reason_line(advice: Advice) -> str:
     alpha, expected = advice.variances["all"].alpha, advice.by_variances
     reason = (
-        "the variance between clients is larger than that within a client"
+        "the between-client variance is larger than the within-client variance"
         if alpha > _HALF
-        else "the variance within a client is larger than that between clients"
+        else "the within-client variance is larger than the between-client variance"
     )
     text = f"Why: alpha* is {alpha:.2f}: {reason}"
     if not advice.ran_halving:
-        return f"{text}; the budget was too small for a search, so the linear theory decides alone."
+        return f"{text}; the budget was too small for a search, so only the linear theory decides."
     if expected == advice.choice.name:
-        return f"{text}; that alone suggests '{expected}', and so does the search."
+        return f"{text}; the variances suggest '{expected}', and so does the search."
     verdict = _verdict(advice, expected)
-    return f"{text}; that alone suggests '{expected}', which {verdict} in the search."
+    return f"{text}; the variances suggest '{expected}', which {verdict} in the search."
 
 
 def _verdict(advice: Advice, name: str) -> str:
@@ -299,7 +299,7 @@ def _local_only_caveat(advice: Advice) -> str:
     by = f"{100 * gap.mean:.1f} points ({format_interval(gap)})"
     return (
         f" '{NOTHING}' was ahead by {by}, which is not clear enough: "
-        "the gain of shared training shows later than the search ends."
+        "shared training often gains only after more rounds than the search has."
     )
 
 
@@ -324,7 +324,7 @@ def _groups(advice: Advice) -> list[str]:
 def _group_advice(group: ClientGroup) -> str:
     if group.candidate == NOTHING:
         return "let each of them train alone"
-    return "give them a federation of their own"
+    return "train them in a separate federation"
 
 
 def _cost_line(advice: Advice) -> str:

@@ -44,7 +44,7 @@ class AuditTarget:
         ]
         if held:
             raise InputError(
-                f"audit: {self.out} holds something else ({held[0]}); choose another --out"
+                f"audit: {self.out} holds other files ({held[0]}); choose another --out"
             )
 
 

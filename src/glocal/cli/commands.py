@@ -114,7 +114,7 @@ def _command_line(
 
 @app.command("list")
 def list_studies() -> None:
-    """List the studies of glocal and of the packages that are installed beside it."""
+    """List the studies of glocal and of installed packages."""
     from glocal.studies import STUDIES
     from glocal.studies.registry import installed_studies, missing_packages
 
@@ -202,7 +202,7 @@ def run(
 
 @app.command()
 def resume(folder: RunFolder, changes: Overrides = None, engine: EngineName = None) -> None:
-    """Resume a stopped run; the results have the same bits as without the stop."""
+    """Resume a stopped run; the results have the same bits as those of an uninterrupted run."""
     from glocal.cli.run import resume_parts, run_and_report
     from glocal.studies import with_overrides
     from glocal.studies.run import read_settings
@@ -224,15 +224,15 @@ def report(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            help="The folder of a run; or folders and findings.json of one paper's study."
+            help="The folder of a run; or several folders or findings.json of one paper's study."
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write a paper's study, if not into its own folder."),
+        typer.Option(help="The folder for the report of a paper's study; by default its own."),
     ] = None,
 ) -> None:
-    """Write a report again; several runs of one paper's study are merged into one."""
+    """Write a report again; several runs of one paper's study become one report."""
     from glocal.cli.audit import show_audit
     from glocal.cli.join import show_join
     from glocal.cli.run import report_study, show_results
@@ -314,7 +314,7 @@ def join(
         typer.Option(help="The output folder; by default joined/NAME in the run's folder."),
     ] = None,
 ) -> None:
-    """Let a new client join a saved federation, by every method.
+    """Let a new client join a saved federation, and compare all methods of joining.
 
     The run's own files do not change.
     """

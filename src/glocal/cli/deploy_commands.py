@@ -15,7 +15,10 @@ deploy_app = typer.Typer(
 ServerFolder = Annotated[
     Path, typer.Argument(help="The server's folder, as `glocal deploy init` made it.")
 ]
-ClientFolder = Annotated[Path, typer.Argument(help="The client's folder, as it was handed over.")]
+ClientFolder = Annotated[
+    Path,
+    typer.Argument(help="The client's folder, as `glocal deploy init` or `add-client` made it."),
+]
 RunName = Annotated[str, typer.Option("--run", help="The name of the run.")]
 ShareMetrics = Annotated[
     bool,

@@ -1,4 +1,4 @@
-"""Bounds of counts: a larger number is a mistake, and would run for ever or fill the memory."""
+"""Bounds of counts: a larger number is a typing error and would run for ever or fill the memory."""
 
 from dataclasses import MISSING, field, fields
 from numbers import Integral

@@ -214,9 +214,7 @@ def read_json(path: Path, kind: type) -> Any:
         problem = f"run: {path} cannot be read ({error})"
         raise InputError(f"{problem}; restore it or start the run anew") from error
     if not isinstance(data, kind) or not data:
-        raise InputError(
-            f"run: {path} does not hold what glocal writes there; restore it or start the run anew"
-        )
+        raise InputError(f"run: {path} is not in glocal's format; restore it or start the run anew")
     return data
 
 

@@ -270,7 +270,7 @@ def sgd(
     lr_decay: float = 0.0,
     lr_schedule: StepLR | None = None,
 ) -> SGD:
-    """Stochastic gradient descent, with settings by name."""
+    """Stochastic gradient descent; `lr` may be positional, all other settings are keywords."""
     return SGD(lr, momentum, weight_decay, lr_decay, lr_schedule)
 
 
@@ -283,7 +283,7 @@ def adam(
     lr_decay: float = 0.0,
     lr_schedule: StepLR | None = None,
 ) -> Adam:
-    """Adam, with settings by name."""
+    """Adam; `lr` may be positional, all other settings are keywords."""
     return Adam(lr, betas, eps, weight_decay, lr_decay, lr_schedule)
 
 

@@ -1,7 +1,7 @@
 """Client sampling, and the order of each client's examples: randomness by address, not by state.
 
-The strings in `make_rng(seed, "cohort", ...)` are addresses: another string is another random
-number, so they stay as they are whatever the functions are called.
+The strings in `make_rng(seed, "cohort", ...)` are part of the address. Another string gives other
+random numbers, so the strings never change, even where functions were renamed.
 """
 
 import zlib
@@ -94,7 +94,7 @@ def _sorted_array(clients: set[int] | Sequence[int]) -> IntArray:
 
 
 def make_rng(seed: int, purpose: str, *address: int) -> np.random.Generator:
-    """A generator for one purpose at one address; the same on a client as in the simulator.
+    """A NumPy generator for one purpose and address; a deployed client and the simulator agree.
 
     >>> bool(make_rng(0, "order", 3).integers(100) == make_rng(0, "order", 3).integers(100))
     True

@@ -57,10 +57,12 @@ class Proximal(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a client minimises: loss(params, batch) -> (value, buffers after the step), plus terms.
+    """What a client minimises: a loss plus proximal terms.
+
+    The loss is a function loss(params, batch) -> (value, buffers after the step).
 
     `trainable` names the tensors that training may change. Tensors that differ between clients
-    belong into `proximal`: the loss is the same function for all clients.
+    belong in `proximal`, because all clients have the same loss function.
     """
 
     loss: LossFn
@@ -87,7 +89,7 @@ class LocalTrainer(Protocol):
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The mean over the real rows of per_example(model(x), y) (rows,)."""
+    """The mean of per_example(model(x), y) (rows,) over all rows that are not padding."""
 
     model: nn.Module
     forward: Forward
@@ -113,7 +115,7 @@ class AugmentedLoss:
 
 
 def supervised(model: nn.Module, loss: PerExampleLoss) -> Objective:
-    """The mean over the real rows of loss(output, y) (rows,); torch's need reduction="none"."""
+    """An objective: the mean of loss(output, y) (rows,); torch's losses need reduction="none"."""
     trainable = trainable_names(model)
     if not trainable:
         raise InputError("model: every parameter is frozen; there is nothing to train")
@@ -121,7 +123,7 @@ def supervised(model: nn.Module, loss: PerExampleLoss) -> Objective:
 
 
 def cross_entropy(model: nn.Module) -> Objective:
-    """Classification: L_m of the paper's equation 1, from logits."""
+    """Classification by cross entropy of logits: L_m in equation 1 of Liang et al. 2020."""
     return supervised(model, per_example_cross_entropy)
 
 

@@ -28,7 +28,7 @@ ClientArrays = Sequence[Arrays] | Mapping[str, Arrays]
 
 @dataclass(frozen=True)
 class FederatedData:
-    """What every client trains on, is validated on and is tested on, and its unlabelled inputs."""
+    """The training, validation and test data of all clients, and their unlabelled inputs."""
 
     train: ClientData
     val: ClientData

@@ -33,7 +33,7 @@ def class_counts(data: ClientData, classes: int) -> IntArray:
 
 
 def iid(clients: int) -> Partitioner:
-    """Random shares of equal size."""
+    """IID: a random share of equal size for every client."""
     _require_positive("clients", clients)
     return partial(_partition_iid, clients)
 

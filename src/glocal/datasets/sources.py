@@ -26,7 +26,7 @@ from glocal.datasets.texts import Texts, read_texts
 
 
 def load(name: str, *, report: ProgressCallback = no_progress) -> Dataset:
-    """A data set by name, downloaded first if need be.
+    """Load a data set by name; download it first if necessary.
 
     >>> load("digits").train.x.shape
     torch.Size([1347, 1, 8, 8])

@@ -214,7 +214,7 @@ def _parse_row(
 
 def _require_person(person: str, column: str, where: str) -> None:
     if not person.strip():
-        raise InputError(f"{where}: {column} is empty; every text needs to say whose it is")
+        raise InputError(f"{where}: {column} is empty; every text needs a person")
 
 
 def _read_file(path: Path) -> str:

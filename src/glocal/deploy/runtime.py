@@ -1,4 +1,4 @@
-"""What an operator does beside a running server: start a run, follow it, query both."""
+"""The operator's actions on a running server: start a run, follow it, query both."""
 
 import shlex
 import time

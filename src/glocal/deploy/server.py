@@ -289,15 +289,19 @@ class RunServer:
         return self._end_round(shared, stacked, clients, self._row(replies, dropped, clients))
 
     def aggregate_masked(self, mean: Params | None, replies: Mapping[int, Reply]) -> Json:
-        """Check the mean itself; the clients that dropped out are known, their reasons are not."""
+        """Check the mean itself; of the clients that dropped out, few reasons are known."""
         names, dropped = self._names(), {}
+        lost = Reply({}, fault="it did not stay until the end")
         for node, client in self.sampled.items():
-            if node not in replies:
-                dropped[names[client]] = "it did not stay until the end"
+            fault = replies.get(node, lost).fault
+            if fault:
+                dropped[names[client]] = fault
+        replies = {node: reply for node, reply in replies.items() if not reply.fault}
         try:
             shared = Upload(mean or {}, self.shared).tensors
         except UploadError as error:
-            too_few = f"too few stayed until the end, without {', '.join(dropped)}"
+            reasons = "; ".join(f"{name}: {why}" for name, why in dropped.items())
+            too_few = f"too few stayed until the end: {reasons}"
             reason = too_few if dropped else str(error)
             raise InputError(
                 f"run: round {self.round_index + 1} could not be unmasked ({reason}); "

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,12 @@ from glocal.deploy.flower.server_internals import Grid, SuperLink, public_key_by
 from glocal.deploy.formatting import format_round
 from glocal.deploy.preflight import require_free_port
 from glocal.deploy.project import Project
+from glocal.deploy.public_server import (
+    PublicServer,
+    WebServer,
+    max_connections,
+    raise_file_limit,
+)
 from glocal.deploy.registry import REGISTRY, active_entries, read_registry
 from glocal.deploy.runtime import require_accountant, server_address
 from glocal.deploy.scaffold import CERTIFICATES, SECRET, SOCKET
@@ -145,6 +151,7 @@ def main(folders: Sequence[Path], notify: Notify, stop: threading.Event) -> None
 
 
 async def _serve(project: Project, notify: Notify, stop: threading.Event) -> None:
+    raise_file_limit()
     secret = secrets.token_urlsafe(32)  # a new one at every start
     superlink = SuperLink(secret)
     registered = RegisteredNodes(project.folder, superlink, notify)
@@ -153,8 +160,9 @@ async def _serve(project: Project, notify: Notify, stop: threading.Event) -> Non
     run = partial(_run_to_end, project.folder, gate)
     threading.Thread(target=run_tasks, args=(superlink, run, stop), daemon=True).start()
     with _operator_socket(project.folder / SOCKET) as operator_socket:
-        public = _Server(_public_config(project, gate))
-        private = _Server(_operator_config(OperatorGate(superlink.app, secret)))
+        limit = lambda: max_connections(len(registered.names()))  # noqa: E731
+        public = PublicServer(_public_config(project, gate), limit)
+        private = WebServer(_operator_config(OperatorGate(superlink.app, secret)))
         write_secret(project.folder / SECRET, secret.encode())
         monitor = _StatusMonitor(project, registered, superlink, notify)
         await asyncio.gather(
@@ -165,7 +173,7 @@ async def _serve(project: Project, notify: Notify, stop: threading.Event) -> Non
 
 
 async def _serve_until_stopped(
-    stop: threading.Event, monitor: "_StatusMonitor", *servers: "_Server"
+    stop: threading.Event, monitor: "_StatusMonitor", *servers: WebServer
 ) -> None:
     """Monitor the web servers until they are stopped, or end by themselves."""
     last = time.monotonic()
@@ -179,13 +187,6 @@ async def _serve_until_stopped(
             child_process.send_to_supervisor()
     for server in servers:
         server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    """A web server that does not handle signals: the process does."""
-
-    def capture_signals(self) -> Any:
-        return nullcontext()
 
 
 def _public_config(project: Project, gate: FleetGate) -> uvicorn.Config:
@@ -211,6 +212,7 @@ _COMMON: dict[str, Any] = {
     "ws": "none",
     "access_log": False,
     "log_config": None,
+    "log_level": "error",  # not a line for every invalid request of a stranger
     "server_header": False,
     "proxy_headers": False,
     "timeout_keep_alive": 75,

@@ -1,4 +1,4 @@
-"""Keep a program of ours running in a process of its own, and pass on its notices.
+"""Keep one of our programs running in a separate process, and pass on its notices.
 
 The supervisor is small: it never imports torch and does nothing else. Its child gets only the
 environment variables that it needs, sends lines of JSON, and ends when the supervisor has ended. A
@@ -26,6 +26,7 @@ RESTART_DELAYS = (0.2, 2.0, 5.0, 15.0, 30.0)
 _HEALTHY = 60.0  # seconds of running after which a start counts as a success
 _MAX_SILENCE = 60.0  # seconds without a line after which a child is restarted
 _STOP_TIMEOUT = 5.0  # seconds in which a child may end by itself
+_MAX_LOG = 10_000_000  # bytes of a log, beside as many of the time before
 # The environment variables that a child needs; all others may be secrets.
 _INHERITED = {"HOME", "LANG", "LANGUAGE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER"}
 _INHERITED |= {
@@ -189,6 +190,24 @@ def _drop_empty(log: Path) -> None:
             log.parent.rmdir()
 
 
+def limit_log(log: Path) -> None:
+    """Move a log that is too long to LOG.1, of which there is one; the child goes on writing.
+
+    The child holds the file open and appends to it, so that the file is emptied and not renamed.
+    """
+    with suppress(OSError):  # it is tried again
+        size = log.stat().st_size
+        if size <= _MAX_LOG:
+            return
+        with log.open("rb") as file:
+            file.seek(size - _MAX_LOG)
+            last = file.read(_MAX_LOG)
+        earlier = os.open(f"{log}.1", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(earlier, "wb") as file:
+            file.write(last)
+        os.truncate(log, 0)
+
+
 def supervise(
     program: Program, stop: threading.Event, notify: Notify, *, every: float = 0.1
 ) -> None:
@@ -200,7 +219,7 @@ def supervise(
         child = ChildProcess.start(program, notify)
         try:
             while not stop.wait(every) and not child.failure():
-                pass
+                limit_log(program.log)
             reason = child.failure()
         finally:
             child.stop()

@@ -196,7 +196,7 @@ def _fastest(setup: ProbeSetup, choices: Sequence[ExecutionPlan]) -> ExecutionPl
         seconds[choice] = _time_plan(setup, choice)
         if len(seconds) == 1 and _LONG_SECONDS < seconds[choice] < math.inf:
             _LOG.info(
-                "engine: trying out what is fastest, which takes a while: %d steps took %.0f s",
+                "engine: measuring which is fastest, which takes a while: %d steps took %.0f s",
                 _PROBE_STEPS,
                 seconds[choice],
             )

@@ -1,4 +1,4 @@
-"""Threads on a CPU for fused steps: these hold no Python lock and copy nothing."""
+"""Threads on a CPU for fused steps, which release Python's lock and copy nothing."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

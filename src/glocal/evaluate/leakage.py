@@ -1,7 +1,7 @@
 """Attribute inference: fresh attackers, trained afterwards on frozen, noise-free representations.
 
-The adversary of the training itself says little: what is hidden from it may be plain to another
-attacker. So the best of several fresh ones counts.
+The AUC of the training's own adversary is not enough: another attacker may infer what that
+adversary cannot. So the best of several fresh attackers counts.
 """
 
 import warnings

@@ -1,4 +1,6 @@
-"""New Test: accuracy on data of unknown origin, as of a new client: Liang et al. 2020, section 3.3.
+"""New Test: accuracy on data of unknown origin, such as a new client's.
+
+Liang et al. 2020, section 3.3.
 
 All clients that have trained form an ensemble: their logits are averaged, they vote, or their
 weights are averaged.

@@ -65,7 +65,7 @@ def simulate(
     *,
     engine: EngineConfig | str = "auto",
 ) -> Iterator[tuple[State, RoundReport]]:
-    """Train one federation, round by round."""
+    """Train one federation and yield its state and a report after every round."""
     executor = Executor(algorithm.client_update, engine=engine, num_calls=plan.rounds)
     try:
         for moment in simulate_seeds(

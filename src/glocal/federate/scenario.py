@@ -1,4 +1,4 @@
-"""Clients that come, go and change: one training in chapters, in each of which nothing changes."""
+"""Clients that join, leave and drift: training in chapters, in each of which nothing changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -76,7 +76,7 @@ def tune_alphas(
     grid: Sequence[float] = GRID,
     options: Options | None = None,
 ) -> Result:
-    """The result with, for each client, the alpha of a grid that is best on its validation data.
+    """Choose for each client the alpha from a grid that is best on its validation data.
 
     The criterion is cross entropy, which is more precise than accuracy where examples are few. A
     client without validation data keeps its alpha. The shared model is sent to the clients for it,

@@ -1,4 +1,4 @@
-"""The page of an audit: what attackers read, how groups are treated, and both per client."""
+"""The page of an audit: leakage of the attribute, group fairness, and both per client."""
 
 from collections.abc import Sequence
 from html import escape
@@ -68,7 +68,7 @@ def write_audit_report(folder: Path) -> Path:
 def _leaks(report: Json) -> str:
     drawn = figure_html(draw_leaks(report), "leaks", kind="beside")
     return section(
-        "What representations give away", f"{drawn}\n{_leak_table(report)}\n{_note(LEAKS_NOTE)}"
+        "What representations reveal", f"{drawn}\n{_leak_table(report)}\n{_note(LEAKS_NOTE)}"
     )
 
 
@@ -83,11 +83,11 @@ def draw_leaks(report: Json) -> Drawing:
         _dot(axes, position + 0.2 * offset, row, styles[row["attacker"]])
     items = "".join(f"<li>{escape(f'{words}: {what}')}</li>" for words, what in known)
     caption = (
-        "Bars are 95 % intervals, the broken line is guessing. What attackers "
+        "Bars are 95 % intervals, the dashed line is guessing. What attackers "
         f"know:<ul>{items}</ul>"
     )
     key = legend((line_sample(line_style), name) for name, line_style in styles.items())
-    return Drawing(figure, f"Who reads {escape(report['attribute'])}", caption, key)
+    return Drawing(figure, f"Attribute inference: {escape(report['attribute'])}", caption, key)
 
 
 def _new_dot_plot(names: Sequence[str]) -> tuple[Figure, Axes]:

@@ -1,4 +1,4 @@
-"""An audit in plain words: what attackers read, and what the differences between groups mean."""
+"""An audit in plain words: leakage of the attribute, and differences between groups."""
 
 from glocal.core.files import Json
 from glocal.report.formatting import PERCENT, pluralize
@@ -6,19 +6,17 @@ from glocal.report.formatting import PERCENT, pluralize
 CHANCE_AUC = 50.0  # percent: the AUC of a random guess
 KNOWLEDGE = {"own": "own rows", "pooled": "pooled", "strong": "strong"}
 LEAKS_NOTE = (
-    "Areas under the ROC curve. Attackers are trained afterwards, on frozen representations of "
-    "training data without noise, and "
-    "judged by test data. In brackets stands the 95 % interval: test people are drawn anew, "
-    "clients and attackers stay. Bold is "
-    "the best figure among those that chance does not explain (with 95 % confidence, so many tries "
-    "being allowed for), or among "
-    "all if it may explain each of them. Picked after the fact, it is rather too high than too low."
+    "Areas under the ROC curve. Attackers are trained afterwards on frozen, noise-free "
+    "representations of training data, and tested on test data. In brackets: the 95 % bootstrap "
+    "interval over people in the test data, with clients and attackers fixed. Bold: the best AUC "
+    "among those above chance (with 95 % confidence, corrected for the number of attackers), or "
+    "among all if none is above chance. As a maximum, it is biased upwards."
 )
 CLIENTS_NOTE = (
     "Each client’s own model on its own test data, and the AUC of the best attacker who knows the "
     "people of its training data. The two differences are those of the groups above, in points. "
-    "With few people all of this varies widely, and the best of three attackers exceeds chance "
-    "already. A dash: the client lacks one of the groups, or one of the classes within a group."
+    "With few people all values vary widely, and the best of three attackers exceeds 50 by "
+    "chance. A dash: the client lacks one of the groups, or one of the classes within a group."
 )
 
 
@@ -51,11 +49,11 @@ def audit_summary(report: Json) -> str:
     """What was audited."""
     people = sum(row["people"] for row in report["groups"])
     return (
-        f"Audited is {report['experiment']} ({report['algorithm']}, seed {report['seed']}) of the "
-        f"run {report['run']}: "
+        f"This audit is of {report['experiment']} ({report['algorithm']}, seed {report['seed']}) "
+        f"in the run {report['run']}: "
         f"{pluralize(len(report['clients']), 'client')} with {people:,} people in their test data "
         f"({report['data']}). "
-        f"The representation is what the module ‘{report['settings']['layer']}’ puts out "
+        f"The representation is the output of the module ‘{report['settings']['layer']}’ "
         f"({report['layer_reason']}). "
         "No file of that run was changed."
     )
@@ -68,13 +66,13 @@ def attacker_data_text(report: Json) -> list[tuple[str, str]]:
         report["attribute"],
     )
     texts = {
-        "own": f"{name} of the people in a client’s training data; they read its test data. The "
+        "own": f"{name} of the people in a client’s training data; they attack its test data. The "
         "mean over "
         f"{pluralize(over.get('own', 0), 'client')}.",
         "pooled": f"{name} of everybody in the training data, each as seen by the encoder of their "
         "own client.",
-        "strong": f"the encoder of one client, and {name} of all others’ people, whom they run "
-        "through it; they read that client’s "
+        "strong": f"the encoder of one client, and {name} of all other clients’ people, to whose "
+        "data they apply it; they attack that client’s "
         f"test data. The mean over {pluralize(over.get('strong', 0), 'encoder')}.",
     }
     return [
@@ -101,9 +99,8 @@ def differences(report: Json) -> list[tuple[str, str]]:
 
 def _too_many(classes: int) -> str:
     return (
-        f"The data have {classes} classes. Who is selected, and how often rightly, can be asked "
-        "where there are two, so that "
-        "neither demographic parity nor equalised odds is defined here."
+        f"The data have {classes} classes. Demographic parity and equalised odds are defined for "
+        "two classes only."
     )
 
 
@@ -127,8 +124,7 @@ def _odds_words(report: Json) -> str:
         "people of class 0, "
         f"{_share(one, 'false_positive_rate')} and {_share(other, 'false_positive_rate')} are "
         "taken for class 1. The larger "
-        "of these two gaps counts. At 0 the models are right and wrong about both groups equally "
-        "often."
+        "of these two gaps counts. At 0 both groups have the same true and false positive rates."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the representations of each experiment give away, as a table."""
+"""What the representations of each experiment reveal, as a table."""
 
 from collections.abc import Sequence
 from html import escape
@@ -9,15 +9,12 @@ from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table, grouped_head
 
 AUDITS_NOTE = (
-    "All figures are areas under the ROC curve; 50 is guessing. Prediction: each client’s own "
-    "model on its own test data. For "
-    "each protected attribute, what is read from the representations: by the adversary that was "
-    "trained along, and by the best of "
-    "three fresh attackers (logistic regression, gradient boosting, a network), trained afterwards "
-    "on frozen representations "
-    "without noise. Own: they know the attribute of the client’s own people in training. Pooled: "
-    "of everybody. Strong: they have "
-    "one client’s encoder, and run everybody else through it."
+    "All values are areas under the ROC curve (AUC); 50 is guessing. Prediction: each client’s own "
+    "model on its own test data. For each protected attribute: the AUC of the adversary of the "
+    "training, and of the best of three fresh attackers (logistic regression, gradient boosting, a "
+    "network). Fresh attackers are trained afterwards on frozen, noise-free representations. Own: "
+    "they know the attribute of the people in a client’s training data. Pooled: they know it for "
+    "everybody. Strong: they have one client’s encoder and apply it to everybody else’s data."
 )
 _VIEWS = ("along", "own", "pooled", "strong")
 

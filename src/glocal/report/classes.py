@@ -1,4 +1,4 @@
-"""The figure of who has which classes, for the page or into a file of its own."""
+"""The figure of each client's classes, for the page or for a file."""
 
 from pathlib import Path
 
@@ -32,8 +32,8 @@ def draw_partition(counts: IntArray, seed: int) -> Drawing:
     held = np.count_nonzero(counts, axis=1)
     caption = (
         "Training examples by client and class, in the partition of the "
-        f"{pluralize(len(counts), 'client')} of seed {seed}: the stronger the "
-        f"colour, the more. Classes on one client: {_range(held)}; training examples on one "
+        f"{pluralize(len(counts), 'client')} of seed {seed}; a stronger colour means more. "
+        f"Classes per client: {_range(held)}; training examples per "
         f"client: {_range(counts.sum(axis=1))}."
     )
     return Drawing(_heat_map(counts), "Who has which classes", caption)

@@ -1,4 +1,4 @@
-"""What a study found beside what its paper printed: rows, tables and splits as plain values."""
+"""A study's results beside the paper's published numbers: rows, tables and splits as values."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
@@ -97,7 +97,7 @@ class ComparisonTable(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether the paper tells what its rows sent."""
+        """Whether the paper reports what its rows send."""
         return any(row.sent.paper for row in self._all())
 
     @property
@@ -134,7 +134,7 @@ def score(values: Sequence[float]) -> Score | None:
 
 
 def published_score(study: Study, row: PublishedRow | None, measure: str) -> Score | None:
-    """What the paper prints of a row; nothing of what is none of the study's measures."""
+    """The paper's number of a row for a measure of the study; None if it has none."""
     return row.by_measure(study.measures).get(measure) if row else None
 
 

@@ -40,9 +40,8 @@ def draw_validation(run: RunData) -> Drawing | None:
     for curve in curves:
         _plot_curve(axes, curve, scale=PERCENT)
     caption = (
-        "How well the clients’ own models do on their own validation data, as training goes on: "
-        "the mean over clients, measured "
-        f"every {pluralize(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
+        "The accuracy of the clients’ own models on their own validation data, as the mean over "
+        f"clients, every {pluralize(run.settings.run.validate_every, 'round')}. {_over_seeds(run)}"
     )
     return Drawing(
         figure, "Validation accuracy by round", caption, _legend(curve.record for curve in curves)
@@ -68,14 +67,15 @@ def draw_accuracy_by_bytes(run: RunData) -> Drawing | None:
         )
     axes.set(xlabel="sent so far", ylabel="validation accuracy, %", xlim=ends)
     caption = (
-        "What accuracy costs: the same measurements against all bytes sent until then, evaluation "
+        "The cost of accuracy: the same values against all bytes sent until then, evaluation "
         "included."
     )
     if any(curve.record.experiment.start_from for curve in sending):
-        caption += " An experiment that goes on from another begins with what that one had sent."
+        caption += " An experiment that starts from another begins with the bytes of that one."
     if silent:
         caption += (
-            " An experiment that sends nothing while it trains is a level line at its last value."
+            " An experiment that sends nothing during training is a horizontal line at its last "
+            "value."
         )
     key = _legend(curve.record for curve in curves)
     return Drawing(
@@ -99,7 +99,7 @@ def draw_loss(run: RunData) -> Drawing | None:
         axes.yaxis.set_minor_locator(NullLocator())
     smooth = f" Each point is the mean of {step} rounds." if step > 1 else ""
     caption = (
-        f"The mean loss of the clients that took part in a round, while they trained.{smooth} "
+        f"The mean training loss of the clients that took part in a round.{smooth} "
         f"{_over_seeds(run)}"
     )
     return Drawing(

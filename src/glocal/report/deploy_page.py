@@ -38,7 +38,7 @@ def write_deploy_report(folder: Path) -> Path:
         drawn = (
             figure_html(draw_losses(with_losses), "losses", kind="beside")
             if with_losses
-            else "<p>No client’s owner lets losses leave it.</p>"
+            else "<p>No client shares its losses.</p>"
         )
         sections = [
             _notice(live),
@@ -74,17 +74,16 @@ def _summary(live: Json, rows: Sequence[Json], result: Json) -> str:
     if result and result["local_test"]:
         tested = sum(row["test"] is not None for row in result["clients"])
         words += (
-            f"Their own models are right in {PERCENT * result['local_test']['mean']:.1f} % of "
-            "their own test data "
+            f"Their own models have an accuracy of {PERCENT * result['local_test']['mean']:.1f} % "
+            "on their own test data "
         )
         words += f"(the mean over the {pluralize(tested, 'client')} whose owners consent). "
     if result and result["privacy"]:
         privacy = result["privacy"]
         words += (
-            f"Every upload was clipped to {privacy['clip_norm']:g} and noised by "
-            f"{privacy['noise_multiplier']:g} times that: after "
-            f"{privacy['rounds']} rounds a client’s moves are hidden to epsilon "
-            f"{privacy['epsilon']:.2f} "
+            f"Every upload was clipped to the norm {privacy['clip_norm']:g}, with noise of "
+            f"{privacy['noise_multiplier']:g} times that. The privacy loss of a client after "
+            f"{privacy['rounds']} rounds is epsilon {privacy['epsilon']:.2f} "
             f"at delta {privacy['delta']:g}. "
         )
     words += "Private parts never left the clients."
@@ -114,7 +113,7 @@ def draw_losses(rows: Sequence[Json]) -> Drawing:
     return Drawing(
         figure,
         "Training loss by round",
-        "The mean loss of each client while it trained, where its owner lets it be known.",
+        "The mean training loss of each client whose owner shares it.",
         key,
     )
 
@@ -126,7 +125,7 @@ def _clients(clients: Sequence[Json]) -> str:
         + "".join(f'<th scope="col">{words}</th>' for words in heads)
         + "</tr>"
     )
-    dash = "A dash: no figures may leave it, it was not there, or it could not test."
+    dash = "A dash: the client does not share metrics, was not connected, or could not test."
     note = f"Local Test: each client’s own model on its own test data. {dash}"
     return f'{boxed_table(head, map(_client, clients), "Clients")}\n<p class="note">{note}</p>'
 

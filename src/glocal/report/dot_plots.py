@@ -1,4 +1,4 @@
-"""Figures of what came out in the end: one row per experiment, the first on top."""
+"""Figures of final results: one row per experiment, the first on top."""
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
@@ -45,7 +45,7 @@ def draw_tests(run: RunData) -> Drawing | None:
         else ""
     )
     caption = (
-        "Good for those who took part, and for new clients? Local Test is each client’s own model "
+        "Accuracy for existing clients and for unseen ones. Local Test is each client’s own model "
         "on its own test data; New Test is "
         f"the ensemble of all trained clients (averaged logits) on everyone’s test data.{bars}"
     )
@@ -64,9 +64,9 @@ def draw_client_accuracy(run: RunData) -> Drawing | None:
     axes.use_sticky_edges = False  # else points at 100 % are cut in half
     axes.set(xlabel="Local Test of one client, %")
     caption = (
-        f"Who is left behind? One point for each client of seed {records[0].results[0]['seed']}: "
-        "its own model on its own test "
-        "data. The box holds the middle half of the clients, the line in it is the median."
+        f"One point for each client of seed {records[0].results[0]['seed']}: the accuracy of its "
+        "own model on its own test data. The box holds the middle half of the clients; the line in "
+        "it is the median."
     )
     return Drawing(figure, "Local Test over clients", caption)
 
@@ -97,11 +97,9 @@ def draw_bytes_by_purpose(run: RunData) -> Drawing | None:
         left += width
     axes.set(xlabel=f"sent, {name}")
     caption = (
-        "What the bytes were for: the shared part sent to the clients of each round (download) and "
-        "back (upload), to clients that "
-        "validate and test it (evaluation), and local parts sent once for the New Test (ensemble). "
-        "As counted on the wire; the "
-        "mean over seeds."
+        "Bytes by purpose: the shared part sent to the clients of each round (download) and back "
+        "(upload), to clients that validate and test it (evaluation), and local parts sent once "
+        "for the New Test (ensemble). As counted on the wire; the mean over seeds."
     )
     key = legend((bar_sample(hatching), purpose) for purpose, hatching in _PURPOSES.items())
     return Drawing(figure, "Bytes by purpose", caption, key)

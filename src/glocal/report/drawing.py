@@ -134,7 +134,7 @@ def _themed(tag: str, name: str) -> str:
 
 
 def picture_kind(path: Path) -> str:
-    """What a file's ending says, svg or png."""
+    """The picture format from a file's ending, svg or png."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in ("svg", "png"):
         raise InputError(

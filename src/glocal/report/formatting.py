@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, sizes and durations as readable text."""
 
 from collections.abc import Sequence
 from statistics import fmean, stdev

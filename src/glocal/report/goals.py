@@ -1,4 +1,4 @@
-"""How row_cost each row of a part reaches the goal: a table, and accuracy by round as a figure."""
+"""The cost at which each row of a part reaches the goal: a table, and accuracy by round."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -58,12 +58,11 @@ def goal_text(findings: Findings, part: str) -> str:
     """What the goal is."""
     aim, row = goal(findings, part), findings.study.parts[part].goal
     return (
-        f"The goal is {PERCENT * aim:.1f} % on validation data: the best that {row} reaches, in "
-        "the mean over seeds. Parameters by "
-        "the paper’s count, until the mean over seeds is there. With one seed left out: the least "
-        "and the most, goal and all anew. "
-        "Highest, in the end: accuracy on validation data in the mean over seeds, of all rounds "
-        "and of the last."
+        f"The goal is {PERCENT * aim:.1f} % on validation data: the best mean over seeds that "
+        f"{row} reaches. Parameters are by the paper’s count, until a row’s mean over seeds "
+        "reaches the goal. With one seed left out: the smallest and the largest value when each "
+        "seed in turn is left out, with a new goal each time. Highest and in the end: the mean "
+        "validation accuracy over seeds, in the best round and in the last."
     )
 
 

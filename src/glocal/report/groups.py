@@ -58,8 +58,8 @@ GROUPS_NOTE = (
     "data. After the first round: the first evaluation of a group, one round after it joined. "
     "Forgetting: the best earlier accuracy minus the last one, in points; below 0 a group is still "
     "improving. A group that left is tested as if it came back: the current shared part with the "
-    "private part that each of its clients left with. “Best” is a maximum over many evaluations, "
-    "so forgetting of about a point is noise."
+    "private part of each client when it left. “Best” is a maximum over many evaluations, so "
+    "forgetting of about a point is noise."
 )
 
 
@@ -92,7 +92,7 @@ def _cells(summaries: Sequence[Forgetting]) -> Iterable[str]:
 
 
 def _line_style(run: RunData, name: str) -> LineStyle:
-    """A colour and a marker; every line is solid, for a dotted one is of a group that is gone."""
+    """A colour and a marker; the line is solid, because dotted lines are of groups that left."""
     return nth_line_style(_FIRST_GROUP_STYLE + [*run.settings.groups].index(name))._replace(dash=())
 
 
@@ -113,10 +113,9 @@ def _drawing(
     for name, seeds in histories.items():
         _follow(axes, seeds, _line_style(run, name))
     caption = (
-        f"Each group’s own models on its own test data. {_ARRIVES} a group arrives, {_LEAVES} it "
-        f"leaves, {_DRIFTS} its images "
-        "begin to turn. The thin dotted line goes on for clients that left: how they would do if "
-        "they came back. "
+        f"Accuracy of each group’s own models on its own test data. {_ARRIVES} a group arrives, "
+        f"{_LEAVES} it leaves, {_DRIFTS} its images begin to rotate. The thin dotted line is the "
+        "accuracy that clients that left would have if they came back. "
         f"{_over_seeds(run)}"
     )
     key = legend((line_sample(_line_style(run, name)), name) for name in histories)
@@ -126,7 +125,7 @@ def _drawing(
 def _over_seeds(run: RunData) -> str:
     seeds = run.settings.plan.seeds
     return (
-        f"A line is the mean over {seeds} seeds; how far they lie apart is in the table."
+        f"A line is the mean over {seeds} seeds; the table has the standard deviation."
         if seeds > 1
         else "One seed was run."
     )
@@ -190,7 +189,7 @@ def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle)
 
 
 def _stretches(present: Sequence[int]) -> list[list[int]]:
-    """Evaluations in a row while a group is there, or while it is gone.
+    """Consecutive evaluations while a group is present, or after it left.
 
     Each stretch begins where the one before ended.
     """

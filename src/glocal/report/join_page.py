@@ -23,11 +23,11 @@ from glocal.report.tables import boxed_table
 
 _DESCRIPTIONS = {
     "everyone": "no training: averaged logits of every trained client’s model",
-    "confident": "no training: the clients whose models are surest of a sample of its inputs",
-    "nearest": "no training: the clients whose models are nearest to what all say of that sample",
+    "confident": "no training: the clients whose models have the lowest entropy on its inputs",
+    "nearest": "no training: the clients whose models are closest to the ensemble on its inputs",
     "local part": "its local part trained on its labels, the shared part frozen",
     "alone": "the same network trained on its labels only, without the federation",
-    "in the rounds": "its local part trained, then it takes part in the rounds",
+    "in the rounds": "its local part trained, then it takes part in rounds",
 }
 
 
@@ -44,11 +44,11 @@ def write_join_report(folder: Path) -> Path:
         drawn = (
             figure_html(draw_labels(rows), "labels", kind="beside")
             if rows
-            else "<p>Without labels there is nothing to measure.</p>"
+            else "<p>There is no labelled test example, so nothing was measured.</p>"
         )
         sections = [
             section("Accuracy by labelled examples", drawn),
-            section("Every way", _table(trial["rows"])),
+            section("All methods", _table(trial["rows"])),
         ]
     return write_page(folder, title=trial["name"], summary=_summary(trial), sections=sections)
 
@@ -57,7 +57,7 @@ def _summary(trial: Json) -> str:
     client = trial["new_client"]
     classes = pluralize(len(client["classes"]), "class")
     words = (
-        f"A new client with {pluralize(client['examples'], 'labelled example')} of {classes} meets "
+        f"A new client with {pluralize(client['examples'], 'labelled example')} of {classes} joins "
         "the federation of "
         f"{pluralize(client['client'], 'client')} in {trial['run']} ({trial['experiment']}, seed "
         f"{trial['seed']}). "
@@ -68,7 +68,7 @@ def _summary(trial: Json) -> str:
 
 
 def draw_labels(rows: Sequence[Json]) -> Drawing:
-    """Accuracy against labelled examples; what needs no label is a level line."""
+    """Accuracy against labelled examples; a method that needs no label is a horizontal line."""
     figure, axes = new_axes()
     ways = [way for way in _DESCRIPTIONS if any(row["method"] == way for row in rows)]
     most = max(row["labels"] for row in rows)
@@ -80,7 +80,7 @@ def draw_labels(rows: Sequence[Json]) -> Drawing:
     _scale_labels(axes, sorted({row["labels"] for row in rows}))
     axes.set(xlabel="labelled examples of the new client", ylabel="accuracy on its test data, %")
     key = legend((line_sample(nth_line_style(place)), way) for place, way in enumerate(ways))
-    caption = "Drawn level: what needs no labels."
+    caption = "Methods that need no labels are horizontal lines."
     return Drawing(figure, "Accuracy of the new client", caption, key)
 
 

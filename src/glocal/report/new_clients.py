@@ -1,4 +1,4 @@
-"""How the existing clients and the new client do after it has joined, by experiment."""
+"""The accuracy of the existing clients and of the new client after it joined, by experiment."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,11 +10,10 @@ from glocal.report.run_data import ExperimentRecord, RunData
 from glocal.report.tables import boxed_table
 
 NEW_CLIENTS_NOTE = (
-    "When the rounds of an experiment were over, a new client came. Normal: the ensemble of the "
-    "old clients on everyone’s test data, "
-    "before and after. New: the new client on its own test data, before it was trained "
-    "(with the ensemble of the old "
-    "clients), and after. Sent: all bytes from its coming on."
+    "After the rounds of an experiment, a new client joined. Normal: the ensemble of the existing "
+    "clients on all their test data, before and after. New: the new client on its own test data, "
+    "before it was trained (with the ensemble of the existing clients), and after. Sent: all bytes "
+    "since it joined."
 )
 
 

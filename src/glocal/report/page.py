@@ -66,9 +66,7 @@ def _summary(run: RunData) -> str:
     hidden = (
         f" with hidden layers of {', '.join(map(str, model.hidden))}" if model.name == "mlp" else ""
     )
-    seeds = (
-        f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with the one seed {plan.seed}"
-    )
+    seeds = f"repeated with {plan.seeds} seeds" if plan.seeds > 1 else f"with one seed, {plan.seed}"
     rounds = max((run.plan(record).total_rounds for record in run.records), default=0)
     sentences = [
         _data_text(run),
@@ -78,7 +76,7 @@ def _summary(run: RunData) -> str:
         else "",  # it is computed for a constant clients_per_round
         f"The study compares {pluralize(len(run.records), 'experiment')} over up to "
         f"{pluralize(rounds, 'round')},",
-        f"{pluralize(plan.clients_per_round, 'client')} taking part in each, {seeds}.",
+        f"with {pluralize(plan.clients_per_round, 'client')} per round, {seeds}.",
     ]
     return f"<p>{escape(' '.join(filter(None, sentences)))}</p>"
 
@@ -137,7 +135,7 @@ def _notice(run: RunData) -> str:
     if not unfinished:
         return ""
     return (
-        '<p class="notice"><b>This run is not finished.</b> Still open: '
+        '<p class="notice"><b>This run is not finished.</b> Unfinished experiments: '
         f"{', '.join(unfinished)}.</p>"
     )
 
@@ -147,15 +145,14 @@ def _results(run: RunData) -> str:
 
 
 def _groups(run: RunData) -> str:
-    """How groups that came, went and drifted have fared; nothing where there are none."""
+    """The accuracy of groups that joined, left and drifted; nothing where there are none."""
     if not (drawn := draw_groups(run)):
         return ""
     figures = figure_grid(
         figure_html(drawing, f"g{number}") for number, drawing in enumerate(drawn, start=1)
     )
     table = (
-        f"<h3>What they had, and what they forgot</h3>\n{groups_table(run)}\n<p "
-        f'class="note">{GROUPS_NOTE}</p>'
+        f'<h3>Accuracy and forgetting</h3>\n{groups_table(run)}\n<p class="note">{GROUPS_NOTE}</p>'
     )
     return section("Groups over time", f"{figures}\n{table}")
 
@@ -173,7 +170,7 @@ def _audits(run: RunData) -> str:
     source = SOURCES.get(run.settings.data.source)
     table = audits_table(run, [*source.attributes] if source else [])
     return (
-        section("What representations give away", f'{table}\n<p class="note">{AUDITS_NOTE}</p>')
+        section("What representations reveal", f'{table}\n<p class="note">{AUDITS_NOTE}</p>')
         if table
         else ""
     )
@@ -211,9 +208,9 @@ def _clients(run: RunData) -> str:
     )
     tables = "\n".join(client_table(record) for record in run.records if record.results)
     columns = (
-        "By experiment: how many examples each client trains, validates and tests with, in how "
-        "many rounds it took part, and how "
-        "its own model does on its own test data."
+        "By experiment and client: the numbers of training, validation and test examples, the "
+        "number of rounds in which it took part, and the accuracy of its own model on its own "
+        "test data."
     )
     note = f'<p class="note">{columns}</p>\n' if tables else ""
     return section("Clients", classes + note + tables) if classes or tables else ""
@@ -223,5 +220,5 @@ def _settings(run: RunData) -> str:
     text = escape(json.dumps(run.settings.as_dict(), indent=2, ensure_ascii=False))
     box = scrolling(f"<pre>{text}</pre>", "Settings")
     return section(
-        "Settings", f"<details><summary>What this run was started with</summary>\n{box}</details>"
+        "Settings", f"<details><summary>All settings of this run</summary>\n{box}</details>"
     )

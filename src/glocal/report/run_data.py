@@ -101,7 +101,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def _inside(data: Json, address: Sequence[str]) -> Any:
-    """What lies at an address of nested data; None where the way ends early."""
+    """The value at a path of keys in nested data; None if a value on the path is None."""
     rows: Any = data
     for key in address:
         rows = None if rows is None else rows[key]

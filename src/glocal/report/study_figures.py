@@ -34,7 +34,7 @@ def draw_study(findings: Findings, folder: Path) -> list[Path]:
 
 
 def _written(drawing: Drawing, path: Path) -> Path:
-    """A figure as a file; the page's legend is HTML, so this has one of its own."""
+    """A figure as a file, with a legend inside it; the page's legend is HTML."""
     entries: dict[str, Artist] = {}
     for axes in drawing.figure.axes:
         entries |= {

@@ -26,9 +26,8 @@ EMPTY_CELL = "–"
 TIME_HEADS = ("Part", "Seeds", "Time")
 SPLIT_HEADS = ("Shared", "Parameters shared", "Of the model", "Local Test, %", "New Test, %")
 SPLITS_NOTE = (
-    "Each split goes on from the same FedAvg; first and last are the layers nearest the input and "
-    "the output. How much a split "
-    "shares is counted on the study’s model, layer by layer."
+    "Every split starts from the same FedAvg model. The first layers are nearest the input, the "
+    "last nearest the output. The number of shared parameters is counted on the study’s model."
 )
 _BELOW = "below the published mean less its standard deviation"
 _ABOVE = "above the published mean plus its standard deviation"
@@ -80,7 +79,7 @@ def about_open(findings: Findings) -> str:
         for part in findings.parts
         if (experiments := missing_experiments(findings, part))
     ]
-    return f"Still open: {', '.join([*begun, *waiting])}." if begun or waiting else ""
+    return f"Not run yet: {', '.join([*begun, *waiting])}." if begun or waiting else ""
 
 
 def about_changes(findings: Findings) -> str:
@@ -90,7 +89,7 @@ def about_changes(findings: Findings) -> str:
         if changes := ", ".join(changes_of(findings, part)):
             changed.setdefault(changes, []).append(f"`{part}`")
     text = "; ".join(f"{', '.join(parts)} with {changes}" for changes, parts in changed.items())
-    return f"Not run with the study’s own settings: {text}." if text else ""
+    return f"Run with other settings than the study’s: {text}." if text else ""
 
 
 def about_left_out(findings: Findings) -> str:
@@ -101,7 +100,7 @@ def about_left_out(findings: Findings) -> str:
             f"{name} ({_seeds_text(seeds)})" for name, seeds in left_out(findings, part).items()
         ]
         lines += [f"`{part}`: {', '.join(experiments)}"] if experiments else []
-    return f"Left out, for training diverged: {'; '.join(lines)}." if lines else ""
+    return f"Left out because training diverged: {'; '.join(lines)}." if lines else ""
 
 
 def _seeds_text(seeds: Sequence[int]) -> str:
@@ -125,12 +124,15 @@ def about_columns(findings: Findings) -> str:
     many = any(seeds_of(findings, part) > 1 for part in findings.parts)
     spread = "± is the sample standard deviation over seeds. " if many else ""
     lower_is_better = (
-        f" ↑ is {_ABOVE}, where less is better." if findings.study.lower_is_better else ""
+        f" ↑ marks what is {_ABOVE}, where less is better."
+        if findings.study.lower_is_better
+        else ""
     )
     return (
-        f"{findings.study.caption} {spread}Beside `{findings.study.reference_protocol}` stands the "
-        f"difference to the published mean; {EMPTY_CELL} is what was not "
-        f"measured, or what the paper lacks. ↓ is {_BELOW}.{lower_is_better}"
+        f"{findings.study.caption} {spread}Numbers with a sign beside "
+        f"`{findings.study.reference_protocol}` are differences to the published mean. "
+        f"{EMPTY_CELL} means: not measured, or not in the paper. "
+        f"↓ marks what is {_BELOW}.{lower_is_better}"
     )
 
 
@@ -142,10 +144,9 @@ def claims_text(findings: Findings) -> str:
     wait = f", waiting for parts that have not been run: {waiting}" if waiting else ""
     return (
         f"{pluralize(len(findings.study.claims), 'claim')}; {', '.join(counts)}{wait}. A claim "
-        "holds or fails where the 95 % "
-        "interval of its lead (paired over seeds, Student’s t) lies on one side; else it is open. "
-        "The published lead is that of "
-        "the paper’s own means."
+        "holds if the 95 % interval of its lead (paired over seeds, Student’s t) lies above its "
+        "limit, and fails if it lies below; else it is open. The published lead is computed from "
+        "the paper’s means."
     )
 
 
@@ -253,13 +254,10 @@ def disagreements(table: ComparisonTable) -> str:
     )
     if differing:
         return (
-            "≠ Counted the paper’s way, these send another number of parameters than it prints: "
+            "≠ By the paper’s count, these rows send another number of parameters than it prints: "
             f"{'; '.join(differing)}."
         )
-    return (
-        "Counted the paper’s way, every row that was measured sends as many parameters as it "
-        "prints."
-    )
+    return "By the paper’s count, every measured row sends as many parameters as the paper prints."
 
 
 def split_cells(split: SweepPoint) -> tuple[str, ...]:

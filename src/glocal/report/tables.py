@@ -56,14 +56,14 @@ def results_note(run: RunData) -> str:
         "best": "at the round that was best on validation data",
     }.get(select, select)
     spread = f"± is the standard deviation over {seeds} seeds. " if seeds > 1 else ""
-    those = " Tested are the clients that were there at the end." if run.settings.groups else ""
+    those = " The tests cover the clients present at the end." if run.settings.groups else ""
     return (
         f"Each experiment was tested {when}; the best value of a column is bold. Local Test: each "
         "client’s own model on its own test "
-        "data, as the mean over clients and over the tenth of them that fare worst. New Test: the "
+        "data: the mean over all clients, and over the worst tenth of them. New Test: the "
         "ensemble of all trained clients "
         "on everyone’s test data, by averaged logits, majority vote or averaged weights. "
-        f"{spread}Sent: bytes as they cross the "
+        f"{spread}Sent: bytes on the "
         "wire, evaluation and a warm start included; the paper’s count is in parameters, as if "
         "every client received in every "
         "round (Liang et al. 2020). Never sampled: clients that took part in no round of the "

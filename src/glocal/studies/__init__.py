@@ -1,4 +1,4 @@
-"""Experiments as values: settings, the paper's models, and what makes them run."""
+"""Studies: settings, the paper's models, and the code that runs experiments."""
 
 from glocal.studies.builtin import STUDIES
 from glocal.studies.models import lenet5, mlp

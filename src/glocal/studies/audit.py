@@ -1,4 +1,4 @@
-"""What an experiment's representations leak about protected attributes, and its predictions' AUC.
+"""Leakage of protected attributes from an experiment's representations; AUC of its predictions.
 
 Everything is measured after training, on frozen representations without noise. Attackers know the
 attributes of a client's own people, or of everybody, or have one client's encoder and everybody

@@ -1,4 +1,4 @@
-"""An audit of a saved run: what its representations leak, and how its predictions treat groups.
+"""An audit of a saved run: leakage from its representations, and group fairness.
 
 As in a study's own audit, attackers are trained on training data and tested on test data; the
 representations are frozen and without noise.

@@ -63,14 +63,15 @@ class PublishedRow(NamedTuple):
 class StudyPart:
     """One block of a table: experiments on the same partition of the data per seed.
 
-    `candidates` names for a row the experiments that differ in a few settings only. The one with
-    the best validation accuracy stands for the row, among those whose representations leak no more
-    there than the row's `leak_limits` (an AUC, such as 0.55). `choices` says in a few words what
-    distinguishes a candidate, such as "lr 0.05"; without any, its name does. `splits` names the
-    experiments that differ only in what is shared, from nothing to everything, by what they share.
-    `baselines` are rows without federated training. `goal` is the row whose validation accuracy the
-    others should reach. The rows of a `control` go into the table of the part with the same title
-    and protocol, with this text behind their names.
+    - `candidates` maps a row to experiments that differ in a few settings. The row shows the one
+      with the best validation accuracy among those whose leakage on validation data is at most the
+      row's `leak_limits` (an AUC, such as 0.55).
+    - `choices` describes a candidate in a few words, such as "lr 0.05"; the default is its name.
+    - `splits` maps experiments that differ only in their split to a description of what they share.
+    - `baselines` are rows without federated training.
+    - `goal` is the row whose validation accuracy the others should reach.
+    - With a `control`, the rows go into the table of the part with the same title and protocol, and
+      this text is appended to their names.
     """
 
     title: str
@@ -121,10 +122,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Study:
-    """A study of a paper; its parts run one after the other, each in a folder of its own.
+    """A study of a paper; its parts run one after the other, each in its own folder.
 
-    `measures` are the columns of its tables, with their headings; of those in `lower_is_better`
-    less is better. `protocols` explains protocols that differ from the usual ones.
+    `measures` maps the columns of its tables to their headings. In those in `lower_is_better`, a
+    smaller value is better. `protocols` maps the name of a protocol to its description.
     """
 
     name: str

@@ -78,9 +78,7 @@ def _read(folder: Path) -> Json:
     written = {"format": FORMAT, **require_format(read_json(path, dict), path)}
     parts = written.get("parts")
     if not isinstance(parts, dict) or not parts or not isinstance(written.get("command"), list):
-        raise InputError(
-            f"run: {path} does not hold what glocal writes there; start the study again"
-        )
+        raise InputError(f"run: {path} is not in glocal's format; start the study again")
     return written
 
 

@@ -1,4 +1,4 @@
-"""What crosses between a client and the server: only shared trees, counted to the byte."""
+"""What a client and the server send each other: only shared trees, counted to the byte."""
 
 from glocal.wire.gate import admit, pack, unpack
 from glocal.wire.ledger import Ledger, Traffic

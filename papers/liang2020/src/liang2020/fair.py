@@ -199,7 +199,7 @@ FAIR = Study(
     protocols={
         "paper": "the hyper-parameters of the paper’s appendix, the last round tested",
         "tuned": (
-            "our own: a representation one number wide, Adam, a start from FedAvg; "
+            "our own settings: a representation one number wide, Adam, a start from FedAvg; "
             "a row names what was chosen on validation data"
         ),
     },

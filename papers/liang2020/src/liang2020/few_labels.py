@@ -1,6 +1,6 @@
 """Liang et al. 2020, Figure 1 (b) and (c): self-supervised local models where labels are few.
 
-The paper draws this and does not measure it. Here every client has labels for 1 % of its digits.
+The paper proposes this without measurements. Here every client has labels for 1 % of its digits.
 It first trains its encoder on a pretext task: to reconstruct its digits, or to solve a jigsaw of
 their quarters. Then it takes part in LG-FedAvg with the labels.
 """
@@ -62,7 +62,7 @@ def _claims() -> tuple[Claim, ...]:
 FEW_LABELS = Study(
     name="few-labels",
     title="MNIST with one label in a hundred: encoders pre-trained without labels",
-    source="Liang et al. 2020, Figure 1 (b) and (c), which the paper draws and does not measure",
+    source="Liang et al. 2020, Figure 1 (b) and (c), for which the paper has no measurements",
     statement=(
         "local models may learn from the data themselves, as an autoencoder or by solving a "
         "jigsaw, before or beside labels."

@@ -79,7 +79,7 @@ def draw_traffic(findings: Findings) -> Drawing | None:
     first, last = rows[0], rows[-1]
     caption = (
         f"Accuracy by communication, {findings.study.parts[part].title}, protocol `{protocol}`: "
-        f"LG-FedAvg from its earliest start ({first}) to its latest ({last}). The level line is "
+        f"LG-FedAvg from its earliest start ({first}) to its latest ({last}). The line across is "
         f"the FedAvg that it starts from. {_over_seeds(findings)} {_HOLLOW}"
     )
     return Drawing(
@@ -105,7 +105,7 @@ def draw_splits(findings: Findings) -> Drawing | None:
     caption = (
         f"How much to share, {about.title}, protocol `{about.protocol}`: every split of the layers "
         "into a shared and a local part, from none shared (fine-tuning) to all shared (FedAvg "
-        "continues). All start from the same FedAvg. The axis is stretched towards both ends. "
+        "continues). All start from the same FedAvg model. The axis is stretched near both ends. "
         f"{_over_seeds(findings)} The hollow marker is the paper’s number for its own split."
     )
     key = _legend({_end_words(end): line_style for end, line_style in _ENDS.items()})

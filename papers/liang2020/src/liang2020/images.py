@@ -1,8 +1,9 @@
 """Liang et al. 2020 on MNIST and CIFAR-10: Table 1, Figure 2(c) and the tables of appendix C.2.
 
-Three protocols. `paper` is the text, done right: averages weighted by examples, the round chosen on
-validation data. `released` is the authors' released code where it differs from the text, except for
-its selection on test data: the last round counts. `tuned` also chooses the learning rate.
+Three protocols. `paper` follows the text, with averages weighted by examples and the round
+selected on validation data. `released` follows the authors' released code where it differs from the
+text, except for its selection on test data: the last round counts. `tuned` also chooses the
+learning rate.
 """
 
 from dataclasses import replace
@@ -89,7 +90,7 @@ def _named(settings: Settings, name: str, classes: int) -> Settings:
 
 
 def _paper(base: Settings, classes: int) -> StudyPart:
-    """The text, done right; with two classes per client also the sweep of splits."""
+    """The protocol `paper`; with two classes per client also the sweep of splits."""
     data = base.data.source
     extra = _swept(data) if classes == CLASSES[0] else {}
     settings = replace(

@@ -145,11 +145,11 @@ def _claims() -> tuple[Claim, ...]:
     return (
         *_above_both_ends(few),
         *_above_both_ends("all-people"),
-        Claim("14-people: local only is right in 48 % or more", (local,), (), level=48),
-        Claim("14-people: FedAvg is right in more than 42 %", (fedavg,), (), level=42),
-        Claim("14-people: the best mix is right in 56 % or more", (mix,), (), level=56),
+        Claim("14-people: local only has an accuracy of 48 % or more", (local,), (), level=48),
+        Claim("14-people: FedAvg has an accuracy above 42 %", (fedavg,), (), level=42),
+        Claim("14-people: the best mix has an accuracy of 56 % or more", (mix,), (), level=56),
         Claim(
-            "14-people: the best mix is above the bag of words that knows the person",
+            "14-people: the best mix is above the bag of words with the person's identity",
             (mix,),
             (words,),
         ),

@@ -150,8 +150,8 @@ def _caption(findings: Findings, part: str) -> str:
     )
     return (
         "How much of the network should stay local, from FedAvg (nothing) to local only "
-        "(everything)? Local are either the layers nearest the text or those nearest the answer. "
+        "(everything)? Either the layers nearest the input or those nearest the output are local. "
         "All models have the same number of parameters and of rounds. "
-        f"{spread} Level lines are baselines without a network. Higher is better for accuracy, "
-        "lower for the error."
+        f"{spread} Horizontal lines are baselines without a network. Higher accuracy is better, "
+        "and so is a lower error."
     )

@@ -17,7 +17,7 @@ _PROTOCOLS = ("paper", "released", "tuned")
 # what the main text prints of Local Test where the appendix prints something else
 _LOCAL_TEST = {"LG 1200+100": Score(91.07, 0.50)}
 _NOTE = (
-    "Of LG 1200+100 the paper prints two numbers on Local Test: "
+    "The paper prints two numbers for LG 1200+100 on Local Test: "
     "91.07 ± 0.50 here, 90.77 ± 0.50 in the appendix."
 )
 

@@ -128,11 +128,11 @@ def _local_share_line(this: ClosedForm) -> str:
     """The share of the local model in the best mixture, and its gains."""
     alpha, best = this.best_alpha(), this.best_error()
     if not alpha:
-        return "Keep nothing local: clients hardly differ, so that one model for all is best."
+        return "Keep nothing local: clients hardly differ, so one shared model is best."
     if alpha == 1:
         return (
-            "Keep all of it local: labels have hardly any noise, so that each client's own model "
-            "is right."
+            "Keep everything local: labels have hardly any noise, so each client's own model "
+            "is accurate."
         )
     below_local = _percent(1 - best / this.local_error())
     below_shared = _percent(1 - best / this.global_error())

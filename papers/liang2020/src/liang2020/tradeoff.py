@@ -1,4 +1,4 @@
-"""The cost of hiding protected attributes, as a figure: accuracy by the AUC of fresh attackers."""
+"""The cost of hiding protected attributes: a figure of accuracy by the AUC of fresh attackers."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
@@ -170,7 +170,7 @@ def _caption(findings: Findings) -> str:
         else "One seed was run."
     )
     return (
-        "The cost of hiding protected attributes: models further left leak less, models further "
+        "The cost of hiding protected attributes. Models further left leak less, models further "
         "up are more accurate. A line is one width of the bottleneck, its numbers are strengths of "
         "the adversary. The AUC is that of the best attacker trained afterwards, over all "
         f"attributes and all kinds of attack data. {spread}"

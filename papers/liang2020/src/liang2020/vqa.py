@@ -2,7 +2,7 @@
 
 Clients get questions by their first two words, one shard each: shards by answer would give the
 answer away. We have 33,183 questions where the paper has 0.76 million, so a client takes far fewer
-steps in a round: five. `paper` is the text as it stands. `longer` takes four times its rounds and
+steps in a round: five. `paper` has the text's settings. `longer` takes four times its rounds and
 `longest` six times, with Adam and frozen convolutions.
 """
 
@@ -263,7 +263,7 @@ VQA = Study(
     measures={"local": "Local Test"},
     protocols={
         "paper": (
-            "the text as it stands; a client takes 5 steps in a round, far fewer than the paper’s "
+            "the text’s settings; a client takes 5 steps in a round, far fewer than the paper’s "
             "clients; precision tf32"
         ),
         "longer": _describe(_LONGER),

@@ -65,7 +65,7 @@ def _public_message(error: Exception, context: Context) -> str:
     """
     if isinstance(error, InputError | UploadError) and not isinstance(error, DataError):
         return str(error).replace(f"{context.node_config.get('folder')}/", "")
-    _LOG.error("the full error, of which the server gets only the kind", exc_info=error)
+    _LOG.error("the full error; the server gets only its type", exc_info=error)
     if isinstance(error, DataError):
         summary = "its model or data cannot be used"
     else:

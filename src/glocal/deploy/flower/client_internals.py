@@ -1,9 +1,8 @@
 """Flower's undocumented names on the client side: only this file knows them.
 
 Written for flwr 1.41 and 1.42; `tests/deploy/test_flower_internals.py` names what an upgrade has
-removed. Our process speaks the server's fleet interface directly and listens on no port. A
-SuperNode would also fetch the app of a run and start it. This is left out: nothing that comes over
-the wire is ever run.
+removed. Our process uses the server's fleet interface directly and listens on no port. Unlike a
+SuperNode, it does not fetch and start the app of a run: nothing that comes over the wire is run.
 """
 
 import threading

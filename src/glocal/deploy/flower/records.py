@@ -22,7 +22,7 @@ _SHARED, _CONFIG, _BLOB = "shared", "config", "blob"
 _TEXT_METRICS = ("note", "fingerprint")  # all other metrics are numbers
 _ACCURACIES = ("test", "validation")  # metrics from 0 to 1
 _MAX_TEXT = 500  # characters of a client's text that are read
-_MAX_EXAMPLES = 2**53  # examples that a client may report
+MAX_EXAMPLES = 2**53  # examples that a client may report
 
 
 def to_record(tree: Params) -> ConfigRecord:
@@ -91,7 +91,7 @@ def read_reply(message: Message) -> Reply:
         if "fault" in config:
             return Reply({}, fault=str(config["fault"])[:_MAX_TEXT])
         num_examples = int(str(config["num_examples"]))
-        if not 0 <= num_examples <= _MAX_EXAMPLES:
+        if not 0 <= num_examples <= MAX_EXAMPLES:
             raise ValueError(f"it reports {num_examples} examples")
         tensors = from_record(shared) if shared is not None else {}
         return Reply(tensors, num_examples, read_metrics(str(config["metrics"])))
@@ -135,4 +135,4 @@ def _check_metric(name: str, value: object) -> object:
 
 
 def _is_bounded(value: float) -> bool:
-    return math.isfinite(value) and abs(value) <= _MAX_EXAMPLES
+    return math.isfinite(value) and abs(value) <= MAX_EXAMPLES

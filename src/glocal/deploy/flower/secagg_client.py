@@ -1,7 +1,7 @@
 """The client's part of SecAgg+ (Bell et al. 2020): its upload leaves it masked.
 
 It rests on Flower's legacy workflow and its positional Fit messages, which nothing else here uses.
-The server cannot check single masked uploads, so that every client checks its own. The server's
+The server cannot check single masked uploads, so every client checks its own. The server's
 part is in `secagg_server.py`.
 """
 

@@ -5,6 +5,7 @@ The client's part is in `secagg_client.py`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 from flwr.serverapp import Grid
 
-from glocal.core.errors import describe_error
+from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json
 from glocal.core.trees import Params
 from glocal.deploy.flower.protocol import Instructions, Reply
 from glocal.deploy.flower.records import read_metrics
+from glocal.deploy.flower.secagg_checks import CheckedGrid
 from glocal.deploy.flower.secagg_client import CLIPPING_RANGE
 from glocal.deploy.flower.server_internals import (
     MAIN_CONFIGS_RECORD,
@@ -101,6 +103,18 @@ class _SecAggWorkflow(SecAggPlusWorkflow):
         state.nid_to_neighbours = {node: near & active for node, near in neighbours.items()}
         return enough
 
+    def unmask_stage(self, grid: Grid, context: LegacyContext, state: Any) -> bool:
+        """Unmask the mean; shares that do not fit together are an error of the run."""
+        try:
+            return super().unmask_stage(grid, context, state)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"run: a masked round could not be unmasked ({describe_error(error)}): the key "
+                "shares of its clients do not fit together; repeat it with `glocal deploy resume`"
+            ) from error
+
 
 def secure_mean(
     grid: Grid,
@@ -112,6 +126,8 @@ def secure_mean(
 ) -> tuple[Params | None, dict[int, Reply]]:
     """One round: the weighted mean of the uploads, None if too few stayed, and replies without it.
 
+    A client whose reply in one of the stages cannot be used is left out from then on, and its reply
+    here says why; after the mean has been masked, a note does.
     `max_weight` is the largest weight: the nearer the others are to it, the finer is the mean.
     """
     strategy = _RoundStrategy(instructions)
@@ -119,13 +135,23 @@ def secure_mean(
     workflow = _SecAggWorkflow(
         1.0, _THRESHOLD, max_weight=max_weight, clipping_range=CLIPPING_RANGE, timeout=timeout
     )
-    workflow(grid, context)
+    shapes = [(1,), *(tuple(tensor.shape) for tensor in shared.values())]  # first, the weight
+    checked: Any = CheckedGrid(grid, shapes)  # the workflow sends and receives, and no more
+    workflow(checked, context)
+    replies = dict(strategy.replies)
+    for node, fault in checked.faults.items():
+        if node in replies:  # its upload is part of the mean
+            replies[node] = replace(
+                replies[node], metrics={**(replies[node].metrics or {}), "note": fault}
+            )
+        else:
+            replies[node] = Reply({}, fault=fault)
     if strategy.arrays is None:
-        return None, {}
+        return None, replies
     mean = {}
     for name, array in zip(shared, strategy.arrays, strict=True):
         mean[name] = torch.from_numpy(np.array(array)).to(shared[name])
-    return mean, strategy.replies
+    return mean, replies
 
 
 def _legacy_context(shared: Params, strategy: _RoundStrategy) -> LegacyContext:

@@ -26,7 +26,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.cli.build import build_fab_from_files
-from flwr.common import FitIns, FitRes, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import (
+    FitIns,
+    FitRes,
+    Parameters,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
 from flwr.common.constant import (
     ACCESS_TOKEN_KEY,
     NOOP_ACCOUNT_NAME,
@@ -37,6 +43,11 @@ from flwr.common.constant import (
     Status,
     SubStatus,
 )
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS as SECAGG_RECORD,
+)
+from flwr.common.secure_aggregation.secaggplus_constants import Key as SecAggKey
+from flwr.common.secure_aggregation.secaggplus_constants import Stage as SecAggStage
 from flwr.common.serde import (
     fab_to_proto,
     message_from_proto,
@@ -83,7 +94,11 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.logger import FLOWER_LOGGER
 from flwr.supercore.object_store import NoObjectInStoreError
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import (
+    generate_key_pairs,
+    private_key_to_bytes,
+    public_key_to_bytes,
+)
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.auth_plugin import ControlAuthnPlugin
 from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
@@ -103,6 +118,7 @@ __all__ = [  # including the names that secagg_server.py needs
     "PULL_OBJECT",
     "PUSH_MESSAGES",
     "PUSH_OBJECT",
+    "SECAGG_RECORD",
     "SIGNATURE_HEADER",
     "TIME_HEADER",
     "ControlConnection",
@@ -113,17 +129,21 @@ __all__ = [  # including the names that secagg_server.py needs
     "LegacyContext",
     "MemoryGrid",
     "RunState",
+    "SecAggKey",
     "SecAggPlusWorkflow",
+    "SecAggStage",
     "SuperLink",
     "connect_control",
     "is_signed_by",
     "legacy",
+    "masked_arrays",
     "ndarrays_to_parameters",
     "parameters_to_ndarrays",
     "public_key_bytes",
     "read_object_id",
     "read_pushed_message",
     "run_tasks",
+    "share_sizes",
 ]
 
 # The routes of the public port and those of the operator's socket; every other path is not found.
@@ -201,6 +221,22 @@ def is_signed_by(key: bytes, data: bytes, signature: bytes) -> bool:
     except InvalidSignature:
         return False
     return True
+
+
+def masked_arrays(parts: list[bytes]) -> list[Any]:
+    """The arrays of a masked upload; one that cannot be read raises an error."""
+    return parameters_to_ndarrays(Parameters(parts, "numpy.ndarray"))
+
+
+def share_sizes() -> tuple[int, int]:
+    """The bytes of a share of a client's mask seed, and those of a share of its private key.
+
+    Shamir's scheme, as Flower has it: a number of four bytes, then as much as the padded secret.
+    """
+    private, _ = generate_key_pairs()
+    secrets = (32, len(private_key_to_bytes(private)))
+    seed, key = (4 + 16 * (size // 16 + 1) for size in secrets)
+    return seed, key
 
 
 class PushedMessage(NamedTuple):

@@ -282,7 +282,7 @@ def _model_loss(objective: Objective) -> ModelLoss:
     loss = objective.loss
     if type(loss) is not ModelLoss:
         name = getattr(loss, "__name__", type(loss).__name__)
-        raise _DeclinedError(f"the loss is {name}, not a model's own")
+        raise _DeclinedError(f"the loss is {name}, not a ModelLoss")
     if loss.per_example is not per_example_cross_entropy:
         raise _DeclinedError("the loss is not the cross entropy")
     return loss

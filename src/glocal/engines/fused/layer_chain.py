@@ -78,7 +78,7 @@ class LayerChain:
 
 
 class UnsupportedModelError(Exception):
-    """Why a model is no chain of layers that the fused steps know."""
+    """The model is not a chain of layers that the fused steps support; the message says why."""
 
 
 def parse_chain(model: nn.Module, inputs: Shape) -> LayerChain:

@@ -116,7 +116,7 @@ class CandidateResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """What to share, the reasons, the uncertainty, and the cost of the answer."""
+    """The recommended split, the reasons, the uncertainty, and the cost of the advice."""
 
     choice: Candidate
     ran_halving: bool
