@@ -833,3 +833,36 @@ def test_code_in_a_masked_message_is_never_run(tmp_path):
     assert not trace.exists()
     np.load(io.BytesIO(content), allow_pickle=True)
     assert trace.exists(), "the test could not see a breach"
+
+
+def freeze_the_second_layer(folder):
+    """The layer between the local and the last one is a frozen base, the same for everybody."""
+    file, layers = folder / "federation.py", "    return nn.Sequential(*first,"
+    deployed.change(file, layers, f"    torch.manual_seed(5)\n{layers}")
+    with file.open("a") as module:
+        module.write("\nbuild = model\n\ndef model():\n    net = build()\n")
+        module.write("    net[4].requires_grad_(False)\n    return net\n")
+
+
+def test_frozen_tensors_are_in_no_message_and_no_file_of_a_deployment(tmp_path):
+    folder = deployed.project(tmp_path / "here", rounds=2)
+    freeze_the_second_layer(folder)
+    deployed.copy_to_clients(folder)
+    state, sent = simulated(folder)
+    server = run_here(folder)
+    assert {*server.shared} == {"6.weight", "6.bias"}
+    assert distance(server.shared, state.shared) <= 1e-6
+    assert server.state.ledger.download.bytes + server.state.ledger.upload.bytes == sent
+    tensors, header = read_tensors(folder / "clients/client-0/state/first.safetensors")
+    assert not [name for name in tensors if "/4." in name]
+    assert len(header["base of frozen tensors"]) == 16
+
+
+def test_a_client_with_another_base_is_refused(tmp_path):
+    folder = deployed.project(tmp_path / "here", rounds=1, clients=2)
+    freeze_the_second_layer(folder)
+    deployed.copy_to_clients(folder)
+    own = folder / "clients/client-1/federation.py"
+    deployed.change(own, "torch.manual_seed(5)", "torch.manual_seed(6)")
+    with pytest.raises(InputError, match="is not the server's"):
+        run_here(folder)

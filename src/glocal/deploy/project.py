@@ -20,6 +20,7 @@ from glocal.algorithms.privacy import DifferentialPrivacy, secure_noise, with_di
 from glocal.core.data import ClientData, Examples, concatenate, hold_out
 from glocal.core.errors import InputError
 from glocal.core.files import Json
+from glocal.core.model_tensors import base_fingerprint
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy
@@ -181,12 +182,18 @@ class TrainingSetup:
         return hashlib.sha256(about + pack(self.params)).hexdigest()[:16]
 
     def about(self) -> Json:
-        """Algorithm, split and shapes in readable form, for a file's header."""
+        """Algorithm, split and shapes in readable form, for a file's header.
+
+        Of frozen tensors only the fingerprint: they are in no message and no file.
+        """
         shared, private = self.algorithm.init(self.params)
-        return {
+        about: Json = {
             "algorithm": f"{self.algorithm.name}: {self.algorithm.description}",
             "model": {"shared": _shapes(shared), "private": _shapes(private)},
         }
+        if base := base_fingerprint(self.model):
+            about["base of frozen tensors"] = base
+        return about
 
 
 def _shapes(tree: Params) -> dict[str, list[int | str]]:
