@@ -28,6 +28,7 @@ from glocal.core.model_tensors import (
     unique_tensors,
 )
 from glocal.core.pure_layers import KeyedDropout, KeyedGaussianNoise, MaskedBatchNorm
+from glocal.core.recurrent import make_batchable
 from glocal.core.trees import Params
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -271,7 +272,7 @@ def _replacement(module: nn.Module, layer: int) -> nn.Module:
         return KeyedDropout(module, layer)
     if isinstance(module, GaussianNoise):
         return KeyedGaussianNoise(module.std, layer)
-    return module
+    return make_batchable(module)
 
 
 def _tensor_names(

@@ -1,7 +1,7 @@
 """The paper's text network: word vectors, a bidirectional LSTM of 128, an MLP of 512 and 512.
 
-Liang et al. 2020, appendix C.3. Both directions of the LSTM run in one scan; `liang2020.lstm` says
-why it is not torch's own.
+Liang et al. 2020, appendix C.3. Both directions of the LSTM run in one scan;
+`glocal.core.lstm_scan` says why it is not torch's own.
 """
 
 from collections import OrderedDict
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from glocal.core.errors import InputError
+from glocal.core.lstm_scan import lstm_scan
 from glocal.core.modules import make_dropout
 from glocal.datasets.texts import VOCABULARY_SIZE
 from glocal.studies.user_functions import ModelRequest
-from liang2020.lstm import lstm_scan
 
 HIDDEN = (512, 512)
 VECTOR = 300

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from glocal.core.errors import InputError, describe_error, suggest_name
+from glocal.core.lstm_scan import lstm_scan
 from glocal.core.modules import make_dropout
 from glocal.datasets.image_table import ImageTable
 from glocal.studies.settings import ModelSettings
 from glocal.studies.user_functions import ModelRequest
-from liang2020.lstm import lstm_scan
 
 WIDTHS = (64, 128, 256, 512)
 SHARED = ("image.fc", "question.fc", "answer")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, vmap
 
-from liang2020.lstm import lstm_scan
+from glocal.core.lstm_scan import lstm_scan
 
 
 def plain_scan(from_words, of_state, real):
