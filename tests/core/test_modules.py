@@ -243,7 +243,7 @@ def test_a_mistake_in_the_model_is_not_hidden_by_the_fall_back():
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.rnn = nn.LSTM(1, 4, batch_first=True)
+        self.rnn = nn.RNN(1, 4, batch_first=True)
         self.head = nn.Linear(4, world.CLASSES)
 
     def forward(self, x):

@@ -25,7 +25,7 @@ class BatchableLSTM(nn.LSTM):
         """As `nn.LSTM`: outputs, and the last states of all layers, hidden and cell."""
         if not _is_batched(self, input):
             return super().forward(input, hx)
-        outputs, (hidden, cell) = _run(self, input, hx or (), _scan_lstm, num_states=2)
+        outputs, (hidden, cell) = _run(self, input, hx or (), _scan_lstm)
         return outputs, (hidden, cell)
 
 
@@ -37,7 +37,7 @@ class BatchableGRU(nn.GRU):
         if not _is_batched(self, input):
             return super().forward(input, hx)
         start = () if hx is None else (hx,)
-        outputs, (hidden,) = _run(self, input, start, _scan_gru, num_states=1)
+        outputs, (hidden,) = _run(self, input, start, _scan_gru)
         return outputs, hidden
 
 
@@ -60,12 +60,12 @@ class _Weights(NamedTuple):
     @classmethod
     def of(cls, module: nn.RNNBase, suffix: str) -> "_Weights":
         """Those of a layer and direction; biases are zero where there are none."""
-        of_input, of_state = (getattr(module, f"weight_{part}{suffix}") for part in ("ih", "hh"))
+        of_input = getattr(module, f"weight_ih{suffix}")
+        of_state = getattr(module, f"weight_hh{suffix}")
         input_bias = state_bias = of_state.new_zeros(of_state.shape[0])
         if module.bias:
-            input_bias, state_bias = (
-                getattr(module, f"bias_{part}{suffix}") for part in ("ih", "hh")
-            )
+            input_bias = getattr(module, f"bias_ih{suffix}")
+            state_bias = getattr(module, f"bias_hh{suffix}")
         projection = getattr(module, f"weight_hr{suffix}") if module.proj_size else None
         return cls(of_input, of_state, input_bias, state_bias, projection)
 
@@ -85,7 +85,7 @@ def _is_batched_tensor(tensor: Tensor) -> bool:
 
 
 def _run(
-    module: nn.RNNBase, sequence: Tensor, start: tuple[Tensor, ...], scan: Scan, *, num_states: int
+    module: nn.RNNBase, sequence: Tensor, start: tuple[Tensor, ...], scan: Scan
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Outputs and last states of all layers and directions, with axes as torch has them."""
     _require_batchable(module, sequence)
@@ -101,8 +101,8 @@ def _run(
             outputs.append(output.flip(1) if direction else output)
             last.append(states)
         x = torch.cat(outputs, -1)
-    together = tuple(torch.stack([states[k] for states in last]) for k in range(num_states))
-    return x if module.batch_first else x.transpose(0, 1), together
+    together = map(torch.stack, zip(*last, strict=True))
+    return x if module.batch_first else x.transpose(0, 1), tuple(together)
 
 
 def _require_batchable(module: nn.RNNBase, sequence: Tensor) -> None:
