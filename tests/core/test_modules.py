@@ -240,18 +240,33 @@ def test_a_mistake_in_the_model_is_not_hidden_by_the_fall_back():
         )
 
 
-class Recurrent(nn.Module):
+class Doubled(torch.autograd.Function):
+    """A function of a user's with gradients, and without a rule for `vmap`."""
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class Unbatchable(nn.Module):
     def __init__(self):
         super().__init__()
-        self.rnn = nn.RNN(1, 4, batch_first=True)
-        self.head = nn.Linear(4, world.CLASSES)
+        self.head = nn.Linear(world.FEATURES, world.CLASSES)
 
     def forward(self, x):
-        return self.head(self.rnn(x.unsqueeze(-1))[0][:, -1])
+        return Doubled.apply(self.head(x))
 
 
 def test_a_network_without_a_batched_rule_runs_one_by_one_with_one_visible_line():
-    model = world.seeded(Recurrent)
+    model = world.seeded(Unbatchable)
     algorithm = fedavg(cross_entropy(model), sgd(0.1))
     with pytest.warns(GlocalWarning, match="now looped") as seen:
         batched = world.last(
