@@ -92,6 +92,7 @@ HOMES = {
     "PIL": "datasets",
     "flwr": "deploy",
     "cryptography": "deploy",
+    "h11": "deploy",
     "uvicorn": "deploy",
     "dp_accounting": "evaluate",
 }
