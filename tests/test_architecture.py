@@ -90,6 +90,7 @@ HOMES = {
     "fairlearn": "evaluate",
     "triton": "engines",
     "PIL": "datasets",
+    "pyarrow": "datasets",
     "flwr": "deploy",
     "cryptography": "deploy",
     "h11": "deploy",

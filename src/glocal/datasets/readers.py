@@ -2,7 +2,6 @@
 
 import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -244,7 +243,7 @@ def _csv_columns(path: Path) -> Iterator[tuple[str, Column]]:
 
 def _parquet_columns(path: Path) -> Iterator[tuple[str, Column]]:
     try:
-        parquet = import_module("pyarrow.parquet")
+        from pyarrow import parquet
     except ImportError as error:
         raise InputError(
             f"data: {path} needs pyarrow; install it with `pip install 'glocal[parquet]'`"
