@@ -87,7 +87,8 @@ def recovery(folder: Path) -> dict[str, float]:
         deployment.server()
         for name in names(folder):
             deployment.client(name)
-        deployment.until_connected(*names(folder))
+        for name in names(folder):  # until each knows its node, and not the server alone
+            deployment.until(lambda line=f"{name}: connected": count(deployment.notices, line))
         times = {}
         start = time.monotonic()
         kill(folder / "clients/client-0", "client_process")
