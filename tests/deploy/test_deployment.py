@@ -16,16 +16,13 @@ from glocal.cli.deploy_processes import client_program
 from glocal.core.errors import InputError
 from glocal.core.files import read_json
 from glocal.core.trees import same_bits
-from glocal.datasets.fetch import no_progress
 from glocal.deploy.preflight import free_port
 from glocal.deploy.project import Project
 from glocal.deploy.scaffold import DeploymentSpec, add_client, create_deployment
 from glocal.deploy.server import RunServer
-from glocal.federate.rounds import simulate
-from glocal.studies.build import build_algorithm, build_components
 from glocal.wire import pack
 from tests.support import deployed
-from tests.support.deployed_runs import private_of, secured, with_availability
+from tests.support.deployed_runs import private_of, secured, simulated_rounds, with_availability
 from tests.support.running import kill, pids, running
 from tests.support.stock import start_request, stock
 from tests.support.wiretap import Wiretap
@@ -36,15 +33,7 @@ pytestmark = pytest.mark.slow
 
 def rounds_of(folder):
     """Every round's state in the simulator."""
-    project = Project.from_folder(folder)
-    project.make_importable()
-    parts = build_components(project.study, no_progress)
-    algorithm = build_algorithm(
-        project.study, next(iter(project.study.experiments.values())), parts
-    )
-    train = parts.federations[0].train
-    rounds = simulate(algorithm, parts.params[0], train, project.plan, engine="looped")
-    return [state for state, _ in rounds]
+    return [state for state, _ in simulated_rounds(folder)]
 
 
 def windows(tree, width=32):

@@ -15,19 +15,21 @@ from glocal.studies.build import build_algorithm, build_components
 from tests.support.deployed import InProcessGrid, change, copy_to_clients
 
 
-def simulated(folder):
-    """The last state of the same study in the simulator, and the bytes that it sent."""
+def simulated_rounds(folder):
+    """Every round of the same study in the simulator: its state and its report."""
     project = Project.from_folder(folder)
     project.make_importable()
     parts = build_components(project.study, no_progress)
     algorithm = build_algorithm(
         project.study, next(iter(project.study.experiments.values())), parts
     )
-    rounds = list(
-        simulate(
-            algorithm, parts.params[0], parts.federations[0].train, project.plan, engine="looped"
-        )
-    )
+    train = parts.federations[0].train
+    return list(simulate(algorithm, parts.params[0], train, project.plan, engine="looped"))
+
+
+def simulated(folder):
+    """The last state of the same study in the simulator, and the bytes that it sent."""
+    rounds = simulated_rounds(folder)
     return rounds[-1][0], sum(report.traffic.total.bytes for _, report in rounds)
 
 

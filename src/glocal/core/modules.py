@@ -190,12 +190,21 @@ def _functional_call(
 
 def state_dict(model: nn.Module, params: Params) -> Params:
     """Params under the names of `model.state_dict()`, tied names included: they load strictly."""
-    names, everything = canonical_names(model), {**params, **frozen_tensors(model)}
-    tensors = {}
+    return _named_copies(model, {**params, **frozen_tensors(model)})
+
+
+def client_state_dict(model: nn.Module, params: Params) -> Params:
+    """The same without the frozen tensors, which are not copied either."""
+    return _named_copies(model, trees.pick(params, client_tensors(model)))
+
+
+def _named_copies(model: nn.Module, tensors: Params) -> Params:
+    """Copies of these tensors under each name that they have in the model's state dict."""
+    names, copies = canonical_names(model), {}
     for name in model.state_dict():
-        if name in names:
-            tensors[name] = everything[names[name]].detach().clone()
-    return tensors
+        if names.get(name) in tensors:
+            copies[name] = tensors[names[name]].detach().clone()
+    return copies
 
 
 def make_dropout(rate: float | None) -> nn.Dropout:

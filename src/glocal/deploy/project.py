@@ -191,9 +191,14 @@ class TrainingSetup:
             "algorithm": f"{self.algorithm.name}: {self.algorithm.description}",
             "model": {"shared": _shapes(shared), "private": _shapes(private)},
         }
-        if base := base_fingerprint(self.model):
-            about["base of frozen tensors"] = base
+        if self.base:
+            about["base of frozen tensors"] = self.base
         return about
+
+    @cached_property
+    def base(self) -> str:
+        """The fingerprint of the frozen tensors, hashed once: every private state names it."""
+        return base_fingerprint(self.model)
 
 
 def _shapes(tree: Params) -> dict[str, list[int | str]]:

@@ -12,8 +12,8 @@ from glocal.algorithms.contract import Algorithm
 from glocal.core.data import find_client
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, read_tensors, write_tensors
-from glocal.core.model_tensors import base_fingerprint, canonical_names, client_tensors
-from glocal.core.modules import state_dict
+from glocal.core.model_tensors import base_fingerprint, client_tensors
+from glocal.core.modules import client_state_dict, state_dict
 from glocal.core.sampling import Plan
 from glocal.core.store import State
 from glocal.core.trees import Params
@@ -55,11 +55,14 @@ class Result:
         """New Test: accuracy of all trained models' averaged logits on everybody's test data."""
         return self.new_spread.logits if self.new_spread else None
 
+    def params(self, client: int | str) -> Params:
+        """One client's local and shared tensors, by number or name."""
+        number = find_client(client, self.names, len(self.times_sampled))
+        return self.algorithm.personal(self.state.shared, self.state.private.of(number))
+
     def state_dict(self, client: int | str) -> Params:
         """One client's model, by number or name, as a plain state dict."""
-        number = find_client(client, self.names, len(self.times_sampled))
-        params = self.algorithm.personal(self.state.shared, self.state.private.of(number))
-        return state_dict(self.architecture, params)
+        return state_dict(self.architecture, self.params(client))
 
     def model(self, client: int | str) -> nn.Module:
         """One client's own model, by number or name: a plain module in evaluation mode."""
@@ -122,9 +125,7 @@ def save_models(result: Result, folder: Path) -> None:
 
 def _own_state_dict(result: Result, client: int) -> Params:
     """A client's model without the frozen tensors."""
-    first, own = canonical_names(result.architecture), client_tensors(result.architecture)
-    tensors = result.state_dict(client)
-    return {name: tensor for name, tensor in tensors.items() if first[name] in own}
+    return client_state_dict(result.architecture, result.params(client))
 
 
 def load_model(path: str | Path, model: nn.Module) -> nn.Module:
