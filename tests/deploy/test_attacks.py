@@ -16,13 +16,10 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.node_pb2 import Node
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
 
 from glocal.deploy import certificates
 from glocal.deploy.certificates import make_authority, make_server_certificate, read_client_key
-from glocal.deploy.client import STATE
-from glocal.deploy.client_process import NODE_FILE
 from glocal.deploy.flower import server_internals
 from glocal.deploy.preflight import free_port
 from glocal.deploy.runtime import connect_server
@@ -378,22 +375,22 @@ def test_a_positive_control_the_same_attacks_succeed_on_a_plain_flower_installat
     assert (loot / "client-0").read_bytes() == own.read_bytes()
 
 
-def send_heartbeat(deployment, name):
-    """The status of a client's heartbeat, signed with its key."""
-    path = deployment.folder / "clients" / name / STATE / NODE_FILE
-    node = Node(node_id=int(path.read_text()))
-    request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=10).SerializeToString()
-    return post(
-        deployment.port, "/v1/fleet/send-node-heartbeat", request, signed(deployment.folder, name)
-    )
+def connect_as(deployment, name, signer):
+    """The status of a request to connect as `name`, signed with the key of `signer`."""
+    key = read_client_key(deployment.folder / f"clients/{name}/client.key").public_key()
+    public = server_internals.public_key_to_bytes(key)
+    request = ActivateNodeRequest(public_key=public, heartbeat_interval=10).SerializeToString()
+    signature = signed(deployment.folder, signer)
+    return post(deployment.port, "/v1/fleet/activate-node", request, signature)
 
 
 def test_a_revoked_client_stays_out_and_status_says_so(attacked, capsys):
     from tests.support.command_line import run
 
     assert run("deploy", "revoke", attacked.folder, "client-1") == 0
-    assert send_heartbeat(attacked, "client-1") == 401
-    assert send_heartbeat(attacked, "client-0") == 200
+    assert connect_as(attacked, "client-1", "client-1") == 401
+    assert connect_as(attacked, "client-1", "client-0") == 401
+    assert connect_as(attacked, "client-0", "client-0") == 200
     attacked.until_connected("client-0")
     capsys.readouterr()
     assert run("deploy", "status", attacked.folder) == 0

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from flwr.proto.control_pb2 import StopRunRequest
 from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
     DeactivateNodeRequest,
     PullMessagesRequest,
     PushMessagesRequest,
@@ -128,9 +129,7 @@ class Deployment:
             client = prepare_client(own, self.notices.append)
             app = client_app(lambda _, client=client: client)
             runner = ClientAppRunner(app, {"folder": str(own)}, client.project.importable)
-            connection = make(
-                self.fleet(name), runner, own / "state/node", self.notices.append, self.lock
-            )
+            connection = make(self.fleet(name), runner, self.notices.append, self.lock)
             self.connections[name] = connection
             self.threads.append(threading.Thread(target=connection.run, daemon=True))
             self.threads[-1].start()
@@ -418,6 +417,7 @@ def test_a_client_cannot_speak_for_another_nor_take_its_messages(tmp_path):
 
     def attack(connection, received, node):
         other = deployment.connections["client-0"].fleet.node.node_id
+        key = deployment.connections["client-0"].fleet.key
         deployment.until(lambda: "client-0" in seen)
         message, part = seen["client-0"], content("Message", b"x")
         for metadata in ({"src_node_id": other, "reply_to_message_id": message},
@@ -427,6 +427,7 @@ def test_a_client_cannot_speak_for_another_nor_take_its_messages(tmp_path):
         requests = [
             (fleet.client.PullMessages, PullMessagesRequest(node=Node(node_id=other))),
             (fleet.client.DeactivateNode, DeactivateNodeRequest(node_id=other)),
+            (fleet.client.ActivateNode, ActivateNodeRequest(public_key=key, heartbeat_interval=10)),
             (fleet.client.RegisterNode, RegisterNodeFleetRequest(public_key=fleet.key)),
             (fleet.client.UnregisterNode, UnregisterNodeFleetRequest(node_id=other)),
         ]
@@ -435,14 +436,14 @@ def test_a_client_cannot_speak_for_another_nor_take_its_messages(tmp_path):
 
     def slow(connection, received, node):
         seen["client-0"] = received.message.metadata.message_id
-        deployment.until(lambda: len(statuses) == 6)
+        deployment.until(lambda: len(statuses) == 7)
         Connection._answer(connection, received, node)
 
     with deployed_here(folder) as deployment:
         deployment.connect("client-0", make=hostile(slow))
         deployment.connect("client-1", make=hostile(attack))
         assert deployment.run() == "completed"
-    assert statuses == [403, 409, 401, 401, 404, 404]
+    assert statuses == [403, 409, 401, 401, 401, 404, 404]
     assert [[*row["dropped"]] for row in deployment.rows()] == [[], [], []]
 
 
@@ -577,20 +578,15 @@ def test_clients_reconnect_by_themselves_to_a_restarted_server(tmp_path, monkeyp
 def test_a_client_that_was_killed_takes_its_old_node_at_once(tmp_path):
     folder = deployed.project(tmp_path / "here", clients=1)
     with deployed_here(folder) as deployment:
-        killed = deployment.fleet("client-0")
-        number = killed.connect(0)
-        with pytest.raises(ServerRejectedError, match=r"^4"):
-            deployment.fleet("client-0").connect(0)
-        assert deployment.fleet("client-0").connect(number) == number
-        with pytest.raises(ServerRejectedError):
-            deployment.fleet("client-0").connect(4711)
+        number = deployment.fleet("client-0").connect()
+        assert deployment.fleet("client-0").connect() == number
 
 
 def test_a_client_that_is_killed_at_work_is_not_waited_for(tmp_path):
     """It comes back at once, but has lost the message."""
 
     def killed(connection, received, node):
-        connection.fleet.connect(node)
+        connection.fleet.connect()
 
     folder = deployed.project(tmp_path / "here", clients=2)
     with deployed_here(folder) as deployment:
@@ -723,9 +719,7 @@ def test_an_unreachable_server_is_reported_once(tmp_path, monkeypatch):
     with deployed_here(folder) as deployment:
         fleet = deployment.fleet("client-0")
         fleet.client._client = httpx.Client(transport=httpx.MockTransport(unreachable))
-        connection = Connection(
-            fleet, None, folder / "node", deployment.notices.append, deployment.lock
-        )
+        connection = Connection(fleet, None, deployment.notices.append, deployment.lock)
         thread = threading.Thread(target=connection.run, daemon=True)
         thread.start()
         deployment.until(lambda: len(unreached) > 5)
@@ -742,7 +736,7 @@ class Refusing:
     def __init__(self, error):
         self.error, self.node = error, Node()
 
-    def connect(self, last):
+    def connect(self):
         raise self.error
 
     def disconnect(self):
@@ -758,12 +752,10 @@ class Refusing:
     ],
     ids=["unknown", "refused", "unreachable"],
 )
-def test_a_client_retries_slowly_at_a_server_that_does_not_know_it(
-    error, waits, tmp_path, monkeypatch
-):
+def test_a_client_retries_slowly_at_a_server_that_does_not_know_it(error, waits, monkeypatch):
     """A clock or a registry may be corrected; an unreachable server is tried more often."""
     monkeypatch.setattr("random.uniform", lambda low, high: 1.0)
-    connection = Connection(Refusing(error), None, tmp_path / "node", lambda text: None, None)
+    connection = Connection(Refusing(error), None, lambda text: None, None)
     waited = []
     monkeypatch.setattr(connection, "_heartbeat_loop", lambda: None)
 

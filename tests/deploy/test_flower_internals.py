@@ -77,6 +77,8 @@ USED = {
     InMemoryLinkState: {
         "create_node": ["owner_aid", "owner_name", "public_key", "heartbeat_interval", "name"],
         "delete_node": ["owner_aid", "node_id"],
+        "activate_node": ["node_id", "heartbeat_interval"],
+        "deactivate_node": ["node_id"],
         "get_node_info": ["node_ids", "statuses"],
         "get_run_info": ["run_ids"],
         "get_object": ["run_id", "object_id"],

@@ -26,7 +26,7 @@ from glocal.deploy.formatting import format_journal_entry
 from glocal.deploy.scaffold import KEY
 from glocal.deploy.supervision import Notify
 
-LOGS, NODE_FILE = "logs", "node"
+LOGS = "logs"
 CURRENT_FOLDER: ContextVar[Path | None] = ContextVar("folder of the current client", default=None)
 
 
@@ -106,7 +106,7 @@ def _make_connection(client: RunClient, notify: Notify, lock: threading.Lock) ->
     fleet = FleetConnection.to(address, (own / CA).read_bytes(), read_client_key(own / KEY))
     app = client_app(lambda _: client)
     runner = ClientAppRunner(app, {"folder": str(own)}, client.project.importable)
-    return Connection(fleet, runner, own / STATE / NODE_FILE, notify, lock)
+    return Connection(fleet, runner, notify, lock)
 
 
 def _run_connection(folder: Path, connection: Connection) -> None:

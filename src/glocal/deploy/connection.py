@@ -4,9 +4,7 @@ import logging
 import random
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from glocal.core.errors import describe_error
 from glocal.deploy.flower.client_internals import (
@@ -31,14 +29,11 @@ _LOG = logging.getLogger("glocal")
 class Connection:
     """Keeps a client connected through `fleet` until it is stopped.
 
-    `node_file` holds the node number that the server gave to this client. A client that was killed
-    has not disconnected and takes this number back. `lock` is held while a message is handled, so
-    that clients of one process take turns.
+    `lock` is held while a message is handled, so that clients of one process take turns.
     """
 
     fleet: FleetConnection
     runner: ClientAppRunner
-    node_file: Path
     notify: Notify
     lock: threading.Lock
     stop: threading.Event = field(default_factory=threading.Event)
@@ -68,9 +63,7 @@ class Connection:
 
     def _run_client(self) -> None:
         """Connect and handle messages until an error occurs."""
-        node = self.fleet.connect(self._last_node())
-        with suppress(OSError):  # a full disk: after a kill, the old node must time out first
-            self.node_file.write_text(str(node), encoding="ascii")
+        node = self.fleet.connect()
         self.heartbeat_error = None
         self.notify("connected again" if self.last_notice else "connected")
         self.last_notice = ""
@@ -116,11 +109,6 @@ class Connection:
                 continue  # the next poll fails as well and reports it
             except Exception as error:
                 self.heartbeat_error = error
-
-    def _last_node(self) -> int:
-        with suppress(OSError, ValueError):
-            return int(self.node_file.read_text(encoding="ascii"))
-        return 0
 
     def _report_error(self, error: Exception) -> None:
         """Report an error once, not at every retry."""

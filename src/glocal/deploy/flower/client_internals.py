@@ -152,22 +152,12 @@ class FleetConnection:
         client = FleetHttpClient.from_server_address(address, False, authority, [signer])
         return cls(client, public_key_to_bytes(key.public_key()))
 
-    def connect(self, last: int) -> int:
-        """Connect; `last` is the node number that a killed client had before, else 0."""
-        with _errors():
-            try:
-                self._activate()
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code == 401 or not last:
-                    raise
-                # the node is still online, as it was never deactivated; its key's owner may do so
-                self.client.DeactivateNode(DeactivateNodeRequest(node_id=last))
-                self._activate()
-        return int(self.node.node_id)
-
-    def _activate(self) -> None:
+    def connect(self) -> int:
+        """Connect; the number of the node that stands for this client's key."""
         request = ActivateNodeRequest(public_key=self.key, heartbeat_interval=HEARTBEAT)
-        self.node = Node(node_id=self.client.ActivateNode(request).node_id)
+        with _errors():
+            self.node = Node(node_id=self.client.ActivateNode(request).node_id)
+        return int(self.node.node_id)
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat."""

@@ -69,6 +69,7 @@ from flwr.proto.runtime_pb2 import (
     PushTaskOutputRequest,
 )
 from flwr.server.compat.legacy_context import LegacyContext
+from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
 from flwr.serverapp import Grid
@@ -297,6 +298,20 @@ class _ConsistentObjectStore(InMemoryObjectStore):
             return super().preregister(run_id, object_tree)
 
 
+class _ReconnectingState(InMemoryLinkState):
+    """Flower's state; a client that was killed connects again at once.
+
+    Flower would refuse the client until its missing heartbeats are noticed, after 20 s. Whoever
+    connects has signed the request with the node's key.
+    """
+
+    def activate_node(self, node_id: int, heartbeat_interval: float) -> bool:
+        """Take the node online, and before that offline if it still counts as online."""
+        with self.lock:
+            self.deactivate_node(node_id)
+            return super().activate_node(node_id, heartbeat_interval)
+
+
 class _SecretAuthPlugin(ControlAuthnPlugin):
     """Accepts the operator's secret; Flower's no-op account stands for all operators."""
 
@@ -333,7 +348,9 @@ class SuperLink:
         TaskIdentity.node_id = SUPERLINK_NODE_ID
         self.app = create_app(_config(secret), SuperLinkLifespan)
         self.state = self.app.state.linkstate_factory.state()
-        self.state.object_store.__class__ = _ConsistentObjectStore  # Flower makes the store itself
+        # Flower makes both objects itself
+        self.state.__class__ = _ReconnectingState
+        self.state.object_store.__class__ = _ConsistentObjectStore
 
     def register(self, key: bytes, name: str) -> int:
         """Register a client's key; the number of its node."""
