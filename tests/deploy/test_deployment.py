@@ -212,9 +212,10 @@ def test_a_killed_client_and_a_killed_server_come_back_and_the_run_goes_on(tmp_p
         deployment.client("client-0")
         deployment.client("client-1")
         deployment.until_connected("client-0", "client-1")
+        connected = "client-0: connected"
+        deployment.until(lambda: any(connected in line for line in deployment.notices))
         began = time.monotonic()
         killed = kill(folder / "clients/client-0", "client_process")
-        connected = "client-0: connected"
         deployment.until(lambda: sum(connected in line for line in deployment.notices) == 2)
         assert pids(folder / "clients/client-0") != [killed]
         deployment.until_connected("client-0", "client-1")

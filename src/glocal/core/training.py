@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value
-from torch.nn import functional
 
 from glocal.core import random, trees
 from glocal.core.data import Examples
 from glocal.core.errors import InputError
+from glocal.core.losses import PerExampleLoss, PerExampleValues
 from glocal.core.modules import Forward, trainable_names, training_forward
 from glocal.core.optimizers import Optimizer
 from glocal.core.trees import Params
@@ -44,7 +44,6 @@ class Work(NamedTuple):
 
 
 LossFn = Callable[[Params, Batch], tuple[Tensor, Params]]
-PerExampleLoss = Callable[[Tensor, Tensor], Tensor]
 Augment = Callable[[Tensor, Tensor], Tensor]
 _AUGMENTATION = -1  # the address of augmentation within the key of a step
 
@@ -122,16 +121,6 @@ def supervised(model: nn.Module, loss: PerExampleLoss) -> Objective:
     return Objective(ModelLoss(model, training_forward(model), loss), trainable)
 
 
-def cross_entropy(model: nn.Module) -> Objective:
-    """Classification by cross entropy of logits: L_m in equation 1 of Liang et al. 2020."""
-    return supervised(model, per_example_cross_entropy)
-
-
-def per_example_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy of every example (rows,)."""
-    return functional.cross_entropy(logits, labels, reduction="none")
-
-
 def with_proximal(objective: Objective, anchor: Params, strength: float) -> Objective:
     """Add strength/2 * ||params - anchor||^2 over the trainable tensors."""
     term = Proximal(trees.pick(anchor, objective.trainable), strength)
@@ -143,23 +132,46 @@ def with_augmentation(objective: Objective, augment: Augment) -> Objective:
     return objective._replace(loss=AugmentedLoss(objective.loss, augment))
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the values (rows,) with mask True; 0 when there are none."""
+def masked_mean(values: PerExampleValues, mask: Tensor) -> Tensor:
+    """The mean of a loss over the rows with mask True; 0 when there are none.
+
+    `values` are (rows,), or (rows, ...) and their mean counts, or a pair of sums and weights (rows,).
+    """
+    if isinstance(values, tuple):
+        return _ratio(*values, mask)
     _require_per_example(values, mask)
-    real = torch.where(mask, values, torch.zeros_like(values))
+    by_row = values if values.dim() == 1 else values.flatten(1).mean(1)
+    real = torch.where(mask, by_row, torch.zeros_like(by_row))
     return real.sum() / mask.sum().clamp(min=1)
+
+
+def _ratio(sums: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """The total of the real rows' sums by that of their weights; 0 where nothing has a weight."""
+    for values in (sums, weights):
+        _require_one_value(values, mask)
+    total = torch.where(mask, sums, torch.zeros_like(sums)).sum()
+    weight = torch.where(mask, weights, torch.zeros_like(weights)).sum()
+    return torch.where(weight > 0, total / torch.where(weight > 0, weight, 1), 0 * total)
 
 
 def _require_per_example(values: object, mask: Tensor) -> None:
     """Refuse a loss that reduces: padded rows are in its mean, and no mask can remove them."""
-    if isinstance(values, Tensor) and values.shape == mask.shape:
+    if isinstance(values, Tensor) and values.shape[:1] == mask.shape:
         return
+    _refuse_shape(values, mask, "one value per example")
+
+
+def _require_one_value(values: object, mask: Tensor) -> None:
+    if not isinstance(values, Tensor) or values.shape != mask.shape:
+        _refuse_shape(values, mask, "a pair of sums and weights, one of each per example")
+
+
+def _refuse_shape(values: object, mask: Tensor, expected: str) -> None:
     rows, shape = len(mask), getattr(values, "shape", None)
     returned = f"a {type(values).__name__}" if shape is None else f"shape {tuple(shape)}"
     raise InputError(
-        f"loss: it returned {returned} for {rows} examples; "
-        f"one value per example, shape ({rows},), was expected: "
-        "use reduction='none', and a mean or sum over every other axis"
+        f"loss: it returned {returned} for {rows} examples; {expected}, shape ({rows},), was "
+        "expected: use reduction='none' in it, or give torch's loss itself"
     )
 
 
