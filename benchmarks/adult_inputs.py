@@ -36,7 +36,7 @@ def main() -> None:
     for source, by_attribute in auc.items():
         for column, name in enumerate(names):
             by_attribute[name] = attack_auc(train, test, source, column)
-    majority = round(100 * float(np.bincount(test.y.numpy()).max()) / len(test.y), 2)
+    majority = round(100 * float(np.bincount(test.y.numpy()).max()) / test.num_rows, 2)
     print(auc, majority)
     if options.out:
         command = f"python -m benchmarks.adult_inputs --out {options.out}"

@@ -139,7 +139,7 @@ def prepared(work: Workload, device: str) -> Round:
 def train_eagerly(it: Round, dtype: torch.dtype, clients: int) -> tuple[Params, Tensor]:
     """Eager `local_train` under vmap, for the first clients."""
     model = it.work.model.to(it.x.device, dtype)
-    objective, sgd = training.cross_entropy(model), optimizers.sgd(LR, momentum=MOMENTUM)
+    objective, sgd = training.cross_entropy(model), optimizers.SGD(LR, momentum=MOMENTUM)
     zero = torch.zeros((), dtype=torch.int64, device=it.x.device)
     x = it.x.to(dtype)
 

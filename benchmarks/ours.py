@@ -97,7 +97,7 @@ def loaded(job: Job) -> Loaded:
     model = network.build(job.workload)
     objective, optimizer = (
         glocal.cross_entropy(model),
-        glocal.sgd(job.workload.lr, momentum=job.workload.momentum),
+        glocal.SGD(job.workload.lr, momentum=job.workload.momentum),
     )
     split = glocal.Split.of(model, shared=job.workload.shared)
     makers = {

@@ -26,7 +26,7 @@ from glocal.algorithms import lg_fedavg
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
 from glocal.core.modules import params_of
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, clients: int) -> dict[str, Any]:
     model = vqa_net(random_pictures(), words=WORDS, answers=ANSWERS)
     split = Split.of(model, shared=SHARED)
     algorithm = lg_fedavg(
-        cross_entropy(model), sgd(0.01, momentum=0.9, lr_decay=0.0005), split=split
+        cross_entropy(model), SGD(0.01, momentum=0.9, lr_decay=0.0005), split=split
     )
     params = trees.to(params_of(model), where)
     train = random_questions(clients, options.examples, where)

@@ -157,7 +157,7 @@ def _real(workload: Workload) -> Data | None:
     ):
         return None
     examples = datasets.load(workload.source).train
-    enough = len(examples.y) >= workload.clients * workload.examples
+    enough = examples.num_rows >= workload.clients * workload.examples
     return (examples.x.numpy(), examples.y.numpy(), f"{workload.source}, real") if enough else None
 
 

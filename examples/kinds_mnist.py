@@ -25,7 +25,7 @@ from glocal.core.data import ClientData
 from glocal.datasets.federated import FederatedData
 
 FEATURES, CLASSES = 256, 10
-OPTIMIZER = glocal.sgd(0.05, momentum=0.5)
+OPTIMIZER = glocal.SGD(0.05, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:

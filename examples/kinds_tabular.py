@@ -29,7 +29,7 @@ COLUMNS = {
     "no-worst": [*MEANS, *ERRORS],
 }
 FEATURES, CLASSES = 16, 2
-OPTIMIZER = glocal.sgd(0.1, momentum=0.5)
+OPTIMIZER = glocal.SGD(0.1, momentum=0.5)
 
 
 def arguments() -> argparse.Namespace:

@@ -20,7 +20,7 @@ NUM_CLIENTS = 5
 def test_the_last_round_is_compared_with_the_best_on_validation_data_too():
     """Two sets of test labels: the last model is right on all of one, wrong on the other."""
     model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.5, momentum=0.9))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.5, momentum=0.9))
     own, inputs = world.clients((60, 60, 60)), [x for x, _ in world.clients((30, 30, 30), seed=5)]
 
     def selected(labels, select):
@@ -129,7 +129,7 @@ class DrawFirst(nn.Module):
 def test_no_two_clients_and_no_two_rounds_drop_the_same_units(make, engine):
     """All clients have one example and start from one model: only randomness differs."""
     model, sent = world.seeded(make), []
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
 
     def spy(shared, uploads, weights):
         sent.extend(uploads["1.weight" if make is drop_first else "head.weight"].clone())

@@ -9,7 +9,7 @@ import torch
 from glocal.algorithms import fedavg
 from glocal.cli import main
 from glocal.core.modules import params_of
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy
 from glocal.federate.rounds import simulate
@@ -50,7 +50,7 @@ def defined_in(text):
 def trained(make, kind, **settings):
     """The model that is shared after five rounds, without what else the server remembers."""
     model = world.seeded(world.MODELS[kind])
-    algorithm = make(cross_entropy(model), sgd(0.1, momentum=0.5), **settings)
+    algorithm = make(cross_entropy(model), SGD(0.1, momentum=0.5), **settings)
     plan = Plan(rounds=5, clients_per_round=4, local_epochs=2, batch_size=5)
     rounds = simulate(algorithm, params_of(model), world.federation().train, plan)
     shared = world.last(rounds)[0].shared

@@ -18,7 +18,7 @@ def median(shared, uploads, weights):
 @pytest.mark.xfail(strict=True, raises=ACCEPTED, reason="no fingerprint holds the aggregation")
 def test_a_run_with_the_mean_is_not_continued_with_the_median(tmp_path):
     model, federation = world.seeded(world.plain), world.federation()
-    mean = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    mean = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     of_medians = mean._replace(aggregate=median, is_mean=False)
     glocal.fit(mean, model, federation, PLAN, folder=tmp_path)
     longer = glocal.Plan(rounds=4, clients_per_round=4, batch_size=5)
@@ -34,6 +34,6 @@ def with_tanh():
 @pytest.mark.xfail(strict=True, raises=ACCEPTED, reason="the objective and `fit` both have a model")
 def test_training_one_model_and_testing_another_is_refused():
     trained, tested = world.seeded(world.plain), world.seeded(with_tanh)
-    algorithm = glocal.fedavg(glocal.cross_entropy(trained), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(trained), glocal.SGD(0.1))
     with pytest.raises(InputError, match="model"):
         glocal.fit(algorithm, tested, world.federation(), PLAN)

@@ -7,7 +7,7 @@ from torch import nn
 from glocal.algorithms import fedavg, fedprox, mtl
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
 from glocal.core.training import supervised
 from glocal.datasets.federated import FederatedData
@@ -37,7 +37,7 @@ def run(make, train, rounds, clients_per_round, start):
     nn.init.constant_(model.weight, start)
     return world.last(
         simulate(
-            make(supervised(model, half_square), sgd(LR)),
+            make(supervised(model, half_square), SGD(LR)),
             params_of(model),
             train,
             Plan(rounds, clients_per_round, batch_size=10),
@@ -58,7 +58,7 @@ def test_fedprox_pulls_towards_the_model_of_the_rounds_start():
     """Two epochs from w = 1 towards 3, mu = 0.5: 1.2, then 1.2 + 0.1 * (1.8 - 0.5 * 0.2) = 1.37."""
     model = line()
     nn.init.constant_(model.weight, 1.0)
-    algorithm = fedprox(supervised(model, half_square), sgd(LR), mu=0.5)
+    algorithm = fedprox(supervised(model, half_square), SGD(LR), mu=0.5)
     state, _ = world.last(
         simulate(
             algorithm, params_of(model), targets([3.0]), Plan(1, 1, local_epochs=2, batch_size=10)
@@ -108,7 +108,7 @@ def test_mtl_by_hand_with_one_client_at_a_time():
     nn.init.constant_(model.weight, 0.0)
     rounds = list(
         simulate(
-            make(supervised(model, half_square), sgd(LR)),
+            make(supervised(model, half_square), SGD(LR)),
             params_of(model),
             train,
             Plan(2, 1, batch_size=10),
@@ -139,4 +139,4 @@ def test_mtls_shared_tree_is_the_mean_of_all_clients_models():
 )
 def test_a_negative_strength_is_refused(make):
     with pytest.raises(InputError, match=r"-1"):
-        make(supervised(line(), half_square), sgd(LR))
+        make(supervised(line(), half_square), SGD(LR))

@@ -32,7 +32,7 @@ def square():
 def changes(privacy, *, make=world.plain, still=False):
     """The uploaded change of each client: one tree (clients, ...) per round."""
     model, sent = world.seeded(make), []
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(LR))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(LR))
     if still:
         algorithm = algorithm._replace(client_update=unchanged)
     algorithm = with_differential_privacy(algorithm, privacy) if privacy else algorithm

@@ -8,7 +8,7 @@ from glocal.algorithms import apfl, fedavg, fedprox, lg_fedavg, local_only, mtl
 from glocal.algorithms.contract import unweighted
 from glocal.core import trees
 from glocal.core.modules import params_of
-from glocal.core.optimizers import adam, sgd
+from glocal.core.optimizers import Adam, SGD
 from glocal.core.sampling import Plan, batch_order
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
@@ -19,7 +19,7 @@ from tests.support import world
 pytestmark = pytest.mark.quick
 
 PLAN = Plan(rounds=5, clients_per_round=4, local_epochs=2, batch_size=5)
-SGD = sgd(0.1, momentum=0.5)
+SGD = SGD(0.1, momentum=0.5)
 
 
 def run(make, model):
@@ -116,7 +116,7 @@ def test_fedavg_on_one_client_is_torch_sgd_by_hand():
             world.with_batch_norm, lambda p, options=options: torch.optim.SGD(p, 0.1, **options)
         )
         assert (
-            world.distance(trained_by_us(world.with_batch_norm, sgd(0.1, **options)), by_hand)
+            world.distance(trained_by_us(world.with_batch_norm, SGD(0.1, **options)), by_hand)
             < 1e-5
         )
 
@@ -128,7 +128,7 @@ def test_adam_is_torch_adam_by_hand():
         )
         assert (
             world.distance(
-                trained_by_us(world.plain, adam(0.01, weight_decay=weight_decay)), by_hand
+                trained_by_us(world.plain, Adam(0.01, weight_decay=weight_decay)), by_hand
             )
             < 1e-5
         )
@@ -168,7 +168,7 @@ def test_the_lr_decays_from_round_to_round():
         )[0].shared
         return trees.subtract(shared, start)
 
-    whole, decayed = change(sgd(0.1)), change(sgd(0.1, lr_decay=1.0))
+    whole, decayed = change(SGD(0.1)), change(SGD(0.1, lr_decay=1.0))
     assert (
         world.distance({name: 4 * tensor for name, tensor in decayed.items()}, whole) < 1e-6
     )  # 1 / (1 + 1.0 * 3)

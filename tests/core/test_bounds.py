@@ -70,7 +70,7 @@ def test_every_network_refuses_it_in_python_too(make, rate):
 def test_a_layer_with_such_a_dropout_rate_is_refused_by_name(rate):
     model = world.seeded(world.with_dropout)
     model[2].p = rate  # torch's constructor accepts NaN, and checks nothing afterwards
-    algorithm = glocal.fedavg(glocal.cross_entropy(world.seeded(world.plain)), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(world.seeded(world.plain)), glocal.SGD(0.1))
     with pytest.raises(
         InputError, match=r"^model: '2' has the dropout rate .*give one from 0 to 1"
     ):

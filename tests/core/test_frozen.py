@@ -43,7 +43,7 @@ def base_and_head(seed=0, width=64):
 
 def lg_fedavg(model, **options):
     objective, split = glocal.cross_entropy(model), glocal.Split.of(model, local="encoder")
-    return glocal.lg_fedavg(objective, glocal.sgd(0.1, **options), split=split)
+    return glocal.lg_fedavg(objective, glocal.SGD(0.1, **options), split=split)
 
 
 def fit(model, algorithm=None, folder=None, **options):
@@ -99,7 +99,7 @@ def test_training_equals_torchs_with_the_base_in_evaluation_mode():
     x, y = world.clients((12,))[0]
     data = FederatedData.from_tensors([(x, y)], test=0.0, validation=0.0)
     plan = glocal.Plan(rounds=2, clients_per_round=1, batch_size=12)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     result = glocal.fit(algorithm, model, data, plan, options=Options(device="cpu"))
 
     expected = base_and_head()
@@ -206,7 +206,7 @@ data = glocal.FederatedData.from_tensors(
     [(torch.randn(10, 64), torch.arange(10) % 3) for _ in range(clients)]
 )
 split = glocal.Split.of(model, local="1")
-algorithm = glocal.lg_fedavg(glocal.cross_entropy(model), glocal.sgd(0.1), split=split)
+algorithm = glocal.lg_fedavg(glocal.cross_entropy(model), glocal.SGD(0.1), split=split)
 options = glocal.Options(engine=engine, device="cpu", validate_every=1, tests=tests)
 glocal.fit(algorithm, model, data, glocal.Plan(3, min(clients, 5)), options=options)
 trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -69,7 +69,7 @@ def own(objective, optimizer):
 
 def algorithm(loss):
     model = world.seeded(world.plain)
-    return glocal.fedavg(supervised(model, loss), glocal.sgd(0.1)), model
+    return glocal.fedavg(supervised(model, loss), glocal.SGD(0.1)), model
 
 
 @pytest.mark.parametrize("loss", REDUCING)
@@ -101,7 +101,7 @@ def test_as_many_classes_as_rows_do_not_hide_it(classes):
     """One value per class has the shape of one per row where a batch has as many rows."""
     model = world.seeded(lambda: nn.Linear(world.FEATURES, classes))
     labels = [(x, y % 2) for x, y in world.clients((12, 12, 12))]
-    own = glocal.fedavg(supervised(model, by_class), glocal.sgd(0.1))
+    own = glocal.fedavg(supervised(model, by_class), glocal.SGD(0.1))
     plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=classes)
     with pytest.raises(InputError, match=REFUSED):
         glocal.fit(own, model, glocal.FederatedData.from_tensors(labels), plan)
@@ -147,7 +147,7 @@ def test_an_experiment_of_ones_own_is_refused_before_the_first_experiment_starts
 
 def test_torchs_loss_without_reduction_trains_as_our_own():
     torchs, model = algorithm(nn.CrossEntropyLoss(reduction="none"))
-    ours = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    ours = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     plan = glocal.Plan(3, 4, batch_size=5)
     results = [glocal.fit(each, model, world.federation(), plan) for each in (torchs, ours)]
     assert world.distance(*(result.state.shared for result in results)) < 1e-6

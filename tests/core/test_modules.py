@@ -9,7 +9,7 @@ from glocal.algorithms import fedavg, lg_fedavg
 from glocal.core import trees
 from glocal.core.errors import GlocalWarning, InputError
 from glocal.core.modules import params_of, predictor, state_dict, trainable_names, training_forward
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.random import fold_in, uniform
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
@@ -81,7 +81,7 @@ def test_running_statistics_never_leak_from_one_client_to_the_next():
     """Clients with very different data: each private mean follows its own data only."""
     clients = shifted(0, 100, -100)
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
-    algorithm = lg_fedavg(cross_entropy(model), sgd(1e-3), split=Split.of(model, local="0"))
+    algorithm = lg_fedavg(cross_entropy(model), SGD(1e-3), split=Split.of(model, local="0"))
     train = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
     state, _ = world.last(
         simulate(algorithm, params_of(model), train, Plan(rounds=20, clients_per_round=3))
@@ -97,7 +97,7 @@ def test_shared_batch_norm_statistics_are_averaged():
     train = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
     state, _ = world.last(
         simulate(
-            fedavg(cross_entropy(model), sgd(1e-3)),
+            fedavg(cross_entropy(model), SGD(1e-3)),
             params_of(model),
             train,
             Plan(rounds=20, clients_per_round=2),
@@ -150,7 +150,7 @@ def test_frozen_parameters_stay_as_they_are():
     model[0].weight.requires_grad_(False)
     assert "0.weight" not in trainable_names(model)
     before = model[0].weight.clone()
-    algorithm = fedavg(cross_entropy(model), sgd(0.1, weight_decay=0.1))
+    algorithm = fedavg(cross_entropy(model), SGD(0.1, weight_decay=0.1))
     state, _ = world.last(
         simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3))
     )
@@ -178,7 +178,7 @@ def test_tied_weights_train_as_one_and_load_back_under_both_names():
     model = world.seeded(Tied)
     state, _ = world.last(
         simulate(
-            fedavg(cross_entropy(model), sgd(0.1)),
+            fedavg(cross_entropy(model), SGD(0.1)),
             params_of(model),
             world.federation().train,
             Plan(2, 3),
@@ -205,7 +205,7 @@ class DataDependent(nn.Module):
 def test_a_module_that_cannot_be_batched_runs_one_by_one_with_one_visible_line():
     model = world.seeded(DataDependent)
     plain = world.seeded(world.plain)
-    algorithm = fedavg(cross_entropy(model), sgd(0.1, momentum=0.5))
+    algorithm = fedavg(cross_entropy(model), SGD(0.1, momentum=0.5))
     executor = Executor(algorithm.client_update)
     seat = Seat(Plan(3, 4), world.federation().train, initial_state(algorithm, params_of(model)))
     with pytest.warns(GlocalWarning, match="data-dependent control flow.*now looped") as seen:
@@ -213,7 +213,7 @@ def test_a_module_that_cannot_be_batched_runs_one_by_one_with_one_visible_line()
     assert len(seen) == 1
     same = world.last(
         simulate(
-            fedavg(cross_entropy(plain), sgd(0.1, momentum=0.5)),
+            fedavg(cross_entropy(plain), SGD(0.1, momentum=0.5)),
             params_of(plain),
             seat.train,
             seat.plan,
@@ -232,7 +232,7 @@ def test_a_mistake_in_the_model_is_not_hidden_by_the_fall_back():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         list(
             simulate(
-                fedavg(cross_entropy(model), sgd(0.1)),
+                fedavg(cross_entropy(model), SGD(0.1)),
                 params_of(model),
                 world.federation().train,
                 Plan(1, 2),
@@ -267,7 +267,7 @@ class Unbatchable(nn.Module):
 
 def test_a_network_without_a_batched_rule_runs_one_by_one_with_one_visible_line():
     model = world.seeded(Unbatchable)
-    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    algorithm = fedavg(cross_entropy(model), SGD(0.1))
     with pytest.warns(GlocalWarning, match="now looped") as seen:
         batched = world.last(
             simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3))
@@ -343,7 +343,7 @@ class Counting(nn.Module):
 
 def test_evaluation_never_writes_into_the_federations_state():
     model = world.seeded(Counting)
-    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    algorithm = fedavg(cross_entropy(model), SGD(0.1))
     often, rarely = (
         glocal.fit(
             algorithm,
@@ -359,7 +359,7 @@ def test_evaluation_never_writes_into_the_federations_state():
 
 def test_torchs_own_randomness_does_not_depend_on_other_clients_in_the_batch():
     model = world.seeded(world.Noisy)
-    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    algorithm = fedavg(cross_entropy(model), SGD(0.1))
     engines = [EngineConfig("vmapped", chunk_size=size) for size in (None, 1, 3)]
     runs = [
         simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=engine)

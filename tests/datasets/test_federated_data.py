@@ -19,7 +19,7 @@ PLAN = glocal.Plan(rounds=2, clients_per_round=2)
 
 def fitted(clients, model=None, **options):
     model = model or world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     return glocal.fit(
         algorithm,
         model,
@@ -151,7 +151,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused():
 
 def test_more_clients_per_round_than_clients_are_refused():
     model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     with pytest.raises(
         InputError, match="clients_per_round is 9, but there are 6 clients; choose at most 6"
     ):
@@ -160,7 +160,7 @@ def test_more_clients_per_round_than_clients_are_refused():
 
 def test_training_that_diverges_says_so():
     model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(1e9))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(1e9))
     with pytest.raises(
         InputError, match=r"training diverged in round \d+: client \d+'s loss is not finite; lower"
     ):
@@ -198,7 +198,7 @@ def test_lists_are_accepted():
 
 def test_a_batch_larger_than_the_data_costs_nothing():
     model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     plans = [glocal.Plan(2, 3, batch_size=batch_size) for batch_size in (31, 10**6)]
     results = [glocal.fit(algorithm, model, world.federation(), plan) for plan in plans]
     assert torch.equal(results[0].state.shared["0.weight"], results[1].state.shared["0.weight"])

@@ -24,7 +24,7 @@ WHOLE = {"test": 0.0, "validation": 0.0}
 
 def fit(data):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    objective, sgd = glocal.cross_entropy(model), glocal.sgd(0.1)
+    objective, sgd = glocal.cross_entropy(model), glocal.SGD(0.1)
     algorithm = glocal.lg_fedavg(objective, sgd, split=glocal.Split.of(model, local="0"))
     return glocal.fit(algorithm, model, data, glocal.Plan(2, data.num_clients, batch_size=4))
 

@@ -7,7 +7,7 @@ import torch
 from glocal.algorithms import fedavg
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
-from glocal.core.optimizers import SGD, PartitionedOptimizer, sgd
+from glocal.core.optimizers import SGD, PartitionedOptimizer
 from glocal.core.training import Work, cross_entropy
 from glocal.engines.batched import (
     BatchedTraining,
@@ -74,7 +74,7 @@ def test_fused_steps_check_every_request(with_triton, monkeypatch):
     )
     request = TrainingRequest(
         objective,
-        sgd(0.1),
+        SGD(0.1),
         params,
         Examples(*world.clients()[0]),
         order=torch.zeros(1, 1, 5, dtype=torch.int64),

@@ -141,7 +141,7 @@ def test_augmented_images_train_by_fused_steps():
     layers = [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)]
     model = nn.Sequential(*layers)
     objective = glocal.with_augmentation(glocal.cross_entropy(model), crop_and_flip(2))
-    algorithm = glocal.fedavg(objective, glocal.sgd(0.1, momentum=0.5))
+    algorithm = glocal.fedavg(objective, glocal.SGD(0.1, momentum=0.5))
     params = to_gpu(params_of(model))
     looped = world.last(simulate(algorithm, params, data, PLAN, engine="looped"))[0]
     executor = Executor(algorithm.client_update)

@@ -8,7 +8,7 @@ from glocal.algorithms import fedavg
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy
 from glocal.datasets.federated import FederatedData
@@ -132,7 +132,7 @@ def test_the_client_that_a_step_is_traced_with_draws_the_same_numbers_as_on_its_
         world.clients((20, 20, 7, 7, 7, 7)), test=0.0, validation=0.0
     )
     model = world.seeded(world.Noisy)
-    algorithm = fedavg(cross_entropy(model), sgd(0.1))
+    algorithm = fedavg(cross_entropy(model), SGD(0.1))
     plan = Plan(2, 6, batch_size=10)
 
     def state(engine):

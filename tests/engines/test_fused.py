@@ -12,7 +12,7 @@ from torch import nn
 from glocal.core import random, trees
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
-from glocal.core.optimizers import adam, sgd
+from glocal.core.optimizers import Adam, SGD
 from glocal.core.training import (
     Proximal,
     Work,
@@ -206,7 +206,7 @@ def test_a_few_steps_of_lenet_agree_with_the_general_path(fused):
     torch.manual_seed(0)
     model = lenet()
     work = work_of((3, 32, 32), random_order(3, 25, seed=1, padding=0.2))
-    assert_agrees(fused, cross_entropy(model), params_of(model), work, sgd(0.1, momentum=0.5))
+    assert_agrees(fused, cross_entropy(model), params_of(model), work, SGD(0.1, momentum=0.5))
 
 
 def brightened(x, key):
@@ -229,7 +229,7 @@ def test_augmented_examples_agree_with_the_general_path(fused, augment):
         with_augmentation(cross_entropy(model), augment),
         params_of(model),
         work,
-        sgd(0.1, momentum=0.5),
+        SGD(0.1, momentum=0.5),
     )
 
 
@@ -247,7 +247,7 @@ def test_the_first_of_equal_values_in_a_window_gets_the_gradient_as_in_torch(fus
     model = nn.Sequential(*model, nn.Linear(64, CLASSES))
     work = work_of((1, 12, 12), random_order(1, 8, seed=0))
     work.examples.x[:] = torch.where(work.examples.x > 1.5, work.examples.x, 0)
-    assert_agrees(fused, cross_entropy(model), params_of(model), work, sgd(0.1))
+    assert_agrees(fused, cross_entropy(model), params_of(model), work, SGD(0.1))
 
 
 @MANY
@@ -276,7 +276,7 @@ def test_proximal_terms_are_part_of_gradients_and_loss(fused, strengths, momentu
             objective,
             params,
             work_of(shape, random_order(2, 7, seed=0)),
-            sgd(0.1, momentum=momentum),
+            SGD(0.1, momentum=momentum),
         )
 
 
@@ -307,7 +307,7 @@ def test_work_that_is_all_padding_changes_nothing(fused):
     model = mlp(4, 3, CLASSES)
     params = params_of(model)
     trained, loss = fused(
-        cross_entropy(model), params, work_of((4,), torch.full((2, 3), -1)), sgd(0.1, momentum=0.9)
+        cross_entropy(model), params, work_of((4,), torch.full((2, 3), -1)), SGD(0.1, momentum=0.9)
     )
     assert trees.same_bits(trained, params)
     assert loss == 0
@@ -327,7 +327,7 @@ def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
     ]
 
     def run(work):
-        return fused(objective, params, work, sgd(0.1, momentum=0.5))
+        return fused(objective, params, work, SGD(0.1, momentum=0.5))
 
     sequential = [run(work) for work in works]
     with ThreadPoolExecutor(4) as pool:
@@ -343,9 +343,9 @@ def test_the_same_bits_run_after_run_and_from_several_threads(fused, model):
 def test_a_diverged_loss_is_not_finite(fused, model):
     shape = (6,) if isinstance(model[0], nn.Linear) else (2, 6, 6)
     work = work_of(shape, random_order(6, 5, seed=0))
-    _, huge = fused(cross_entropy(model), params_of(model), work, sgd(1e30))
+    _, huge = fused(cross_entropy(model), params_of(model), work, SGD(1e30))
     work.examples.x[:] = torch.nan
-    _, lost = fused(cross_entropy(model), params_of(model), work, sgd(0.1))
+    _, lost = fused(cross_entropy(model), params_of(model), work, SGD(0.1))
     assert not torch.isfinite(huge)
     assert not torch.isfinite(lost)
 
@@ -353,7 +353,7 @@ def test_a_diverged_loss_is_not_finite(fused, model):
 def test_local_train_uses_the_trainer_of_the_work(fused):
     model = mlp(4, 6, CLASSES)
     work = work_of((4,), random_order(3, 5, seed=0))
-    objective, params, rule = cross_entropy(model), params_of(model), sgd(0.1)
+    objective, params, rule = cross_entropy(model), params_of(model), SGD(0.1)
     trained, loss = local_train(objective, params, work._replace(trainer=fused), rule)
     expected, expected_loss = fused(objective, params, work, rule)
     assert trees.same_bits(trained, expected)
@@ -371,12 +371,12 @@ def declined_setup(objective=None, *, model=LINEAR, rule=None, tree=None, **exam
     order = examples.pop("order", work.order)
     params = params_of(model) if tree is None else tree(params_of(model))
     work = work._replace(examples=work.examples._replace(**examples), order=order)
-    return objective or cross_entropy(model), params, work, rule or sgd(0.1)
+    return objective or cross_entropy(model), params, work, rule or SGD(0.1)
 
 
 X, Y = work_of((4,), [[0]]).examples[:2]
 DECLINED = {
-    "the optimiser is Adam, not SGD": declined_setup(rule=adam(0.1)),
+    "the optimiser is Adam, not SGD": declined_setup(rule=Adam(0.1)),
     "the loss is AugmentedLoss, not a ModelLoss": declined_setup(
         with_augmentation(
             with_augmentation(cross_entropy(LINEAR), lambda x, key: x), lambda x, key: x
@@ -422,7 +422,7 @@ def test_batched_clients_are_declined(fused):
     work, objective = work_of((4,), random_order(2, 3, seed=0)), cross_entropy(LINEAR)
 
     def one(params):
-        assert fused(objective, params, work, sgd(0.1)) is None
+        assert fused(objective, params, work, SGD(0.1)) is None
         return params["0.bias"]
 
     torch.vmap(one)(trees.stack([params_of(LINEAR)] * 2))

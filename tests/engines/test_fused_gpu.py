@@ -125,7 +125,7 @@ class Trial:
     def truth(self, *, lr=0.1, momentum=0.0, weight_decay=0.0, proximal=()):
         """`local_train` in float64: params (clients, ...) and losses (clients,)."""
         model = self.model.to(WHERE).double()
-        sgd = optimizers.sgd(lr, momentum=momentum, weight_decay=weight_decay)
+        sgd = optimizers.SGD(lr, momentum=momentum, weight_decay=weight_decay)
         clients = range(self.order.shape[0])
         results = [self.truth_of(client, model, sgd, proximal) for client in clients]
         model.float()
@@ -312,7 +312,7 @@ def with_triton(monkeypatch):
 
 def reason(model, inputs=(9,), *, optimizer=None, dtype=torch.float32, **changes):
     objective = training.cross_entropy(model)._replace(**changes)
-    return unsupported_reason(objective, optimizer or optimizers.sgd(0.1), inputs, dtype)
+    return unsupported_reason(objective, optimizer or optimizers.SGD(0.1), inputs, dtype)
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -320,7 +320,7 @@ def test_unsupported_training_is_declined_with_a_reason():
     model = mlp(9, 5, CLASSES)
     assert reason(model) is None
     assert reason(small_lenet(), (2, 12, 12)) is None
-    assert reason(model, optimizer=optimizers.adam(0.1)) == "the optimiser is Adam, not SGD"
+    assert reason(model, optimizer=optimizers.Adam(0.1)) == "the optimiser is Adam, not SGD"
     assert reason(model, dtype=torch.float64) == "the weights are torch.float64, not torch.float32"
     assert "layer '1' is Tanh" in reason(nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 2)))
     assert (

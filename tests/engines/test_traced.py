@@ -8,7 +8,7 @@ from torch import nn
 from glocal.algorithms import fedavg
 from glocal.core.data import Examples
 from glocal.core.modules import params_of
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import pad_and_stack
 from glocal.core.training import Work, cross_entropy
 from glocal.engines import EngineConfig
@@ -66,7 +66,7 @@ def test_a_step_is_traced_once_and_grads_are_added_straight_to_velocities():
     trainer = TracedTraining()
     order = torch.arange(20).reshape(4, 5)
     work = Work(Examples(*world.clients()[0]), order, torch.tensor(0), torch.tensor(0), 4)
-    optimizer = sgd(0.1, momentum=0.5)
+    optimizer = SGD(0.1, momentum=0.5)
     assert trainer(cross_entropy(model), params_of(model), work, optimizer) is not None
     (step,) = trainer.steps.values()
     assert step.__self__.code.count("Tensor_addmm_(") == 2
@@ -93,7 +93,7 @@ class LowRank(nn.Module):
         return nn.functional.linear(x, self.full + self.left @ self.right)
 
 
-@pytest.mark.parametrize("optimizer", [sgd(0.1), sgd(0.1, momentum=0.9)])
+@pytest.mark.parametrize("optimizer", [SGD(0.1), SGD(0.1, momentum=0.9)])
 def test_a_weight_is_not_overwritten_before_the_last_read_of_its_views(optimizer):
     model = world.seeded(LowRank)
     algorithm = fedavg(cross_entropy(model), optimizer)

@@ -11,7 +11,7 @@ import torch
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import adam, sgd
+from glocal.core.optimizers import Adam, SGD
 from glocal.core.sampling import Plan
 from glocal.engines import EngineConfig, Executor
 from glocal.engines.protocol import ClientTask
@@ -32,7 +32,7 @@ def test_workers_give_the_numbers_of_the_loop(name, kind, fused):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [adam(0.01), sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.1, lr_decay=0.5)]
+    "optimizer", [Adam(0.01), SGD(0.1), SGD(0.1, momentum=0.9, weight_decay=0.1, lr_decay=0.5)]
 )
 @fused_or_not
 def test_workers_support_every_optimizer(optimizer, fused):

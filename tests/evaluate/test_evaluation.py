@@ -8,7 +8,7 @@ from torch import nn
 from glocal.algorithms import fedavg, local_only
 from glocal.core.data import ClientData, Examples
 from glocal.core.modules import params_of, predictor
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.store import PrivateStates, State
 from glocal.core.training import cross_entropy
 from glocal.engines import EngineConfig
@@ -30,7 +30,7 @@ def constant(logits):
 
 
 def make_evaluator(make):
-    return Evaluator(make(cross_entropy(MODEL), sgd(0.1)), predictor(MODEL))
+    return Evaluator(make(cross_entropy(MODEL), SGD(0.1)), predictor(MODEL))
 
 
 def private(*rows):

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from glocal.core.errors import InputError
-from glocal.evaluate.leakage import AttackData, auc, estimate_leakage, strongest_attack
+from glocal.core.metric_library import auc
+from glocal.evaluate.leakage import AttackData, estimate_leakage, strongest_attack
 
 
 def people(rows, seed, *, hidden):

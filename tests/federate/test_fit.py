@@ -285,7 +285,7 @@ def test_a_warm_start_continues_from_the_averaged_model_and_counts_its_traffic()
 def test_the_best_round_is_chosen_on_validation_data_alone(tmp_path):
     """With other labels of the test data, the same round is selected."""
     model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.5, momentum=0.9))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.5, momentum=0.9))
     results, options = [], Options(validate_every=1, select="best")
     for shift in (0, 1):
         test = world.clients((30, 30, 30), seed=shift + 5)
@@ -303,7 +303,7 @@ def test_the_best_round_is_chosen_on_validation_data_alone(tmp_path):
 
 def test_selection_without_validation_data_is_refused():
     model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.sgd(0.1))
+    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     data, options = world.federation(validation=0.0), Options(select="best")
     with pytest.raises(InputError, match="needs validation data, and no client has any"):
         glocal.fit(algorithm, model, data, PLAN, options=options)
@@ -414,8 +414,8 @@ def other_data():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"optimizer": glocal.adam(0.01)}, "another algorithm"),
-        ({"optimizer": glocal.sgd(0.2, momentum=0.5)}, "another algorithm"),
+        ({"optimizer": glocal.Adam(0.01)}, "another algorithm"),
+        ({"optimizer": glocal.SGD(0.2, momentum=0.5)}, "another algorithm"),
         ({"federation": other_data}, "another data"),
         ({"options": Options(select="best")}, "another choice"),
     ],

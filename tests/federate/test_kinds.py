@@ -74,7 +74,7 @@ def kind(name, *, width=8, **changes):
     ]
     split = glocal.Split.of(model, local="0")
     algorithm = glocal.lg_fedavg(
-        glocal.cross_entropy(model), glocal.sgd(0.1, momentum=0.5), split=split
+        glocal.cross_entropy(model), glocal.SGD(0.1, momentum=0.5), split=split
     )
     return replace(
         Kind(name, algorithm, model, glocal.FederatedData.from_tensors(clients)), **changes
@@ -372,7 +372,7 @@ def test_a_tensor_that_only_one_kind_shares_is_refused_by_name():
     own = kind("image")
     split = glocal.Split.of(own.model, shared="*")
     objective = glocal.cross_entropy(own.model)
-    everything = glocal.lg_fedavg(objective, glocal.sgd(0.1), split=split)
+    everything = glocal.lg_fedavg(objective, glocal.SGD(0.1), split=split)
     message = r"'0\.0\.weight' is absent and \(3, 1, 3, 3\) torch\.float32"
     with pytest.raises(InputError, match=message):
         fit_kinds([kind("vector"), replace(own, algorithm=everything)], PLAN)
@@ -380,7 +380,7 @@ def test_a_tensor_that_only_one_kind_shares_is_refused_by_name():
 
 def other_algorithm():
     own = kind("short")
-    algorithm = glocal.local_only(glocal.cross_entropy(own.model), glocal.sgd(0.1))
+    algorithm = glocal.local_only(glocal.cross_entropy(own.model), glocal.SGD(0.1))
     return [kind("image"), replace(own, algorithm=algorithm)]
 
 
@@ -437,7 +437,7 @@ def test_selection_without_validation_data_is_refused_and_the_kind_named():
 def test_the_kind_whose_training_diverges_is_named():
     own = kind("short")
     split, objective = glocal.Split.of(own.model, local="0"), glocal.cross_entropy(own.model)
-    wild = glocal.lg_fedavg(objective, glocal.sgd(1e30), split=split)
+    wild = glocal.lg_fedavg(objective, glocal.SGD(1e30), split=split)
     together = [kind("image"), replace(own, algorithm=wild)]
     with pytest.raises(DivergedError, match="kind 'short': training diverged in round"):
         fit_kinds(together, glocal.Plan(9, 5, batch_size=2), options=OFTEN)
@@ -471,7 +471,7 @@ def test_kinds_on_a_gpu_agree_with_one_client_at_a_time_on_a_cpu(engine, tmp_pat
 def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_its_traffic():
     plan = replace(PLAN, clients_per_round=2, rounds=2)
     warm = warm_kinds(
-        three(), glocal.sgd(0.1), plan, options=Options(device="cpu", engine="looped")
+        three(), glocal.SGD(0.1), plan, options=Options(device="cpu", engine="looped")
     )
     trees_of = [kind.algorithm.init(kind.start()) for kind in warm]
     assert all(trees.same_bits(shared, trees_of[0][0]) for shared, _ in trees_of)
@@ -490,11 +490,11 @@ def test_a_warm_start_gives_all_kinds_one_shared_part_and_counts_its_traffic():
 def test_a_warm_start_refuses_what_training_together_would():
     first, second = kind("vector"), kind("short", width=5)
     with pytest.raises(InputError, match="none given"):
-        warm_kinds([], glocal.sgd(0.1), PLAN)
+        warm_kinds([], glocal.SGD(0.1), PLAN)
     with pytest.raises(InputError, match="2 are called 'vector'"):
-        warm_kinds([first, replace(second, name="vector")], glocal.sgd(0.1), PLAN)
+        warm_kinds([first, replace(second, name="vector")], glocal.SGD(0.1), PLAN)
     with pytest.raises(InputError, match="do not share the same tensors"):
-        warm_kinds((each for each in (first, second)), glocal.sgd(0.1), PLAN)
+        warm_kinds((each for each in (first, second)), glocal.SGD(0.1), PLAN)
 
 
 def test_simulate_kinds_checks_the_data_too():
@@ -507,14 +507,14 @@ def test_the_first_kind_of_a_warm_start_is_plain_fedavg():
     plan, options = replace(PLAN, clients_per_round=2, rounds=2), Options(engine="looped")
     kind = three()[0]
     plain = glocal.fit(
-        glocal.fedavg(glocal.cross_entropy(kind.model), glocal.sgd(0.1)),
+        glocal.fedavg(glocal.cross_entropy(kind.model), glocal.SGD(0.1)),
         kind.model,
         kind.federation,
         plan,
         options=options,
     )
     assert trees.same_bits(
-        warm_kinds([kind], glocal.sgd(0.1), plan, options=options)[0].start(), plain.state.shared
+        warm_kinds([kind], glocal.SGD(0.1), plan, options=options)[0].start(), plain.state.shared
     )
 
 

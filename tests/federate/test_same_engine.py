@@ -29,7 +29,7 @@ class StopError(Exception):
 def lg_fedavg(*, stop=None):
     """LG-FedAvg with Adam, which has no fused steps; it stops at the aggregation number `stop`."""
     model = world.seeded(world.plain)
-    algorithm = world.algorithm("lg_fedavg", model, optimizer=glocal.adam(0.01))
+    algorithm = world.algorithm("lg_fedavg", model, optimizer=glocal.Adam(0.01))
     calls = []
 
     def aggregate(shared, uploads, weights):
@@ -154,7 +154,7 @@ def test_the_engine_of_another_algorithm_is_not_reused(tmp_path, caplog):
     assert "rounds" in stored[key]
     file.write_text(json.dumps({**stored, key: {"rounds": {"engine": "graphed"}}}))
     model = world.seeded(world.plain)
-    other = world.algorithm("fedavg", model, optimizer=glocal.adam(0.02))
+    other = world.algorithm("fedavg", model, optimizer=glocal.Adam(0.02))
     glocal.fit(other, model, world.federation(), LONG_PLAN, options=OPTIONS, folder=tmp_path)
     assert "graphed" not in file.read_text()
 
@@ -192,7 +192,7 @@ def test_frozen_layers_and_batches_of_one_give_the_same_bits_after_a_stop(name, 
     """Products of one row round differently where a weight does not begin at a cache line."""
     model = world.seeded(half_frozen)
     split = glocal.Split.of(model, local="2")
-    algorithm = world.algorithm(name, model, optimizer=glocal.adam(0.01), split=split)
+    algorithm = world.algorithm(name, model, optimizer=glocal.Adam(0.01), split=split)
     options = Options(engine=engine, checkpoint_every=1, validate_every=1000)
 
     def fit(rounds, folder):

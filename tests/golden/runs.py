@@ -107,7 +107,7 @@ def run(algorithm, name, seed):
     """One run's numbers, under names that no renaming changes."""
     model = initial_model(name, seed)
     split = glocal.Split.of(model, local=MODELS[name][1])
-    sgd = glocal.sgd(0.1, momentum=0.5)
+    sgd = glocal.SGD(0.1, momentum=0.5)
     make = getattr(algorithms, algorithm)
     configured = make(glocal.cross_entropy(model), sgd, **ALGORITHMS[algorithm](split))
     plan = glocal.Plan(rounds=ROUNDS, clients_per_round=3, local_epochs=2, batch_size=5, seed=seed)

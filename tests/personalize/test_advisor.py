@@ -35,7 +35,7 @@ from tests.support import world
 
 NUM_CLIENTS, FEATURES, CLASSES = 8, 6, 4
 QUICK = AdvisorConfig(num_clients=8, stages=(1, 2))
-SGD = glocal.sgd(0.1, momentum=0.5)
+SGD = glocal.SGD(0.1, momentum=0.5)
 
 
 def two_layers():
@@ -407,7 +407,7 @@ def test_an_algorithm_with_private_parts_is_refused():
 
 def test_training_that_diverged_gives_no_advice():
     model = world.seeded(two_layers)
-    algorithm = fedavg(cross_entropy(model), glocal.sgd(1e30))
+    algorithm = fedavg(cross_entropy(model), glocal.SGD(1e30))
     data, plan = federation(own_labels=True), Plan(3, 4)
     with pytest.raises(InputError, match=r"training diverged; lower optimizer\.lr"):
         advise(algorithm, model, data, plan, config=QUICK)

@@ -11,7 +11,7 @@ from glocal.algorithms.apfl import ALPHA
 from glocal.algorithms.contract import freeze_shared
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
 from glocal.core.training import cross_entropy, supervised
 from glocal.federate.rounds import initial_state, simulate
@@ -30,7 +30,7 @@ PLAN = Plan(rounds=6, clients_per_round=4, local_epochs=2, batch_size=5)
 def trained(fed=None, *, plan=PLAN, **hyperparameters):
     model = world.seeded(world.plain)
     fed = fed or world.federation(sizes=(40,) * world.NUM_CLIENTS, validation=0.3)
-    algorithm = apfl(cross_entropy(model), sgd(0.1), **hyperparameters)
+    algorithm = apfl(cross_entropy(model), SGD(0.1), **hyperparameters)
     return glocal.fit(algorithm, model, fed, plan), fed
 
 
@@ -45,7 +45,7 @@ def test_one_step_is_algorithm_1_by_hand():
     train = glocal.FederatedData.from_tensors(
         [(torch.ones(1, 1), torch.tensor([3.0]))], test=0.0, validation=0.0
     ).train
-    algorithm = apfl(supervised(model, half_square), sgd(0.1), alpha=0.25)
+    algorithm = apfl(supervised(model, half_square), SGD(0.1), alpha=0.25)
     state, _ = world.last(simulate(algorithm, params_of(model), train, Plan(2, 1)))
     w, v = 1.0, 1.0
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_alpha_takes_one_gradient_step_a_round():
     train = glocal.FederatedData.from_tensors(
         [(torch.ones(1, 1), torch.tensor([3.0]))], test=0.0, validation=0.0
     ).train
-    algorithm = apfl(supervised(model, half_square), sgd(0.1), alpha=0.5, alpha_lr=2.0)
+    algorithm = apfl(supervised(model, half_square), SGD(0.1), alpha=0.5, alpha_lr=2.0)
     states = [state for state, _ in simulate(algorithm, params_of(model), train, Plan(2, 1))]
     first, second = (state.private.of(0)[ALPHA].item() for state in states)
     assert first == 0.5  # both models start with the same weights
@@ -86,7 +86,7 @@ def test_with_an_alpha_lr_of_0_alpha_is_constant():
 
 def test_neither_alpha_nor_the_own_model_is_uploaded():
     model, received = world.seeded(world.plain), []
-    algorithm = apfl(cross_entropy(model), sgd(0.1), alpha_lr=1.0)
+    algorithm = apfl(cross_entropy(model), SGD(0.1), alpha_lr=1.0)
 
     def spy(shared, uploads, weights):
         received.append(uploads)
@@ -104,8 +104,8 @@ def test_neither_alpha_nor_the_own_model_is_uploaded():
 
 def test_a_warm_start_gives_the_shared_model_to_both_sides():
     model, fed = world.seeded(world.plain), world.federation(sizes=(40,) * world.NUM_CLIENTS)
-    first = glocal.fit(glocal.fedavg(cross_entropy(model), sgd(0.1)), model, fed, PLAN)
-    algorithm = apfl(cross_entropy(model), sgd(0.1))
+    first = glocal.fit(glocal.fedavg(cross_entropy(model), SGD(0.1)), model, fed, PLAN)
+    algorithm = apfl(cross_entropy(model), SGD(0.1))
     state = initial_state(algorithm, first.state.shared)
     personal = algorithm.personal(state.shared, state.private.initial)
     assert world.distance(personal, first.state.shared) < 1e-6
@@ -114,7 +114,7 @@ def test_a_warm_start_gives_the_shared_model_to_both_sides():
 
 def test_adaptation_trains_the_own_model_only():
     model, fed = world.seeded(world.plain), world.federation()
-    adapting = freeze_shared(apfl(cross_entropy(model), sgd(0.1)))
+    adapting = freeze_shared(apfl(cross_entropy(model), SGD(0.1)))
     state, _ = world.last(simulate(adapting, params_of(model), fed.train, PLAN))
     assert world.distance(state.shared, params_of(model)) == 0
     own = {name: tensor for name, tensor in state.private.of(0).items() if name != ALPHA}
@@ -127,7 +127,7 @@ def test_adaptation_trains_the_own_model_only():
 )
 def test_a_hyperparameter_out_of_its_range_is_refused(hyperparameters):
     with pytest.raises(InputError, match="alpha must be from 0 to 1, alpha_lr at least 0"):
-        apfl(cross_entropy(world.plain()), sgd(0.1), **hyperparameters)
+        apfl(cross_entropy(world.plain()), SGD(0.1), **hyperparameters)
 
 
 def test_every_client_takes_the_alpha_that_is_best_on_its_own_validation_data():
@@ -181,6 +181,6 @@ def test_alphas_can_be_set_per_client():
 
 def test_a_federation_without_alphas_is_refused():
     model, fed = world.seeded(world.plain), world.federation()
-    result = glocal.fit(glocal.fedavg(cross_entropy(model), sgd(0.1)), model, fed, PLAN)
+    result = glocal.fit(glocal.fedavg(cross_entropy(model), SGD(0.1)), model, fed, PLAN)
     with pytest.raises(InputError, match="train it with apfl"):
         tune_alphas(result, fed)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from glocal import Plan, fit, sgd
+from glocal import Plan, fit, SGD
 from glocal.algorithms import lg_fedavg
 from glocal.core import trees
 from glocal.core.data import ClientData, Examples
@@ -83,7 +83,7 @@ def test_the_shared_part_is_frozen_while_a_new_client_adapts():
     algorithm = trained_federation.algorithm
     local, split = world.first_half(model).local, world.first_half(model)
     only_local = cross_entropy(model)._replace(trainable=local)
-    by_hand = lg_fedavg(only_local, sgd(0.1, momentum=0.5), split=split).client_update
+    by_hand = lg_fedavg(only_local, SGD(0.1, momentum=0.5), split=split).client_update
 
     def adapted_by(adapt):
         other = trained_federation._replace(algorithm=algorithm._replace(adapt=adapt))

@@ -22,7 +22,7 @@ from glocal.core.modules import (
     params_of,
     training_forward,
 )
-from glocal.core.optimizers import PartitionedOptimizer, adam, sgd
+from glocal.core.optimizers import PartitionedOptimizer, Adam, SGD
 from glocal.core.training import Batch, cross_entropy
 from glocal.datasets import SOURCES, load
 from glocal.engines import Executor
@@ -98,7 +98,7 @@ def trained(kind, engine, optimizer=None):
     model = world.seeded(network)
     objective, extra = auxiliary(kind, model)
     split = extra.local(glocal.Split.of(model, local="encoder"))
-    algorithm = glocal.lg_fedavg(objective, optimizer or sgd(0.1, momentum=0.5), split=split)
+    algorithm = glocal.lg_fedavg(objective, optimizer or SGD(0.1, momentum=0.5), split=split)
     seat = Seat(PLAN, client_data(), initial_state(algorithm, {**params_of(model), **extra.params}))
     executor = Executor(algorithm.client_update, engine=engine)
     *_, [(state, report)] = simulate_seeds(algorithm, [seat], executor)
@@ -118,7 +118,7 @@ def test_nothing_of_an_auxiliary_model_is_ever_shared(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "optimizer",
-    [sgd(0.1), PartitionedOptimizer(adam(0.01), adam(0.02), "adversary/", 2)],
+    [SGD(0.1), PartitionedOptimizer(Adam(0.01), Adam(0.02), "adversary/", 2)],
     ids=["sgd", "partitioned"],
 )
 def test_all_engines_train_an_auxiliary_model_alike(kind, optimizer):
@@ -268,7 +268,7 @@ def test_scaling_the_grad_does_not_change_the_values():
 
 
 def test_two_optimizers_take_turns():
-    optimizer = PartitionedOptimizer(sgd(1.0), sgd(0.1), "a/", 2)
+    optimizer = PartitionedOptimizer(SGD(1.0), SGD(0.1), "a/", 2)
     params = {"w": torch.zeros(1), "a/w": torch.zeros(1)}
     grads = {"w": torch.ones(1), "a/w": torch.ones(1)}
     opt_state, steps = optimizer.init(params), []
@@ -276,7 +276,7 @@ def test_two_optimizers_take_turns():
         params, opt_state = optimizer.step(params, grads, opt_state, torch.tensor(0))
         steps.append((round(params["w"].item(), 3), round(params["a/w"].item(), 3)))
     assert steps == [(0, -0.1), (0, -0.2), (-1, -0.2), (-1, -0.3)]
-    together = PartitionedOptimizer(sgd(1.0), sgd(0.1), "a/")
+    together = PartitionedOptimizer(SGD(1.0), SGD(0.1), "a/")
     params, _ = together.step(params, grads, together.init(params), torch.tensor(0))
     assert (params["w"].item(), round(params["a/w"].item(), 3)) == (-2, -0.4)
 
@@ -284,7 +284,7 @@ def test_two_optimizers_take_turns():
 def test_an_optimizer_may_be_for_a_set_of_names():
     params = {name: torch.zeros(1) for name in ("w", "w2")}
     grads = {name: torch.ones(1) for name in params}
-    optimizer = PartitionedOptimizer(sgd(1.0, momentum=0.5), sgd(0.1), frozenset({"w"}))
+    optimizer = PartitionedOptimizer(SGD(1.0, momentum=0.5), SGD(0.1), frozenset({"w"}))
     params, opt_state = optimizer.step(params, grads, optimizer.init(params), torch.tensor(0))
     assert (round(params["w"].item(), 3), params["w2"].item()) == (-0.1, -1)
     assert opt_state.keys() == {"main/w2", "turn"}
@@ -309,7 +309,7 @@ def test_an_optimizer_may_be_for_a_set_of_names():
             lambda model: jigsaw(model, nn.Linear(5, 9), layer="encoder", side=3),
             "362,880 permutations",
         ),
-        (lambda model: PartitionedOptimizer(sgd(1.0), sgd(1.0), "a/", -1), "other_steps is -1"),
+        (lambda model: PartitionedOptimizer(SGD(1.0), SGD(1.0), "a/", -1), "other_steps is -1"),
     ],
 )
 def test_an_invalid_setting_is_refused(wrong, words):

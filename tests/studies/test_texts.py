@@ -15,7 +15,7 @@ from glocal.algorithms import fedavg
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of
-from glocal.core.optimizers import StepLR, adam, sgd
+from glocal.core.optimizers import StepLR, Adam, SGD
 from glocal.core.sampling import Plan, batch_order, make_rng, to_token_batches
 from glocal.core.training import cross_entropy
 from glocal.datasets import Texts, load, load_texts, partition_texts
@@ -247,7 +247,7 @@ def test_tokens_need_texts():
         next(
             iter(
                 simulate(
-                    fedavg(cross_entropy(model), sgd(0.1)),
+                    fedavg(cross_entropy(model), SGD(0.1)),
                     params_of(model),
                     train,
                     Plan(1, 1, max_tokens=20),
@@ -261,8 +261,8 @@ def test_tokens_need_texts():
 @pytest.mark.parametrize(
     "rule",
     [
-        sgd(0.1, momentum=0.5, lr_schedule=StepLR(gamma=0.5, step_size=3)),
-        adam(0.1, lr_schedule=StepLR(gamma=0.5, step_size=3)),
+        SGD(0.1, momentum=0.5, lr_schedule=StepLR(gamma=0.5, step_size=3)),
+        Adam(0.1, lr_schedule=StepLR(gamma=0.5, step_size=3)),
     ],
 )
 def test_a_rate_that_shrinks_is_a_lower_rate(rule):

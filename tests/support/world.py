@@ -8,7 +8,7 @@ from torch import nn
 
 from glocal import algorithms
 from glocal.core import trees
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
 from glocal.datasets.federated import FederatedData
@@ -138,7 +138,7 @@ def algorithm(
         arguments["split"] = split or first_half(model)
     if "num_clients" in required:
         arguments["num_clients"] = num_clients
-    optimizer = optimizer or sgd(0.1, momentum=0.5)
+    optimizer = optimizer or SGD(0.1, momentum=0.5)
     return make(cross_entropy(model), optimizer, **{**arguments, **hyperparameters})
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import glocal
 from glocal.algorithms import apfl
 from glocal.core.modules import params_of
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
 from glocal.core.training import supervised
 from glocal.federate.rounds import simulate
@@ -38,7 +38,7 @@ def test_for_linear_models_the_best_alpha_is_near_the_theorys(rho, sigma):
     test = [examples(teacher, fresh, 0.0) for teacher in teachers]
     fed = glocal.FederatedData.from_tensors(train, test=test, validation=0.0)
     model = nn.Linear(d, 1, bias=False)
-    algorithm = apfl(supervised(model, half_square), sgd(0.5), alpha=1.0)
+    algorithm = apfl(supervised(model, half_square), SGD(0.5), alpha=1.0)
     plan = Plan(1, clients, local_epochs=200, batch_size=n)
     rounds = simulate(algorithm, params_of(model), fed.train, plan)
     state, _ = deque(rounds, maxlen=1).pop()

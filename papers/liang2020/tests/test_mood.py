@@ -10,7 +10,7 @@ from torch import nn
 from glocal.algorithms import lg_fedavg
 from glocal.core import trees
 from glocal.core.modules import params_of
-from glocal.core.optimizers import StepLR, adam
+from glocal.core.optimizers import StepLR, Adam
 from glocal.core.sampling import Plan
 from glocal.core.split import Split
 from glocal.core.training import cross_entropy
@@ -95,7 +95,7 @@ def test_clients_batched_train_as_one_by_one(dropout):
     train = FederatedData.from_tensors(people, test=0.0, validation=0.0).train
     algorithm = lg_fedavg(
         cross_entropy(model),
-        adam(0.01, lr_schedule=StepLR(gamma=0.5, step_size=1)),
+        Adam(0.01, lr_schedule=StepLR(gamma=0.5, step_size=1)),
         split=Split.of(model, local="head"),
     )
     plan = Plan(3, 2, batch_size=3, max_tokens=16)

@@ -12,7 +12,7 @@ from glocal.algorithms import fedavg, lg_fedavg
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.modules import params_of, predictor
-from glocal.core.optimizers import sgd
+from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan, client_batches
 from glocal.core.split import Split
 from glocal.core.store import PrivateStates
@@ -155,7 +155,7 @@ def test_all_clients_in_one_batch_train_as_one_after_the_other(encoder):
     if encoder == "frozen":
         model = with_frozen_encoder(model)
     split = Split.of(model, shared=SHARED)
-    algorithm = lg_fedavg(cross_entropy(model), sgd(0.05, momentum=0.9), split=split)
+    algorithm = lg_fedavg(cross_entropy(model), SGD(0.05, momentum=0.9), split=split)
     (one, _), (other, _) = (
         after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped")
     )
@@ -182,7 +182,7 @@ def test_statistics_of_batch_norm_go_where_the_split_says():
     With a split that names only the norms, only they stay local (FedBN, Li et al. 2021).
     """
     model, fed = tiny(), rows_and_answers()
-    objective, optimizer = cross_entropy(model), sgd(0.05)
+    objective, optimizer = cross_entropy(model), SGD(0.05)
     everywhere, _ = after_rounds(fedavg(objective, optimizer), model, fed)
     assert norms(everywhere.shared) == norms(params_of(model)) != set()
     encoders = Split.of(model, shared=SHARED)
@@ -202,7 +202,7 @@ def test_statistics_of_batch_norm_go_where_the_split_says():
 
 def test_statistics_are_averaged_by_examples_and_do_not_leak_from_client_to_client():
     model, fed = tiny(), rows_and_answers()
-    algorithm = fedavg(cross_entropy(model), sgd(0.0001))
+    algorithm = fedavg(cross_entropy(model), SGD(0.0001))
     state, report = after_rounds(algorithm, model, fed, rounds=1)
     name, means = "image.resnet.bn1.running_mean", []
     for client in report.sampled.tolist():

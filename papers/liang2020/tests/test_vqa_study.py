@@ -382,7 +382,7 @@ def fedavg_and_lg():
 def require_wrong_in_python(parts, test):
     """The same for `fit`, `fit_kinds` and the ensemble for a new client."""
     fed, plan = parts.federations[0], Plan(1, 3, batch_size=20)
-    algorithm = fedavg(parts.objective, glocal.sgd(0.01))
+    algorithm = fedavg(parts.objective, glocal.SGD(0.01))
     options = Options(device="cpu", engine="looped")
     by_label = fit(algorithm, parts.model, fed, plan, options=options)
     assert by_label.local_test > 0, "otherwise labels would do"

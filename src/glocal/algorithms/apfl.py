@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad
 
 from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.algorithms.task_algorithm import TaskAlgorithm, require_numbers
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.optimizers import Optimizer
@@ -18,6 +19,31 @@ from glocal.core.training import Batch, Objective, Work, batches, local_train
 from glocal.core.trees import Params
 
 ALPHA, _OWN = "mixing/alpha", "own/"
+
+
+@dataclass(frozen=True, repr=False)
+class APFL(TaskAlgorithm):
+    """Deng et al. 2020: a client predicts with alpha * its own model + (1 - alpha) * FedAvg's.
+
+    With `alpha_lr`, alpha takes one gradient step per round.
+
+    >>> from torch import nn
+    >>> from glocal import SGD, classification
+    >>> APFL(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).alpha
+    0.5
+    """
+
+    alpha: float = 0.5
+    alpha_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(self, "alpha", "alpha_lr")
+        _require_alpha(self.alpha, self.alpha_lr)
+
+    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
+        """Its functions."""
+        return apfl(objective, optimizer, alpha=self.alpha, alpha_lr=self.alpha_lr)
 
 
 def apfl(

@@ -3,10 +3,28 @@
 "Communication-Efficient Learning of Deep Networks from Decentralized Data".
 """
 
+from dataclasses import dataclass
+
 from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.algorithms.task_algorithm import TaskAlgorithm
 from glocal.core.optimizers import Optimizer
 from glocal.core.training import Objective, Work, local_train
 from glocal.core.trees import Params
+
+
+@dataclass(frozen=True, repr=False)
+class FedAvg(TaskAlgorithm):
+    """McMahan et al. 2017: everything is shared, the clients' copies are averaged.
+
+    >>> from torch import nn
+    >>> from glocal import SGD, classification
+    >>> FedAvg(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).weighting
+    'examples'
+    """
+
+    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
+        """Its functions."""
+        return fedavg(objective, optimizer)
 
 
 def fedavg(objective: Objective, optimizer: Optimizer) -> Algorithm:

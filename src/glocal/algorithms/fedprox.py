@@ -1,11 +1,35 @@
 """FedProx: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equation 2."""
 
+from dataclasses import dataclass
+
 from glocal.algorithms.contract import Algorithm, Update
 from glocal.algorithms.fedavg import fedavg
+from glocal.algorithms.task_algorithm import TaskAlgorithm, require_numbers
 from glocal.core.errors import InputError
 from glocal.core.optimizers import Optimizer
 from glocal.core.training import Objective, Work, local_train, with_proximal
 from glocal.core.trees import Params
+
+
+@dataclass(frozen=True, repr=False)
+class FedProx(TaskAlgorithm):
+    """Li et al. 2020: FedAvg with a term mu/2 * ||w - w_t||^2 in each client's objective.
+
+    >>> from torch import nn
+    >>> from glocal import SGD, classification
+    >>> FedProx(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1), mu=0.01).mu
+    0.01
+    """
+
+    mu: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(self, "mu")
+
+    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
+        """Its functions."""
+        return fedprox(objective, optimizer, mu=self.mu)
 
 
 def fedprox(objective: Objective, optimizer: Optimizer, *, mu: float = 0.1) -> Algorithm:

@@ -3,15 +3,48 @@
 "Think Locally, Act Globally: Federated Learning with Local and Global Representations".
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.algorithms.task_algorithm import TaskAlgorithm
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.optimizers import Optimizer
-from glocal.core.split import Split
+from glocal.core.split import Selector, Split
 from glocal.core.training import Objective, Work, local_train
 from glocal.core.trees import Params
+
+
+@dataclass(frozen=True, repr=False)
+class LGFedAvg(TaskAlgorithm):
+    """Liang et al. 2020: a local part stays on the client, the shared part is averaged.
+
+    `local` or `shared` names the parts, as in `Split.of`; the other side is the rest.
+
+    >>> from torch import nn
+    >>> from glocal import SGD, classification
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> algorithm = LGFedAvg(classification(model), local="0", optimizer=SGD(lr=0.1))
+    >>> sorted(algorithm.split.shared)
+    ['2.bias', '2.weight']
+    """
+
+    local: Selector | None = None
+    shared: Selector | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.split is not None  # a selector that matches nothing is refused here
+
+    @property
+    def split(self) -> Split:
+        """Which tensors are local, and which shared."""
+        return Split.of(self.task.model, local=self.local, shared=self.shared)
+
+    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
+        """Its functions."""
+        return lg_fedavg(objective, optimizer, split=self.split)
 
 
 def lg_fedavg(objective: Objective, optimizer: Optimizer, *, split: Split) -> Algorithm:

@@ -1,9 +1,27 @@
 """Local only: clients train alone and send nothing. A baseline of Liang et al. 2020, 5.2."""
 
+from dataclasses import dataclass
+
 from glocal.algorithms.contract import Algorithm, Update, average
+from glocal.algorithms.task_algorithm import TaskAlgorithm
 from glocal.core.optimizers import Optimizer
 from glocal.core.training import Objective, Work, local_train
 from glocal.core.trees import Params
+
+
+@dataclass(frozen=True, repr=False)
+class LocalOnly(TaskAlgorithm):
+    """Clients train alone: everything is local, nothing is sent.
+
+    >>> from torch import nn
+    >>> from glocal import Adam, classification
+    >>> LocalOnly(classification(nn.Linear(4, 2)), optimizer=Adam(lr=0.01)).name
+    'LocalOnly'
+    """
+
+    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
+        """Its functions."""
+        return local_only(objective, optimizer)
 
 
 def local_only(objective: Objective, optimizer: Optimizer) -> Algorithm:

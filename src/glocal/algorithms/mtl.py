@@ -6,14 +6,42 @@ projection, the trace is the sum over clients of ||w_m - mean||^2. Its gradient 
 is 2 * lam * (w_m - mean), so a client needs only the mean.
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from glocal.algorithms.contract import Algorithm, Update
+from glocal.algorithms.task_algorithm import TaskAlgorithm, require_numbers
 from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.optimizers import Optimizer
 from glocal.core.training import Objective, Work, local_train, with_proximal
 from glocal.core.trees import Params
+
+
+@dataclass(frozen=True, repr=False)
+class MTL(TaskAlgorithm):
+    """Evgeniou and Pontil 2004: own models, each drawn towards the mean of all by `lam`.
+
+    `ridge` draws them towards 0.
+
+    >>> from torch import nn
+    >>> from glocal import SGD, classification
+    >>> MTL(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1), lam=0.01).ridge
+    0.0
+    """
+
+    lam: float = 0.1
+    ridge: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(self, "lam", "ridge")
+
+    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
+        """Its functions."""
+        settings = {"lam": self.lam, "ridge": self.ridge}
+        return mtl(objective, optimizer, num_clients=num_clients, **settings)
 
 
 def mtl(

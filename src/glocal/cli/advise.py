@@ -82,13 +82,12 @@ def show_advice(
         with console.status("starting") as status:
             advice = advise(
                 algorithm,
-                parts.model,
+                parts.task,
                 federation,
                 warmup_plan,
                 config=config,
                 options=settings.run,
                 log=status.update,
-                metric=parts.metric,
             )
     except KeyboardInterrupt:
         console.print("stopped; nothing was saved", highlight=False)

@@ -13,7 +13,7 @@ from glocal.cli.progress import download_bars
 from glocal.cli.tables import format_bytes, format_percent
 from glocal.core.errors import InputError
 from glocal.core.files import Json, lock_folder
-from glocal.federate.fitting import num_classes
+from glocal.federate.outputs import num_classes
 from glocal.personalize.onboarding import JoinPlan, require_joinable
 from glocal.report import write_join_report
 from glocal.report.join_page import read_join
@@ -62,7 +62,7 @@ def join_client(
     join_plan = replace(join_plan, existing_clients=existing_clients)
     if join_plan.rounds:
         require_joinable(federation.algorithm, [federation.state], join_plan, federation.clients)
-    classes = num_classes(federation.model, saved.federation)
+    classes = num_classes(federation.task, saved.federation.train.examples.x)
     like = saved.federation.train.examples.x[:1].cpu()
     new_client = read_new_client(source, like=like, classes=classes, seed=plan.seed)
     trial = JoinTrial(saved, new_client, JoinTrialSettings(label_counts, join_plan=join_plan))
@@ -123,7 +123,7 @@ def _measure(trial: JoinTrial) -> list[Json]:
     for labels in trial.missing_label_counts():
         console.print(
             f"skipped: {labels} labelled examples; "
-            f"the client has {len(trial.train.y)} for training",
+            f"the client has {trial.train.num_rows} for training",
             highlight=False,
         )
     with console.status("the ensemble") as status:

@@ -1,43 +1,84 @@
 """The examples of all clients: stored once, with a list of row numbers for each client."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from glocal.core.errors import InputError, describe_error, suggest_name
+from glocal.core.errors import InputError, describe_error, describe_value, suggest_name
 from glocal.core.sampling import make_rng
+from glocal.core.values import (
+    Values,
+    concatenate_rows,
+    describe_form,
+    map_tensors,
+    num_rows,
+    require_tensor,
+    take_rows,
+    tensors_of,
+)
 
 Rows = npt.NDArray[np.int64]
-Arrays = tuple[Tensor | npt.NDArray[np.generic], ...]
+Arrays = Any  # x alone, or a tuple (x, y) or (x, y, group) of arrays, or of dicts or tuples of them
 
 
 class Examples(NamedTuple):
-    """A store of examples: x (rows, ...), y (rows,), group (rows,) or (rows, attributes) or None.
+    """A store of examples: inputs x, targets y, group (rows,) or (rows, attributes) or None.
+
+    Inputs and targets are a tensor, or a dict or tuple of tensors, with one row per example. Where
+    examples have no targets, the inputs stand for them: y is x.
 
     `group` holds facts about each example that are no input of the model, such as a person's
     protected attributes or the answers of other people.
     """
 
-    x: Tensor
-    y: Tensor
+    x: Values
+    y: Values
     group: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The number of examples."""
+        return num_rows(self.y)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return tensors_of(self.y)[0].device
+
+    @property
+    def has_targets(self) -> bool:
+        """False where the inputs stand for the targets."""
+        return self.y is not self.x
 
     def to(self, device: torch.device) -> "Examples":
         """The same examples on another device."""
-        group = None if self.group is None else self.group.to(device)
-        return Examples(self.x.to(device), self.y.to(device), group)
+        moved = self._map(lambda tensor: tensor.to(device))
+        return moved._replace(group=None if self.group is None else self.group.to(device))
+
+    def with_dtype(self, dtype: torch.dtype) -> "Examples":
+        """The same examples with every floating tensor in that type; these stay where it is so."""
+        floating = [t for t in (*tensors_of(self.x), *tensors_of(self.y)) if t.is_floating_point()]
+        if all(tensor.dtype == dtype for tensor in floating):
+            return self
+        return self._map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Examples":
+        """Inputs and targets changed; inputs that stand for the targets are changed once."""
+        x = map_tensors(function, self.x)
+        return self._replace(x=x, y=map_tensors(function, self.y) if self.has_targets else x)
 
     def take(self, rows: Rows) -> "Examples":
         """A copy of some rows."""
-        index = torch.from_numpy(rows).to(self.y.device)
-        group = None if self.group is None else self.group[index]
-        return Examples(self.x[index], self.y[index], group)
+        index = torch.from_numpy(rows).to(self.device)
+        x = take_rows(self.x, index)
+        y = take_rows(self.y, index) if self.has_targets else x
+        return Examples(x, y, None if self.group is None else self.group[index])
 
 
 @dataclass(frozen=True)
@@ -68,7 +109,7 @@ class ClientData:
     @cached_property
     def text_lengths(self) -> Rows:
         """The number of words in every row of a store of texts (rows,); token 0 is padding."""
-        x = self.examples.x
+        x = require_tensor(self.examples.x, "plan: max_tokens")
         if x.is_floating_point() or x.dim() != 2:
             raise InputError(
                 "plan: max_tokens counts words, and the inputs are "
@@ -115,27 +156,29 @@ def concatenate(clients: Sequence[Arrays] | Mapping[str, Arrays]) -> ClientData:
     """The arrays of all clients in one store, with the rows of each client."""
     if not isinstance(clients, Sequence | Mapping) or isinstance(clients, str):
         raise InputError(
-            f"data: clients is a {type(clients).__name__}; "
+            f"data: clients is {describe_value(clients)}; "
             "a list of (x, y) pairs, or a dict of them by name, was expected"
         )
     if not clients:
         raise InputError("data: no clients given; give one (x, y) pair per client")
     names = _client_names(clients)
     arrays_of_clients = list(clients.values()) if isinstance(clients, Mapping) else clients
-    tensors: list[list[Tensor]] = []
+    examples: list[Examples] = []
     for client, arrays in enumerate(arrays_of_clients):
-        columns = _as_tensors(arrays, client_label(client, names))
-        if tensors:
-            _require_same_columns(columns, tensors[0], client, names)
-        tensors.append(columns)
-    rows = []
-    start = 0
-    for columns in tensors:
-        end = start + len(columns[0])
-        rows.append(np.arange(start, end, dtype=np.int64))
-        start = end
-    store = [torch.cat(column) for column in zip(*tensors, strict=True)]
-    return ClientData(Examples(*store), tuple(rows), names)
+        own = read_examples(arrays, client_label(client, names))
+        if examples:
+            _require_same_form(own, examples[0], client, names)
+        examples.append(own)
+    ends = np.cumsum([own.num_rows for own in examples])
+    rows = np.split(np.arange(ends[-1], dtype=np.int64), ends[:-1])
+    return ClientData(_concatenate_examples(examples), tuple(rows), names)
+
+
+def _concatenate_examples(parts: Sequence[Examples]) -> Examples:
+    x = concatenate_rows([part.x for part in parts])
+    y = concatenate_rows([part.y for part in parts]) if parts[0].has_targets else x
+    groups = [part.group for part in parts if part.group is not None]
+    return Examples(x, y, torch.cat(groups) if groups else None)
 
 
 def _client_names(clients: Sequence[Arrays] | Mapping[str, Arrays]) -> tuple[str, ...]:
@@ -150,44 +193,82 @@ def _client_names(clients: Sequence[Arrays] | Mapping[str, Arrays]) -> tuple[str
     return tuple(clients)
 
 
-def _as_tensors(arrays: Arrays, label: str) -> list[Tensor]:
-    """x, y and group as tensors: float64 inputs become float32, whole-number labels int64."""
+def read_examples(arrays: Arrays, label: str) -> Examples:
+    """One client's examples from its arrays; whole numbers as targets become int64.
+
+    Inputs alone have no targets. A tuple is (x, y) or (x, y, group): inputs that are a tuple, and
+    have no targets, are given as (x, None).
+    """
+    x, y, group = arrays, None, None
+    if isinstance(arrays, tuple | list):
+        if len(arrays) not in (2, 3):
+            raise InputError(
+                f"data: {label} has {len(arrays)} arrays; (x, y) or (x, y, group) was expected"
+            )
+        x, y, group = (*arrays, None)[:3]
+    inputs = _read_values(x, f"{label}'s inputs")
+    targets = inputs if y is None else map_tensors(_as_int64, _read_values(y, f"{label}'s targets"))
+    groups = None if group is None else _read_values(group, f"{label}'s group").long()
+    columns = [*tensors_of(inputs), *tensors_of(targets), *([] if groups is None else [groups])]
+    _require_equal_lengths(columns, label)
+    return Examples(inputs, targets, groups)
+
+
+def _read_values(given: Any, label: str) -> Values:
+    """Arrays as tensors; a dict or tuple of them keeps its form."""
+    if isinstance(given, Mapping):
+        if not given or not all(isinstance(name, str) for name in given):
+            raise InputError(f"data: {label} are a dict with keys {[*given]}; texts were expected")
+        return {name: _read_tensor(array, f"{label}['{name}']") for name, array in given.items()}
+    if isinstance(given, tuple):
+        if not given:
+            raise InputError(f"data: {label} are an empty tuple; arrays were expected")
+        return tuple(_read_tensor(array, f"{label}[{i}]") for i, array in enumerate(given))
+    return _read_tensor(given, label)
+
+
+def _read_tensor(given: Any, label: str) -> Tensor:
     try:
-        x, y, *group = [torch.as_tensor(array) for array in arrays]
+        tensor = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"data: {label} cannot be read as (x, y) or (x, y, group) ({describe_error(error)})"
+            f"data: {label} cannot be read as a tensor ({describe_error(error)}); "
+            "numbers of one shape were expected"
         ) from error
-    _require_equal_lengths([x, y, *group], label)
-    inputs = x.float() if x.dtype == torch.float64 else x
-    targets = y if y.is_floating_point() else y.long()
-    return [inputs, targets, *(column.long() for column in group)]
+    if tensor.is_complex():
+        raise InputError(f"data: {label} are complex numbers; real ones were expected")
+    return tensor.detach()
+
+
+def _as_int64(tensor: Tensor) -> Tensor:
+    """Whole numbers as int64, which torch's losses take; others stay."""
+    return tensor if tensor.is_floating_point() else tensor.long()
 
 
 def _require_equal_lengths(columns: list[Tensor], label: str) -> None:
-    """Refuse more than x, y and group, or arrays of different lengths."""
+    """Refuse arrays of different lengths."""
     lengths = [len(column) if column.dim() else 0 for column in columns]
-    if len(columns) > 3 or len(set(lengths)) != 1:
+    if len(set(lengths)) != 1:
         raise InputError(
             f"data: {label} has arrays of lengths {', '.join(map(str, lengths))}; "
             "(x, y) or (x, y, group) of one length was expected"
         )
 
 
-def _require_same_columns(
-    columns: list[Tensor], first: list[Tensor], client: int, names: Sequence[str]
-) -> None:
+def _require_same_form(own: Examples, first: Examples, client: int, names: Sequence[str]) -> None:
     """Refuse a client whose arrays do not fit those of the first client."""
-    if columns[0].shape[1:] == first[0].shape[1:] and len(columns) == len(first):
+    if _describe_examples(own) == _describe_examples(first):
         return
     raise InputError(
-        f"data: {client_label(client, names)} has {_describe(columns)}, "
-        f"but {client_label(0, names)} has {_describe(first)}; all clients need the same"
+        f"data: {client_label(client, names)} has {_describe_examples(own)}, "
+        f"but {client_label(0, names)} has {_describe_examples(first)}; all clients need the same"
     )
 
 
-def _describe(columns: list[Tensor]) -> str:
-    return f"{len(columns)} arrays, inputs {tuple(columns[0].shape[1:])}"
+def _describe_examples(examples: Examples) -> str:
+    targets = f"targets {describe_form(examples.y)}" if examples.has_targets else "no targets"
+    group = "" if examples.group is None else f", group {describe_form(examples.group)}"
+    return f"inputs {describe_form(examples.x)}, {targets}{group}"
 
 
 def hold_out(

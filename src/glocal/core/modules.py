@@ -30,15 +30,17 @@ from glocal.core.model_tensors import (
 from glocal.core.pure_layers import KeyedDropout, KeyedGaussianNoise, MaskedBatchNorm
 from glocal.core.recurrent import make_batchable
 from glocal.core.trees import Params
+from glocal.core.values import Values
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _MAX_NOISE_STD = 1000
 _NORM_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
-Forward = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Params]]
-ForwardWithFeatures = Callable[[Params, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Params]]
+Forward = Callable[[Params, Values, Tensor, Tensor], tuple[Any, Params]]
+ForwardWithFeatures = Callable[[Params, Values, Tensor, Tensor], tuple[Any, Tensor, Params]]
 FeatureHook = Callable[[Tensor], Tensor]
-Predictor = Callable[[Params, Tensor, Tensor], Tensor]
+Predictor = Callable[[Params, Values, Tensor], Tensor]
+Adapt = Callable[[nn.Module, Values], Any]  # what the module takes and gives, adapted
 _Mode = Callable[[nn.Module], nn.Module]
 
 
@@ -58,15 +60,15 @@ def trainable_names(model: nn.Module) -> frozenset[str]:
     )
 
 
-def training_forward(model: nn.Module) -> Forward:
+def training_forward(model: nn.Module, adapt: Adapt | None = None) -> Forward:
     """(params, x, mask, key) -> (output, buffers after the step), as in `model.train()`.
 
-    Rows with mask False do not count.
+    Rows with mask False do not count. With `adapt`, the output is adapt(model, x).
     """
-    call = _functional(model, nn.Module.train)
+    call = _functional(model, nn.Module.train, adapt)
     buffers = _buffer_names(model)
 
-    def forward(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
+    def forward(params: Params, x: Values, mask: Tensor, key: Tensor) -> tuple[Tensor, Params]:
         output, after = call(params, x, mask, key)
         return output, trees.pick(after, buffers)
 
@@ -74,17 +76,17 @@ def training_forward(model: nn.Module) -> Forward:
 
 
 def forward_with_features(
-    model: nn.Module, layer: str, hook: FeatureHook | None = None
+    model: nn.Module, layer: str, hook: FeatureHook | None = None, adapt: Adapt | None = None
 ) -> ForwardWithFeatures:
     """As `training_forward`, and returns the output of the module `layer`, the representation.
 
     The layers after it see hook(representation), if there is a hook.
     """
-    call = _functional_with_features(model, nn.Module.train, layer, hook)
+    call = _functional_with_features(model, nn.Module.train, layer, hook, adapt)
     buffers = _buffer_names(model)
 
     def forward(
-        params: Params, x: Tensor, mask: Tensor, key: Tensor
+        params: Params, x: Values, mask: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor, Params]:
         output, features, after = call(params, x, mask, key)
         return output, features, trees.pick(after, buffers)
@@ -92,22 +94,23 @@ def forward_with_features(
     return forward
 
 
-def feature_extractor(model: nn.Module, layer: str) -> Predictor:
+def feature_extractor(model: nn.Module, layer: str, adapt: Adapt | None = None) -> Predictor:
     """(params, x, mask) -> representation (rows, ...), as in `model.eval()`."""
-    call = _functional_with_features(model, nn.Module.eval, layer, None)
+    call = _functional_with_features(model, nn.Module.eval, layer, None, adapt)
 
-    def represent(params: Params, x: Tensor, mask: Tensor) -> Tensor:
+    def represent(params: Params, x: Values, mask: Tensor) -> Tensor:
         return call(params, x, mask, _unused_key(mask))[1]
 
     return represent
 
 
-def predictor(model: nn.Module) -> Predictor:
+def predictor(model: nn.Module, adapt: Adapt | None = None) -> Predictor:
     """(params, x, mask) -> output, as in `model.eval()`."""
-    call = _functional(model, nn.Module.eval)
+    call = _functional(model, nn.Module.eval, adapt)
 
-    def predict(params: Params, x: Tensor, mask: Tensor) -> Tensor:
-        return call(params, x, mask, _unused_key(mask))[0]
+    def predict(params: Params, x: Values, mask: Tensor) -> Tensor:
+        output: Tensor = call(params, x, mask, _unused_key(mask))[0]
+        return output
 
     return predict
 
@@ -123,13 +126,13 @@ def _buffer_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_buffers() if name not in frozen]
 
 
-def _functional(model: nn.Module, mode: _Mode) -> Forward:
+def _functional(model: nn.Module, mode: _Mode, adapt: Adapt | None) -> Forward:
     """(params, x, mask, key) -> (output, every tensor after the call)."""
-    return _functional_call(model, _in_mode(model, mode))
+    return _functional_call(model, _in_mode(model, mode), adapt)
 
 
 def _functional_with_features(
-    model: nn.Module, mode: _Mode, layer: str, hook: FeatureHook | None
+    model: nn.Module, mode: _Mode, layer: str, hook: FeatureHook | None, adapt: Adapt | None
 ) -> ForwardWithFeatures:
     """The same with the output of one module, at whatever depth it is."""
     known = [name for name, _ in model.named_modules() if name]
@@ -147,10 +150,10 @@ def _functional_with_features(
 
     skeleton.get_submodule(layer).register_forward_hook(record)
     # The record is read inside the lock of the call: another thread's call would overwrite it.
-    call = _functional_call(model, skeleton, lambda: recorded.pop())
+    call = _functional_call(model, skeleton, adapt, lambda: recorded.pop())
 
     def call_with_features(
-        params: Params, x: Tensor, mask: Tensor, key: Tensor
+        params: Params, x: Values, mask: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor, Params]:
         (output, features), after = call(params, x, mask, key)
         return output, features, after
@@ -159,7 +162,10 @@ def _functional_with_features(
 
 
 def _functional_call(
-    model: nn.Module, skeleton: nn.Module, read_record: Callable[[], Tensor] | None = None
+    model: nn.Module,
+    skeleton: nn.Module,
+    adapt: Adapt | None,
+    read_record: Callable[[], Tensor] | None = None,
 ) -> Callable[..., tuple[Any, Params]]:
     """The skeleton as a pure function of the model's tensors: a missing tensor is an error.
 
@@ -170,9 +176,10 @@ def _functional_call(
     key_names = _tensor_names(skeleton, (KeyedDropout, KeyedGaussianNoise), "key")
     buffers = _buffer_names(model)
     keyed_layers = _keyed_layers(skeleton)
+    called, prefix = (_Adapted(skeleton, adapt), "module.") if adapt else (skeleton, "")
     one_call_at_a_time = Lock()  # a call puts its tensors into the one skeleton
 
-    def call(params: Params, x: Tensor, mask: Tensor, key: Tensor) -> tuple[Any, Params]:
+    def call(params: Params, x: Values, mask: Tensor, key: Tensor) -> tuple[Any, Params]:
         copies = {name: params[name].clone() for name in buffers}  # a module may write into them
         params = {**params, **copies, **frozen.on(mask.device)}
         tensors = {name: params[first] for name, first in names.items()}
@@ -180,12 +187,22 @@ def _functional_call(
         with one_call_at_a_time:
             for layer in keyed_layers:
                 layer.calls = 0
-            output = functional_call(skeleton, tensors, (x,), tie_weights=False, strict=True)
-            if read_record:
-                return (output, read_record()), tensors
-            return output, tensors
+            own = {prefix + name: tensor for name, tensor in tensors.items()}
+            output = functional_call(called, own, (x,), tie_weights=False, strict=True)
+            return ((output, read_record()) if read_record else output), tensors
 
     return call
+
+
+class _Adapted(nn.Module):
+    """A module that is called as adapt(module, x)."""
+
+    def __init__(self, module: nn.Module, adapt: Adapt) -> None:
+        super().__init__()
+        self.module, self.adapt = module, adapt
+
+    def forward(self, x: Values) -> Any:
+        return self.adapt(self.module, x)
 
 
 def state_dict(model: nn.Module, params: Params) -> Params:

@@ -1,14 +1,15 @@
 """Optimizers as pure functions, with the update rules of `torch.optim`: state in, state out."""
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from glocal.core import trees
-from glocal.core.errors import InputError
+from glocal.core.errors import InputError, describe_value
 from glocal.core.trees import Params
 
 Number = TypeVar("Number", float, Tensor)
@@ -44,8 +45,8 @@ class StepLR:
     step_size: int = 1
 
     def __post_init__(self) -> None:
-        _require("lr_schedule", self.gamma, 0 < self.gamma <= 1, "above 0 and at most 1")
-        _require("lr_step_size", self.step_size, self.step_size >= 1, "at least 1")
+        _require("lr_schedule", self.gamma, lambda gamma: 0 < gamma <= 1, "above 0 and at most 1")
+        _require("lr_step_size", self.step_size, lambda size: size >= 1, "at least 1")
 
     def factor(self, round_index: Number) -> Number:
         """The factor of the learning rate in a round.
@@ -62,18 +63,21 @@ class SGD:
     """Stochastic gradient descent as in `torch.optim.SGD`.
 
     The learning rate in round t is lr / (1 + lr_decay * t), times the factor of `lr_schedule`.
+
+    >>> SGD(lr=0.1, lr_decay=1.0).lr_at(3)
+    0.025
     """
 
     lr: float
+    _: KW_ONLY
     momentum: float = 0.0
     weight_decay: float = 0.0
     lr_decay: float = 0.0
     lr_schedule: StepLR | None = None
 
     def __post_init__(self) -> None:
-        _require("lr", self.lr, self.lr > 0, "above 0")
-        _require("momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and below 1")
-        _require_nonnegative_decays(self.weight_decay, self.lr_decay)
+        _require("momentum", self.momentum, lambda value: 0 <= value < 1, "at least 0 and below 1")
+        _require_rates(self)
 
     @property
     def has_lr_schedule(self) -> bool:
@@ -134,17 +138,24 @@ class Adam:
     """
 
     lr: float
+    _: KW_ONLY
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     lr_decay: float = 0.0
     lr_schedule: StepLR | None = None
 
+    decays_gradient: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
-        in_bounds = all(0 <= beta < 1 for beta in self.betas)
-        _require("lr", self.lr, self.lr > 0, "above 0")
-        _require("betas", self.betas, in_bounds, "each at least 0 and below 1")
-        _require_nonnegative_decays(self.weight_decay, self.lr_decay)
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise InputError(
+                f"optimizer: betas is {describe_value(self.betas)}; two numbers were expected"
+            )
+        for beta in self.betas:
+            _require("betas", beta, lambda value: 0 <= value < 1, "each at least 0 and below 1")
+        _require("eps", self.eps, lambda value: value >= 0, "at least 0")
+        _require_rates(self)
 
     @property
     def description(self) -> str:
@@ -176,18 +187,44 @@ class Adam:
         updated = {}
         for name, tensor in params.items():
             denominator = moments.second[name].sqrt() / scale + self.eps
-            updated[name] = tensor - lr * moments.first[name] / denominator
+            start = self._decayed(tensor, round_index)
+            updated[name] = start - lr * moments.first[name] / denominator
         state = {**_prefixed("first", moments.first), **_prefixed("second", moments.second)}
         return updated, {**state, "steps": steps}
+
+    def _decayed(self, tensor: Tensor, round_index: Tensor) -> Tensor:
+        """The tensor before its step; Adam's decay is a part of the gradient."""
+        return tensor
 
     def _update_moments(self, params: Params, grads: Params, opt_state: Params) -> _Moments:
         beta1, beta2 = self.betas
         first, second = {}, {}
         for name, plain in grads.items():
-            grad = plain + self.weight_decay * params[name]
+            grad = plain + self.weight_decay * params[name] if self.decays_gradient else plain
             first[name] = beta1 * opt_state[f"first/{name}"] + (1 - beta1) * grad
             second[name] = beta2 * opt_state[f"second/{name}"] + (1 - beta2) * grad.square()
         return _Moments(first, second)
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019) as in `torch.optim.AdamW`.
+
+    >>> AdamW(lr=0.001).weight_decay
+    0.01
+    """
+
+    weight_decay: float = 0.01
+
+    decays_gradient: ClassVar[bool] = False
+
+    @property
+    def description(self) -> str:
+        """The settings in words."""
+        return super().description.replace("adam(", "adamw(", 1)
+
+    def _decayed(self, tensor: Tensor, round_index: Tensor) -> Tensor:
+        return tensor * (1 - _lr_at(self, round_index) * self.weight_decay)
 
 
 @dataclass(frozen=True)
@@ -205,7 +242,7 @@ class PartitionedOptimizer:
     other_steps: int = 0
 
     def __post_init__(self) -> None:
-        _require("other_steps", self.other_steps, self.other_steps >= 0, "at least 0")
+        _require("other_steps", self.other_steps, lambda steps: steps >= 0, "at least 0")
 
     @property
     def description(self) -> str:
@@ -262,31 +299,6 @@ class PartitionedOptimizer:
         return name in self.other_names
 
 
-def sgd(
-    lr: float,
-    *,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    lr_decay: float = 0.0,
-    lr_schedule: StepLR | None = None,
-) -> SGD:
-    """Stochastic gradient descent; `lr` may be positional, all other settings are keywords."""
-    return SGD(lr, momentum, weight_decay, lr_decay, lr_schedule)
-
-
-def adam(
-    lr: float,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    lr_decay: float = 0.0,
-    lr_schedule: StepLR | None = None,
-) -> Adam:
-    """Adam; `lr` may be positional, all other settings are keywords."""
-    return Adam(lr, betas, eps, weight_decay, lr_decay, lr_schedule)
-
-
 def _lr_at(rule: SGD | Adam, round_index: Number) -> Number:
     lr = rule.lr / (1 + rule.lr_decay * round_index)
     return lr if rule.lr_schedule is None else lr * rule.lr_schedule.factor(round_index)
@@ -327,11 +339,21 @@ def _without_prefix(prefix: str, tree: Params) -> Params:
     return part
 
 
-def _require_nonnegative_decays(weight_decay: float, lr_decay: float) -> None:
-    _require("weight_decay", weight_decay, weight_decay >= 0, "at least 0")
-    _require("lr_decay", lr_decay, lr_decay >= 0, "at least 0")
+def _require_rates(rule: "SGD | Adam") -> None:
+    _require("lr", rule.lr, lambda lr: lr > 0, "above 0")
+    _require("weight_decay", rule.weight_decay, lambda decay: decay >= 0, "at least 0")
+    _require("lr_decay", rule.lr_decay, lambda decay: decay >= 0, "at least 0")
+    if rule.lr_schedule is not None and not hasattr(rule.lr_schedule, "factor"):
+        raise InputError(
+            f"optimizer: lr_schedule is {describe_value(rule.lr_schedule)}; "
+            "a StepLR or None was expected"
+        )
 
 
-def _require(name: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise InputError(f"optimizer: {name} is {value}; it must be {expected}")
+def _require(name: str, value: object, holds: Callable[[float], bool], expected: str) -> None:
+    """Refuse what is not a finite number for which something holds."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not holds(value):  # type: ignore[arg-type]
+        raise InputError(
+            f"optimizer: {name} is {describe_value(value)}; it must be a number {expected}"
+        )

@@ -12,16 +12,20 @@ from glocal.core import random, trees
 from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.losses import PerExampleLoss, PerExampleValues
-from glocal.core.modules import Forward, trainable_names, training_forward
+from glocal.core.modules import Adapt, Forward, trainable_names
 from glocal.core.optimizers import Optimizer
 from glocal.core.trees import Params
+from glocal.core.values import Values, require_tensor, take_rows
 
 
 class Batch(NamedTuple):
-    """The examples of one step; rows with mask False are padding; key () seeds its randomness."""
+    """The examples of one step; rows with mask False are padding; key () seeds its randomness.
 
-    x: Tensor
-    y: Tensor
+    Inputs x and targets y are as in the store of examples, with the rows of this step.
+    """
+
+    x: Values
+    y: Values
     group: Tensor | None
     mask: Tensor
     key: Tensor
@@ -88,11 +92,12 @@ class LocalTrainer(Protocol):
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The mean of per_example(model(x), y) (rows,) over all rows that are not padding."""
+    """The mean of per_example(outputs, y) over all rows that are not padding."""
 
     model: nn.Module
     forward: Forward
     per_example: PerExampleLoss
+    adapt: Adapt | None = None  # where the model is not called as model(x)
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (), and the buffers after the step."""
@@ -109,16 +114,17 @@ class AugmentedLoss:
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """Its value (), and the buffers after the step."""
-        x = self.augment(batch.x, random.fold_in(batch.key, _AUGMENTATION))
+        images = require_tensor(batch.x, "augment")
+        x = self.augment(images, random.fold_in(batch.key, _AUGMENTATION))
         return self.inner(params, batch._replace(x=x))
 
 
-def supervised(model: nn.Module, loss: PerExampleLoss) -> Objective:
-    """An objective: the mean of loss(output, y) (rows,); torch's losses need reduction="none"."""
+def require_trainable_names(model: nn.Module) -> frozenset[str]:
+    """The names of the model's trainable parameters; a model without any is refused."""
     trainable = trainable_names(model)
     if not trainable:
         raise InputError("model: every parameter is frozen; there is nothing to train")
-    return Objective(ModelLoss(model, training_forward(model), loss), trainable)
+    return trainable
 
 
 def with_proximal(objective: Objective, anchor: Params, strength: float) -> Objective:
@@ -135,7 +141,7 @@ def with_augmentation(objective: Objective, augment: Augment) -> Objective:
 def masked_mean(values: PerExampleValues, mask: Tensor) -> Tensor:
     """The mean of a loss over the rows with mask True; 0 when there are none.
 
-    `values` are (rows,), or (rows, ...) and their mean counts, or a pair of sums and weights (rows,).
+    `values` are (rows,), or (rows, ...) whose mean counts, or a pair of sums and weights (rows,).
     """
     if isinstance(values, tuple):
         return _ratio(*values, mask)
@@ -247,8 +253,9 @@ def step_indices(order: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def take_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) -> Batch:
     """The examples of one step, of one client or of many: x (..., batch, ...)."""
-    x, y, group = examples
-    return Batch(x[rows], y[rows], None if group is None else group[rows], mask, key)
+    x = take_rows(examples.x, rows)
+    y = take_rows(examples.y, rows) if examples.has_targets else x
+    return Batch(x, y, None if examples.group is None else examples.group[rows], mask, key)
 
 
 def precompute_augmented(

@@ -13,6 +13,7 @@ from torch import Tensor
 from glocal.core.data import Arrays, ClientData, Examples, Rows, concatenate, hold_out
 from glocal.core.errors import InputError, describe_value
 from glocal.core.sampling import make_rng
+from glocal.core.values import Values, describe_form, tensors_of
 from glocal.datasets.dataset import Dataset
 from glocal.datasets.partitions import Partitioner, class_labels
 from glocal.datasets.readers import (
@@ -179,18 +180,22 @@ def hold_out_validation(
     return FederatedData(train, val, test)
 
 
-def validate_data(federated: FederatedData, classes: int) -> None:
+def validate_data(
+    federated: FederatedData, classes: int | None = None, ignored: int | None = None
+) -> None:
     """Refuse data that cannot be trained on.
 
-    Such are empty clients, labels outside 0..classes-1, NaN, and rows in two subsets.
+    Such are empty clients, NaN, and rows in two subsets; and with `classes`, labels outside
+    0..classes-1 that are not `ignored` either.
     """
     parts = {"train": federated.train, "validation": federated.val, "test": federated.test}
     for part, data in parts.items():
         _require_clients(data, part, federated.num_clients)
     _validate_stores(parts)
     for part, data in parts.items():
-        _require_class_numbers(data.examples.y, part, classes)
-        _require_known_classes(data, part, classes)
+        if classes is not None:
+            _require_class_numbers(data.examples, part, classes)
+            _require_known_classes(data, part, classes, ignored)
     _require_training_examples(federated.train)
 
 
@@ -257,14 +262,16 @@ def _validate_stores(parts: dict[str, ClientData]) -> None:
         examples = parts[names[0]].examples
         _validate_examples(examples, names[0], parts["train"].examples)
         rows = np.concatenate([parts[name].all_rows() for name in names])
-        _require_rows_inside(rows, len(examples.y), names[0])
+        _require_rows_inside(rows, examples.num_rows, names[0])
         _require_distinct_rows(rows)
 
 
 def _validate_examples(examples: Examples, part: str, train: Examples) -> None:
-    _require_one_label_per_input(examples, part)
-    _require_same_inputs(examples.x, part, train.x)
-    _require_finite(examples.x, part)
+    _require_equal_rows(examples, part)
+    for name, values, own in (("inputs", examples.x, train.x), ("targets", examples.y, train.y)):
+        _require_same_form(values, f"{part} {name}", own)
+        for tensor in tensors_of(values):
+            _require_finite(tensor, f"{part} {name}")
 
 
 def _require_clients(data: ClientData, part: str, clients: int) -> None:
@@ -284,33 +291,29 @@ def _require_training_examples(train: ClientData) -> None:
         )
 
 
-def _require_one_label_per_input(examples: Examples, part: str) -> None:
-    inputs, labels = tuple(examples.x.shape), tuple(examples.y.shape)
-    if labels != inputs[:1]:
+def _require_equal_rows(examples: Examples, part: str) -> None:
+    tensors = [*tensors_of(examples.x), *tensors_of(examples.y)]
+    rows = {len(tensor) for tensor in tensors}
+    if len(rows) > 1:
         raise InputError(
-            f"data: {part} inputs are {inputs} and labels {labels}; "
-            "one label per input was expected"
+            f"data: {part} has {' and '.join(map(str, sorted(rows)))} rows of inputs and targets; "
+            "one target per input was expected"
         )
 
 
-def _require_same_inputs(x: Tensor, part: str, train: Tensor) -> None:
-    if _describe_input(x) != _describe_input(train):
+def _require_same_form(values: Values, part: str, train: Values) -> None:
+    if describe_form(values) != describe_form(train):
         raise InputError(
-            f"data: {part} inputs are {_describe_input(x)}, "
-            f"training inputs {_describe_input(train)}; prepare both alike"
+            f"data: {part} are {describe_form(values)}, those for training "
+            f"{describe_form(train)}; prepare both alike"
         )
-
-
-def _describe_input(x: Tensor) -> str:
-    """Shape and type of one input."""
-    return f"{tuple(x.shape[1:])} {x.dtype}"
 
 
 def _require_finite(x: Tensor, part: str) -> None:
     if x.is_floating_point() and not bool(torch.isfinite(x).all()):
-        bad = torch.isfinite(x).flatten(1).all(1).logical_not().nonzero()
+        bad = torch.isfinite(x).reshape(len(x), -1).all(1).logical_not().nonzero()
         raise InputError(
-            f"data: {part} example {int(bad[0])} holds NaN or infinity "
+            f"data: {part}: example {int(bad[0])} holds NaN or infinity "
             f"({len(bad)} such examples); clean or drop them"
         )
 
@@ -332,22 +335,27 @@ def _require_distinct_rows(rows: Rows) -> None:
         )
 
 
-def _require_class_numbers(labels: Tensor, part: str, classes: int) -> None:
-    if labels.is_floating_point() or labels.dtype == torch.bool:
+def _require_class_numbers(examples: Examples, part: str, classes: int) -> None:
+    labels = examples.y
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         raise InputError(
-            f"data: {part} labels are {labels.dtype}; "
-            f"class numbers 0..{classes - 1} were expected, use y.long()"
+            f"data: {part} targets are {describe_form(labels)}; class numbers 0..{classes - 1} "
+            "were expected, use y.long(), or another task than classification"
         )
 
 
-def _require_known_classes(data: ClientData, part: str, classes: int) -> None:
+def _require_known_classes(data: ClientData, part: str, classes: int, ignored: int | None) -> None:
     labels = data.examples.y
-    wrong = ((labels < 0) | (labels >= classes)).cpu().numpy()
+    is_wrong = (labels < 0) | (labels >= classes)
+    if ignored is not None:
+        is_wrong &= labels != ignored
+    wrong = is_wrong.reshape(len(labels), -1).any(1).cpu().numpy()
     for client, rows in enumerate(data.rows):
         wrong_rows = rows[wrong[rows]]
         if len(wrong_rows):
+            value = labels[wrong_rows[0]][is_wrong[wrong_rows[0]]].flatten()[0]
             raise InputError(
-                f"data: {data.label(client)} has the {part} label {int(labels[wrong_rows[0]])}, "
+                f"data: {data.label(client)} has the {part} label {int(value)}, "
                 f"but the model has {classes} outputs (0..{classes - 1}); "
                 "fix the label or widen the model"
             )

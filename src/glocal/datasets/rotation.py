@@ -58,7 +58,7 @@ def require_images(inputs: Tensor) -> None:
 
 def add_rotated_copies(examples: Examples, rows_by_angle: Mapping[float, Rows]) -> RotatedExamples:
     """A store that also holds rotated copies of some rows; at 0 degrees a row is its own copy."""
-    rows = len(examples.y)
+    rows = examples.num_rows
     copy_rows = {0.0: np.arange(rows)}
     if not rows_by_angle:
         return RotatedExamples(examples, copy_rows)

@@ -13,11 +13,10 @@ import torch
 from glocal.core import trees
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, append_rows
-from glocal.core.modules import predictor
 from glocal.core.sampling import client_key
 from glocal.core.store import PrivateStates, State
 from glocal.core.trees import Params
-from glocal.datasets.federated import FederatedData, validate_data
+from glocal.datasets.federated import FederatedData
 from glocal.deploy.flower.protocol import ClientResult, DataError, Instructions
 from glocal.deploy.private_state import NO_ROUND, PrivateState, PrivateStateFile
 from glocal.deploy.project import Project, TrainingSetup
@@ -25,7 +24,7 @@ from glocal.deploy.settings import ClientSettings
 from glocal.engines import ClientTask
 from glocal.engines.looped import LoopedEngine
 from glocal.evaluate import Evaluator, local_test
-from glocal.federate.fitting import num_classes
+from glocal.federate.outputs import validate_task_data
 from glocal.federate.rounds import rows_for_round
 from glocal.personalize.onboarding import JoinPlan, TrainedFederation, join
 from glocal.studies.run import slug
@@ -109,7 +108,7 @@ class RunClient:
     def _data(self) -> FederatedData:
         try:
             data = self.project.client_data(self.settings.number)
-            validate_data(data, num_classes(self.setup.model, data))
+            validate_task_data(self.setup.task, data)
         except InputError as error:
             raise DataError(str(error)) from error
         return data
@@ -172,7 +171,7 @@ class RunClient:
         initial = self.setup.algorithm.init(self.setup.params)[1]
         state = State(shared, PrivateStates(initial, {}))
         federation = TrainedFederation(
-            self.setup.algorithm, self.setup.model, self.project.plan, state, number
+            self.setup.algorithm, self.setup.task, self.project.plan, state, number
         )
         join_plan = JoinPlan(epochs=instructions.adapt_epochs)
         joined = join(federation, data.of(0), join_plan=join_plan, engine="looped")
@@ -197,7 +196,7 @@ class RunClient:
     def accuracies(self, shared: Params, private: Params) -> Json:
         """Accuracy on its validation and test data, and the sizes of its three parts."""
         data, state = self.data(), State(shared, PrivateStates(private, {}))
-        evaluator = Evaluator(self.setup.algorithm, predictor(self.setup.model), engine="looped")
+        evaluator = Evaluator(self.setup.algorithm, self.setup.task, engine="looped")
         metrics: Json = {}
         for name, examples in (("validation", data.val), ("test", data.test)):
             accuracy = float(local_test(evaluator, state, examples)[0])
@@ -254,6 +253,6 @@ def predict_classes(client: RunClient, run: str, inputs: torch.Tensor) -> list[i
     params = client.personal_params(run)
     with torch.no_grad():
         every_row = torch.ones(len(inputs), dtype=torch.bool)
-        outputs = predictor(client.setup.model)(params, inputs, every_row)
+        outputs = client.setup.task.predictor()(params, inputs, every_row)
     classes: list[int] = outputs.argmax(-1).tolist()
     return classes

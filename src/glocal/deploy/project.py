@@ -23,7 +23,7 @@ from glocal.core.files import Json
 from glocal.core.model_tensors import base_fingerprint
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan
-from glocal.core.training import cross_entropy
+from glocal.core.task import Task, classification
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.deploy.settings import ClientSettings, DeploymentSettings, read_settings
@@ -72,8 +72,7 @@ class Project:
         model = build_model(self.study.model, example, 0, seed=self.study.plan.seed)
         name, experiment = next(iter(self.study.experiments.items()))
         parts = Components(
-            model,
-            cross_entropy(model),
+            classification(model),
             (self.study.plan.seed,),
             (_empty_data(self.deployment.clients),),
             (params_of(model),),
@@ -87,7 +86,9 @@ class Project:
         if self.deployment.secure_aggregation:
             _require_enough_clients(self)
             _require_maskable(algorithm, parts.params[0])
-        return TrainingSetup(name, algorithm, model, parts.params[0], self._training_settings())
+        return TrainingSetup(
+            name, algorithm, parts.task, parts.params[0], self._training_settings()
+        )
 
     def _training_settings(self) -> Json:
         """The settings that a client must share with the server, beside algorithm and model.
@@ -171,9 +172,14 @@ class TrainingSetup:
 
     experiment: str
     algorithm: Algorithm
-    model: nn.Module
+    task: Task
     params: Params
     training: Json
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model."""
+        return self.task.model
 
     @cached_property
     def fingerprint(self) -> str:

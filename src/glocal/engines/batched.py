@@ -54,7 +54,7 @@ from glocal.engines.flat_step import (
     tensor_kinds,
 )
 from glocal.engines.fused.gpu import local_train_batched, unsupported_reason
-from glocal.engines.fused.layer_chain import LayerChain, parse_chain
+from glocal.engines.fused.layer_chain import LayerChain, parse_chain, unsupported_data
 from glocal.engines.fx_passes import trace_step
 
 StepCompiler = Callable[[FlatStep], FlatStep]
@@ -262,7 +262,10 @@ class FusedGpuTraining:
         """
         one_example = request._replace(order=request.order[:1, :1, :1], key=request.key[:1])
         request = _with_augmented_examples(one_example)
-        loss, shape = request.objective.loss, tuple(request.examples.x.shape[1:])
+        loss = request.objective.loss
+        if reason := unsupported_data(loss, request.examples):
+            raise NotImplementedError(reason)
+        shape = tuple(request.examples.x.shape[1:])
         dtype = _common_dtype([*request.params.values(), request.examples.x])
         reason = unsupported_reason(request.objective, request.optimizer, shape, dtype)
         if reason:

@@ -63,7 +63,7 @@ class Executor(Generic[ResultT]):
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int = 0
     ) -> ClientResults[ResultT]:
         """One result per task; where clients are batched, those of similar length share a batch."""
-        with precision(self.config.precision, examples.y.device):
+        with precision(self.config.precision, examples.device):
             if self.engine is None:
                 self._plan(tasks, examples, round_index)
             try:
@@ -137,7 +137,7 @@ class Executor(Generic[ResultT]):
         assert self.engine is not None
         assert self.execution_plan is not None
         if self.execution_plan.engine in ("vmapped", "graphed"):
-            size = self.config.chunk_size or _max_chunk(tasks[0], examples.y.device)
+            size = self.config.chunk_size or _max_chunk(tasks[0], examples.device)
             chunks = _chunks([len(task.order) for task in tasks], size)
             if len(chunks) > 1:
                 return _run_chunks(self.engine, chunks, tasks, examples, round_index)
@@ -161,7 +161,7 @@ def _run_chunks(
         part = engine([tasks[index] for index in chunk], examples, round_index).stacked()
         if whole is None:
             whole = _empty_like_rows(part, len(tasks))
-        _write_rows(part, whole, to_device(np.array(chunk), examples.y.device))
+        _write_rows(part, whole, to_device(np.array(chunk), examples.device))
     return ClientResults(stack=whole)
 
 

@@ -4,11 +4,13 @@ Tracing, `vmap` and CUDA graphs all work on such lists. A `StepSignature` holds 
 the places in the list.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_structure, tree_unflatten
 
 from glocal.core import trees
 from glocal.core.optimizers import Optimizer
@@ -22,6 +24,7 @@ from glocal.core.training import (
     compute_grads,
 )
 from glocal.core.trees import Params
+from glocal.core.values import Values, tensors_of
 
 FlatStep = Callable[..., Sequence[Tensor]]
 Names = tuple[str, ...]
@@ -52,6 +55,31 @@ class StepState(NamedTuple):
         return {name: merged[name] for name in like}
 
 
+class BatchForm(NamedTuple):
+    """The form of a batch: that of its inputs, of its targets if it has any, and of its group."""
+
+    x: TreeSpec
+    y: TreeSpec | None
+    has_group: bool
+
+    @classmethod
+    def of(cls, batch: Batch) -> "BatchForm":
+        """The form of this batch."""
+        targets = None if batch.y is batch.x else tree_structure(batch.y)
+        return cls(tree_structure(batch.x), targets, batch.group is not None)
+
+    def unflatten(self, tensors: Iterator[Tensor]) -> Batch:
+        """The inverse of `flatten_batch`."""
+        x = _unflatten(self.x, tensors)
+        y = x if self.y is None else _unflatten(self.y, tensors)
+        group = next(tensors) if self.has_group else None
+        return Batch(x, y, group, next(tensors), next(tensors))
+
+
+def _unflatten(form: TreeSpec, tensors: Iterator[Tensor]) -> Values:
+    return tree_unflatten(list(islice(tensors, form.num_leaves)), form)
+
+
 class StepInputs(NamedTuple):
     """Everything that one step reads."""
 
@@ -73,7 +101,7 @@ class StepSignature(NamedTuple):
     buffers: Names
     anchors: tuple[Names, ...]
     strengths: tuple[float, ...]
-    has_group: bool
+    batch: BatchForm
 
     @classmethod
     def of(cls, inputs: StepInputs) -> "StepSignature":
@@ -81,8 +109,8 @@ class StepSignature(NamedTuple):
         trainable, opt_state, buffers = (tuple(tree) for tree in inputs.state)
         anchors = tuple(tuple(term.anchor) for term in inputs.proximal)
         strengths = tuple(term.strength for term in inputs.proximal)
-        has_group = inputs.batch.group is not None
-        return cls(trainable, opt_state, buffers, anchors, strengths, has_group)
+        form = BatchForm.of(inputs.batch)
+        return cls(trainable, opt_state, buffers, anchors, strengths, form)
 
     @property
     def num_state(self) -> int:
@@ -117,9 +145,8 @@ class StepSignature(NamedTuple):
         for names, strength in zip(self.anchors, self.strengths, strict=True):
             anchor = {name: next(rest) for name in names}
             proximal.append(Proximal(anchor, strength))
-        x, y, *group, mask, key, round_index = rest
-        batch = Batch(x, y, group[0] if group else None, mask, key)
-        return StepInputs(self.unflatten_state(tensors), tuple(proximal), batch, round_index)
+        batch = self.batch.unflatten(rest)
+        return StepInputs(self.unflatten_state(tensors), tuple(proximal), batch, next(rest))
 
     def unflatten_state(self, tensors: Sequence[Tensor]) -> StepState:
         """The state at the beginning of a list."""
@@ -132,8 +159,10 @@ class StepSignature(NamedTuple):
 
 
 def flatten_batch(batch: Batch) -> list[Tensor]:
-    """A batch in one list, without a `group` that is None."""
-    return [tensor for tensor in batch if tensor is not None]
+    """A batch in one list, without targets that are the inputs, and without a group of None."""
+    targets = [] if batch.y is batch.x else tensors_of(batch.y)
+    group = [] if batch.group is None else [batch.group]
+    return [*tensors_of(batch.x), *targets, *group, batch.mask, batch.key]
 
 
 def tensor_kinds(tensors: Sequence[Tensor]) -> tuple[tuple[torch.Size, torch.dtype], ...]:

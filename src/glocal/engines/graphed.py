@@ -71,7 +71,7 @@ class GraphedEngine(Generic[ResultT]):
         self, tasks: Sequence[ClientTask], examples: Examples, round_index: int
     ) -> ClientResults[ResultT]:
         """One stack of results."""
-        if not examples.y.is_cuda:
+        if not examples.device.type == "cuda":
             raise RuntimeError("graphs need an NVIDIA GPU")
         number = len(tasks)
         tasks, orders = _pad_tasks(tasks)
@@ -117,7 +117,7 @@ class _CapturedRound:
         examples: Examples,
         trainer: LocalTrainer | None,
     ) -> None:
-        device = examples.y.device
+        device = examples.device
         self.function = function
         self.examples = examples
         self.trainer = trainer

@@ -32,7 +32,7 @@ class LoopedEngine(Generic[ResultT]):
             return ClientResults(rows=[self._one(task, examples, round_index) for task in tasks])
 
     def _one(self, task: ClientTask, examples: Examples, round_index: int) -> ResultT:
-        with seeded_rng(task.key, examples.y.device):
+        with seeded_rng(task.key, examples.device):
             return run_one(self.function, task, examples, round_index)
 
     def describe(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from glocal.core.data import Examples
 from glocal.core.errors import describe_error
 from glocal.core.trees import Params
+from glocal.core.values import describe_form
 from glocal.engines.config import (
     EngineConfig,
     ExecutionPlan,
@@ -50,7 +51,7 @@ class ProbeSetup(NamedTuple):
 
         On a CPU a few tasks are enough: there each of them costs about the same.
         """
-        limit = len(self.tasks) if self.examples.y.is_cuda else _PROBE_CLIENTS
+        limit = len(self.tasks) if self.examples.device.type == "cuda" else _PROBE_CLIENTS
         tasks = self.tasks[: min(limit, self.config.chunk_size or limit)]
         return [task._replace(order=task.order[:_PROBE_STEPS]) for task in tasks]
 
@@ -66,7 +67,7 @@ class ProbeSetup(NamedTuple):
             (len(self.tasks), self.config.chunk_size),
             first.order.shape[1],
             self.max_steps(),
-            tuple(self.examples.x.shape[1:]),
+            describe_form(self.examples.x),
             self._environment(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -77,7 +78,7 @@ class ProbeSetup(NamedTuple):
         return torch.__version__, self._hardware(), function_name, self.config.precision
 
     def _hardware(self) -> str:
-        device = self.examples.y.device
+        device = self.examples.device
         if device.type == "cuda":
             return torch.cuda.get_device_name(device)
         return f"{available_cores()} cores, {self.config.num_workers} workers"
@@ -85,7 +86,7 @@ class ProbeSetup(NamedTuple):
 
 def plan_execution(setup: ProbeSetup, *, num_calls: int, trains: bool) -> list[ExecutionPlan]:
     """The plan to execute, then its fallbacks."""
-    name, on_gpu = setup.config.name, setup.examples.y.is_cuda
+    name, on_gpu = setup.config.name, setup.examples.device.type == "cuda"
     fused = setup.config.fused and trains and setup.config.precision != "bf16"
     num_steps = num_calls * setup.max_steps()
     if name == "looped":
@@ -136,7 +137,7 @@ def _plan_cpu(setup: ProbeSetup, *, fused: bool, measures: bool) -> list[Executi
 
 def _plan_gpu(setup: ProbeSetup, *, fused: bool, compiles: bool) -> list[ExecutionPlan]:
     """Fused steps where they support the model, else compiled ones if the run is long enough."""
-    on_gpu = setup.examples.y.is_cuda
+    on_gpu = setup.examples.device.type == "cuda"
     graphed = _plans_with_fused("graphed", setup, fused=fused and on_gpu)
     if graphed[0].fused:
         return [*graphed, _VMAPPED, _LOOPED]
@@ -231,7 +232,7 @@ def _time_plan(setup: ProbeSetup, execution_plan: ExecutionPlan) -> float:
     tasks = setup.probe_tasks()
     durations: list[float] = []
     try:
-        for _ in range(5 if setup.examples.y.is_cuda else 4):
+        for _ in range(5 if setup.examples.device.type == "cuda" else 4):
             _synchronize(setup)
             start = time.perf_counter()
             engine(tasks, setup.examples, setup.round_index)
@@ -248,5 +249,5 @@ def _time_plan(setup: ProbeSetup, execution_plan: ExecutionPlan) -> float:
 
 def _synchronize(setup: ProbeSetup) -> None:
     """Wait for the GPU, whose kernels run on after the call that launched them."""
-    if setup.examples.y.is_cuda:
+    if setup.examples.device.type == "cuda":
         torch.cuda.synchronize()

@@ -73,7 +73,7 @@ def run_one(
     trainer: LocalTrainer | None = None,
 ) -> ResultT:
     """The result of a single task."""
-    device = examples.y.device
+    device = examples.device
     order = torch.from_numpy(task.order).to(device)
     key = torch.tensor(task.key, device=device)
     round_tensor = torch.tensor(round_index, device=device)

@@ -76,7 +76,7 @@ def stack_rows(rows: Sequence[Params]) -> Params:
 
 def _stacked_work(tasks: Sequence[ClientTask], examples: Examples, round_index: int) -> Work:
     """The work of all tasks, their orders padded to the longest one."""
-    device = examples.y.device
+    device = examples.device
     orders = pad_and_stack([task.order for task in tasks])
     keys = torch.tensor([task.key for task in tasks], device=device)
     round_tensor = torch.tensor(round_index, device=device)

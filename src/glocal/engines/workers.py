@@ -48,7 +48,7 @@ class ProcessPool(Generic[ResultT]):
 
         After any error the workers are ended at once: some may be in the middle of a task.
         """
-        if examples.y.is_cuda or not hasattr(os, "fork"):
+        if examples.device.type == "cuda" or not hasattr(os, "fork"):
             raise RuntimeError("workers compute on a CPU, in forked processes")
         treespec = self._warm_up(tasks[0], examples, round_index)
         if self.workers == 1 or len(tasks) == 1:
@@ -75,7 +75,7 @@ class ProcessPool(Generic[ResultT]):
         return self.treespec
 
     def _one(self, task: ClientTask, examples: Examples, round_index: int) -> ResultT:
-        with seeded_rng(task.key, examples.y.device):
+        with seeded_rng(task.key, examples.device):
             return run_one(self.function, task, examples, round_index, self.trainer)
 
     def _start_workers(self, tasks: Sequence[ClientTask], examples: Examples) -> WorkerProcesses:

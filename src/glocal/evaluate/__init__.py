@@ -1,28 +1,31 @@
-"""Evaluation: personalised accuracy (Local Test), unseen clients (New Test), leakage."""
+"""Evaluation: personalised models (Local Test), unseen clients (New Test), leakage."""
 
 from glocal.evaluate import leakage
 from glocal.evaluate.local_test import (
-    Accuracies,
-    AccuracySummary,
     Evaluator,
+    Figures,
+    Floats,
+    Summary,
+    local_figures,
     local_test,
     local_tests,
     predict_classes,
     summarize,
 )
-from glocal.evaluate.metrics import Metric, accuracy, vqa_accuracy
-from glocal.evaluate.new_test import NewTest, ensemble_accuracy, ensemble_classes, new_test
+from glocal.evaluate.new_test import NewTest, ensemble_classes, ensemble_figure, new_test
+from glocal.evaluate.vqa import VQA_ACCURACY, vqa_accuracy
 
 __all__ = [
-    "Accuracies",
-    "AccuracySummary",
+    "VQA_ACCURACY",
     "Evaluator",
-    "Metric",
+    "Figures",
+    "Floats",
     "NewTest",
-    "accuracy",
-    "ensemble_accuracy",
+    "Summary",
     "ensemble_classes",
+    "ensemble_figure",
     "leakage",
+    "local_figures",
     "local_test",
     "local_tests",
     "new_test",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from glocal.core.errors import InputError
+from glocal.core.metric_library import auc
 from glocal.core.sampling import make_rng
 
 Floats = npt.NDArray[np.float64]
@@ -151,19 +152,6 @@ def best_auc(predictions: Mapping[str, Scorer], test: AttackData) -> float | Non
 def strongest_attack(estimates: Sequence[LeakageEstimate]) -> LeakageEstimate | None:
     """The estimate with the highest AUC; None without any."""
     return max(estimates, key=lambda estimate: estimate.auc, default=None)
-
-
-def auc(scores: npt.NDArray[np.floating[Any]], labels: Labels) -> float:
-    """Area under the ROC curve: how often a 1 has a higher score than a 0, ties counting half.
-
-    >>> auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]))
-    0.875
-    """
-    from scipy.stats import rankdata
-
-    ones = int(labels.sum())
-    above = float(rankdata(scores)[labels == 1].sum()) - ones * (ones + 1) / 2
-    return above / (ones * (len(labels) - ones))
 
 
 def _attack_result(scores: Floats, labels: Labels, generator: np.random.Generator) -> AttackResult:

@@ -1,11 +1,12 @@
-"""New Test: accuracy on data of unknown origin, such as a new client's.
+"""New Test: the figure on data of unknown origin, such as a new client's.
 
 Liang et al. 2020, section 3.3.
 
-All clients that have trained form an ensemble: their logits are averaged, they vote, or their
+All clients that have trained form an ensemble: their outputs are averaged, they vote, or their
 weights are averaged.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,50 +15,94 @@ from torch import Tensor
 
 from glocal.algorithms.contract import Algorithm
 from glocal.core.data import ClientData, Examples, Rows
+from glocal.core.errors import InputError
+from glocal.core.metric import Metric
 from glocal.core.sampling import to_batches
 from glocal.core.store import State
+from glocal.core.training import Batch
 from glocal.core.trees import Params
 from glocal.engines import ClientTask
-from glocal.evaluate.local_test import BATCH_SIZE, Evaluator, score_tasks
+from glocal.evaluate.local_test import BATCH_SIZE, Evaluator, figure_of
 
-Ensemble = Sequence[tuple[Params, Params]]
+Models = Sequence[tuple[Params, Params]]
 _SLICE = 4 * BATCH_SIZE  # rows of which the whole ensemble predicts at once
 
 
 class NewTest(NamedTuple):
-    """The ensemble's accuracy by averaged logits, by majority vote, and by averaged weights."""
+    """The ensemble's figure by averaged outputs, by majority vote, and by averaged weights.
 
-    logits: float
-    votes: float
-    weights: float
+    That is the task's first metric. None where it is undefined, or where there is nothing to vote
+    on. `figures` has all metrics, of the outputs that the task names.
+    """
+
+    logits: float | None
+    votes: float | None
+    weights: float | None
+    figures: dict[str, float | None]
+
+
+class Ensemble(NamedTuple):
+    """What an ensemble gives for some rows: mean outputs (rows, ...), votes (rows, classes)."""
+
+    mean: Tensor
+    votes: Tensor | None
 
 
 @torch.no_grad()
 def new_test(evaluator: Evaluator, state: State, data: ClientData) -> NewTest | None:
-    """Accuracy on all clients' rows, as if they came from a new client; None without rows."""
-    rows = data.all_rows()
-    if not len(rows):
+    """The figures on all clients' rows, as if they came from a new client; None without rows."""
+    if not len(data.all_rows()):
         return None
-    members = _members(state)
-    models = [(state.shared, private) for private in members]
-    by_logits, by_votes = _ensemble_predictions(evaluator, models, data.examples, rows)
+    task, members = evaluator.task, _members(state)
+    ensemble = ensemble_outputs(evaluator, [(state.shared, own) for own in members], data)
     average = _average_model(evaluator.algorithm, state.shared, members)
+    of_average = ensemble_outputs(_for_whole_models(evaluator), [(average, {})], data)
+    votes = None if ensemble.votes is None else _figure(task.metric, ensemble.votes, data)
+    chosen = _chosen(evaluator, ensemble)
     return NewTest(
-        _mean_score(evaluator, by_logits, data),
-        _mean_score(evaluator, by_votes, data),
-        _score_model(evaluator, average, data),
+        _figure(task.metric, ensemble.mean, data),
+        votes,
+        _figure(task.metric, of_average.mean, data),
+        {metric.name: _figure(metric, chosen, data) for metric in task.all_metrics},
     )
 
 
 @torch.no_grad()
-def ensemble_classes(evaluator: Evaluator, models: Ensemble, data: ClientData) -> Tensor:
-    """The class of every row (rows,) by the averaged logits of models (shared and private tree)."""
-    return _ensemble_predictions(evaluator, models, data.examples, data.all_rows())[0]
+def ensemble_figure(evaluator: Evaluator, models: Models, data: ClientData) -> float | None:
+    """The first metric of the outputs of models (shared and private tree) together."""
+    outputs = _chosen(evaluator, ensemble_outputs(evaluator, models, data))
+    return _figure(evaluator.task.metric, outputs, data)
 
 
-def ensemble_accuracy(evaluator: Evaluator, models: Ensemble, data: ClientData) -> float:
-    """The mean score of the ensemble's predictions."""
-    return _mean_score(evaluator, ensemble_classes(evaluator, models, data), data)
+@torch.no_grad()
+def ensemble_classes(evaluator: Evaluator, models: Models, data: ClientData) -> Tensor:
+    """The class of every row (rows,) by the averaged outputs of models."""
+    return ensemble_outputs(evaluator, models, data).mean.argmax(-1)
+
+
+@torch.no_grad()
+def ensemble_outputs(evaluator: Evaluator, models: Models, data: ClientData) -> Ensemble:
+    """The mean outputs and the votes for all clients' rows, in slices of limited memory."""
+    rows, means, votes = data.all_rows(), list[Tensor](), list[Tensor]()
+    for start in range(0, len(rows), _SLICE):
+        part = rows[start : start + _SLICE]
+        mean, counts = _mean_and_votes(evaluator, _tasks(models, part), data.examples)
+        means.append(mean[: len(part)])
+        if counts is not None:
+            votes.append(counts[: len(part)])
+    return Ensemble(torch.cat(means), torch.cat(votes) if votes else None)
+
+
+def _chosen(evaluator: Evaluator, ensemble: Ensemble) -> Tensor:
+    """The ensemble's outputs as the task wants them."""
+    if evaluator.task.ensemble != "votes":
+        return ensemble.mean
+    if ensemble.votes is None:
+        raise InputError(
+            f"task: ensemble is 'votes', and there are no classes to vote on: the outputs are "
+            f"{tuple(ensemble.mean.shape)}; use 'mean'"
+        )
+    return ensemble.votes
 
 
 def _members(state: State) -> list[Params]:
@@ -70,62 +115,58 @@ def _members(state: State) -> list[Params]:
     return [state.private.of(client) for client in clients]
 
 
-def _mean_score(evaluator: Evaluator, predictions: Tensor, data: ClientData) -> float:
-    """The mean score of predictions for all clients' rows (rows,)."""
-    _, y, group = data.examples
-    rows = torch.from_numpy(data.all_rows()).to(predictions.device)
-    scores = evaluator.metric(predictions, y[rows], None if group is None else group[rows])
-    return float(scores.double().mean())
-
-
-def _score_model(evaluator: Evaluator, params: Params, data: ClientData) -> float:
-    """The mean score of one model on all clients' rows."""
-    task = ClientTask(params, {}, to_batches(data.all_rows(), BATCH_SIZE))
-    scores = score_tasks(_for_whole_models(evaluator), [task], data.examples)[0]
-    return float(scores.mean())
+def _figure(metric: Metric, outputs: Tensor, data: ClientData) -> float | None:
+    """The figure of outputs for all clients' rows (rows, ...); None where it is undefined."""
+    rows = data.all_rows()
+    if metric.per_example is None:
+        figure = figure_of(metric, outputs, data.examples, rows)
+    else:
+        x, y, group = data.examples.take(rows)
+        mask = torch.ones(len(rows), dtype=torch.bool, device=outputs.device)
+        sums, weights = metric.sums(outputs, Batch(x, y, group, mask, mask))
+        figure = metric.figure(float(sums.double().sum()), float(weights.double().sum()))
+    return None if math.isnan(figure) else figure
 
 
 def _for_whole_models(evaluator: Evaluator) -> Evaluator:
     """An evaluator whose shared tree is the whole model."""
     algorithm = evaluator.algorithm._replace(personal=lambda shared, _: shared)
-    return Evaluator(algorithm, evaluator.predict, engine="looped", metric=evaluator.metric)
+    return Evaluator(algorithm, evaluator.task, engine="looped")
 
 
-def _ensemble_predictions(
-    evaluator: Evaluator, models: Ensemble, examples: Examples, rows: Rows
-) -> tuple[Tensor, Tensor]:
-    """Classes by averaged logits, and by majority vote (the lower class on a tie), each (rows,)."""
-    by_logits: list[Tensor] = []
-    by_votes: list[Tensor] = []
-    for start in range(0, len(rows), _SLICE):
-        part = rows[start : start + _SLICE]
-        logits, votes = _sum_logits_and_votes(evaluator, _tasks(models, part), examples)
-        by_logits.append(logits.argmax(-1)[: len(part)])
-        by_votes.append(votes.argmax(-1)[: len(part)])
-    return torch.cat(by_logits), torch.cat(by_votes)
-
-
-def _tasks(models: Ensemble, rows: Rows) -> list[ClientTask]:
+def _tasks(models: Models, rows: Rows) -> list[ClientTask]:
     """The same rows for every model."""
     order = to_batches(rows, BATCH_SIZE)
     return [ClientTask(shared, private, order) for shared, private in models]
 
 
-def _sum_logits_and_votes(
+def _mean_and_votes(
     evaluator: Evaluator, tasks: Sequence[ClientTask], examples: Examples
-) -> tuple[Tensor, Tensor]:
-    """The sum of logits and the number of votes over models, each (rows, classes)."""
-    logits: list[Tensor] = []
+) -> tuple[Tensor, Tensor | None]:
+    """The mean of outputs over models, and the number of votes for each class (rows, classes)."""
+    sums: list[Tensor] = []
     votes: list[Tensor] = []
+    by_class = _are_classes(examples)
     for start in range(0, len(tasks), BATCH_SIZE):
         outputs = _outputs(evaluator, tasks[start : start + BATCH_SIZE], examples)
-        logits.append(outputs.double().sum(0))
-        votes.append(_count_votes(outputs))
-    return torch.stack(logits).sum(0), torch.stack(votes).sum(0)
+        values = outputs.double()
+        if evaluator.task.ensemble == "probabilities":
+            values = values.softmax(2) if values.dim() > 2 else values.sigmoid()
+        sums.append(values.sum(0))
+        if by_class and outputs.dim() == 3:
+            votes.append(_count_votes(outputs))
+    mean = torch.stack(sums).sum(0) / len(tasks)
+    return mean, torch.stack(votes).sum(0) if votes else None
+
+
+def _are_classes(examples: Examples) -> bool:
+    """Whether every example has one whole number as its target."""
+    y = examples.y
+    return isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point()
 
 
 def _outputs(evaluator: Evaluator, tasks: Sequence[ClientTask], examples: Examples) -> Tensor:
-    """The outputs of some models (models, rows, classes), those of padding included."""
+    """The outputs of some models (models, rows, ...), those of padding included."""
     return evaluator.outputs(tasks, examples).stacked().flatten(1, 2)
 
 

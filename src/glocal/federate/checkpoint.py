@@ -88,10 +88,10 @@ class Checkpoint:
         """Replace the checkpoint; return its number of rounds."""
         tensors: Params = {}
         for place, state in enumerate(progress.states):
-            tensors |= _flatten(f"{place}/last", state)
+            tensors |= flatten_state(f"{place}/last", state)
         for place, best in enumerate(progress.best):
-            tensors |= _flatten(f"{place}/best", best[2]) if best else {}
-        write_tensors(self.path, _unshare(tensors), self._header(progress))
+            tensors |= flatten_state(f"{place}/best", best[2]) if best else {}
+        write_tensors(self.path, unshare(tensors), self._header(progress))
         return progress.done
 
     def drop_tensors(self, progress: Progress | None = None) -> None:
@@ -155,8 +155,8 @@ class Checkpoint:
         states, bests = list[State](), list[tuple[float, int, State] | None]()
         for place, best in enumerate(header["best"]):
             names = self._names(place)
-            states.append(_unflatten(tensors, f"{place}/last", names))
-            bests.append((*best, _unflatten(tensors, f"{place}/best", names)) if best else None)
+            states.append(unflatten_state(tensors, f"{place}/last", names))
+            bests.append((*best, unflatten_state(tensors, f"{place}/best", names)) if best else None)
         ledgers = [Ledger.from_dict(ledger) for ledger in header["ledgers"]]
         plans = tuple(map(_read_plan, _as_list(header.get("engine"))))
         return Progress(header["done"], states, ledgers, bests, plans)
@@ -209,7 +209,7 @@ def _as_list(one_or_more: Any) -> list[Any]:
     return one_or_more if isinstance(one_or_more, list) else [one_or_more]
 
 
-def _unshare(tensors: Params) -> Params:
+def unshare(tensors: Params) -> Params:
     """Each tensor with memory of its own, as safetensors requires.
 
     A frozen tensor may be the same object on all clients.
@@ -223,7 +223,7 @@ def _unshare(tensors: Params) -> Params:
     return unshared
 
 
-def _flatten(prefix: str, state: State) -> Params:
+def flatten_state(prefix: str, state: State) -> Params:
     """A state as one flat tree: prefix/shared/NAME, prefix/initial/NAME, prefix/CLIENT/NAME."""
     parts = {"shared": state.shared, "initial": state.private.initial}
     parts |= {str(client): tree for client, tree in state.private.trained.items()}
@@ -236,7 +236,7 @@ def _flatten(prefix: str, state: State) -> Params:
     return flat
 
 
-def _unflatten(tensors: Params, prefix: str, names: Json) -> State:
+def unflatten_state(tensors: Params, prefix: str, names: Json) -> State:
     """The state of a flat tree; names are in the model's order, which a file does not keep."""
 
     def tree(part: str, side: str) -> Params:

@@ -16,27 +16,21 @@ from glocal.algorithms.contract import Algorithm, freeze_shared
 from glocal.core import trees
 from glocal.core.bounds import MAX_CLIENTS, MAX_ROUNDS, MAX_WORKERS, count_field, require_counts
 from glocal.core.data import ClientData, Examples, client_label
-from glocal.core.errors import DivergedError, InputError, describe_error
+from glocal.core.errors import DivergedError, InputError, describe_error, describe_value
 from glocal.core.files import Json, lock_folder, write_json
+from glocal.core.metric import Metric
 from glocal.core.model_tensors import base_fingerprint, client_tensors
-from glocal.core.modules import params_of, predictor
 from glocal.core.sampling import Plan, sample_clients
 from glocal.core.store import State
+from glocal.core.task import Task
 from glocal.core.trees import Params
-from glocal.datasets.federated import FederatedData, validate_data
+from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, EngineConfig, ExecutionPlan, Executor, ResolvedEngine
 from glocal.engines.looped import LoopedEngine
-from glocal.evaluate import (
-    Evaluator,
-    Metric,
-    accuracy,
-    local_test,
-    local_tests,
-    new_test,
-    summarize,
-)
+from glocal.evaluate import Evaluator, local_figures, new_test
 from glocal.federate.checkpoint import Checkpoint, Progress
-from glocal.federate.result import Result, save_models
+from glocal.federate.outputs import validate_task_data
+from glocal.federate.result import SeedResult, save_models
 from glocal.federate.rounds import RoundReport, Seat, initial_state, simulate_seeds
 from glocal.wire import Ledger, pack
 
@@ -47,8 +41,8 @@ _FIRST_PRETRAINING_ROUND = 10**6  # its address of randomness: no run has so man
 class Options:
     """How to run a training, and what to test and save.
 
-    `select` decides which round is tested: the "last", or the "best" on validation data. Each
-    validation costs bytes. With `tests` = "local" there is no New Test, for which all clients
+    `select` decides which round is tested: the "last", the "best" on validation data by the task's
+    first metric, or by another one, such as "max auroc" or "min loss". Each validation costs bytes. With `tests` = "local" there is no New Test, for which all clients
     would have to send their models.
 
     With a folder, `save` = "everything" keeps all. "metrics" saves no models, and drops the
@@ -70,11 +64,7 @@ class Options:
     tests: str = "both"
 
     def __post_init__(self) -> None:
-        if self.select not in ("last", "best"):
-            raise InputError(
-                f"options: select is '{self.select}'; "
-                "it must be 'last' or 'best' (the best round on validation data)"
-            )
+        _require_selection(self.select)
         if self.save not in ("everything", "metrics"):
             raise InputError(
                 f"options: save is '{self.save}'; it must be 'everything' or 'metrics'"
@@ -105,6 +95,16 @@ class Options:
             ) from error
 
 
+def _require_selection(select: object) -> None:
+    words = select.split(" ") if isinstance(select, str) else []
+    if select in ("last", "best") or (len(words) == 2 and words[0] in ("max", "min") and words[1]):
+        return
+    raise InputError(
+        f"options: select is {describe_value(select)}; 'last', 'best' or a metric with its "
+        "direction, such as 'max accuracy' or 'min loss', was expected"
+    )
+
+
 class Pretraining(NamedTuple):
     """Epochs before the first round, in which each client trains its private part alone.
 
@@ -126,7 +126,7 @@ class Case:
     """
 
     algorithm: Algorithm
-    model: nn.Module
+    task: Task
     plan: Plan
     seeds: tuple[int, ...]
     params: tuple[Params, ...]
@@ -136,7 +136,11 @@ class Case:
     first: int = 0
     total: int | None = None
     pretraining: Pretraining | None = None
-    metric: Metric = accuracy
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model."""
+        return self.task.model
 
     def plans(self) -> list[Plan]:
         """The plan of each seed."""
@@ -152,56 +156,11 @@ class Moment(NamedTuple):
 
 
 Round = list[tuple[State, RoundReport]]
-Afterwards = Callable[[Sequence[Result]], list[Json]]
+Afterwards = Callable[[Sequence[SeedResult]], list[Json]]
 Advance = Callable[[Progress, Round], tuple[Progress, list[Json]]]
 
 
-def fit(
-    algorithm: Algorithm,
-    model: nn.Module,
-    data: FederatedData,
-    plan: Plan,
-    *,
-    options: Options | None = None,
-    folder: Path | str | None = None,
-    start_from: Result | None = None,
-    pretraining: Pretraining | None = None,
-    metric: Metric = accuracy,
-) -> Result:
-    """Train and test one federation.
-
-    With a folder, everything is saved there, and the same call resumes a run that was stopped.
-
-    `start_from`, the result of another fit, is a warm start: its model becomes the initial one,
-    its traffic is counted, and its numbering of rounds continues. `pretraining` comes before the
-    first round. `metric` scores predictions.
-    """
-    params, spent = params_of(model), Ledger()
-    if start_from is not None:
-        state = start_from.state
-        names = start_from.algorithm.personal(state.shared, state.private.initial).keys()
-        if names != params.keys():
-            raise InputError(
-                "fit: start_from is of another model; "
-                f"only one of the two has {sorted(names ^ params.keys())}"
-            )
-        params, spent = warm_start_params(start_from.algorithm, state), start_from.ledger
-        plan = replace(plan, first_round=start_from.plan.total_rounds)
-    experiment = Case(
-        algorithm,
-        model,
-        plan,
-        (plan.seed,),
-        (params,),
-        (data,),
-        (spent,),
-        pretraining=pretraining,
-        metric=metric,
-    )
-    return fit_case(experiment, options or Options(), Path(folder) if folder else None)[0]
-
-
-def fit_case(experiment: Case, options: Options, folder: Path | None = None) -> list[Result]:
+def fit_case(experiment: Case, options: Options, folder: Path | None = None) -> list[SeedResult]:
     """Train and test every seed of an experiment."""
     for fed in experiment.federations:
         require_trainable(experiment, fed, options)
@@ -226,9 +185,8 @@ def build_evaluation(
     """
     return Evaluator(
         experiment.algorithm,
-        predictor(experiment.model),
+        experiment.task,
         engine=options.engine_config(),
-        metric=experiment.metric,
         resolved=lambda part: resolve_engine(options, checkpoint, f"{part} {kind}".strip()),
     )
 
@@ -295,7 +253,7 @@ def require_trainable(experiment: Case, fed: FederatedData, options: Options) ->
     These are data that do not fit the model, too few clients, no validation data to select a round
     on, pre-training of nothing, and a model that cannot be trained.
     """
-    validate_data(fed, num_classes(experiment.model, fed))
+    validate_task_data(experiment.task, fed)
     total = experiment.total or fed.num_clients
     sample_clients(experiment.plan, total, experiment.plan.first_round)
     if experiment.algorithm.num_clients not in (None, total):
@@ -303,9 +261,9 @@ def require_trainable(experiment: Case, fed: FederatedData, options: Options) ->
             f"{experiment.algorithm.name}: made for {experiment.algorithm.num_clients} clients, "
             f"but the data have {total}"
         )
-    if options.select == "best" and not fed.val.sizes.any():
+    if options.select != "last" and not fed.val.sizes.any():
         raise InputError(
-            "options: select = 'best' needs validation data, and no client has any; "
+            f"options: select = '{options.select}' needs validation data, and no client has any; "
             "raise data.validation, or use 'last'"
         )
     if experiment.pretraining and experiment.pretraining.algorithm.adapt is None:
@@ -316,35 +274,6 @@ def require_trainable(experiment: Case, fed: FederatedData, options: Options) ->
     _try_one_step(experiment, fed)
 
 
-def num_classes(model: nn.Module, fed: FederatedData) -> int:
-    """The number of classes of the model."""
-    return num_outputs(model, fed.train.examples.x)
-
-
-def num_outputs(model: nn.Module, inputs: torch.Tensor) -> int:
-    """The number of the model's outputs for one of these inputs (rows, ...)."""
-    example, mask = inputs[:1].cpu(), torch.ones(1, dtype=torch.bool)
-    params = trees.to(params_of(model), torch.device("cpu"))
-    try:
-        with torch.no_grad():
-            output = predictor(model)(params, example, mask)
-    except InputError:
-        raise
-    except Exception as error:  # a user's own module may raise anything
-        shape = tuple(example.shape[1:])
-        raise InputError(
-            f"model: it cannot take inputs of shape {shape} {example.dtype}, "
-            f"as the data have them ({describe_error(error)})"
-        ) from error
-    if not isinstance(output, torch.Tensor) or output.dim() != 2:
-        is_tensor = isinstance(output, torch.Tensor)
-        given = tuple(output.shape) if is_tensor else type(output).__name__
-        raise InputError(
-            f"model: its output for one example is {given}; a tensor (1, classes) was expected"
-        )
-    return output.shape[1]
-
-
 def _try_one_step(experiment: Case, fed: FederatedData) -> None:
     """Train on two rows and then on three, and discard the result.
 
@@ -353,7 +282,7 @@ def _try_one_step(experiment: Case, fed: FederatedData) -> None:
     """
     cpu, largest = torch.device("cpu"), int(fed.train.sizes.argmax())
     examples = fed.train.examples.take(fed.train.rows[largest][:3]).to(cpu)
-    own = np.arange(len(examples.y))
+    own = np.arange(examples.num_rows)
     shared, private = experiment.algorithm.init(trees.to(experiment.params[0], cpu))
     try:
         for rows in (2, 3):  # a client with fewer examples repeats some
@@ -622,13 +551,15 @@ def _validate(
     """Validation scores of all seeds; the shared tree is sent to the clients for them."""
     scores, ledgers, bests = [], [], []
     val = [fed.val for fed in experiment.federations]
-    accuracies = local_tests(evaluation, progress.states, val)
+    figures = local_figures(evaluation, progress.states, val)
+    criterion = selection_metric(experiment.task, options.select)
     for place, state in enumerate(progress.states):
-        sizes, best = val[place].sizes, progress.best[place]
-        score = summarize(accuracies[place], sizes).mean
-        if options.select == "best" and score is not None and (best is None or score > best[0]):
+        best = progress.best[place]
+        score = figures[place][criterion.name].summary().mean
+        if options.select != "last" and _is_better(score, best, criterion):
+            assert score is not None
             best = (score, progress.done, state)
-        num_validated = int(np.count_nonzero(sizes))
+        num_validated = int(np.count_nonzero(val[place].sizes))
         scores.append(score)
         ledgers.append(progress.ledgers[place].add_evaluation(state.shared, num_validated))
         bests.append(best)
@@ -642,7 +573,7 @@ def finish(
     folder: Path | None = None,
     *,
     also: Afterwards | None = None,
-) -> list[Result]:
+) -> list[SeedResult]:
     """The final tests of all seeds of an experiment whose data are on torch's device.
 
     With a folder, the results are saved there, with the entries that `also` adds to each.
@@ -673,7 +604,7 @@ def restrict_to_model(model: nn.Module, tree: Params) -> Params:
 
 
 def _afterwards(
-    also: Afterwards | None, results: Sequence[Result], save: Callable[[], int]
+    also: Afterwards | None, results: Sequence[SeedResult], save: Callable[[], int]
 ) -> list[Json]:
     """Entries to add to the results; if Ctrl-C stops them, the rounds are saved first."""
     try:
@@ -685,15 +616,14 @@ def _afterwards(
 
 def build_result(
     experiment: Case, options: Options, evaluation: Evaluator, progress: Progress, *, place: int = 0
-) -> Result:
+) -> SeedResult:
     """The result of one seed: the selected round on test data."""
     fed, plan = experiment.federations[place], experiment.plans()[place]
     last, best = progress.states[place], progress.best[place]
     done, state = _selected(options, evaluation, fed, (progress.done, last, best))
-    accuracies = local_test(evaluation, state, fed.test)
     ledger = progress.ledgers[place]
     ledger = ledger.add_evaluation(state.shared, int(np.count_nonzero(fed.test.sizes)))
-    if options.select == "best" and progress.done % options.validate_every:
+    if options.select != "last" and progress.done % options.validate_every:
         # `_selected` validated the last round too, which `complete_round` did not.
         ledger = ledger.add_evaluation(last.shared, int(np.count_nonzero(fed.val.sizes)))
     if options.tests == "both":
@@ -705,16 +635,15 @@ def build_result(
             num_clients=fed.num_clients if state.shared else 0,
         )
     times_sampled = participation(plan, experiment.total or fed.num_clients, done)
-    return Result(
+    return SeedResult(
         algorithm=experiment.algorithm,
-        architecture=experiment.model,
+        task=experiment.task,
         plan=replace(plan, rounds=max(progress.done, 1)),
         state=state,
         selected_round=plan.first_round + done,
-        accuracies=accuracies,
-        local_spread=summarize(accuracies, fed.test.sizes),
-        new_spread=new_test(evaluation, state, fed.test) if options.tests == "both" else None,
-        validation=summarize(local_test(evaluation, state, fed.val), fed.val.sizes),
+        test=local_figures(evaluation, [state], [fed.test])[0],
+        validation=local_figures(evaluation, [state], [fed.val])[0],
+        new=new_test(evaluation, state, fed.test) if options.tests == "both" else None,
         ledger=ledger,
         sizes={
             "train": fed.train.sizes.tolist(),
@@ -722,7 +651,6 @@ def build_result(
             "test": fed.test.sizes.tolist(),
         },
         times_sampled=times_sampled[experiment.first : experiment.first + fed.num_clients],
-        metric=experiment.metric,
         names=fed.names,
     )
 
@@ -737,8 +665,39 @@ def _selected(
     done, state, best = last
     if options.select == "last" or best is None:
         return done, state
-    score = summarize(local_test(evaluation, state, fed.val), fed.val.sizes).mean
-    return (done, state) if score is None or score > best[0] else best[1:]
+    criterion = selection_metric(evaluation.task, options.select)
+    figures = local_figures(evaluation, [state], [fed.val])[0][criterion.name]
+    score = figures.summary().mean
+    return (done, state) if score is None or _is_better(score, best, criterion) else best[1:]
+
+
+def selection_metric(task: Task, select: str) -> Metric:
+    """The metric that rounds are selected by; the first one where none is named."""
+    _, _, name = select.partition(" ")
+    return task.find_metric(name) if name else task.metric
+
+
+def with_selection_metric(task: Task, select: str) -> Task:
+    """The task with the metric that rounds are selected by; its direction has to be right."""
+    criterion = selection_metric(task, select)
+    direction = "max" if criterion.higher_is_better else "min"
+    if " " in select and not select.startswith(direction):
+        raise InputError(
+            f"options: select is '{select}', but {criterion.name} is better when "
+            f"{'higher' if criterion.higher_is_better else 'lower'}; "
+            f"use '{direction} {criterion.name}'"
+        )
+    if criterion.name in [metric.name for metric in task.all_metrics]:
+        return task
+    return replace(task, metrics=[*task.all_metrics, criterion])
+
+
+def _is_better(
+    score: float | None, best: tuple[float, int, State] | None, criterion: Metric
+) -> bool:
+    if score is None or best is None:
+        return score is not None
+    return score > best[0] if criterion.higher_is_better else score < best[0]
 
 
 def participation(plan: Plan, clients: int, done: int) -> list[int]:

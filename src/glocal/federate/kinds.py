@@ -18,12 +18,12 @@ from glocal.core.modules import params_of
 from glocal.core.optimizers import Optimizer
 from glocal.core.sampling import IntArray, Plan, client_key, sample_clients
 from glocal.core.store import State
-from glocal.core.training import cross_entropy
+from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, EngineConfig, Executor, ResolvedEngine
 from glocal.engines.protocol import to_device, unstack_rows
-from glocal.evaluate import Evaluator, Metric, accuracy
+from glocal.evaluate import Evaluator
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import (
     Case,
@@ -43,7 +43,7 @@ from glocal.federate.fitting import (
     resume_from_checkpoint,
     start_or_resume,
 )
-from glocal.federate.result import Result, save_models
+from glocal.federate.result import SeedResult, save_models
 from glocal.federate.rounds import Part, RoundReport, rows_for_round
 from glocal.wire import Ledger, admit
 
@@ -54,17 +54,20 @@ Cases = Mapping[str, Case]
 class Kind:
     """Clients with one architecture and one form of input.
 
-    They start from `params`, or from the model's own weights. `spent` is the traffic behind these
-    weights, and `metric` scores predictions.
+    They start from `params`, or from the model's own weights; `spent` is the traffic behind these.
     """
 
     name: str
     algorithm: Algorithm
-    model: nn.Module
+    task: Task
     federation: FederatedData
     params: Params | None = None
     spent: Ledger = Ledger()
-    metric: Metric = accuracy
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model."""
+        return self.task.model
 
     def start(self) -> Params:
         """The weights that its clients start from."""
@@ -84,7 +87,7 @@ def fit_kinds(
     *,
     options: Options | None = None,
     folder: Path | str | None = None,
-) -> dict[str, Result]:
+) -> dict[str, SeedResult]:
     """Train all kinds together and test each.
 
     With a folder, everything is saved there, and the same call resumes a run that was stopped.
@@ -112,14 +115,14 @@ def warm_kinds(
     """
     warm: list[Kind] = []
     for kind in _agreeing(kinds):
-        params, objective, agreed = kind.start(), cross_entropy(kind.model), {}
+        params, objective, agreed = kind.start(), kind.task.objective(), {}
         if warm:
             agreed = trees.pick(warm[0].start(), kind.algorithm.init(params)[0])
             objective = objective._replace(trainable=objective.trainable - agreed.keys())
         start = {**params, **agreed}
         case = Case(
             fedavg(objective, optimizer),
-            kind.model,
+            kind.task,
             plan,
             (plan.seed,),
             (start,),
@@ -127,7 +130,7 @@ def warm_kinds(
             (kind.spent,),
         )
         with _named(kind.name):
-            result = fit_case(replace(case, metric=kind.metric), options or Options())[0]
+            result = fit_case(case, options or Options())[0]
         # shared tensors are equal on all clients, and their average is only up to rounding
         warm.append(replace(kind, params={**result.state.shared, **agreed}, spent=result.ledger))
     return warm
@@ -157,7 +160,7 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
     return {
         kind.name: Case(
             algorithm=kind.algorithm,
-            model=kind.model,
+            task=kind.task,
             plan=plan,
             seeds=(plan.seed,),
             params=(tree,),
@@ -165,7 +168,6 @@ def company(kinds: Sequence[Kind], plan: Plan) -> Cases:
             spent=(kind.spent,),
             first=end - kind.federation.num_clients,
             total=ends[-1],
-            metric=kind.metric,
         )
         for kind, tree, end in zip(kinds, params, ends, strict=True)
     }
@@ -424,7 +426,7 @@ def _trained(
     """The results of one kind's sampled clients, through the gate; empty if there are none."""
     (state, sampled), train = sampled_clients, case.federations[0].train
     if not len(sampled):
-        here = train.examples.y.device
+        here = train.examples.device
         return Part(
             {name: tensor[None][:0] for name, tensor in state.shared.items()},
             [],
@@ -450,7 +452,7 @@ def _task(case: Case, state: State, client: int, round_index: int) -> ClientTask
 
 def _finished(
     cases: Cases, options: Options, progress: Progress, folder: Path | None
-) -> dict[str, Result]:
+) -> dict[str, SeedResult]:
     """The final tests of every kind; with a folder, results and models are saved there."""
     results, checkpoint = {}, _checkpoint(cases, options, folder)
     for place, (name, case) in enumerate(cases.items()):

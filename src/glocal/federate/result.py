@@ -1,4 +1,4 @@
-"""A trained federation: each client's model, and its metrics."""
+"""What one seed of a run gives: each client's model, and its metrics."""
 
 import copy
 from dataclasses import dataclass
@@ -16,44 +16,54 @@ from glocal.core.model_tensors import base_fingerprint, client_tensors
 from glocal.core.modules import client_state_dict, state_dict
 from glocal.core.sampling import Plan
 from glocal.core.store import State
+from glocal.core.task import Task
 from glocal.core.trees import Params
-from glocal.evaluate import Accuracies, AccuracySummary, Metric, NewTest, accuracy
+from glocal.evaluate import Figures, Floats, NewTest, Summary
 from glocal.wire import Ledger
 
 _BASE = "base"  # in the header of a model's file: the fingerprint of the frozen tensors
 
 
 @dataclass(frozen=True)
-class Result:
+class SeedResult:
     """The result of one seed.
 
-    `local_spread` and `new_spread` have the figures behind `local_test` and `new_test`.
+    `test` and `validation` have each metric of all clients' own models on their own data, `new` the
+    figures of New Test.
     """
 
     algorithm: Algorithm
-    architecture: nn.Module
+    task: Task
     plan: Plan
     state: State
     selected_round: int
-    accuracies: Accuracies
-    local_spread: AccuracySummary
-    new_spread: NewTest | None
-    validation: AccuracySummary
+    test: dict[str, Figures]
+    validation: dict[str, Figures]
+    new: NewTest | None
     ledger: Ledger
     sizes: dict[str, list[int]]
     times_sampled: list[int]
-    metric: Metric = accuracy
     names: tuple[str, ...] = ()
 
     @property
+    def by_client(self) -> Floats:
+        """The task's first metric of each client's own model on its own test data (clients,)."""
+        return self.test[self.task.metric.name].by_client
+
+    @property
+    def local_spread(self) -> Summary:
+        """The first metric of Local Test over clients."""
+        return self.test[self.task.metric.name].summary()
+
+    @property
     def local_test(self) -> float | None:
-        """Local Test: mean over clients of their own models' accuracy on their own test data."""
+        """Local Test: the first metric, mean over clients of their own models on their own data."""
         return self.local_spread.mean
 
     @property
     def new_test(self) -> float | None:
-        """New Test: accuracy of all trained models' averaged logits on everybody's test data."""
-        return self.new_spread.logits if self.new_spread else None
+        """New Test: the first metric of all trained models together on everybody's test data."""
+        return self.new.figures[self.task.metric.name] if self.new else None
 
     def params(self, client: int | str) -> Params:
         """One client's local and shared tensors, by number or name."""
@@ -62,11 +72,11 @@ class Result:
 
     def state_dict(self, client: int | str) -> Params:
         """One client's model, by number or name, as a plain state dict."""
-        return state_dict(self.architecture, self.params(client))
+        return state_dict(self.task.model, self.params(client))
 
     def model(self, client: int | str) -> nn.Module:
         """One client's own model, by number or name: a plain module in evaluation mode."""
-        model = copy.deepcopy(self.architecture)
+        model = copy.deepcopy(self.task.model)
         model.load_state_dict(self.state_dict(client))
         return model.eval()
 
@@ -77,23 +87,43 @@ class Result:
             "algorithm": self.algorithm.name,
             "rounds": self.plan.total_rounds,
             "selected_round": self.selected_round,
+            "metric": self.task.metric.name,
             "local_test": self.local_spread._asdict(),
-            "new_test": self.new_spread._asdict() if self.new_spread else None,
-            "validation": self.validation._asdict(),
+            "new_test": self._new_figures(),
+            "validation": self.validation[self.task.metric.name].summary()._asdict(),
+            "metrics": self._metrics(),
             "never_sampled": self.times_sampled.count(0),
             "ledger": self.ledger.as_dict(),
             "clients": self._client_rows(),
         }
 
+    def _new_figures(self) -> Json | None:
+        """The first metric of the three ensembles."""
+        if self.new is None:
+            return None
+        return {"logits": self.new.logits, "votes": self.new.votes, "weights": self.new.weights}
+
+    def _metrics(self) -> Json:
+        """Every metric by name, in all three tests."""
+        table: Json = {}
+        for name, figures in self.test.items():
+            table[name] = {
+                "higher_is_better": figures.metric.higher_is_better,
+                "is_fraction": figures.metric.is_fraction,
+                "local_test": figures.summary()._asdict(),
+                "new_test": self.new.figures[name] if self.new else None,
+                "validation": self.validation[name].summary()._asdict(),
+            }
+        return table
+
     def _client_rows(self) -> list[Json]:
-        accuracies = [
-            None if np.isnan(accuracy) else accuracy for accuracy in self.accuracies.tolist()
-        ]
         columns: Json = {
             **self.sizes,
             "times_sampled": self.times_sampled,
-            "local_test": accuracies,
+            "local_test": _defined(self.by_client),
         }
+        for name, figures in list(self.test.items())[1:]:
+            columns[name] = _defined(figures.by_client)
         if self.names:
             columns = {"name": list(self.names), **columns}
         columns = {"client": list(range(len(self.times_sampled))), **columns}
@@ -101,7 +131,12 @@ class Result:
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def save_models(result: Result, folder: Path) -> None:
+def _defined(figures: Floats) -> list[float | None]:
+    """Figures (clients,); None where one is undefined."""
+    return [None if np.isnan(figure) else figure for figure in figures.tolist()]
+
+
+def save_models(result: SeedResult, folder: Path) -> None:
     """Write each client's model as a state dict; one file if all clients have the same model.
 
     Frozen tensors are left out: the file names their fingerprint, and `load_model` asks for it.
@@ -111,7 +146,7 @@ def save_models(result: Result, folder: Path) -> None:
         "seed": result.plan.seed,
         "round": result.selected_round,
     }
-    if base := base_fingerprint(result.architecture):
+    if base := base_fingerprint(result.task.model):
         metadata[_BASE] = base
     if not result.state.private.initial:
         tensors = _own_state_dict(result, 0)
@@ -123,9 +158,9 @@ def save_models(result: Result, folder: Path) -> None:
         write_tensors(path, _own_state_dict(result, client), metadata)
 
 
-def _own_state_dict(result: Result, client: int) -> Params:
+def _own_state_dict(result: SeedResult, client: int) -> Params:
     """A client's model without the frozen tensors."""
-    return client_state_dict(result.architecture, result.params(client))
+    return client_state_dict(result.task.model, result.params(client))
 
 
 def load_model(path: str | Path, model: nn.Module) -> nn.Module:

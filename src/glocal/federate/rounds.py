@@ -82,7 +82,7 @@ def simulate_seeds(
     """Train several federations side by side, all clients in one batch, after `done` rounds."""
     _require_shared_examples(seats)
     rounds = _rounds(algorithm, seats, executor, done)
-    if not seats[0].train.examples.y.is_cuda:
+    if not seats[0].train.examples.device.type == "cuda":
         yield from rounds
         return
     # A round is yielded only after the next one was started: the GPU computes the next round while

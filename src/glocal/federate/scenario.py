@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from torch import nn
 
 from glocal.algorithms.contract import Algorithm, Update
 from glocal.core import trees
@@ -18,11 +17,12 @@ from glocal.core.files import Json, lock_folder, read_rows, write_json
 from glocal.core.modules import params_of
 from glocal.core.sampling import Availability, IntArray, Plan, sample_available
 from glocal.core.store import State
+from glocal.core.task import Task
 from glocal.datasets.federated import FederatedData
 from glocal.engines import Executor
-from glocal.evaluate import Evaluator, Metric, accuracy, local_tests
+from glocal.evaluate import Evaluator, local_tests
 from glocal.evaluate.forgetting import AccuracyHistory
-from glocal.evaluate.local_test import Accuracies
+from glocal.evaluate.local_test import Floats
 from glocal.federate.checkpoint import Checkpoint, Progress
 from glocal.federate.fitting import (
     Case,
@@ -41,7 +41,7 @@ from glocal.federate.fitting import (
     resume_from_checkpoint,
     start_or_resume,
 )
-from glocal.federate.result import Result, save_models
+from glocal.federate.result import SeedResult, save_models
 from glocal.federate.rounds import Seat, simulate_seeds
 from glocal.wire import Ledger
 
@@ -259,7 +259,7 @@ class Story:
             executor.close()
             evaluation.close()
 
-    def finish(self, progress: Progress, folder: Path | None) -> list[Result]:
+    def finish(self, progress: Progress, folder: Path | None) -> list[SeedResult]:
         """The final tests of the clients that are present at the end.
 
         With a folder, results and models are saved there.
@@ -283,24 +283,22 @@ class Story:
 class Told(NamedTuple):
     """The result of a scenario, and the accuracy of each group over its rounds."""
 
-    result: Result
+    result: SeedResult
     courses: dict[str, AccuracyHistory]
 
 
 def fit_scenario(
     algorithm: Algorithm,
-    model: nn.Module,
+    task: Task,
     scenario: Scenario,
     plan: Plan,
     *,
     options: Options | None = None,
     folder: Path | str | None = None,
-    metric: Metric = accuracy,
 ) -> Told:
     """Train and test one federation through all chapters.
 
     With a folder, everything is saved there, and the same call resumes a run that was stopped.
-    `metric` scores predictions.
     """
     federations, home = scenario.chapters[0].federations, Path(folder) if folder else None
     if len(federations) != 1:
@@ -310,13 +308,12 @@ def fit_scenario(
         )
     case = Case(
         algorithm,
-        model,
+        task,
         plan,
         (plan.seed,),
-        (params_of(model),),
+        (params_of(task.model),),
         federations,
         (Ledger(),),
-        metric=metric,
     )
     story = Story(case, scenario, options or Options())
     story.require()
@@ -444,7 +441,7 @@ def _looked(story: Story, evaluation: Evaluator, states: Sequence[State], index:
     return by_seed
 
 
-def _mean(accuracies: Accuracies, members: Sequence[int]) -> float | None:
+def _mean(accuracies: Floats, members: Sequence[int]) -> float | None:
     known = accuracies[list(members)]
     known = known[~np.isnan(known)]
     return float(known.mean()) if len(known) else None
@@ -468,7 +465,7 @@ def _tested_at_the_end(
     story: Story,
     progress: Progress,
     checkpoint: Checkpoint | None,
-) -> list[Result]:
+) -> list[SeedResult]:
     """Results of the clients that are present at the end; only these are in the ensemble."""
     case, scenario = story.case, story.scenario
     chapter = scenario.chapters[scenario.at(case.plan.total_rounds - 1)]

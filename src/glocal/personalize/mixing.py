@@ -7,29 +7,28 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from glocal.algorithms.apfl import ALPHA
 from glocal.algorithms.contract import Algorithm
 from glocal.core.data import ClientData
 from glocal.core.errors import InputError
-from glocal.core.modules import predictor
 from glocal.core.sampling import to_batches
 from glocal.core.store import State
+from glocal.core.task import Task
 from glocal.core.training import (
-    PerExampleLoss,
     Work,
     batches,
     masked_mean,
     mean_example_loss,
-    per_example_cross_entropy,
 )
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, EngineConfig, Executor
 from glocal.federate.checkpoint import Progress
-from glocal.federate.fitting import Case, Options, finish, move_to_device, num_classes
-from glocal.federate.result import Result
+from glocal.federate.fitting import Case, Options, finish, move_to_device
+from glocal.federate.outputs import example_output
+from glocal.federate.result import SeedResult
 
 Floats = npt.NDArray[np.float64]
 GRID = tuple(tenths / 10 for tenths in range(11))
@@ -40,16 +39,16 @@ class TrainedAPFL(NamedTuple):
     """A federation trained by APFL."""
 
     algorithm: Algorithm
-    model: nn.Module
+    task: Task
     state: State
 
     @classmethod
-    def from_result(cls, result: Result) -> "TrainedAPFL":
+    def from_result(cls, result: SeedResult) -> "TrainedAPFL":
         """The federation behind a result."""
-        return cls(result.algorithm, result.architecture, result.state)
+        return cls(result.algorithm, result.task, result.state)
 
 
-def alphas_of(result: Result) -> list[float]:
+def alphas_of(result: SeedResult) -> list[float]:
     """Each client's alpha: the weight of its own model in its predictions."""
     _require_alpha(result.state)
     clients = range(len(result.times_sampled))
@@ -70,15 +69,15 @@ def with_alphas(state: State, alphas: Mapping[int, float]) -> State:
 
 
 def tune_alphas(
-    result: Result,
+    result: SeedResult,
     data: FederatedData,
     *,
     grid: Sequence[float] = GRID,
     options: Options | None = None,
-) -> Result:
+) -> SeedResult:
     """Choose for each client the alpha from a grid that is best on its validation data.
 
-    The criterion is cross entropy, which is more precise than accuracy where examples are few. A
+    The criterion is the loss, which is more precise than accuracy where examples are few. A
     client without validation data keeps its alpha. The shared model is sent to the clients for it,
     and counted; alphas never leave a client.
     """
@@ -90,13 +89,12 @@ def tune_alphas(
     plan = result.plan
     experiment = Case(
         result.algorithm,
-        result.architecture,
+        result.task,
         plan,
         (plan.seed,),
         (params,),
         (data,),
         (ledger,),
-        metric=result.metric,
     )
     experiment = move_to_device(experiment, options)
     losses = losses_by_alpha(
@@ -115,22 +113,21 @@ def losses_by_alpha(
     client_data: ClientData,
     *,
     grid: Sequence[float] = GRID,
-    per_example: PerExampleLoss = per_example_cross_entropy,
     engine: EngineConfig | str = "auto",
 ) -> Floats:
     """Each client's mean loss on its own rows for each alpha of a grid (grid, clients).
 
     It is NaN for a client without rows.
     """
-    algorithm, model, state = mixture
-    predict = predictor(model)
+    algorithm, task, state = mixture
+    predict = task.predictor()
 
     def loss(shared: Params, private: Params, work: Work) -> Tensor:
         params = algorithm.personal(shared, private)
         losses = []
         for batch in batches(work):
             output = predict(params, batch.x, batch.mask)
-            losses.append(masked_mean(per_example(output, batch.y), batch.mask))
+            losses.append(masked_mean(task.per_example(output, batch.y), batch.mask))
         return mean_example_loss(losses, work.order)
 
     clients = np.flatnonzero(client_data.sizes).tolist()
@@ -150,7 +147,7 @@ def losses_by_alpha(
     return losses
 
 
-def _require_tunable(result: Result, data: FederatedData, grid: Sequence[float]) -> None:
+def _require_tunable(result: SeedResult, data: FederatedData, grid: Sequence[float]) -> None:
     """Refuse a result without alphas, data of other clients or inputs, and an empty grid."""
     _require_alpha(result.state)
     if len(result.times_sampled) != data.num_clients:
@@ -160,7 +157,7 @@ def _require_tunable(result: Result, data: FederatedData, grid: Sequence[float])
         )
     if not grid:
         raise InputError("mixing: the grid is empty; give at least one alpha from 0 to 1")
-    num_classes(result.architecture, data)
+    example_output(result.task, data.train.examples.x)
 
 
 def _require_alpha(state: State) -> None:

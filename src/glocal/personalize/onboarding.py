@@ -17,14 +17,16 @@ from glocal.core import trees
 from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_ROUNDS, count_field, require_counts
 from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import DivergedError, InputError, suggest_name
-from glocal.core.modules import params_of, predictor, state_dict
+from glocal.core.losses import per_example_cross_entropy
+from glocal.core.modules import params_of, state_dict
 from glocal.core.sampling import Availability, Plan, make_rng, to_batches
 from glocal.core.store import State
+from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.engines import ClientTask, EngineConfig, Executor
-from glocal.evaluate import Evaluator, Metric, accuracy, ensemble_accuracy, ensemble_classes
-from glocal.federate.fitting import num_outputs
-from glocal.federate.result import Result
+from glocal.evaluate import Evaluator, ensemble_classes, ensemble_figure
+from glocal.federate.outputs import example_output, num_classes
+from glocal.federate.result import SeedResult
 from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.wire import Ledger
 
@@ -36,22 +38,25 @@ class TrainedFederation(NamedTuple):
     """A trained federation; a new client gets the number `clients`, which is the next one."""
 
     algorithm: Algorithm
-    model: nn.Module
+    task: Task
     plan: Plan
     state: State
     clients: int
-    metric: Metric = accuracy
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model."""
+        return self.task.model
 
     @classmethod
-    def from_result(cls, result: Result) -> "TrainedFederation":
+    def from_result(cls, result: SeedResult) -> "TrainedFederation":
         """The federation behind a result of `fit`."""
         return cls(
             result.algorithm,
-            result.architecture,
+            result.task,
             result.plan,
             result.state,
             len(result.times_sampled),
-            result.metric,
         )
 
 
@@ -104,7 +109,7 @@ def join(
     `existing_data` are the training data of the existing clients, if any train in its rounds.
     """
     join_plan = join_plan or JoinPlan()
-    if not len(train.y):
+    if not train.num_rows:
         raise InputError(
             "join: the client has no labelled example, so it cannot train; use the ensemble instead"
         )
@@ -119,7 +124,7 @@ def join(
     client_data = append_client(train, existing_data if has_existing else None, clients)
     if join_plan.epochs:
         batch_size = trained_federation.plan.batch_size
-        epochs = _num_epochs(len(train.y), batch_size, join_plan.epochs)
+        epochs = _num_epochs(train.num_rows, batch_size, join_plan.epochs)
         join_plan = replace(join_plan, epochs=epochs)
     seat = Seat(trained_federation.plan, client_data, trained_federation.state)
     return join_many(trained_federation.algorithm, [seat], join_plan, engine=engine)[0]
@@ -127,7 +132,11 @@ def join(
 
 def _require_inputs_and_labels(trained_federation: TrainedFederation, train: Examples) -> None:
     """Refuse inputs that the network cannot take, and labels that it has no output for."""
-    classes, labels = num_outputs(trained_federation.model, train.x), train.y
+    task, labels = trained_federation.task, train.y
+    if task.per_example is not per_example_cross_entropy:
+        example_output(task, train.x)
+        return
+    classes = num_classes(task, train.x)
     if labels.is_floating_point() or bool(((labels < 0) | (labels >= classes)).any()):
         raise InputError(
             f"join: labels from 0 to {classes - 1} were expected; "
@@ -142,11 +151,11 @@ def append_client(train: Examples, existing_data: ClientData | None, clients: in
     """
     if existing_data is None:
         absent: Rows = np.zeros(0, dtype=np.int64)
-        own = np.arange(len(train.y), dtype=np.int64)
+        own = np.arange(train.num_rows, dtype=np.int64)
         return ClientData(train, (*([absent] * clients), own))
     x, y, _ = existing_data.examples
     store = Examples(torch.cat([x, train.x.to(x.device)]), torch.cat([y, train.y.to(y.device)]))
-    own = np.arange(len(y), len(store.y), dtype=np.int64)
+    own = np.arange(len(y), store.num_rows, dtype=np.int64)
     return ClientData(store, (*existing_data.rows, own))
 
 
@@ -340,8 +349,7 @@ def _probabilities(
     """Each client's probabilities (clients, rows, classes), in double precision."""
     order = to_batches(np.arange(len(sample), dtype=np.int64), _BATCH_SIZE)
     examples = Examples(sample, torch.zeros(len(sample), dtype=torch.int64, device=sample.device))
-    predict = predictor(trained_federation.model)
-    evaluation = Evaluator(trained_federation.algorithm, predict, engine="vmapped")
+    evaluation = Evaluator(trained_federation.algorithm, trained_federation.task, engine="vmapped")
     models = _models_of(trained_federation, trained)
     tasks = [ClientTask(shared, private, order) for shared, private in models]
     outputs = evaluation.outputs(tasks, examples).stacked().flatten(1, 2)[:, : len(sample)]
@@ -357,21 +365,21 @@ def _models_of(
     return [(state.shared, state.private.of(client)) for client in members]
 
 
-def new_client_ensemble_accuracy(
+def new_client_ensemble_figure(
     trained_federation: TrainedFederation, members: Sequence[int], test: Examples
 ) -> float:
     """Accuracy of the members' averaged logits on a new client's examples."""
     state = trained_federation.state
     models = _models_of(trained_federation, members) or [(state.shared, state.private.initial)]
-    return _accuracy(trained_federation, models, test)
+    return _figure(trained_federation, models, test)
 
 
-def new_client_accuracy(
+def new_client_figure(
     trained_federation: TrainedFederation, joined: JoinResult, test: Examples
 ) -> float:
     """Accuracy of the new client's own model."""
     model = (joined.state.shared, joined.state.private.of(joined.client))
-    return _accuracy(trained_federation, [model], test)
+    return _figure(trained_federation, [model], test)
 
 
 def new_client_ensemble_classes(
@@ -380,27 +388,23 @@ def new_client_ensemble_classes(
     """Classes of a new client's inputs (rows, ...), by the members' averaged logits."""
     unknown = Examples(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
     client_data = ClientData(unknown, (np.arange(len(inputs), dtype=np.int64),))
-    evaluation = Evaluator(trained_federation.algorithm, predictor(trained_federation.model))
+    evaluation = Evaluator(trained_federation.algorithm, trained_federation.task)
     models = _models_of(trained_federation, members)
     classes: list[int] = ensemble_classes(evaluation, models, client_data).tolist()
     evaluation.close()
     return classes
 
 
-def _accuracy(
+def _figure(
     trained_federation: TrainedFederation, models: Sequence[tuple[Params, Params]], test: Examples
 ) -> float:
-    if not len(test.y):
+    if not test.num_rows:
         raise InputError("join: there is no labelled example to test on; give some")
-    evaluation = Evaluator(
-        trained_federation.algorithm,
-        predictor(trained_federation.model),
-        metric=trained_federation.metric,
-    )
-    client_data = ClientData(test, (np.arange(len(test.y), dtype=np.int64),))
-    accuracy = ensemble_accuracy(evaluation, models, client_data)
+    evaluation = Evaluator(trained_federation.algorithm, trained_federation.task)
+    client_data = ClientData(test, (np.arange(test.num_rows, dtype=np.int64),))
+    figure = ensemble_figure(evaluation, models, client_data)
     evaluation.close()
-    return accuracy
+    return figure
 
 
 def sample_labeled(train: Examples, labels: int | None, *, seed: int) -> Examples:
@@ -410,12 +414,12 @@ def sample_labeled(train: Examples, labels: int | None, *, seed: int) -> Example
     """
     if labels is None:
         return train
-    if not 0 <= labels <= len(train.y):
+    if not 0 <= labels <= train.num_rows:
         raise InputError(
-            f"join: {labels} labelled examples were asked for, but the client has {len(train.y)}; "
+            f"join: {labels} labelled examples were asked for, but the client has {train.num_rows}; "
             "ask for fewer"
         )
-    order = make_rng(seed, "labels").permutation(len(train.y))
+    order = make_rng(seed, "labels").permutation(train.num_rows)
     return train.take(np.sort(order[:labels]))
 
 
@@ -430,13 +434,13 @@ def train_alone(
 
     This is the result without a federation.
     """
-    params = trees.to(params_of(trained_federation.model), train.y.device)
+    params = trees.to(params_of(trained_federation.model), train.device)
     fresh = trained_federation._replace(
         state=initial_state(trained_federation.algorithm, params),
         clients=0,
         plan=replace(trained_federation.plan, rounds=1, first_round=0),
     )
-    rounds = _num_epochs(len(train.y), trained_federation.plan.batch_size, epochs)
+    rounds = _num_epochs(train.num_rows, trained_federation.plan.batch_size, epochs)
     return join(fresh, train, join_plan=JoinPlan(epochs=0, rounds=rounds), engine=engine)
 
 

@@ -21,6 +21,7 @@ from glocal.core.bounds import MAX_CLIENTS, count_field, require_counts
 from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.files import Json
+from glocal.core.metric_library import auc
 from glocal.core.modules import feature_extractor, predictor
 from glocal.core.store import State
 from glocal.core.trees import Params
@@ -30,12 +31,11 @@ from glocal.evaluate.leakage import (
     Floats,
     Labels,
     Scorer,
-    auc,
     best_auc,
     train_attackers,
 )
 from glocal.federate.fitting import Case
-from glocal.federate.result import Result
+from glocal.federate.result import SeedResult
 from glocal.personalize.representations.auxiliary import without_prefix
 
 
@@ -72,7 +72,7 @@ def require_audit(settings: AuditSettings, experiment: Case, federation: Federat
 
 def audit_experiment(
     experiment: Case,
-    results: Sequence[Result],
+    results: Sequence[SeedResult],
     settings: AuditSettings,
     adversary: nn.Module | None = None,
 ) -> list[Json]:
@@ -88,7 +88,7 @@ def audit_experiment(
 
 def _audit(
     experiment: Case,
-    result: Result,
+    result: SeedResult,
     fed: FederatedData,
     settings: AuditSettings,
     adversary: nn.Module | None,
@@ -140,7 +140,7 @@ class Encoder:
     def __call__(self, params: Params, examples: Examples) -> Floats:
         """In double precision, as attackers need it."""
         with torch.no_grad():
-            h = self.represent(params, examples.x, torch.ones(len(examples.y), dtype=torch.bool))
+            h = self.represent(params, examples.x, torch.ones(examples.num_rows, dtype=torch.bool))
         return np.asarray(h.flatten(1).double().numpy())
 
     def observe(self, params: Params, examples: Examples, attribute: int) -> AttackData:

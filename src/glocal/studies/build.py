@@ -4,7 +4,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,16 +16,17 @@ from glocal.core.data import ClientData, concatenate
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import Json
 from glocal.core.modules import params_of
-from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer, StepLR, adam, sgd
+from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer, StepLR
 from glocal.core.sampling import IntArray, make_rng
 from glocal.core.split import Split
-from glocal.core.training import Objective, cross_entropy, with_augmentation
+from glocal.core.task import Task, classification
+from glocal.core.training import Augment, Objective
 from glocal.core.trees import Params
 from glocal.datasets import Dataset, Partitioner, Texts
 from glocal.datasets.federated import FederatedData, train_val_test_split
 from glocal.datasets.texts import CLASSES as MOODS
 from glocal.datasets.vqa import VQAMetadata
-from glocal.evaluate import Metric, accuracy, vqa_accuracy
+from glocal.evaluate import VQA_ACCURACY
 from glocal.federate.fitting import Pretraining
 from glocal.personalize.representations import Auxiliary, auxiliary_only
 from glocal.studies.models import bottleneck_cnn, bottleneck_mlp, lenet5, mlp, softmax_mlp
@@ -72,13 +73,21 @@ class Components:
     `about` is what else must not change when a run is resumed.
     """
 
-    model: nn.Module
-    objective: Objective
+    task: Task
     seeds: tuple[int, ...]
     federations: tuple[FederatedData, ...]
     params: tuple[Params, ...]
-    metric: Metric = accuracy
     about: Json = field(default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model."""
+        return self.task.model
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What training minimises: one object for all experiments, whose steps are traced once."""
+        return self.task.objective()
 
     def without_seeds(self, seeds: Collection[int]) -> "Components":
         """The same for the other seeds only."""
@@ -121,14 +130,16 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
         build_model(settings.model, example, classes, seed=seed, questions=questions)
         for seed in seeds
     ]
-    objective = _with_augmentation(cross_entropy(models[0]), settings.data, federations[0])
+    augment = _augmentation(settings.data, federations[0])
     params = tuple(params_of(model) for model in models)
     if questions is None:
-        return Components(models[0], objective, seeds, federations, params)
+        task = classification(models[0], augment=augment)
+        return Components(task, seeds, federations, params)
     about = {"pictures": questions.pictures.content_hash}
     if settings.model.weights is not None:
         about |= {"weights": hashlib.sha256(pack(params[0])).hexdigest()[:16]}
-    return Components(models[0], objective, seeds, federations, params, vqa_accuracy, about)
+    task = classification(models[0], metrics=VQA_ACCURACY, augment=augment)
+    return Components(task, seeds, federations, params, about)
 
 
 def _classes(loaded: Loaded, federation: FederatedData) -> int:
@@ -384,9 +395,7 @@ def _algorithm_function(name: str) -> Callable[..., object]:
     """The function that makes an algorithm: an exported one, or the user's own."""
     if ":" in name:
         return import_function(name, "algorithm")
-    exported: dict[str, Callable[..., object]] = {
-        each: getattr(algorithms, each) for each in algorithms.__all__
-    }
+    exported: dict[str, Callable[..., object]] = {**algorithms.FUNCTIONS}
     return _pick(name, exported, "algorithm")
 
 
@@ -474,10 +483,10 @@ def build_optimizer(settings: OptimizerSettings, lr: float | None = None) -> SGD
     own_lr = settings.lr if lr is None else lr
     decays: dict[str, Any] = {"weight_decay": settings.weight_decay, "lr_decay": settings.lr_decay}
     known: dict[str, Callable[[], SGD | Adam]] = {
-        "sgd": lambda: sgd(
+        "sgd": lambda: SGD(
             own_lr, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)
         ),
-        "adam": lambda: adam(own_lr, **decays, lr_schedule=_lr_steps(settings)),
+        "adam": lambda: Adam(own_lr, **decays, lr_schedule=_lr_steps(settings)),
     }
     return _pick(settings.name, known, "optimizer.name")()
 
@@ -493,24 +502,20 @@ def _lr_steps(settings: OptimizerSettings) -> StepLR | None:
     return StepLR(gamma=settings.lr_gamma, step_size=settings.lr_step_size)
 
 
-def _with_augmentation(
-    objective: Objective, settings: DataSettings, federation: FederatedData
-) -> Objective:
+def _augmentation(settings: DataSettings, federation: FederatedData) -> Augment | None:
     images = federation.train.examples.x
 
-    def cropped() -> Objective:
+    def cropped() -> Augment:
         if images.dim() != 4:
             raise InputError(
                 "data: crop_and_flip needs images (channels, height, width); "
                 f"the inputs are {tuple(images.shape[1:])}"
             )
         # after normalisation a black pixel is each channel's smallest value
-        return with_augmentation(
-            objective, datasets.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist()))
-        )
+        return datasets.crop_and_flip(fill=tuple(images.amin((0, 2, 3)).tolist()))
 
-    known: dict[str, Callable[[], Objective]] = {
-        "none": lambda: objective,
+    known: dict[str, Callable[[], Augment | None]] = {
+        "none": lambda: None,
         "crop_and_flip": cropped,
     }
     return _pick(settings.augment, known, "data.augment")()

@@ -15,9 +15,9 @@ from glocal.personalize.onboarding import (
     JoinPlan,
     JoinResult,
     join,
-    new_client_accuracy,
-    new_client_ensemble_accuracy,
     new_client_ensemble_classes,
+    new_client_ensemble_figure,
+    new_client_figure,
     sample_labeled,
     select_ensemble,
     train_alone,
@@ -67,12 +67,12 @@ class JoinTrial:
 
     def rows(self) -> Iterator[Json]:
         """One row per method and number of labels, each as it is measured."""
-        if 0 in self.config.labels or not len(self.train.y):
+        if 0 in self.config.labels or not self.train.num_rows:
             yield from self._ensemble_rows()
         for labels in self._label_counts():
             some = sample_labeled(self.train, labels, seed=self.trained_federation.plan.seed)
-            if len(some.y):
-                yield from self._training_rows(some, every=len(some.y) == len(self.train.y))
+            if some.num_rows:
+                yield from self._training_rows(some, every=some.num_rows == self.train.num_rows)
 
     def missing_label_counts(self) -> list[int]:
         """Numbers of labels that were asked for, but that the client does not have."""
@@ -80,13 +80,13 @@ class JoinTrial:
             {
                 labels
                 for labels in self.config.labels
-                if labels is not None and labels > len(self.train.y)
+                if labels is not None and labels > self.train.num_rows
             }
         )
 
     def _label_counts(self) -> list[int | None]:
         """The numbers of labels that there are examples for, ascending; all of them once."""
-        size = len(self.train.y)
+        size = self.train.num_rows
         counts = {
             labels for labels in self.config.labels if labels is not None and 0 < labels < size
         }
@@ -104,8 +104,8 @@ class JoinTrial:
                 self.trained_federation, sample, by=method, count=self.config.ensemble_size
             )
             accuracy = (
-                new_client_ensemble_accuracy(self.trained_federation, chosen, self.test)
-                if len(self.test.y)
+                new_client_ensemble_figure(self.trained_federation, chosen, self.test)
+                if self.test.num_rows
                 else None
             )
             yield {
@@ -133,7 +133,7 @@ class JoinTrial:
         trained_federation, join_plan, labels = (
             self.trained_federation,
             self.config.join_plan,
-            len(some.y),
+            some.num_rows,
         )
         if trained_federation.algorithm.adapt is not None:
             only = JoinPlan(join_plan.epochs, start=join_plan.start)
@@ -165,8 +165,8 @@ class JoinTrial:
 
     def _row(self, method: str, labels: int, joined: JoinResult) -> Json:
         accuracy = (
-            new_client_accuracy(self.trained_federation, joined, self.test)
-            if len(self.test.y)
+            new_client_figure(self.trained_federation, joined, self.test)
+            if self.test.num_rows
             else None
         )
         sent = 0 if method == "alone" else joined.ledger.total.bytes
@@ -189,7 +189,7 @@ class JoinTrial:
                 self.joined["in the rounds"].state.shared,
                 {"method": "in the rounds"},
             )
-        if not len(self.train.y):
+        if not self.train.num_rows:
             guesses = new_client_ensemble_classes(
                 self.trained_federation,
                 select_ensemble(self.trained_federation, self.unlabeled),
@@ -201,8 +201,8 @@ class JoinTrial:
             )
         classes = sorted({*self.train.y.tolist()})
         new_client = {
-            "examples": len(self.train.y),
-            "test_examples": len(self.test.y),
+            "examples": self.train.num_rows,
+            "test_examples": self.test.num_rows,
             "classes": classes,
             "client": self.trained_federation.clients,
         }

@@ -180,7 +180,7 @@ def _with_test_split(tensors: Mapping[str, Tensor], seed: int) -> NewClient:
     labeled = Examples(x, tensors["y"].long())
     if test is not None:
         return NewClient(labeled, test, x)
-    rows: Rows = np.arange(len(labeled.y), dtype=np.int64)
+    rows: Rows = np.arange(labeled.num_rows, dtype=np.int64)
     train_rows, test_rows = hold_out(rows, TEST_FRACTION, seed, "test", 0)
     unlabeled = x[torch.from_numpy(train_rows)]
     return NewClient(labeled.take(train_rows), labeled.take(test_rows), unlabeled)

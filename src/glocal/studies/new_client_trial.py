@@ -18,9 +18,9 @@ from glocal.core.sampling import make_rng
 from glocal.core.store import State
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.rotation import channel_minimum, require_images, rotate_images
-from glocal.evaluate import Evaluator, ensemble_accuracy, local_test, new_test, summarize
+from glocal.evaluate import Evaluator, ensemble_figure, local_test, new_test, summarize
 from glocal.federate.fitting import Case, Options, build_evaluation
-from glocal.federate.result import Result
+from glocal.federate.result import SeedResult
 from glocal.federate.rounds import Seat
 from glocal.personalize.onboarding import JoinPlan, JoinResult, join_many
 
@@ -36,7 +36,7 @@ class NewClientSettings:
 
 def join_new_clients(
     experiment: Case,
-    results: Sequence[Result],
+    results: Sequence[SeedResult],
     options: Options,
     *,
     new_client: NewClientSettings,
@@ -95,7 +95,7 @@ def _new_client_rows(
         drawn = old.take(
             np.sort(make_rng(seed, f"newcomer, {part}").choice(pool, count, replace=False))
         )
-        start = sum(len(store.y) for store in stores)
+        start = sum(store.num_rows for store in stores)
         rows.append(np.arange(start, start + count, dtype=np.int64))
         stores.append(drawn._replace(x=rotate_images(drawn.x, new_client.rotate, fill)))
     return rows, Examples(
@@ -117,7 +117,7 @@ def _measure(
     old = _without_client(joined.state, joined.client)
     normal = new_test(evaluation, old, fed.test)
     local = summarize(local_test(evaluation, old, fed.test), fed.test.sizes)
-    new = ensemble_accuracy(
+    new = ensemble_figure(
         evaluation, [(joined.state.shared, joined.state.private.of(joined.client))], own
     )
     return {
@@ -128,7 +128,7 @@ def _measure(
     }
 
 
-def _accuracy_before(evaluation: Evaluator, result: Result, own: ClientData) -> float:
+def _accuracy_before(evaluation: Evaluator, result: SeedResult, own: ClientData) -> float:
     """The accuracy of the existing clients' ensemble on the new client's data, before it trains."""
     state = result.state
     private_parts = [state.private.of(client) for client in sorted(state.private.trained)]
@@ -137,7 +137,7 @@ def _accuracy_before(evaluation: Evaluator, result: Result, own: ClientData) -> 
     if not private_parts[0]:  # nothing is private: all models are the same
         private_parts = private_parts[:1]
     models = [(state.shared, private) for private in private_parts]
-    return ensemble_accuracy(evaluation, models, own)
+    return ensemble_figure(evaluation, models, own)
 
 
 def _without_client(state: State, client: int) -> State:

@@ -11,7 +11,7 @@ from glocal.evaluate import predict_classes
 from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
 from glocal.evaluate.text_baselines import baselines
 from glocal.federate.fitting import Case, Options, build_evaluation
-from glocal.federate.result import Result
+from glocal.federate.result import SeedResult
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> Non
 
 
 def measure_ordinal(
-    experiment: Case, results: Sequence[Result], options: Options, settings: OrdinalSettings
+    experiment: Case, results: Sequence[SeedResult], options: Options, settings: OrdinalSettings
 ) -> list[Json]:
     """Accuracy and mean absolute error of the clients' own models on their test data, per seed."""
     with closing(build_evaluation(experiment, options)) as evaluation:

@@ -12,8 +12,9 @@ from glocal.core.errors import InputError, suggest_name
 from glocal.core.modules import feature_extractor, params_of
 from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer
 from glocal.core.sampling import make_rng
+from glocal.core.task import classification
 from glocal.core.training import Objective
-from glocal.federate.fitting import num_outputs
+from glocal.federate.outputs import num_classes
 from glocal.personalize.representations import (
     Auxiliary,
     add_auxiliary,
@@ -88,7 +89,7 @@ def build_auxiliary_network(
     """The auxiliary network, from the width of the representation to that of its targets."""
     outputs = {
         "adversary": some.group[0].numel() if some.group is not None else 0,
-        "classifier": num_outputs(model, some.x),
+        "classifier": num_classes(classification(model), some.x),
         "decoder": some.x[0].numel(),
         "jigsaw": _PERMUTATIONS,
     }

@@ -38,7 +38,7 @@ from glocal.federate.fitting import (
     train,
     warm_start_params,
 )
-from glocal.federate.result import Result
+from glocal.federate.result import SeedResult
 from glocal.federate.scenario import Scenario, Story
 from glocal.studies.audit import audit_experiment, require_audit
 from glocal.studies.build import (
@@ -130,7 +130,7 @@ class Steady:
         """The rounds, one by one."""
         return train(self.case, self.options, progress, folder)
 
-    def finish(self, progress: Progress, folder: Path) -> list[Result]:
+    def finish(self, progress: Progress, folder: Path) -> list[SeedResult]:
         """The final evaluation."""
         return finish(self.case, self.options, progress, folder, also=self.also)
 
@@ -273,7 +273,7 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
     plan = plans_of(settings)[name]
     return Case(
         algorithm,
-        parts.model,
+        parts.task,
         plan,
         parts.seeds,
         params,
@@ -281,7 +281,6 @@ def initial_case(settings: Settings, name: str, parts: Components) -> Case:
         ledgers,
         about,
         pretraining=before,
-        metric=parts.metric,
     )
 
 
@@ -420,7 +419,7 @@ def _with_final_measurements(
     ):
         return training
 
-    def also(results: Sequence[Result]) -> list[Json]:
+    def also(results: Sequence[SeedResult]) -> list[Json]:
         extra: list[Json] = [{} for _ in results]
 
         def add(key: str, measurements: Sequence[Json]) -> None:

@@ -22,7 +22,7 @@ from glocal.evaluate.fairness import (
     require_fairlearn,
 )
 from glocal.evaluate.leakage import AttackResult, average_leakage, beyond_chance, run_attacks
-from glocal.federate.fitting import num_classes
+from glocal.federate.outputs import num_classes
 from glocal.studies.audit import (
     AuditedClient,
     AuditSettings,
@@ -73,7 +73,9 @@ class SavedAudit:
         """The attackers' AUCs, the metrics of each group over all clients, and both per client."""
         results = self._attack_results()
         predictions = [_predictions(self.saved, client, self.column) for client in self.clients]
-        classes = num_classes(self.saved.trained_federation.model, self.saved.federation)
+        classes = num_classes(
+            self.saved.trained_federation.task, self.saved.federation.train.examples.x
+        )
         everybody = GroupPredictions(*map(np.concatenate, zip(*predictions, strict=True)))
         rows = []
         for number, own in enumerate(results["own"]):

@@ -89,11 +89,10 @@ def open_experiment(
     )
     trained_federation = TrainedFederation(
         whole.algorithm,
-        parts.model,
+        parts.task,
         plan,
         state.to(device, None),
         federation.num_clients,
-        parts.metric,
     )
     return SavedExperiment(name, trained_federation, federation, settings)
 

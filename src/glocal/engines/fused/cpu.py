@@ -15,7 +15,6 @@ from glocal.core.training import (
     Objective,
     Proximal,
     Work,
-    per_example_cross_entropy,
     precompute_augmented,
 )
 from glocal.core.trees import Params
@@ -27,6 +26,7 @@ from glocal.engines.fused.layer_chain import (
     Shape,
     UnsupportedModelError,
     parse_chain,
+    unsupported_data,
 )
 
 _POINTER, _INT64, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -120,7 +120,7 @@ class FusedCpuTraining:
             sgd = _require_sgd(optimizer)
             one_example = work._replace(order=work.order[:1, :1])
             plain, sample = _augment_first(objective, one_example)
-            chain = self._chain(_model_loss(plain), _input_shape(sample))
+            chain = self._chain(_model_loss(plain, sample), _input_shape(sample))
             objective, work = _augment_first(objective, work)
             _require_supported(objective, params, work, chain)
             return self._train(chain, objective, params, work, sgd)
@@ -219,7 +219,7 @@ def _job(work: Work, order: Tensor, sgd: SGD, round_index: int) -> _Job:
     return _Job(
         x=work.examples.x.data_ptr(),
         y=work.examples.y.data_ptr(),
-        rows=len(work.examples.y),
+        rows=work.examples.num_rows,
         order=order.data_ptr(),
         steps=order.shape[0],
         batch_size=order.shape[1],
@@ -278,13 +278,11 @@ def _augment_first(objective: Objective, work: Work) -> tuple[Objective, Work]:
     return objective._replace(loss=loss.inner), work._replace(examples=examples, order=order)
 
 
-def _model_loss(objective: Objective) -> ModelLoss:
+def _model_loss(objective: Objective, work: Work) -> ModelLoss:
     loss = objective.loss
-    if type(loss) is not ModelLoss:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise _DeclinedError(f"the loss is {name}, not a ModelLoss")
-    if loss.per_example is not per_example_cross_entropy:
-        raise _DeclinedError("the loss is not the cross entropy")
+    if reason := unsupported_data(loss, work.examples):
+        raise _DeclinedError(reason)
+    assert isinstance(loss, ModelLoss)
     return loss
 
 

@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from glocal.core.data import Examples
+from glocal.core.losses import per_example_cross_entropy
 from glocal.core.model_tensors import canonical_names
 from glocal.core.modules import trainable_names
+from glocal.core.training import LossFn, ModelLoss
+from glocal.core.values import describe_form
 
 Shape = tuple[int, ...]
 
@@ -58,6 +62,25 @@ class ConvSpec:
 
 
 LayerSpec = LinearSpec | ConvSpec
+
+
+def unsupported_data(loss: LossFn, examples: Examples) -> str | None:
+    """Why the fused steps cannot train this loss on such examples; None if they can.
+
+    They know one tensor of inputs, one class per example, and the plain cross entropy.
+    """
+    x, y = examples.x, examples.y
+    if type(loss) is not ModelLoss:
+        return f"the loss is {getattr(loss, '__name__', type(loss).__name__)}, not a ModelLoss"
+    if loss.per_example is not per_example_cross_entropy:
+        return "the loss is not the cross entropy"
+    if loss.adapt is not None:
+        return "the model is called by a function of its own"
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return "the inputs or targets are not one tensor"
+    if y.dim() != 1 or y.dtype != torch.int64:
+        return f"the targets are {describe_form(y)}, not one class per example"
+    return None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from glocal.core.data import ClientData
 from glocal.core.sampling import IntArray, Plan, client_key
 from glocal.core.trees import Params
 from glocal.engines import ClientTask, Executor
-from glocal.evaluate import Accuracies
+from glocal.evaluate import Floats
 from glocal.federate.rounds import rows_for_round
 from glocal.personalize.advisor.candidates import Candidate
 from glocal.wire import Ledger, admit
@@ -51,7 +51,7 @@ class HalvingSetup(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Accuracies after a stage, on two halves of each client's validation data.
+    """Floats after a stage, on two halves of each client's validation data.
 
     `halves` has the shape (halves, candidates, participants). `sizes` (halves, participants) are
     the numbers of examples behind them.
@@ -59,17 +59,17 @@ class Stage(NamedTuple):
 
     rounds: int
     names: tuple[str, ...]
-    halves: Accuracies
-    sizes: Accuracies
+    halves: Floats
+    sizes: Floats
 
     @property
-    def accuracies(self) -> Accuracies:
-        """Accuracies on both halves together (candidates, participants)."""
+    def accuracies(self) -> Floats:
+        """Floats on both halves together (candidates, participants)."""
         weights = self.sizes / self.sizes.sum(0)
         return np.asarray(np.nansum(self.halves * weights[:, None], 0))
 
-    def accuracies_of(self, name: str) -> Accuracies:
-        """Accuracies of one candidate (participants,)."""
+    def accuracies_of(self, name: str) -> Floats:
+        """Floats of one candidate (participants,)."""
         return np.asarray(self.accuracies[self.names.index(name)])
 
     def ranking(self) -> list[str]:

@@ -18,10 +18,11 @@ from glocal.core.modules import params_of
 from glocal.core.sampling import IntArray, Plan, client_key, make_rng, to_batches
 from glocal.core.split import layer_names
 from glocal.core.store import PrivateStates, State
+from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, Executor
-from glocal.evaluate import Evaluator, Metric, accuracy, local_tests
+from glocal.evaluate import Evaluator, local_tests
 from glocal.evaluate.intervals import ConfidenceInterval
 from glocal.federate.fitting import (
     Case,
@@ -180,34 +181,30 @@ def no_log(message: str) -> None:
 
 def advise(
     algorithm: Algorithm,
-    model: nn.Module,
+    task: Task,
     data: FederatedData,
     plan: Plan,
     *,
     config: AdvisorConfig | None = None,
     options: Options | None = None,
     log: Log = no_log,
-    metric: Metric = accuracy,
 ) -> Advice:
     """How much of a model clients should share.
 
-    `algorithm` is FedAvg, and `plan` is its training before the splits are compared. `metric`
-    scores predictions.
+    `algorithm` is FedAvg, and `plan` is its training before the splits are compared.
 
     Only models, shared parts of models, and accuracies leave a client: no examples, labels or
     class counts do.
     """
     config, options = config or AdvisorConfig(), options or Options()
-    params = params_of(model)
+    params = params_of(task.model)
     shared, private = algorithm.init(params)
     if not shared or private:
         raise InputError(
             f"advise: {algorithm.name} has a private part; "
             "begin with an algorithm that shares everything, such as fedavg"
         )
-    experiment = Case(
-        algorithm, model, plan, (plan.seed,), (params,), (data,), (Ledger(),), metric=metric
-    )
+    experiment = Case(algorithm, task, plan, (plan.seed,), (params,), (data,), (Ledger(),))
     run_state = _prepare(experiment, config, options, log)
     try:
         return _find_advice(run_state)

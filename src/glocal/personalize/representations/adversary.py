@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from glocal.core.errors import InputError
+from glocal.core.losses import PerExampleLoss, per_example_cross_entropy
 from glocal.core.modules import (
     Forward,
     ForwardWithFeatures,
@@ -21,9 +22,7 @@ from glocal.core.modules import (
 from glocal.core.training import (
     Batch,
     Objective,
-    PerExampleLoss,
     masked_mean,
-    per_example_cross_entropy,
 )
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix

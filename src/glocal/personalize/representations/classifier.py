@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from glocal.core.losses import per_example_cross_entropy
 from glocal.core.modules import (
     Forward,
     ForwardWithFeatures,
     forward_with_features,
     training_forward,
 )
-from glocal.core.training import Batch, masked_mean, per_example_cross_entropy
+from glocal.core.training import Batch, masked_mean
 from glocal.core.trees import Params
 from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
 

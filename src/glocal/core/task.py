@@ -1,0 +1,260 @@
+"""A task: the model, its loss and its metrics, given once and carried by the algorithm."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from glocal.core.errors import InputError, describe_value, suggest_name
+from glocal.core.losses import IGNORED, Loss, PerExampleLoss, per_example_loss
+from glocal.core.metric import Metric
+from glocal.core.metric_library import MetricLike, find_metric
+from glocal.core.modules import Adapt, Predictor, feature_extractor, predictor, training_forward
+from glocal.core.training import (
+    Augment,
+    ModelLoss,
+    Objective,
+    require_trainable_names,
+    with_augmentation,
+)
+from glocal.core.values import Values
+
+ENSEMBLES = ("mean", "probabilities", "votes")
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What clients learn: a model, its loss and its metrics.
+
+    - `loss` is one of torch's losses, or a function (outputs, targets) that gives one value per
+      example, (rows,) or (rows, ...), or a pair of sums and weights (rows,).
+    - `metrics` are names, metrics or functions; the first is the one that figures are about. With
+      none, that is the loss.
+    - `forward(model, x)` says how the model is called, where it is not by model(x).
+    - `ensemble` says how the outputs of all clients' models become one on data of unknown origin:
+      their "mean", the mean of their "probabilities", or "votes".
+    - `augment(x, key)` changes training inputs; evaluation does without.
+    - `make_targets(x)` gives the targets where data have none; the inputs otherwise.
+
+    >>> task = Task(nn.Linear(4, 2), nn.CrossEntropyLoss(), metrics=["accuracy"])
+    >>> task.metric.name
+    'accuracy'
+    """
+
+    model: nn.Module
+    loss: Loss
+    metrics: MetricLike | Sequence[MetricLike] = ()
+    _: KW_ONLY
+    forward: Adapt | None = None
+    ensemble: str = "mean"
+    augment: Augment | None = None
+    make_targets: Callable[[Values], Values] | None = None
+
+    def __post_init__(self) -> None:
+        _require_model(self.model)
+        for name in ("forward", "augment", "make_targets"):
+            _require_function(name, getattr(self, name))
+        if self.ensemble not in ENSEMBLES:
+            raise InputError(
+                f"task: ensemble is {describe_value(self.ensemble)}; "
+                f"{suggest_name(str(self.ensemble), ENSEMBLES)}"
+            )
+        require_trainable_names(self.model)
+        _require_names_once(self.all_metrics)
+        assert self.per_example is not None
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(metric.name for metric in self.all_metrics)
+        return f"Task({type(self.model).__name__}, {describe_loss(self.loss)}, metrics: {metrics})"
+
+    @cached_property
+    def per_example(self) -> PerExampleLoss:
+        """The loss without reduction."""
+        return per_example_loss(self.loss)
+
+    @cached_property
+    def all_metrics(self) -> tuple[Metric, ...]:
+        """The metrics; the loss where none are named."""
+        given = self.metrics
+        listed = given if isinstance(given, list | tuple) else [given]
+        return tuple(map(self._find, listed)) or (self._loss_metric(),)
+
+    @property
+    def metric(self) -> Metric:
+        """The first metric."""
+        return self.all_metrics[0]
+
+    def find_metric(self, name: str) -> Metric:
+        """The metric with this name, which may be "loss"."""
+        known = {metric.name: metric for metric in self.all_metrics}
+        known.setdefault("loss", self._loss_metric())
+        if name not in known:
+            raise InputError(f"task: there is no metric '{name}'; {suggest_name(name, known)}")
+        return known[name]
+
+    def objective(self, *, has_ignored: bool = False) -> Objective:
+        """What training minimises; `has_ignored` says that some targets do not count."""
+        loss = per_example_loss(self.loss, has_ignored=True) if has_ignored else self.per_example
+        forward = training_forward(self.model, self.forward)
+        trainable = require_trainable_names(self.model)
+        objective = Objective(ModelLoss(self.model, forward, loss, self.forward), trainable)
+        return with_augmentation(objective, self.augment) if self.augment else objective
+
+    def predictor(self) -> Predictor:
+        """(params, x, mask) -> output, as in `model.eval()`."""
+        return predictor(self.model, self.forward)
+
+    def feature_extractor(self, layer: str) -> Predictor:
+        """(params, x, mask) -> representation at a layer, as in `model.eval()`."""
+        return feature_extractor(self.model, layer, self.forward)
+
+    def _find(self, given: MetricLike) -> Metric:
+        return self._loss_metric() if given == "loss" else find_metric(given)
+
+    def _loss_metric(self) -> Metric:
+        """The loss as a metric."""
+        return Metric("loss", per_example=_as_pair(self.loss), higher_is_better=False)
+
+
+def classification(
+    model: nn.Module,
+    *,
+    metrics: MetricLike | Sequence[MetricLike] = ("accuracy",),
+    class_weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    forward: Adapt | None = None,
+    ensemble: str = "mean",
+    augment: Augment | None = None,
+) -> Task:
+    """One of several classes per example: logits (rows, classes), targets (rows,).
+
+    >>> classification(nn.Linear(4, 3), metrics=["accuracy", "f1"])
+    Task(Linear, CrossEntropyLoss(), metrics: accuracy, f1)
+    """
+    loss = nn.CrossEntropyLoss(weight=class_weights, label_smoothing=label_smoothing)
+    return Task(model, loss, metrics, forward=forward, ensemble=ensemble, augment=augment)
+
+
+def regression(
+    model: nn.Module,
+    *,
+    loss: Loss | None = None,
+    metrics: MetricLike | Sequence[MetricLike] = ("rmse", "mae", "r2"),
+    forward: Adapt | None = None,
+    augment: Augment | None = None,
+) -> Task:
+    """Numbers per example: outputs and targets (rows,) or (rows, numbers).
+
+    A model with one output (rows, 1) may have targets (rows,).
+
+    >>> regression(nn.Linear(4, 1), metrics="mae")
+    Task(Linear, squared error, metrics: mae)
+    """
+    return Task(model, loss or _squared_error, metrics, forward=forward, augment=augment)
+
+
+def multilabel(
+    model: nn.Module,
+    *,
+    metrics: MetricLike | Sequence[MetricLike] = ("f1", "auroc"),
+    positive_weights: Tensor | None = None,
+    forward: Adapt | None = None,
+    augment: Augment | None = None,
+) -> Task:
+    """Several labels of 0 or 1 per example: logits and targets (rows, labels).
+
+    >>> multilabel(nn.Linear(4, 3), metrics="f1")
+    Task(Linear, BCEWithLogitsLoss(), metrics: f1)
+    """
+    loss = nn.BCEWithLogitsLoss(pos_weight=positive_weights)
+    return Task(model, loss, metrics, forward=forward, augment=augment)
+
+
+def tokens(
+    model: nn.Module,
+    *,
+    metrics: MetricLike | Sequence[MetricLike] = ("perplexity", "accuracy"),
+    ignore_index: int = IGNORED,
+    forward: Adapt | None = None,
+) -> Task:
+    """One token for each position of a text: outputs (rows, positions, tokens).
+
+    Targets are (rows, positions); one that equals `ignore_index` does not count. Where data have
+    no targets, each position's target is the token after it.
+
+    >>> tokens(nn.Embedding(50, 50))
+    Task(Embedding, CrossEntropyLoss(), metrics: perplexity, accuracy)
+    """
+
+    def tokens_first(module: nn.Module, x: Values) -> Tensor:
+        """Outputs (rows, tokens, positions), as torch's losses take them."""
+        output: Tensor = forward(module, x) if forward else module(x)
+        return output.movedim(-1, 1)
+
+    def next_tokens(x: Tensor) -> Tensor:
+        return functional.pad(x[:, 1:].long(), (0, 1), value=ignore_index)
+
+    loss = nn.CrossEntropyLoss(ignore_index=ignore_index)
+    return Task(model, loss, metrics, forward=tokens_first, make_targets=next_tokens)
+
+
+def describe_loss(loss: Loss) -> str:
+    """A loss in a few words."""
+    if isinstance(loss, nn.Module):
+        return repr(loss).replace("\n", " ")
+    function = getattr(loss, "func", loss)  # of a partial
+    return str(getattr(function, "__name__", type(loss).__name__)).strip("_").replace("_", " ")
+
+
+def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The squared error (rows,) or (rows, numbers); an axis of one number is not an axis."""
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
+        outputs = outputs.squeeze(-1)
+    if outputs.shape != targets.shape:
+        raise InputError(
+            f"loss: the outputs are {tuple(outputs.shape)} and the targets {tuple(targets.shape)}; "
+            "equal shapes were expected"
+        )
+    return (outputs - targets).square()
+
+
+def _as_pair(loss: Loss) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A loss as sums and weights (rows,)."""
+    per_example = per_example_loss(loss, has_ignored=True)
+
+    def pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        values = per_example(outputs, targets)
+        if isinstance(values, tuple):
+            return values
+        by_row = values.flatten(1).mean(1) if values.dim() > 1 else values
+        return by_row, torch.ones_like(by_row)
+
+    return pair
+
+
+def _require_model(model: object) -> None:
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(f"task: the model is the class {model.__name__}; give {model.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"task: the model is {describe_value(model)}; an nn.Module was expected")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("task: the model is a scripted module; give the nn.Module it was made of")
+    if hasattr(model, "_orig_mod"):
+        raise InputError(
+            "task: the model is compiled; give the module itself, the engines compile its steps"
+        )
+
+
+def _require_function(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise InputError(f"task: {name} is {describe_value(value)}; a function was expected")
+
+
+def _require_names_once(metrics: Sequence[Metric]) -> None:
+    names = [metric.name for metric in metrics]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"task: two metrics are called '{name}'; name each once")

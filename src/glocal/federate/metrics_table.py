@@ -1,0 +1,127 @@
+"""The table of a result: one row per seed, client, split and metric."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, NamedTuple, overload
+
+from glocal.core.errors import InputError, suggest_name
+from glocal.core.metric import Metric
+
+SPLITS = ("validation", "test", "new")
+
+
+class MetricRow(NamedTuple):
+    """One figure; `value` is None where it is undefined, `client` is None for all together.
+
+    The split "new" is New Test: all models as an ensemble on everybody's test data.
+    """
+
+    seed: int
+    client: int | str | None
+    split: str
+    metric: str
+    value: float | None
+
+
+@dataclass(frozen=True)
+class MetricsTable(Sequence[MetricRow]):
+    """The rows, and the metrics that they are about.
+
+    >>> table = MetricsTable((MetricRow(0, "ulm", "test", "mae", 2.0),), ())
+    >>> table.mean("mae"), len(table), table
+    (2.0, 1, MetricsTable(1 rows: mae))
+    """
+
+    rows: tuple[MetricRow, ...]
+    metrics: tuple[Metric, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[MetricRow]:
+        return iter(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> MetricRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[MetricRow, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> MetricRow | tuple[MetricRow, ...]:
+        return self.rows[index]
+
+    def __repr__(self) -> str:
+        return f"MetricsTable({len(self.rows)} rows: {', '.join(self.names)})"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in MetricRow._fields)
+        body = "".join(map(_html_row, self.rows[:60]))
+        more = len(self.rows) - 60
+        note = f"<p>and {more} more rows; to_pandas() has them all</p>" if more > 0 else ""
+        return f"<table><tr>{head}</tr>{body}</table>{note}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the metrics."""
+        return tuple(dict.fromkeys(row.metric for row in self.rows))
+
+    def where(self, **columns: Any) -> "MetricsTable":
+        """The rows with these values, such as where(split="test", client="ulm")."""
+        for name in columns:
+            if name not in MetricRow._fields:
+                known = suggest_name(name, MetricRow._fields)
+                raise InputError(f"metrics: there is no column '{name}'; {known}")
+        kept = [row for row in self.rows if _matches(row, columns)]
+        return MetricsTable(tuple(kept), self.metrics)
+
+    def mean(self, metric: str | None = None, split: str = "test") -> float | None:
+        """The mean over clients and seeds of the figures that are defined; None without any."""
+        rows = self.where(metric=self._known(metric), split=split)
+        values = [row.value for row in rows if row.value is not None]
+        return sum(values) / len(values) if values else None
+
+    def undefined(self, metric: str | None = None, split: str = "test") -> int:
+        """For how many rows a metric is undefined."""
+        rows = self.where(metric=self._known(metric), split=split)
+        return sum(row.value is None for row in rows)
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas table; it needs pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise InputError(
+                "metrics: to_pandas() needs pandas, which is not installed; "
+                "pip install 'glocal[pandas]'"
+            ) from error
+        return pandas.DataFrame(self.rows, columns=list(MetricRow._fields))
+
+    def _known(self, metric: str | None) -> str:
+        if metric is not None and metric not in self.names:
+            known = suggest_name(str(metric), self.names)
+            raise InputError(f"metrics: there is no metric '{metric}'; {known}")
+        if metric is None and not self.names:
+            raise InputError("metrics: the table is empty; no client has data of this split")
+        return self.names[0] if metric is None else metric
+
+
+def _matches(row: MetricRow, columns: dict[str, Any]) -> bool:
+    return all(getattr(row, name) == value for name, value in columns.items())
+
+
+def _html_row(row: MetricRow) -> str:
+    shown: Callable[[object], str] = lambda cell: "" if cell is None else escape(str(cell))  # noqa: E731
+    value = "undefined" if row.value is None else f"{row.value:.4g}"
+    return f"<tr>{''.join(f'<td>{shown(cell)}</td>' for cell in (*row[:4], value))}</tr>"
+
+
+def describe_value_of(metric: Metric, value: float | None) -> str:
+    """A figure as people read it.
+
+    >>> describe_value_of(Metric("hits", per_example=max, is_fraction=True), 0.5)
+    '50.0 %'
+    """
+    if value is None:
+        return "undefined"
+    return f"{100 * value:.1f} %" if metric.is_fraction else f"{value:.4g}"
