@@ -156,7 +156,7 @@ def _real(workload: Workload) -> Data | None:
         or datasets.source_status(workload.source) == "not downloaded"
     ):
         return None
-    examples = datasets.load(workload.source).train
+    examples = datasets.load_dataset(workload.source).train
     enough = examples.num_rows >= workload.clients * workload.examples
     return (examples.x.numpy(), examples.y.numpy(), f"{workload.source}, real") if enough else None
 

@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
 
 def few_images(options: argparse.Namespace, seed: int) -> FederatedData:
     """A few images for each client of all kinds, at random; a fifth of them is for validation."""
-    dataset = glocal.load(options.source)
+    dataset = glocal.load_dataset(options.source)
     clients = 3 * options.clients
     order = glocal.make_rng(seed, "images").permutation(len(dataset.train.y))
     few = dataset._replace(train=dataset.train.take(order[: clients * options.images]))

@@ -308,7 +308,7 @@ def test_arrays_with_code_in_a_file_are_not_loaded(tmp_path):
 
 
 def test_natural_clients_are_named_by_their_ids():
-    dataset = glocal.load("digits")
+    dataset = glocal.load_dataset("digits")
     people = np.arange(len(dataset.train.y)) % 3
     scheme = glocal.natural(people, np.arange(len(dataset.test.y)) % 3)
     assert FederatedData.partition(dataset, scheme).names == ("0", "1", "2")

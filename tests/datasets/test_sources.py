@@ -567,7 +567,7 @@ def test_adult_is_read_row_by_row(tmp_path: Path) -> None:
 
 def test_the_digits_are_those_of_scikit_learn_without_its_import() -> None:
     """It takes seconds and 100 MB, which a small machine may not have."""
-    script = "import sys, glocal; glocal.load('digits'); print('sklearn' in sys.modules)"
+    script = "import sys, glocal; glocal.load_dataset('digits'); print('sklearn' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )

@@ -721,7 +721,7 @@ def test_no_error_says_to_delete_what_cannot_be_downloaded(tmp_path, monkeypatch
 @needs_data("vqav2")
 def test_the_real_questions_are_as_hard_as_known():
     """Always "no" .223, the most_frequent answer per question type .361, at best .904; by hand."""
-    dataset = datasets.load("vqav2")
+    dataset = datasets.load_dataset("vqav2")
     questions, people = dataset.questions, dataset.test.group
     assert len(dataset.test.y) == 6585
     assert len(dataset.train.y) + questions.dropped_without_answer == 26598

@@ -54,14 +54,14 @@ def cnn():
 
 
 MODELS = {"mlp": (mlp, ["1"]), "cnn": (cnn, ["0", "1"]), "text": (Text, ["words", "lstm"])}
-# name: the arguments of the algorithm, beside the loss and SGD
+# name: the class of the algorithm and its settings, beside the task and SGD
 ALGORITHMS = {
-    "fedavg": lambda split: {},
-    "fedprox": lambda split: {"mu": 0.3},
-    "lg_fedavg": lambda split: {"split": split},
-    "local_only": lambda split: {},
-    "mtl": lambda split: {"num_clients": CLIENTS, "lam": 0.2, "ridge": 0.01},
-    "apfl": lambda split: {"alpha": 0.4, "alpha_lr": 0.1},
+    "fedavg": ("FedAvg", lambda local: {}),
+    "fedprox": ("FedProx", lambda local: {"mu": 0.3}),
+    "lg_fedavg": ("LGFedAvg", lambda local: {"local": local}),
+    "local_only": ("LocalOnly", lambda local: {}),
+    "mtl": ("MTL", lambda local: {"lam": 0.2, "ridge": 0.01}),
+    "apfl": ("APFL", lambda local: {"alpha": 0.4, "alpha_lr": 0.1}),
 }
 
 
@@ -105,22 +105,31 @@ def federation(name):
 
 def run(algorithm, name, seed):
     """One run's numbers, under names that no renaming changes."""
-    model = initial_model(name, seed)
-    split = glocal.Split.of(model, local=MODELS[name][1])
-    sgd = glocal.SGD(0.1, momentum=0.5)
-    make = getattr(algorithms, algorithm)
-    configured = make(glocal.cross_entropy(model), sgd, **ALGORITHMS[algorithm](split))
-    plan = glocal.Plan(rounds=ROUNDS, clients_per_round=3, local_epochs=2, batch_size=5, seed=seed)
-    options = glocal.Options(engine="looped", validate_every=1, device="cpu")
+    kind, settings = ALGORITHMS[algorithm]
+    task = glocal.classification(initial_model(name, seed))
+    sgd = glocal.SGD(lr=0.1, momentum=0.5)
+    configured = getattr(algorithms, kind)(task, optimizer=sgd, **settings(MODELS[name][1]))
     with tempfile.TemporaryDirectory() as folder:
         result = glocal.fit(
-            configured, model, federation(name), plan, options=options, folder=folder
+            configured,
+            federation(name),
+            rounds=ROUNDS,
+            clients_per_round=3,
+            local_epochs=2,
+            batch_size=5,
+            seeds=[seed],
+            evaluation=glocal.Evaluation(every=1),
+            engine="looped",
+            device="cpu",
+            folder=folder,
+            progress=False,
         )
         rows = read_rows(Path(folder) / "rows.jsonl")
-    shared, private = result.state.shared, result.state.private
+    state = result.group().state
+    shared, private = state.shared, state.private
     trees = {"shared": shared, "client 0": private.of(0), "client 4": private.of(4)}
     tensors = {
-        f"{where}/{tensor}": numbers(value)
+        f"{where}/{tensor.removeprefix('own/')}": numbers(value)
         for where, tree in trees.items()
         for tensor, value in sorted(tree.items())
     }

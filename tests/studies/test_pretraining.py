@@ -123,7 +123,7 @@ def test_a_stopped_study_resumes_to_the_same_bits(tmp_path):
 
 
 def test_a_fraction_of_the_labels_is_used_and_all_inputs():
-    fed = FederatedData.partition(datasets.load("digits"), datasets.iid(5), validation=0.1, seed=0)
+    fed = FederatedData.partition(datasets.load_dataset("digits"), datasets.iid(5), validation=0.1, seed=0)
     some = fed.subsample_labels(0.05, seed=3)
     assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
     assert all(

@@ -4,25 +4,20 @@ Algorithm 1, and the step on alpha below it.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.func import grad
 
-from glocal.algorithms.contract import Algorithm, Update, average
-from glocal.algorithms.task_algorithm import TaskAlgorithm, require_numbers
+from glocal.algorithms.contract import Algorithm, Message, State, Update, change, require_numbers
 from glocal.core import trees
-from glocal.core.errors import InputError
-from glocal.core.optimizers import Optimizer
 from glocal.core.training import Batch, Objective, Work, batches, local_train
 from glocal.core.trees import Params
 
 ALPHA, _OWN = "mixing/alpha", "own/"
 
 
-@dataclass(frozen=True, repr=False)
-class APFL(TaskAlgorithm):
+class APFL(Algorithm):
     """Deng et al. 2020: a client predicts with alpha * its own model + (1 - alpha) * FedAvg's.
 
     With `alpha_lr`, alpha takes one gradient step per round.
@@ -38,98 +33,78 @@ class APFL(TaskAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_numbers(self, "alpha", "alpha_lr")
-        _require_alpha(self.alpha, self.alpha_lr)
+        require_numbers(self, "alpha", maximum=1)
+        require_numbers(self, "alpha_lr")
 
-    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
-        """Its functions."""
-        return apfl(objective, optimizer, alpha=self.alpha, alpha_lr=self.alpha_lr)
-
-
-def apfl(
-    objective: Objective, optimizer: Optimizer, *, alpha: float = 0.5, alpha_lr: float = 0.0
-) -> Algorithm:
-    """A client predicts with alpha * v + (1 - alpha) * w, its own model and FedAvg's.
-
-    With `alpha_lr`, alpha takes one gradient step per round.
-    """
-    _require_alpha(alpha, alpha_lr)
-    client = _Client(objective, optimizer, alpha, alpha_lr)
-    own_names = frozenset(_OWN + name for name in objective.trainable)
-    return Algorithm(
-        name="apfl",
-        init=client.init,
-        client_update=partial(client.update, objective.trainable | own_names),
-        aggregate=average,
-        personal=interpolate,
-        description=f"{optimizer.description}, alpha={alpha}, alpha_lr={alpha_lr}",
-        adapt=partial(client.update, own_names),
-        is_mean=True,
-    )
-
-
-@dataclass(frozen=True)
-class _Client:
-    """The functions of a client: w is the shared tree, v and alpha are private."""
-
-    objective: Objective
-    optimizer: Optimizer
-    alpha: float
-    alpha_lr: float
-
-    def init(self, params: Params) -> tuple[Params, Params]:
+    def init(self, params: Params) -> State:
         """Both models start equal."""
-        device = next(iter(params.values())).device
-        alpha = torch.full((), self.alpha, dtype=torch.float32, device=device)
-        return params, {**params, ALPHA: alpha}
+        like = next(tensor for tensor in params.values() if tensor.is_floating_point())
+        alpha = torch.full((), self.alpha, dtype=torch.float32, device=like.device)
+        return State(shared=params, private={**trees.with_prefix(_OWN, params), ALPHA: alpha})
 
-    def update(
-        self, trainable: frozenset[str], shared: Params, private: Params, work: Work
+    def client_update(self, message: Message, private: Params, work: Work) -> Update:
+        """Both models train."""
+        return self._train(self._both_names, message, private, work)
+
+    def adapt(self, message: Message, private: Params, work: Work) -> Update:
+        """The client's own model trains alone."""
+        return self._train(self._own_names, message, private, work)
+
+    def personal(self, shared: Params, private: Params) -> Params:
+        """The mixture."""
+        return mix(shared, private)
+
+    @property
+    def _own_names(self) -> frozenset[str]:
+        return frozenset(_OWN + name for name in self.task.trainable)
+
+    @property
+    def _both_names(self) -> frozenset[str]:
+        return self.task.trainable | self._own_names
+
+    def _train(
+        self, trainable: frozenset[str], message: Message, private: Params, work: Work
     ) -> Update:
-        """Train w and v together, those of them that are trainable."""
         alpha = private[ALPHA]
         if self.alpha_lr:
-            gradient = _alpha_gradient(self.objective, shared, private, work)
+            gradient = _alpha_gradient(self.objective, message, private, work)
             alpha = (alpha - self.alpha_lr * gradient).clamp(0, 1)
-        joint = Objective(partial(_joint_loss, self.objective), trainable)
-        both = {**shared, **_prefixed(trees.pick(private, shared)), ALPHA: alpha}
-        trained, loss = local_train(joint, both, work, self.optimizer)
-        own = _without_prefix(trained)
-        return Update(trees.pick(trained, shared), {**own, ALPHA: alpha}, loss)
+        joint = Objective(MixtureLoss(self.objective), trainable)
+        trained = local_train(joint, {**message, **private, ALPHA: alpha}, work, self.optimizer)
+        kept = {**trees.pick(trained.params, private), ALPHA: alpha}
+        return Update(change(trained.params, message), kept, {"loss": trained.loss})
 
 
-def _require_alpha(alpha: float, alpha_lr: float) -> None:
-    if not 0 <= alpha <= 1 or not 0 <= alpha_lr < float("inf"):
-        raise InputError(
-            f"apfl: alpha is {alpha} and alpha_lr {alpha_lr}; "
-            "alpha must be from 0 to 1, alpha_lr at least 0 and finite"
-        )
-
-
-def interpolate(shared: Params, private: Params) -> Params:
+def mix(shared: Params, private: Params) -> Params:
     """Alpha * v + (1 - alpha) * w, name by name; counters are rounded."""
-    alpha = private[ALPHA]
-    mixture = {}
+    alpha, mixture = private[ALPHA], {}
     for name, tensor in shared.items():
-        mixed = alpha * private[name] + (1 - alpha) * tensor
+        mixed = alpha * private[_OWN + name] + (1 - alpha) * tensor
         mixture[name] = mixed if tensor.is_floating_point() else mixed.round().to(tensor)
     return mixture
 
 
-def _joint_loss(objective: Objective, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+@dataclass(frozen=True, eq=False)
+class MixtureLoss:
     """One value whose gradients are those of two losses: of w its own, of v the mixture's.
 
     The mixture holds a detached copy of w, so its loss has no gradient with respect to w. The
     difference `alone - alone.detach()` is 0, and has the gradient of w's own loss.
     """
-    own = _without_prefix(params)
-    shared = trees.pick(params, own)
-    detached = {name: tensor.detach() for name, tensor in shared.items()}
-    mixture = interpolate(detached, {**own, ALPHA: params[ALPHA]})
-    alone, buffers = objective.value(shared, batch)
-    mixed_params = {**own, **trees.pick(mixture, objective.trainable)}
-    mixed, own_buffers = objective.value(mixed_params, batch)
-    return mixed + alone - alone.detach(), {**buffers, **_prefixed(own_buffers)}
+
+    objective: Objective
+
+    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
+        """The mixture's loss (), and the buffers of both models after the step."""
+        own = trees.under_prefix(_OWN, params)
+        shared = trees.pick(params, own)
+        detached = {name: tensor.detach() for name, tensor in shared.items()}
+        mixture = mix(detached, params)
+        alone, buffers = self.objective.value(shared, batch)
+        mixed_params = {**own, **trees.pick(mixture, self.objective.trainable)}
+        mixed, own_buffers = self.objective.value(mixed_params, batch)
+        value = mixed + alone - alone.detach()
+        return value, {**buffers, **trees.with_prefix(_OWN, own_buffers)}
 
 
 def _alpha_gradient(objective: Objective, shared: Params, private: Params, work: Work) -> Tensor:
@@ -137,21 +112,8 @@ def _alpha_gradient(objective: Objective, shared: Params, private: Params, work:
     batch = next(batches(work))
 
     def mixture_loss(alpha: Tensor) -> Tensor:
-        mixture = interpolate(shared, {**private, ALPHA: alpha})
+        mixture = mix(shared, {**private, ALPHA: alpha})
         return objective.value(mixture, batch)[0]
 
     gradient: Tensor = grad(mixture_loss)(private[ALPHA])
     return gradient
-
-
-def _prefixed(tree: Params) -> Params:
-    return {_OWN + name: tensor for name, tensor in tree.items()}
-
-
-def _without_prefix(params: Params) -> Params:
-    """The tensors of the client's own model, by the names of the shared one."""
-    own = {}
-    for name, tensor in params.items():
-        if name.startswith(_OWN):
-            own[name.removeprefix(_OWN)] = tensor
-    return own

@@ -3,43 +3,61 @@
 "Communication-Efficient Learning of Deep Networks from Decentralized Data".
 """
 
-from dataclasses import dataclass
+from functools import cached_property
 
-from glocal.algorithms.contract import Algorithm, Update, average
-from glocal.algorithms.task_algorithm import TaskAlgorithm
-from glocal.core.optimizers import Optimizer
-from glocal.core.training import Objective, Work, local_train
+from glocal.algorithms.contract import Algorithm, Message, State, Update, change
+from glocal.core import trees
+from glocal.core.split import Selector, Split
+from glocal.core.training import Objective, Trained, Work, local_train
 from glocal.core.trees import Params
 
 
-@dataclass(frozen=True, repr=False)
-class FedAvg(TaskAlgorithm):
-    """McMahan et al. 2017: everything is shared, the clients' copies are averaged.
+class FedAvg(Algorithm):
+    """McMahan et al. 2017: clients train the shared model, and their changes are averaged.
+
+    Most algorithms derive from it. What `local` selects stays on the client: with a private part,
+    FedAvg is LG-FedAvg.
 
     >>> from torch import nn
     >>> from glocal import SGD, classification
-    >>> FedAvg(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).weighting
-    'examples'
+    >>> FedAvg(classification(nn.Linear(4, 2)), optimizer=SGD(lr=0.1)).aggregation
+    Mean(by='examples')
     """
 
-    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
-        """Its functions."""
-        return fedavg(objective, optimizer)
+    local: Selector | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.split is not None  # a selector that matches nothing is refused here
 
-def fedavg(objective: Objective, optimizer: Optimizer) -> Algorithm:
-    """Everything is shared: each client trains a copy of the model, the copies are averaged."""
+    @cached_property
+    def split(self) -> Split:
+        """Which tensors are local, and which shared."""
+        return Split.of(self.task.model, local=self.local or ())
 
-    def init(params: Params) -> tuple[Params, Params]:
-        return params, {}
+    def init(self, params: Params) -> State:
+        """The network of a pretext is local where anything is."""
+        shared = self.split.shared if self.split.local else params.keys()
+        return State(trees.pick(params, shared), trees.drop(params, shared))
 
-    def client_update(shared: Params, private: Params, work: Work) -> Update:
-        trained, loss = local_train(objective, shared, work, optimizer)
-        return Update(trained, {}, loss)
+    def client_update(self, message: Message, private: Params, work: Work) -> Update:
+        """Both parts train together."""
+        return self.train(self.objective, message, private, work)
 
-    def personal(shared: Params, private: Params) -> Params:
-        return shared
+    def train(self, objective: Objective, message: Message, private: Params, work: Work) -> Update:
+        """A client's round with one objective."""
+        params = trees.merge(private, message)
+        return self.update(local_train(objective, params, work, self.optimizer), message, private)
 
-    return Algorithm(
-        "fedavg", init, client_update, average, personal, optimizer.description, is_mean=True
-    )
+    def update(self, trained: Trained, message: Message, private: Params) -> Update:
+        """The change of the shared part, and the private part."""
+        kept = trees.pick(trained.params, private)
+        return Update(change(trained.params, message), kept, {"loss": trained.loss})
+
+    def personal(self, shared: Params, private: Params) -> Params:
+        """Both parts together."""
+        return {**private, **shared}
+
+    def adapt(self, message: Message, private: Params, work: Work) -> Update:
+        """The private part trains alone."""
+        return self.train(self.objective.only(private), message, private, work)

@@ -1,18 +1,12 @@
 """FedProx: Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equation 2."""
 
-from dataclasses import dataclass
-
-from glocal.algorithms.contract import Algorithm, Update
-from glocal.algorithms.fedavg import fedavg
-from glocal.algorithms.task_algorithm import TaskAlgorithm, require_numbers
-from glocal.core.errors import InputError
-from glocal.core.optimizers import Optimizer
-from glocal.core.training import Objective, Work, local_train, with_proximal
+from glocal.algorithms.contract import Message, Update, require_numbers
+from glocal.algorithms.fedavg import FedAvg
+from glocal.core.training import Work
 from glocal.core.trees import Params
 
 
-@dataclass(frozen=True, repr=False)
-class FedProx(TaskAlgorithm):
+class FedProx(FedAvg):
     """Li et al. 2020: FedAvg with a term mu/2 * ||w - w_t||^2 in each client's objective.
 
     >>> from torch import nn
@@ -27,21 +21,6 @@ class FedProx(TaskAlgorithm):
         super().__post_init__()
         require_numbers(self, "mu")
 
-    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
-        """Its functions."""
-        return fedprox(objective, optimizer, mu=self.mu)
-
-
-def fedprox(objective: Objective, optimizer: Optimizer, *, mu: float = 0.1) -> Algorithm:
-    """FedAvg with a term mu/2 * ||w - w_t||^2 that keeps clients near the shared model."""
-    if mu < 0:
-        raise InputError(f"fedprox: mu is {mu}; it must be at least 0")
-
-    def client_update(shared: Params, private: Params, work: Work) -> Update:
-        trained, loss = local_train(with_proximal(objective, shared, mu), shared, work, optimizer)
-        return Update(trained, {}, loss)
-
-    description = f"{optimizer.description}, mu={mu}"
-    return fedavg(objective, optimizer)._replace(
-        name="fedprox", client_update=client_update, description=description
-    )
+    def client_update(self, message: Message, private: Params, work: Work) -> Update:
+        """Training near what was received."""
+        return self.train(self.objective.near(message, self.mu), message, private, work)

@@ -6,24 +6,30 @@ projection, the trace is the sum over clients of ||w_m - mean||^2. Its gradient 
 is 2 * lam * (w_m - mean), so a client needs only the mean.
 """
 
-from dataclasses import dataclass
+from typing import ClassVar
 
-from torch import Tensor
-
-from glocal.algorithms.contract import Algorithm, Update
-from glocal.algorithms.task_algorithm import TaskAlgorithm, require_numbers
+from glocal.algorithms.contract import (
+    Algorithm,
+    Message,
+    State,
+    Update,
+    Uploads,
+    add_change,
+    change,
+    require_numbers,
+)
 from glocal.core import trees
-from glocal.core.errors import InputError
-from glocal.core.optimizers import Optimizer
-from glocal.core.training import Objective, Work, local_train, with_proximal
+from glocal.core.training import Work, local_train
 from glocal.core.trees import Params
+from glocal.wire.aggregation import Aggregation, Mean
+
+_OWN = "own/"
 
 
-@dataclass(frozen=True, repr=False)
-class MTL(TaskAlgorithm):
+class MTL(Algorithm):
     """Evgeniou and Pontil 2004: own models, each drawn towards the mean of all by `lam`.
 
-    `ridge` draws them towards 0.
+    `ridge` draws them towards 0. The shared tree is the mean over all clients.
 
     >>> from torch import nn
     >>> from glocal import SGD, classification
@@ -31,58 +37,36 @@ class MTL(TaskAlgorithm):
     0.0
     """
 
+    aggregation: Aggregation = Mean(by="clients")
     lam: float = 0.1
     ridge: float = 0.0
+
+    takes_new_clients: ClassVar[bool] = False  # the mean is over a fixed number
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, "lam", "ridge")
 
-    def make(self, objective: Objective, optimizer: Optimizer, num_clients: int) -> Algorithm:
-        """Its functions."""
-        settings = {"lam": self.lam, "ridge": self.ridge}
-        return mtl(objective, optimizer, num_clients=num_clients, **settings)
+    def init(self, params: Params) -> State:
+        """The mean of equal models is any of them."""
+        return State(trees.pick(params, self.task.trainable), trees.with_prefix(_OWN, params))
 
+    def client_update(self, message: Message, private: Params, work: Work) -> Update:
+        """The client's own model trains near the mean; its change is sent."""
+        origin = trees.zeros_like(message)
+        objective = self.objective.near(message, 2 * self.lam).near(origin, 2 * self.ridge)
+        own = trees.under_prefix(_OWN, private)
+        trained = local_train(objective, own, work, self.optimizer)
+        moved = change(trained.params, trees.pick(own, message))
+        return Update(moved, trees.with_prefix(_OWN, trained.params), {"loss": trained.loss})
 
-def mtl(
-    objective: Objective,
-    optimizer: Optimizer,
-    *,
-    num_clients: int,
-    lam: float = 0.1,
-    ridge: float = 0.0,
-) -> Algorithm:
-    """Every client has its own model w_m, regularised towards the mean over all M clients.
+    def server_update(
+        self, shared: Params, server: Params, uploads: Uploads
+    ) -> tuple[Params, Params]:
+        """All other clients did not change: the mean moves by the sum of changes over M."""
+        moved = trees.scale(uploads.participation, uploads.aggregate())
+        return add_change(shared, moved), server
 
-    The shared tree is that mean; an upload is the change of w_m in a round.
-    """
-    if lam < 0 or ridge < 0:
-        raise InputError(f"mtl: lam is {lam} and ridge {ridge}; neither may be negative")
-
-    def init(params: Params) -> tuple[Params, Params]:
-        return trees.pick(params, objective.trainable), params
-
-    def client_update(shared: Params, private: Params, work: Work) -> Update:
-        regularised = _regularise(objective, shared, lam=lam, ridge=ridge)
-        trained, loss = local_train(regularised, private, work, optimizer)
-        change = trees.subtract(trees.pick(trained, shared), trees.pick(private, shared))
-        return Update(change, trained, loss)
-
-    def aggregate(shared: Params, uploads: Params, weights: Tensor) -> Params:
-        # All other clients did not change: the mean over all M changes by this sum over M.
-        change = {name: changes.sum(0) / num_clients for name, changes in uploads.items()}
-        return trees.add(shared, change)
-
-    description = f"{optimizer.description}, lam={lam}, ridge={ridge}"
-    return Algorithm("mtl", init, client_update, aggregate, _own_model, description, num_clients)
-
-
-def _regularise(objective: Objective, mean: Params, *, lam: float, ridge: float) -> Objective:
-    """Add lam * ||w - mean||^2 + ridge * ||w||^2."""
-    origin = {name: 0 * tensor for name, tensor in mean.items()}
-    near_mean = with_proximal(objective, mean, 2 * lam)
-    return with_proximal(near_mean, origin, 2 * ridge)
-
-
-def _own_model(shared: Params, private: Params) -> Params:
-    return private
+    def personal(self, shared: Params, private: Params) -> Params:
+        """The client's own model."""
+        return trees.under_prefix(_OWN, private)

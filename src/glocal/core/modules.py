@@ -189,7 +189,9 @@ def _functional_call(
                 layer.calls = 0
             own = {prefix + name: tensor for name, tensor in tensors.items()}
             output = functional_call(called, own, (x,), tie_weights=False, strict=True)
-            return ((output, read_record()) if read_record else output), tensors
+            # what the module wrote into its buffers is in `own` now
+            after = {name: own[prefix + name] for name in tensors}
+            return ((output, read_record()) if read_record else output), after
 
     return call
 

@@ -125,7 +125,7 @@ def sample_available(plan: Plan, availability: Availability, round_index: int) -
 def batch_order(
     plan: Plan, size: int, round_index: int, client: int, *, lengths: IntArray | None = None
 ) -> IntArray:
-    """The order of a client's examples in local training (steps, batch); -1 is padding.
+    """The order of a client's examples in local training (epochs, steps, batch); -1 is padding.
 
     Only the end of an epoch has padding. Where the plan counts tokens, by the examples' `lengths`
     (size,), any batch may end in padding.
@@ -141,7 +141,7 @@ def batch_order(
                     lengths, rng, batch_size=plan.batch_size, max_tokens=plan.max_tokens
                 )
             )
-    return np.concatenate(epochs)
+    return np.stack(epochs)
 
 
 def client_batches(
@@ -192,10 +192,15 @@ def to_token_batches(
 
 
 def pad_and_stack(orders: Sequence[IntArray]) -> IntArray:
-    """Orders of many clients as one array (clients, steps, batch); short ones end in padding."""
-    steps = max(order.shape[0] for order in orders)
-    width = max(order.shape[1] for order in orders)
-    stacked = np.full((len(orders), steps, width), -1, dtype=np.int64)
+    """Orders of many clients as one array (clients, ..., batch); short ones end in padding.
+
+    Each axis is as long as the longest client's: every epoch is padded at its own end.
+
+    >>> pad_and_stack([np.array([[3]]), np.array([[1, 2], [0, -1]])]).tolist()
+    [[[3, -1], [-1, -1]], [[1, 2], [0, -1]]]
+    """
+    shape = np.max([order.shape for order in orders], axis=0)
+    stacked = np.full((len(orders), *shape), -1, dtype=np.int64)
     for place, order in zip(stacked, orders, strict=True):
-        place[: len(order), : order.shape[1]] = order
+        place[tuple(map(slice, order.shape))] = order
     return stacked

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,15 @@ from glocal.core.errors import InputError, describe_value, suggest_name
 from glocal.core.losses import IGNORED, Loss, PerExampleLoss, per_example_loss
 from glocal.core.metric import Metric
 from glocal.core.metric_library import MetricLike, find_metric
-from glocal.core.modules import Adapt, Predictor, feature_extractor, predictor, training_forward
+from glocal.core.modules import (
+    Adapt,
+    Predictor,
+    feature_extractor,
+    params_of,
+    predictor,
+    training_forward,
+)
+from glocal.core.split import layer_names
 from glocal.core.training import (
     Augment,
     ModelLoss,
@@ -20,9 +29,20 @@ from glocal.core.training import (
     require_trainable_names,
     with_augmentation,
 )
+from glocal.core.trees import Params
 from glocal.core.values import Values
 
 ENSEMBLES = ("mean", "probabilities", "votes")
+
+
+class Pretext(Protocol):
+    """Something else that a model learns in training, with a network of its own beside it."""
+
+    def params(self) -> Params:
+        """The network's tensors, under names that the model does not have."""
+
+    def extend(self, objective: Objective, model: nn.Module) -> Objective:
+        """The objective with the pretext's loss, and the network's tensors among the trainable."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +58,9 @@ class Task:
       their "mean", the mean of their "probabilities", or "votes".
     - `augment(x, key)` changes training inputs; evaluation does without.
     - `make_targets(x)` gives the targets where data have none; the inputs otherwise.
+    - `head` names the module that takes the representation; by default the last layer with weights.
+    - `pretext` is what the model learns from besides its targets.
+    - `has_ignored` says that some targets are -100, which do not count; `fit` finds out.
 
     >>> task = Task(nn.Linear(4, 2), nn.CrossEntropyLoss(), metrics=["accuracy"])
     >>> task.metric.name
@@ -52,6 +75,9 @@ class Task:
     ensemble: str = "mean"
     augment: Augment | None = None
     make_targets: Callable[[Values], Values] | None = None
+    head: str | None = None
+    pretext: Pretext | None = None
+    has_ignored: bool = False
 
     def __post_init__(self) -> None:
         _require_model(self.model)
@@ -63,6 +89,7 @@ class Task:
                 f"{suggest_name(str(self.ensemble), ENSEMBLES)}"
             )
         require_trainable_names(self.model)
+        _require_head(self.model, self.head)
         _require_names_once(self.all_metrics)
         assert self.per_example is not None
 
@@ -73,7 +100,7 @@ class Task:
     @cached_property
     def per_example(self) -> PerExampleLoss:
         """The loss without reduction."""
-        return per_example_loss(self.loss)
+        return per_example_loss(self.loss, has_ignored=self.has_ignored)
 
     @cached_property
     def all_metrics(self) -> tuple[Metric, ...]:
@@ -95,15 +122,41 @@ class Task:
             raise InputError(f"task: there is no metric '{name}'; {suggest_name(name, known)}")
         return known[name]
 
-    def objective(self, *, has_ignored: bool = False) -> Objective:
-        """What training minimises; `has_ignored` says that some targets do not count."""
-        loss = per_example_loss(self.loss, has_ignored=True) if has_ignored else self.per_example
+    @cached_property
+    def objective(self) -> Objective:
+        """What training minimises: one object, so that its steps are traced once."""
         forward = training_forward(self.model, self.forward)
-        trainable = require_trainable_names(self.model)
-        objective = Objective(ModelLoss(self.model, forward, loss, self.forward), trainable)
-        return with_augmentation(objective, self.augment) if self.augment else objective
+        loss = ModelLoss(self.model, forward, self.per_example, self.forward)
+        objective = Objective(loss, require_trainable_names(self.model))
+        if self.augment:
+            objective = with_augmentation(objective, self.augment)
+        return self.pretext.extend(objective, self.model) if self.pretext else objective
 
-    def predictor(self) -> Predictor:
+    @property
+    def trainable(self) -> frozenset[str]:
+        """The names of the tensors that may train."""
+        return self.objective.trainable
+
+    @cached_property
+    def head_name(self) -> str:
+        """The module that takes the representation."""
+        if self.head is not None:
+            return self.head
+        layers = layer_names(self.model)
+        if len(layers) < 2:
+            raise InputError(
+                f"task: {type(self.model).__name__} has {len(layers)} layer with weights, and a "
+                "head needs a body before it; name the head with head="
+            )
+        return layers[-1]
+
+    def initial_params(self) -> Params:
+        """A copy of all tensors that are not frozen, those of a pretext's network included."""
+        own = params_of(self.model)
+        return own if self.pretext is None else {**own, **self.pretext.params()}
+
+    @cached_property
+    def predict(self) -> Predictor:
         """(params, x, mask) -> output, as in `model.eval()`."""
         return predictor(self.model, self.forward)
 
@@ -251,6 +304,14 @@ def _require_model(model: object) -> None:
 def _require_function(name: str, value: object) -> None:
     if value is not None and not callable(value):
         raise InputError(f"task: {name} is {describe_value(value)}; a function was expected")
+
+
+def _require_head(model: nn.Module, head: object) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    if head is not None and head not in names:
+        raise InputError(
+            f"task: head is {describe_value(head)}; {suggest_name(str(head), names)}"
+        )
 
 
 def _require_names_once(metrics: Sequence[Metric]) -> None:

@@ -1,6 +1,6 @@
 """Local training of one client: the only training loop."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -31,20 +31,100 @@ class Batch(NamedTuple):
     key: Tensor
 
 
-class Work(NamedTuple):
-    """The work of one client in one round, with key () and round_index ().
+class WeightedSum(NamedTuple):
+    """A mean that merges over steps, clients and processes: total / weight, each ()."""
 
-    order (steps, batch) holds row numbers of the examples; -1 is padding. The first `full_steps`
-    steps are known to have real rows, so they need no guard. `trainer`, if an engine sets one, is a
-    faster way to take the same steps.
+    total: Tensor
+    weight: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean; 0 where nothing was counted."""
+        return torch.where(self.weight > 0, self.total / self.weight.clamp(min=1e-12), 0.0)
+
+
+class Work(NamedTuple):
+    """The work of one client in one round, or of many with one more axis in front.
+
+    order (epochs, steps, batch) holds row numbers of the examples; -1 is padding. Every epoch is
+    padded at its own end, so that a round can be cut at its epochs. key () is that of the client's
+    round; keys (epochs, steps) seed each step, and do not depend on the padding. `pad_row` () is a row of the client's
+    own, which stands where padding would be read. The first `full_steps` steps of every epoch are
+    known to have real rows, so they need no guard. `trainer`, if an engine sets one, is a faster
+    way to take the same steps.
     """
 
     examples: Examples
     order: Tensor
     key: Tensor
+    keys: Tensor
+    pad_row: Tensor
     round_index: Tensor
     full_steps: int = 0
     trainer: "LocalTrainer | None" = None
+
+    @classmethod
+    def of(
+        cls,
+        examples: Examples,
+        order: Tensor,
+        key: Tensor,
+        round_index: Tensor,
+        *,
+        full_steps: int = 0,
+        trainer: "LocalTrainer | None" = None,
+    ) -> "Work":
+        """From the key () of the client's round."""
+        pad_row = order[..., 0, 0, 0].clamp(min=0)
+        keys = _step_keys(key, order)
+        return cls(examples, order, key, keys, pad_row, round_index, full_steps, trainer)
+
+    @property
+    def flat_order(self) -> Tensor:
+        """The order without epochs (..., steps, batch)."""
+        return self.order.flatten(-3, -2)
+
+    @property
+    def flat_keys(self) -> Tensor:
+        """The keys without epochs (..., steps)."""
+        return self.keys.flatten(-2)
+
+    @property
+    def num_steps(self) -> Tensor:
+        """The number of steps that are not padding ()."""
+        return (self.order >= 0).any(-1).sum((-2, -1))
+
+    def epochs(self, start: int, stop: int | None = None) -> "Work":
+        """Some of the epochs."""
+        cut = slice(start, stop)
+        return self._replace(order=self.order[cut], keys=self.keys[cut])
+
+    def steps(self) -> "Iterator[Work]":
+        """The work of each step alone."""
+        for epoch in range(self.order.shape[0]):
+            for step in range(self.order.shape[1]):
+                yield self._replace(
+                    order=self.order[epoch : epoch + 1, step : step + 1],
+                    keys=self.keys[epoch : epoch + 1, step : step + 1],
+                    full_steps=int(step < self.full_steps),
+                )
+
+    def needs_guard(self, step: int) -> bool:
+        """Whether a step, counted over all epochs, may be padding."""
+        return step % self.order.shape[-2] >= self.full_steps
+
+
+def _step_keys(key: Tensor, order: Tensor) -> Tensor:
+    """The key of every step (..., epochs, steps) from a client's key (...).
+
+    A step is addressed by its number among the client's own: padding does not count, or the numbers
+    would depend on who else is in the batch.
+    """
+    epochs, steps = order.shape[-3:-1]
+    own_steps = (order[..., 0, :, :] >= 0).any(-1).sum(-1)[..., None, None]
+    epoch = torch.arange(epochs, device=order.device)[:, None]
+    step = torch.arange(steps, device=order.device)
+    return random.fold_in(key[..., None, None], epoch * own_steps + step)
 
 
 LossFn = Callable[[Params, Batch], tuple[Tensor, Params]]
@@ -60,17 +140,20 @@ class Proximal(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a client minimises: a loss plus proximal terms.
+    """What a client minimises: a loss plus proximal terms, and a constant in its gradient.
 
-    The loss is a function loss(params, batch) -> (value, buffers after the step).
+    The loss is a function loss(params, batch) -> (value, buffers after the step). `trainable` names
+    the tensors that training may change. `linear` is added to the gradient, as by a term
+    <linear, params>; it is no part of the value.
 
-    `trainable` names the tensors that training may change. Tensors that differ between clients
-    belong in `proximal`, because all clients have the same loss function.
+    Engines read an objective as data. Tensors that differ between clients belong in `proximal` and
+    `linear`, because all clients have the same loss function.
     """
 
     loss: LossFn
     trainable: frozenset[str]
     proximal: tuple[Proximal, ...] = ()
+    linear: Params = {}  # noqa: RUF012  (never changed)
 
     def value(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """The loss plus all proximal terms (), and the buffers after the step."""
@@ -80,14 +163,37 @@ class Objective(NamedTuple):
             total = total + strength / 2 * distance
         return total, buffers
 
+    def only(self, names: Iterable[str]) -> "Objective":
+        """Train these tensors alone."""
+        return self._replace(trainable=self.trainable & frozenset(names))
+
+    def near(self, anchor: Params, strength: float) -> "Objective":
+        """Add strength/2 * ||params - anchor||^2 over the trainable tensors."""
+        term = Proximal(trees.pick(anchor, self.trainable), strength)
+        return self._replace(proximal=(*self.proximal, term))
+
+    def plus_linear(self, direction: Params) -> "Objective":
+        """Add <direction, params> over the trainable tensors."""
+        summed = dict(self.linear)
+        for name, tensor in trees.pick(direction, self.trainable).items():
+            summed[name] = summed[name] + tensor if name in summed else tensor
+        return self._replace(linear=summed)
+
+
+class Trained(NamedTuple):
+    """The result of local training: all params, and the loss over the examples of all steps."""
+
+    params: Params
+    loss: WeightedSum
+
 
 class LocalTrainer(Protocol):
-    """Another implementation of `local_train`; it returns None for an objective beyond it."""
+    """Another implementation of `local_train`; it returns None for a request beyond it."""
 
     def __call__(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
-    ) -> tuple[Params, Tensor] | None:
-        """Trained params and the mean loss over examples ()."""
+    ) -> Trained | None:
+        """Trained params and the loss."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +231,6 @@ def require_trainable_names(model: nn.Module) -> frozenset[str]:
     if not trainable:
         raise InputError("model: every parameter is frozen; there is nothing to train")
     return trainable
-
-
-def with_proximal(objective: Objective, anchor: Params, strength: float) -> Objective:
-    """Add strength/2 * ||params - anchor||^2 over the trainable tensors."""
-    term = Proximal(trees.pick(anchor, objective.trainable), strength)
-    return objective._replace(proximal=(*objective.proximal, term))
 
 
 def with_augmentation(objective: Objective, augment: Augment) -> Objective:
@@ -191,18 +291,19 @@ class _TrainState(NamedTuple):
 
 def local_train(
     objective: Objective, params: Params, work: Work, optimizer: Optimizer
-) -> tuple[Params, Tensor]:
-    """Train params by all steps of the work; returns them and the mean loss over examples ().
+) -> Trained:
+    """Train params by all steps of the work: the only place with gradient steps.
 
-    A padded step is the identity: without the guard, momentum would go on moving the params of a
-    client that has no more data, while clients with more data train in the same batch.
+    The optimizer starts anew. A padded step is the identity: without the guard, momentum would go
+    on moving the params of a client that has no more data, while clients with more data train in
+    the same batch.
     """
     if work.trainer:
-        result = work.trainer(objective, params, work, optimizer)
-        if result is not None:
-            return result
+        trained = work.trainer(objective, params, work, optimizer)
+        if trained is not None:
+            return trained
     state = _initial_state(objective, params, optimizer)
-    losses = []
+    losses: list[Tensor] = []
     for step, batch in enumerate(batches(work)):
         before = state
         grads, loss, buffers = compute_grads(objective, state.trainable, state.fixed, batch)
@@ -210,11 +311,11 @@ def local_train(
             state.trainable, grads, state.opt_state, work.round_index
         )
         state = _TrainState(trainable, opt_state, {**state.fixed, **buffers})
-        if step >= work.full_steps:
+        if work.needs_guard(step):
             state = _where_state(batch.mask.any(), state, before)
         losses.append(loss)
-    trained = {**state.trainable, **state.fixed}
-    return {name: trained[name] for name in params}, mean_example_loss(losses, work.order)
+    after = {**state.trainable, **state.fixed}
+    return Trained({name: after[name] for name in params}, sum_losses(losses, work.flat_order))
 
 
 def _initial_state(objective: Objective, params: Params, optimizer: Optimizer) -> _TrainState:
@@ -234,21 +335,17 @@ def _where_state(condition: Tensor, after: _TrainState, before: _TrainState) -> 
 
 
 def batches(work: Work) -> Iterator[Batch]:
-    """The batch of each step; a padded row is a masked copy of the client's first row."""
-    rows, mask, keys = step_indices(work.order, work.key)
+    """The batch of each step; a padded row is a masked copy of a row of the client's own."""
+    rows, mask = row_indices(work.flat_order, work.pad_row)
+    keys = work.flat_keys
     for step in range(len(rows)):
         yield take_batch(work.examples, rows[step], mask[step], keys[step])
 
 
-def step_indices(order: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and mask (..., steps, batch) and keys (..., steps) of all steps.
-
-    For one client, or for many with more axes in front.
-    """
+def row_indices(order: Tensor, pad_row: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and mask (..., steps, batch) of all steps, of one client or of many (...)."""
     mask = order >= 0
-    steps = torch.arange(order.shape[-2], device=order.device)
-    rows = torch.where(mask, order, order[..., :1, :1])
-    return rows, mask, random.fold_in(key[..., None], steps)
+    return torch.where(mask, order, pad_row[..., None, None]), mask
 
 
 def take_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) -> Batch:
@@ -258,32 +355,32 @@ def take_batch(examples: Examples, rows: Tensor, mask: Tensor, key: Tensor) -> B
     return Batch(x, y, None if examples.group is None else examples.group[rows], mask, key)
 
 
-def precompute_augmented(
-    augment: Augment, examples: Examples, order: Tensor, key: Tensor
-) -> tuple[Examples, Tensor]:
-    """All augmented examples of a round in a row, and an order (..., steps, batch) of them.
+def precompute_augmented(augment: Augment, work: Work) -> Work:
+    """The same work on examples that are augmented in advance, all of a round in a row.
 
     For one client or for many. Training on them without augmentation takes the same steps as
     training with augmentation.
     """
-    rows, mask, keys = step_indices(order, key)
-    for _ in range(keys.dim()):
+    order = work.flat_order
+    rows, mask = row_indices(order, work.pad_row)
+    for _ in range(work.flat_keys.dim()):
         augment = torch.vmap(augment)
-    x, y, _ = take_batch(examples, rows, mask, keys)[:3]
-    augmented = augment(x, random.fold_in(keys, _AUGMENTATION)).flatten(0, order.dim() - 1)
+    x, y, _ = take_batch(work.examples, rows, mask, work.flat_keys)[:3]
+    augmented = augment(x, random.fold_in(work.flat_keys, _AUGMENTATION))
     places = torch.arange(order.numel(), device=order.device).reshape(order.shape)
-    return Examples(augmented, y.flatten(), None), torch.where(mask, places, -1)
+    return work._replace(
+        examples=Examples(augmented.flatten(0, order.dim() - 1), y.flatten(), None),
+        order=torch.where(mask, places, -1).reshape(work.order.shape),
+        pad_row=places[..., 0, 0],
+    )
 
 
-def mean_example_loss(losses: Sequence[Tensor], order: Tensor) -> Tensor:
-    """The mean (...) over examples of the losses (...) of all steps.
-
-    Each step is weighted by its number of real rows in order (..., steps, batch).
-    """
+def sum_losses(losses: Sequence[Tensor], order: Tensor) -> WeightedSum:
+    """The losses (...) of all steps, each counted by its real rows in order (..., steps, batch)."""
     counts = (order >= 0).sum(-1)
     values = torch.stack(list(losses), -1)
     real = torch.where(counts > 0, values, torch.zeros_like(values))  # a padded step has no loss
-    return (real * counts).sum(-1) / counts.sum(-1).clamp(min=1)
+    return WeightedSum((real * counts).sum(-1), counts.sum(-1).to(values.dtype))
 
 
 def compute_grads(
@@ -295,4 +392,6 @@ def compute_grads(
         return objective.value({**weights, **fixed}, batch)
 
     grads, (value, buffers) = grad_and_value(loss, has_aux=True)(trainable)
+    for name, direction in objective.linear.items():
+        grads[name] = grads[name] + direction
     return grads, value, buffers

@@ -26,6 +26,45 @@ def pick(tree: Params, names: Iterable[str]) -> Params:
     return {name: tensor for name, tensor in tree.items() if name in chosen}
 
 
+def drop(tree: Params, names: Iterable[str]) -> Params:
+    """The part of a tree without these names, in the tree's own order."""
+    dropped = frozenset(names)
+    return {name: tensor for name, tensor in tree.items() if name not in dropped}
+
+
+def with_prefix(prefix: str, tree: Params) -> Params:
+    """The same tensors, with a prefix to their names."""
+    return {prefix + name: tensor for name, tensor in tree.items()}
+
+
+def under_prefix(prefix: str, tree: Params) -> Params:
+    """The tensors under a prefix, without it.
+
+    >>> under_prefix("own/", {"own/w": torch.zeros(1), "w": torch.ones(1)})
+    {'w': tensor([0.])}
+    """
+    part = {}
+    for name, tensor in tree.items():
+        if name.startswith(prefix):
+            part[name.removeprefix(prefix)] = tensor
+    return part
+
+
+def without_prefix(prefix: str, tree: Params) -> Params:
+    """The tensors that are not under a prefix."""
+    return {name: tensor for name, tensor in tree.items() if not name.startswith(prefix)}
+
+
+def zeros_like(tree: Params) -> Params:
+    """Zeros of the same shapes and types."""
+    return {name: torch.zeros_like(tensor) for name, tensor in tree.items()}
+
+
+def scale(factor: float | Tensor, tree: Params) -> Params:
+    """Every tensor times a factor."""
+    return {name: factor * tensor for name, tensor in tree.items()}
+
+
 def merge(*trees: Params) -> Params:
     """One tree from several that have no name in common."""
     merged: Params = {}

@@ -16,7 +16,7 @@ from glocal.datasets.partitions import (
 )
 from glocal.datasets.sources import (
     fetch_source,
-    load,
+    load_dataset,
     load_any,
     load_texts,
     source_status,
@@ -37,7 +37,7 @@ __all__ = [
     "dirichlet",
     "fetch_source",
     "iid",
-    "load",
+    "load_dataset",
     "load_any",
     "load_texts",
     "natural",

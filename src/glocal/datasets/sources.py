@@ -25,7 +25,7 @@ from glocal.datasets.loaders import LocalFiles
 from glocal.datasets.texts import Texts, read_texts
 
 
-def load(name: str, *, report: ProgressCallback = no_progress) -> Dataset:
+def load_dataset(name: str, *, report: ProgressCallback = no_progress) -> Dataset:
     """Load a data set by name; download it first if necessary.
 
     >>> load("digits").train.x.shape

@@ -39,7 +39,7 @@ def model() -> nn.Module:
 
 def data(client: int):
     """One client's own examples (x, y). On a real client, read its files and ignore `client`."""
-    digits = glocal.load("digits")
+    digits = glocal.load_dataset("digits")
     shards = glocal.shards(NUM_PARTITIONS, 2)
     federated = glocal.FederatedData.partition(digits, shards, validation=0.0, seed=0)
     own = federated.train.of(client % NUM_PARTITIONS)

@@ -10,7 +10,7 @@ method once, with the bare tensors and with the place of the axis of clients in 
 returns is wrapped again, and the algorithm goes on as if one client had been trained.
 
 Invariant: whatever may differ from client to client is an argument of `apply`: weights, anchors of
-proximal terms, order and keys. Everything else goes into the `_RequestTemplate` and must be the
+proximal and linear terms, order, keys and pad rows. Everything else goes into the `_RequestTemplate` and must be the
 same for all clients. A loss or an optimizer that holds tensors of the call that made it would carry
 wrapped tensors out of their `vmap`; such training is declined, see `is_traceable`.
 
@@ -36,10 +36,12 @@ from glocal.core.training import (
     ModelLoss,
     Objective,
     Proximal,
+    Trained,
+    WeightedSum,
     Work,
-    mean_example_loss,
     precompute_augmented,
-    step_indices,
+    row_indices,
+    sum_losses,
     take_batch,
 )
 from glocal.core.trees import Params
@@ -61,22 +63,18 @@ StepCompiler = Callable[[FlatStep], FlatStep]
 
 
 class TrainingRequest(NamedTuple):
-    """Local training of many clients.
+    """Local training of many clients: the arguments of `local_train` with clients in front.
 
-    Trees are (clients, ...), order (clients, steps, batch), key (clients,), round_index ().
+    Trees are (clients, ...), as are order, keys and pad rows of the work; its round index is ().
     """
 
     objective: Objective
-    optimizer: Optimizer
     params: Params
-    examples: Examples
-    order: Tensor
-    key: Tensor
-    round_index: Tensor
-    full_steps: int
+    work: Work
+    optimizer: Optimizer
 
 
-TrainClients = Callable[[TrainingRequest], tuple[Params, Tensor]]
+TrainClients = Callable[[TrainingRequest], Trained]
 
 
 class BatchedTraining:
@@ -92,22 +90,24 @@ class BatchedTraining:
 
     def __call__(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
-    ) -> tuple[Params, Tensor] | None:
-        """Trained params and the mean loss (); None if it declines."""
+    ) -> Trained | None:
+        """Trained params and the loss; None if it declines."""
         is_known = is_traceable(objective.loss) and isinstance(optimizer, SGD | Adam)
         if not (is_known or self.skip_check):
             return None
-        anchors: list[Tensor] = []
+        constants: list[Tensor] = []
         for term in objective.proximal:
-            anchors += term.anchor.values()
+            constants += term.anchor.values()
+        constants += objective.linear.values()
         names = tuple(params)
         template = _RequestTemplate(
             self.train, objective, optimizer, names, work.examples, work.full_steps
         )
-        *trained, loss = _LeaveVmap.apply(  # type: ignore[no-untyped-call]
-            template, *params.values(), *anchors, work.order, work.key, work.round_index
+        per_client = (*params.values(), *constants, work.order, work.keys, work.pad_row)
+        *trained, total, weight = _LeaveVmap.apply(  # type: ignore[no-untyped-call]
+            template, *per_client, work.round_index
         )
-        return dict(zip(names, trained, strict=True)), loss
+        return Trained(dict(zip(names, trained, strict=True)), WeightedSum(total, weight))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,23 +123,18 @@ class _RequestTemplate:
 
     def request(self, tensors: Sequence[Tensor]) -> TrainingRequest:
         """The request with these bare tensors, in the order of `_LeaveVmap.apply`."""
-        *rest, order, key, round_index = tensors
+        *rest, order, keys, pad_row, round_index = tensors
         values = iter(rest)
         params = {name: next(values) for name in self.names}
         proximal = []
         for term in self.objective.proximal:
             anchor = {name: next(values) for name in term.anchor}
             proximal.append(Proximal(anchor, term.strength))
-        return TrainingRequest(
-            self.objective._replace(proximal=tuple(proximal)),
-            self.optimizer,
-            params,
-            self.examples,
-            order,
-            key,
-            round_index,
-            self.full_steps,
-        )
+        linear = {name: next(values) for name in self.objective.linear}
+        objective = self.objective._replace(proximal=tuple(proximal), linear=linear)
+        key = keys[..., 0, 0]  # of no meaning: training reads the keys of steps
+        work = Work(self.examples, order, key, keys, pad_row, round_index, self.full_steps)
+        return TrainingRequest(objective, params, work, self.optimizer)
 
 
 class _LeaveVmap(torch.autograd.Function):
@@ -161,8 +156,8 @@ class _LeaveVmap(torch.autograd.Function):
         bare = []
         for tensor, axis in zip(per_client, in_dims[1:-1], strict=True):
             bare.append(_clients_first(tensor, axis, info.batch_size))
-        params, loss = template.train(template.request([*bare, round_index]))
-        outputs = (*params.values(), loss)
+        params, (total, weight) = template.train(template.request([*bare, round_index]))
+        outputs = (*params.values(), total, weight)
         return outputs, (0,) * len(outputs)
 
 
@@ -181,18 +176,21 @@ class TracedBatchedTraining:
         self.conv_as_matmul = conv_as_matmul
         self.steps: dict[Hashable, FlatStep] = {}
 
-    def __call__(self, request: TrainingRequest) -> tuple[Params, Tensor]:
+    def __call__(self, request: TrainingRequest) -> Trained:
         """Trained params (clients, ...) and losses (clients,)."""
-        init = torch.vmap(request.optimizer.init)
-        state = StepState.start(request.params, request.objective.trainable, init)
-        rows, mask, keys = step_indices(request.order, request.key)
+        init, objective, work = torch.vmap(request.optimizer.init), request.objective, request.work
+        state = StepState.start(request.params, objective.trainable, init)
+        order, keys = work.flat_order, work.flat_keys
+        rows, mask = row_indices(order, work.pad_row)
         losses: list[Tensor] = []
-        for step in range(request.order.shape[1]):
-            batch = take_batch(request.examples, rows[:, step], mask[:, step], keys[:, step])
-            inputs = StepInputs(state, request.objective.proximal, batch, request.round_index)
-            state, loss = self._take_step(request, inputs, guard=step >= request.full_steps)
+        for step in range(order.shape[1]):
+            batch = take_batch(work.examples, rows[:, step], mask[:, step], keys[:, step])
+            inputs = StepInputs(
+                state, objective.proximal, objective.linear, batch, work.round_index
+            )
+            state, loss = self._take_step(request, inputs, guard=work.needs_guard(step))
             losses.append(loss)
-        return state.params(like=request.params), mean_example_loss(losses, request.order)
+        return Trained(state.params(like=request.params), sum_losses(losses, order))
 
     def _take_step(
         self, request: TrainingRequest, inputs: StepInputs, *, guard: bool
@@ -229,7 +227,7 @@ class FusedGpuTraining:
     def __init__(self, precision: str) -> None:
         self.precision = precision
 
-    def __call__(self, request: TrainingRequest) -> tuple[Params, Tensor]:
+    def __call__(self, request: TrainingRequest) -> Trained:
         """Trained params (clients, ...) and losses (clients,)."""
         try:
             return self._train(self._chain(request), _with_augmented_examples(request))
@@ -239,39 +237,45 @@ class FusedGpuTraining:
             message = f"the fused steps cannot be compiled here ({describe_error(error)})"
             raise RuntimeError(message) from error
 
-    def _train(self, chain: LayerChain, request: TrainingRequest) -> tuple[Params, Tensor]:
-        sgd = request.optimizer
+    def _train(self, chain: LayerChain, request: TrainingRequest) -> Trained:
+        sgd, work = request.optimizer, request.work
         assert isinstance(sgd, SGD)
-        return local_train_batched(
+        order = work.flat_order
+        params, losses = local_train_batched(
             chain,
             request.params,
-            request.examples.x,
-            request.examples.y,
-            request.order,
-            lr=sgd.lr_at(request.round_index) if sgd.has_lr_schedule else sgd.lr,
+            work.examples.x,
+            work.examples.y,
+            order,
+            lr=sgd.lr_at(work.round_index) if sgd.has_lr_schedule else sgd.lr,
             momentum=sgd.momentum,
             weight_decay=sgd.weight_decay,
             proximal=request.objective.proximal,
             precision="tf32" if self.precision == "tf32" else "fp32",
         )
+        counts = (order >= 0).sum((-2, -1)).to(losses.dtype)
+        return Trained(params, WeightedSum(losses * counts, counts))
 
     def _chain(self, request: TrainingRequest) -> LayerChain:
         """The model as a chain of layers.
 
         It is checked for every request: one algorithm may train the whole model, then its head.
         """
-        one_example = request._replace(order=request.order[:1, :1, :1], key=request.key[:1])
-        request = _with_augmented_examples(one_example)
-        loss = request.objective.loss
-        if reason := unsupported_data(loss, request.examples):
+        work = request.work
+        one_example = work._replace(
+            order=work.order[:1, :1, :1, :1], keys=work.keys[:1, :1, :1], pad_row=work.pad_row[:1]
+        )
+        request = _with_augmented_examples(request._replace(work=one_example))
+        objective, examples = request.objective, request.work.examples
+        if reason := unsupported_data(objective.loss, examples):
             raise NotImplementedError(reason)
-        shape = tuple(request.examples.x.shape[1:])
-        dtype = _common_dtype([*request.params.values(), request.examples.x])
-        reason = unsupported_reason(request.objective, request.optimizer, shape, dtype)
+        shape = tuple(examples.x.shape[1:])
+        dtype = _common_dtype([*request.params.values(), examples.x])
+        reason = unsupported_reason(objective, request.optimizer, shape, dtype)
         if reason:
             raise NotImplementedError(reason)
-        assert isinstance(loss, ModelLoss)
-        return parse_chain(loss.model, shape)
+        assert isinstance(objective.loss, ModelLoss)
+        return parse_chain(objective.loss.model, shape)
 
 
 def _common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -285,8 +289,6 @@ def _with_augmented_examples(request: TrainingRequest) -> TrainingRequest:
     loss = request.objective.loss
     if type(loss) is not AugmentedLoss:
         return request
-    examples, order = precompute_augmented(
-        loss.augment, request.examples, request.order, request.key
-    )
     objective = request.objective._replace(loss=loss.inner)
-    return request._replace(objective=objective, examples=examples, order=order)
+    work = precompute_augmented(loss.augment, request.work)
+    return request._replace(objective=objective, work=work)

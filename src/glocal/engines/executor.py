@@ -138,7 +138,7 @@ class Executor(Generic[ResultT]):
         assert self.execution_plan is not None
         if self.execution_plan.engine in ("vmapped", "graphed"):
             size = self.config.chunk_size or _max_chunk(tasks[0], examples.device)
-            chunks = _chunks([len(task.order) for task in tasks], size)
+            chunks = _chunks([task.num_steps for task in tasks], size)
             if len(chunks) > 1:
                 return _run_chunks(self.engine, chunks, tasks, examples, round_index)
         return self.engine(tasks, examples, round_index)

@@ -85,6 +85,7 @@ class StepInputs(NamedTuple):
 
     state: StepState
     proximal: tuple[Proximal, ...]
+    linear: Params
     batch: Batch
     round_index: Tensor
 
@@ -92,8 +93,8 @@ class StepInputs(NamedTuple):
 class StepSignature(NamedTuple):
     """The names behind a flat list of tensors.
 
-    A step's input is: state, anchors of the proximal terms, batch, round index. Its output is:
-    state, loss. The state stands first in both, in the same order.
+    A step's input is: state, anchors of the proximal terms, linear term, batch, round index. Its
+    output is: state, loss. The state stands first in both, in the same order.
     """
 
     trainable: Names
@@ -101,6 +102,7 @@ class StepSignature(NamedTuple):
     buffers: Names
     anchors: tuple[Names, ...]
     strengths: tuple[float, ...]
+    linear: Names
     batch: BatchForm
 
     @classmethod
@@ -110,7 +112,8 @@ class StepSignature(NamedTuple):
         anchors = tuple(tuple(term.anchor) for term in inputs.proximal)
         strengths = tuple(term.strength for term in inputs.proximal)
         form = BatchForm.of(inputs.batch)
-        return cls(trainable, opt_state, buffers, anchors, strengths, form)
+        linear = tuple(inputs.linear)
+        return cls(trainable, opt_state, buffers, anchors, strengths, linear, form)
 
     @property
     def num_state(self) -> int:
@@ -120,13 +123,14 @@ class StepSignature(NamedTuple):
     @property
     def batch_offset(self) -> int:
         """Where the batch begins in the list of inputs."""
-        return self.num_state + sum(map(len, self.anchors))
+        return self.num_state + sum(map(len, self.anchors)) + len(self.linear)
 
     def flatten(self, inputs: StepInputs) -> list[Tensor]:
         """All inputs of a step in one list."""
         tensors = self.flatten_state(inputs.state)
         for term, names in zip(inputs.proximal, self.anchors, strict=True):
             tensors += _pick(term.anchor, names)
+        tensors += _pick(inputs.linear, self.linear)
         tensors += flatten_batch(inputs.batch)
         return [*tensors, inputs.round_index]
 
@@ -145,8 +149,10 @@ class StepSignature(NamedTuple):
         for names, strength in zip(self.anchors, self.strengths, strict=True):
             anchor = {name: next(rest) for name in names}
             proximal.append(Proximal(anchor, strength))
+        linear = {name: next(rest) for name in self.linear}
         batch = self.batch.unflatten(rest)
-        return StepInputs(self.unflatten_state(tensors), tuple(proximal), batch, next(rest))
+        state = self.unflatten_state(tensors)
+        return StepInputs(state, tuple(proximal), linear, batch, next(rest))
 
     def unflatten_state(self, tensors: Sequence[Tensor]) -> StepState:
         """The state at the beginning of a list."""
@@ -202,9 +208,8 @@ def _take_step(
     objective: Objective, optimizer: Optimizer, inputs: StepInputs
 ) -> tuple[StepState, Tensor]:
     state = inputs.state
-    grads, loss, buffers = compute_grads(
-        objective._replace(proximal=inputs.proximal), state.trainable, state.buffers, inputs.batch
-    )
+    own = objective._replace(proximal=inputs.proximal, linear=inputs.linear)
+    grads, loss, buffers = compute_grads(own, state.trainable, state.buffers, inputs.batch)
     trainable, opt_state = optimizer.step(
         state.trainable, grads, state.opt_state, inputs.round_index
     )

@@ -44,6 +44,7 @@ class GraphKey(NamedTuple):
 
     clients: int
     shared: int
+    epochs: int
     steps: int
     batch: int
     full_steps: int
@@ -126,7 +127,7 @@ class _CapturedRound:
         self.private = _zeros(task.private, key.clients, device)
         self.shared_index = _int_buffer(device, key.clients)
         self.key = _int_buffer(device, key.clients)
-        self.order = _int_buffer(device, key.clients, key.steps, key.batch)
+        self.order = _int_buffer(device, key.clients, key.epochs, key.steps, key.batch)
         self.round_index = _int_buffer(device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Any = None
@@ -147,8 +148,13 @@ class _CapturedRound:
 
     def run(self) -> Any:
         """The round, launched kernel by kernel."""
-        work = Work(
-            self.examples, self.order, self.key, self.round_index, self.full_steps, self.trainer
+        work = Work.of(
+            self.examples,
+            self.order,
+            self.key,
+            self.round_index,
+            full_steps=self.full_steps,
+            trainer=self.trainer,
         )
         # indexing, not Python: a replay must read today's `shared_index`
         shared = {name: tensor[self.shared_index] for name, tensor in self.shared.items()}
@@ -166,7 +172,7 @@ class _CapturedRound:
 
 
 def _pad_tasks(tasks: Sequence[ClientTask]) -> tuple[Sequence[ClientTask], IntArray]:
-    """Tasks and orders (clients, steps, batch), padded to one of few shapes if they are unequal.
+    """Tasks and orders (clients, epochs, steps, batch), padded to one of few shapes if they are unequal.
 
     A shape that repeats can be replayed. Missing clients and missing steps are filled with
     padding. The shape depends on these tasks alone, so that a run that was stopped and resumed
@@ -178,8 +184,9 @@ def _pad_tasks(tasks: Sequence[ClientTask]) -> tuple[Sequence[ClientTask], IntAr
     missing_tasks = _round_up(len(tasks)) - len(tasks)
     tasks = [*tasks, *[idle] * missing_tasks]
     orders = pad_and_stack([task.order for task in tasks])
-    missing_steps = _round_up(orders.shape[1]) - orders.shape[1]
-    return tasks, np.pad(orders, ((0, 0), (0, missing_steps), (0, 0)), constant_values=-1)
+    missing_steps = _round_up(orders.shape[2]) - orders.shape[2]
+    padding = ((0, 0), (0, 0), (0, missing_steps), (0, 0))
+    return tasks, np.pad(orders, padding, constant_values=-1)
 
 
 def _round_up(number: int) -> int:
@@ -193,7 +200,7 @@ def _round_up(number: int) -> int:
 
 
 def _graph_key(tasks: Sequence[ClientTask], orders: IntArray, examples: Examples) -> GraphKey:
-    clients, steps, batch = orders.shape
+    clients, epochs, steps, batch = orders.shape
     full_steps = count_full_steps(orders)
     if full_steps < steps:
         # among unequal clients this number changes from round to round: count no step as full
@@ -201,6 +208,7 @@ def _graph_key(tasks: Sequence[ClientTask], orders: IntArray, examples: Examples
     return GraphKey(
         clients=clients,
         shared=len({id(task.shared) for task in tasks}),
+        epochs=epochs,
         steps=steps,
         batch=batch,
         full_steps=full_steps,

@@ -24,7 +24,7 @@ from glocal.engines.config import (
 from glocal.engines.conv_matmul import ConvAsMatmul
 from glocal.engines.factory import build_engine
 from glocal.engines.fused.compiler import NoFusedStepError
-from glocal.engines.protocol import ClientFunction, ClientTask
+from glocal.engines.protocol import ClientFunction, ClientTask, first_steps
 
 _MIN_STEPS_TO_MEASURE = 300  # steps, one after the other, in the whole run
 _MIN_STEPS_TO_COMPILE = 20_000
@@ -53,11 +53,11 @@ class ProbeSetup(NamedTuple):
         """
         limit = len(self.tasks) if self.examples.device.type == "cuda" else _PROBE_CLIENTS
         tasks = self.tasks[: min(limit, self.config.chunk_size or limit)]
-        return [task._replace(order=task.order[:_PROBE_STEPS]) for task in tasks]
+        return [first_steps(task, _PROBE_STEPS) for task in tasks]
 
     def max_steps(self) -> int:
         """The number of steps of the longest task."""
-        return max(len(task.order) for task in self.tasks)
+        return max(task.num_steps for task in self.tasks)
 
     def cache_key(self) -> str:
         """A hash of everything that the fastest plan depends on."""
@@ -65,7 +65,7 @@ class ProbeSetup(NamedTuple):
         parts = (
             _named_shapes(first.shared) + _named_shapes(first.private),
             (len(self.tasks), self.config.chunk_size),
-            first.order.shape[1],
+            first.order.shape[2],
             self.max_steps(),
             describe_form(self.examples.x),
             self._environment(),
@@ -163,7 +163,7 @@ def _plans_with_fused(engine: str, setup: ProbeSetup, *, fused: bool) -> list[Ex
 def _failure_reason(execution_plan: ExecutionPlan, setup: ProbeSetup) -> str:
     """Why a plan does not run here; empty if it does."""
     engine = build_engine(setup.function, execution_plan, setup.config)
-    one_step = [task._replace(order=task.order[:1]) for task in setup.tasks[:1]]
+    one_step = [first_steps(task, 1) for task in setup.tasks[:1]]
     try:
         engine(one_step, setup.examples, setup.round_index)
     except (NotImplementedError, NoFusedStepError) as error:

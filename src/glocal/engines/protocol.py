@@ -24,13 +24,19 @@ _LARGE_ROW_BYTES = 2**20
 class ClientTask(NamedTuple):
     """One client's inputs: its trees, its order of examples and the key of its randomness.
 
-    `order` (steps, batch) holds rows of the examples; -1 is padding.
+    `order` (epochs, steps, batch) holds rows of the examples; -1 is padding.
     """
 
     shared: Params
     private: Params
     order: IntArray
     key: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps over all epochs."""
+        epochs, steps, _ = self.order.shape
+        return int(epochs * steps)
 
 
 @dataclass(frozen=True)
@@ -78,17 +84,22 @@ def run_one(
     key = torch.tensor(task.key, device=device)
     round_tensor = torch.tensor(round_index, device=device)
     full_steps = count_full_steps(task.order[None])
-    work = Work(examples, order, key, round_tensor, full_steps, trainer)
+    work = Work.of(examples, order, key, round_tensor, full_steps=full_steps, trainer=trainer)
     return function(task.shared, task.private, work)
 
 
 def count_full_steps(orders: IntArray) -> int:
-    """The number of leading steps in which every client has an example.
+    """The number of leading steps of every epoch in which every client has an example.
 
-    `orders` is (clients, steps, batch).
+    `orders` is (clients, epochs, steps, batch).
     """
-    has_example = (orders >= 0).any(2).all(0)
+    has_example = (orders >= 0).any(3).all(0).all(0)
     return int(has_example.cumprod().sum())
+
+
+def first_steps(task: ClientTask, steps: int) -> ClientTask:
+    """The same task with the first steps of its first epoch only."""
+    return task._replace(order=task.order[:1, :steps])
 
 
 def tree_bytes(task: ClientTask) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from glocal.core.data import Examples
 from glocal.core.optimizers import Optimizer
-from glocal.core.training import Objective, Work
+from glocal.core.training import Objective, Trained, Work
 from glocal.core.trees import Params
 from glocal.engines.fused.cpu import FusedCpuTraining
 from glocal.engines.protocol import (
@@ -69,7 +69,7 @@ class ThreadPool(Generic[ResultT]):
 
     def _local_train(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
-    ) -> tuple[Params, torch.Tensor]:
+    ) -> Trained:
         """Fused local training, or an error: several threads must not call one module."""
         result = self.fused(objective, params, work, optimizer)
         if result is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from glocal.core.errors import describe_error
 from glocal.core.optimizers import SGD, Adam, Optimizer
-from glocal.core.training import Batch, Objective, Work, batches, mean_example_loss
+from glocal.core.training import Batch, Objective, Trained, Work, batches, sum_losses
 from glocal.core.trees import Params
 from glocal.engines.flat_step import (
     FlatStep,
@@ -35,7 +35,7 @@ class TracedTraining:
 
     def __call__(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
-    ) -> tuple[Params, Tensor] | None:
+    ) -> Trained | None:
         """The same as `local_train`; None where the loss or the optimizer may not be traced."""
         if not is_traceable(objective.loss) or not isinstance(optimizer, SGD | Adam):
             self.reason = "the loss or the optimiser is one of your own"
@@ -45,11 +45,11 @@ class TracedTraining:
 
     def _train(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
-    ) -> tuple[Params, Tensor] | None:
+    ) -> Trained | None:
         remaining = batches(work)
         first = next(remaining)
         state = StepState.start(params, objective.trainable, optimizer.init)
-        inputs = StepInputs(state, objective.proximal, first, work.round_index)
+        inputs = StepInputs(state, objective.proximal, objective.linear, first, work.round_index)
         signature = StepSignature.of(inputs)
         tensors = signature.flatten(inputs)
         # one step for all batches: they have the same shape
@@ -58,7 +58,7 @@ class TracedTraining:
             return None
         after, losses = _run_steps(step, signature, tensors, work, chain([first], remaining))
         trained = signature.unflatten_state(after).params(like=params)
-        return trained, mean_example_loss(losses, work.order)
+        return Trained(trained, sum_losses(losses, work.flat_order))
 
     def _step(
         self,
@@ -96,13 +96,13 @@ def _run_steps(
 ) -> tuple[Sequence[Tensor], list[Tensor]]:
     """The tensors of the state after all steps, and the loss of each; padded steps are skipped."""
     states = tensors[: signature.num_state]
-    anchors = tensors[signature.num_state : signature.batch_offset]
+    constants = tensors[signature.num_state : signature.batch_offset]
     losses: list[Tensor] = []
-    has_examples = (work.order >= 0).any(1).tolist()
+    has_examples = (work.flat_order >= 0).any(1).tolist()
     for batch, has_example in zip(each_batch, has_examples, strict=True):
         if not has_example:
             losses.append(torch.zeros(()))
             continue
-        *states, loss = step(*states, *anchors, *flatten_batch(batch), work.round_index)
+        *states, loss = step(*states, *constants, *flatten_batch(batch), work.round_index)
         losses.append(loss)
     return states, losses

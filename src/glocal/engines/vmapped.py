@@ -51,13 +51,13 @@ class VmappedEngine(Generic[ResultT]):
 def vmap_clients(
     function: ClientFunction[ResultT], shared: Params, private: Params, work: Work
 ) -> ResultT:
-    """The function on trees (clients, ...) and on work with orders (clients, steps, batch).
+    """The function on trees (clients, ...) and on work with orders (clients, epochs, steps, batch).
 
     A model that draws from torch's own generator is refused by vmap (`randomness="error"`): its
     numbers would depend on which clients share the batch.
     """
-    # of `work`, the orders and keys have an axis of clients; None: the same for all clients
-    work_dims = Work(None, 0, 0, None, None, None)  # type: ignore[arg-type]
+    # of `work`, orders, keys and pad rows have an axis of clients; None: the same for all clients
+    work_dims = Work(None, 0, 0, 0, 0, None, None, None)  # type: ignore[arg-type]
     batched = torch.vmap(function, in_dims=(0, 0, work_dims), randomness="error")
     with warnings.catch_warnings():
         # Where torch has no batching rule it loops over the clients inside, and warns. An error
@@ -81,4 +81,5 @@ def _stacked_work(tasks: Sequence[ClientTask], examples: Examples, round_index: 
     keys = torch.tensor([task.key for task in tasks], device=device)
     round_tensor = torch.tensor(round_index, device=device)
     order_tensor = torch.from_numpy(orders).to(device)
-    return Work(examples, order_tensor, keys, round_tensor, count_full_steps(orders))
+    full_steps = count_full_steps(orders)
+    return Work.of(examples, order_tensor, keys, round_tensor, full_steps=full_steps)

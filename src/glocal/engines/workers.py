@@ -21,6 +21,7 @@ from glocal.engines.protocol import (
     ClientResults,
     ClientTask,
     ResultT,
+    first_steps,
     run_one,
     seeded_rng,
     use_num_threads,
@@ -69,7 +70,7 @@ class ProcessPool(Generic[ResultT]):
         What this step prepares, such as a trace, is inherited by all workers.
         """
         if self.treespec is None:
-            one_step = task._replace(order=task.order[:1])
+            one_step = first_steps(task, 1)
             with use_num_threads(1):
                 self.treespec = tree_structure(self._one(one_step, examples, round_index))
         return self.treespec

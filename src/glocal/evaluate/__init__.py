@@ -12,7 +12,13 @@ from glocal.evaluate.local_test import (
     predict_classes,
     summarize,
 )
-from glocal.evaluate.new_test import NewTest, ensemble_classes, ensemble_figure, new_test
+from glocal.evaluate.new_test import (
+    NewTest,
+    ensemble_classes,
+    ensemble_figure,
+    evaluator_of_whole_models,
+    new_test,
+)
 from glocal.evaluate.vqa import VQA_ACCURACY, vqa_accuracy
 
 __all__ = [
@@ -24,6 +30,7 @@ __all__ = [
     "Summary",
     "ensemble_classes",
     "ensemble_figure",
+    "evaluator_of_whole_models",
     "leakage",
     "local_figures",
     "local_test",

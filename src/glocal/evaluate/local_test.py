@@ -16,12 +16,12 @@ from glocal.algorithms.contract import Algorithm
 from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.metric import Metric
 from glocal.core.sampling import IntArray, to_batches
-from glocal.core.store import State
-from glocal.core.task import Task
+from glocal.core.store import GroupState
 from glocal.core.training import Work, batches
 from glocal.core.trees import Params
 from glocal.core.values import map_tensors, take_rows
 from glocal.engines import ClientTask, EngineConfig, Executor, ResolvedEngine
+from glocal.wire import split_private
 
 Floats = npt.NDArray[np.float64]
 BATCH_SIZE = 256
@@ -67,32 +67,35 @@ class Evaluator:
     def __init__(
         self,
         algorithm: Algorithm,
-        task: Task,
         *,
         engine: EngineConfig | str = "auto",
         resolved: Callable[[str], ResolvedEngine] = lambda part: ResolvedEngine(),
     ) -> None:
-        self.algorithm, self.task = algorithm, task
-        self.predict = task.predictor()
-        self.summed = [metric for metric in task.all_metrics if metric.per_example]
+        self.algorithm, self.task = algorithm, algorithm.task
+        self.summed = [metric for metric in self.task.all_metrics if metric.per_example]
         outputs, scores = resolved("outputs")._asdict(), resolved("scores")._asdict()
         self.outputs = Executor(self._outputs, engine=engine, trains=False, **outputs)
         self.scores = Executor(self._scores, engine=engine, trains=False, **scores)
 
     def _outputs(self, shared: Params, private: Params, work: Work) -> Tensor:
         """One client's outputs on its rows (steps, batch, ...)."""
-        params = self.algorithm.personal(shared, private)
-        return torch.stack([self.predict(params, batch.x, batch.mask) for batch in batches(work)])
+        params, predict = self.personal(shared, private), self.algorithm.predict
+        return torch.stack([predict(params, batch.x, batch.mask) for batch in batches(work)])
 
     def _scores(self, shared: Params, private: Params, work: Work) -> Tensor:
         """The sums and weights of one client's rows (steps, batch, metrics, 2)."""
-        params = self.algorithm.personal(shared, private)
+        params = self.personal(shared, private)
         scores: list[Tensor] = []
         for batch in batches(work):
-            outputs = self.predict(params, batch.x, batch.mask)
+            outputs = self.algorithm.predict(params, batch.x, batch.mask)
             pairs = [metric.sums(outputs, batch) for metric in self.summed]
             scores.append(torch.stack([_as_columns(*pair) for pair in pairs], 1))
         return torch.stack(scores)
+
+    def personal(self, shared: Params, private: Params) -> Params:
+        """The params that a client predicts with."""
+        own, _ = split_private(private)
+        return self.algorithm.personal(shared, own)
 
     def close(self) -> None:
         """Release workers and graphs."""
@@ -107,7 +110,7 @@ def _as_columns(sums: Tensor, weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def local_test(evaluator: Evaluator, state: State, data: ClientData) -> Floats:
+def local_test(evaluator: Evaluator, state: GroupState, data: ClientData) -> Floats:
     """The task's first metric of each client's model on its own rows (clients,).
 
     It is NaN for a client without rows, and where the metric is undefined.
@@ -117,7 +120,7 @@ def local_test(evaluator: Evaluator, state: State, data: ClientData) -> Floats:
 
 @torch.no_grad()
 def local_tests(
-    evaluator: Evaluator, states: Sequence[State], data: Sequence[ClientData]
+    evaluator: Evaluator, states: Sequence[GroupState], data: Sequence[ClientData]
 ) -> list[Floats]:
     """The same for several federations; those that share one store are evaluated together."""
     name = evaluator.task.metric.name
@@ -126,7 +129,7 @@ def local_tests(
 
 @torch.no_grad()
 def local_figures(
-    evaluator: Evaluator, states: Sequence[State], data: Sequence[ClientData]
+    evaluator: Evaluator, states: Sequence[GroupState], data: Sequence[ClientData]
 ) -> list[dict[str, Figures]]:
     """All metrics of several federations, by name; those with one store are evaluated together."""
     if any(part.examples.x is not data[0].examples.x for part in data):
@@ -212,7 +215,7 @@ def _split_rows(values: npt.NDArray[Any], data: ClientData) -> list[npt.NDArray[
 
 
 @torch.no_grad()
-def predict_classes(evaluator: Evaluator, state: State, data: ClientData) -> list[IntArray]:
+def predict_classes(evaluator: Evaluator, state: GroupState, data: ClientData) -> list[IntArray]:
     """The classes that each client's model predicts for its own rows, client by client."""
     outputs = _run_tasks(evaluator.outputs, _prediction_tasks(state, data), data.examples)
     none = np.zeros(0, dtype=np.int64)
@@ -252,7 +255,7 @@ def _worst_tenth(values: Floats) -> float:
     return float(np.sort(values)[: max(1, round(len(values) / 10))].mean())
 
 
-def _prediction_tasks(state: State, data: ClientData) -> list[ClientTask]:
+def _prediction_tasks(state: GroupState, data: ClientData) -> list[ClientTask]:
     """One task per client with rows; one task for all rows if all clients have the same model."""
     clients = np.flatnonzero(data.sizes).tolist()
     if not clients:
@@ -266,7 +269,7 @@ def _prediction_tasks(state: State, data: ClientData) -> list[ClientTask]:
 
 
 def _task(shared: Params, private: Params, rows: Rows) -> ClientTask:
-    return ClientTask(shared, private, to_batches(rows, BATCH_SIZE))
+    return ClientTask(shared, private, to_batches(rows, BATCH_SIZE)[None])
 
 
 def _run_tasks(
@@ -278,7 +281,7 @@ def _run_tasks(
         same_shape = [tasks[place] for place in places]
         stacked = executor(same_shape, examples).stacked().cpu().numpy()
         for place, result in zip(places, stacked, strict=True):
-            results[place] = result[tasks[place].order >= 0]
+            results[place] = result[tasks[place].order[0] >= 0]
     return [results[place] for place in range(len(tasks))]
 
 

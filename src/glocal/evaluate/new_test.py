@@ -17,11 +17,12 @@ from glocal.algorithms.contract import Algorithm
 from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError
 from glocal.core.metric import Metric
-from glocal.core.sampling import to_batches
-from glocal.core.store import State
+from glocal.core.sampling import make_rng, to_batches
+from glocal.core.store import GroupState
 from glocal.core.training import Batch
 from glocal.core.trees import Params
-from glocal.engines import ClientTask
+from glocal.core.values import Values
+from glocal.engines import ClientTask, EngineConfig
 from glocal.evaluate.local_test import BATCH_SIZE, Evaluator, figure_of
 
 Models = Sequence[tuple[Params, Params]]
@@ -32,13 +33,16 @@ class NewTest(NamedTuple):
     """The ensemble's figure by averaged outputs, by majority vote, and by averaged weights.
 
     That is the task's first metric. None where it is undefined, or where there is nothing to vote
-    on. `figures` has all metrics, of the outputs that the task names.
+    on. `figures` has all metrics, of the outputs that the task names. The ensemble has `members`
+    models, drawn from `of` clients that have trained.
     """
 
     logits: float | None
     votes: float | None
     weights: float | None
     figures: dict[str, float | None]
+    members: int = 0
+    of: int = 0
 
 
 class Ensemble(NamedTuple):
@@ -49,21 +53,36 @@ class Ensemble(NamedTuple):
 
 
 @torch.no_grad()
-def new_test(evaluator: Evaluator, state: State, data: ClientData) -> NewTest | None:
-    """The figures on all clients' rows, as if they came from a new client; None without rows."""
+def new_test(
+    evaluator: Evaluator,
+    state: GroupState,
+    data: ClientData,
+    *,
+    max_members: int | None = None,
+    seed: int = 0,
+) -> NewTest | None:
+    """The figures on all clients' rows, as if they came from a new client; None without rows.
+
+    Of more than `max_members` models, so many are drawn from the seed.
+    """
     if not len(data.all_rows()):
         return None
-    task, members = evaluator.task, _members(state)
+    task, trained = evaluator.task, _trained(state)
+    chosen = _draw(trained, max_members, seed)
+    members = [state.private.of(client) for client in chosen] or [state.private.initial]
     ensemble = ensemble_outputs(evaluator, [(state.shared, own) for own in members], data)
-    average = _average_model(evaluator.algorithm, state.shared, members)
-    of_average = ensemble_outputs(_for_whole_models(evaluator), [(average, {})], data)
+    average = _average_model(evaluator, state.shared, members)
+    whole = evaluator_of_whole_models(evaluator.algorithm)
+    of_average = ensemble_outputs(whole, [(average, {})], data)
     votes = None if ensemble.votes is None else _figure(task.metric, ensemble.votes, data)
-    chosen = _chosen(evaluator, ensemble)
+    outputs = _chosen(evaluator, ensemble)
     return NewTest(
         _figure(task.metric, ensemble.mean, data),
         votes,
         _figure(task.metric, of_average.mean, data),
-        {metric.name: _figure(metric, chosen, data) for metric in task.all_metrics},
+        {metric.name: _figure(metric, outputs, data) for metric in task.all_metrics},
+        members=len(members),
+        of=max(1, len(trained)),
     )
 
 
@@ -105,14 +124,18 @@ def _chosen(evaluator: Evaluator, ensemble: Ensemble) -> Tensor:
     return ensemble.votes
 
 
-def _members(state: State) -> list[Params]:
-    """The private trees of all clients that have trained; one tree if all have the same model."""
-    clients = sorted(state.private.trained)
-    if not clients:
-        return [state.private.initial]
-    if not state.private.initial:
-        clients = clients[:1]
-    return [state.private.of(client) for client in clients]
+def _trained(state: GroupState) -> list[int]:
+    """All clients that have trained; one of them if all have the same model."""
+    clients = sorted(state.private.stored)
+    return clients if state.private.initial else clients[:1]
+
+
+def _draw(clients: list[int], count: int | None, seed: int) -> list[int]:
+    """The clients, or so many of them."""
+    if count is None or len(clients) <= count:
+        return clients
+    drawn: list[int] = make_rng(seed, "ensemble").choice(clients, count, replace=False).tolist()
+    return sorted(drawn)
 
 
 def _figure(metric: Metric, outputs: Tensor, data: ClientData) -> float | None:
@@ -128,15 +151,27 @@ def _figure(metric: Metric, outputs: Tensor, data: ClientData) -> float | None:
     return None if math.isnan(figure) else figure
 
 
-def _for_whole_models(evaluator: Evaluator) -> Evaluator:
-    """An evaluator whose shared tree is the whole model."""
-    algorithm = evaluator.algorithm._replace(personal=lambda shared, _: shared)
-    return Evaluator(algorithm, evaluator.task, engine="looped")
+class WholeModels(Algorithm):
+    """Models that are given whole, as the shared tree, and predict as those of another algorithm."""
+
+    of: Algorithm
+
+    def predict(self, params: Params, x: Values, mask: Tensor) -> Tensor:
+        """As the other algorithm predicts."""
+        return self.of.predict(params, x, mask)
+
+
+def evaluator_of_whole_models(
+    algorithm: Algorithm, *, engine: EngineConfig | str = "looped"
+) -> Evaluator:
+    """An evaluator for which a model is the shared tree alone."""
+    whole = WholeModels(algorithm.task, optimizer=algorithm.optimizer, of=algorithm)
+    return Evaluator(whole, engine=engine)
 
 
 def _tasks(models: Models, rows: Rows) -> list[ClientTask]:
     """The same rows for every model."""
-    order = to_batches(rows, BATCH_SIZE)
+    order = to_batches(rows, BATCH_SIZE)[None]
     return [ClientTask(shared, private, order) for shared, private in models]
 
 
@@ -178,12 +213,12 @@ def _count_votes(outputs: Tensor) -> Tensor:
     return votes.scatter_add_(1, predictions, torch.ones_like(predictions, dtype=torch.double))
 
 
-def _average_model(algorithm: Algorithm, shared: Params, members: Sequence[Params]) -> Params:
+def _average_model(evaluator: Evaluator, shared: Params, members: Sequence[Params]) -> Params:
     """The mean of all models, added up one by one: a stack of them may not fit in memory."""
     total: Params = {}
     for private in members:
-        total = _add(total, algorithm.personal(shared, private))
-    first = algorithm.personal(shared, members[0])
+        total = _add(total, evaluator.personal(shared, private))
+    first = evaluator.personal(shared, members[0])
     average: Params = {}
     for name, tensor in total.items():
         average[name] = _as_type(tensor / len(members), first[name].dtype)

@@ -4,15 +4,16 @@ All randomness is addressed by (seed, round, client). So the random state is two
 and how many rounds are done.
 """
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.files import (
     Json,
@@ -25,55 +26,75 @@ from glocal.core.files import (
     write_tensors,
     write_text,
 )
-from glocal.core.store import PrivateStates, State
+from glocal.core.spec import Spec, describe_spec, fingerprint, first_difference
+from glocal.core.store import PerClient, TrainingState
 from glocal.core.trees import Params
 from glocal.engines import ExecutionPlan
+from glocal.federate.row_files import Index, Part, Place, RowFiles, Rows
 from glocal.wire import Ledger
 
 
-class Progress(NamedTuple):
-    """The state of training: rounds done, and for each place a state, a ledger and the best round.
+class Best(NamedTuple):
+    """The best round so far on validation data: its score, rounds done, and the state after it."""
 
-    A place is a seed, or a kind of client. The best round is its validation score, the number of
-    rounds done, and the state. `choices` are the execution plans, so that a resumed run has the
-    same rounding: one for all seeds, or one for each kind.
+    score: float
+    done: int
+    state: TrainingState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of training: rounds done, and a state for each seed.
+
+    `ledgers` and `best` are by seed and group, `dropped` by seed and client: in how many rounds it
+    was left out because its upload was not finite. `plans` are the execution plans of the groups,
+    so that a resumed run has the same rounding. `stopped` is why the run ended early, if it did.
     """
 
     done: int
-    states: list[State]
-    ledgers: list[Ledger]
-    best: list[tuple[float, int, State] | None]
-    choices: tuple[ExecutionPlan | None, ...] = (None,)
+    states: tuple[TrainingState, ...]
+    ledgers: tuple[tuple[Ledger, ...], ...]
+    best: tuple[tuple[Best | None, ...], ...]
+    dropped: tuple[Mapping[int, int], ...]
+    plans: tuple[ExecutionPlan | None, ...] = ()
+    stopped: str = ""
 
-    def of(self, place: int) -> "Progress":
-        """The part of one of several kinds."""
-        return Progress(
-            self.done,
-            [self.states[place]],
-            [self.ledgers[place]],
-            [self.best[place]],
-            (self.choices[place],),
-        )
+    def named_states(self) -> dict[str, TrainingState]:
+        """Every state by a name: the last one of a seed, and the best one of a seed and group."""
+        named = {str(seed): state for seed, state in enumerate(self.states)}
+        for seed, by_group in enumerate(self.best):
+            for place, best in enumerate(by_group):
+                if best:
+                    named[_best_name(seed, place)] = best.state
+        return named
 
-    @classmethod
-    def joined(cls, parts: Sequence["Progress"]) -> "Progress":
-        """Several kinds as one; all have done the same number of rounds."""
-        states, ledgers, best = list[State](), list[Ledger](), []
-        choices = list[ExecutionPlan | None]()
-        for part in parts:
-            states += part.states
-            ledgers += part.ledgers
-            best += part.best
-            choices += part.choices
-        return cls(parts[0].done, states, ledgers, best, tuple(choices))
+    def with_states(self, named: Mapping[str, TrainingState]) -> "Progress":
+        """The same with other states, by these names."""
+        best: list[tuple[Best | None, ...]] = []
+        for seed, by_group in enumerate(self.best):
+            moved: list[Best | None] = []
+            for place, each in enumerate(by_group):
+                moved.append(each and each._replace(state=named[_best_name(seed, place)]))
+            best.append(tuple(moved))
+        states = tuple(named[str(seed)] for seed in range(len(self.states)))
+        return replace(self, states=states, best=tuple(best))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint and the rows of one experiment, in its folder."""
+    """The checkpoint and the rows of one experiment, in its folder.
+
+    `spec` is what must not change when the run is resumed; `fresh` has the state of each seed
+    before the first round, with the initial trees of all clients.
+    """
 
     folder: Path
-    fingerprint: Json
+    spec: Spec
+    fresh: tuple[TrainingState, ...]
+    row_files: RowFiles = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_files", RowFiles(self.folder / "checkpoint"))
 
     @property
     def path(self) -> Path:
@@ -84,14 +105,21 @@ class Checkpoint:
         """Append a round's rows; a resumed run drops the rows after its checkpoint."""
         append_rows(self.folder / "rows.jsonl", rows)
 
-    def save(self, progress: Progress) -> int:
-        """Replace the checkpoint; return its number of rounds."""
+    def save(self, progress: Progress, *, last: bool = False) -> int:
+        """Replace the checkpoint; return its number of rounds.
+
+        The `last` one has the same bytes however often the run was stopped and resumed.
+        """
+        named = progress.named_states()
+        indices = self.row_files.save(_parts(named), anew=last)
         tensors: Params = {}
-        for place, state in enumerate(progress.states):
-            tensors |= flatten_state(f"{place}/last", state)
-        for place, best in enumerate(progress.best):
-            tensors |= flatten_state(f"{place}/best", best[2]) if best else {}
-        write_tensors(self.path, unshare(tensors), self._header(progress))
+        for name, state in named.items():
+            for side, tree in (("shared", state.shared), ("server", state.server)):
+                tensors |= trees.with_prefix(f"{name}:{side}:", tree)
+        for part, index in indices.items():
+            tensors[f"{part.state}:index:{part.kind}"] = _index_to_tensor(index)
+        write_tensors(self.path, _unshared(tensors), self._header(progress))
+        self.row_files.remove_unused(indices.values())
         return progress.done
 
     def drop_tensors(self, progress: Progress | None = None) -> None:
@@ -106,6 +134,7 @@ class Checkpoint:
             header = read_metadata(self.path)
         if header and not header.get("tensors_dropped"):
             write_tensors(self.path, {}, {**header, "tensors_dropped": True})
+            self.row_files.remove_unused([])
 
     def require_tensors(self) -> None:
         """Refuse to resume from a checkpoint without tensors."""
@@ -115,51 +144,36 @@ class Checkpoint:
                 "start a new run in another folder"
             )
 
-    def _header(self, progress: Progress) -> Json:
-        engines = [plan and _without_reason(plan) for plan in progress.choices]
-        return {
-            "done": progress.done,
-            "ledgers": [ledger.as_dict() for ledger in progress.ledgers],
-            "best": [best and best[:2] for best in progress.best],
-            "fingerprint": self.fingerprint,
-            "engine": engines if len(engines) > 1 else engines[0],
-        }
-
     def rounds_done(self) -> int:
-        """The number of rounds in the checkpoint, 0 if there is none; checks the fingerprint."""
+        """The number of rounds in the checkpoint, 0 if there is none; checks the spec."""
         if not self.path.exists():
             return 0
         header = read_metadata(self.path)
-        if not isinstance(header.get("fingerprint"), dict):
+        if not isinstance(header.get("spec"), dict) or not isinstance(header.get("done"), int):
             raise InputError(
                 f"resume: {self.path} was not written by glocal; give the folder of a run"
             )
-        _require_same_fingerprint(header["fingerprint"], self.fingerprint, self.folder)
+        _require_same_spec(header["spec"], self.spec, self.folder)
         return int(header["done"])
 
-    def load(self) -> Progress | None:
+    def load(self, device: torch.device) -> Progress | None:
         """The saved progress or None; rows after it are dropped and will be written again."""
-        progress = self.read()
-        if progress is None:
+        found = self._read()
+        if found is None:
             (self.folder / "rows.jsonl").unlink(missing_ok=True)
-        else:
-            self._drop_rows_after(self.fingerprint["plan"]["first_round"] + progress.done)
-        return progress
+            return None
+        progress, indices = found
+        moved: dict[str, TrainingState] = {}
+        for name, state in progress.named_states().items():
+            moved[name] = state.to(device, self._fresh(name))
+        self.row_files.remember(_parts(moved), indices)
+        self._drop_rows_after(self.spec["plan"]["first_round"] + progress.done)
+        return progress.with_states(moved)
 
     def read(self) -> Progress | None:
         """The saved progress on the CPU, or None; nothing on disk changes."""
-        if not self.rounds_done():
-            return None
-        self.require_tensors()
-        tensors, header = read_tensors(self.path)
-        states, bests = list[State](), list[tuple[float, int, State] | None]()
-        for place, best in enumerate(header["best"]):
-            names = self._names(place)
-            states.append(unflatten_state(tensors, f"{place}/last", names))
-            bests.append((*best, unflatten_state(tensors, f"{place}/best", names)) if best else None)
-        ledgers = [Ledger.from_dict(ledger) for ledger in header["ledgers"]]
-        plans = tuple(map(_read_plan, _as_list(header.get("engine"))))
-        return Progress(header["done"], states, ledgers, bests, plans)
+        found = self._read()
+        return found[0] if found else None
 
     def read_plan(self, part: str) -> ExecutionPlan | None:
         """The execution plan of a part of the run, saved before its first step."""
@@ -168,31 +182,129 @@ class Checkpoint:
     def save_plan(self, part: str, plan: ExecutionPlan) -> None:
         """Save the execution plan of a part: after a stop, a measurement could give another."""
         plans = {**self._plans(), part: _without_reason(plan)}
-        write_json(self.folder / "engine.json", {"fingerprint": self._digest(), "engines": plans})
+        write_json(
+            self.folder / "engine.json", {"fingerprint": fingerprint(self.spec), "engines": plans}
+        )
+
+    def _header(self, progress: Progress) -> Json:
+        return {
+            "done": progress.done,
+            "ledgers": [[each.as_dict() for each in own] for own in progress.ledgers],
+            "best": [[each and [*each[:2]] for each in own] for own in progress.best],
+            "dropped": [{str(client): n for client, n in own.items()} for own in progress.dropped],
+            "stopped": progress.stopped,
+            "spec": self.spec,
+            "engines": [plan and _without_reason(plan) for plan in progress.plans],
+        }
+
+    def _fresh(self, name: str) -> TrainingState:
+        """The fresh state of the seed that a named state belongs to."""
+        return self.fresh[int(name.partition("-")[0])]
+
+    def _read(self) -> tuple[Progress, dict[Part, Index]] | None:
+        if not self.rounds_done():
+            return None
+        self.require_tensors()
+        tensors, header = read_tensors(self.path)
+        progress = _read_header(header, self.fresh)
+        names = progress.named_states()
+        indices: dict[Part, Index] = {}
+        for part in _parts(names):
+            indices[part] = _index_from_tensor(self._tensor(tensors, f"{part.state}:index:{part.kind}"))
+        rows = self.row_files.read(indices, _tensor_names(self.fresh[0]))
+        states = {name: self._state(name, tensors, rows) for name in names}
+        return progress.with_states(states), indices
+
+    def _state(
+        self, name: str, tensors: Params, rows: Mapping[Part, Rows]
+    ) -> TrainingState:
+        """A state; the order of its tensors is that of the fresh one, which no file keeps."""
+        fresh = self._fresh(name)
+        trees_by_side: dict[str, Params] = {}
+        for side, like in (("shared", fresh.shared), ("server", fresh.server)):
+            own = {key: self._tensor(tensors, f"{name}:{side}:{key}") for key in like}
+            trees_by_side[side] = own
+        sides: list[tuple[PerClient, ...]] = []
+        for side, per_client in (("private", fresh.private), ("profiles", fresh.profiles)):
+            filled: list[PerClient] = []
+            for place, each in enumerate(per_client):
+                filled.append(replace(each, stored=rows[Part(name, _kind(side, place))]))
+            sides.append(tuple(filled))
+        return TrainingState(trees_by_side["shared"], trees_by_side["server"], *sides)
+
+    def _tensor(self, tensors: Params, name: str) -> Tensor:
+        if name not in tensors:
+            raise InputError(
+                f"run: {self.path} lacks the tensor '{name}'; "
+                "restore it from a copy or start the run anew"
+            )
+        return tensors[name]
 
     def _plans(self) -> Json:
         """The saved plans, if they are of this run: a folder can be used for a new run."""
         path = self.folder / "engine.json"
         saved: Json = read_json(path, dict) if path.exists() else {}
         plans = saved.get("engines")
-        is_same = saved.get("fingerprint") == self._digest()
+        is_same = saved.get("fingerprint") == fingerprint(self.spec)
         return plans if is_same and isinstance(plans, dict) else {}
-
-    def _digest(self) -> str:
-        """A short hash of the fingerprint."""
-        text = json.dumps(self.fingerprint, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def _names(self, place: int) -> Json:
-        """The names of a place's tensors: seeds have one model, kinds have one each."""
-        models = _as_list(self.fingerprint["model"])
-        names: Json = models[place if len(models) > 1 else 0]
-        return names
 
     def _drop_rows_after(self, next_round: int) -> None:
         path = self.folder / "rows.jsonl"
         rows = [row for row in read_rows(path) if row["round"] < next_round]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _best_name(seed: int, place: int) -> str:
+    return f"{seed}-best-{place}"
+
+
+def _kind(side: str, place: int) -> str:
+    """The trees that lie in one stack: those of one group."""
+    return f"{side} {place}"
+
+
+def _parts(named: Mapping[str, TrainingState]) -> dict[Part, Rows]:
+    """The stored trees of every state."""
+    parts: dict[Part, Rows] = {}
+    for name, state in named.items():
+        for side, per_client in (("private", state.private), ("profiles", state.profiles)):
+            for place, each in enumerate(per_client):
+                parts[Part(name, _kind(side, place))] = each.stored
+    return parts
+
+
+def _tensor_names(fresh: TrainingState) -> dict[str, list[str]]:
+    """The names of each kind's tensors, in order."""
+    names: dict[str, list[str]] = {}
+    for side, per_client in (("private", fresh.private), ("profiles", fresh.profiles)):
+        for place, each in enumerate(per_client):
+            names[_kind(side, place)] = [*each.initial]
+    return names
+
+
+def _read_header(header: Json, fresh: tuple[TrainingState, ...]) -> Progress:
+    """The progress of a header, with fresh states in the place of the saved ones."""
+    best: list[tuple[Best | None, ...]] = []
+    for seed, by_group in enumerate(header["best"]):
+        own: list[Best | None] = []
+        for each in by_group:
+            own.append(each and Best(each[0], each[1], fresh[seed]))
+        best.append(tuple(own))
+    ledgers = tuple(tuple(map(Ledger.from_dict, own)) for own in header["ledgers"])
+    dropped = tuple({int(client): n for client, n in own.items()} for own in header["dropped"])
+    plans = tuple(map(_read_plan, header["engines"]))
+    stopped = header["stopped"]
+    return Progress(header["done"], fresh, ledgers, tuple(best), dropped, plans, stopped)
+
+
+def _index_to_tensor(index: Index) -> Tensor:
+    """The client, file and row of every tree (trees, 3)."""
+    rows = [(client, *place) for client, place in index.items()]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+
+
+def _index_from_tensor(tensor: Tensor) -> Index:
+    return {client: Place(file, row) for client, file, row in tensor.tolist()}
 
 
 def _without_reason(plan: ExecutionPlan) -> Json:
@@ -205,15 +317,8 @@ def _read_plan(saved: object) -> ExecutionPlan | None:
     return plan and replace(plan, reason="as the run began")
 
 
-def _as_list(one_or_more: Any) -> list[Any]:
-    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
-
-
-def unshare(tensors: Params) -> Params:
-    """Each tensor with memory of its own, as safetensors requires.
-
-    A frozen tensor may be the same object on all clients.
-    """
+def _unshared(tensors: Params) -> Params:
+    """Each tensor with memory of its own, as safetensors requires."""
     addresses: set[int] = set()
     unshared = {}
     for name, tensor in tensors.items():
@@ -223,60 +328,14 @@ def unshare(tensors: Params) -> Params:
     return unshared
 
 
-def flatten_state(prefix: str, state: State) -> Params:
-    """A state as one flat tree: prefix/shared/NAME, prefix/initial/NAME, prefix/CLIENT/NAME."""
-    parts = {"shared": state.shared, "initial": state.private.initial}
-    parts |= {str(client): tree for client, tree in state.private.trained.items()}
-    flat = Params()
-    for part, tree in parts.items():
-        for name, tensor in tree.items():
-            flat[f"{prefix}/{part}/{name}"] = tensor
-    # Listed by themselves, as a client without private tensors may have trained too.
-    flat[f"{prefix}/trained"] = torch.tensor(sorted(state.private.trained), dtype=torch.int64)
-    return flat
-
-
-def unflatten_state(tensors: Params, prefix: str, names: Json) -> State:
-    """The state of a flat tree; names are in the model's order, which a file does not keep."""
-
-    def tree(part: str, side: str) -> Params:
-        return {name: tensors[f"{prefix}/{part}/{name}"] for name in names[side]}
-
-    clients = tensors[f"{prefix}/trained"].tolist()
-    trained = {client: tree(str(client), "private") for client in clients}
-    return State(tree("shared", "shared"), PrivateStates(tree("initial", "private"), trained))
-
-
-def _require_same_fingerprint(saved: Json, now: Json, folder: Path) -> None:
-    """Refuse to resume a run with another fingerprint, and say what differs."""
-    for key in dict.fromkeys([*now, *saved]):
-        before, after = saved.get(key), now.get(key)
-        if before == after:
-            continue
-        if key == "model":
-            before, after = _first_difference(saved, now)
-        raise InputError(
-            f"resume: {folder} was made with another {key} ({before}) than the one given "
-            f"({after}); go back to the old {key}, or start a new run in another folder"
-        )
-
-
-def _first_difference(saved: Json, now: Json) -> tuple[str, str]:
-    """The difference between the first two models that are not the same."""
-    # There are as many models in both, as kinds are compared first.
-    models = zip(_as_list(saved["model"]), _as_list(now["model"]), strict=True)
-    return next(_difference(before, after) for before, after in models if before != after)
-
-
-def _difference(saved: Json, now: Json) -> tuple[str, str]:
-    """The first tensor that differs, before and after."""
-    for side in ("shared", "private"):
-        for name in sorted({*saved[side], *now[side]}):
-            before, after = saved[side].get(name), now[side].get(name)
-            if before != after:
-                return _describe(side, name, before), _describe(side, name, after)
-    return "the same tensors in another order", "this order"
-
-
-def _describe(side: str, name: str, shape: list[int] | None) -> str:
-    return f"{side} '{name}' {tuple(shape)}" if shape is not None else f"no {side} '{name}'"
+def _require_same_spec(saved: Spec, now: Spec, folder: Path) -> None:
+    """Refuse to resume another run, and say what differs."""
+    found = first_difference(saved, now)
+    if found is None:
+        return
+    path, before, after = found
+    raise InputError(
+        f"resume: {folder} was made with another {path} ({describe_spec(before)}) than the one "
+        f"given ({describe_spec(after)}); go back to the old one, or start a new run in another "
+        "folder"
+    )

@@ -1,6 +1,6 @@
 """The table of a result: one row per seed, client, split and metric."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple, overload
@@ -14,7 +14,7 @@ SPLITS = ("validation", "test", "new")
 class MetricRow(NamedTuple):
     """One figure; `value` is None where it is undefined, `client` is None for all together.
 
-    The split "new" is New Test: all models as an ensemble on everybody's test data.
+    `group` is empty where all clients have one model. The split "new" is New Test: all models as an ensemble on everybody's test data.
     """
 
     seed: int
@@ -22,6 +22,7 @@ class MetricRow(NamedTuple):
     split: str
     metric: str
     value: float | None
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,14 @@ def _matches(row: MetricRow, columns: dict[str, Any]) -> bool:
 
 
 def _html_row(row: MetricRow) -> str:
-    shown: Callable[[object], str] = lambda cell: "" if cell is None else escape(str(cell))  # noqa: E731
-    value = "undefined" if row.value is None else f"{row.value:.4g}"
-    return f"<tr>{''.join(f'<td>{shown(cell)}</td>' for cell in (*row[:4], value))}</tr>"
+    cells = []
+    for name, value in row._asdict().items():
+        if name == "value":
+            text = "undefined" if value is None else f"{value:.4g}"
+        else:
+            text = "" if value is None else escape(str(value))
+        cells.append(f"<td>{text}</td>")
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def describe_value_of(metric: Metric, value: float | None) -> str:

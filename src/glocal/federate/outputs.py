@@ -33,16 +33,6 @@ def ignored_target(task: Task) -> int | None:
     return getattr(task.loss, "ignore_index", None)
 
 
-def has_ignored_targets(task: Task, federation: FederatedData) -> bool:
-    """Whether some target is one that the loss does not count."""
-    ignored = ignored_target(task)
-    for subset in federation.subsets():
-        y = subset.examples.y
-        if isinstance(y, Tensor) and ignored is not None and bool((y == ignored).any()):
-            return True
-    return False
-
-
 def num_classes(task: Task, inputs: Values) -> int:
     """The number of classes of a model whose output is (rows, classes)."""
     output = example_output(task, inputs)
@@ -71,7 +61,7 @@ def _predict(task: Task, inputs: Values) -> Tensor:
     mask = torch.ones(num_rows(inputs), dtype=torch.bool)
     try:
         with torch.no_grad():
-            return task.predictor()(params, inputs, mask)
+            return task.predict(params, inputs, mask)
     except InputError:
         raise
     except Exception as error:  # a user's own module may raise anything

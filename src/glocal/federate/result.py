@@ -1,199 +1,319 @@
-"""What one seed of a run gives: each client's model, and its metrics."""
+"""The result of a run: every client's model and the metrics, for all seeds and groups."""
 
-import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from glocal.algorithms.contract import Algorithm
-from glocal.core.data import find_client
-from glocal.core.errors import InputError, describe_error
-from glocal.core.files import Json, read_tensors, write_tensors
-from glocal.core.model_tensors import base_fingerprint, client_tensors
-from glocal.core.modules import client_state_dict, state_dict
-from glocal.core.sampling import Plan
-from glocal.core.store import State
-from glocal.core.task import Task
+from glocal.core.errors import InputError, describe_value, suggest_name
+from glocal.core.files import FORMAT, Json, read_json, read_tensors, require_format
+from glocal.core.files import write_json, write_tensors
+from glocal.core.metric import Metric
+from glocal.core.spec import describe_spec, first_difference, spec_of
+from glocal.core.store import GroupState, PerClient
 from glocal.core.trees import Params
-from glocal.evaluate import Figures, Floats, NewTest, Summary
+from glocal.datasets.federated import FederatedData
+from glocal.evaluate import Evaluator, Figures, NewTest, local_figures, new_test
+from glocal.federate.group_result import GroupResult
+from glocal.federate.metrics_table import MetricRow, MetricsTable, describe_value_of
+from glocal.federate.outputs import validate_task_data
+from glocal.federate.preparation import prepare_data
 from glocal.wire import Ledger
 
-_BASE = "base"  # in the header of a model's file: the fingerprint of the frozen tensors
+_FILE = "fit.json"
 
 
-@dataclass(frozen=True)
-class SeedResult:
-    """The result of one seed.
+@dataclass(frozen=True, repr=False)
+class Result:
+    """Every client's model and the metrics, for all seeds and groups of a run.
 
-    `test` and `validation` have each metric of all clients' own models on their own data, `new` the
-    figures of New Test.
+    `metrics` is a table with a row per seed, client, split and metric.
     """
 
-    algorithm: Algorithm
-    task: Task
-    plan: Plan
-    state: State
-    selected_round: int
-    test: dict[str, Figures]
-    validation: dict[str, Figures]
-    new: NewTest | None
-    ledger: Ledger
-    sizes: dict[str, list[int]]
-    times_sampled: list[int]
-    names: tuple[str, ...] = ()
+    groups: tuple[GroupResult, ...]
+    metrics: MetricsTable
+
+    @classmethod
+    def of(cls, groups: list[GroupResult]) -> "Result":
+        """From the result of every seed and group."""
+        rows: list[MetricRow] = []
+        for each in groups:
+            rows += metric_rows(each, "validation", each.validation)
+            rows += metric_rows(each, "test", each.test)
+            rows += _new_rows(each)
+        metrics: dict[str, Metric] = {}
+        for each in groups:
+            metrics |= {metric.name: metric for metric in each.task.all_metrics}
+        return cls(tuple(groups), MetricsTable(tuple(rows), tuple(metrics.values())))
+
+    def __repr__(self) -> str:
+        return f"Result({self.algorithm.name}: {'; '.join(self._phrases())})"
+
+    def _repr_html_(self) -> str:
+        items = "".join(f"<li>{phrase}</li>" for phrase in self._phrases())
+        return f"<p><b>{self.algorithm.name}</b></p><ul>{items}</ul>"
+
+    def _phrases(self) -> list[str]:
+        """What the result says, in short phrases."""
+        seeds = "1 seed" if len(self.seeds) == 1 else f"{len(self.seeds)} seeds"
+        clients = sum(each.num_clients for each in self.groups if each.seed == self.seeds[0])
+        phrases = [f"{clients} clients, {seeds}"]
+        for metric in self.metrics.metrics:
+            phrase = f"{metric.name} {describe_value_of(metric, self.metrics.mean(metric.name))}"
+            if self.metrics.where(metric=metric.name, split="new"):
+                new = describe_value_of(metric, self.metrics.mean(metric.name, "new"))
+                phrase += f", new clients {new}"
+            undefined = self.metrics.undefined(metric.name)
+            tested = len(self.metrics.where(metric=metric.name, split="test"))
+            phrases.append(f"{phrase} ({undefined} of {tested} undefined)" if undefined else phrase)
+        return phrases
 
     @property
-    def by_client(self) -> Floats:
-        """The task's first metric of each client's own model on its own test data (clients,)."""
-        return self.test[self.task.metric.name].by_client
+    def algorithm(self) -> Algorithm:
+        """The algorithm; that of the first group."""
+        return self.groups[0].algorithm
 
     @property
-    def local_spread(self) -> Summary:
-        """The first metric of Local Test over clients."""
-        return self.test[self.task.metric.name].summary()
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds."""
+        return tuple(dict.fromkeys(each.seed for each in self.groups))
+
+    @property
+    def by_seed(self) -> dict[int, GroupResult]:
+        """The first group's result of each seed."""
+        return {each.seed: each for each in reversed(self.groups) if each.group == self._first_name}
+
+    @property
+    def by_group(self) -> dict[str, GroupResult]:
+        """The first seed's result of each group."""
+        return {each.group: each for each in self.groups if each.seed == self.seeds[0]}
+
+    @property
+    def by_client(self) -> dict[int | str, float | None]:
+        """The first metric on each client's own test data, as the mean over seeds."""
+        values: dict[int | str, list[float]] = {}
+        names: dict[int | str, None] = {}
+        for row in self.metrics.where(split="test", metric=self.metrics.metrics[0].name):
+            assert row.client is not None
+            names[row.client] = None
+            if row.value is not None:
+                values.setdefault(row.client, []).append(row.value)
+        return {name: float(np.mean(values[name])) if name in values else None for name in names}
 
     @property
     def local_test(self) -> float | None:
-        """Local Test: the first metric, mean over clients of their own models on their own data."""
-        return self.local_spread.mean
+        """Local Test: the first metric, mean over clients and seeds, of each one's own model."""
+        return self.metrics.mean(split="test")
 
     @property
     def new_test(self) -> float | None:
-        """New Test: the first metric of all trained models together on everybody's test data."""
-        return self.new.figures[self.task.metric.name] if self.new else None
-
-    def params(self, client: int | str) -> Params:
-        """One client's local and shared tensors, by number or name."""
-        number = find_client(client, self.names, len(self.times_sampled))
-        return self.algorithm.personal(self.state.shared, self.state.private.of(number))
-
-    def state_dict(self, client: int | str) -> Params:
-        """One client's model, by number or name, as a plain state dict."""
-        return state_dict(self.task.model, self.params(client))
-
-    def model(self, client: int | str) -> nn.Module:
-        """One client's own model, by number or name: a plain module in evaluation mode."""
-        model = copy.deepcopy(self.task.model)
-        model.load_state_dict(self.state_dict(client))
-        return model.eval()
-
-    def as_dict(self) -> Json:
-        """For JSON: all figures, and the table of clients."""
-        return {
-            "seed": self.plan.seed,
-            "algorithm": self.algorithm.name,
-            "rounds": self.plan.total_rounds,
-            "selected_round": self.selected_round,
-            "metric": self.task.metric.name,
-            "local_test": self.local_spread._asdict(),
-            "new_test": self._new_figures(),
-            "validation": self.validation[self.task.metric.name].summary()._asdict(),
-            "metrics": self._metrics(),
-            "never_sampled": self.times_sampled.count(0),
-            "ledger": self.ledger.as_dict(),
-            "clients": self._client_rows(),
-        }
-
-    def _new_figures(self) -> Json | None:
-        """The first metric of the three ensembles."""
-        if self.new is None:
+        """New Test: the first metric of all models together on everybody's test data."""
+        if not self.metrics.where(split="new"):
             return None
-        return {"logits": self.new.logits, "votes": self.new.votes, "weights": self.new.weights}
+        return self.metrics.mean(split="new")
 
-    def _metrics(self) -> Json:
-        """Every metric by name, in all three tests."""
-        table: Json = {}
-        for name, figures in self.test.items():
-            table[name] = {
-                "higher_is_better": figures.metric.higher_is_better,
-                "is_fraction": figures.metric.is_fraction,
-                "local_test": figures.summary()._asdict(),
-                "new_test": self.new.figures[name] if self.new else None,
-                "validation": self.validation[name].summary()._asdict(),
-            }
-        return table
+    @property
+    def ledger(self) -> Ledger:
+        """The traffic of the first seed; that of others differs by who took part."""
+        total = Ledger()
+        for each in self.groups:
+            if each.seed == self.seeds[0]:
+                total = total + each.ledger
+        return total
 
-    def _client_rows(self) -> list[Json]:
-        columns: Json = {
-            **self.sizes,
-            "times_sampled": self.times_sampled,
-            "local_test": _defined(self.by_client),
+    def group(self, seed: int | None = None, group: str | None = None) -> GroupResult:
+        """The result of a seed and a group; by default of the first ones."""
+        seed = self.seeds[0] if seed is None else seed
+        group = self._first_name if group is None else group
+        for each in self.groups:
+            if (each.seed, each.group) == (seed, group):
+                return each
+        if seed not in self.seeds:
+            known = ", ".join(map(str, self.seeds))
+            raise InputError(f"result: there is no seed {describe_value(seed)}; it has {known}")
+        names = [each.group for each in self.groups]
+        raise InputError(f"result: there is no group {group!r}; {suggest_name(group, names)}")
+
+    def model(
+        self, client: int | str, *, seed: int | None = None, group: str | None = None
+    ) -> nn.Module:
+        """One client's own model, by number or name: a plain module in evaluation mode."""
+        return self.group(seed, group).model(client)
+
+    def state_dict(
+        self, client: int | str, *, seed: int | None = None, group: str | None = None
+    ) -> Params:
+        """One client's model as a plain state dict."""
+        return self.group(seed, group).state_dict(client)
+
+    def evaluate(self, data: FederatedData, *, group: str | None = None) -> MetricsTable:
+        """The metrics of the same clients' models on other data."""
+        first = self.group(group=group)
+        prepared = prepare_data(data, first.task)
+        if prepared.num_clients != first.num_clients:
+            raise InputError(
+                f"result: it has {first.num_clients} clients, the data {prepared.num_clients}; "
+                "give data of the same clients in the same order"
+            )
+        validate_task_data(first.task, prepared)
+        evaluator, rows = Evaluator(first.algorithm), list[MetricRow]()
+        for seed in self.seeds:
+            each = self.group(seed, first.group)
+            for split, subset in (("validation", prepared.val), ("test", prepared.test)):
+                [figures] = local_figures(evaluator, [each.state], [subset])
+                rows += metric_rows(each, split, figures)
+            new = new_test(evaluator, each.state, prepared.test)
+            for name, value in new.figures.items() if new else ():
+                rows.append(MetricRow(seed, None, "new", name, value))
+        evaluator.close()
+        return MetricsTable(tuple(rows), first.task.all_metrics)
+
+    def to_pandas(self) -> Any:
+        """The metrics as a pandas table; it needs pandas."""
+        return self.metrics.to_pandas()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write all models and metrics into a folder, for `glocal.load`; returns the folder."""
+        home, entries = Path(folder), list[Json]()
+        for place, each in enumerate(self.groups):
+            private = each.state.private
+            tensors = {f"shared:{name}": tensor for name, tensor in each.state.shared.items()}
+            for client, tree in private.stored.items():
+                tensors |= {f"{client}:{name}": tensor for name, tensor in tree.items()}
+            tensors |= {f"initial:{name}": tensor for name, tensor in private.initial.items()}
+            owned = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            write_tensors(home / f"models-{place}.safetensors", owned, {})
+            entries.append(_entry(each))
+        table: Json = {
+            "format": FORMAT,
+            "algorithm": spec_of(self.algorithm, with_code=False),
+            "rows": [list(row) for row in self.metrics],
+            "groups": entries,
         }
-        for name, figures in list(self.test.items())[1:]:
-            columns[name] = _defined(figures.by_client)
-        if self.names:
-            columns = {"name": list(self.names), **columns}
-        columns = {"client": list(range(len(self.times_sampled))), **columns}
-        rows = zip(*columns.values(), strict=True)
-        return [dict(zip(columns, row, strict=True)) for row in rows]
+        write_json(home / _FILE, table)
+        return home
+
+    @property
+    def _first_name(self) -> str:
+        return self.groups[0].group
 
 
-def _defined(figures: Floats) -> list[float | None]:
-    """Figures (clients,); None where one is undefined."""
-    return [None if np.isnan(figure) else figure for figure in figures.tolist()]
+def load(folder: str | Path, algorithm: Algorithm | Mapping[str, Algorithm]) -> Result:
+    """A result that was saved; with several groups, `algorithm` is a table of them by name."""
+    home = Path(folder)
+    saved = require_format(read_json(home / _FILE, dict), home / _FILE)
+    results: list[GroupResult] = []
+    for place, entry in enumerate(saved["groups"]):
+        own = algorithm[entry["group"]] if isinstance(algorithm, Mapping) else algorithm
+        if place == 0:
+            _require_same(saved["algorithm"], own, home)
+        tensors, _ = read_tensors(home / f"models-{place}.safetensors")
+        results.append(_from_entry(entry, own, tensors))
+    rows = tuple(MetricRow(*row) for row in saved["rows"])
+    metrics: dict[str, Metric] = {}
+    for each in results:
+        metrics |= {metric.name: metric for metric in each.task.all_metrics}
+    return Result(tuple(results), MetricsTable(rows, tuple(metrics.values())))
 
 
-def save_models(result: SeedResult, folder: Path) -> None:
-    """Write each client's model as a state dict; one file if all clients have the same model.
+def metric_rows(
+    result: GroupResult, split: str, figures: Mapping[str, Figures]
+) -> list[MetricRow]:
+    """The rows of every client with examples of a split."""
+    rows: list[MetricRow] = []
+    for name, each in figures.items():
+        for client in np.flatnonzero(each.sizes).tolist():
+            value = float(each.by_client[client])
+            label = result.names[client] if result.names else client
+            defined = None if np.isnan(value) else value
+            rows.append(MetricRow(result.seed, label, split, name, defined, result.group))
+    return rows
 
-    Frozen tensors are left out: the file names their fingerprint, and `load_model` asks for it.
-    """
-    metadata: Json = {
-        "algorithm": result.algorithm.name,
-        "seed": result.plan.seed,
-        "round": result.selected_round,
+
+def _new_rows(result: GroupResult) -> list[MetricRow]:
+    """The figures of New Test."""
+    rows: list[MetricRow] = []
+    for name, value in result.new.figures.items() if result.new else ():
+        rows.append(MetricRow(result.seed, None, "new", name, value, result.group))
+    return rows
+
+
+def _entry(result: GroupResult) -> Json:
+    """All but tensors and figures."""
+    return {
+        "group": result.group,
+        "seed": result.seed,
+        "stored": sorted(result.state.private.stored),
+        "rounds": result.rounds,
+        "selected_round": result.selected_round,
+        "ledger": result.ledger.as_dict(),
+        "sizes": result.sizes,
+        "times_sampled": result.times_sampled,
+        "times_dropped": result.times_dropped,
+        "names": list(result.names),
+        "stopped": result.stopped,
+        "figures": {
+            split: {name: _figures_json(each) for name, each in figures.items()}
+            for split, figures in (("test", result.test), ("validation", result.validation))
+        },
+        "new": result.new._asdict() if result.new else None,
     }
-    if base := base_fingerprint(result.task.model):
-        metadata[_BASE] = base
-    if not result.state.private.initial:
-        tensors = _own_state_dict(result, 0)
-        write_tensors(folder / "every-client.safetensors", tensors, metadata)
-        return
-    for client in range(len(result.times_sampled)):
-        name = quote(result.names[client], safe="") if result.names else f"{client:04d}"
-        path = folder / f"client-{name}.safetensors"
-        write_tensors(path, _own_state_dict(result, client), metadata)
 
 
-def _own_state_dict(result: SeedResult, client: int) -> Params:
-    """A client's model without the frozen tensors."""
-    return client_state_dict(result.task.model, result.params(client))
+def _figures_json(figures: Figures) -> Json:
+    return {
+        "by_client": [None if np.isnan(value) else value for value in figures.by_client.tolist()],
+        "pooled": None if np.isnan(figures.pooled) else figures.pooled,
+        "sizes": figures.sizes.tolist(),
+    }
 
 
-def load_model(path: str | Path, model: nn.Module) -> nn.Module:
-    """A client's model from its file, as a plain module in evaluation mode.
+def _figures_from(saved: Json, metric: Metric) -> Figures:
+    by_client = np.array([np.nan if value is None else value for value in saved["by_client"]])
+    pooled = np.nan if saved["pooled"] is None else saved["pooled"]
+    return Figures(metric, by_client.astype(np.float64), pooled, np.array(saved["sizes"]))
 
-    `model` has the same layers, and the frozen tensors if there are any; it stays as it is.
-    """
-    tensors, header = read_tensors(Path(path))
-    saved, given = header.get(_BASE, ""), base_fingerprint(model)
-    if saved != given:
+
+def _from_entry(entry: Json, algorithm: Algorithm, tensors: Params) -> GroupResult:
+    """A group's result from its entry and tensors."""
+
+    def tree(part: str) -> Params:
+        start = f"{part}:"
+        return {
+            name.removeprefix(start): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(start)
+        }
+
+    by_split: dict[str, dict[str, Figures]] = {}
+    for split, figures in entry["figures"].items():
+        known = {metric.name: metric for metric in algorithm.task.all_metrics}
+        by_split[split] = {
+            name: _figures_from(each, known[name]) for name, each in figures.items()
+        }
+    private = PerClient(tree("initial"), {client: tree(str(client)) for client in entry["stored"]})
+    plain = ("group", "seed", "rounds", "selected_round", "sizes", "times_sampled")
+    return GroupResult(
+        **{name: entry[name] for name in (*plain, "times_dropped", "stopped")},
+        algorithm=algorithm,
+        state=GroupState(tree("shared"), private),
+        test=by_split["test"],
+        validation=by_split["validation"],
+        new=NewTest(**entry["new"]) if entry["new"] else None,
+        ledger=Ledger.from_dict(entry["ledger"]),
+        names=tuple(entry["names"]),
+    )
+
+
+def _require_same(saved: Json, algorithm: Algorithm, home: Path) -> None:
+    found = first_difference(saved, spec_of(algorithm, with_code=False))
+    if found is not None:
+        path, before, given = found
         raise InputError(
-            f"model: {path} belongs to a model with {_describe_base(saved)}, "
-            f"the one given has {_describe_base(given)}; give the model that it was trained on"
+            f"load: {home} was saved with another {path} ({describe_spec(before)}) than the one "
+            f"given ({describe_spec(given)}); give the algorithm that it was trained with"
         )
-    loaded = copy.deepcopy(model)
-    try:
-        loaded.load_state_dict({**loaded.state_dict(), **tensors})
-    except RuntimeError as error:
-        raise InputError(
-            f"model: {path} does not fit the model given ({describe_error(error)})"
-        ) from error
-    missing = {*client_tensors(model)} - tensors.keys() - _unsaved(model)
-    if missing:
-        raise InputError(
-            f"model: {path} lacks {sorted(missing)[0]}; give the model that it was trained on"
-        )
-    return loaded.eval()
-
-
-def _describe_base(fingerprint: str) -> str:
-    return f"the frozen tensors {fingerprint}" if fingerprint else "no frozen tensors"
-
-
-def _unsaved(model: nn.Module) -> set[str]:
-    """Buffers that a module keeps out of its state dict."""
-    return {*client_tensors(model)} - model.state_dict().keys()

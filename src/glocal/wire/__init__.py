@@ -1,7 +1,37 @@
-"""What a client and the server send each other: only shared trees, counted to the byte."""
+"""What a client and the server send each other: declared messages, codecs, aggregation, bytes."""
 
-from glocal.wire.gate import admit, pack, unpack
+from glocal.wire.aggregation import Aggregation, Mean, Median
+from glocal.wire.codec import Chain, Clip, Codec, Half, Identity, Noise, chain
 from glocal.wire.ledger import Ledger, Traffic
-from glocal.wire.upload import Upload, UploadError
+from glocal.wire.quantize import Int4, Int8
+from glocal.wire.schema import Schema, TensorForm, WireError, gate, require_finite, schema_of
+from glocal.wire.sparse import TopK
+from glocal.wire.wire import Wire, pack, split_private, unpack
 
-__all__ = ["Ledger", "Traffic", "Upload", "UploadError", "admit", "pack", "unpack"]
+__all__ = [
+    "Aggregation",
+    "Chain",
+    "Clip",
+    "Codec",
+    "Half",
+    "Identity",
+    "Int4",
+    "Int8",
+    "Ledger",
+    "Mean",
+    "Median",
+    "Noise",
+    "Schema",
+    "TensorForm",
+    "TopK",
+    "Traffic",
+    "Wire",
+    "WireError",
+    "chain",
+    "gate",
+    "pack",
+    "require_finite",
+    "schema_of",
+    "split_private",
+    "unpack",
+]

@@ -34,18 +34,20 @@ class Ledger:
     only this count reproduces all rows of their tables.
 
     The other columns are the honest count. Only sampled clients receive, the ensemble needs the
-    local parts alone, and evaluation traffic is included.
+    local parts alone, and evaluation traffic is included. Bytes are those of the encoded payloads.
+    `metrics` has what clients send besides parameters; it is no part of the total.
     """
 
     download: Traffic = Traffic()
     upload: Traffic = Traffic()
     evaluation: Traffic = Traffic()
     ensemble: Traffic = Traffic()
+    metrics: Traffic = Traffic()
     paper: Traffic = Traffic()
 
     @property
     def total(self) -> Traffic:
-        """The honest count."""
+        """The honest count of parameters."""
         total = Traffic()
         for purpose in _SENT:
             total = total.add(getattr(self, purpose))
@@ -58,14 +60,28 @@ class Ledger:
         return Ledger(**sums)
 
     def add_round(
-        self, sent: Params, uploads: Params, *, num_sampled: int, num_clients: int
+        self,
+        sent: Params,
+        payloads: Params,
+        *,
+        scalars: int,
+        num_sampled: int,
+        num_replied: int,
+        num_clients: int,
+        metrics: int = 1,
     ) -> "Ledger":
-        """A round: `sent` went to each sampled client, uploads (sampled clients, ...) came back."""
+        """A round: `sent` went to each sampled client, payloads (replied, ...) came back.
+
+        An upload has so many `scalars` before it is encoded. Besides, a client sends its number of
+        examples, and a sum and a weight for each of its `metrics`.
+        """
+        uploads = Traffic(scalars * num_replied, trees.nbytes(payloads))
         return replace(
             self,
             download=self.download.add_tree(sent, num_sampled),
-            upload=self.upload.add_tree(uploads),
-            paper=self.paper.add_tree(sent, num_clients).add_tree(uploads),
+            upload=self.upload.add(uploads),
+            metrics=self.metrics.add(_metrics_traffic(metrics, num_replied)),
+            paper=self.paper.add_tree(sent, num_clients).add(uploads),
         )
 
     def add_evaluation(self, sent: Params, num_clients: int) -> "Ledger":
@@ -94,7 +110,7 @@ class Ledger:
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """For JSON: parameters and bytes by purpose."""
-        purposes = (*_SENT, "total", "paper")
+        purposes = (*_SENT, "metrics", "total", "paper")
         return {purpose: getattr(self, purpose)._asdict() for purpose in purposes}
 
     @classmethod
@@ -105,3 +121,8 @@ class Ledger:
             if purpose != "total":
                 amounts[purpose] = Traffic(**amount)
         return cls(**amounts)
+
+
+def _metrics_traffic(metrics: int, num_replied: int) -> Traffic:
+    """A number of examples (8 bytes), and a sum and a weight (4 each) for every metric."""
+    return Traffic((1 + 2 * metrics) * num_replied, (8 + 8 * metrics) * num_replied)

@@ -14,6 +14,8 @@ from glocal.core.training import (
     ModelLoss,
     Objective,
     Proximal,
+    Trained,
+    WeightedSum,
     Work,
     precompute_augmented,
 )
@@ -114,11 +116,11 @@ class FusedCpuTraining:
 
     def __call__(
         self, objective: Objective, params: Params, work: Work, optimizer: Optimizer
-    ) -> tuple[Params, Tensor] | None:
-        """Trained params and the mean loss over examples (); None if it declines."""
+    ) -> Trained | None:
+        """Trained params and the loss; None if it declines."""
         try:
             sgd = _require_sgd(optimizer)
-            one_example = work._replace(order=work.order[:1, :1])
+            one_example = work._replace(order=work.order[:1, :1, :1], keys=work.keys[:1, :1])
             plain, sample = _augment_first(objective, one_example)
             chain = self._chain(_model_loss(plain, sample), _input_shape(sample))
             objective, work = _augment_first(objective, work)
@@ -150,10 +152,10 @@ class FusedCpuTraining:
 
     def _train(
         self, chain: LayerChain, objective: Objective, params: Params, work: Work, sgd: SGD
-    ) -> tuple[Params, Tensor]:
+    ) -> Trained:
         trained = _copy(params)
         proximal = merge_proximal(objective.proximal)
-        order = work.order.contiguous()
+        order = work.flat_order.contiguous()
         job = _job(work, order, sgd, int(work.round_index))
         # the structure holds addresses only: trained, proximal and order must outlive the call
         layers = [_layer_spec(layer, trained, proximal) for layer in chain.layers]
@@ -163,7 +165,8 @@ class FusedCpuTraining:
         status = self._step()(ctypes.byref(job))
         if status:
             raise _DeclinedError(_FAILURES.get(status, f"the compiled step returned {status}"))
-        return trained, torch.tensor(job.loss, dtype=torch.float32)
+        count = (order >= 0).sum().to(torch.float32)
+        return Trained(trained, WeightedSum(torch.tensor(job.loss, dtype=torch.float32) * count, count))
 
 
 def _load() -> _Step:
@@ -274,8 +277,7 @@ def _augment_first(objective: Objective, work: Work) -> tuple[Objective, Work]:
     loss = objective.loss
     if type(loss) is not AugmentedLoss or type(loss.inner) is not ModelLoss:
         return objective, work
-    examples, order = precompute_augmented(loss.augment, work.examples, work.order, work.key)
-    return objective._replace(loss=loss.inner), work._replace(examples=examples, order=order)
+    return objective._replace(loss=loss.inner), precompute_augmented(loss.augment, work)
 
 
 def _model_loss(objective: Objective, work: Work) -> ModelLoss:
@@ -313,10 +315,12 @@ def _require_supported(objective: Objective, params: Params, work: Work, chain: 
     _require_readable_tensors(objective, params, work)
     _require_whole_model(params, chain, objective)
     _require_proximal(objective, params)
+    if objective.linear:
+        raise _DeclinedError("the objective has a linear term")
     x, y, _ = work.examples
     if not (x.is_contiguous() and y.is_contiguous()):
         raise _DeclinedError("the examples are not contiguous")
-    if work.order.dim() != 2 or work.order.numel() == 0 or y.shape != x.shape[:1]:
+    if work.order.dim() != 3 or work.order.numel() == 0 or y.shape != x.shape[:1]:
         raise _DeclinedError("there is no batch")
 
 

@@ -48,6 +48,8 @@ def unsupported_reason(
     for _, strength in objective.proximal:
         if strength < 0:
             return "a proximal term has a negative strength"
+    if objective.linear:
+        return "the objective has a linear term"
     try:
         chain = parse_chain(loss.model, inputs)
     except UnsupportedModelError as error:

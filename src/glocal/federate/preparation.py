@@ -1,0 +1,82 @@
+"""Data as a task takes them: numbers in the model's type, targets where data have none."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from glocal.algorithms.contract import Algorithm
+from glocal.core.data import ClientData, Examples
+from glocal.core.errors import InputError, describe_error, describe_value
+from glocal.core.task import Task
+from glocal.core.values import num_rows
+from glocal.datasets.federated import FederatedData
+from glocal.federate.outputs import ignored_target
+
+
+def prepare_data(data: FederatedData, task: Task) -> FederatedData:
+    """The data as the task takes them; a store that several data share stays one."""
+    return prepare_all([data], task)[0]
+
+
+def prepare_all(data: Sequence[FederatedData], task: Task) -> list[FederatedData]:
+    """The same for the data of several seeds, which may share stores."""
+    dtype = _float_type(task)
+    stores: dict[int, Examples] = {}
+
+    def prepared(subset: ClientData) -> ClientData:
+        key = id(subset.examples)
+        if key not in stores:
+            examples = subset.examples.with_dtype(dtype)
+            stores[key] = _with_targets(examples, task)
+        if stores[key] is subset.examples:
+            return subset
+        return replace(subset, examples=stores[key])
+
+    return [each.map_subsets(prepared) for each in data]
+
+
+def prepare_algorithm(algorithm: Algorithm, data: Sequence[FederatedData]) -> Algorithm:
+    """The algorithm; its task knows whether some targets do not count."""
+    task = algorithm.task
+    if task.has_ignored or not any(_has_ignored(task, each) for each in data):
+        return algorithm
+    return replace(algorithm, task=replace(task, has_ignored=True))
+
+
+def _float_type(task: Task) -> torch.dtype:
+    """The type of the model's first floating parameter."""
+    for parameter in task.model.parameters():
+        if parameter.is_floating_point():
+            return parameter.dtype
+    return torch.get_default_dtype()
+
+
+def _with_targets(examples: Examples, task: Task) -> Examples:
+    """The examples; where they have no targets, those that the task makes of their inputs."""
+    if examples.has_targets or task.make_targets is None:
+        return examples
+    try:
+        targets = task.make_targets(examples.x)
+        count = num_rows(targets)
+    except InputError:
+        raise
+    except Exception as error:  # a user's own function may raise anything
+        raise InputError(f"task: make_targets fails ({describe_error(error)})") from error
+    if count != examples.num_rows:
+        raise InputError(
+            f"task: make_targets gave {describe_value(targets)} for {examples.num_rows} inputs; "
+            "one target per input was expected"
+        )
+    return examples._replace(y=targets)
+
+
+def _has_ignored(task: Task, data: FederatedData) -> bool:
+    """Whether some target is one that the loss does not count."""
+    ignored = ignored_target(task)
+    for subset in data.subsets():
+        y = subset.examples.y
+        if isinstance(y, Tensor) and ignored is not None and bool((y == ignored).any()):
+            return True
+    return False
