@@ -53,10 +53,16 @@ class PerClient:
 
 
 class GroupState(NamedTuple):
-    """What the models of one group of clients are made of: the shared tree, and private ones."""
+    """The state of one group of clients: models are made of `shared` and of `private` trees."""
 
     shared: Params
     private: PerClient
+    server: Params = {}  # noqa: RUF012  (never changed)
+    profiles: PerClient = PerClient()
+
+    def alone(self) -> "TrainingState":
+        """The state of a federation of this group."""
+        return TrainingState(self.shared, self.server, (self.private,), (self.profiles,))
 
 
 class TrainingState(NamedTuple):
@@ -72,8 +78,8 @@ class TrainingState(NamedTuple):
     profiles: tuple[PerClient, ...]
 
     def group(self, place: int = 0) -> GroupState:
-        """One group's models."""
-        return GroupState(self.shared, self.private[place])
+        """One group's state."""
+        return GroupState(self.shared, self.private[place], self.server, self.profiles[place])
 
     def to(self, device: torch.device, like: "TrainingState") -> "TrainingState":
         """The same state on another device, with as many trees on a GPU as `like` allows."""

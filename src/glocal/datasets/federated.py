@@ -142,6 +142,10 @@ class FederatedData:
         subsets = (self.train, self.val, self.test)
         return subsets if self.unlabeled is None else (*subsets, self.unlabeled)
 
+    def to(self, device: torch.device) -> "FederatedData":
+        """The same on a device; subsets with one store have one again."""
+        return move_together([self], device)[0]
+
     def map_subsets(self, change: Callable[[ClientData], ClientData]) -> "FederatedData":
         """The same with every subset changed."""
         return FederatedData(*map(change, self.subsets()))
@@ -157,6 +161,19 @@ class FederatedData:
             labelled.append(_subsample(rows, share, seed, client))
         train = replace(self.train, rows=tuple(labelled))
         return replace(self, train=train, unlabeled=self.train)
+
+
+def move_together(data: Sequence[FederatedData], device: torch.device) -> list[FederatedData]:
+    """Data on a device; those with one store of examples have one again."""
+    stores: dict[int, Examples] = {}
+
+    def moved(subset: ClientData) -> ClientData:
+        key = id(subset.examples)
+        if key not in stores:
+            stores[key] = subset.examples.to(device)
+        return replace(subset, examples=stores[key])
+
+    return [each.map_subsets(moved) for each in data]
 
 
 def train_val_test_split(

@@ -265,12 +265,12 @@ class Experiment:
             if name not in ("rounds", "seed") and value is not None
         }
         spec: Json = {
+            **self.about,
             "algorithm": self.algorithm.spec,
             "plan": plan,
             "seeds": list(self.seeds),
             "evaluation": spec_of(self.evaluation),
             "uplink": spec_of(self.uplink),
-            **self.about,
         }
         if len(self.groups) > 1 or self.groups[0].name:
             tasks = {group.name: spec_of(group.algorithm.task) for group in self.groups}

@@ -171,7 +171,7 @@ def _warm_started(
         )
     params = tuple(warm_start_params(each.algorithm, each.state) for each in own)
     spent: tuple[Ledger, ...] = tuple(each.ledger for each in own)
-    return replace(group, params=params, spent=spent), first.rounds
+    return replace(group, params=params, spent=spent), first.plan.total_rounds
 
 
 def _evaluation(evaluation: Evaluation | None, select: str | None) -> Evaluation:

@@ -14,11 +14,12 @@ from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, read_tensors, write_tensors
 from glocal.core.model_tensors import base_fingerprint, client_tensors
 from glocal.core.modules import client_state_dict, state_dict
+from glocal.core.sampling import Plan
 from glocal.core.store import GroupState
 from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.evaluate import Figures, Floats, NewTest, Summary
-from glocal.wire import Ledger, split_private
+from glocal.wire import Codec, Identity, Ledger, split_private
 
 _BASE = "base"  # in the header of a model's file: the fingerprint of the frozen tensors
 
@@ -27,16 +28,15 @@ _BASE = "base"  # in the header of a model's file: the fingerprint of the frozen
 class GroupResult:
     """What one seed gives for the clients of one group.
 
-    `rounds` counts those of a warm start. `test` and `validation` have each metric of all clients'
+    `plan` has the rounds that were done. `test` and `validation` have each metric of all clients'
     own models on their own data, `new` the figures of New Test. `stopped` is why the run ended
     early, if it did. What callbacks put into `extras` at the end of a run is saved with the rest.
     """
 
     group: str
-    seed: int
     algorithm: Algorithm
+    plan: Plan
     state: GroupState
-    rounds: int
     selected_round: int
     test: dict[str, Figures]
     validation: dict[str, Figures]
@@ -47,7 +47,18 @@ class GroupResult:
     times_dropped: list[int]
     names: tuple[str, ...] = ()
     stopped: str = ""
+    uplink: Codec = Identity()
     extras: Json = field(default_factory=dict)
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return self.plan.seed
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds, those of a warm start included."""
+        return self.plan.total_rounds
 
     @property
     def task(self) -> Task:

@@ -40,7 +40,7 @@ def prepare_all(data: Sequence[FederatedData], task: Task) -> list[FederatedData
 def prepare_algorithm(algorithm: Algorithm, data: Sequence[FederatedData]) -> Algorithm:
     """The algorithm; its task knows whether some targets do not count."""
     task = algorithm.task
-    if task.has_ignored or not any(_has_ignored(task, each) for each in data):
+    if task.has_ignored or not any(has_ignored_targets(task, each) for each in data):
         return algorithm
     return replace(algorithm, task=replace(task, has_ignored=True))
 
@@ -72,7 +72,7 @@ def _with_targets(examples: Examples, task: Task) -> Examples:
     return examples._replace(y=targets)
 
 
-def _has_ignored(task: Task, data: FederatedData) -> bool:
+def has_ignored_targets(task: Task, data: FederatedData) -> bool:
     """Whether some target is one that the loss does not count."""
     ignored = ignored_target(task)
     for subset in data.subsets():

@@ -1,7 +1,7 @@
 """The result of a run: every client's model and the metrics, for all seeds and groups."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,13 @@ import numpy as np
 from torch import nn
 
 from glocal.algorithms.contract import Algorithm
+from glocal.core import trees
 from glocal.core.errors import InputError, describe_value, suggest_name
 from glocal.core.files import FORMAT, Json, read_json, read_tensors, require_format
 from glocal.core.files import write_json, write_tensors
 from glocal.core.metric import Metric
 from glocal.core.spec import describe_spec, first_difference, spec_of
+from glocal.core.sampling import Plan
 from glocal.core.store import GroupState, PerClient
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
@@ -22,7 +24,7 @@ from glocal.federate.group_result import GroupResult
 from glocal.federate.metrics_table import MetricRow, MetricsTable, describe_value_of
 from glocal.federate.outputs import validate_task_data
 from glocal.federate.preparation import prepare_data
-from glocal.wire import Ledger
+from glocal.wire import Ledger, split_private
 
 _FILE = "fit.json"
 
@@ -181,10 +183,12 @@ class Result:
         home, entries = Path(folder), list[Json]()
         for place, each in enumerate(self.groups):
             private = each.state.private
-            tensors = {f"shared:{name}": tensor for name, tensor in each.state.shared.items()}
-            for client, tree in private.stored.items():
-                tensors |= {f"{client}:{name}": tensor for name, tensor in tree.items()}
-            tensors |= {f"initial:{name}": tensor for name, tensor in private.initial.items()}
+            plain = {client: split_private(tree)[0] for client, tree in private.stored.items()}
+            tensors = trees.with_prefix("shared:", each.state.shared)
+            tensors |= trees.with_prefix("server:", each.state.server)
+            tensors |= trees.with_prefix("initial:", split_private(private.initial)[0])
+            for client, tree in plain.items():
+                tensors |= trees.with_prefix(f"{client}:", tree)
             owned = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             write_tensors(home / f"models-{place}.safetensors", owned, {})
             entries.append(_entry(each))
@@ -246,9 +250,8 @@ def _entry(result: GroupResult) -> Json:
     """All but tensors and figures."""
     return {
         "group": result.group,
-        "seed": result.seed,
+        "plan": asdict(result.plan),
         "stored": sorted(result.state.private.stored),
-        "rounds": result.rounds,
         "selected_round": result.selected_round,
         "ledger": result.ledger.as_dict(),
         "sizes": result.sizes,
@@ -282,12 +285,7 @@ def _from_entry(entry: Json, algorithm: Algorithm, tensors: Params) -> GroupResu
     """A group's result from its entry and tensors."""
 
     def tree(part: str) -> Params:
-        start = f"{part}:"
-        return {
-            name.removeprefix(start): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(start)
-        }
+        return trees.under_prefix(f"{part}:", tensors)
 
     by_split: dict[str, dict[str, Figures]] = {}
     for split, figures in entry["figures"].items():
@@ -296,11 +294,12 @@ def _from_entry(entry: Json, algorithm: Algorithm, tensors: Params) -> GroupResu
             name: _figures_from(each, known[name]) for name, each in figures.items()
         }
     private = PerClient(tree("initial"), {client: tree(str(client)) for client in entry["stored"]})
-    plain = ("group", "seed", "rounds", "selected_round", "sizes", "times_sampled")
+    plain = ("group", "selected_round", "sizes", "times_sampled", "times_dropped", "stopped")
     return GroupResult(
-        **{name: entry[name] for name in (*plain, "times_dropped", "stopped")},
+        **{name: entry[name] for name in plain},
         algorithm=algorithm,
-        state=GroupState(tree("shared"), private),
+        plan=Plan(**entry["plan"]),
+        state=GroupState(tree("shared"), private, tree("server")),
         test=by_split["test"],
         validation=by_split["validation"],
         new=NewTest(**entry["new"]) if entry["new"] else None,

@@ -288,6 +288,47 @@ def collect(
     return after, RoundReport(round_index, np.concatenate(numbers), counted, metrics, traffic)
 
 
+def collect_mean(
+    replica: Replica,
+    state: TrainingState,
+    mean: Message,
+    num_examples: Tensor,
+    round_index: int,
+) -> TrainingState:
+    """The server's half of a round of which it knows only the mean of all uploads, as by SecAgg+.
+
+    `num_examples` (clients,) are those of the clients in the mean. Private trees are the clients'.
+    """
+    group = replica.groups[0]
+    uploads = Uploads(
+        messages={},
+        sent={},
+        profiles={},
+        num_examples=num_examples,
+        num_clients=replica.num_clients,
+        round_index=torch.tensor(round_index),
+        aggregation=group.algorithm.aggregation,
+        mean=gate(mean, group.wire.upload),
+    )
+    shared, server = group.algorithm.server_update(state.shared, state.server, uploads)
+    return state._replace(shared=shared, server=server)
+
+
+def needs_single_uploads(algorithm: Algorithm, params: Params) -> bool:
+    """Whether the server must see single uploads: found by trial on zeros, not declared."""
+    state = algorithm.init(params)
+    like = trees.zeros_like(algorithm.upload_like(state.shared))
+    two = torch.ones(2, dtype=torch.int64)
+    uploads = Uploads({}, {}, {}, two, 2, torch.tensor(0), algorithm.aggregation, mean=like)
+    if state.profile or not algorithm.aggregation.is_mean:
+        return True
+    try:
+        algorithm.server_update(state.shared, state.server, uploads)
+    except InputError:
+        return True
+    return False
+
+
 def _server_step(
     algorithm: Algorithm, state: TrainingState, uploads: Uploads, losses: Tensor
 ) -> tuple[Params, Params, Tensor]:

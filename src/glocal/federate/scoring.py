@@ -158,10 +158,9 @@ class Scoring:
         dropped = progress.dropped[seed_place]
         return GroupResult(
             group=group.name,
-            seed=plan.seed,
             algorithm=group.algorithm,
+            plan=replace(plan, rounds=max(progress.done, 1)),
             state=state.group(place),
-            rounds=total,
             selected_round=plan.first_round + done,
             test=test,
             validation=validation,
@@ -176,6 +175,7 @@ class Scoring:
             times_dropped=[dropped.get(client, 0) for client in range(own.start, own.stop)],
             names=group.data[0].names,
             stopped=progress.stopped,
+            uplink=experiment.uplink,
         )
 
     def _selected(

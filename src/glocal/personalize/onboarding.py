@@ -10,25 +10,37 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from glocal.algorithms.contract import Algorithm, freeze_shared
+from glocal.algorithms.adapt_only import AdaptOnly
+from glocal.algorithms.contract import Algorithm
 from glocal.core import trees
 from glocal.core.bounds import MAX_CLIENTS, MAX_EPOCHS, MAX_ROUNDS, count_field, require_counts
 from glocal.core.data import ClientData, Examples, Rows
-from glocal.core.errors import DivergedError, InputError, suggest_name
+from glocal.core.errors import InputError, suggest_name
 from glocal.core.losses import per_example_cross_entropy
-from glocal.core.modules import params_of, state_dict
+from glocal.core.modules import state_dict
 from glocal.core.sampling import Availability, Plan, make_rng, to_batches
-from glocal.core.store import State
+from glocal.core.store import GroupState, PerClient
 from glocal.core.task import Task
 from glocal.core.trees import Params
+from glocal.core.values import concatenate_rows
 from glocal.engines import ClientTask, EngineConfig, Executor
 from glocal.evaluate import Evaluator, ensemble_classes, ensemble_figure
 from glocal.federate.outputs import example_output, num_classes
-from glocal.federate.result import SeedResult
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
-from glocal.wire import Ledger
+from glocal.federate.group_result import GroupResult
+from glocal.federate.result import Result
+from glocal.federate.rounds import (
+    GroupClients,
+    GroupSetup,
+    Replica,
+    build_executors,
+    require_counted,
+    simulate,
+    start_state,
+    start_wires,
+)
+from glocal.wire import Codec, Identity, Ledger, split_private
 
 _BATCH_SIZE = 256
 _MIN_STEPS = 100  # a client with few labels trains for more epochs, until it has taken these
@@ -38,26 +50,30 @@ class TrainedFederation(NamedTuple):
     """A trained federation; a new client gets the number `clients`, which is the next one."""
 
     algorithm: Algorithm
-    task: Task
     plan: Plan
-    state: State
+    state: GroupState
     clients: int
+    uplink: Codec = Identity()
 
     @property
-    def model(self) -> nn.Module:
-        """The task's model."""
-        return self.task.model
+    def task(self) -> Task:
+        """What its clients learn."""
+        return self.algorithm.task
 
     @classmethod
-    def from_result(cls, result: SeedResult) -> "TrainedFederation":
-        """The federation behind a result of `fit`."""
-        return cls(
-            result.algorithm,
-            result.task,
-            result.plan,
-            result.state,
-            len(result.times_sampled),
-        )
+    def from_result(cls, result: Result | GroupResult) -> "TrainedFederation":
+        """The federation behind a result of `fit`; of several seeds, the first one's."""
+        one = result.group() if isinstance(result, Result) else result
+        return cls(one.algorithm, one.plan, one.state, one.num_clients, one.uplink)
+
+
+class Joining(NamedTuple):
+    """A federation that its last client joins: plan, training data of all, and state."""
+
+    plan: Plan
+    train: ClientData
+    state: GroupState
+    uplink: Codec = Identity()
 
 
 @dataclass(frozen=True)
@@ -83,17 +99,18 @@ class JoinPlan:
 class JoinResult(NamedTuple):
     """The state with the new client, its number, and the traffic of joining."""
 
-    state: State
+    state: GroupState
     client: int
     ledger: Ledger
 
     def params(self, algorithm: Algorithm) -> Params:
         """The new client's model, as a tree."""
-        return algorithm.personal(self.state.shared, self.state.private.of(self.client))
+        own, _ = split_private(self.state.private.of(self.client))
+        return algorithm.personal(self.state.shared, own)
 
     def state_dict(self, trained_federation: TrainedFederation) -> Params:
         """The new client's model, as a plain state dict of the network."""
-        return state_dict(trained_federation.model, self.params(trained_federation.algorithm))
+        return state_dict(trained_federation.task.model, self.params(trained_federation.algorithm))
 
 
 def join(
@@ -126,8 +143,9 @@ def join(
         batch_size = trained_federation.plan.batch_size
         epochs = _num_epochs(train.num_rows, batch_size, join_plan.epochs)
         join_plan = replace(join_plan, epochs=epochs)
-    seat = Seat(trained_federation.plan, client_data, trained_federation.state)
-    return join_many(trained_federation.algorithm, [seat], join_plan, engine=engine)[0]
+    plan, state = trained_federation.plan, trained_federation.state
+    joining = Joining(plan, client_data, state, trained_federation.uplink)
+    return join_many(trained_federation.algorithm, [joining], join_plan, engine=engine)[0]
 
 
 def _require_inputs_and_labels(trained_federation: TrainedFederation, train: Examples) -> None:
@@ -153,15 +171,17 @@ def append_client(train: Examples, existing_data: ClientData | None, clients: in
         absent: Rows = np.zeros(0, dtype=np.int64)
         own = np.arange(train.num_rows, dtype=np.int64)
         return ClientData(train, (*([absent] * clients), own))
-    x, y, _ = existing_data.examples
-    store = Examples(torch.cat([x, train.x.to(x.device)]), torch.cat([y, train.y.to(y.device)]))
-    own = np.arange(len(y), store.num_rows, dtype=np.int64)
-    return ClientData(store, (*existing_data.rows, own))
+    known = existing_data.examples
+    moved = train.to(known.device)
+    x = concatenate_rows([known.x, moved.x])
+    y = concatenate_rows([known.y, moved.y]) if known.has_targets else x
+    own = np.arange(known.num_rows, known.num_rows + train.num_rows, dtype=np.int64)
+    return ClientData(Examples(x, y), (*existing_data.rows, own))
 
 
 def join_many(
     algorithm: Algorithm,
-    seats: Sequence[Seat],
+    federations: Sequence[Joining],
     join_plan: JoinPlan,
     *,
     engine: EngineConfig | str = "auto",
@@ -170,59 +190,73 @@ def join_many(
 
     It trains its local part alone, then takes part in the rounds.
     """
-    client = seats[0].train.num_clients - 1
-    require_joinable(algorithm, [seat.state for seat in seats], join_plan, client)
-    starts = [_before_training(seat, join_plan, client) for seat in seats]
-    seats = [seat._replace(state=start.state) for seat, start in zip(seats, starts, strict=True)]
-    if algorithm.adapt is not None and join_plan.epochs:
-        seats = _adapted(algorithm, seats, join_plan.epochs, engine)
-    outcomes = [(seat.state, Ledger()) for seat in seats]
+    client = federations[0].train.num_clients - 1
+    require_joinable(algorithm, [each.state for each in federations], join_plan, client)
+    starts = [_before_training(algorithm, each, join_plan, client) for each in federations]
+    joining = [
+        each._replace(state=start.state) for each, start in zip(federations, starts, strict=True)
+    ]
+    if has_private_part(algorithm, joining[0].state) and join_plan.epochs:
+        joining = _adapted(algorithm, joining, join_plan.epochs, engine)
+    outcomes = [(each.state, Ledger()) for each in joining]
     if join_plan.rounds:
-        outcomes = _joint_rounds(algorithm, seats, join_plan, engine)
+        outcomes = _joint_rounds(algorithm, joining, join_plan, engine)
     results = []
     for start, (state, ledger) in zip(starts, outcomes, strict=True):
         results.append(JoinResult(state, client, start.ledger + ledger))
     return results
 
 
+def has_private_part(algorithm: Algorithm, state: GroupState) -> bool:
+    """Whether an algorithm keeps anything on its clients, which a new one could adapt."""
+    own, _ = split_private(state.private.initial)
+    return bool(own)
+
+
 def _adapted(
-    algorithm: Algorithm, seats: Sequence[Seat], epochs: int, engine: EngineConfig | str
-) -> list[Seat]:
+    algorithm: Algorithm, federations: Sequence[Joining], epochs: int, engine: EngineConfig | str
+) -> list[Joining]:
     """The federations after the last client trained its private part for some epochs."""
-    client = seats[0].train.num_clients - 1
-    by_epochs = [seat._replace(plan=replace(seat.plan, local_epochs=1)) for seat in seats]
-    alone = _with_availability(by_epochs, epochs, (), client)
-    outcomes = _run_rounds(freeze_shared(algorithm), alone, engine)
-    return [
-        _after_rounds(seat, state, epochs) for seat, (state, _) in zip(seats, outcomes, strict=True)
-    ]
+    client = federations[0].train.num_clients - 1
+    alone = []
+    for each in federations:
+        own, _ = split_private(each.state.private.of(client))
+        state = GroupState(each.state.shared, PerClient(own))
+        alone.append(Joining(replace(each.plan, local_epochs=1), each.train, state))
+    outcomes = _run_rounds(AdaptOnly.to(algorithm), alone, (epochs, 1), (), engine)
+    after = []
+    for each, (state, _) in zip(federations, outcomes, strict=True):
+        _, memory = split_private(each.state.private.of(client))
+        row = {**state.private.of(client), **memory}
+        kept = each.state._replace(private=each.state.private.put([client], [row]))
+        plan = replace(each.plan, rounds=each.plan.rounds + epochs)
+        after.append(each._replace(plan=plan, state=kept))
+    return after
 
 
 def _joint_rounds(
-    algorithm: Algorithm, seats: Sequence[Seat], join_plan: JoinPlan, engine: EngineConfig | str
-) -> list[tuple[State, Ledger]]:
+    algorithm: Algorithm,
+    federations: Sequence[Joining],
+    join_plan: JoinPlan,
+    engine: EngineConfig | str,
+) -> list[tuple[GroupState, Ledger]]:
     """Rounds in which the last client always takes part, with sampled existing clients if any."""
-    client = seats[0].train.num_clients - 1
+    client = federations[0].train.num_clients - 1
     available = range(client) if join_plan.existing_clients else ()
-    clients_per_round = max(join_plan.existing_clients, 1)
-    sampled = [
-        seat._replace(plan=replace(seat.plan, clients_per_round=clients_per_round))
-        for seat in seats
-    ]
-    together = _with_availability(sampled, join_plan.rounds, available, client)
-    return _run_rounds(algorithm, together, engine)
+    how_long = (join_plan.rounds, max(join_plan.existing_clients, 1))
+    return _run_rounds(algorithm, federations, how_long, available, engine)
 
 
 def require_joinable(
-    algorithm: Algorithm, states: Sequence[State], join_plan: JoinPlan, client: int
+    algorithm: Algorithm, states: Sequence[GroupState], join_plan: JoinPlan, client: int
 ) -> None:
     """Refuse a new client that has joined already, has no place, or would train nothing."""
-    if algorithm.num_clients is not None:
+    if not algorithm.takes_new_clients:
         raise InputError(
-            f"join: {algorithm.name} is made for {algorithm.num_clients} clients, "
+            f"join: {algorithm.name} is made for a fixed number of {client} clients, "
             "and has no place for another one"
         )
-    if any(client in state.private.trained for state in states):
+    if any(client in state.private.stored for state in states):
         raise InputError(
             f"join: client {client} is in this federation already; "
             "a new client needs the next free number"
@@ -234,7 +268,7 @@ def require_joinable(
         )
     if join_plan.rounds:
         return
-    if algorithm.adapt is None:
+    if not has_private_part(algorithm, states[0]):
         raise InputError(
             f"join: {algorithm.name} has no private part, so nothing would be trained; "
             "let the client join some rounds"
@@ -246,62 +280,66 @@ def require_joinable(
         )
 
 
-def _before_training(seat: Seat, join_plan: JoinPlan, client: int) -> JoinResult:
+def _before_training(
+    algorithm: Algorithm, joining: Joining, join_plan: JoinPlan, client: int
+) -> JoinResult:
     """The state before the new client trains.
 
     It has downloaded the shared tree once, and the local part that it starts from.
     """
-    state = seat.state
-    ledger = Ledger().add_warm_start({**state.shared, **state.private.initial}, 1)
-    if join_plan.start == "average" and state.private.trained and state.private.initial:
-        rows = [state.private.of(existing) for existing in sorted(state.private.trained)]
+    state = joining.state
+    own, _ = split_private(state.private.initial)
+    ledger = Ledger().add_warm_start({**state.shared, **own}, 1)
+    if join_plan.start == "average" and state.private.stored and own:
+        rows = [state.private.of(existing) for existing in sorted(state.private.stored)]
         device = next(iter(rows[0].values())).device
         mean = trees.mean(trees.stack(rows), torch.ones(len(rows), device=device))
-        ledger = ledger.add_ensemble(
-            state.private.initial, {}, num_trained=len(rows), num_clients=0
-        )
-        state = State(state.shared, state.private.put([client], [mean]))
+        ledger = ledger.add_ensemble(own, {}, num_trained=len(rows), num_clients=0)
+        state = state._replace(private=state.private.put([client], [mean]))
     return JoinResult(state, client, ledger)
 
 
-def _with_availability(
-    seats: Sequence[Seat], rounds: int, available: Sequence[int], always: int
-) -> list[Seat]:
-    """Seats for some rounds after the last one, in which one client always takes part."""
-    availability = Availability.of(available, always=[always])
-    return [
-        seat._replace(
-            plan=replace(seat.plan, first_round=seat.plan.total_rounds, rounds=rounds),
-            availability=availability,
-        )
-        for seat in seats
-    ]
-
-
-def _after_rounds(seat: Seat, state: State, rounds: int) -> Seat:
-    """The seat after some more rounds."""
-    return seat._replace(state=state, plan=replace(seat.plan, rounds=seat.plan.rounds + rounds))
-
-
 def _run_rounds(
-    algorithm: Algorithm, seats: Sequence[Seat], engine: EngineConfig | str
-) -> list[tuple[State, Ledger]]:
-    """The states after all rounds, and their traffic."""
-    executor = Executor(algorithm.client_update, engine=engine, num_calls=seats[0].plan.rounds)
-    states, ledgers = [seat.state for seat in seats], [Ledger() for _ in seats]
+    algorithm: Algorithm,
+    federations: Sequence[Joining],
+    how_long: tuple[int, int],
+    available: Sequence[int],
+    engine: EngineConfig | str,
+) -> list[tuple[GroupState, Ledger]]:
+    """The states after some more rounds, each with so many of the available clients.
+
+    The last client always takes part.
+    """
+    rounds, clients_per_round = how_long
+    client = federations[0].train.num_clients - 1
+    availability = Availability.of(available, always=[client])
+    setup = GroupSetup(algorithm, algorithm.task.initial_params())
+    [wire] = start_wires([setup], federations[0].uplink)
+    replicas: list[Replica] = []
+    for each in federations:
+        plan = replace(
+            each.plan,
+            first_round=each.plan.total_rounds,
+            rounds=rounds,
+            clients_per_round=clients_per_round,
+        )
+        replicas.append(Replica((GroupClients(algorithm, each.train, wire),), plan, availability))
+    states = [each.state.alone() for each in federations]
+    ledgers, seeds = [Ledger() for _ in federations], [each.plan.seed for each in federations]
+    executors = build_executors(replicas[0].groups, engine, num_calls=rounds)
+    first = replicas[0].plan.first_round
     try:
-        for moment in simulate_seeds(algorithm, seats, executor):
-            states = [state for state, _ in moment]
-            if not all(bool(torch.isfinite(report.losses).all()) for _, report in moment):
-                raise DivergedError(
-                    "join: training diverged, a loss is not finite; lower the learning rate"
-                )
+        for finished in simulate(replicas, states, executors, range(first, first + rounds)):
+            require_counted(finished, seeds, federations[0].train.label)
+            states = [state for state, _ in finished]
+            reports = [report for _, report in finished]
             ledgers = [
-                ledger + report.traffic for ledger, (_, report) in zip(ledgers, moment, strict=True)
+                ledger + report.traffic[0] for ledger, report in zip(ledgers, reports, strict=True)
             ]
     finally:
-        executor.close()
-    return list(zip(states, ledgers, strict=True))
+        for executor in executors:
+            executor.close()
+    return [(state.group(), ledger) for state, ledger in zip(states, ledgers, strict=True)]
 
 
 def select_ensemble(
@@ -319,7 +357,7 @@ def select_ensemble(
             f"join: by is '{by}' and count {count}; a count of at least 1 and a known method "
             f"were expected; {suggest_name(by, scores)}"
         )
-    trained, score = sorted(trained_federation.state.private.trained), scores[by]
+    trained, score = sorted(trained_federation.state.private.stored), scores[by]
     if not trained or not trained_federation.state.private.initial:
         return trained[:1]
     if score is None or count >= len(trained):
@@ -347,9 +385,9 @@ def _probabilities(
     trained_federation: TrainedFederation, trained: Sequence[int], sample: Tensor
 ) -> Tensor:
     """Each client's probabilities (clients, rows, classes), in double precision."""
-    order = to_batches(np.arange(len(sample), dtype=np.int64), _BATCH_SIZE)
+    order = to_batches(np.arange(len(sample), dtype=np.int64), _BATCH_SIZE)[None]
     examples = Examples(sample, torch.zeros(len(sample), dtype=torch.int64, device=sample.device))
-    evaluation = Evaluator(trained_federation.algorithm, trained_federation.task, engine="vmapped")
+    evaluation = Evaluator(trained_federation.algorithm, engine="vmapped")
     models = _models_of(trained_federation, trained)
     tasks = [ClientTask(shared, private, order) for shared, private in models]
     outputs = evaluation.outputs(tasks, examples).stacked().flatten(1, 2)[:, : len(sample)]
@@ -367,8 +405,8 @@ def _models_of(
 
 def new_client_ensemble_figure(
     trained_federation: TrainedFederation, members: Sequence[int], test: Examples
-) -> float:
-    """Accuracy of the members' averaged logits on a new client's examples."""
+) -> float | None:
+    """The first metric of the members' outputs together on a new client's examples."""
     state = trained_federation.state
     models = _models_of(trained_federation, members) or [(state.shared, state.private.initial)]
     return _figure(trained_federation, models, test)
@@ -376,8 +414,8 @@ def new_client_ensemble_figure(
 
 def new_client_figure(
     trained_federation: TrainedFederation, joined: JoinResult, test: Examples
-) -> float:
-    """Accuracy of the new client's own model."""
+) -> float | None:
+    """The first metric of the new client's own model."""
     model = (joined.state.shared, joined.state.private.of(joined.client))
     return _figure(trained_federation, [model], test)
 
@@ -388,7 +426,7 @@ def new_client_ensemble_classes(
     """Classes of a new client's inputs (rows, ...), by the members' averaged logits."""
     unknown = Examples(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
     client_data = ClientData(unknown, (np.arange(len(inputs), dtype=np.int64),))
-    evaluation = Evaluator(trained_federation.algorithm, trained_federation.task)
+    evaluation = Evaluator(trained_federation.algorithm)
     models = _models_of(trained_federation, members)
     classes: list[int] = ensemble_classes(evaluation, models, client_data).tolist()
     evaluation.close()
@@ -397,10 +435,10 @@ def new_client_ensemble_classes(
 
 def _figure(
     trained_federation: TrainedFederation, models: Sequence[tuple[Params, Params]], test: Examples
-) -> float:
+) -> float | None:
     if not test.num_rows:
         raise InputError("join: there is no labelled example to test on; give some")
-    evaluation = Evaluator(trained_federation.algorithm, trained_federation.task)
+    evaluation = Evaluator(trained_federation.algorithm)
     client_data = ClientData(test, (np.arange(test.num_rows, dtype=np.int64),))
     figure = ensemble_figure(evaluation, models, client_data)
     evaluation.close()
@@ -434,9 +472,12 @@ def train_alone(
 
     This is the result without a federation.
     """
-    params = trees.to(params_of(trained_federation.model), train.device)
+    algorithm = trained_federation.algorithm
+    params = trees.to(algorithm.task.initial_params(), train.device)
+    setups = [GroupSetup(algorithm, params)]
+    wires = start_wires(setups, trained_federation.uplink)
     fresh = trained_federation._replace(
-        state=initial_state(trained_federation.algorithm, params),
+        state=start_state(setups, wires).group(),
         clients=0,
         plan=replace(trained_federation.plan, rounds=1, first_round=0),
     )

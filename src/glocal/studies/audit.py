@@ -22,8 +22,9 @@ from glocal.core.data import Examples
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.metric_library import auc
-from glocal.core.modules import feature_extractor, predictor
-from glocal.core.store import State
+from glocal.core.modules import predictor
+from glocal.core.store import GroupState
+from glocal.core.task import Task
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.evaluate.leakage import (
@@ -34,9 +35,12 @@ from glocal.evaluate.leakage import (
     best_auc,
     train_attackers,
 )
-from glocal.federate.fitting import Case
-from glocal.federate.result import SeedResult
-from glocal.personalize.representations.auxiliary import without_prefix
+from glocal.federate.group_result import GroupResult
+from glocal.federate.result import Result
+from glocal.federate.run import Run
+from glocal.wire import split_private
+
+_ADVERSARY = "adversary/"  # how the names of the joint adversary's tensors begin
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class AuditedClient(NamedTuple):
     test: Examples
 
 
-def require_audit(settings: AuditSettings, experiment: Case, federation: FederatedData) -> None:
+def require_audit(settings: AuditSettings, task: Task, federation: FederatedData) -> None:
     """Refuse data without protected attributes, and a module that the model does not have."""
     group = federation.train.examples.group
     if group is None or not bool(((group == 0) | (group == 1)).all()):
@@ -67,43 +71,45 @@ def require_audit(settings: AuditSettings, experiment: Case, federation: Federat
             "audit: these data have no protected attributes; "
             "give every example a group of 0 or 1 per attribute"
         )
-    feature_extractor(experiment.model, settings.layer)
+    task.feature_extractor(settings.layer)
 
 
-def audit_experiment(
-    experiment: Case,
-    results: Sequence[SeedResult],
-    settings: AuditSettings,
-    adversary: nn.Module | None = None,
-) -> list[Json]:
-    """Per seed: the task's AUC, and per attribute the AUC of the joint adversary and of attackers.
+@dataclass(frozen=True)
+class Audit:
+    """A callback that adds an "audit" to each seed's result, from its frozen representations.
 
+    It has the task's AUC, and per attribute the AUC of the joint adversary and of attackers.
     "validation" has the same for validation data, which nothing was trained on; it may select.
     """
-    return [
-        _audit(experiment, result, fed, settings, adversary)
-        for result, fed in zip(results, experiment.federations, strict=True)
-    ]
+
+    settings: AuditSettings
+    adversary: nn.Module | None = None
+
+    def on_end(self, run: Run, result: Result) -> None:
+        """Audit every seed."""
+        group = run.experiment.groups[0]
+        for place, own in enumerate(result.groups):
+            data = group.data_of(place)
+            own.extras["audit"] = _audit(own, data, self.settings, self.adversary)
 
 
 def _audit(
-    experiment: Case,
-    result: SeedResult,
+    result: GroupResult,
     fed: FederatedData,
     settings: AuditSettings,
     adversary: nn.Module | None,
 ) -> Json:
-    model = experiment.model
-    clients = audited_clients(experiment.algorithm, result.state, fed)
-    encode = Encoder(model, settings.layer)
+    task = result.task
+    clients = audited_clients(result.algorithm, result.state, fed)
+    encode = Encoder(task, settings.layer)
     attributes: list[Json] = []
     for index in range(protected_attributes(clients[0].train).shape[1]):
-        aucs = _attack(encode, clients, index, settings, result.plan.seed)
+        aucs = _attack(encode, clients, index, settings, result.seed)
         joint = _joint_adversary_auc(encode, clients, index, adversary)
         attributes.append({**aucs, "joint": joint})
-    correct = [_correct(model, client.params, client.test) for client in clients]
-    test = [_task_auc(model, client.params, client.test) for client in clients]
-    validation = [_task_auc(model, client.params, client.validation) for client in clients]
+    correct = [_correct(task, client.params, client.test) for client in clients]
+    test = [_task_auc(task, client.params, client.test) for client in clients]
+    validation = [_task_auc(task, client.params, client.validation) for client in clients]
     # one client's own people there are too few to select the best of three attackers
     leaks = [each["validation"]["pooled"] for each in attributes]
     return {
@@ -114,7 +120,7 @@ def _audit(
     }
 
 
-def audited_clients(algorithm: Algorithm, state: State, fed: FederatedData) -> list[AuditedClient]:
+def audited_clients(algorithm: Algorithm, state: GroupState, fed: FederatedData) -> list[AuditedClient]:
     """Every client, in the memory of the CPU, where the attackers run."""
     cpu = torch.device("cpu")
     clients = []
@@ -125,17 +131,17 @@ def audited_clients(algorithm: Algorithm, state: State, fed: FederatedData) -> l
     return clients
 
 
-def _params(algorithm: Algorithm, state: State, number: int) -> Params:
+def _params(algorithm: Algorithm, state: GroupState, number: int) -> Params:
     """A client's parameters: its personal model, and its auxiliary one."""
-    private = state.private.of(number)
+    private, _ = split_private(state.private.of(number))
     return {**private, **state.shared, **algorithm.personal(state.shared, private)}
 
 
 class Encoder:
     """A model's representation of examples, flat (rows, width)."""
 
-    def __init__(self, model: nn.Module, layer: str) -> None:
-        self.represent = feature_extractor(model, layer)
+    def __init__(self, task: Task, layer: str) -> None:
+        self.represent = task.feature_extractor(layer)
 
     def __call__(self, params: Params, examples: Examples) -> Floats:
         """In double precision, as attackers need it."""
@@ -216,14 +222,14 @@ def _joint_adversary_auc(
     encode: Encoder, clients: Sequence[AuditedClient], attribute: int, adversary: nn.Module | None
 ) -> float | None:
     """The AUC of the adversary of the training, if there was one; the mean over clients."""
-    if adversary is None or not without_prefix("adversary", clients[0].params):
+    if adversary is None or not trees.under_prefix(_ADVERSARY, clients[0].params):
         return None
     attack, aucs = predictor(adversary), []
     for client in clients:
         h = torch.from_numpy(encode(client.params, client.test)).float()
         with torch.no_grad():
             scores = attack(
-                without_prefix("adversary", client.params), h, torch.ones(len(h), dtype=torch.bool)
+                trees.under_prefix(_ADVERSARY, client.params), h, torch.ones(len(h), dtype=torch.bool)
             )[:, attribute]
         aucs.append(
             _auc_or_none(scores.double().numpy(), protected_attribute(client.test, attribute))
@@ -231,23 +237,24 @@ def _joint_adversary_auc(
     return _mean(aucs)
 
 
-def _correct(model: nn.Module, params: Params, people: Examples) -> npt.NDArray[np.bool_]:
+def _correct(task: Task, params: Params, people: Examples) -> npt.NDArray[np.bool_]:
     """For which examples a client's model predicts the class (people,)."""
-    return np.asarray((predict(model, params, people).argmax(1) == people.y).numpy())
+    return np.asarray((predict(task, params, people).argmax(1) == people.y).numpy())
 
 
-def _task_auc(model: nn.Module, params: Params, people: Examples) -> float | None:
+def _task_auc(task: Task, params: Params, people: Examples) -> float | None:
     """The AUC of a client's model on its own examples; None if there are not two classes."""
-    output = predict(model, params, people)
+    output = predict(task, params, people)
     if output.shape[1] != 2:
         return None
     return _auc_or_none((output[:, 1] - output[:, 0]).double().numpy(), people.y.numpy())
 
 
-def predict(model: nn.Module, params: Params, people: Examples) -> torch.Tensor:
+def predict(task: Task, params: Params, people: Examples) -> torch.Tensor:
     """The outputs of a client's model (rows, classes)."""
     with torch.no_grad():
-        return predictor(model)(params, people.x, torch.ones(len(people.y), dtype=torch.bool))
+        mask = torch.ones(people.num_rows, dtype=torch.bool)
+        return task.predict(params, people.x, mask)
 
 
 def _auc_or_none(scores: Floats, labels: Labels) -> float | None:

@@ -10,30 +10,32 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from glocal import algorithms, datasets
-from glocal.algorithms.contract import Algorithm, unweighted
+from glocal import datasets
+from glocal.algorithms.contract import Algorithm
+from glocal.algorithms.registry import find_algorithm
 from glocal.core.data import ClientData, concatenate
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import Json
 from glocal.core.modules import params_of
-from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer, StepLR
+from glocal.core.optimizers import SGD, Adam, AdamW, Optimizer, PartitionedOptimizer, StepLR
 from glocal.core.sampling import IntArray, make_rng
 from glocal.core.split import Split
-from glocal.core.task import Task, classification
-from glocal.core.training import Augment, Objective
+from glocal.core.task import Task, classification, multilabel, regression, tokens
+from glocal.core.training import Augment
 from glocal.core.trees import Params
+from glocal.core.values import map_tensors
 from glocal.datasets import Dataset, Partitioner, Texts
 from glocal.datasets.federated import FederatedData, train_val_test_split
 from glocal.datasets.texts import CLASSES as MOODS
 from glocal.datasets.vqa import VQAMetadata
 from glocal.evaluate import VQA_ACCURACY
-from glocal.federate.fitting import Pretraining
-from glocal.personalize.representations import Auxiliary, auxiliary_only
+from glocal.federate.experiment import Pretraining
+from glocal.federate.preparation import has_ignored_targets, prepare_all
+from glocal.personalize.representations import Auxiliary, AuxiliaryOnly
 from glocal.studies.models import bottleneck_cnn, bottleneck_mlp, lenet5, mlp, softmax_mlp
 from glocal.studies.pretext import (
     SUPERVISED_KINDS,
     PretextSettings,
-    build_auxiliary_network,
     build_pretext,
     with_auxiliary_optimizer,
 )
@@ -45,6 +47,8 @@ from glocal.studies.settings import (
     ModelSettings,
     OptimizerSettings,
     Settings,
+    SplitSettings,
+    TaskSettings,
 )
 from glocal.studies.user_functions import (
     ModelRequest,
@@ -59,11 +63,29 @@ from glocal.studies.vqa_settings import (
     with_frozen_features,
     with_image_control,
 )
-from glocal.wire import pack
+from glocal.wire import pack, parse_aggregation
 
 T = TypeVar("T")
 Loaded = Dataset | FederatedData | ClientData | Texts
 OWN_TEST_FRACTION = 0.2  # of data that come client by client
+_NOT_HYPERPARAMETERS = ("aggregation", "local", "shared")
+_EXPERIMENT_SETTINGS = (
+    "rounds",
+    "clients_per_round",
+    "local",
+    "shared",
+    "start_from",
+    "start_round",
+    "start_model",
+    "lr",
+    "local_lr",
+)
+_TASKS: dict[str, Callable[..., Task]] = {
+    "classification": classification,
+    "multilabel": multilabel,
+    "regression": regression,
+    "tokens": tokens,
+}
 
 
 @dataclass(frozen=True)
@@ -83,11 +105,6 @@ class Components:
     def model(self) -> nn.Module:
         """The task's model."""
         return self.task.model
-
-    @cached_property
-    def objective(self) -> Objective:
-        """What training minimises: one object for all experiments, whose steps are traced once."""
-        return self.task.objective()
 
     def without_seeds(self, seeds: Collection[int]) -> "Components":
         """The same for the other seeds only."""
@@ -114,7 +131,7 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
         require_questions(loaded)
         with_images = with_image_control(loaded, settings.data.pictures)
         loaded = with_frozen_features(
-            settings.model, with_images, settings.run.torch_device, report=report
+            settings.model, with_images, settings.run.options().torch_device, report=report
         )
     else:
         refuse_vqa_settings(settings)
@@ -123,33 +140,76 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
         zip(data_seeds, partition_seeds(loaded, settings.data, data_seeds), strict=True)
     )
     federations = tuple(partitions[run.data_seed] for run in runs)
-    classes = _classes(loaded, federations[0])
     questions = loaded.questions if isinstance(loaded, Dataset) else None
-    example = federations[0].train.examples.x[0]
+    outputs = _num_outputs(loaded, federations[0], settings.task)
+    example = map_tensors(lambda tensor: tensor[0], federations[0].train.examples.x)
     models = [
-        build_model(settings.model, example, classes, seed=seed, questions=questions)
+        build_model(settings.model, example, outputs, seed=seed, questions=questions)
         for seed in seeds
     ]
-    augment = _augmentation(settings.data, federations[0])
     params = tuple(params_of(model) for model in models)
+    task = build_task(settings, models[0], federations[0], questions)
+    prepared = prepare_all(federations, task)
+    if any(has_ignored_targets(task, each) for each in prepared):
+        task = replace(task, has_ignored=True)
     if questions is None:
-        task = classification(models[0], augment=augment)
-        return Components(task, seeds, federations, params)
+        return Components(task, seeds, tuple(prepared), params)
     about = {"pictures": questions.pictures.content_hash}
     if settings.model.weights is not None:
         about |= {"weights": hashlib.sha256(pack(params[0])).hexdigest()[:16]}
-    task = classification(models[0], metrics=VQA_ACCURACY, augment=augment)
-    return Components(task, seeds, federations, params, about)
+    return Components(task, seeds, tuple(prepared), params, about)
 
 
-def _classes(loaded: Loaded, federation: FederatedData) -> int:
+def build_task(
+    settings: Settings,
+    model: nn.Module,
+    federation: FederatedData,
+    questions: VQAMetadata | None = None,
+) -> Task:
+    """What clients learn, by the settings' [task]."""
+    own, more = settings.task, dict[str, Any]()
+    if own.metrics is not None:
+        more["metrics"] = own.metrics
+    elif questions is not None:
+        more["metrics"] = VQA_ACCURACY
+    if ":" in own.kind:
+        task = _user_task(own.kind, model)
+    else:
+        task = _pick(own.kind, _TASKS, "task.kind")(model, **more)
+    changes: dict[str, Any] = {}
+    augment = _augmentation(settings.data, federation)
+    if augment is not None:
+        changes["augment"] = augment
+    for name in ("ensemble", "head"):
+        if getattr(own, name) is not None:
+            changes[name] = getattr(own, name)
+    task = replace(task, **changes) if changes else task
+    return settings.run.evaluation().with_criterion(task)
+
+
+def _user_task(address: str, model: nn.Module) -> Task:
+    """The task that a function of the user's makes of the model."""
+    function = import_function(address, "task.kind")
+    task = call_user_function(partial(function, model), address)
+    if not isinstance(task, Task):
+        raise InputError(
+            f"task: {address} returned {type(task).__name__}; a glocal.Task was expected"
+        )
+    return task
+
+
+def _num_outputs(loaded: Loaded, federation: FederatedData, task: TaskSettings) -> int:
+    """How many outputs a known model needs."""
     if isinstance(loaded, Texts):
         return MOODS
-    return (
-        loaded.classes
-        if isinstance(loaded, Dataset)
-        else int(federation.train.examples.y.max()) + 1
-    )
+    if isinstance(loaded, Dataset):
+        return loaded.classes
+    y = federation.train.examples.y
+    if not isinstance(y, Tensor) or not federation.train.examples.has_targets:
+        return 1
+    if y.is_floating_point() or task.kind in ("regression", "multilabel"):
+        return 1 if y.dim() == 1 else int(y.shape[1])
+    return int(y.max()) + 1
 
 
 def build_data(settings: DataSettings, report: datasets.ProgressCallback) -> Loaded:
@@ -268,7 +328,7 @@ def _question_types(questions: VQAMetadata | None) -> tuple[IntArray, IntArray]:
 
 def build_model(
     settings: ModelSettings,
-    example: Tensor,
+    example: Any,
     classes: int,
     *,
     seed: int,
@@ -322,81 +382,83 @@ def default_model(name: str) -> nn.Module:
     return model
 
 
-def build_split(settings: Settings, experiment: ExperimentSettings, model: nn.Module) -> Split:
-    """The split that the experiment names, or else the study."""
-    named = settings.split if experiment.local is None and experiment.shared is None else experiment
-    return Split.of(model, local=named.local, shared=named.shared)
+def build_split(sides: SplitSettings, model: nn.Module) -> Split:
+    """The split with these sides."""
+    return Split.of(model, local=sides.local, shared=sides.shared)
 
 
 def build_pretraining(
     settings: Settings, experiment: ExperimentSettings, parts: Components
 ) -> Pretraining | None:
     """What an experiment's clients do before the first round, if its settings ask for it."""
-    if experiment.pretext is None or not experiment.pretext.pretrain_epochs:
+    pretext = experiment.pretext
+    if pretext is None or not pretext.pretrain_epochs:
         return None
-    algorithm = build_algorithm(settings, experiment, parts, before=True)
-    return Pretraining(
-        algorithm,
-        experiment.pretext.pretrain_epochs,
-        labels=experiment.pretext.kind in SUPERVISED_KINDS,
-    )
+    algorithm = build_algorithm(settings, experiment, parts)
+    auxiliary = algorithm.task.pretext
+    if pretext.kind != "adversary" and isinstance(auxiliary, Auxiliary):
+        alone = replace(algorithm.task, pretext=AuxiliaryOnly(auxiliary))
+        algorithm = replace(algorithm, task=alone)
+    labels = pretext.kind in SUPERVISED_KINDS
+    return Pretraining(pretext.pretrain_epochs, labels=labels, algorithm=algorithm)
 
 
 def build_algorithm(
-    settings: Settings, experiment: ExperimentSettings, parts: Components, *, before: bool = False
+    settings: Settings, experiment: ExperimentSettings, parts: Components
 ) -> Algorithm:
-    """An exported algorithm, or your own "module:function", with what its signature asks for.
-
-    With `before`, the algorithm of the pre-training.
-    """
-    make = _algorithm_function(experiment.algorithm)
-    parameters = {
-        parameter.name: parameter
-        for parameter in list(inspect.signature(make).parameters.values())[2:]
-    }
-    if (experiment.local or experiment.shared) and "split" not in parameters:
-        raise InputError(
-            f"settings: {experiment.algorithm} has no split, "
-            "so its experiments take neither 'local' nor 'shared'; leave them out"
-        )
-    arguments: dict[str, Any] = {}
-    if "split" in parameters:
-        arguments["split"] = build_split(settings, experiment, parts.model)
-    if "num_clients" in parameters:
-        arguments["num_clients"] = parts.federations[0].num_clients
-    others = {name: each for name, each in parameters.items() if name not in arguments}
-    hyperparameters = _hyperparameters(experiment, others)
-    objective = parts.objective
-    optimizer = _experiment_optimizer(settings, experiment, arguments.get("split"))
+    """An exported algorithm, or your own "module:name", with the experiment's settings."""
+    make = _algorithm_maker(experiment.algorithm)
+    task, names = parts.task, _settings_of(make)
+    split = _split_settings(settings, experiment, names)
+    sides = None if split is None else build_split(split, task.model)
+    optimizer = _experiment_optimizer(settings, experiment, sides)
     if experiment.pretext is not None:
-        objective, auxiliary = build_auxiliary(settings, experiment.pretext, parts, parts.seeds[0])
-        optimizer = with_auxiliary_optimizer(optimizer, experiment.pretext, auxiliary.name)
-        if "split" in arguments:
-            arguments["split"] = auxiliary.local(arguments["split"])
-        if before and experiment.pretext.kind != "adversary":
-            local = arguments["split"].local if "split" in arguments else parts.objective.trainable
-            objective = auxiliary_only(parts.objective, auxiliary, local=local)
+        auxiliary = build_auxiliary(experiment.pretext, parts, parts.seeds[0])
+        optimizer = with_auxiliary_optimizer(optimizer, experiment.pretext, auxiliary)
+        task = replace(task, pretext=auxiliary)
+    arguments: dict[str, Any] = {"optimizer": optimizer}
+    if split is not None:
+        named = {"local": split.local, "shared": split.shared}
+        arguments |= {name: side for name, side in named.items() if side is not None}
+    if settings.plan.aggregation is not None and "aggregation" in names:
+        arguments["aggregation"] = parse_aggregation(
+            settings.plan.aggregation, "plan.aggregation"
+        )
+    hyperparameters = _hyperparameters(experiment, names)
     algorithm = call_user_function(
-        partial(make, objective, optimizer, **arguments, **hyperparameters), experiment.algorithm
+        partial(make, task, **arguments, **hyperparameters), experiment.algorithm
     )
     if not isinstance(algorithm, Algorithm):
         raise InputError(
             f"algorithm: {experiment.algorithm} returned {type(algorithm).__name__}; "
-            "a glocal Algorithm was expected"
+            "a glocal.Algorithm was expected"
         )
-    weightings: dict[str, Callable[[Algorithm], Algorithm]] = {
-        "examples": lambda algorithm: algorithm,
-        "equal": unweighted,
-    }
-    return _pick(settings.plan.weighting, weightings, "plan.weighting")(algorithm)
+    return algorithm
 
 
-def _algorithm_function(name: str) -> Callable[..., object]:
-    """The function that makes an algorithm: an exported one, or the user's own."""
-    if ":" in name:
-        return import_function(name, "algorithm")
-    exported: dict[str, Callable[..., object]] = {**algorithms.FUNCTIONS}
-    return _pick(name, exported, "algorithm")
+def _algorithm_maker(name: str) -> Callable[..., object]:
+    """What makes an algorithm of a task and settings: its class, or a function of the user's."""
+    return import_function(name, "algorithm") if ":" in name else find_algorithm(name)
+
+
+def _settings_of(make: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a maker, without the task and the optimizer."""
+    parameters = inspect.signature(make).parameters.values()
+    return {each.name: each for each in list(parameters)[1:] if each.name != "optimizer"}
+
+
+def _split_settings(
+    settings: Settings, experiment: ExperimentSettings, names: Collection[str]
+) -> SplitSettings | None:
+    """The split that the experiment names; else the study's, where the algorithm is about one."""
+    if experiment.local is not None or experiment.shared is not None:
+        if "local" not in names or ("shared" not in names and experiment.shared is not None):
+            raise InputError(
+                f"settings: {experiment.algorithm} has no split, "
+                "so its experiments take neither 'local' nor 'shared'; leave them out"
+            )
+        return SplitSettings(experiment.local, experiment.shared)
+    return settings.split if "shared" in names else None
 
 
 def _experiment_optimizer(
@@ -417,59 +479,38 @@ def _experiment_optimizer(
     return PartitionedOptimizer(main, local, split.local)
 
 
-def build_auxiliary(
-    settings: Settings, pretext: PretextSettings, parts: Components, seed: int
-) -> tuple[Objective, Auxiliary]:
-    """The objective with an experiment's pretext task, and a seed's auxiliary model."""
-    if pretext.kind == "adversary" and settings.data.augment != "none":
-        raise InputError(
-            "settings: an adversary is trained on data without augmentation; leave data.augment out"
-        )
+def build_auxiliary(pretext: PretextSettings, parts: Components, seed: int) -> Auxiliary:
+    """An experiment's pretext task, with a network whose weights are drawn from the seed."""
     train = parts.federations[0].train
-    return build_pretext(
-        pretext, parts.objective, parts.model, train.examples.take(train.all_rows()[:2]), seed=seed
-    )
+    some = train.examples.take(train.all_rows()[:2])
+    return build_pretext(pretext, parts.task, some, seed=seed)
 
 
 def build_adversary(pretext: PretextSettings | None, parts: Components) -> nn.Module | None:
     """The adversary's network, if an experiment has one."""
     if pretext is None or pretext.kind != "adversary":
         return None
-    train = parts.federations[0].train
-    return build_auxiliary_network(
-        pretext, parts.model, train.examples.take(train.all_rows()[:2]), seed=parts.seeds[0]
-    )
+    return build_auxiliary(pretext, parts, parts.seeds[0]).network
 
 
 def _hyperparameters(
-    experiment: ExperimentSettings, parameters: Mapping[str, inspect.Parameter]
+    experiment: ExperimentSettings, names: Mapping[str, inspect.Parameter]
 ) -> dict[str, Hyperparameter]:
     """The experiment's hyper-parameters, checked against the algorithm's signature."""
+    own = {name: each for name, each in names.items() if name not in _NOT_HYPERPARAMETERS}
     for name, value in experiment.hyperparameters.items():
-        if name not in parameters:
-            known = {
-                *parameters,
-                "rounds",
-                "clients_per_round",
-                "local",
-                "shared",
-                "start_from",
-                "start_round",
-                "start_model",
-                "lr",
-                "local_lr",
-            }
+        if name not in own:
+            known = {*own, *_EXPERIMENT_SETTINGS}
             raise InputError(
                 f"settings: {experiment.algorithm} has no hyper-parameter '{name}'; "
                 f"{suggest_name(name, known)}"
             )
-        if parameters[name].annotation in (int, float) and (
-            isinstance(value, bool) or not isinstance(value, int | float)
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if own[name].annotation in (int, float) and not is_number:
             raise InputError(
                 f"settings: {experiment.algorithm}.{name} is {value!r}; a number was expected"
             )
-    for name, parameter in parameters.items():
+    for name, parameter in own.items():
         if parameter.default is inspect.Parameter.empty and name not in experiment.hyperparameters:
             raise InputError(
                 f"settings: {experiment.algorithm} needs the hyper-parameter '{name}'; "
@@ -487,6 +528,7 @@ def build_optimizer(settings: OptimizerSettings, lr: float | None = None) -> SGD
             own_lr, momentum=settings.momentum, **decays, lr_schedule=_lr_steps(settings)
         ),
         "adam": lambda: Adam(own_lr, **decays, lr_schedule=_lr_steps(settings)),
+        "adamw": lambda: AdamW(own_lr, **decays, lr_schedule=_lr_steps(settings)),
     }
     return _pick(settings.name, known, "optimizer.name")()
 

@@ -1,4 +1,4 @@
-"""From groups of clients that join, leave and drift to the chapters of a scenario."""
+"""From groups of clients that join, leave and drift to the phases of an experiment."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from glocal.core.errors import InputError
 from glocal.core.sampling import Availability
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.rotation import RotatedExamples, add_rotated_copies
-from glocal.federate.scenario import Chapter, Scenario
+from glocal.federate.experiment import Phase
 from glocal.studies.settings import GroupSettings
 
 DRIFT_EVERY = 10  # rounds between two steps of a drift
@@ -19,8 +19,10 @@ Groups = Mapping[str, GroupSettings]
 RotatedStores = Mapping[int, RotatedExamples]
 
 
-def build_scenario(groups: Groups, federations: Sequence[FederatedData], rounds: int) -> Scenario:
-    """The scenario of these groups, with a partition per seed; groups take the clients in order."""
+def build_phases(
+    groups: Groups, federations: Sequence[FederatedData], rounds: int
+) -> tuple[Phase, ...]:
+    """The phases of these groups, with a partition per seed; groups take the clients in order."""
     require_groups(groups, federations[0].num_clients, rounds)
     changes = {0}
     for group in groups.values():
@@ -29,16 +31,14 @@ def build_scenario(groups: Groups, federations: Sequence[FederatedData], rounds:
     angles = [_angles(groups, start) for start in starts]
     rotated_stores = _rotated_stores(federations, angles)
     rotated: dict[tuple[float, ...], tuple[FederatedData, ...]] = {}
-    for degrees in angles:
-        if degrees not in rotated:  # chapters with the same angles have the same objects
+    phases: list[Phase] = []
+    for start, degrees in zip(starts, angles, strict=True):
+        if degrees not in rotated:  # phases with the same angles have the same objects
             rotated[degrees] = tuple(
                 _rotate(federation, degrees, rotated_stores) for federation in federations
             )
-    chapters = [
-        Chapter(start, _availability(groups, start), rotated[each])
-        for start, each in zip(starts, angles, strict=True)
-    ]
-    return Scenario(tuple(chapters), clients_by_group(groups))
+        phases.append(Phase(start, _availability(groups, start), (rotated[degrees],)))
+    return tuple(phases)
 
 
 def clients_by_group(groups: Groups) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from glocal.core.trees import nbytes
 from glocal.personalize.onboarding import (
     JoinPlan,
     JoinResult,
+    has_private_part,
     join,
     new_client_ensemble_classes,
     new_client_ensemble_figure,
@@ -62,7 +63,7 @@ class JoinTrial:
         self.train, self.test = new_client.train.to(device), new_client.test.to(device)
         self.unlabeled = new_client.unlabeled.to(device)
         train = saved.federation.train
-        self.existing_data = ClientData(train.examples.to(device), train.rows)
+        self.existing_data = ClientData(train.examples.to(device), train.rows, train.names)
         self.joined: dict[str, JoinResult] = {}
 
     def rows(self) -> Iterator[Json]:
@@ -123,7 +124,7 @@ class JoinTrial:
         predict.
         """
         state = self.trained_federation.state
-        return nbytes(state.shared) + len(state.private.trained) * nbytes(state.private.initial)
+        return nbytes(state.shared) + len(state.private.stored) * nbytes(state.private.initial)
 
     def _training_rows(self, some: Examples, *, every: bool) -> Iterator[Json]:
         """The local part alone, the same network without a federation, and joining the rounds.
@@ -135,7 +136,7 @@ class JoinTrial:
             self.config.join_plan,
             some.num_rows,
         )
-        if trained_federation.algorithm.adapt is not None:
+        if has_private_part(trained_federation.algorithm, trained_federation.state):
             only = JoinPlan(join_plan.epochs, start=join_plan.start)
             yield self._row(
                 "local part",

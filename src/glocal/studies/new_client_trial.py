@@ -4,7 +4,7 @@ Liang et al. 2020, section 5.4.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
@@ -15,14 +15,13 @@ from glocal.core.data import ClientData, Examples, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.sampling import make_rng
-from glocal.core.store import State
-from glocal.datasets.federated import FederatedData
+from glocal.core.store import GroupState
+from glocal.datasets.federated import FederatedData, move_together
 from glocal.datasets.rotation import channel_minimum, require_images, rotate_images
 from glocal.evaluate import Evaluator, ensemble_figure, local_test, new_test, summarize
-from glocal.federate.fitting import Case, Options, build_evaluation
-from glocal.federate.result import SeedResult
-from glocal.federate.rounds import Seat
-from glocal.personalize.onboarding import JoinPlan, JoinResult, join_many
+from glocal.federate.result import Result
+from glocal.federate.run import Run
+from glocal.personalize.onboarding import Joining, JoinPlan, JoinResult, join_many
 
 
 @dataclass(frozen=True)
@@ -34,31 +33,34 @@ class NewClientSettings:
     test: int = count_field(500, maximum=MAX_EXAMPLES)
 
 
-def join_new_clients(
-    experiment: Case,
-    results: Sequence[SeedResult],
-    options: Options,
-    *,
-    new_client: NewClientSettings,
-    join_plan: JoinPlan,
-) -> list[Json]:
-    """Let a new client join each seed's federation as it was tested; the accuracies after that."""
-    trainable, store = _new_client_rows(experiment, new_client, "train")
-    tests, test_store = _new_client_rows(experiment, new_client, "test")
-    seats = [
-        Seat(result.plan, ClientData(store, (*fed.train.rows, rows)), result.state)
-        for result, fed, rows in zip(results, experiment.federations, trainable, strict=True)
-    ]
-    joined = join_many(experiment.algorithm, seats, join_plan, engine=options.engine_config())
-    evaluation = build_evaluation(experiment, options)
-    new = [ClientData(test_store, (rows,)) for rows in tests]
-    rows = [
-        _measure(evaluation, each, fed, own)
-        | {"rotated_before": _accuracy_before(evaluation, result, own)}
-        for each, fed, own, result in zip(joined, experiment.federations, new, results, strict=True)
-    ]
-    evaluation.close()
-    return rows
+@dataclass(frozen=True)
+class NewClientTrial:
+    """A callback that adds a "new_client" to each seed's result: it joins after the tests."""
+
+    new_client: NewClientSettings
+    join_plan: JoinPlan
+
+    def on_end(self, run: Run, result: Result) -> None:
+        """Let a new client join each seed's federation as it was tested."""
+        group, device = run.experiment.groups[0], run.options.torch_device()
+        seeds = range(len(result.groups))
+        federations = move_together([group.data_of(place) for place in seeds], device)
+        trainable, store = _new_client_rows(result, federations, self.new_client, "train")
+        tests, test_store = _new_client_rows(result, federations, self.new_client, "test")
+        joining: list[Joining] = []
+        for own, fed, rows in zip(result.groups, federations, trainable, strict=True):
+            data = ClientData(store, (*fed.train.rows, rows))
+            joining.append(Joining(own.plan, data, own.state, own.uplink))
+        engine = run.options.engine_config()
+        algorithm = result.algorithm
+        joined = join_many(algorithm, joining, self.join_plan, engine=engine)
+        evaluator = Evaluator(algorithm, engine=engine)
+        for own, each, fed, rows in zip(result.groups, joined, federations, tests, strict=True):
+            new = ClientData(test_store, (rows,))
+            before = _accuracy_before(evaluator, own.state, new)
+            measured = _measure(evaluator, each, fed, new)
+            own.extras["new_client"] = {**measured, "rotated_before": before}
+        evaluator.close()
 
 
 def require_new_client(
@@ -85,22 +87,23 @@ def require_new_client(
 
 
 def _new_client_rows(
-    experiment: Case, new_client: NewClientSettings, part: str
+    result: Result,
+    federations: Sequence[FederatedData],
+    new_client: NewClientSettings,
+    part: str,
 ) -> tuple[list[Rows], Examples]:
     """The rows of each seed's new client, and the store that holds them after the old ones."""
-    old, count = getattr(experiment.federations[0], part).examples, getattr(new_client, part)
+    old, count = getattr(federations[0], part).examples, getattr(new_client, part)
     fill, stores, rows = channel_minimum(old.x), [old], []
-    for seed, federation in zip(experiment.seeds, experiment.federations, strict=True):
+    for own, federation in zip(result.groups, federations, strict=True):
         pool = _pool_for(federation, part)
-        drawn = old.take(
-            np.sort(make_rng(seed, f"newcomer, {part}").choice(pool, count, replace=False))
-        )
+        rng = make_rng(own.seed, f"newcomer, {part}")
+        drawn = old.take(np.sort(rng.choice(pool, count, replace=False)))
         start = sum(store.num_rows for store in stores)
         rows.append(np.arange(start, start + count, dtype=np.int64))
         stores.append(drawn._replace(x=rotate_images(drawn.x, new_client.rotate, fill)))
-    return rows, Examples(
-        torch.cat([store.x for store in stores]), torch.cat([store.y for store in stores])
-    )
+    x = torch.cat([store.x for store in stores])
+    return rows, Examples(x, torch.cat([store.y for store in stores]))
 
 
 def _pool_for(federation: FederatedData, part: str) -> Rows:
@@ -111,36 +114,28 @@ def _pool_for(federation: FederatedData, part: str) -> Rows:
 
 
 def _measure(
-    evaluation: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData
+    evaluator: Evaluator, joined: JoinResult, fed: FederatedData, own: ClientData
 ) -> Json:
     """Normal: existing clients, as an ensemble and each alone; rotated: the new client."""
-    old = _without_client(joined.state, joined.client)
-    normal = new_test(evaluation, old, fed.test)
-    local = summarize(local_test(evaluation, old, fed.test), fed.test.sizes)
-    new = ensemble_figure(
-        evaluation, [(joined.state.shared, joined.state.private.of(joined.client))], own
-    )
+    state = joined.state
+    old = state._replace(private=state.private.only({*state.private.stored} - {joined.client}))
+    normal = new_test(evaluator, old, fed.test)
+    local = summarize(local_test(evaluator, old, fed.test), fed.test.sizes)
+    model = (state.shared, state.private.of(joined.client))
     return {
         "normal": normal.logits if normal else None,
         "normal_local": local.mean,
-        "rotated": new,
+        "rotated": ensemble_figure(evaluator, [model], own),
         "ledger": joined.ledger.as_dict(),
     }
 
 
-def _accuracy_before(evaluation: Evaluator, result: SeedResult, own: ClientData) -> float:
-    """The accuracy of the existing clients' ensemble on the new client's data, before it trains."""
-    state = result.state
-    private_parts = [state.private.of(client) for client in sorted(state.private.trained)]
+def _accuracy_before(evaluator: Evaluator, state: GroupState, own: ClientData) -> float | None:
+    """The figure of the existing clients' ensemble on the new client's data, before it trains."""
+    private_parts = [state.private.of(client) for client in sorted(state.private.stored)]
     if not private_parts:
         private_parts = [state.private.initial]
     if not private_parts[0]:  # nothing is private: all models are the same
         private_parts = private_parts[:1]
     models = [(state.shared, private) for private in private_parts]
-    return ensemble_figure(evaluation, models, own)
-
-
-def _without_client(state: State, client: int) -> State:
-    """The federation without one client."""
-    others = {number: row for number, row in state.private.trained.items() if number != client}
-    return State(state.shared, replace(state.private, trained=others))
+    return ensemble_figure(evaluator, models, own)

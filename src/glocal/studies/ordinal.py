@@ -1,17 +1,16 @@
 """Metrics of a study whose classes have an order, and its baselines, on the same partitions."""
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.datasets.federated import FederatedData
-from glocal.evaluate import predict_classes
+from glocal.evaluate import Evaluator, predict_classes
 from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
 from glocal.evaluate.text_baselines import baselines
-from glocal.federate.fitting import Case, Options, build_evaluation
-from glocal.federate.result import SeedResult
+from glocal.federate.result import Result
+from glocal.federate.run import Run
 
 
 @dataclass(frozen=True)
@@ -39,18 +38,24 @@ def require_ordinal(settings: OrdinalSettings, federation: FederatedData) -> Non
         federation.train.text_lengths.sum()
 
 
-def measure_ordinal(
-    experiment: Case, results: Sequence[SeedResult], options: Options, settings: OrdinalSettings
-) -> list[Json]:
-    """Accuracy and mean absolute error of the clients' own models on their test data, per seed."""
-    with closing(build_evaluation(experiment, options)) as evaluation:
-        rows = []
-        for result, fed in zip(results, experiment.federations, strict=True):
-            one_class = one_class_clients(fed, settings.one_class_fraction)
-            predictions = predict_classes(evaluation, result.state, fed.test)
-            metrics = ordinal_metrics(predictions, fed.test, one_class)
-            rows.append({**metrics._asdict(), "one_class_clients": len(one_class)})
-        return rows
+@dataclass(frozen=True)
+class OrdinalMetrics:
+    """A callback that adds accuracy and mean absolute error of each client's model on its data."""
+
+    settings: OrdinalSettings
+
+    def on_end(self, run: Run, result: Result) -> None:
+        """Add "ordinal" to each seed's result."""
+        group = run.experiment.groups[0]
+        for place, own in enumerate(result.groups):
+            data = group.data_of(place)
+            one_class = one_class_clients(data, self.settings.one_class_fraction)
+            engine = run.options.engine_config()
+            with closing(Evaluator(own.algorithm, engine=engine)) as evaluator:
+                test = data.to(run.options.torch_device()).test
+                predictions = predict_classes(evaluator, own.state, test)
+            metrics = ordinal_metrics(predictions, data.test, one_class)
+            own.extras["ordinal"] = {**metrics._asdict(), "one_class_clients": len(one_class)}
 
 
 def baseline_metrics(federation: FederatedData, settings: OrdinalSettings) -> dict[str, Json]:

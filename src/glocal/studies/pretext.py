@@ -1,6 +1,5 @@
 """Pretext tasks: what an experiment's local models learn from besides labels, from settings."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,24 +8,27 @@ from torch import nn
 from glocal.core.bounds import MAX_EPOCHS, MAX_WIDTH, count_field, require_counts
 from glocal.core.data import Examples
 from glocal.core.errors import InputError, suggest_name
-from glocal.core.modules import feature_extractor, params_of
 from glocal.core.optimizers import SGD, Adam, Optimizer, PartitionedOptimizer
 from glocal.core.sampling import make_rng
-from glocal.core.task import classification
-from glocal.core.training import Objective
+from glocal.core.task import Task
+from glocal.core.values import require_tensor
 from glocal.federate.outputs import num_classes
 from glocal.personalize.representations import (
+    Adversary,
     Auxiliary,
-    add_auxiliary,
-    adversarial,
-    autoencoder,
-    auxiliary_classifier,
-    jigsaw,
+    Classifier,
+    Decoder,
+    Jigsaw,
 )
 from glocal.studies.models import mlp
 
 _PERMUTATIONS = 24  # of 2 x 2 tiles
-KINDS = ("adversary", "classifier", "decoder", "jigsaw")
+KINDS: dict[str, type[Auxiliary]] = {
+    "adversary": Adversary,
+    "classifier": Classifier,
+    "decoder": Decoder,
+    "jigsaw": Jigsaw,
+}
 SUPERVISED_KINDS = ("adversary", "classifier")
 
 
@@ -54,9 +56,9 @@ class PretextSettings:
 
 
 def build_pretext(
-    settings: PretextSettings, objective: Objective, model: nn.Module, some: Examples, *, seed: int
-) -> tuple[Objective, Auxiliary]:
-    """The whole objective and the auxiliary model, with weights drawn from the seed.
+    settings: PretextSettings, task: Task, some: Examples, *, seed: int
+) -> Auxiliary:
+    """The pretext task, with a network whose weights are drawn from the seed.
 
     `some` are a few of the examples.
     """
@@ -64,52 +66,52 @@ def build_pretext(
         raise InputError(
             f"settings: pretext.kind is '{settings.kind}'; {suggest_name(settings.kind, KINDS)}"
         )
-    if settings.kind == "adversary" and some.group is None:
+    if settings.kind == "adversary":
+        _require_adversary(task, some)
+    network = _build_network(settings, task, some, seed=seed)
+    return KINDS[settings.kind](network, settings.layer, settings.weight)
+
+
+def _require_adversary(task: Task, some: Examples) -> None:
+    if some.group is None:
         raise InputError(
             "settings: an adversary needs protected attributes, but these data have none; "
             "use data with groups"
         )
-    network = build_auxiliary_network(settings, model, some, seed=seed)
-    if settings.kind == "adversary":
-        return adversarial(model, network, layer=settings.layer, strength=settings.weight)
-    builders: dict[str, Callable[..., Auxiliary]] = {
-        "classifier": auxiliary_classifier,
-        "decoder": autoencoder,
-        "jigsaw": jigsaw,
-    }
-    auxiliary = builders[settings.kind](model, network, layer=settings.layer)
-    if not settings.weight:
-        return objective, auxiliary
-    return add_auxiliary(objective, auxiliary, weight=settings.weight), auxiliary
+    if task.augment is not None:
+        raise InputError(
+            "settings: an adversary is trained on data without augmentation; leave data.augment out"
+        )
 
 
-def build_auxiliary_network(
-    settings: PretextSettings, model: nn.Module, some: Examples, *, seed: int
+def _build_network(
+    settings: PretextSettings, task: Task, some: Examples, *, seed: int
 ) -> nn.Module:
     """The auxiliary network, from the width of the representation to that of its targets."""
+    inputs = require_tensor(some.x, f"settings: pretext.kind {settings.kind}")
     outputs = {
-        "adversary": some.group[0].numel() if some.group is not None else 0,
-        "classifier": num_classes(classification(model), some.x),
-        "decoder": some.x[0].numel(),
-        "jigsaw": _PERMUTATIONS,
+        "adversary": lambda: 0 if some.group is None else some.group[0].numel(),
+        "classifier": lambda: num_classes(task, some.x),
+        "decoder": lambda: inputs[0].numel(),
+        "jigsaw": lambda: _PERMUTATIONS,
     }
-    width = feature_extractor(model, settings.layer)(
-        params_of(model), some.x[:1], torch.ones(1, dtype=torch.bool)
-    )[0].numel()
+    one = torch.ones(1, dtype=torch.bool)
+    represent = task.feature_extractor(settings.layer)
+    width = represent(task.initial_params(), inputs[:1], one)[0].numel()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(make_rng(seed, "auxiliary").integers(2**62)))
-        return mlp(width, settings.hidden, outputs[settings.kind])
+        return mlp(width, settings.hidden, outputs[settings.kind]())
 
 
 def with_auxiliary_optimizer(
-    optimizer: Optimizer, settings: PretextSettings, name: str
+    optimizer: Optimizer, settings: PretextSettings, auxiliary: Auxiliary
 ) -> Optimizer:
     """The optimiser, with another learning rate or more steps for the auxiliary model."""
     if settings.lr is None and not settings.steps_per_update:
         return optimizer
     assert isinstance(optimizer, SGD | Adam)
     other = optimizer if settings.lr is None else _with_lr(optimizer, settings.lr)
-    return PartitionedOptimizer(optimizer, other, f"{name}/", settings.steps_per_update)
+    return PartitionedOptimizer(optimizer, other, auxiliary.prefix, settings.steps_per_update)
 
 
 def _with_lr(rule: SGD | Adam, lr: float) -> SGD | Adam:

@@ -1,12 +1,15 @@
 """Run a study, experiment by experiment, in a folder; a stopped run is resumed."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from glocal import datasets
+from glocal.core import trees
 from glocal.core.errors import DivergedError, InputError, suggest_name
 from glocal.core.files import (
     FORMAT,
@@ -19,28 +22,19 @@ from glocal.core.files import (
     write_json,
     write_tensors,
 )
+from glocal.core.modules import params_of
 from glocal.core.sampling import Plan, sample_clients
-from glocal.core.store import State
+from glocal.core.store import TrainingState
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.fetch import no_progress
-from glocal.federate.checkpoint import Checkpoint, Progress
-from glocal.federate.fitting import (
-    Afterwards,
-    Case,
-    Moment,
-    Options,
-    fingerprint,
-    finish,
-    move_to_device,
-    require_trainable,
-    start_or_resume,
-    train,
-    warm_start_params,
-)
-from glocal.federate.result import SeedResult
-from glocal.federate.scenario import Scenario, Story
-from glocal.studies.audit import audit_experiment, require_audit
+from glocal.federate.checkpoint import Progress
+from glocal.federate.experiment import Experiment, Group, Phase
+from glocal.federate.fit import warm_start_params
+from glocal.federate.records import RoundRecord
+from glocal.federate.requirements import require_trainable
+from glocal.federate.run import Run
+from glocal.studies.audit import Audit, require_audit
 from glocal.studies.build import (
     Components,
     build_adversary,
@@ -49,12 +43,12 @@ from glocal.studies.build import (
     build_components,
     build_pretraining,
 )
-from glocal.studies.groups import build_scenario
-from glocal.studies.new_client_trial import join_new_clients, require_new_client
-from glocal.studies.ordinal import baseline_metrics, measure_ordinal, require_ordinal
+from glocal.studies.groups import build_phases, clients_by_group
+from glocal.studies.new_client_trial import NewClientTrial, require_new_client
+from glocal.studies.ordinal import OrdinalMetrics, baseline_metrics, require_ordinal
 from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.settings import ExperimentSettings, Settings, from_dict
-from glocal.wire import Ledger
+from glocal.wire import Ledger, parse_codec
 
 
 class WarmStart(NamedTuple):
@@ -69,70 +63,40 @@ class WarmStart(NamedTuple):
 
 
 class StudyEvent(NamedTuple):
-    """A round of an experiment, or (moment None) its final results, one per seed."""
+    """A round of an experiment, or (without records) its final results, one per seed."""
 
     experiment: str
     rounds: int
-    moment: Moment | None
+    records: tuple[RoundRecord, ...]
     results: list[Json]
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """Settings, the components built from them, and the folder; a scenario, if there are groups."""
+    """Settings, the components built from them, and the folder; phases, if there are groups."""
 
     settings: Settings
     parts: Components
-    options: Options
     folder: Path
-    scenario: Scenario | None = None
+    phases: tuple[Phase, ...] = ()
 
-    def training(self, experiment: Case) -> "Steady | Story":
-        """How an experiment trains."""
-        if self.scenario is None:
-            return Steady(experiment, self.options)
-        return Story(
-            replace(experiment, federations=self.scenario.chapters[0].federations),
-            self.scenario,
-            self.options,
-        )
+    def start(self, name: str, experiment: Experiment) -> Run:
+        """The run of an experiment."""
+        options, folder = self.settings.run.options(), experiment_folder(self.folder, name)
+        return Run(experiment, folder=folder, options=options, callbacks=self._callbacks(name))
 
-
-@dataclass(frozen=True)
-class Steady:
-    """An experiment whose clients all take part from the first round to the last.
-
-    It has the methods of `Story`, which is for clients that join and leave.
-    """
-
-    case: Case
-    options: Options
-    also: Afterwards | None = None
-
-    def require(self) -> None:
-        """Refuse what could not run to its end."""
-        for federation in self.case.federations:
-            require_trainable(self.case, federation, self.options)
-
-    def move_to_device(self) -> "Steady":
-        """The same with data and weights on torch's device."""
-        return replace(self, case=move_to_device(self.case, self.options))
-
-    def fingerprint(self) -> Json:
-        """What must not change when a run is resumed."""
-        return fingerprint(self.case, self.options)
-
-    def start_or_resume(self, folder: Path) -> Progress:
-        """The state before the first round, or the checkpoint's."""
-        return start_or_resume(self.case, self.options, folder)
-
-    def train(self, progress: Progress, folder: Path) -> Iterator[Moment]:
-        """The rounds, one by one."""
-        return train(self.case, self.options, progress, folder)
-
-    def finish(self, progress: Progress, folder: Path) -> list[SeedResult]:
-        """The final evaluation."""
-        return finish(self.case, self.options, progress, folder, also=self.also)
+    def _callbacks(self, name: str) -> list[object]:
+        """What is measured after the tests of an experiment."""
+        settings, experiment = self.settings, self.settings.experiments[name]
+        callbacks: list[object] = []
+        if experiment.join_plan is not None and settings.new_client is not None:
+            callbacks.append(NewClientTrial(settings.new_client, experiment.join_plan))
+        if settings.audit is not None:
+            adversary = build_adversary(experiment.pretext, parts_of(experiment, self.parts))
+            callbacks.append(Audit(settings.audit, adversary))
+        if settings.ordinal is not None:
+            callbacks.append(OrdinalMetrics(settings.ordinal))
+        return callbacks
 
 
 def run_study(
@@ -151,48 +115,55 @@ def _run_locked(
 ) -> Iterator[StudyEvent]:
     settings = resolve(settings)
     parts = build_components(settings, report)
-    study = StudyRun(settings, parts, settings.run, folder, _scenario(settings, parts))
-    experiments = {name: initial_case(settings, name, study.parts) for name in settings.experiments}
-    for index, (name, experiment) in enumerate(experiments.items()):
-        user_defined = ":" in settings.experiments[name].algorithm  # it may have a loss of its own
-        if index == 0 or user_defined or settings.experiments[name].pretext is not None:
-            study.training(experiment).require()
-    study.options.torch_device()
-    if study.scenario is not None and any(
-        experiment.pretraining for experiment in experiments.values()
-    ):
-        raise InputError(
-            "settings: an experiment has `pretext.pretrain_epochs`, and the study has groups; "
-            "use one of the two"
-        )
-    if study.scenario is not None and any(
-        experiment.skip_seeds for experiment in settings.experiments.values()
-    ):
-        raise InputError(
-            "settings: an experiment has `skip_seeds`, and the study has groups; use one of the two"
-        )
-    if settings.ordinal is not None:
-        require_ordinal(settings.ordinal, study.parts.federations[0])
-    if settings.audit is not None:
-        require_audit(settings.audit, next(iter(experiments.values())), study.parts.federations[0])
-    for name, experiment in experiments.items():
-        if settings.experiments[name].join_plan is not None:
-            if study.scenario is not None:
-                raise InputError(
-                    f"settings: experiments.{name} has a join_plan, and the study has groups; "
-                    "use one of the two"
-                )
-            require_new_client(settings.new_client, study.parts.federations[0], name)
-        sample_clients(
-            experiment.plan, study.parts.federations[0].num_clients, experiment.plan.first_round
-        )
-        _require_resumable(study, name, experiment)
+    study = StudyRun(settings, parts, folder, _phases(settings, parts))
+    experiments = {name: initial_experiment(study, name) for name in settings.experiments}
+    _require_study(study, experiments)
     write_json(folder / "settings.json", {"format": FORMAT, **settings.as_dict()})
     write_json(folder / "federation.json", _class_counts(study.parts.federations[0]))
     _write_baselines(study)
     for name, experiment in experiments.items():
         yield from _run_experiment(study, name, experiment)
     write_json(folder / "results.json", read_results(folder))
+
+
+def _require_study(study: StudyRun, experiments: Mapping[str, Experiment]) -> None:
+    """Refuse what could not run to its end, before anything is written."""
+    settings, first_federation = study.settings, study.parts.federations[0]
+    for index, (name, experiment) in enumerate(experiments.items()):
+        own = settings.experiments[name]
+        user_defined = ":" in own.algorithm  # it may have a loss of its own
+        if index == 0 or user_defined or own.pretext is not None:
+            require_trainable(experiment)
+    settings.run.options().torch_device()
+    if settings.ordinal is not None:
+        require_ordinal(settings.ordinal, first_federation)
+    if settings.audit is not None:
+        require_audit(settings.audit, study.parts.task, first_federation)
+    for name, experiment in experiments.items():
+        if study.phases:
+            _refuse_with_groups(settings, name)
+        elif settings.experiments[name].join_plan is not None:
+            require_new_client(settings.new_client, first_federation, name)
+        if not study.phases:
+            plan = experiment.plan
+            sample_clients(plan, first_federation.num_clients, plan.first_round)
+        _require_resumable(study, name, experiment)
+
+
+def _refuse_with_groups(settings: Settings, name: str) -> None:
+    """Refuse what a study with groups cannot have."""
+    own = settings.experiments[name]
+    pretrains = own.pretext is not None and own.pretext.pretrain_epochs
+    for option, given in {
+        "pretext.pretrain_epochs": pretrains,
+        "skip_seeds": own.skip_seeds,
+        "join_plan": own.join_plan,
+    }.items():
+        if given:
+            raise InputError(
+                f"settings: experiments.{name} has `{option}`, and the study has groups; "
+                "use one of the two"
+            )
 
 
 def _write_baselines(study: StudyRun) -> None:
@@ -216,10 +187,12 @@ def _write_baselines(study: StudyRun) -> None:
     write_json(path, rows)
 
 
-def _scenario(settings: Settings, parts: Components) -> Scenario | None:
-    """The scenario, if there are groups; it is as long as the longest experiment."""
+def _phases(settings: Settings, parts: Components) -> tuple[Phase, ...]:
+    """The phases, if there are groups; they are as long as the longest experiment."""
+    if not settings.groups:
+        return ()
     rounds = max(plan.total_rounds for plan in plans_of(settings).values())
-    return build_scenario(settings.groups, parts.federations, rounds) if settings.groups else None
+    return build_phases(settings.groups, parts.federations, rounds)
 
 
 def resolve(settings: Settings) -> Settings:
@@ -242,46 +215,41 @@ def resolve(settings: Settings) -> Settings:
     )
 
 
-def initial_case(settings: Settings, name: str, parts: Components) -> Case:
+def initial_experiment(study: StudyRun, name: str) -> Experiment:
     """An experiment before its warm start is known: initial weights, nothing sent."""
-    plain, parts = settings.as_dict(), parts_of(settings.experiments[name], parts)
-    algorithm = build_algorithm(settings, settings.experiments[name], parts)
-    about = {
-        f"{part} settings": plain[part] for part in ("data", "model", "optimizer")
-    } | parts.about
+    settings, own = study.settings, study.settings.experiments[name]
+    parts = parts_of(own, study.parts)
+    algorithm = build_algorithm(settings, own, parts)
+    params = parts.params
+    if own.pretext is not None:
+        networks = [build_auxiliary(own.pretext, parts, seed).params() for seed in parts.seeds]
+        params = tuple({**tree, **more} for tree, more in zip(parts.params, networks, strict=True))
+    return Experiment(
+        groups=(Group(algorithm, parts.federations, params=params),),
+        plan=plans_of(settings)[name],
+        seeds=parts.seeds,
+        evaluation=settings.run.evaluation(),
+        uplink=parse_codec(settings.plan.uplink or (), "plan.uplink"),
+        phases=study.phases,
+        subgroups=clients_by_group(settings.groups) if study.phases else {},
+        pretraining=build_pretraining(settings, own, parts),
+        about=_about(settings, name, parts),
+    )
+
+
+def _about(settings: Settings, name: str, parts: Components) -> Json:
+    """What else must not change when a run of an experiment is resumed."""
+    plain, own = settings.as_dict(), settings.experiments[name]
+    about: Json = {f"{part} settings": plain[part] for part in ("data", "model")} | parts.about
     if "join_plan" in plain["experiments"][name]:
-        about |= {
-            "join_plan": plain["experiments"][name]["join_plan"],
-            "new_client": plain.get("new_client"),
-        }
-    params, pretext = parts.params, settings.experiments[name].pretext
-    if pretext is not None:
-        auxiliary = [
-            build_auxiliary(settings, pretext, parts, seed)[1].params for seed in parts.seeds
-        ]
-        params = tuple({**own, **more} for own, more in zip(parts.params, auxiliary, strict=True))
-        about |= {"pretext": plain["experiments"][name]["pretext"]}
+        about |= {"join_plan": plain["experiments"][name]["join_plan"]}
+        about |= {"new_client": plain.get("new_client")}
     if settings.audit is not None:
         about |= {"audit": plain["audit"]}
-    if settings.experiments[name].start_from is not None:
-        about |= {
-            "start_from": settings.experiments[name].start_from,
-            "start_model": _warm_start(settings, settings.experiments[name]).model,
-        }
-    ledgers = tuple(Ledger() for _ in parts.seeds)
-    before = build_pretraining(settings, settings.experiments[name], parts)
-    plan = plans_of(settings)[name]
-    return Case(
-        algorithm,
-        parts.task,
-        plan,
-        parts.seeds,
-        params,
-        parts.federations,
-        ledgers,
-        about,
-        pretraining=before,
-    )
+    if own.start_from is not None:
+        model = _warm_start(settings, own).model
+        about |= {"start_from": own.start_from, "start_model": model}
+    return about
 
 
 def parts_of(experiment: ExperimentSettings, parts: Components) -> Components:
@@ -289,10 +257,11 @@ def parts_of(experiment: ExperimentSettings, parts: Components) -> Components:
     return parts.without_seeds(experiment.skip_seeds or ())
 
 
-def _require_resumable(study: StudyRun, name: str, experiment: Case) -> None:
+def _require_resumable(study: StudyRun, name: str, experiment: Experiment) -> None:
     """Refuse a folder of another run, or one that is past the round to be done."""
     folder = experiment_folder(study.folder, name)
-    checkpoint = Checkpoint(folder, study.training(experiment).fingerprint())
+    checkpoint = study.start(name, experiment).checkpoint
+    assert checkpoint is not None
     rounds_done = checkpoint.rounds_done()
     if rounds_done < experiment.plan.rounds:
         checkpoint.require_tensors()
@@ -308,7 +277,8 @@ def _require_resumable(study: StudyRun, name: str, experiment: Case) -> None:
     ]
     for start in sorted(missing):
         if start.round_index < experiment.plan.first_round + rounds_done:
-            model = f"the {start.model} model" if study.options.select == "best" else "the model"
+            selects = experiment.evaluation.selects
+            model = f"the {start.model} model" if selects else "the model"
             raise InputError(
                 f"resume: {folder} is past round {start.round_index} and did not save {model} "
                 "of it; start a new run for that"
@@ -319,7 +289,11 @@ def _require_resumable(study: StudyRun, name: str, experiment: Case) -> None:
 
 def _class_counts(federation: FederatedData) -> Json:
     """The number of examples per client and class, for the first seed."""
-    classes = int(federation.train.examples.y.max()) + 1
+    labels = federation.train.examples.y
+    is_classes = isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point()
+    if not is_classes:
+        return {"classes": 0}
+    classes = int(labels.max()) + 1
     counts = {
         part: datasets.class_counts(getattr(federation, part), classes).tolist()
         for part in ("train", "test")
@@ -366,79 +340,45 @@ def slug(name: str) -> str:
     return folder
 
 
-def _run_experiment(study: StudyRun, name: str, experiment: Case) -> Iterator[StudyEvent]:
+def _run_experiment(study: StudyRun, name: str, experiment: Experiment) -> Iterator[StudyEvent]:
     folder, plan = experiment_folder(study.folder, name), experiment.plan
     wanted = _needed_snapshots(study.settings, name)
     if _is_finished(folder, plan):
-        checkpoint = Checkpoint(folder, study.training(experiment).fingerprint())
-        missing = any(not _snapshot(folder, start).exists() for start in wanted)
-        if missing and (last := checkpoint.read()):  # an experiment that needs it was added since
-            _save_snapshot(folder, experiment, last, wanted)
-        if study.options.save == "metrics":  # a run may have stopped between the results and this
-            checkpoint.drop_tensors()
-        yield StudyEvent(name, plan.rounds, None, _read_best_results(study, folder))
+        _complete_finished(study, name, experiment, wanted)
+        yield StudyEvent(name, plan.rounds, (), _read_best_results(study, folder))
         return
-    start, spent = _initial_params(study, study.settings.experiments[name])
-    params = tuple({**own, **known} for own, known in zip(experiment.params, start, strict=True))
-    training = study.training(replace(experiment, params=params, spent=spent)).move_to_device()
-    progress = training.start_or_resume(folder)
-    _save_snapshot(folder, experiment, progress, wanted)
+    run = study.start(name, _warm_started(study, name, experiment))
+    _save_snapshots(folder, run, wanted)
     try:
-        for moment in training.train(progress, folder):
-            progress = moment.progress
-            _save_snapshot(folder, experiment, progress, wanted)
-            append_rows(
-                folder / "timing.jsonl",
-                [{"round": moment.rows[0]["round"], "seconds": moment.seconds}],
-            )
-            yield StudyEvent(name, plan.rounds, moment, [])
+        for records in run:
+            _save_snapshots(folder, run, wanted)
+            seconds = {"round": records[0].round_index, "seconds": records[0].seconds}
+            append_rows(folder / "timing.jsonl", [seconds])
+            yield StudyEvent(name, plan.rounds, tuple(records), [])
     except DivergedError as error:
         error.experiment = name
         raise
-    _with_final_measurements(study, name, training).finish(progress, folder)
-    yield StudyEvent(name, plan.rounds, None, _read_best_results(study, folder))
+    run.finish()
+    yield StudyEvent(name, plan.rounds, (), _read_best_results(study, folder))
+
+
+def _complete_finished(
+    study: StudyRun, name: str, experiment: Experiment, wanted: set[WarmStart]
+) -> None:
+    """What a finished experiment may still lack: it was stopped, or another one was added since."""
+    folder = experiment_folder(study.folder, name)
+    missing = any(not _snapshot(folder, start).exists() for start in wanted)
+    run = study.start(name, experiment)
+    checkpoint = run.checkpoint
+    assert checkpoint is not None
+    if missing and (last := checkpoint.read()):
+        _save_snapshots_of(folder, experiment, last, wanted)
+    if study.settings.run.save == "metrics":  # a run may stop between the results and this
+        checkpoint.drop_tensors()
 
 
 def _read_best_results(study: StudyRun, folder: Path) -> list[Json]:
     return best_restarts(read_json(folder / "result.json", list), study.settings.plan)
-
-
-def _with_final_measurements(
-    study: StudyRun, name: str, training: Steady | Story
-) -> Steady | Story:
-    """Add what is measured after the test: a new client, an audit, ordinal metrics."""
-    settings, experiment = study.settings, study.settings.experiments[name]
-    join_plan, new_client, audit, ordinal = (
-        experiment.join_plan,
-        settings.new_client,
-        settings.audit,
-        settings.ordinal,
-    )
-    if not isinstance(training, Steady) or (
-        join_plan is None and audit is None and ordinal is None
-    ):
-        return training
-
-    def also(results: Sequence[SeedResult]) -> list[Json]:
-        extra: list[Json] = [{} for _ in results]
-
-        def add(key: str, measurements: Sequence[Json]) -> None:
-            for row, measured in zip(extra, measurements, strict=True):
-                row[key] = measured
-
-        if join_plan is not None and new_client is not None:
-            joined = join_new_clients(
-                training.case, results, study.options, new_client=new_client, join_plan=join_plan
-            )
-            add("new_client", joined)
-        if audit is not None:
-            adversary = build_adversary(experiment.pretext, parts_of(experiment, study.parts))
-            add("audit", audit_experiment(training.case, results, audit, adversary))
-        if ordinal is not None:
-            add("ordinal", measure_ordinal(training.case, results, study.options, ordinal))
-        return extra
-
-    return replace(training, also=also)
 
 
 def _is_finished(folder: Path, plan: Plan) -> bool:
@@ -446,53 +386,52 @@ def _is_finished(folder: Path, plan: Plan) -> bool:
     return path.exists() and bool(read_json(path, list)[0].get("rounds") == plan.total_rounds)
 
 
-def _initial_params(
-    study: StudyRun, experiment: ExperimentSettings
-) -> tuple[tuple[Params, ...], tuple[Ledger, ...]]:
-    """Initial parameters and ledgers: new ones, or those of the warm start."""
-    parts = parts_of(experiment, study.parts)
-    if experiment.start_from is None:
-        return parts.params, tuple(Ledger() for _ in parts.seeds)
-    tensors, about = read_tensors(
-        _snapshot(
-            experiment_folder(study.folder, experiment.start_from),
-            _warm_start(study.settings, experiment),
-        )
-    )
-    earlier = parts_of(study.settings.experiments[experiment.start_from], study.parts).seeds
+def _warm_started(study: StudyRun, name: str, experiment: Experiment) -> Experiment:
+    """The experiment with the params and the traffic of its warm start, if it has one."""
+    own, group = study.settings.experiments[name], experiment.groups[0]
+    if own.start_from is None:
+        return experiment
+    earlier_folder = experiment_folder(study.folder, own.start_from)
+    path = _snapshot(earlier_folder, _warm_start(study.settings, own))
+    tensors, about = read_tensors(path)
+    earlier = parts_of(study.settings.experiments[own.start_from], study.parts).seeds
     params: list[Params] = []
     ledgers: list[Ledger] = []
-    for seed in parts.seeds:
+    for tree, seed in zip(group.params, experiment.seeds, strict=True):
         index = earlier.index(seed)
-        params.append({name: tensors[f"{index}/{name}"] for name in parts.params[0]})
+        known = {key: tensors[f"{index}/{key}"] for key in tree if f"{index}/{key}" in tensors}
+        params.append({**tree, **known})
         ledgers.append(Ledger.from_dict(about["ledgers"][index]))
-    return tuple(params), tuple(ledgers)
+    started = replace(group, params=tuple(params), spent=tuple(ledgers))
+    return replace(experiment, groups=(started,))
 
 
-def _save_snapshot(
-    folder: Path, experiment: Case, progress: Progress, wanted: set[WarmStart]
-) -> None:
+def _save_snapshots(folder: Path, run: Run, wanted: set[WarmStart]) -> None:
     """Save the models that later experiments start from."""
+    _save_snapshots_of(folder, run.experiment, run.progress, wanted)
+
+
+def _save_snapshots_of(
+    folder: Path, experiment: Experiment, progress: Progress, wanted: set[WarmStart]
+) -> None:
     done = experiment.plan.first_round + progress.done
     for start in sorted(wanted):
         if start.round_index == done and not _snapshot(folder, start).exists():
             tensors: Params = {}
             for index, state in enumerate(_start_states(progress, start)):
-                model = warm_start_params(experiment.algorithm, state)
-                tensors |= {f"{index}/{name}": tensor for name, tensor in model.items()}
-            write_tensors(
-                _snapshot(folder, start),
-                tensors,
-                {"ledgers": [ledger.as_dict() for ledger in progress.ledgers]},
-            )
+                model = warm_start_params(experiment.algorithm, state.group())
+                own = trees.pick(model, params_of(experiment.algorithm.task.model))
+                tensors |= trees.with_prefix(f"{index}/", own)
+            ledgers = [own[0].as_dict() for own in progress.ledgers]
+            write_tensors(_snapshot(folder, start), tensors, {"ledgers": ledgers})
 
 
-def _start_states(progress: Progress, start: WarmStart) -> list[State]:
+def _start_states(progress: Progress, start: WarmStart) -> list[TrainingState]:
     """The state of each seed to start from: the best so far, or the last."""
     if start.model == "last":
-        return progress.states
+        return list(progress.states)
     return [
-        best[2] if best else state
+        best[0].state if best[0] else state
         for best, state in zip(progress.best, progress.states, strict=True)
     ]
 
@@ -522,7 +461,7 @@ def _warm_start(settings: Settings, experiment: ExperimentSettings) -> WarmStart
         )
     return WarmStart(
         start,
-        "last" if experiment.start_model == "last" and settings.run.select == "best" else "best",
+        "last" if experiment.start_model == "last" and settings.run.select != "last" else "best",
     )
 
 
@@ -605,7 +544,7 @@ def _require_start_model(settings: Settings, name: str) -> None:
         raise InputError(
             f"{where}, but it starts from no other experiment; name one with `start_from`"
         )
-    if experiment.start_model == "best" and settings.run.select != "best":
+    if experiment.start_model == "best" and settings.run.select == "last":
         raise InputError(
             f"{where}, but run.select is '{settings.run.select}', so no round is selected; "
             "set run.select to 'best' too"

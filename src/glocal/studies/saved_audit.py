@@ -63,7 +63,7 @@ class SavedAudit:
             else (question.layer, "as given")
         )
         self.settings = AuditSettings(layer, question.encoders)
-        self.encode = Encoder(saved.trained_federation.model, layer)
+        self.encode = Encoder(saved.trained_federation.task, layer)
         self.clients = audited_clients(
             saved.trained_federation.algorithm, saved.trained_federation.state, saved.federation
         )
@@ -115,7 +115,7 @@ class SavedAudit:
             "format": FORMAT,
             **about,
             "experiment": self.saved.experiment,
-            "algorithm": self.saved.trained_federation.algorithm.name,
+            "algorithm": self.saved.trained_federation.algorithm.word,
             "seed": self.seed,
             "attribute": self.name,
             "values": values,

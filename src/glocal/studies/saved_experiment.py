@@ -7,20 +7,14 @@ from typing import NamedTuple
 from glocal import datasets
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import Json
-from glocal.core.store import State
+from glocal.core.store import TrainingState
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.fetch import no_progress
-from glocal.federate.checkpoint import Checkpoint, Progress
-from glocal.federate.fitting import Options, fingerprint
+from glocal.federate.checkpoint import Progress
+from glocal.federate.options import Options
 from glocal.personalize.onboarding import TrainedFederation
-from glocal.studies.build import Components, build_components
-from glocal.studies.run import (
-    experiment_folder,
-    initial_case,
-    parts_of,
-    read_results,
-    read_settings,
-)
+from glocal.studies.build import build_components
+from glocal.studies.run import StudyRun, initial_experiment, read_results, read_settings
 from glocal.studies.settings import Settings
 
 
@@ -35,7 +29,7 @@ class SavedExperiment(NamedTuple):
     @property
     def options(self) -> Options:
         """How it was run."""
-        return self.settings.run
+        return self.settings.run.options()
 
 
 def open_experiment(
@@ -65,10 +59,11 @@ def open_experiment(
             f"run: {folder} saved its metrics only; "
             "run the study with run.save = 'everything' for this"
         )
-    parts = build_components(settings, report)
-    name = experiment or _last_with_split(settings, parts, [*results])
-    whole, index = initial_case(settings, name, parts), _seed_index(results[name], seed)
-    checkpoint = Checkpoint(experiment_folder(folder, name), fingerprint(whole, settings.run))
+    study = StudyRun(settings, build_components(settings, report), folder)
+    name = experiment or _last_with_split(study, [*results])
+    whole, index = initial_experiment(study, name), _seed_index(results[name], seed)
+    checkpoint = study.start(name, whole).checkpoint
+    assert checkpoint is not None
     progress = checkpoint.read()
     if progress is None:
         raise InputError(
@@ -83,16 +78,13 @@ def open_experiment(
             f"run: {name} was resumed after its test; finish it with `glocal resume {folder}`"
         )
     state = _tested_state(progress, index, result["selected_round"] - plan.first_round)
-    federation, device = (
-        parts_of(settings.experiments[name], parts).federations[index],
-        settings.run.torch_device(),
-    )
+    device, federation = settings.run.options().torch_device(), whole.groups[0].data_of(index)
     trained_federation = TrainedFederation(
         whole.algorithm,
-        parts.task,
         plan,
-        state.to(device, None),
+        state.to(device, state).group(),
         federation.num_clients,
+        whole.uplink,
     )
     return SavedExperiment(name, trained_federation, federation, settings)
 
@@ -115,14 +107,12 @@ def _require_finished(results: dict[str, list[Json]], name: str | None) -> None:
         )
 
 
-def _last_with_split(settings: Settings, parts: Components, finished: list[str]) -> str:
+def _last_with_split(study: StudyRun, finished: list[str]) -> str:
     """The last experiment with a shared part and a local one that can adapt, or just the last."""
     for name in reversed(finished):
-        experiment = initial_case(settings, name, parts)
-        if (
-            experiment.algorithm.adapt is not None
-            and experiment.algorithm.init(experiment.params[0])[0]
-        ):
+        group = initial_experiment(study, name).groups[0]
+        state = group.algorithm.init(group.initial_params(0))
+        if state.shared and state.private and group.algorithm.takes_new_clients:
             return name
     return finished[-1]
 
@@ -134,7 +124,8 @@ def _seed_index(results: list[Json], seed: int | None) -> int:
     return 0 if seed is None else seeds.index(seed)
 
 
-def _tested_state(progress: Progress, index: int, rounds: int) -> State:
+def _tested_state(progress: Progress, index: int, rounds: int) -> TrainingState:
     """The state that was tested: the last one, or the best on validation data."""
-    best = progress.best[index]
-    return best[2] if best is not None and best[1] == rounds else progress.states[index]
+    best = progress.best[index][0]
+    is_best = best is not None and best.done == rounds
+    return best.state if best is not None and is_best else progress.states[index]

@@ -15,13 +15,14 @@ from glocal.core.bounds import (
     MAX_SEED,
     MAX_SEEDS,
     MAX_WIDTH,
+    MAX_WORKERS,
     count_field,
     require_counts,
 )
 from glocal.core.errors import InputError, suggest_name
 from glocal.core.files import Json
 from glocal.core.modules import require_dropout_rate, require_noise_std
-from glocal.federate.fitting import Options
+from glocal.federate.options import Evaluation, Options
 from glocal.personalize.onboarding import JoinPlan
 from glocal.studies.audit import AuditSettings
 from glocal.studies.new_client_trial import NewClientSettings
@@ -115,11 +116,79 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class TaskSettings:
+    """What clients learn: the `kind` of task, its metrics, and how models become an ensemble.
+
+    A kind is classification, regression, multilabel or tokens; a function of your own
+    ("module:function") gets the model and gives a `Task`. The first metric is the one that figures
+    are about; without `metrics` they are those of the kind.
+    """
+
+    kind: str = "classification"
+    metrics: tuple[str, ...] | None = None
+    ensemble: str | None = None
+    head: str | None = None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How experiments are run and evaluated: the fields of `Options` and of `Evaluation`.
+
+    `tests` = "local" leaves New Test out.
+    """
+
+    device: str = "auto"
+    engine: str = "auto"
+    chunk_size: int | None = count_field(None, maximum=MAX_CLIENTS)
+    workers: int | None = count_field(None, maximum=MAX_WORKERS)
+    fused: bool = True
+    precision: str = "fp32"
+    validate_every: int = count_field(10, maximum=MAX_ROUNDS)
+    validate_clients: int | None = count_field(1_000, maximum=MAX_CLIENTS)
+    checkpoint_every: int = count_field(10, maximum=MAX_ROUNDS)
+    save: str = "everything"
+    select: str = "last"
+    tests: str = "both"
+    new_test_members: int = count_field(200, maximum=MAX_CLIENTS)
+
+    def __post_init__(self) -> None:
+        if self.tests not in ("both", "local"):
+            raise InputError(
+                f"settings: run.tests is '{self.tests}'; "
+                "it must be 'both' or 'local' (no New Test)"
+            )
+
+    def options(self) -> Options:
+        """How to run."""
+        return Options(
+            self.device,
+            self.engine,
+            self.chunk_size,
+            self.workers,
+            self.fused,
+            self.precision,
+            self.checkpoint_every,
+            self.save,
+        )
+
+    def evaluation(self) -> Evaluation:
+        """What to evaluate."""
+        return Evaluation(
+            self.validate_every,
+            self.select,
+            self.validate_clients,
+            self.tests == "both",
+            self.new_test_members,
+        )
+
+
+@dataclass(frozen=True)
 class PlanSettings:
     """How long training takes, and with how many clients; `seeds` seeds are run, from `seed` on.
 
-    An average weights clients by their examples, or equally (`weighting` = "equal"). Batches of
-    texts hold at most `max_tokens` words, padding included. Each seed is run `restarts` times with
+    `aggregation` makes one upload of many: "mean" (weighted by examples), "mean(clients)" or
+    "median"; None is the algorithm's own. `uplink` are codecs of uploads, such as "top_k(0.01)" and
+    "int8". Batches of texts hold at most `max_tokens` words, padding included. Each seed is run `restarts` times with
     other initial weights on the same partition; its result is that of the restart with the best
     validation accuracy, over all clients' examples together.
     """
@@ -130,7 +199,8 @@ class PlanSettings:
     batch_size: int = count_field(10, maximum=MAX_EXAMPLES)
     seed: int = count_field(0, minimum=0, maximum=MAX_SEED)
     seeds: int = count_field(1, maximum=MAX_SEEDS)
-    weighting: str = "examples"
+    aggregation: str | None = None
+    uplink: tuple[str, ...] | None = None
     max_tokens: int | None = count_field(None, maximum=1_000 * MAX_EXAMPLES)
     restarts: int = count_field(1, maximum=MAX_SEEDS)
 
@@ -192,10 +262,11 @@ class Settings:
     name: str = "study"
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
+    task: TaskSettings = TaskSettings()
     split: SplitSettings = SplitSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     plan: PlanSettings = PlanSettings()
-    run: Options = Options()
+    run: RunSettings = RunSettings()
     new_client: NewClientSettings | None = None
     audit: AuditSettings | None = None
     ordinal: OrdinalSettings | None = None

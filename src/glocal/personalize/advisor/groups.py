@@ -32,7 +32,7 @@ def accuracy_difference(stages: Sequence[Stage], name: str, other: str) -> Confi
     Both are compared at the last stage that has both of them.
     """
     stage = last_common_stage(stages, name, other)
-    return confidence_interval(stage.accuracies_of(name) - stage.accuracies_of(other))
+    return confidence_interval(stage.metrics_of(name) - stage.metrics_of(other))
 
 
 def last_common_stage(stages: Sequence[Stage], name: str, other: str) -> Stage:

@@ -1,8 +1,8 @@
 """Successive halving of candidate splits: each trains a few rounds, and the better half goes on.
 
 All candidates start from one model and train as LG-FedAvg does, on the same clients. A client
-always trains its whole model, whichever part is shared. So all candidates run side by side in one
-batch, on the same examples in the same order. They differ only in what is sent and averaged.
+always trains its whole model, whichever part is shared. So the clients of all candidates run side
+by side in one batch; assignment and collection are each candidate's own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,48 +10,69 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from glocal.algorithms.contract import Update, average
+from glocal.algorithms import LGFedAvg, LocalOnly
+from glocal.algorithms.contract import Algorithm, change
 from glocal.core import trees
 from glocal.core.data import ClientData
-from glocal.core.sampling import IntArray, Plan, client_key
+from glocal.core.sampling import Availability, IntArray, Plan
+from glocal.core.store import TrainingState
 from glocal.core.trees import Params
 from glocal.engines import ClientTask, Executor
 from glocal.evaluate import Floats
-from glocal.federate.rounds import rows_for_round
+from glocal.federate.rounds import (
+    GroupClients,
+    GroupReplies,
+    GroupSetup,
+    Replica,
+    Reply,
+    assign,
+    client_step,
+    collect,
+    group_replies,
+    start_state,
+    start_wires,
+)
 from glocal.personalize.advisor.candidates import Candidate
-from glocal.wire import Ledger, admit
+from glocal.wire import Ledger
 
 
 @dataclass(frozen=True)
 class CandidateState:
-    """A candidate in training: the clients' whole models, with the same shared tensors in each."""
+    """A candidate in training: LG-FedAvg with its split, on the participating clients."""
 
     candidate: Candidate
-    models: tuple[Params, ...]
+    replica: Replica
+    state: TrainingState
+    participants: tuple[int, ...]
 
     @property
     def shared(self) -> Params:
         """The shared part."""
-        return self.candidate.split.take_shared(self.models[0])
+        return self.state.shared
+
+    @property
+    def models(self) -> dict[int, Params]:
+        """Every participating client's whole model."""
+        private = self.state.private[0]
+        return {client: {**private.of(client), **self.shared} for client in self.participants}
 
     def bytes_for(self, rounds: int) -> int:
         """The bytes that some rounds and a validation after them send."""
-        return (2 * rounds + 1) * len(self.models) * trees.nbytes(self.shared)
+        return (2 * rounds + 1) * len(self.participants) * trees.nbytes(self.shared)
 
 
 class HalvingSetup(NamedTuple):
-    """The same for all candidates: plan, training data, participating clients and executor."""
+    """The same for all candidates: algorithm, plan, training data and participating clients."""
 
+    algorithm: Algorithm
     plan: Plan
     train: ClientData
     participants: IntArray
-    executor: Executor[Update]
 
 
 class Stage(NamedTuple):
-    """Floats after a stage, on two halves of each client's validation data.
+    """Metrics after a stage, on two halves of each client's validation data; higher is better.
 
     `halves` has the shape (halves, candidates, participants). `sizes` (halves, participants) are
     the numbers of examples behind them.
@@ -63,94 +84,99 @@ class Stage(NamedTuple):
     sizes: Floats
 
     @property
-    def accuracies(self) -> Floats:
-        """Floats on both halves together (candidates, participants)."""
+    def metrics(self) -> Floats:
+        """Metrics on both halves together (candidates, participants)."""
         weights = self.sizes / self.sizes.sum(0)
         return np.asarray(np.nansum(self.halves * weights[:, None], 0))
 
-    def accuracies_of(self, name: str) -> Floats:
-        """Floats of one candidate (participants,)."""
-        return np.asarray(self.accuracies[self.names.index(name)])
+    def metrics_of(self, name: str) -> Floats:
+        """Metrics of one candidate (participants,)."""
+        return np.asarray(self.metrics[self.names.index(name)])
 
     def ranking(self) -> list[str]:
-        """Names of the candidates, highest mean accuracy first."""
-        means = self.accuracies.mean(1)
+        """Names of the candidates, highest mean first."""
+        means = self.metrics.mean(1)
         return [self.names[place] for place in np.argsort(-means, kind="stable").tolist()]
 
 
 HalvingRound = tuple[list[CandidateState], Ledger]
 
 
+def build_whole_executor(setup: HalvingSetup, **settings: object) -> Executor[Reply]:
+    """The executor of all candidates' clients: each trains a whole model, of which none is sent."""
+    whole = LocalOnly(setup.algorithm.task, optimizer=setup.algorithm.optimizer)
+    [wire] = start_wires([GroupSetup(whole, whole.task.initial_params())])
+    return Executor(client_step(whole, wire), **settings)  # type: ignore[arg-type]
+
+
 def start_halving(
-    candidates: Sequence[Candidate], model: Params, num_clients: int
+    setup: HalvingSetup, candidates: Sequence[Candidate], model: Params
 ) -> list[CandidateState]:
     """All candidates with the same model on each client."""
-    return [CandidateState(candidate, (model,) * num_clients) for candidate in candidates]
+    started: list[CandidateState] = []
+    clients = tuple(setup.participants.tolist())
+    for candidate in candidates:
+        algorithm = LGFedAvg(
+            setup.algorithm.task,
+            optimizer=setup.algorithm.optimizer,
+            aggregation=setup.algorithm.aggregation,
+            local=sorted(candidate.split.local),
+            shared=sorted(candidate.split.shared),
+        )
+        setups = [GroupSetup(algorithm, model)]
+        wires = start_wires(setups)
+        groups = (GroupClients(algorithm, setup.train, wires[0]),)
+        always = Availability.of((), always=clients)
+        replica = Replica(groups, setup.plan, always)
+        started.append(CandidateState(candidate, replica, start_state(setups, wires), clients))
+    return started
 
 
 def run_rounds(
-    setup: HalvingSetup, candidate_states: Sequence[CandidateState], rounds: range
+    executor: Executor[Reply], states: Sequence[CandidateState], rounds: range
 ) -> Iterator[HalvingRound]:
     """Rounds of all candidates, one after the other, with the traffic of each."""
     for round_index in rounds:
-        tasks = list[ClientTask]()
-        for candidate_state in candidate_states:
-            tasks += _tasks(setup, candidate_state, round_index)
-        trained = setup.executor(tasks, setup.train.examples, round_index).stacked().upload
-        averaged, ledger, start = list[CandidateState](), Ledger(), 0
-        for candidate_state in candidate_states:
-            rows = slice(start, start + len(candidate_state.models))
-            own = {name: tensor[rows].clone() for name, tensor in trained.items()}
-            after, traffic = _average_shared(setup, candidate_state, own)
-            averaged.append(after)
-            ledger = ledger + traffic
-            start = rows.stop
-        candidate_states = averaged
-        yield averaged, ledger
+        assigned = [_assign(each, round_index) for each in states]
+        tasks = [task for own in assigned for task in own]
+        examples = states[0].replica.groups[0].train.examples
+        results = executor([_whole_task(task) for task in tasks], examples, round_index)
+        after, ledger, start = list[CandidateState](), Ledger(), 0
+        for each, own in zip(states, assigned, strict=True):
+            stop = start + len(own)
+            sizes = each.replica.groups[0].train.sizes[list(each.participants)]
+            clients = list(each.participants)
+            trained = group_replies(results, range(start, stop), own, clients, sizes)
+            replies = _split_replies(trained)
+            state, report = collect(each.replica, each.state, [replies], round_index)
+            after.append(replace(each, state=state))
+            ledger = ledger + report.traffic[0]
+            start = stop
+        states = after
+        yield after, ledger
 
 
-def _tasks(
-    setup: HalvingSetup, candidate_state: CandidateState, round_index: int
-) -> list[ClientTask]:
-    """One task per client; examples and their order are the same for every candidate."""
-    tasks = []
-    for client, model in zip(setup.participants.tolist(), candidate_state.models, strict=True):
-        order = rows_for_round(setup.plan, setup.train, round_index, client)
-        tasks.append(ClientTask(model, {}, order, client_key(setup.plan, round_index, client)))
-    return tasks
-
-
-def _average_shared(
-    setup: HalvingSetup, candidate_state: CandidateState, trained: Params
-) -> tuple[CandidateState, Ledger]:
-    """A candidate after training: its shared part is uploaded and averaged.
-
-    `trained` are the clients' models (participants, ...).
-    """
-    split, before = candidate_state.candidate.split, candidate_state.shared
-    uploads = admit(split.take_shared(trained), before)
-    traffic = Ledger().add_round(
-        before,
-        uploads,
-        num_sampled=len(candidate_state.models),
-        num_clients=setup.train.num_clients,
-    )
-    after = Params()
-    if before:
-        weights = torch.from_numpy(setup.train.sizes[setup.participants])
-        after = average(before, uploads, weights.to(next(iter(trained.values())).device))
-    models = []
-    for row in range(len(candidate_state.models)):
-        model = {
-            name: after[name] if name in after else tensor[row] for name, tensor in trained.items()
-        }
-        models.append(model)
-    return replace(candidate_state, models=tuple(models)), traffic
-
-
-def keep_better_half(
-    candidate_states: Sequence[CandidateState], stage: Stage
-) -> list[CandidateState]:
+def keep_better_half(states: Sequence[CandidateState], stage: Stage) -> list[CandidateState]:
     """The better half, rounded up; their order does not change."""
-    better = {*stage.ranking()[: -(-len(candidate_states) // 2)]}
-    return [each for each in candidate_states if each.candidate.name in better]
+    better = {*stage.ranking()[: -(-len(states) // 2)]}
+    return [each for each in states if each.candidate.name in better]
+
+
+def _assign(each: CandidateState, round_index: int) -> list[ClientTask]:
+    return assign(each.replica, each.state, 0, each.participants, round_index)
+
+
+def _whole_task(task: ClientTask) -> ClientTask:
+    """The same work on the whole model, as a private one; names in one order for all candidates."""
+    whole = {**task.private, **task.shared}
+    return task._replace(shared={}, private={name: whole[name] for name in sorted(whole)})
+
+
+def _split_replies(trained: GroupReplies) -> GroupReplies:
+    """Trained whole models as what LG-FedAvg's clients send and keep."""
+    private: list[Params] = []
+    payloads: list[Params] = []
+    for model, message in zip(trained.private, trained.sent, strict=True):
+        payloads.append(change(model, message))
+        private.append(trees.drop(model, message))
+    return trained._replace(payloads=trees.stack(payloads), private=private)

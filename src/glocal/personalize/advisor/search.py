@@ -8,30 +8,36 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from glocal.algorithms.contract import Algorithm, Update
+from glocal.algorithms import FedAvg, LocalOnly
+from glocal.algorithms.contract import Algorithm
 from glocal.core import trees
 from glocal.core.data import ClientData, Rows
 from glocal.core.errors import InputError
 from glocal.core.files import Json
 from glocal.core.model_tensors import canonical_names
-from glocal.core.modules import params_of
 from glocal.core.sampling import IntArray, Plan, client_key, make_rng, to_batches
 from glocal.core.split import layer_names
-from glocal.core.store import PrivateStates, State
-from glocal.core.task import Task
+from glocal.core.store import GroupState, PerClient, TrainingState
 from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.engines import ClientTask, Executor
 from glocal.evaluate import Evaluator, local_tests
 from glocal.evaluate.intervals import ConfidenceInterval
-from glocal.federate.fitting import (
-    Case,
-    Options,
-    build_evaluation,
-    move_to_device,
-    require_trainable,
+from glocal.federate.experiment import Experiment
+from glocal.federate.fit import build_experiment
+from glocal.federate.options import Options
+from glocal.federate.requirements import require_trainable
+from glocal.federate.rounds import (
+    GroupClients,
+    GroupSetup,
+    Replica,
+    Reply,
+    build_executors,
+    require_counted,
+    simulate,
+    start_state,
+    start_wires,
 )
-from glocal.federate.rounds import Seat, initial_state, simulate_seeds
 from glocal.personalize.advisor.budget import Budget, Cost
 from glocal.personalize.advisor.candidates import NOTHING, Candidate, make_candidates
 from glocal.personalize.advisor.groups import ClientGroup, accuracy_difference, find_groups
@@ -39,12 +45,13 @@ from glocal.personalize.advisor.halving import (
     CandidateState,
     HalvingSetup,
     Stage,
+    build_whole_executor,
     keep_better_half,
     run_rounds,
     start_halving,
 )
 from glocal.personalize.advisor.variances import Variances, estimate_variances
-from glocal.wire import Ledger, admit
+from glocal.wire import Ledger
 
 Log = Callable[[str], None]
 PREFERENCES = ("accuracy", "bytes")
@@ -157,22 +164,36 @@ class Advice:
 
 
 class AdvisorRun(NamedTuple):
-    """Everything that the steps of the advisor use: model, data, participants, engines, settings.
+    """Everything that the steps of the advisor use: data, participants, engines, settings.
 
     `eval_data` are the two halves of the examples that participating clients hold out.
     """
 
-    algorithm: Algorithm
-    model: nn.Module
-    plan: Plan
-    params: Params
-    train: ClientData
+    replica: Replica
+    start: TrainingState
     eval_data: tuple[ClientData, ClientData]
     participants: IntArray
-    executor: Executor[Update]
+    executors: list[Executor[Reply]]
+    halving: HalvingSetup
+    whole: Executor[Reply]
     evaluation: Evaluator
     config: AdvisorConfig
     log: Log
+
+    @property
+    def plan(self) -> Plan:
+        """The training before the splits are compared."""
+        return self.replica.plan
+
+    @property
+    def train(self) -> ClientData:
+        """The training data, without what is held out."""
+        return self.replica.groups[0].train
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.halving.algorithm.task.model
 
 
 def no_log(message: str) -> None:
@@ -181,7 +202,6 @@ def no_log(message: str) -> None:
 
 def advise(
     algorithm: Algorithm,
-    task: Task,
     data: FederatedData,
     plan: Plan,
     *,
@@ -191,68 +211,66 @@ def advise(
 ) -> Advice:
     """How much of a model clients should share.
 
-    `algorithm` is FedAvg, and `plan` is its training before the splits are compared.
+    `algorithm` is FedAvg, and `plan` is its training before the splits are compared by the task's
+    first metric.
 
-    Only models, shared parts of models, and accuracies leave a client: no examples, labels or
-    class counts do.
+    Only models, shared parts of models, and metrics leave a client: no examples, labels or class
+    counts do.
     """
     config, options = config or AdvisorConfig(), options or Options()
-    params = params_of(task.model)
-    shared, private = algorithm.init(params)
-    if not shared or private:
+    if type(algorithm) is not FedAvg or algorithm.split.local:
         raise InputError(
-            f"advise: {algorithm.name} has a private part; "
-            "begin with an algorithm that shares everything, such as fedavg"
+            f"advise: {algorithm!r} was given; begin with FedAvg, which shares everything"
         )
-    experiment = Case(algorithm, task, plan, (plan.seed,), (params,), (data,), (Ledger(),))
+    experiment = build_experiment(algorithm, data, plan=plan, seeds=(plan.seed,))
     run_state = _prepare(experiment, config, options, log)
     try:
         return _find_advice(run_state)
     finally:
-        run_state.executor.close()
+        for executor in (*run_state.executors, run_state.whole):
+            executor.close()
         run_state.evaluation.close()
 
 
-def _prepare(experiment: Case, config: AdvisorConfig, options: Options, log: Log) -> AdvisorRun:
-    fed = experiment.federations[0]
-    require_trainable(experiment, fed, options)
-    experiment = move_to_device(experiment, options)
-    fed, plan = experiment.federations[0], experiment.plan
-    participants = _choose_participants(fed, plan, _affordable_clients(experiment, config))
-    train, eval_data = _hold_out(fed, participants, plan.seed, config.holdout_fraction)
-    executor = Executor(
-        experiment.algorithm.client_update,
-        engine=options.engine_config(),
-        num_calls=plan.rounds + sum(config.stages),
-    )
-    # Candidates are evaluated by whole models, which stand in the place of private parts.
-    whole = experiment.algorithm._replace(personal=lambda shared, private: private)
-    evaluation = build_evaluation(replace(experiment, algorithm=whole), options)
+def _prepare(
+    experiment: Experiment, config: AdvisorConfig, options: Options, log: Log
+) -> AdvisorRun:
+    require_trainable(experiment)
+    placed, engine = experiment.to(options.torch_device()), options.engine_config()
+    algorithm, data, plan = placed.algorithm, placed.groups[0].data[0], placed.plans()[0]
+    params = trees.to(algorithm.task.initial_params(), options.torch_device())
+    participants = _choose_participants(data, plan, _affordable_clients(algorithm, params, config))
+    train, eval_data = _hold_out(data, participants, plan.seed, config.holdout_fraction)
+    setups = [GroupSetup(algorithm, params)]
+    wires = start_wires(setups)
+    replica = Replica((GroupClients(algorithm, train, wires[0]),), plan)
+    halving = HalvingSetup(algorithm, plan, train, participants)
+    calls = plan.rounds + sum(config.stages)
+    whole = LocalOnly(algorithm.task, optimizer=algorithm.optimizer)
     return AdvisorRun(
-        experiment.algorithm,
-        experiment.model,
-        plan,
-        experiment.params[0],
-        train,
-        eval_data,
-        participants,
-        executor,
-        evaluation,
-        config,
-        log,
+        replica=replica,
+        start=start_state(setups, wires),
+        eval_data=eval_data,
+        participants=participants,
+        executors=build_executors(replica.groups, engine, num_calls=calls),
+        halving=halving,
+        whole=build_whole_executor(halving, engine=engine, num_calls=calls),
+        evaluation=Evaluator(whole, engine=engine),
+        config=config,
+        log=log,
     )
 
 
-def _affordable_clients(experiment: Case, config: AdvisorConfig) -> int:
+def _affordable_clients(algorithm: Algorithm, params: Params, config: AdvisorConfig) -> int:
     """How many clients can participate within the budget's bytes.
 
     This assumes the worst: that the candidates which send most go on to the next stage.
     """
-    candidates = make_candidates(experiment.model, max_candidates=config.max_candidates)
+    candidates = make_candidates(algorithm.task.model, max_candidates=config.max_candidates)
     if config.budget.bytes is None:
         return config.num_clients
     sent = sorted(
-        trees.nbytes(candidate.split.take_shared(experiment.params[0])) for candidate in candidates
+        trees.nbytes(candidate.split.take_shared(params)) for candidate in candidates
     )
     bytes_per_client = 0
     for rounds in config.stages:
@@ -341,7 +359,7 @@ def _warm_up(run_state: AdvisorRun) -> tuple[Params, Cost]:
     A budget may end it early; enough is left to estimate the variances.
     """
     cost, plan, budget = Cost.start(), run_state.plan, run_state.config.budget
-    shared, model_bytes = run_state.params, trees.nbytes(run_state.params)
+    shared, model_bytes = run_state.start.shared, trees.nbytes(run_state.start.shared)
     reserve = (1 + _HALVES) * len(run_state.participants) * model_bytes
     least = 2 * plan.clients_per_round * model_bytes + reserve
     if budget.bytes is not None and budget.bytes < least:
@@ -350,11 +368,13 @@ def _warm_up(run_state: AdvisorRun) -> tuple[Params, Cost]:
             f"{len(run_state.participants)} clients send {least:,} bytes at least; "
             "raise it, or lower clients_per_round"
         )
-    state = initial_state(run_state.algorithm, run_state.params)
-    seat = Seat(plan, run_state.train, state)
-    for [(state, report)] in simulate_seeds(run_state.algorithm, [seat], run_state.executor):
+    rounds = range(plan.first_round, plan.total_rounds)
+    replicas, states = [run_state.replica], [run_state.start]
+    for finished in simulate(replicas, states, run_state.executors, rounds):
+        [(state, report)] = finished
+        require_counted(finished, [plan.seed], run_state.train.label)
         shared = state.shared
-        cost = cost.add(report.traffic, updates=len(report.sampled), rounds=1)
+        cost = cost.add(report.traffic[0], updates=len(report.clients), rounds=1)
         run_state.log(f"FedAvg, round {cost.rounds} of {plan.rounds}")
         per_round = cost.ledger.total.bytes // cost.rounds
         has_share = cost.within(budget, share=_WARMUP_SHARE, extra_bytes=per_round)
@@ -373,15 +393,19 @@ def _estimate_variances(
         for client in run_state.participants.tolist():
             key = client_key(run_state.plan, round_index, client)
             tasks.append(ClientTask(model, {}, _half_order(run_state, client, half), key))
-    result = run_state.executor(tasks, train.examples, round_index).stacked()
-    uploads = admit(result.upload, model)
+    result = run_state.executors[0](tasks, train.examples, round_index).stacked()
     count = len(run_state.participants)
-    traffic = Ledger().add_round(model, uploads, num_sampled=count, num_clients=train.num_clients)
-    updates = {
-        name: uploads[name] - model[name]
-        for name, tensor in run_state.model.named_parameters()
-        if tensor.requires_grad
-    }
+    uploads = run_state.replica.groups[0].wire.decode(result.payload)
+    traffic = Ledger().add_round(
+        model,
+        result.payload,
+        scalars=trees.numel(model),
+        num_sampled=count,
+        num_replied=_HALVES * count,
+        num_clients=train.num_clients,
+    )
+    trainable = run_state.halving.algorithm.task.trainable
+    updates = trees.pick(uploads, trainable)
     first = {name: tensor[:count] for name, tensor in updates.items()}
     second = {name: tensor[count:] for name, tensor in updates.items()}
     variances = estimate_variances(first, second, _tensors_of_layers(run_state.model, updates))
@@ -397,7 +421,7 @@ def _half_order(run_state: AdvisorRun, client: int, half: int) -> IntArray:
     generator = make_rng(run_state.plan.seed, "halves", client)
     rows = generator.permutation(run_state.train.rows[client])
     even = rows[: len(rows) // _HALVES * _HALVES]
-    return to_batches(even[half::_HALVES], run_state.plan.batch_size)
+    return to_batches(even[half::_HALVES], run_state.plan.batch_size)[None]
 
 
 def _tensors_of_layers(model: nn.Module, updates: Params) -> dict[str, list[str]]:
@@ -417,8 +441,7 @@ def _run_halving(
 ) -> tuple[list[Stage], Cost, bool]:
     """Stages until one candidate is left or the budget is spent; whether they ended by plan."""
     plan, config, count = run_state.plan, run_state.config, len(run_state.participants)
-    setup = HalvingSetup(plan, run_state.train, run_state.participants, run_state.executor)
-    candidate_states = start_halving(candidates, model, count)
+    candidate_states = start_halving(run_state.halving, candidates, model)
     stages, done = list[Stage](), 0
     for rounds in config.stages:
         if stages:
@@ -428,7 +451,8 @@ def _run_halving(
         if not _can_afford(run_state, candidate_states, rounds, cost):
             return stages, cost, False
         first, number = plan.total_rounds + done, len(candidate_states)
-        for trained, ledger in run_rounds(setup, candidate_states, range(first, first + rounds)):
+        following = range(first, first + rounds)
+        for trained, ledger in run_rounds(run_state.whole, candidate_states, following):
             candidate_states = trained
             cost = cost.add(ledger, updates=number * count, rounds=number)
             done += 1
@@ -457,20 +481,22 @@ def _can_afford(
 def _evaluate_candidates(
     run_state: AdvisorRun, candidate_states: Sequence[CandidateState], rounds: int
 ) -> tuple[Stage, Ledger]:
-    """Accuracies of all candidates on both halves of the data that participants hold out.
+    """Metrics of all candidates on both halves of the data that participants hold out.
 
     The shared part is sent to each participant for it, and counted.
     """
     participants = run_state.participants
     states, traffic = [], Ledger()
     for candidate_state in candidate_states:
-        models = dict(zip(participants.tolist(), candidate_state.models, strict=True))
-        states.append(State({}, PrivateStates(candidate_state.models[0], models)))
+        models = candidate_state.models
+        states.append(GroupState({}, PerClient(next(iter(models.values())), models)))
         traffic = traffic.add_evaluation(candidate_state.shared, len(participants))
     first, second = run_state.eval_data
     data = [first] * len(states) + [second] * len(states)
-    accuracies = np.array(local_tests(run_state.evaluation, states * _HALVES, data))
-    halves = accuracies[:, participants].reshape(_HALVES, len(states), -1)
+    values = np.array(local_tests(run_state.evaluation, states * _HALVES, data))
+    if not run_state.evaluation.task.metric.higher_is_better:
+        values = -values
+    halves = values[:, participants].reshape(_HALVES, len(states), -1)
     sizes = [half.sizes[participants] for half in run_state.eval_data]
     names = tuple(candidate_state.candidate.name for candidate_state in candidate_states)
     return Stage(rounds, names, halves, np.array(sizes, dtype=np.float64)), traffic
@@ -543,7 +569,7 @@ def _candidate_result(
     predicted_error: float,
 ) -> CandidateResult:
     accuracies = {
-        stage.rounds: float(stage.accuracies_of(candidate.name).mean())
+        stage.rounds: float(stage.metrics_of(candidate.name).mean())
         for stage in stages
         if candidate.name in stage.names
     }

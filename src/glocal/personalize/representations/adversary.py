@@ -6,26 +6,19 @@ the adversary and the encoder (Ganin and Lempitsky 2015), so neither side waits 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.losses import PerExampleLoss, per_example_cross_entropy
-from glocal.core.modules import (
-    Forward,
-    ForwardWithFeatures,
-    forward_with_features,
-    training_forward,
-)
-from glocal.core.training import (
-    Batch,
-    Objective,
-    masked_mean,
-)
+from glocal.core.losses import PerExampleLoss
+from glocal.core.modules import Forward, ForwardWithFeatures, forward_with_features
+from glocal.core.training import Batch, LossFn, ModelLoss, Objective, masked_mean
 from glocal.core.trees import Params
-from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
+from glocal.personalize.representations.auxiliary import Auxiliary
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class GradientReversalLoss:
     its step. The classifier's gradient is not divided.
     """
 
-    name: str
+    prefix: str
     classify: ForwardWithFeatures
     attack: Forward
     per_example: PerExampleLoss
@@ -46,47 +39,51 @@ class GradientReversalLoss:
         """The loss (), and the buffers after the step."""
         output, h, buffers = self.classify(params, batch.x, batch.mask, batch.key)
         reversed_h = scale_grad(h, -self.strength / (1 + self.strength))
-        own = without_prefix(self.name, params)
+        own = trees.under_prefix(self.prefix, params)
         logits, _ = self.attack(own, reversed_h, batch.mask, batch.key)
         attack = balanced_cross_entropy(logits, _attributes(batch), batch.mask)
         return masked_mean(self.per_example(output, batch.y), batch.mask) + attack, buffers
 
 
-def adversarial(
-    model: nn.Module, adversary: nn.Module, *, layer: str, strength: float, name: str = "adversary"
-) -> tuple[Objective, Auxiliary]:
-    """Classification with an adversary that predicts protected attributes from a representation.
+@dataclass(frozen=True, eq=False)
+class Adversary(Auxiliary):
+    """Predicts protected attributes from a representation, which is trained to hide them.
 
-    The representation is the output of the module `layer`. The adversary has one logit for each
-    attribute (0 or 1). The objective trains both sides. The auxiliary holds the adversary's
-    tensors, and its loss is the adversary's alone.
+    The network has one logit for each attribute (0 or 1). `weight` is how strongly the encoder
+    works against it.
     """
-    if strength < 0:
-        raise InputError(f"adversary: the strength is {strength}; it must be at least 0")
-    params, trainable = with_prefix(name, adversary)
-    scale, attack = 1 / (1 + strength), training_forward(adversary)
-    classify = forward_with_features(model, layer, lambda h: scale_grad(h, scale))
-    loss = GradientReversalLoss(name, classify, attack, per_example_cross_entropy, strength)
-    of_model = frozenset(
-        model_name for model_name, tensor in model.named_parameters() if tensor.requires_grad
-    )
-    adversary_loss = AdversaryLoss(name, forward_with_features(model, layer), attack)
-    auxiliary = Auxiliary(name, params, trainable, adversary_loss)
-    return Objective(loss, of_model | trainable), auxiliary
+
+    name: ClassVar[str] = "adversary"
+
+    def extend(self, objective: Objective, model: nn.Module) -> Objective:
+        """The classifier's loss and the adversary's, with the gradient reversed between them."""
+        if not isinstance(objective.loss, ModelLoss):
+            raise InputError(
+                "adversary: it is trained on data without augmentation; leave the augmentation out"
+            )
+        scale = 1 / (1 + self.weight)
+        classify = forward_with_features(model, self.layer, lambda h: scale_grad(h, scale))
+        per_example = objective.loss.per_example
+        loss = GradientReversalLoss(self.prefix, classify, self.forward, per_example, self.weight)
+        return objective._replace(loss=loss, trainable=objective.trainable | self.trainable)
+
+    def loss(self, model: nn.Module) -> LossFn:
+        """The adversary's loss on a representation that it does not change."""
+        return AdversaryLoss(self.prefix, self.encoder(model), self.forward)
 
 
 @dataclass(frozen=True)
 class AdversaryLoss:
     """The adversary's loss on a representation that it does not change."""
 
-    name: str
+    prefix: str
     encode: ForwardWithFeatures
     attack: Forward
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Params]:
         """The loss (); no buffers change."""
         _, h, _ = self.encode(params, batch.x, batch.mask, batch.key)
-        own = without_prefix(self.name, params)
+        own = trees.under_prefix(self.prefix, params)
         logits, _ = self.attack(own, h.detach(), batch.mask, batch.key)
         return balanced_cross_entropy(logits, _attributes(batch), batch.mask), {}
 

@@ -1,32 +1,95 @@
-"""An auxiliary model a_m: private, with the representation h as its input and its own loss."""
+"""An auxiliary model a_m: private, with the representation h as its input and its own loss.
 
-from collections.abc import Iterable
+It is the `pretext` of a task: `dataclasses.replace(task, pretext=Decoder(network, layer="0"))`.
+"""
+
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor, nn
 
+from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of, trainable_names
-from glocal.core.split import Split
+from glocal.core.modules import (
+    Forward,
+    ForwardWithFeatures,
+    forward_with_features,
+    params_of,
+    trainable_names,
+    training_forward,
+)
 from glocal.core.training import Batch, LossFn, Objective
 from glocal.core.trees import Params
 
 
-class Auxiliary(NamedTuple):
-    """The auxiliary model's tensors, the names of the trainable ones, and its loss.
+@dataclass(frozen=True, eq=False)
+class Auxiliary:
+    """A network beside the model, which reads the output of the model's module `layer`.
 
-    The tensors are named NAME/..., beside those of the model itself.
+    Its tensors are named NAME/..., beside those of the model itself. Its loss is added to that of
+    the targets, times `weight`.
     """
 
-    name: str
-    params: Params
-    trainable: frozenset[str]
-    loss: LossFn
+    network: nn.Module
+    layer: str
+    weight: float = 1.0
 
-    def local(self, split: Split) -> Split:
-        """The split with this model on the local side."""
-        return split.with_local(self.params)
+    name: ClassVar[str] = "auxiliary"
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise InputError(f"{self.name}: the weight is {self.weight}; it must be at least 0")
+
+    def params(self) -> Params:
+        """The network's tensors."""
+        return trees.with_prefix(self.prefix, params_of(self.network))
+
+    def extend(self, objective: Objective, model: nn.Module) -> Objective:
+        """The objective plus this loss times the weight; both models are trained."""
+        if not self.weight:
+            return objective
+        loss = WeightedSumLoss(objective.loss, self.loss(model), self.weight)
+        return objective._replace(loss=loss, trainable=objective.trainable | self.trainable)
+
+    def loss(self, model: nn.Module) -> LossFn:
+        """The auxiliary's loss alone; no buffers of the model change."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss")
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its tensors begin with."""
+        return f"{self.name}/"
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        """The names of the tensors that are trained."""
+        return frozenset(self.prefix + name for name in trainable_names(self.network))
+
+    @cached_property
+    def forward(self) -> Forward:
+        """The network as a function of its params."""
+        return training_forward(self.network)
+
+    def encoder(self, model: nn.Module) -> ForwardWithFeatures:
+        """The model, with the output of the layer."""
+        return forward_with_features(model, self.layer)
+
+
+@dataclass(frozen=True, eq=False)
+class AuxiliaryOnly:
+    """The auxiliary's loss alone: it pre-trains the local part of a network without labels."""
+
+    of: Auxiliary
+
+    def params(self) -> Params:
+        """The network's tensors."""
+        return self.of.params()
+
+    def extend(self, objective: Objective, model: nn.Module) -> Objective:
+        """Its loss in the place of that of the targets."""
+        trainable = objective.trainable | self.of.trainable
+        return objective._replace(loss=self.of.loss(model), trainable=trainable)
 
 
 @dataclass(frozen=True)
@@ -41,35 +104,3 @@ class WeightedSumLoss:
         """The loss (), and the buffers after the step."""
         value, buffers = self.main(params, batch)
         return value + self.weight * self.other(params, batch)[0], buffers
-
-
-def add_auxiliary(objective: Objective, auxiliary: Auxiliary, *, weight: float) -> Objective:
-    """The objective plus the auxiliary's loss times `weight`; both models are trained."""
-    if weight < 0:
-        raise InputError(f"{auxiliary.name}: the weight is {weight}; it must be at least 0")
-    loss = WeightedSumLoss(objective.loss, auxiliary.loss, weight)
-    return objective._replace(loss=loss, trainable=objective.trainable | auxiliary.trainable)
-
-
-def auxiliary_only(
-    objective: Objective, auxiliary: Auxiliary, *, local: Iterable[str]
-) -> Objective:
-    """The auxiliary's loss alone: it pre-trains the local part of a network without labels."""
-    local_trainable = objective.trainable & frozenset(local)
-    return objective._replace(loss=auxiliary.loss, trainable=local_trainable | auxiliary.trainable)
-
-
-def with_prefix(name: str, model: nn.Module) -> tuple[Params, frozenset[str]]:
-    """A model's tensors, named NAME/..., and the names of the trainable ones."""
-    params = {f"{name}/{own}": tensor for own, tensor in params_of(model).items()}
-    trainable = frozenset(f"{name}/{own}" for own in trainable_names(model))
-    return params, trainable
-
-
-def without_prefix(name: str, params: Params) -> Params:
-    """The auxiliary's tensors, by the names in its own model."""
-    return {
-        full.removeprefix(f"{name}/"): tensor
-        for full, tensor in params.items()
-        if full.startswith(f"{name}/")
-    }

@@ -5,23 +5,20 @@ Liang et al. 2020, Figure 1(c); the pretext task is that of Noroozi and Favaro 2
 
 from dataclasses import dataclass
 from math import factorial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from glocal.core import random
+from glocal.core import random, trees
 from glocal.core.errors import InputError
-from glocal.core.modules import (
-    Forward,
-    ForwardWithFeatures,
-    forward_with_features,
-    training_forward,
-)
+from glocal.core.modules import Forward, ForwardWithFeatures
 from glocal.core.training import Batch, masked_mean
 from glocal.core.trees import Params
-from glocal.personalize.representations.auxiliary import Auxiliary, with_prefix, without_prefix
+from glocal.personalize.representations.auxiliary import Auxiliary
 
+_SIDE = 2  # 3 x 3 tiles would have 362,880 permutations
 _ADDRESS = -2  # of the shuffle, among the random numbers of a step
 
 
@@ -29,7 +26,7 @@ _ADDRESS = -2  # of the shuffle, among the random numbers of a step
 class JigsawLoss:
     """Mean cross entropy of the permutation of an image's tiles, over the real rows."""
 
-    name: str
+    prefix: str
     encode: ForwardWithFeatures
     solve: Forward
     side: int
@@ -41,25 +38,23 @@ class JigsawLoss:
         which = (uniform * factorial(tiles)).long()
         shuffled = shuffle_tiles(batch.x, nth_permutation(which, tiles), self.side)
         _, h, _ = self.encode(params, shuffled, batch.mask, batch.key)
-        logits, _ = self.solve(without_prefix(self.name, params), h, batch.mask, batch.key)
+        logits, _ = self.solve(trees.under_prefix(self.prefix, params), h, batch.mask, batch.key)
         losses = functional.cross_entropy(logits, which, reduction="none")
         return masked_mean(losses, batch.mask), {}
 
 
-def jigsaw(
-    model: nn.Module, solver: nn.Module, *, layer: str, side: int = 2, name: str = "jigsaw"
-) -> Auxiliary:
-    """`solver` predicts the permutation of the tiles from the output of the module `layer`.
+@dataclass(frozen=True, eq=False)
+class Jigsaw(Auxiliary):
+    """Predicts the permutation of 2 x 2 tiles from the output of the module `layer`.
 
-    There are side x side tiles; 2 x 2 tiles have 24 permutations.
+    There are 24 permutations.
     """
-    if side != 2:
-        raise InputError(
-            f"jigsaw: side is {side}; 2 was expected: 3 x 3 tiles have 362,880 permutations"
-        )
-    params, trainable = with_prefix(name, solver)
-    encode, solve = forward_with_features(model, layer), training_forward(solver)
-    return Auxiliary(name, params, trainable, JigsawLoss(name, encode, solve, side))
+
+    name: ClassVar[str] = "jigsaw"
+
+    def loss(self, model: nn.Module) -> JigsawLoss:
+        """The cross entropy of the permutation."""
+        return JigsawLoss(self.prefix, self.encoder(model), self.forward, _SIDE)
 
 
 def nth_permutation(which: Tensor, tiles: int) -> Tensor:
