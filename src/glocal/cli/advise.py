@@ -82,11 +82,10 @@ def show_advice(
         with console.status("starting") as status:
             advice = advise(
                 algorithm,
-                parts.task,
                 federation,
                 warmup_plan,
                 config=config,
-                options=settings.run,
+                options=settings.run.options(),
                 log=status.update,
             )
     except KeyboardInterrupt:

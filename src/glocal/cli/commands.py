@@ -551,14 +551,14 @@ def data_samples(
 ) -> None:
     """Draw one image of each class, and the same images rotated below."""
     from glocal.cli.progress import download_bars
-    from glocal.datasets import load
+    from glocal.datasets import load_dataset
     from glocal.datasets.rotation import rotate_images
     from glocal.report import draw_samples
 
     if out.suffix != ".png":
         raise InputError(f"data: samples are a .png file, not {out.name}; choose such a name")
     with download_bars() as report:
-        x, y, _ = load(name, report=report).train
+        x, y, _ = load_dataset(name, report=report).train
     firsts = [int((y == label).nonzero()[0]) for label in sorted({*y.tolist()})]
     print(
         f"drawn: {draw_samples(x[firsts], rotate_images(x[firsts], rotate, float(x.min())), out)}"

@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from glocal.cli.tables import format_bytes, format_percent
+from glocal.cli.tables import format_bytes, format_percent, format_score
 from glocal.studies import StudyEvent
 from glocal.studies.study_parts import PartEvent
 
@@ -35,7 +35,7 @@ def experiment_bars() -> Progress:
 def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], None]:
     """A bar per experiment, with its latest metrics."""
     tasks: dict[str, TaskID] = {}
-    latest: dict[str, float] = {}
+    latest: dict[str, str] = {}
 
     def show(step: StudyEvent) -> None:
         task = tasks.setdefault(step.experiment, TaskID(-1))
@@ -43,21 +43,16 @@ def step_callback(bars: Progress, prefix: str = "") -> Callable[[StudyEvent], No
             task = tasks[step.experiment] = bars.add_task(
                 escape(prefix + step.experiment), total=step.rounds, now=""
             )
-        if step.moment is None:
+        if not step.records:
             bars.update(task, completed=step.rounds, now=_final_metrics(step))
             return
-        row = step.moment.rows[0]
-        if row["validation"] is not None:
-            latest[step.experiment] = row["validation"]
-        validation = (
-            f"validation {latest[step.experiment]:.1%}  " if step.experiment in latest else ""
-        )
-        loss = "no clients" if row["loss"] is None else f"loss {row['loss']:.3f}"
-        bars.update(
-            task,
-            completed=step.moment.progress.done,
-            now=f"{loss}  {validation}{format_bytes(row['bytes'])}",
-        )
+        record = step.records[0]
+        if record.score is not None:
+            latest[step.experiment] = f"validation {format_score(record)}  "
+        loss = "no clients" if record.loss is None else f"loss {record.loss:.3f}"
+        sent = format_bytes(record.ledger.total.bytes)
+        now = f"{loss}  {latest.get(step.experiment, '')}{sent}"
+        bars.update(task, completed=record.done, now=now)
 
     return show
 
@@ -69,7 +64,7 @@ def part_step_callback(bars: Progress) -> Callable[[PartEvent], None]:
     def show(step: PartEvent) -> None:
         words = f"{step.part} ({step.position} of {step.of})  "
         shown.setdefault(step.part, step_callback(bars, words))(step.step)
-        if step.step.moment is None:
+        if not step.step.records:
             shown.clear()
             for task in bars.task_ids:
                 bars.remove_task(task)

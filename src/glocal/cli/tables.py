@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from glocal.core.files import Json
+from glocal.federate.metrics_table import describe_value_of
+from glocal.federate.records import RoundRecord
 from glocal.studies.findings import Findings
 from glocal.studies.study import PublishedRow, Score, Study
 
@@ -48,7 +50,7 @@ def print_table(results: dict[str, list[Json]]) -> None:
 
 def print_groups(results: dict[str, list[Json]]) -> None:
     """Each group's accuracy by experiment: after its first round, best and last; and forgetting."""
-    experiments = {name: seeds for name, seeds in results.items() if seeds[0].get("groups")}
+    experiments = {name: seeds for name, seeds in results.items() if seeds[0].get("subgroups")}
     if not experiments:
         return
     table = _make_table(
@@ -57,8 +59,8 @@ def print_groups(results: dict[str, list[Json]]) -> None:
         right=("after its\nfirst round %", "best %", "last %", "forgetting\nin points"),
     )
     for experiment, seeds in experiments.items():
-        for group in seeds[0]["groups"]:
-            rows = [result["groups"][group] for result in seeds if result["groups"][group]]
+        for group in seeds[0]["subgroups"]:
+            rows = [result["subgroups"][group] for result in seeds if result["subgroups"][group]]
             cells = []
             for column in ("first", "best", "last", "forgetting"):
                 cells.append(format_mean_std([row[column] for row in rows]))
@@ -96,6 +98,12 @@ def format_mean_std(values: Sequence[float | None], digits: int = 1) -> str:
     if len(known) < 2:
         return f"{100 * known[0]:.2f}" if known else "-"
     return f"{100 * fmean(known):.{digits}f} ± {100 * stdev(known):.{digits}f}"
+
+
+def format_score(record: RoundRecord) -> str:
+    """The validation score of a round."""
+    assert record.criterion is not None
+    return describe_value_of(record.criterion, record.score)
 
 
 def format_percent(value: float | None) -> str:

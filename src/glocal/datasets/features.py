@@ -12,7 +12,7 @@ from glocal.core.paths import cache_folder
 from glocal.datasets.cache import Array, load_array, probe_rows, save_array
 from glocal.datasets.fetch import ProgressCallback, no_progress
 from glocal.datasets.image_table import ImageTable
-from glocal.wire.gate import pack
+from glocal.wire import pack
 
 _BATCH_SIZES = {"cpu": 16}  # larger batches leave a processor's cache, and take longer
 _DEFAULT_BATCH_SIZE = 256

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glocal.core.files import Json
+from glocal.core.metric import Metric
 from glocal.wire import Ledger
 
 _PURPOSES = ("download", "upload", "evaluation", "ensemble", "metrics")
@@ -17,7 +18,7 @@ class RoundRecord:
     - `loss` is the mean over clients of the mean loss of each; None if nobody of the group trained.
     - `dropped` names clients whose upload was not finite: the round went on without them.
     - `validation` has every metric's mean over clients, if they were evaluated in this round;
-      `score` is the one that rounds are selected by.
+      `score` is that of the `criterion`, by which rounds are selected.
     - `ledger` is the traffic so far.
     - `subgroups` has the metric of each set of clients that is reported by itself.
     """
@@ -31,6 +32,7 @@ class RoundRecord:
     clients: tuple[int, ...]
     dropped: tuple[str, ...]
     ledger: Ledger
+    criterion: Metric | None = None
     score: float | None = None
     validation: dict[str, float | None] = field(default_factory=dict)
     num_validated: int = 0

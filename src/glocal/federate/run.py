@@ -387,6 +387,7 @@ class Run:
                     clients=tuple(client for client in report.clients.tolist() if client in members),
                     dropped=tuple(dropped),
                     ledger=progress.ledgers[seed_place][place],
+                    criterion=self._scoring.criterion(place),
                     score=score.value,
                     validation=score.by_metric,
                     num_validated=score.num_clients,

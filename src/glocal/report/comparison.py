@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from glocal.core import trees
 from glocal.core.files import Json
 from glocal.core.modules import params_of
-from glocal.studies.build import build_split, default_model
+from glocal.studies.build import build_split, default_model, named_split
 from glocal.studies.findings import Findings
 from glocal.studies.run import resolve
 from glocal.studies.study import (
@@ -373,6 +373,7 @@ def _sizes(part: StudyPart) -> dict[str, int]:
     sizes = {"none": 0, "all": trees.numel(params)}
     for shares, experiment in part.splits.items():
         if shares not in sizes:
-            split = build_split(part.settings, part.settings.experiments[experiment], model)
+            sides = named_split(part.settings, part.settings.experiments[experiment])
+            split = build_split(sides, model)
             sizes[shares] = trees.numel(split.take_shared(params))
     return sizes

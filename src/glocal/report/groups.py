@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from glocal.evaluate.forgetting import AccuracyHistory, Forgetting
-from glocal.federate.scenario import group_history
+from glocal.evaluate.forgetting import Forgetting, MetricHistory
+from glocal.federate.phases import subgroup_history
 from glocal.report.drawing import FOREGROUND, Drawing, new_axes
 from glocal.report.formatting import PERCENT, mean_std_percent
 from glocal.report.run_data import ExperimentRecord, RunData
@@ -63,11 +63,11 @@ GROUPS_NOTE = (
 )
 
 
-def group_histories(run: RunData, record: ExperimentRecord) -> dict[str, list[AccuracyHistory]]:
+def group_histories(run: RunData, record: ExperimentRecord) -> dict[str, list[MetricHistory]]:
     """Each group's accuracies over the rounds, one history per seed, where it was evaluated."""
     seeds = sorted({row["seed"] for row in record.rows})
     summaries = {
-        name: [group_history(record.rows, name, seed) for seed in seeds]
+        name: [subgroup_history(record.rows, name, seed) for seed in seeds]
         for name in run.settings.groups
     }
     return {
@@ -78,7 +78,7 @@ def group_histories(run: RunData, record: ExperimentRecord) -> dict[str, list[Ac
 
 
 def _row(
-    run: RunData, record: ExperimentRecord, name: str, histories: Sequence[AccuracyHistory]
+    run: RunData, record: ExperimentRecord, name: str, histories: Sequence[MetricHistory]
 ) -> str:
     summaries = [summary for each in histories if (summary := each.summary())]
     cells = "".join(f"<td>{cell}</td>" for cell in _cells(summaries))
@@ -99,7 +99,7 @@ def _line_style(run: RunData, name: str) -> LineStyle:
 def _drawing(
     run: RunData,
     record: ExperimentRecord,
-    histories: Mapping[str, list[AccuracyHistory]],
+    histories: Mapping[str, list[MetricHistory]],
     last: int,
 ) -> Drawing:
     figure, axes = new_axes()
@@ -162,7 +162,7 @@ def _mark(axes: Axes, marks: Sequence[Mark], last: int) -> None:
         )
 
 
-def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle) -> None:
+def _follow(axes: Axes, seeds: Sequence[MetricHistory], line_style: LineStyle) -> None:
     """A group's mean over seeds: with markers while it is there, dotted once it has left."""
     shortest = min(
         len(each.rounds) for each in seeds
@@ -170,7 +170,7 @@ def _follow(axes: Axes, seeds: Sequence[AccuracyHistory], line_style: LineStyle)
     rounds, present = seeds[0].rounds[:shortest], seeds[0].present[:shortest]
     means = [
         PERCENT * fmean(summaries)
-        for summaries in zip(*(each.accuracies[:shortest] for each in seeds), strict=True)
+        for summaries in zip(*(each.values[:shortest] for each in seeds), strict=True)
     ]
     marked: dict[str, Any] = {
         "marker": line_style.marker,

@@ -387,6 +387,13 @@ def build_split(sides: SplitSettings, model: nn.Module) -> Split:
     return Split.of(model, local=sides.local, shared=sides.shared)
 
 
+def named_split(settings: Settings, experiment: ExperimentSettings) -> SplitSettings:
+    """The sides that the experiment names, or else the study."""
+    if experiment.local is None and experiment.shared is None:
+        return settings.split
+    return SplitSettings(experiment.local, experiment.shared)
+
+
 def build_pretraining(
     settings: Settings, experiment: ExperimentSettings, parts: Components
 ) -> Pretraining | None:

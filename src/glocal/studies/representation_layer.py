@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from glocal.core.errors import InputError
 from glocal.core.model_tensors import canonical_names
-from glocal.studies.build import build_split
+from glocal.studies.build import build_split, named_split
 from glocal.studies.saved_experiment import SavedExperiment
 
 
@@ -18,7 +18,7 @@ def default_representation(saved: SavedExperiment) -> tuple[str, str]:
     """
     if saved.settings.audit is not None:
         return saved.settings.audit.layer, "from the study's [audit]"
-    model = saved.trained_federation.model
+    model = saved.trained_federation.task.model
     order = outer_modules(model, saved.federation.train.examples.x[:1].cpu())
     with_tensors = [name for name in order if tensors_in(model, name)]
     local_tensors = _local(saved)
@@ -72,11 +72,7 @@ def _local(saved: SavedExperiment) -> frozenset[str]:
 
     FedAvg is then audited at the same layer as LG-FedAvg.
     """
-    settings, experiment = saved.settings, saved.settings.experiments[saved.experiment]
-    sides = (experiment.local, experiment.shared, settings.split.local, settings.split.shared)
-    named = any(side is not None for side in sides)
-    return (
-        build_split(settings, experiment, saved.trained_federation.model).local
-        if named
-        else frozenset()
-    )
+    sides = named_split(saved.settings, saved.settings.experiments[saved.experiment])
+    if sides.local is None and sides.shared is None:
+        return frozenset()
+    return build_split(sides, saved.trained_federation.task.model).local

@@ -215,7 +215,7 @@ def _leak_rows(results: Mapping[str, Sequence[Mapping[str, AttackResult]]]) -> l
 
 def _predictions(saved: SavedExperiment, client: AuditedClient, place: int) -> GroupPredictions:
     """The predictions of a client's own model on its own test data."""
-    classes = predict(saved.trained_federation.model, client.params, client.test).argmax(1)
+    classes = predict(saved.trained_federation.task, client.params, client.test).argmax(1)
     return GroupPredictions(
         client.test.y.numpy(), classes.numpy(), protected_attribute(client.test, place)
     )

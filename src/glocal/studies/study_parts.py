@@ -48,7 +48,7 @@ def write_study(
         for name, part in study.select_parts(tuple(patterns)).items()
     }
     for chosen in settings.values():
-        chosen.run.torch_device()
+        chosen.run.options().torch_device()
     about: Json = {
         "format": FORMAT,
         "study": study.name,
@@ -86,7 +86,7 @@ def record_session(folder: Path, parts: Mapping[str, Settings], command: str) ->
     """Record the command and the machine; a study that moved lists every machine."""
     about = _read(folder)
     now, before = (
-        _machine({settings.run.torch_device().type for settings in parts.values()}),
+        _machine({settings.run.options().torch_device().type for settings in parts.values()}),
         about["machine"],
     )
     devices = dict.fromkeys([*(before["device"].split("; ") if before else []), now["device"]])
