@@ -1,17 +1,26 @@
 """A small federation, a few models, and every algorithm: what the contract is checked on."""
 
-import inspect
 from collections import deque
 
 import torch
 from torch import nn
 
 from glocal import algorithms
+from glocal.algorithms.registry import find_algorithm
 from glocal.core import trees
 from glocal.core.optimizers import SGD
 from glocal.core.split import Split
-from glocal.core.training import cross_entropy
+from glocal.core.task import classification
 from glocal.datasets.federated import FederatedData
+from glocal.federate import rounds
+from glocal.federate.rounds import (
+    GroupClients,
+    GroupSetup,
+    Replica,
+    build_executors,
+    start_state,
+    start_wires,
+)
 
 FEATURES, CLASSES = 6, 3
 SIZES = (23, 4, 31, 1, 12, 17)
@@ -127,19 +136,47 @@ def first_half(model):
     return Split.of(model, local=with_tensors[:half])
 
 
-def algorithm(
-    name, model, *, optimizer=None, num_clients=NUM_CLIENTS, split=None, **hyperparameters
-):
-    """An exported algorithm, with the arguments that its signature requires."""
-    make = getattr(algorithms, name)
-    required = inspect.signature(make).parameters
-    arguments = {}
-    if "split" in required:
-        arguments["split"] = split or first_half(model)
-    if "num_clients" in required:
-        arguments["num_clients"] = num_clients
-    optimizer = optimizer or SGD(0.1, momentum=0.5)
-    return make(cross_entropy(model), optimizer, **{**arguments, **hyperparameters})
+NAMES = [kind.word for kind in algorithms.ALGORITHMS]
+
+
+def algorithm(name, model, *, optimizer=None, local=None, task=None, **hyperparameters):
+    """An algorithm by its word, on a task; LG-FedAvg has a split."""
+    kind = find_algorithm(name)
+    if kind is algorithms.LGFedAvg:
+        hyperparameters["local"] = sorted(first_half(model).local if local is None else local)
+    elif local is not None:
+        hyperparameters["local"] = sorted(local)
+    optimizer = optimizer or default_optimizer(kind)
+    return kind(task or classification(model), optimizer=optimizer, **hyperparameters)
+
+
+def default_optimizer(kind):
+    """SGD with momentum, where the algorithm takes one with it."""
+    return SGD(lr=0.1, momentum=0.5)
+
+
+def set_up(algorithm, train, plan, *, params=None, uplink=None, availability=None):
+    """A replica of one group, and its state before the first round."""
+    setups = [GroupSetup(algorithm, algorithm.task.initial_params() if params is None else params)]
+    wires = start_wires(setups, uplink)
+    replica = Replica((GroupClients(algorithm, train, wires[0]),), plan, availability)
+    return replica, start_state(setups, wires)
+
+
+def simulate(algorithm, train, plan, *, engine="auto", **setting):
+    """The state and the report of every round of one federation."""
+    replica, state = set_up(algorithm, train, plan, **setting)
+    executors = build_executors(replica.groups, engine, num_calls=plan.rounds)
+    try:
+        for [finished] in rounds.simulate([replica], [state], executors, plan_rounds(plan)):
+            yield finished
+    finally:
+        for executor in executors:
+            executor.close()
+
+
+def plan_rounds(plan):
+    return range(plan.first_round, plan.total_rounds)
 
 
 def last(rounds):
@@ -162,14 +199,18 @@ def distance(left, right):
 def gap(left, right, num_clients=NUM_CLIENTS):
     """The largest difference between two states, all clients' private trees included."""
     private = [
-        distance(left.private.of(client), right.private.of(client)) for client in range(num_clients)
+        distance(left.private[0].of(client), right.private[0].of(client))
+        for client in range(num_clients)
     ]
-    return max(distance(left.shared, right.shared), *private)
+    return max(
+        distance(left.shared, right.shared), distance(left.server, right.server), *private
+    )
 
 
 def same_bits(left, right, num_clients=NUM_CLIENTS):
     """True when two states are equal bit for bit, all clients' private trees included."""
-    return trees.same_bits(left.shared, right.shared) and all(
-        trees.same_bits(left.private.of(client), right.private.of(client))
-        for client in range(num_clients)
-    )
+    pairs = [(left.shared, right.shared), (left.server, right.server)]
+    for client in range(num_clients):
+        pairs.append((left.private[0].of(client), right.private[0].of(client)))
+        pairs.append((left.profiles[0].of(client), right.profiles[0].of(client)))
+    return all(trees.same_bits(*pair) for pair in pairs)
