@@ -2,7 +2,7 @@
 
 python docs/convert_results.py docs/results/*.json papers/liang2020/results/*.json
 
-Run once, when the names changed; kept to show what was done. It works on the text: a key is
+Run when names changed; kept to show what was done. It works on the text: a key is
 replaced where it stands, so that no number is read and written again.
 """
 
@@ -31,7 +31,8 @@ SETTINGS = {
     "plan/cohort": "clients_per_round",
     "plan/epochs": "local_epochs",
     "plan/batch": "batch_size",
-    "plan/weights": "weighting",
+    "plan/weights": "aggregation",
+    "plan/weighting": "aggregation",
     "plan/tokens": "max_tokens",
     "plan/tries": "restarts",
     "run/chunk": "chunk_size",
@@ -128,8 +129,12 @@ VALUES = {
     ("model/name", '"mood_lstm"'): '"liang2020.mood_model:build_mood_lstm"',
     ("model/name", '"vqa"'): '"liang2020.vqa_model:build_vqa_net"',
     ("model/encoder", '"frozen"'): '"liang2020.vqa_model:frozen_resnet"',
-    ("algorithm", '"glocal.studies.majority:majority"'): '"liang2020.majority:majority"',
-    ("algorithm", '"glocal.studies.majority:own_majority"'): '"liang2020.majority:own_majority"',
+    ("algorithm", '"glocal.studies.majority:majority"'): '"liang2020.majority:Majority"',
+    ("algorithm", '"glocal.studies.majority:own_majority"'): '"liang2020.majority:OwnMajority"',
+    ("algorithm", '"liang2020.majority:majority"'): '"liang2020.majority:Majority"',
+    ("algorithm", '"liang2020.majority:own_majority"'): '"liang2020.majority:OwnMajority"',
+    ("plan/weights", '"equal"'): '"mean(clients)"',
+    ("plan/weighting", '"equal"'): '"mean(clients)"',
     ("advice/by", '"race"'): '"halving"',
     ("rows/axis", '"cohort"'): '"clients_per_round"',
     ("rows/axis", '"devices"'): '"clients"',
@@ -176,6 +181,8 @@ ENGINES = {
     r" \(they know all its layers\)": "",
 }
 FORMAT = '"format": "0.2",'  # in files that are read again
+# weights by examples are the algorithms' own, and are not written any more
+OWN_WEIGHTS = re.compile(r',\s*"aggregation": "examples"(?=\s*\})|"aggregation": "examples",\s*')
 TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+)')
 
 
@@ -222,7 +229,7 @@ def converted(text: str) -> str:
             new = _new_value(place.path, token)
         pieces += [text[done : place.start], new]
         done = place.end
-    new_text = "".join([*pieces, text[done:]])
+    new_text = OWN_WEIGHTS.sub("", "".join([*pieces, text[done:]]))
     read_again = '"parts": ' in text or ('"new_client": ' in new_text and '"rows": ' in text)
     if read_again and FORMAT not in new_text:
         return new_text.replace("{\n", "{\n " + FORMAT + "\n", 1)

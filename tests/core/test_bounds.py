@@ -70,11 +70,11 @@ def test_every_network_refuses_it_in_python_too(make, rate):
 def test_a_layer_with_such_a_dropout_rate_is_refused_by_name(rate):
     model = world.seeded(world.with_dropout)
     model[2].p = rate  # torch's constructor accepts NaN, and checks nothing afterwards
-    algorithm = glocal.fedavg(glocal.cross_entropy(world.seeded(world.plain)), glocal.SGD(0.1))
+    algorithm = glocal.FedAvg(glocal.classification(model), optimizer=glocal.SGD(lr=0.1))
     with pytest.raises(
         InputError, match=r"^model: '2' has the dropout rate .*give one from 0 to 1"
     ):
-        glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 2))
+        glocal.fit(algorithm, world.federation(), rounds=1, clients_per_round=2, progress=False)
 
 
 @pytest.mark.parametrize("std", NO_STDS)
@@ -167,7 +167,18 @@ PLAN_COUNTS = [
 ]
 
 
-@pytest.mark.parametrize("value", [10**18, -1, 1.5, math.nan, pytest.param(10**5000, id="long")])
+NO_COUNTS = [10**18, -1, 1.5, math.nan, pytest.param(10**5000, id="long")]
+
+
+@pytest.mark.parametrize("value", NO_COUNTS)
+@pytest.mark.parametrize("name", ["rounds", "clients_per_round", "local_epochs", "batch_size"])
+def test_fit_has_the_same_bounds(name, value):
+    algorithm = world.algorithm("fedavg", world.seeded(world.plain))
+    with pytest.raises(InputError, match=rf"^plan: {name} is .* from \d.* to \d"):
+        glocal.fit(algorithm, world.federation(), progress=False, **{**PLAN, name: value})
+
+
+@pytest.mark.parametrize("value", NO_COUNTS)
 @pytest.mark.parametrize("name", PLAN_COUNTS)
 def test_a_plan_in_python_has_the_same_bounds(name, value):
     with pytest.raises(InputError, match=rf"^plan: {name} is .* from \d.* to \d"):
@@ -179,7 +190,9 @@ def test_a_plan_takes_whole_numbers_of_other_libraries():
 
 
 @pytest.mark.parametrize("make", [
-    lambda: glocal.Options(validate_every=10**18),
+    lambda: glocal.Evaluation(every=10**18),
+    lambda: glocal.Evaluation(new_test_members=10**18),
+    lambda: glocal.Pretraining(epochs=10**18),
     lambda: glocal.Options(checkpoint_every=10**18),
     lambda: glocal.Options(workers=10**18),
     lambda: glocal.EngineConfig(chunk_size=10**18),

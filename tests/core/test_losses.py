@@ -1,4 +1,6 @@
-"""A loss gives one value per example: a loss that reduces includes padded rows, and is refused."""
+"""A loss that reduces over the rows would count padded ones: it is translated, or refused."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,10 +9,8 @@ from torch.nn import functional
 
 import glocal
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of
-from glocal.core.training import supervised
-from glocal.federate.kinds import Kind, fit_kinds
-from glocal.personalize.mixing import TrainedAPFL, losses_by_alpha
+from glocal.engines import EngineConfig
+from glocal.personalize.mixing import losses_by_alpha
 from glocal.studies import run_study
 from glocal.studies.settings import from_dict
 from tests.support import world
@@ -18,117 +18,117 @@ from tests.support import world
 pytestmark = pytest.mark.quick
 
 REFUSED = r"loss: .*one value per example"
-PLAN = glocal.Plan(rounds=1, clients_per_round=2, batch_size=4)
+PLAN = {"rounds": 1, "clients_per_round": 2, "batch_size": 4}
 
 
-def reduced(output, y):
-    return functional.cross_entropy(output, y)
+def reduced(outputs, targets):
+    return functional.cross_entropy(outputs, targets)
 
 
-def by_class(output, y):
+def by_class(outputs, targets):
     """One value per class: by chance the number of rows in a batch of three."""
-    return output.square().mean(0)
+    return outputs.square().mean(0)
 
 
-def with_axis(output, y):
-    return functional.cross_entropy(output, y).reshape(1)
+def with_axis(outputs, targets):
+    return functional.cross_entropy(outputs, targets).reshape(1)
 
 
-def by_row_and_class(output, y):
-    return output.square()
+def a_number(outputs, targets):
+    return float(outputs.detach().sum())
 
 
-def column(output, y):
-    return functional.cross_entropy(output, y, reduction="none")[:, None]
-
-
-def a_number(output, y):
-    return float(output.detach().sum())
+def pair_of_totals(outputs, targets):
+    return functional.cross_entropy(outputs, targets), torch.ones(())
 
 
 REDUCING = {
-    "torch's own, as it is by default": (nn.CrossEntropyLoss(), r"shape \(\)"),
     "a mean": (reduced, r"shape \(\)"),
     "a mean that keeps its axis": (with_axis, r"shape \(1,\)"),
     "one value per class": (by_class, r"shape \(3,\)"),
-    "one value per row and class": (by_row_and_class, r"shape \(2, 3\)"),
-    "a column": (column, r"shape \(2, 1\)"),
     "no tensor": (a_number, "a float"),
 }
-
-
 OWN = """
-from torch import nn
-from glocal import fedavg
-from glocal.core.training import supervised
+from torch.nn import functional
+import glocal
 
-def own(objective, optimizer):
-    return fedavg(supervised(objective.loss.model, nn.CrossEntropyLoss()), optimizer)
+def reduced(outputs, targets):
+    return functional.cross_entropy(outputs, targets)
+
+def own(task, *, optimizer):
+    return glocal.FedAvg(glocal.Task(task.model, reduced), optimizer=optimizer)
 """
 
 
-def algorithm(loss):
-    model = world.seeded(world.plain)
-    return glocal.fedavg(supervised(model, loss), glocal.SGD(0.1)), model
+def algorithm(loss, model=None):
+    task = glocal.Task(model or world.seeded(world.plain), loss)
+    return glocal.FedAvg(task, optimizer=glocal.SGD(lr=0.1))
+
+
+def fit(algorithm, data=None, **settings):
+    return glocal.fit(algorithm, data or world.federation(), progress=False, **settings)
 
 
 @pytest.mark.parametrize("loss", REDUCING)
 @pytest.mark.parametrize("batch", [1, 3, 10])
 def test_a_loss_that_reduces_is_refused_before_anything_is_written(loss, batch, tmp_path):
     function, returned = REDUCING[loss]
-    own, model = algorithm(function)
-    plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=batch)
-    message = rf"^loss: it returned {returned} for 2 .*one value per example.*use reduction='none'"
+    message = rf"^loss: it returned {returned} for \d .*one value per example.*use reduction='none'"
     with pytest.raises(InputError, match=message) as refused:
-        glocal.fit(own, model, world.federation(), plan, folder=tmp_path / "run")
+        fit(algorithm(function), **{**PLAN, "batch_size": batch}, folder=tmp_path / "run")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
+def test_a_pair_of_totals_is_refused():
+    with pytest.raises(InputError, match=r"a pair of sums and weights, one of each per example"):
+        fit(algorithm(pair_of_totals), **PLAN)
+
+
 @pytest.mark.parametrize("loss", [reduced, with_axis, by_class])
 def test_it_is_refused_where_every_client_holds_one_example(loss):
-    own, model = algorithm(loss)
     test = world.clients((5, 5, 5), seed=1)
     federation = glocal.FederatedData.from_tensors(
         world.clients((1, 1, 1)), test=test, validation=0.0
     )
     with pytest.raises(InputError, match=REFUSED):
-        glocal.fit(own, model, federation, PLAN)
+        fit(algorithm(loss), federation, **PLAN)
 
 
 @pytest.mark.parametrize("classes", [2, 3, 4])
 def test_as_many_classes_as_rows_do_not_hide_it(classes):
     """One value per class has the shape of one per row where a batch has as many rows."""
     model = world.seeded(lambda: nn.Linear(world.FEATURES, classes))
-    labels = [(x, y % 2) for x, y in world.clients((12, 12, 12))]
-    own = glocal.fedavg(supervised(model, by_class), glocal.SGD(0.1))
-    plan = glocal.Plan(rounds=1, clients_per_round=2, batch_size=classes)
+    data = glocal.FederatedData.from_tensors([(x, y % 2) for x, y in world.clients((12, 12, 12))])
     with pytest.raises(InputError, match=REFUSED):
-        glocal.fit(own, model, glocal.FederatedData.from_tensors(labels), plan)
+        fit(algorithm(by_class, model), data, **{**PLAN, "batch_size": classes})
 
 
 @pytest.mark.parametrize("engine", ["auto", "looped", "vmapped", "workers", "graphed"])
 def test_no_engine_accepts_it_round_by_round(engine):
-    own, model = algorithm(nn.CrossEntropyLoss())
     train, plan = world.federation().train, glocal.Plan(200, 3, batch_size=5)
-    rounds = glocal.simulate(own, params_of(model), train, plan, engine=engine)
+    rounds = world.simulate(algorithm(reduced), train, plan, engine=engine)
     with pytest.raises(InputError, match=REFUSED):
         next(rounds)
 
 
-def test_it_is_refused_for_each_kind_of_client():
-    own, model = algorithm(nn.CrossEntropyLoss())
-    with pytest.raises(InputError, match=f"kind 'only': {REFUSED}"):
-        fit_kinds([Kind("only", own, model, world.federation())], PLAN)
+def test_it_is_refused_for_each_group_of_clients():
+    groups = (
+        glocal.Group(algorithm(nn.CrossEntropyLoss()), (world.federation(),), name="first"),
+        glocal.Group(algorithm(reduced), (world.federation(),), name="second"),
+    )
+    experiment = glocal.Experiment(groups, glocal.Plan(1, 2, batch_size=4))
+    with pytest.raises(InputError, match=f"group 'second': {REFUSED}"):
+        glocal.Run(experiment).to_end()
 
 
 def test_it_is_refused_where_alphas_are_tuned():
     model = world.seeded(world.plain)
-    result = glocal.fit(world.algorithm("apfl", model), model, world.federation(), PLAN)
+    apfl = world.algorithm("apfl", model)
+    state = fit(apfl, **PLAN).group().state
+    reducing = replace(apfl, task=glocal.Task(model, reduced))
     with pytest.raises(InputError, match=REFUSED):
-        losses_by_alpha(
-            TrainedAPFL.from_result(result), world.federation().val, per_example=reduced
-        )
+        losses_by_alpha(reducing, state, world.federation().val)
 
 
 def test_an_experiment_of_ones_own_is_refused_before_the_first_experiment_starts(
@@ -145,15 +145,54 @@ def test_an_experiment_of_ones_own_is_refused_before_the_first_experiment_starts
     assert not (tmp_path / "run").exists()
 
 
-def test_torchs_loss_without_reduction_trains_as_our_own():
-    torchs, model = algorithm(nn.CrossEntropyLoss(reduction="none"))
-    ours = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
-    plan = glocal.Plan(3, 4, batch_size=5)
-    results = [glocal.fit(each, model, world.federation(), plan) for each in (torchs, ours)]
-    assert world.distance(*(result.state.shared for result in results)) < 1e-6
+def own_cross_entropy(outputs, targets):
+    return functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def as_columns(outputs, targets):
+    """Two values per example, of which the mean counts."""
+    values = own_cross_entropy(outputs, targets)
+    return torch.stack([values - 1, values + 1], 1)
+
+
+def as_pair(outputs, targets):
+    values = own_cross_entropy(outputs, targets)
+    return 2 * values, torch.full_like(values, 2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="none"),
+        functional.cross_entropy,
+        own_cross_entropy,
+        as_columns,
+        as_pair,
+    ],
+)
+def test_every_way_to_write_the_cross_entropy_trains_the_same(loss):
+    model = world.seeded(world.plain).double()
+    engine = EngineConfig("workers", workers=1, fused=False)
+    settings = {"rounds": 3, "clients_per_round": 4, "batch_size": 5, "engine": engine}
+    results = [fit(algorithm(each, model), **settings) for each in (loss, nn.CrossEntropyLoss())]
+    shared = [result.group().state.shared for result in results]
+    assert world.distance(*shared) < 1e-12
 
 
 def test_a_loss_may_weigh_classes_and_leave_labels_out():
     weights = torch.tensor([1.0, 2.0, 0.5])
-    own, model = algorithm(nn.CrossEntropyLoss(weight=weights, ignore_index=1, reduction="none"))
-    assert glocal.fit(own, model, world.federation(), PLAN).local_test is not None
+    loss = nn.CrossEntropyLoss(weight=weights, ignore_index=1, reduction="none")
+    assert fit(algorithm(loss), **PLAN).local_test is not None
+
+
+def test_a_loss_with_weights_of_its_own_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, outputs, targets):
+            return self.scale * own_cross_entropy(outputs, targets)
+
+    with pytest.raises(InputError, match="Scaled has parameters of its own"):
+        algorithm(Scaled())

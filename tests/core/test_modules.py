@@ -1,22 +1,20 @@
 """Any module as a pure function: masked, keyed, and without state of its own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import glocal
-from glocal.algorithms import fedavg, lg_fedavg
 from glocal.core import trees
 from glocal.core.errors import GlocalWarning, InputError
 from glocal.core.modules import params_of, predictor, state_dict, trainable_names, training_forward
 from glocal.core.optimizers import SGD
 from glocal.core.random import fold_in, uniform
 from glocal.core.sampling import Plan
-from glocal.core.split import Split
-from glocal.core.training import cross_entropy
 from glocal.datasets.federated import FederatedData
-from glocal.engines import EngineConfig, Executor
-from glocal.federate.rounds import Seat, initial_state, simulate, simulate_seeds
+from glocal.engines import EngineConfig
 from tests.support import world
 
 KEY = torch.tensor(7)
@@ -27,6 +25,16 @@ NORMS = [
     (nn.BatchNorm2d(5, affine=False), (6, 5, 4, 3)),
     (nn.BatchNorm1d(5, track_running_stats=False), (6, 5)),
 ]
+
+
+def train(algorithm, plan, data=None, *, engine="auto"):
+    """The state after the last round."""
+    own = data or world.federation().train
+    return world.last(world.simulate(algorithm, own, plan, engine=engine))[0]
+
+
+def fedavg(model, **settings):
+    return glocal.FedAvg(glocal.classification(model), optimizer=SGD(lr=0.1, **settings))
 
 
 @pytest.mark.parametrize(("norm", "shape"), NORMS)
@@ -81,12 +89,11 @@ def test_running_statistics_never_leak_from_one_client_to_the_next():
     """Clients with very different data: each private mean follows its own data only."""
     clients = shifted(0, 100, -100)
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
-    algorithm = lg_fedavg(cross_entropy(model), SGD(1e-3), split=Split.of(model, local="0"))
-    train = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
-    state, _ = world.last(
-        simulate(algorithm, params_of(model), train, Plan(rounds=20, clients_per_round=3))
-    )
-    means = [state.private.of(client)["0.running_mean"].mean().item() for client in range(3)]
+    task = glocal.classification(model)
+    algorithm = glocal.LGFedAvg(task, optimizer=SGD(lr=1e-3), local="0")
+    data = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
+    state = train(algorithm, Plan(rounds=20, clients_per_round=3), data)
+    means = [state.private[0].of(client)["0.running_mean"].mean().item() for client in range(3)]
     assert means == pytest.approx([0, 100, -100], abs=3)
     assert not any("running" in name for name in state.shared)
 
@@ -94,15 +101,9 @@ def test_running_statistics_never_leak_from_one_client_to_the_next():
 def test_shared_batch_norm_statistics_are_averaged():
     clients = shifted(0, 100)
     model = nn.Sequential(nn.BatchNorm1d(world.FEATURES), nn.Linear(world.FEATURES, world.CLASSES))
-    train = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
-    state, _ = world.last(
-        simulate(
-            fedavg(cross_entropy(model), SGD(1e-3)),
-            params_of(model),
-            train,
-            Plan(rounds=20, clients_per_round=2),
-        )
-    )
+    data = FederatedData.from_tensors(clients, test=0.0, validation=0.0).train
+    algorithm = glocal.FedAvg(glocal.classification(model), optimizer=SGD(lr=1e-3))
+    state = train(algorithm, Plan(rounds=20, clients_per_round=2), data)
     assert state.shared["0.running_mean"].mean().item() == pytest.approx(50, abs=3)
     assert state.shared["0.num_batches_tracked"].item() == 80
 
@@ -150,10 +151,7 @@ def test_frozen_parameters_stay_as_they_are():
     model[0].weight.requires_grad_(False)
     assert "0.weight" not in trainable_names(model)
     before = model[0].weight.clone()
-    algorithm = fedavg(cross_entropy(model), SGD(0.1, weight_decay=0.1))
-    state, _ = world.last(
-        simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3))
-    )
+    state = train(fedavg(model, weight_decay=0.1), Plan(2, 3))
     assert "0.weight" not in state.shared
     assert torch.equal(before, model[0].weight)
     assert not torch.allclose(state.shared["2.weight"], model[2].weight, atol=1e-3)
@@ -176,14 +174,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_train_as_one_and_load_back_under_both_names():
     model = world.seeded(Tied)
-    state, _ = world.last(
-        simulate(
-            fedavg(cross_entropy(model), SGD(0.1)),
-            params_of(model),
-            world.federation().train,
-            Plan(2, 3),
-        )
-    )
+    state = train(fedavg(model), Plan(2, 3))
     loaded = state_dict(model, state.shared)
     assert torch.equal(loaded["first.weight"], loaded["second.weight"])
     assert not torch.equal(loaded["first.weight"], model.first.weight)
@@ -203,41 +194,21 @@ class DataDependent(nn.Module):
 
 
 def test_a_module_that_cannot_be_batched_runs_one_by_one_with_one_visible_line():
-    model = world.seeded(DataDependent)
-    plain = world.seeded(world.plain)
-    algorithm = fedavg(cross_entropy(model), SGD(0.1, momentum=0.5))
-    executor = Executor(algorithm.client_update)
-    seat = Seat(Plan(3, 4), world.federation().train, initial_state(algorithm, params_of(model)))
+    model = world.seeded(DataDependent).double()
+    plain = world.seeded(world.plain).double()
+    data = world.federation().train
+    data = replace(data, examples=data.examples.with_dtype(torch.float64))
     with pytest.warns(GlocalWarning, match="data-dependent control flow.*now looped") as seen:
-        state = world.last(simulate_seeds(algorithm, [seat], executor))[0][0]
+        state = train(fedavg(model, momentum=0.5), Plan(3, 4), data)
     assert len(seen) == 1
-    same = world.last(
-        simulate(
-            fedavg(cross_entropy(plain), SGD(0.1, momentum=0.5)),
-            params_of(plain),
-            seat.train,
-            seat.plan,
-        )
-    )[0]
-    assert (
-        world.distance(
-            {f"body.{name}": tensor for name, tensor in same.shared.items()}, state.shared
-        )
-        < 1e-6
-    )
+    same = train(fedavg(plain, momentum=0.5), Plan(3, 4), data)
+    assert world.distance(trees.with_prefix("body.", same.shared), state.shared) < 1e-12
 
 
 def test_a_mistake_in_the_model_is_not_hidden_by_the_fall_back():
     model = nn.Linear(world.FEATURES + 1, world.CLASSES)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        list(
-            simulate(
-                fedavg(cross_entropy(model), SGD(0.1)),
-                params_of(model),
-                world.federation().train,
-                Plan(1, 2),
-            )
-        )
+        train(fedavg(model), Plan(1, 2))
 
 
 class Doubled(torch.autograd.Function):
@@ -266,17 +237,11 @@ class Unbatchable(nn.Module):
 
 
 def test_a_network_without_a_batched_rule_runs_one_by_one_with_one_visible_line():
-    model = world.seeded(Unbatchable)
-    algorithm = fedavg(cross_entropy(model), SGD(0.1))
+    algorithm = fedavg(world.seeded(Unbatchable))
     with pytest.warns(GlocalWarning, match="now looped") as seen:
-        batched = world.last(
-            simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3))
-        )[0]
+        batched = train(algorithm, Plan(2, 3))
     assert len(seen) == 1
-    looped = world.last(
-        simulate(algorithm, params_of(model), world.federation().train, Plan(2, 3), engine="looped")
-    )[0]
-    assert world.same_bits(batched, looped)
+    assert world.same_bits(batched, train(algorithm, Plan(2, 3), engine="looped"))
 
 
 def test_a_module_without_shapes_is_refused_by_name():
@@ -342,31 +307,27 @@ class Counting(nn.Module):
 
 
 def test_evaluation_never_writes_into_the_federations_state():
-    model = world.seeded(Counting)
-    algorithm = fedavg(cross_entropy(model), SGD(0.1))
-    often, rarely = (
-        glocal.fit(
+    algorithm = fedavg(world.seeded(Counting))
+    seen = []
+    for every in (1, 4):
+        result = glocal.fit(
             algorithm,
-            model,
             world.federation(),
-            Plan(4, 3),
-            options=glocal.Options(validate_every=every),
+            rounds=4,
+            clients_per_round=3,
+            evaluation=glocal.Evaluation(every=every),
+            progress=False,
         )
-        for every in (1, 4)
-    )
-    assert torch.equal(often.state.shared["seen"], rarely.state.shared["seen"])
+        seen.append(result.group().state.shared["seen"])
+    assert torch.equal(*seen)
+    assert seen[0] > 0
 
 
 def test_torchs_own_randomness_does_not_depend_on_other_clients_in_the_batch():
-    model = world.seeded(world.Noisy)
-    algorithm = fedavg(cross_entropy(model), SGD(0.1))
+    algorithm = fedavg(world.seeded(world.Noisy))
     engines = [EngineConfig("vmapped", chunk_size=size) for size in (None, 1, 3)]
-    runs = [
-        simulate(algorithm, params_of(model), world.federation().train, Plan(3, 4), engine=engine)
-        for engine in engines
-    ]
     with pytest.warns(GlocalWarning, match="random operation"):
-        states = [world.last(rounds)[0] for rounds in runs]
+        states = [train(algorithm, Plan(3, 4), engine=engine) for engine in engines]
     assert world.same_bits(states[0], states[1])
     assert world.same_bits(states[0], states[2])
 

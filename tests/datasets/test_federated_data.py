@@ -12,21 +12,29 @@ from torch import nn
 import glocal
 from glocal.core.errors import InputError
 from glocal.datasets.federated import FederatedData, validate_data
+from glocal.federate.preparation import prepare_data
 from tests.support import world
 
-PLAN = glocal.Plan(rounds=2, clients_per_round=2)
 
-
-def fitted(clients, model=None, **options):
+def fedavg(model=None, lr=0.1):
     model = model or world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
+    return glocal.FedAvg(glocal.classification(model), optimizer=glocal.SGD(lr))
+
+
+def fit(data, model=None, *, lr=0.1, rounds=2, clients_per_round=2, **options):
     return glocal.fit(
-        algorithm,
-        model,
-        FederatedData.from_tensors(clients),
-        glocal.Plan(2, min(2, len(clients))),
+        fedavg(model, lr),
+        data,
+        rounds=rounds,
+        clients_per_round=clients_per_round,
+        progress=False,
         **options,
-    )
+    ).group()
+
+
+def fitted(clients, model=None):
+    data = FederatedData.from_tensors(clients)
+    return fit(data, model, clients_per_round=min(2, len(clients)))
 
 
 def clients(*sizes):
@@ -58,11 +66,12 @@ def test_examples_are_stored_once():
     assert federation.train.examples is federation.test.examples
 
 
-def test_numpy_arrays_lists_of_tests_and_groups_are_accepted():
+def test_numpy_arrays_lists_of_tests_and_groups_are_accepted_and_trained_in_the_models_type():
     x, y, group = np.random.default_rng(0).normal(size=(8, 3)), np.arange(8) % 2, np.arange(8) % 3
     federation = FederatedData.from_tensors([(x, y, group)] * 2, test=[(x, y, group)] * 2)
     assert federation.test.sizes.tolist() == [8, 8]
-    assert federation.train.examples.x.dtype == torch.float32
+    task = glocal.classification(nn.Linear(3, 2))
+    assert prepare_data(federation, task).train.examples.x.dtype == torch.float32
     assert federation.train.of(1).group.tolist() == (federation.train.rows[1] % 8 % 3).tolist()
 
 
@@ -116,11 +125,11 @@ def with_nothing(data):
         (with_nan, r"example 23 holds NaN or infinity \(1 such examples\); clean or drop them"),
         (with_label(3), r"client 1 has the train label 3, but the model has 3 outputs \(0..2\)"),
         (with_label(-1), "client 1 has the train label -1"),
-        (with_float_labels, r"labels are torch.float32; class numbers 0..2 were expected"),
+        (with_float_labels, "targets are \\(\\) float32; class numbers 0..2 were expected"),
         (with_other_lengths, "client 1 has arrays of lengths 20, 19"),
         (
             with_other_inputs,
-            r"client 1 has 2 arrays, inputs \(5,\), but client 0 has 2 arrays, inputs \(6,\)",
+            r"client 1 has inputs \(5,\) float32, .*, but client 0 has inputs \(6,\) float32",
         ),
         (with_nothing, "client 1 has no training examples"),
         (list.clear, "no clients given"),
@@ -143,28 +152,26 @@ def test_one_test_set_per_client_is_expected():
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused():
-    with pytest.raises(InputError, match=r"it cannot take inputs of shape \(6,\)"):
+    with pytest.raises(InputError, match=r"it cannot take inputs \(6,\) float32"):
         fitted(clients(20, 20), nn.Linear(7, 3))
-    with pytest.raises(InputError, match=r"its output for one example is \(1, 6, 3\)"):
+    with pytest.raises(InputError, match=r"outputs are \(3, 6, 3\), targets \(3,\)"):
         fitted(clients(20, 20), nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 3)))
 
 
 def test_more_clients_per_round_than_clients_are_refused():
-    model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
     with pytest.raises(
         InputError, match="clients_per_round is 9, but there are 6 clients; choose at most 6"
     ):
-        glocal.fit(algorithm, model, world.federation(), glocal.Plan(1, 9))
+        fit(world.federation(), rounds=1, clients_per_round=9)
 
 
 def test_training_that_diverges_says_so():
-    model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(1e9))
-    with pytest.raises(
-        InputError, match=r"training diverged in round \d+: client \d+'s loss is not finite; lower"
-    ):
-        glocal.fit(algorithm, model, world.federation(), glocal.Plan(5, 3))
+    message = (
+        r"training diverged in round \d+: the loss or the upload of client \d+ and of 2 more "
+        "is not finite, and nobody else took part; lower"
+    )
+    with pytest.raises(InputError, match=message):
+        fit(world.federation(), lr=1e9, rounds=5, clients_per_round=3)
 
 
 def test_checking_names_the_part_that_is_wrong():
@@ -197,10 +204,8 @@ def test_lists_are_accepted():
 
 
 def test_a_batch_larger_than_the_data_costs_nothing():
-    model = world.seeded(world.plain)
-    algorithm = glocal.fedavg(glocal.cross_entropy(model), glocal.SGD(0.1))
-    plans = [glocal.Plan(2, 3, batch_size=batch_size) for batch_size in (31, 10**6)]
-    results = [glocal.fit(algorithm, model, world.federation(), plan) for plan in plans]
+    data = world.federation()
+    results = [fit(data, clients_per_round=3, batch_size=size) for size in (31, 10**6)]
     assert torch.equal(results[0].state.shared["0.weight"], results[1].state.shared["0.weight"])
 
 
@@ -214,7 +219,10 @@ def words(data):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(wrong_shapes, "one label per input"), (words, "client 0 cannot be read")],
+    [
+        (wrong_shapes, r"targets \(3, 1\) .*whole class numbers \(rows, ...\) were expected"),
+        (words, "client 0's inputs cannot be read"),
+    ],
 )
 def test_arrays_of_the_wrong_form_are_refused(change, message):
     with pytest.raises(InputError, match=message):
@@ -226,7 +234,7 @@ def test_tests_unlike_the_training_data_are_refused():
         clients(20, 20), test=[(x[:, :5], y) for x, y in clients(5, 5)]
     )
     with pytest.raises(
-        InputError, match=r"test inputs are \(5,\) torch.float32, training inputs \(6,\)"
+        InputError, match=r"test inputs are \(5,\) float32, those for training \(6,\)"
     ):
         validate_data(federation, 3)
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 import glocal
 from glocal import FederatedData
 from glocal.core.errors import InputError
-from glocal.federate.result import save_models
+from glocal.federate.group_result import save_models
 
 
 def arrays(rows=10, width=3, seed=0):
@@ -24,9 +24,10 @@ WHOLE = {"test": 0.0, "validation": 0.0}
 
 def fit(data):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    objective, sgd = glocal.cross_entropy(model), glocal.SGD(0.1)
-    algorithm = glocal.lg_fedavg(objective, sgd, split=glocal.Split.of(model, local="0"))
-    return glocal.fit(algorithm, model, data, glocal.Plan(2, data.num_clients, batch_size=4))
+    task = glocal.classification(model)
+    algorithm = glocal.LGFedAvg(task, optimizer=glocal.SGD(0.1), local="0")
+    size = {"clients_per_round": data.num_clients, "batch_size": 4}
+    return glocal.fit(algorithm, data, rounds=2, **size, progress=False).group()
 
 
 def test_clients_given_by_name_keep_their_names_in_results_and_files(tmp_path):
@@ -93,10 +94,13 @@ def test_a_hint_lists_some_of_many_names():
         ({}, "no clients given"),
         ({3: arrays()}, "3 is a client's name; a text that is not empty was expected"),
         ({"": arrays()}, "'' is a client's name"),
-        ({"a": arrays(), "b": arrays(width=4)}, "client 'b' has 2 arrays, inputs .* client 'a'"),
+        (
+            {"a": arrays(), "b": arrays(width=4)},
+            "client 'b' has inputs .4,. .* client 'a' has inputs .3,.",
+        ),
         ({"a": (arrays()[0], arrays(9)[1])}, "client 'a' has arrays of lengths 10, 9"),
-        ({"a": None}, "client 'a' cannot be read"),
-        ("ab", "clients is a str; a list of .x, y. pairs"),
+        ({"a": None}, "client 'a''s inputs cannot be read"),
+        ("ab", "clients is 'ab'; a list of .x, y. pairs"),
         ((pair for pair in [arrays()]), "clients is a generator; a list"),
     ],
 )
@@ -131,7 +135,7 @@ def test_labels_out_of_range_and_divergence_name_the_client():
     x, y = arrays()
     with pytest.raises(InputError, match="client 'bonn' has the train label 8"):
         fit(FederatedData.from_tensors({"ulm": (x, y), "bonn": (x, y + 7 * (y == 1))}, **WHOLE))
-    with pytest.raises(InputError, match="client 'ulm''s loss is not finite"):
+    with pytest.raises(InputError, match="the loss or the upload of client ulm is not finite"):
         fit(FederatedData.from_tensors({"ulm": (x * 1e38, y)}, **WHOLE))
 
 

@@ -33,7 +33,7 @@ from glocal.datasets import (
     RemoteFile,
     fetch_source,
     formats,
-    load,
+    load_dataset,
     source_status,
     verify_source,
 )
@@ -125,7 +125,7 @@ def test_every_source_goes_by_its_own_name_and_a_summary_of_one_line() -> None:
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
-    for function in (load, source_status, verify_source, fetch_source):
+    for function in (load_dataset, source_status, verify_source, fetch_source):
         with pytest.raises(
             InputError,
             match="no data set 'cifar'; did you mean 'cifar10'\\? "
@@ -135,7 +135,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest_one() -> None:
 
 
 def test_digits_are_split_three_to_one_within_every_class() -> None:
-    train, test, classes, _ = load("digits")
+    train, test, classes, _ = load_dataset("digits")
     assert (train.x.shape, test.x.shape, classes) == ((1347, 1, 8, 8), (450, 1, 8, 8), 10)
     assert (train.x.dtype, train.y.dtype) == (torch.float32, torch.int64)
     in_train, in_test = train.y.bincount(), test.y.bincount()
@@ -147,7 +147,7 @@ def test_digits_are_split_three_to_one_within_every_class() -> None:
 
 
 def test_digits_are_the_same_every_time() -> None:
-    assert torch.equal(load("digits").train.x, load("digits").train.x)
+    assert torch.equal(load_dataset("digits").train.x, load_dataset("digits").train.x)
     assert (source_status("digits"), verify_source("digits")) == ("bundled", [])
 
 
@@ -156,18 +156,18 @@ def test_a_source_is_downloaded_once_and_then_read_from_the_cache(
 ) -> None:
     assert (source_status("mnist"), verify_source("mnist")) == ("not downloaded", [])
     reported: set[str] = set()
-    downloaded = load("mnist", report=lambda name, done, total: reported.add(name))
+    downloaded = load_dataset("mnist", report=lambda name, done, total: reported.add(name))
     assert reported == set(small_mnist)
     assert source_status("mnist") == "in the cache"
     assert verify_source("mnist") == [(name, True) for name in small_mnist]
     for name in small_mnist:
         (tmp_path / "site" / name).unlink()
-    assert torch.equal(load("mnist").train.x, downloaded.train.x)
+    assert torch.equal(load_dataset("mnist").train.x, downloaded.train.x)
     assert fetch_source("mnist") == tmp_path / "cache" / "mnist"
 
 
 def test_mnist_is_scaled_by_its_mean_and_deviation(small_mnist: dict[str, bytes]) -> None:
-    train, test, classes, _ = load("mnist")
+    train, test, classes, _ = load_dataset("mnist")
     assert (train.x.shape, test.x.shape, classes) == ((6, 1, 2, 2), (3, 1, 2, 2), 10)
     assert train.y.tolist() == [5, 0, 4, 1, 9, 2]
     assert test.y.dtype == torch.int64
@@ -181,7 +181,7 @@ def test_a_wrong_file_in_the_cache_is_downloaded_again(
     folder = fetch_source("mnist")
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(b"rot")
     assert verify_source("mnist")[-1] == ("t10k-labels-idx1-ubyte.gz", False)
-    assert load("mnist").test.y.tolist() == [7, 2, 1]
+    assert load_dataset("mnist").test.y.tolist() == [7, 2, 1]
     assert all(right for _, right in verify_source("mnist"))
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_downloaded_is_one_line(
     with pytest.raises(
         InputError, match=r"could not download t10k-images-idx3-ubyte\.gz .* 404 .* set GLOCAL_DATA"
     ):
-        load("mnist")
+        load_dataset("mnist")
     assert source_status("mnist") == "not downloaded"
     assert verify_source("mnist") == [
         ("train-images-idx3-ubyte.gz", True),
@@ -205,7 +205,7 @@ def test_the_data_folder_is_read_before_the_cache(
 ) -> None:
     folder = data_folder(tmp_path, monkeypatch, "mnist", small_mnist)
     assert source_status("mnist") == "in GLOCAL_DATA"
-    assert load("mnist").train.y.tolist() == [5, 0, 4, 1, 9, 2]
+    assert load_dataset("mnist").train.y.tolist() == [5, 0, 4, 1, 9, 2]
     assert fetch_source("mnist") == folder
     assert not (tmp_path / "cache").exists()
 
@@ -224,7 +224,7 @@ def test_a_data_folder_that_does_not_exist_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOCAL_DATA", str(tmp_path / "gone"))
-    for function in (load, source_status, verify_source):
+    for function in (load_dataset, source_status, verify_source):
         with pytest.raises(InputError, match=r"GLOCAL_DATA is .*gone, which is not a folder"):
             function("mnist")
 
@@ -259,7 +259,7 @@ def test_any_damage_to_a_file_in_the_data_folder_is_one_line_that_names_it(
         patch.setitem(SOURCES, "mnist", replace(SOURCES["mnist"], files=files))
         folder = data_folder(Path(name), patch, "mnist", {"train-images-idx3-ubyte.gz": damaged})
         with pytest.raises(InputError) as caught:
-            load("mnist")
+            load_dataset("mnist")
         assert str(caught.value).startswith(
             f"data: {folder / 'train-images-idx3-ubyte.gz'} has {len(damaged)} bytes and checksum "
         )
@@ -433,7 +433,7 @@ def test_a_decoded_copy_is_cached_and_used(
     tmp_path: Path,
 ) -> None:
     x, y = small_cifar10
-    for train, test, classes, _ in (load("cifar10"), load("cifar10")):
+    for train, test, classes, _ in (load_dataset("cifar10"), load_dataset("cifar10")):
         assert (train.x.shape, test.x.shape, classes) == ((35, 3, 32, 32), (7, 3, 32, 32), 10)
         assert train.y.tolist() + test.y.tolist() == y.tolist()
         scaled = (x[0, :, 5, 9] / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
@@ -447,14 +447,14 @@ def test_a_decoded_copy_is_cached_and_used(
 
 @pytest.mark.parametrize("damage", ["emptied", "cut short", "of another shape"])
 def test_a_damaged_copy_is_decoded_again(decoded: list[Path], tmp_path: Path, damage: str) -> None:
-    load("cifar10")
+    load_dataset("cifar10")
     (copy,) = (tmp_path / "cache" / "cifar10").glob("*-y.npy")
     right, other = copy.read_bytes(), io.BytesIO()
     np.save(other, np.zeros(5, dtype=np.uint8))
     copy.write_bytes(
         {"emptied": b"", "cut short": right[:-1], "of another shape": other.getvalue()}[damage]
     )
-    load("cifar10")
+    load_dataset("cifar10")
     assert len(decoded) == 2
     assert copy.read_bytes() == right
 
@@ -463,7 +463,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     decoded: list[Path], tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
-    assert len(load("cifar10").train.y) == 35
+    assert len(load_dataset("cifar10").train.y) == 35
     assert len(decoded) == 1
 
 
@@ -471,7 +471,7 @@ def loaded_from_real_data(name: str, cache: Path) -> Dataset:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOCAL_DATA", str(REAL_DATA))
         patch.setenv("GLOCAL_CACHE", str(cache))
-        return load(name)
+        return load_dataset(name)
 
 
 @needs_data("mnist")
@@ -572,7 +572,7 @@ def test_the_digits_are_those_of_scikit_learn_without_its_import() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert ended.stdout.strip() == "False"
-    theirs, ours = load_digits(), load("digits")
+    theirs, ours = load_digits(), load_dataset("digits")
     everything = torch.cat([ours.train.x, ours.test.x]) * 0.3759 + 0.3049
     expected = torch.from_numpy(theirs.images[:, None] / 16).float()
     key = lambda images: sorted(images.mul(16).round().int().flatten(1).tolist())  # noqa: E731

@@ -57,7 +57,7 @@ def save_as_0_1(path):
 def test_tensors_of_version_0_1_are_refused_before_they_are_read(tmp_path):
     save_as_0_1(tmp_path / "checkpoint.safetensors")
     with pytest.raises(InputError, match=refusal(tmp_path / "checkpoint.safetensors", "0.1")):
-        Checkpoint(tmp_path, {"plan": {}}).rounds_done()
+        Checkpoint(tmp_path, {"plan": {}}, fresh=()).rounds_done()
 
 
 def test_tensors_have_a_format_that_is_not_part_of_their_metadata(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.datasets import load
+from glocal.datasets import load_dataset
 from glocal.datasets.rotation import rotate_images
 from glocal.personalize.onboarding import JoinPlan
 from glocal.studies import new_client_trial
@@ -94,7 +94,7 @@ def test_several_seeds_at_once_do_not_change_a_new_client(results, tmp_path):
 
 
 def test_a_quarter_turn_only_moves_pixels():
-    x = load("digits").train.x[:50]
+    x = load_dataset("digits").train.x[:50]
     turned = rotate_images(x, 90)
     assert torch.equal(rotate_images(turned, 270), x)
     assert torch.equal(turned[:, :, 0, 0], x[:, :, 0, -1])
@@ -163,7 +163,7 @@ def test_a_run_cannot_be_resumed_with_another_join_plan(tmp_path):
 
 def own_source():
     """Images client by client: training and test rows are in one store."""
-    x, y, _ = load("digits").train
+    x, y, _ = load_dataset("digits").train
     return [(x[start : start + 100], y[start : start + 100]) for start in range(0, 600, 100)]
 
 
@@ -174,9 +174,9 @@ def pictures(images):
 def test_a_new_client_trains_on_no_test_data(monkeypatch, tmp_path):
     images, select_rows = {}, new_client_trial._new_client_rows
 
-    def spy(experiment, new_client, part):
-        rows, store = select_rows(experiment, new_client, part)
-        fed = experiment.federations[0]
+    def spy(result, federations, new_client, part):
+        rows, store = select_rows(result, federations, new_client, part)
+        fed = federations[0]
         images[part] = pictures(rotate_images(store.x[rows[0]], 270))
         images["tests"] = pictures(fed.test.examples.take(fed.test.all_rows()).x)
         return rows, store
@@ -202,7 +202,7 @@ def test_a_stop_while_a_new_client_joins_keeps_the_rounds_before(monkeypatch, tm
 
     figures = replace(SMALL, run=replace(SMALL.run, save="metrics", checkpoint_every=100))
     with monkeypatch.context() as patch:
-        patch.setattr("glocal.studies.run.join_new_clients", stopped)
+        patch.setattr(new_client_trial, "join_many", stopped)
         with pytest.raises(KeyboardInterrupt):
             done(figures, tmp_path)
     assert (tmp_path / "experiments" / "fedavg" / "checkpoint.safetensors").exists()

@@ -12,11 +12,11 @@ from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.files import read_tensors
 from glocal.datasets.fetch import no_progress
-from glocal.federate.fitting import start_or_resume
+from glocal.federate.run import Run
 from glocal.studies import build
 from glocal.studies.build import build_components
 from glocal.studies.models import bottleneck_cnn, bottleneck_mlp
-from glocal.studies.run import initial_case, run_study
+from glocal.studies.run import StudyRun, initial_experiment, run_study
 from glocal.studies.settings import from_dict
 
 STUDY = """
@@ -68,40 +68,46 @@ def settings_of(*, kind="decoder", epochs=2, labeled_fraction=0.1, algorithm="lg
 def trained_tensors(folder, settings):
     for _ in run_study(settings, folder):
         pass
-    return read_tensors(folder / "experiments" / "first" / "checkpoint.safetensors")[0]
+    saved = folder / "experiments" / "first"
+    tensors, _ = read_tensors(saved / "checkpoint.safetensors")
+    for path in sorted((saved / "checkpoint").iterdir()):
+        tensors |= read_tensors(path)[0]
+    return tensors
 
 
-def initial_state(settings):
-    """An experiment before its first round, and its initial state."""
-    experiment = initial_case(settings, "First", build_components(settings, no_progress))
-    return experiment, start_or_resume(experiment, settings.run, None)
+def initial_state(settings, folder):
+    """An experiment before its first round, and its initial progress."""
+    study = StudyRun(settings, build_components(settings, no_progress), folder)
+    experiment = initial_experiment(study, "First")
+    return experiment, Run(experiment, options=settings.run.options()).progress
 
 
 @pytest.mark.parametrize("kind", ["decoder", "jigsaw", "classifier"])
-def test_every_private_part_changes_the_shared_one_does_not_and_nothing_is_sent(kind):
-    experiment, progress = initial_state(settings_of(kind=kind))
-    _, fresh = initial_state(settings_of(kind=kind, epochs=0))
-    for state, start, ledger in zip(progress.states, fresh.states, progress.ledgers, strict=True):
+def test_every_private_part_changes_the_shared_one_does_not_and_nothing_is_sent(kind, tmp_path):
+    experiment, progress = initial_state(settings_of(kind=kind), tmp_path)
+    _, fresh = initial_state(settings_of(kind=kind, epochs=0), tmp_path)
+    for state, start, [ledger] in zip(progress.states, fresh.states, progress.ledgers, strict=True):
         assert trees.same_bits(state.shared, start.shared)
-        assert sorted(state.private.trained) == [*range(6)]
+        [private], [untrained] = state.private, start.private
+        assert sorted(private.stored) == [*range(6)]
         for number in range(6):
-            own = state.private.of(number)
-            assert all(not torch.equal(own[name], start.private.initial[name]) for name in own), (
+            own = private.of(number)
+            assert all(not torch.equal(own[name], untrained.initial[name]) for name in own), (
                 "encoder and auxiliary alike"
             )
         assert ledger.total.bytes == 0
     assert experiment.pretraining.labels == (kind == "classifier")
 
 
-def test_an_adversary_comes_along_from_the_start():
+def test_an_adversary_comes_along_from_the_start(tmp_path):
     settings = settings_of(kind="adversary", labeled_fraction=1.0)
     settings = replace(
         settings,
         data=replace(settings.data, source="tests.personalize.test_representations:census"),
     )
-    experiment, progress = initial_state(settings)
+    experiment, progress = initial_state(settings, tmp_path)
     assert experiment.pretraining.labels
-    names = {*progress.states[0].private.of(0)}
+    names = {*progress.states[0].private[0].of(0)}
     assert {name.partition("/")[0].partition(".")[0] for name in names} == {"encoder", "adversary"}
 
 
@@ -117,13 +123,14 @@ def test_a_stopped_study_resumes_to_the_same_bits(tmp_path):
     settings = settings_of()
     whole = trained_tensors(tmp_path / "whole", settings)
     for step in run_study(settings, tmp_path / "parts"):
-        if step.experiment == "First" and step.moment and step.moment.progress.done == 2:
+        if step.experiment == "First" and step.records and step.records[0].done == 2:
             break
     assert trees.same_bits(whole, trained_tensors(tmp_path / "parts", settings))
 
 
 def test_a_fraction_of_the_labels_is_used_and_all_inputs():
-    fed = FederatedData.partition(datasets.load_dataset("digits"), datasets.iid(5), validation=0.1, seed=0)
+    digits = datasets.load_dataset("digits")
+    fed = FederatedData.partition(digits, datasets.iid(5), validation=0.1, seed=0)
     some = fed.subsample_labels(0.05, seed=3)
     assert some.train.sizes.tolist() == [round(0.05 * size) for size in fed.train.sizes]
     assert all(
@@ -158,7 +165,7 @@ def test_unlabelled_inputs_are_used_where_no_label_is_needed(kind, differs, tmp_
     ("change", "words"),
     [
         ({"epochs": -1}, "pretrain_epochs is -1"),
-        ({"algorithm": "fedavg"}, "fedavg: it has no private part"),
+        ({"algorithm": "fedavg"}, "FedAvg: it has no private part"),
         ({"labeled_fraction": 0.0}, "labelled is 0.0"),
         ({"labeled_fraction": 1.5}, "labelled is 1.5"),
     ],

@@ -4,14 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.sampling import Plan
-from glocal.datasets import load
+from glocal.datasets import load_dataset
 from glocal.datasets.fetch import no_progress
-from glocal.federate.rounds import simulate
 from glocal.studies import STUDIES, Settings, from_toml, mlp, with_overrides
-from glocal.studies.build import build_algorithm, build_components, build_split, partition_data
+from glocal.studies.build import (
+    build_algorithm,
+    build_components,
+    build_split,
+    named_split,
+    partition_data,
+)
 from glocal.studies.run import plans_of, run_study
 from glocal.studies.settings import DataSettings, from_dict
 from tests.support import world
@@ -89,7 +93,7 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         ),
         (
             ["experiments.a.algorithm=lg_fedavg", "split.local=layer1", "experiments.a.local_lr=0"],
-            "lr is 0.0; it must be above 0",
+            "lr is 0.0; it must be a number above 0",
         ),
         (
             ["experiments.a.algorithm=fedprox", "experiments.a.nu=1"],
@@ -118,13 +122,13 @@ def test_a_mistake_in_a_setting_is_named(change, message):
         (["model.name=os:getcwd"], "returned str; an nn.Module was expected"),
         (["data.source=os:getcwd"], "returned str; a Dataset"),
         (["optimizer.name=sdg"], "did you mean 'sgd'"),
-        (["optimizer.lr=-1"], "lr is -1.0; it must be above 0"),
+        (["optimizer.lr=-1"], "lr is -1.0; it must be a number above 0"),
         (["optimizer.momentum=1"], "momentum is 1.0"),
         (["plan.clients_per_round=0"], "clients_per_round is 0; a whole number from 1 to"),
         (["plan.clients_per_round=99"], "clients_per_round is 99, but there are 20"),
         (["plan.seeds=0"], "plan.seeds is 0"),
         (["plan.seed=-1"], "seed is -1"),
-        (["run.select=test"], "'last' or 'best'"),
+        (["run.select=test"], "select is 'test'; 'last', 'best' or a metric with its direction"),
         (["run.engine=warp"], "engine: 'warp' is unknown"),
         (["run.device=abacus"], "device 'abacus' cannot be used here"),
         (["data.clients=5000"], "client"),
@@ -195,21 +199,18 @@ def test_the_local_part_may_have_a_learning_rate_of_its_own():
         )
         parts = build_components(settings, no_progress)
         algorithm = build_algorithm(settings, settings.experiments["a"], parts)
-        started = trees.pick(parts.params[0], algorithm.init(parts.params[0])[0])
-        state = world.last(
-            simulate(
-                algorithm, parts.params[0], parts.federations[0].train, Plan(1, 20, batch_size=10)
-            )
-        )[0]
-        assert world.distance(state.shared, started) > 1e-3
-        return state
+        params, train = parts.params[0], parts.federations[0].train
+        rounds = world.simulate(algorithm, train, Plan(1, 20, batch_size=10), params=params)
+        state, _ = world.last(rounds)
+        assert world.distance(state.shared, algorithm.init(params).shared) > 1e-3
+        return state.group()
 
     plain, same, slow = (
         after_a_round(),
         after_a_round("experiments.a.local_lr=0.05"),
         after_a_round("experiments.a.local_lr=1e-9"),
     )
-    assert world.gap(plain, same, num_clients=20) < 1e-6
+    assert world.gap(plain.alone(), same.alone(), num_clients=20) < 1e-6
     assert (
         max(world.distance(slow.private.of(0), slow.private.of(client)) for client in range(20))
         < 1e-6
@@ -259,18 +260,16 @@ def test_an_experiment_may_have_clients_per_round_and_a_split_of_its_own():
     )
     assert [plan.clients_per_round for plan in plans_of(settings).values()] == [20, 5]
     model = mlp(64, (8,), 10)
-    assert build_split(settings, settings.experiments["all"], model).local == {
-        "layer1.weight",
-        "layer1.bias",
+    splits = {
+        name: build_split(named_split(settings, experiment), model)
+        for name, experiment in settings.experiments.items()
     }
-    assert build_split(settings, settings.experiments["mine"], model).shared == {
-        "layer1.weight",
-        "layer1.bias",
-    }
+    assert splits["all"].local == {"layer1.weight", "layer1.bias"}
+    assert splits["mine"].shared == {"layer1.weight", "layer1.bias"}
 
 
 def test_only_the_first_clients_take_part_with_keep_clients():
-    dataset = load("digits")
+    dataset = load_dataset("digits")
     everyone, few = (
         partition_data(dataset, DataSettings(clients=10, keep_clients=keep), 0)
         for keep in (None, 3)

@@ -8,8 +8,7 @@ import pytest
 
 from glocal.cli import main
 from glocal.core.errors import InputError
-from glocal.federate import fitting
-from glocal.federate.fitting import Options
+from glocal.federate import run as driver
 from glocal.studies.findings import Findings, part_folder, read_findings
 from glocal.studies.merge_findings import merge_findings
 from glocal.studies.settings import (
@@ -17,6 +16,7 @@ from glocal.studies.settings import (
     ExperimentSettings,
     ModelSettings,
     PlanSettings,
+    RunSettings,
     Settings,
     SplitSettings,
 )
@@ -30,7 +30,7 @@ PARTITIONED = Settings(
     model=ModelSettings(hidden=(16,)),
     split=SplitSettings(local=("layer1",)),
     plan=PlanSettings(clients_per_round=3, seeds=2),
-    run=Options(select="best", validate_every=1, save="metrics"),
+    run=RunSettings(select="best", validate_every=1, save="metrics"),
     experiments={
         "FedAvg": ExperimentSettings("fedavg", rounds=4),
         "Local only": ExperimentSettings("local_only", rounds=2, clients_per_round=6),
@@ -275,7 +275,7 @@ def test_runs_that_contradict_each_other_are_not_mixed(other, message):
         (["show", "smal"], "there is no study 'smal'; did you mean 'small'"),
         (["run", "small", "--seeds", "0"], "plan.seeds is 0"),
         (["run", "small", "--set", "run.save=nothing"], "save is 'nothing'"),
-        (["run", "small", "--set", "plan.weighting=none"], "plan.weighting is 'none'"),
+        (["run", "small", "--set", "plan.aggregation=none"], "plan.aggregation is 'none'"),
         (
             ["run", "small", "--set", "data.keep_clients=7"],
             "data.keep_clients is 7; it must be from 1 to 6",
@@ -499,17 +499,20 @@ def test_an_experiment_that_diverges_is_left_out_with_what_starts_from_it_and_th
 def test_a_seed_that_diverges_is_left_out_of_its_experiment_only_and_the_others_go_on(
     capsys, monkeypatch
 ):
-    require_finite = fitting._require_finite
+    require_counted = driver.require_counted
 
-    def diverging(seed, report, names):
-        # the last round of those that start after round 4
-        if seed == 1 and report.round_index == 5:
-            report = report._replace(losses=report.losses * float("nan"))
-        return require_finite(seed, report, names)
+    def diverging(finished, seeds, label):
+        seen = []
+        for seed, (state, report) in zip(seeds, finished, strict=True):
+            # the last round of those that start after round 4
+            if seed == 1 and report.round_index == 5:
+                report = report._replace(counted=report.counted & False)
+            seen.append((state, report))
+        require_counted(seen, seeds, label)
 
     small = ["--part", "paper-2", "--seeds", 3, "--device", "cpu"]
     assert run("run", "small", *small, "--out", "whole") == 0
-    monkeypatch.setattr(fitting, "_require_finite", diverging)
+    monkeypatch.setattr(driver, "require_counted", diverging)
     assert run("run", "small", *small, "--out", "kept") == 0
     assert [
         line

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from glocal.algorithms import fedavg
+from glocal.algorithms import FedAvg
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of
-from glocal.core.optimizers import StepLR, Adam, SGD
+from glocal.core.optimizers import SGD, Adam, StepLR
 from glocal.core.sampling import Plan, batch_order, make_rng, to_token_batches
-from glocal.core.training import cross_entropy
-from glocal.datasets import Texts, load, load_texts, partition_texts
+from glocal.core.task import classification
+from glocal.datasets import Texts, load_dataset, load_texts, partition_texts
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.texts import (
     MAX_WORDS,
@@ -30,11 +29,11 @@ from glocal.datasets.texts import (
 )
 from glocal.evaluate.ordinal import one_class_clients, ordinal_metrics
 from glocal.evaluate.text_baselines import baselines
-from glocal.federate.rounds import simulate
 from glocal.studies.build import build_components
 from glocal.studies.restarts import best_restarts, restarts_of
 from glocal.studies.run import read_results, run_study
 from glocal.studies.settings import OptimizerSettings, PlanSettings, from_dict
+from tests.support import world
 from tests.support.diaries import SECRET, diary, maps
 from tests.support.real_data import needs_data
 
@@ -242,18 +241,9 @@ def test_without_tokens_the_order_is_what_it_was():
 
 def test_tokens_need_texts():
     train = FederatedData.from_tensors([(np.ones((4, 3)), np.arange(4) % 2)]).train
-    model = nn.Linear(3, 2)
+    algorithm = FedAvg(classification(nn.Linear(3, 2)), optimizer=SGD(0.1))
     with pytest.raises(InputError, match="tokens counts words, and the inputs are"):
-        next(
-            iter(
-                simulate(
-                    fedavg(cross_entropy(model), SGD(0.1)),
-                    params_of(model),
-                    train,
-                    Plan(1, 1, max_tokens=20),
-                )
-            )
-        )
+        next(world.simulate(algorithm, train, Plan(1, 1, max_tokens=20)))
     with pytest.raises(InputError, match="tokens is 0; a whole number from 1 to"):
         Plan(1, 1, max_tokens=0)
 
@@ -405,7 +395,7 @@ def test_texts_are_dealt_person_by_person_only(tmp_path):
     with pytest.raises(
         InputError, match="holds texts, which become numbers only when they are partitioned"
     ):
-        load(settings.data.source)
+        load_dataset(settings.data.source)
     with pytest.raises(InputError, match="digits holds no texts"):
         load_texts("digits")
 

@@ -95,18 +95,16 @@ def test_the_protocols_differ_in_what_they_say_and_in_nothing_else(data):
         f"{of}.{key}"
         for of in ours
         if isinstance(ours[of], dict)
-        for key in ours[of]
-        if ours[of][key] != theirs[of][key]
+        for key in {*ours[of], *theirs[of]}
+        if ours[of].get(key) != theirs[of].get(key)
     }
-    expected = {"data.validation", "plan.weighting", "run.select"}
+    expected = {"data.validation", "plan.aggregation", "run.select"}
     assert changed - expected == (
         {"model.name", "experiments.FedAvg"} if data == "mnist" else {"optimizer.lr"}
     )
-    assert (theirs["plan"]["weighting"], theirs["run"]["select"], theirs["data"]["validation"]) == (
-        "equal",
-        "last",
-        0.0,
-    )
+    aggregation, select = theirs["plan"]["aggregation"], theirs["run"]["select"]
+    expected = ("mean(clients)", "last", 0.0)
+    assert (aggregation, select, theirs["data"]["validation"]) == expected
     assert theirs["experiments"]["FedAvg"].get("lr", theirs["optimizer"]["lr"]) == 0.1
 
 

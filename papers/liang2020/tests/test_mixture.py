@@ -1,21 +1,15 @@
 """The alpha that is best for linear models after training is close to the theory's."""
 
-from collections import deque
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import glocal
-from glocal.algorithms import apfl
-from glocal.core.modules import params_of
-from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan
-from glocal.core.training import supervised
-from glocal.federate.rounds import simulate
-from glocal.personalize.mixing import TrainedAPFL, losses_by_alpha
+from glocal.personalize.mixing import losses_by_alpha
 from liang2020.theory import LinearProblem, finite_sample_closed_form, normal_inputs
+from tests.support import world
 
 
 def half_square(output, target):
@@ -38,13 +32,12 @@ def test_for_linear_models_the_best_alpha_is_near_the_theorys(rho, sigma):
     test = [examples(teacher, fresh, 0.0) for teacher in teachers]
     fed = glocal.FederatedData.from_tensors(train, test=test, validation=0.0)
     model = nn.Linear(d, 1, bias=False)
-    algorithm = apfl(supervised(model, half_square), SGD(0.5), alpha=1.0)
+    task = glocal.Task(model, half_square)
+    algorithm = glocal.APFL(task, optimizer=glocal.SGD(lr=0.5), alpha=1.0)
     plan = Plan(1, clients, local_epochs=200, batch_size=n)
-    rounds = simulate(algorithm, params_of(model), fed.train, plan)
-    state, _ = deque(rounds, maxlen=1).pop()
+    state, _ = world.last(world.simulate(algorithm, fed.train, plan))
     grid = tuple(np.linspace(0, 1, 41))
-    mixture = TrainedAPFL(algorithm, model, state)
-    losses = losses_by_alpha(mixture, fed.test, grid=grid, per_example=half_square)
+    losses = losses_by_alpha(algorithm, state.group(), fed.test, grid=grid)
     best = grid[int(losses.mean(1).argmin())]
     problem = LinearProblem(normal_inputs(d), clients, n, rho, sigma)
     theory = finite_sample_closed_form(problem).best_alpha()

@@ -7,17 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from glocal.algorithms import lg_fedavg
+from glocal.algorithms import LGFedAvg
 from glocal.core import trees
 from glocal.core.modules import params_of
-from glocal.core.optimizers import StepLR, Adam
+from glocal.core.optimizers import Adam, StepLR
 from glocal.core.sampling import Plan
-from glocal.core.split import Split
-from glocal.core.training import cross_entropy
+from glocal.core.task import classification
 from glocal.datasets.federated import FederatedData
-from glocal.federate.rounds import simulate
 from glocal.report import draw_study, study_markdown
-from glocal.studies.build import build_split, default_model
+from glocal.studies.build import build_split, default_model, named_split
 from glocal.studies.findings import read_findings
 from glocal.studies.run import plans_of
 from glocal.studies.study_parts import run_parts, write_study
@@ -93,14 +91,11 @@ def test_clients_batched_train_as_one_by_one(dropout):
         for place, lengths in enumerate(((9, 1, 4, 7, 2), (3, 8)))
     ]
     train = FederatedData.from_tensors(people, test=0.0, validation=0.0).train
-    algorithm = lg_fedavg(
-        cross_entropy(model),
-        Adam(0.01, lr_schedule=StepLR(gamma=0.5, step_size=1)),
-        split=Split.of(model, local="head"),
-    )
+    adam = Adam(lr=0.01, lr_schedule=StepLR(gamma=0.5, step_size=1))
+    algorithm = LGFedAvg(classification(model), optimizer=adam, local="head")
     plan = Plan(3, 2, batch_size=3, max_tokens=16)
     runs = [
-        world.last(simulate(algorithm, params_of(model), train, plan, engine=engine))[0]
+        world.last(world.simulate(algorithm, train, plan, engine=engine))[0]
         for engine in ("looped", "vmapped")
     ]
     assert world.gap(*runs, num_clients=2) < 1e-5
@@ -112,9 +107,8 @@ def test_the_alpha_splits_have_the_shares_in_their_names():
     params = params_of(model)
     assert trees.numel(params) == 1_436_101
     for name, share in SHARES.items():
-        shared = trees.numel(
-            build_split(settings, settings.experiments[name], model).take_shared(params)
-        )
+        split = build_split(named_split(settings, settings.experiments[name]), model)
+        shared = trees.numel(split.take_shared(params))
         assert 1 - shared / trees.numel(params) == pytest.approx(share, abs=5e-4)
         if "α" in name:
             assert share == pytest.approx(float(name.rpartition(" ")[2]), abs=0.035)

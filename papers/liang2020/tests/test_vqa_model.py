@@ -8,21 +8,20 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from glocal.algorithms import fedavg, lg_fedavg
+from glocal.algorithms import FedAvg, LGFedAvg
 from glocal.core import trees
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of, predictor
+from glocal.core.modules import params_of
 from glocal.core.optimizers import SGD
 from glocal.core.sampling import Plan, client_batches
 from glocal.core.split import Split
-from glocal.core.store import PrivateStates
-from glocal.core.training import cross_entropy
+from glocal.core.store import PerClient
+from glocal.core.task import classification
 from glocal.datasets.features import extract_features
 from glocal.datasets.federated import FederatedData
 from glocal.datasets.image_table import ImageTable
 from glocal.engines.protocol import ClientTask, run_one
-from glocal.evaluate import Evaluator, local_test, vqa_accuracy
-from glocal.federate.rounds import simulate
+from glocal.evaluate import VQA_ACCURACY, Evaluator, local_test
 from glocal.wire import Ledger
 from liang2020.vqa_model import (
     SHARED,
@@ -34,6 +33,7 @@ from liang2020.vqa_model import (
     load_weights,
     vqa_net,
 )
+from tests.support import world
 
 PAPER_WORDS = 64_437
 TINY = {"sizes": Sizes(6, 5, 8, 7), "words": 9, "answers": 4}
@@ -91,7 +91,14 @@ def test_the_ledger_counts_the_papers_rounds_as_the_paper_does(full):
     def after(ledger, tree, rounds):
         uploads = {name: tensor.expand(5, *tensor.shape) for name, tensor in tree.items()}
         for _ in range(rounds):
-            ledger = ledger.add_round(tree, uploads, num_sampled=5, num_clients=50)
+            ledger = ledger.add_round(
+                tree,
+                uploads,
+                scalars=trees.numel(tree),
+                num_sampled=5,
+                num_replied=5,
+                num_clients=50,
+            )
         return ledger
 
     alone = after(Ledger(), params, 47)
@@ -138,9 +145,11 @@ def rows_and_answers(clients=4, count=12):
     return FederatedData.from_tensors(data)
 
 
-def after_rounds(algorithm, model, fed, engine="looped", rounds=2):
+def after_rounds(algorithm, fed, engine="looped", rounds=2):
+    """The state of the only group, and the last report."""
     plan = Plan(rounds, 2, batch_size=5)
-    return list(simulate(algorithm, params_of(model), fed.train, plan, engine=engine))[-1]
+    state, report = world.last(world.simulate(algorithm, fed.train, plan, engine=engine))
+    return state.group(), report
 
 
 def with_frozen_encoder(model):
@@ -154,21 +163,17 @@ def test_all_clients_in_one_batch_train_as_one_after_the_other(encoder):
     model, fed = tiny(dropout=0.2), rows_and_answers()
     if encoder == "frozen":
         model = with_frozen_encoder(model)
-    split = Split.of(model, shared=SHARED)
-    algorithm = lg_fedavg(cross_entropy(model), SGD(0.05, momentum=0.9), split=split)
+    task = classification(model, metrics=VQA_ACCURACY)
+    algorithm = LGFedAvg(task, optimizer=SGD(lr=0.05, momentum=0.9), shared=SHARED)
     (one, _), (other, _) = (
-        after_rounds(algorithm, model, fed, engine) for engine in ("looped", "vmapped")
+        after_rounds(algorithm, fed, engine) for engine in ("looped", "vmapped")
     )
     for name, tensor in one.shared.items():
         assert torch.allclose(tensor, other.shared[name], atol=2e-5), name
-    for client, row in one.private.trained.items():
+    for client, row in one.private.stored.items():
         for name, tensor in row.items():
-            assert torch.allclose(tensor, other.private.trained[client][name], atol=2e-4), name
-    predict = predictor(model)
-    looped, vmapped = (
-        Evaluator(algorithm, predict, engine=engine, metric=vqa_accuracy)
-        for engine in ("looped", "vmapped")
-    )
+            assert torch.allclose(tensor, other.private.stored[client][name], atol=2e-4), name
+    looped, vmapped = (Evaluator(algorithm, engine=engine) for engine in ("looped", "vmapped"))
     assert np.allclose(local_test(looped, one, fed.test), local_test(vmapped, one, fed.test))
 
 
@@ -182,19 +187,17 @@ def test_statistics_of_batch_norm_go_where_the_split_says():
     With a split that names only the norms, only they stay local (FedBN, Li et al. 2021).
     """
     model, fed = tiny(), rows_and_answers()
-    objective, optimizer = cross_entropy(model), SGD(0.05)
-    everywhere, _ = after_rounds(fedavg(objective, optimizer), model, fed)
+    task, optimizer = classification(model), SGD(lr=0.05)
+    everywhere, _ = after_rounds(FedAvg(task, optimizer=optimizer), fed)
     assert norms(everywhere.shared) == norms(params_of(model)) != set()
-    encoders = Split.of(model, shared=SHARED)
-    state, report = after_rounds(lg_fedavg(objective, optimizer, split=encoders), model, fed)
+    with_encoders = LGFedAvg(task, optimizer=optimizer, shared=SHARED)
+    state, report = after_rounds(with_encoders, fed)
     assert not norms(state.shared)
-    trained = [state.private.trained[client] for client in report.sampled]
+    trained = [state.private.stored[client] for client in report.clients]
     one, other = (tree["image.resnet.bn1.running_mean"] for tree in trained[:2])
     assert not torch.equal(one, other)
-    norms_alone = Split.of(
-        model, local=["*.bn[12]*", "image.resnet.bn1", "image.resnet.layer*.downsample.1"]
-    )
-    bn_only, _ = after_rounds(lg_fedavg(objective, optimizer, split=norms_alone), model, fed)
+    norms_alone = ["*.bn[12]*", "image.resnet.bn1", "image.resnet.layer*.downsample.1"]
+    bn_only, _ = after_rounds(LGFedAvg(task, optimizer=optimizer, local=norms_alone), fed)
     assert norms(bn_only.private.initial) == norms(params_of(model))
     assert not norms(bn_only.shared)
     assert "image.resnet.conv1.weight" in bn_only.shared
@@ -202,14 +205,15 @@ def test_statistics_of_batch_norm_go_where_the_split_says():
 
 def test_statistics_are_averaged_by_examples_and_do_not_leak_from_client_to_client():
     model, fed = tiny(), rows_and_answers()
-    algorithm = fedavg(cross_entropy(model), SGD(0.0001))
-    state, report = after_rounds(algorithm, model, fed, rounds=1)
-    name, means = "image.resnet.bn1.running_mean", []
-    for client in report.sampled.tolist():
+    algorithm = FedAvg(classification(model), optimizer=SGD(lr=0.0001))
+    state, report = after_rounds(algorithm, fed, rounds=1)
+    name, means, before = "image.resnet.bn1.running_mean", [], params_of(model)
+    for client in report.clients.tolist():
         order = client_batches(Plan(1, 2, batch_size=5), fed.train.rows[client], 0, client)
-        task = ClientTask(*algorithm.init(params_of(model)), order)
-        means.append(run_one(algorithm.client_update, task, fed.train.examples, 0).upload[name])
-    sizes = torch.from_numpy(fed.train.sizes[report.sampled]).float()
+        task = ClientTask(before, {}, order)
+        upload = run_one(algorithm.client_update, task, fed.train.examples, 0).upload
+        means.append(before[name] + upload[name])
+    sizes = torch.from_numpy(fed.train.sizes[report.clients]).float()
     expected = (torch.stack(means) * (sizes / sizes.sum())[:, None]).sum(0)
     assert torch.allclose(state.shared[name], expected, atol=1e-6)
 
@@ -217,12 +221,12 @@ def test_statistics_are_averaged_by_examples_and_do_not_leak_from_client_to_clie
 def test_encoders_without_room_on_the_gpu_wait_on_the_host_and_untrained_clients_cost_nothing():
     model = tiny()
     local = Split.of(model, shared=SHARED).take_local(params_of(model))
-    rows = PrivateStates(local, {}, max_gpu_rows=2)
+    rows = PerClient(local, {}, max_gpu_rows=2)
     ones = {name: torch.ones_like(tensor) for name, tensor in local.items()}
     for client in range(6):
         rows = rows.put([client], [trees.add(local, ones)])
-    assert len(rows.trained) == 6
-    assert all(trees.same_bits(rows.of(client), rows.trained[client]) for client in range(6))
+    assert len(rows.stored) == 6
+    assert all(trees.same_bits(rows.of(client), rows.stored[client]) for client in range(6))
     assert rows.of(10_000) is local
 
 

@@ -11,16 +11,14 @@ import torch
 from PIL import Image
 
 import glocal
-from glocal.algorithms import fedavg
+from glocal.algorithms import FedAvg
 from glocal.cli.advise import show_advice
 from glocal.core.errors import InputError
 from glocal.core.sampling import Plan
 from glocal.datasets import Dataset
 from glocal.datasets.vqa import read_vqa
-from glocal.federate.fitting import Options, fit
-from glocal.federate.kinds import Kind, fit_kinds
 from glocal.personalize.advisor import AdvisorConfig
-from glocal.personalize.onboarding import TrainedFederation, new_client_ensemble_accuracy
+from glocal.personalize.onboarding import TrainedFederation, new_client_ensemble_figure
 from glocal.report import draw_study, study_markdown, write_study_report
 from glocal.report.comparison import tables_of
 from glocal.report.goals import draw_goal, goal_cells, ways_to_goal
@@ -35,6 +33,7 @@ from glocal.studies.settings import (
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
+    RunSettings,
     Settings,
     SplitSettings,
     with_overrides,
@@ -355,14 +354,14 @@ def test_a_question_that_nobody_can_answer_counts_as_wrong_wherever_models_are_t
     grouped = with_overrides(settings, ["groups.All.clients=3", "run.select=last"])
     assert set(scores(grouped, tmp_path / "groups").values()) == {0}
     trained_federation = open_experiment(tmp_path / "run").trained_federation
-    assert new_client_ensemble_accuracy(trained_federation, [0, 1], test) == 0
+    assert new_client_ensemble_figure(trained_federation, [0, 1], test) == 0
     require_wrong_in_python(build_components(settings, print), test)
     advise = Mock(side_effect=InputError("enough"))
     monkeypatch.setattr("glocal.cli.advise.advise", advise)
     with pytest.raises(InputError, match="enough"):
         show_advice(settings, AdvisorConfig(), rounds=1, out=None, command="")
-    metric = build_components(settings, print).metric
-    assert advise.call_args.kwargs["metric"] is metric
+    expected = build_components(settings, print).task.metric
+    assert advise.call_args.args[0].task.metric == expected
 
 
 def fedavg_and_lg():
@@ -380,18 +379,19 @@ def fedavg_and_lg():
 
 
 def require_wrong_in_python(parts, test):
-    """The same for `fit`, `fit_kinds` and the ensemble for a new client."""
-    fed, plan = parts.federations[0], Plan(1, 3, batch_size=20)
-    algorithm = fedavg(parts.objective, glocal.SGD(0.01))
-    options = Options(device="cpu", engine="looped")
-    by_label = fit(algorithm, parts.model, fed, plan, options=options)
-    assert by_label.local_test > 0, "otherwise labels would do"
-    by_people = fit(algorithm, parts.model, fed, plan, options=options, metric=parts.metric)
+    """The same for `fit`, for groups and for the ensemble for a new client."""
+    fed = parts.federations[0]
+    how = {"rounds": 1, "clients_per_round": 3, "batch_size": 20, "progress": False}
+    by_label = FedAvg(glocal.classification(parts.model), optimizer=glocal.SGD(lr=0.01))
+    assert glocal.fit(by_label, fed, **how).local_test > 0, "otherwise labels would do"
+    algorithm = FedAvg(parts.task, optimizer=glocal.SGD(lr=0.01))
+    by_people = glocal.fit(algorithm, fed, **how)
     assert by_people.local_test == 0
     trained_federation = TrainedFederation.from_result(by_people)
-    assert new_client_ensemble_accuracy(trained_federation, [0], test) == 0
-    kind = Kind("one", algorithm, parts.model, fed, metric=parts.metric)
-    assert fit_kinds([kind], plan, options=options)["one"].local_test == 0
+    assert new_client_ensemble_figure(trained_federation, [0], test) == 0
+    group = glocal.Group(algorithm, (fed,), name="one")
+    experiment = glocal.Experiment((group,), Plan(1, 3, batch_size=20))
+    assert glocal.Run(experiment).to_end().local_test == 0
 
 
 def recoloured(folder):
@@ -585,9 +585,9 @@ EASY = Settings(
     split=SplitSettings(shared=("image.fc", "question.fc", "answer")),
     optimizer=OptimizerSettings("adam", lr=0.005),
     plan=PlanSettings(clients_per_round=4, batch_size=100),
-    run=Options(device="cpu", engine="looped", tests="local", select="best", validate_every=2),
+    run=RunSettings(device="cpu", engine="looped", tests="local", select="best", validate_every=2),
     experiments={
-        "Majority answer": ExperimentSettings("liang2020.majority:majority", rounds=1),
+        "Majority answer": ExperimentSettings("liang2020.majority:Majority", rounds=1),
         "FedAvg": ExperimentSettings("fedavg", rounds=36),
         "LG": ExperimentSettings("lg_fedavg", rounds=4, start_from="FedAvg", start_round=32),
     },

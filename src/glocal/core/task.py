@@ -26,6 +26,7 @@ from glocal.core.training import (
     Augment,
     ModelLoss,
     Objective,
+    require_by_row,
     require_trainable_names,
     with_augmentation,
 )
@@ -280,6 +281,7 @@ def _as_pair(loss: Loss) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
     def pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         values = per_example(outputs, targets)
+        require_by_row(values, len(outputs))
         if isinstance(values, tuple):
             return values
         by_row = values.flatten(1).mean(1) if values.dim() > 1 else values

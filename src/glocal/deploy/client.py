@@ -9,26 +9,31 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from glocal.algorithms.contract import Algorithm, Message
 from glocal.core import trees
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json, append_rows
-from glocal.core.sampling import client_key
-from glocal.core.store import PrivateStates, State
+from glocal.core.sampling import Plan, client_key
+from glocal.core.store import GroupState, PerClient
 from glocal.core.trees import Params
+from glocal.core.values import Values, num_rows
 from glocal.datasets.federated import FederatedData
 from glocal.deploy.flower.protocol import ClientResult, DataError, Instructions
 from glocal.deploy.private_state import NO_ROUND, PrivateState, PrivateStateFile
-from glocal.deploy.project import Project, TrainingSetup
+from glocal.deploy.project import Project
 from glocal.deploy.settings import ClientSettings
+from glocal.deploy.setup import TrainingSetup
 from glocal.engines import ClientTask
 from glocal.engines.looped import LoopedEngine
-from glocal.evaluate import Evaluator, local_test
+from glocal.evaluate import Evaluator, local_figures
 from glocal.federate.outputs import validate_task_data
-from glocal.federate.rounds import rows_for_round
+from glocal.federate.preparation import prepare_algorithm, prepare_data
+from glocal.federate.rounds import Reply, client_order, client_step
 from glocal.personalize.onboarding import JoinPlan, TrainedFederation, join
 from glocal.studies.run import slug
-from glocal.wire import Upload, UploadError
+from glocal.wire import WireError, require_finite, split_private, unpack
 
 STATE, JOURNAL = "state", "journal.jsonl"
 P = ParamSpec("P")
@@ -46,7 +51,7 @@ def journal_failures(
             return method(client, *args, **kwargs)
         except Exception as error:
             instructions = next(value for value in args if isinstance(value, Instructions))
-            is_ours = isinstance(error, InputError | UploadError)
+            is_ours = isinstance(error, InputError | WireError)
             reason = str(error) if is_ours else describe_error(error)
             client._write_journal("could not do the task", instructions, {"reason": reason})
             raise
@@ -90,16 +95,6 @@ class RunClient:
         """Whether uploads leave the client only masked."""
         return self.project.deployment.secure_aggregation
 
-    @property
-    def equal_weights(self) -> bool:
-        """Whether all clients weigh the same, so that none reports its number of examples."""
-        return self.project.study.plan.weighting == "equal"
-
-    @property
-    def shared_names(self) -> list[str]:
-        """The names of the shared tensors, in order."""
-        return [*self.setup.algorithm.init(self.setup.params)[0]]
-
     def data(self) -> FederatedData:
         """The client's own examples; data that cannot be trained on are refused."""
         return self._data
@@ -107,11 +102,34 @@ class RunClient:
     @cached_property
     def _data(self) -> FederatedData:
         try:
-            data = self.project.client_data(self.settings.number)
-            validate_task_data(self.setup.task, data)
+            task = self.setup.task
+            data = prepare_data(self.project.client_data(self.settings.number), task)
+            validate_task_data(task, data)
         except InputError as error:
             raise DataError(str(error)) from error
         return data
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        """The algorithm as it runs on this client's data, some of which may not count."""
+        return prepare_algorithm(self.setup.algorithm, [self.data()])
+
+    @cached_property
+    def _engine(self) -> LoopedEngine[Reply]:
+        return LoopedEngine(client_step(self.algorithm, self.setup.wire))
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self.algorithm, engine="looped")
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return self.project.plan
+
+    @property
+    def weight(self) -> int:
+        """Its weight in the aggregate: its number of examples, or 1 where all weigh the same."""
+        return 1 if self.setup.equal_weights else int(self.data().train.sizes[0])
 
     def private(self, run: str) -> PrivateStateFile:
         """The file of its private state in a run; a run name with a path in it is refused."""
@@ -127,111 +145,114 @@ class RunClient:
         identity = {
             "client": self.settings.number,
             "fingerprint": self.setup.fingerprint,
-            "weight": self.weight(self.data()),
+            "weight": self.weight,
         }
         self._write_journal("introduced itself to the server", instructions, identity)
         return identity
 
     @journal_failures
-    def train(self, shared: Params, instructions: Instructions) -> ClientResult:
-        """One round of `client_update`; the private state is on disk before the result is sent."""
-        shared, file = self._check_shared(shared), self.private(instructions.run)
+    def train(self, message: bytes, instructions: Instructions) -> ClientResult:
+        """One client step; the private state is on disk before the result is sent.
+
+        The simulator leaves out a client whose upload or loss is not finite: here it sends nothing,
+        and its private state stays as it was.
+        """
+        received, file = self._read(message), self.private(instructions.run)
         private, odd = file.starting_state(instructions)
-        data, plan, number = self.data(), self.project.plan, self.settings.number
-        round_index = instructions.round_index
-        row_order = rows_for_round(plan, data.train, round_index, 0, number=number)
-        task = ClientTask(shared, private, row_order, client_key(plan, round_index, number))
-        engine = LoopedEngine(self.setup.algorithm.client_update)
-        outcome = engine([task], data.train.examples, round_index)
-        assert outcome.rows is not None
-        update = outcome.rows[0]
-        upload = Upload(update.upload, shared)
-        before_round = instructions.last_included
-        file.save(PrivateState(private, before_round, update.private, round_index, shared))
-        metrics = self._shareable({"loss": float(update.loss)})
+        reply = self._step(received, private, instructions.round_index)
+        _require_finite(reply)
+        before, after = instructions.last_included, instructions.round_index
+        file.save(PrivateState(private, before, reply.private, after, received))
+        sums = {name: [float(part) for part in pair] for name, pair in reply.metrics.items()}
+        metrics: Json = sums if self.settings.share_metrics else {}
         note = {"note": odd} if odd else {}
         sent = {
-            "bytes": upload.nbytes,
-            "tensors": [*upload.tensors],
-            "num_examples": self.weight(data),
+            "bytes": trees.nbytes(reply.payload),
+            "tensors": [*reply.payload],
+            "num_examples": self.weight,
             "metrics": metrics,
             **note,
         }
-        self._write_journal("trained and sent its shared part", instructions, sent)
-        return ClientResult(upload, self.weight(data), {**metrics, **note})
+        self._write_journal("trained and sent its update", instructions, sent)
+        return ClientResult(reply.payload, self.weight, {**metrics, **note})
 
-    def weight(self, data: FederatedData) -> int:
-        """Its weight in the average."""
-        return 1 if self.equal_weights else int(data.train.sizes[0])
+    def _step(self, message: Message, private: Params, round_index: int) -> Reply:
+        """What the simulator's `assign` and an engine do, for this client alone."""
+        plan, train, number = self._plan, self.data().train, self.settings.number
+        epochs = self.algorithm.num_epochs(plan.local_epochs)
+        order = client_order(plan, epochs, train, 0, round_index, number=number)
+        task = ClientTask(message, private, order, client_key(plan, round_index, number))
+        outcome = self._engine([task], train.examples, round_index)
+        assert outcome.rows is not None
+        return outcome.rows[0]
 
     @journal_failures
-    def adapt(self, shared: Params, instructions: Instructions) -> ClientResult:
+    def adapt(self, message: bytes, instructions: Instructions) -> ClientResult:
         """What `join` does for a new client: fit the private part alone, and upload nothing."""
-        shared, data, number = self._check_shared(shared), self.data().train, self.settings.number
-        initial = self.setup.algorithm.init(self.setup.params)[1]
-        state = State(shared, PrivateStates(initial, {}))
-        federation = TrainedFederation(
-            self.setup.algorithm, self.setup.task, self.project.plan, state, number
-        )
+        received, number, setup = self._read(message), self.settings.number, self.setup
+        state = GroupState(received, PerClient(setup.private))
+        federation = TrainedFederation(self.algorithm, self._plan, state, number, setup.codec)
         join_plan = JoinPlan(epochs=instructions.adapt_epochs)
-        joined = join(federation, data.of(0), join_plan=join_plan, engine="looped")
+        train = self.data().train.of(0)
+        joined = join(federation, train, join_plan=join_plan, engine="looped")
         private = joined.state.private.of(number)
         file = self.private(instructions.run)
-        file.save(PrivateState(private, NO_ROUND, private, NO_ROUND, shared))
+        file.save(PrivateState(private, NO_ROUND, private, NO_ROUND, received))
         self._write_journal("adapted its private part and sent nothing", instructions, {})
         return ClientResult(None, 0, {})
 
     @journal_failures
-    def evaluate(self, shared: Params, instructions: Instructions) -> ClientResult:
-        """Evaluate its own model; save the valid private state and the shared part."""
-        shared, file = self._check_shared(shared), self.private(instructions.run)
+    def evaluate(self, message: bytes, instructions: Instructions) -> ClientResult:
+        """Evaluate its own model; save the valid private state and the message."""
+        received, file = self._read(message), self.private(instructions.run)
         private, odd = file.starting_state(instructions)
         last = instructions.last_included
-        file.save(PrivateState(private, last, private, last, shared))
-        metrics = self.accuracies(shared, private) if self.settings.share_metrics else {}
+        file.save(PrivateState(private, last, private, last, received))
+        metrics = self.figures(received, private) if self.settings.share_metrics else {}
         note = {"note": odd} if odd else {}
         self._write_journal("evaluated its model", instructions, {"metrics": metrics, **note})
         return ClientResult(None, 0, {**metrics, **note})
 
-    def accuracies(self, shared: Params, private: Params) -> Json:
-        """Accuracy on its validation and test data, and the sizes of its three parts."""
-        data, state = self.data(), State(shared, PrivateStates(private, {}))
-        evaluator = Evaluator(self.setup.algorithm, self.setup.task, engine="looped")
-        metrics: Json = {}
-        for name, examples in (("validation", data.val), ("test", data.test)):
-            accuracy = float(local_test(evaluator, state, examples)[0])
-            if not np.isnan(accuracy):
-                metrics[name] = accuracy
-        metrics["train_size"] = int(data.train.sizes[0])
-        metrics["validation_size"] = int(data.val.sizes[0])
-        metrics["test_size"] = int(data.test.sizes[0])
-        return metrics
+    def figures(self, message: Message, private: Params) -> Json:
+        """Each of the task's metrics on validation and test data, and the sizes of all three parts.
+
+        A metric that is undefined for these examples is left out.
+        """
+        data, state = self.data(), GroupState(message, PerClient(private))
+        figures: Json = {}
+        for part, examples in (("validation", data.val), ("test", data.test)):
+            [by_name] = local_figures(self._evaluator, [state], [examples])
+            own = {name: float(each.by_client[0]) for name, each in by_name.items()}
+            figures[part] = {name: value for name, value in own.items() if np.isfinite(value)}
+        figures["train_size"] = int(data.train.sizes[0])
+        figures["validation_size"] = int(data.val.sizes[0])
+        figures["test_size"] = int(data.test.sizes[0])
+        return figures
 
     def personal_params(self, run: str) -> Params:
         """The parameters of its own model after the last round it has seen of a run."""
         state = self.private(run).load()
-        if state is None or trees.numel(state.shared) + trees.numel(state.after) == 0:
+        if state is None or trees.numel(state.message) + trees.numel(state.after) == 0:
             raise InputError(
                 f"predict: this client has taken part in no round of '{run}' yet; "
                 "wait for one, or give another --run"
             )
-        return self.setup.algorithm.personal(state.shared, state.after)
+        own, _ = split_private(state.after)
+        return self.setup.algorithm.personal(state.message, own)
 
-    def _check_shared(self, shared: Params) -> Params:
-        """The server's shared part, in the order of this client's own model."""
-        expected = self.setup.algorithm.init(self.setup.params)[0]
+    def _read(self, message: bytes) -> Message:
+        """What the server sends, if it fits this client's own model.
+
+        Its tensors are copied: where they lie in memory changes how sums of products round.
+        """
         try:
-            tensors = Upload(shared, expected).tensors
-        except UploadError as error:
+            received = unpack(message, self.setup.wire.download)
+        except WireError as error:
             raise InputError(
-                f"client {self.settings.number}: the server's shared part does not fit its model "
+                f"client {self.settings.number}: the server's message does not fit its model "
                 f"({error})"
             ) from error
-        return {name: tensors[name] for name in expected}
-
-    def _shareable(self, metrics: Json) -> Json:
-        """Metrics leave the client only if its owner allows it."""
-        return metrics if self.settings.share_metrics else {}
+        return {name: tensor.clone() for name, tensor in received.items()}
 
     def _write_journal(self, event: str, instructions: Instructions, details: Json) -> None:
         """Append one line to the owner's journal: what was done, and all that left the client."""
@@ -248,11 +269,17 @@ class RunClient:
         self.on_entry(row)
 
 
-def predict_classes(client: RunClient, run: str, inputs: torch.Tensor) -> list[int]:
-    """The classes that the client's own model predicts for inputs (rows, ...)."""
+def _require_finite(reply: Reply) -> None:
+    """Refuse to send what the server would leave out."""
+    require_finite(reply.payload)
+    for name, (total, weight) in reply.metrics.items():
+        if not bool(torch.isfinite(total) & torch.isfinite(weight)):
+            raise WireError(f"wire: its {name} is not finite")
+
+
+def predict_outputs(client: RunClient, run: str, inputs: Values) -> Tensor:
+    """The outputs of the client's own model for inputs (rows, ...)."""
     params = client.personal_params(run)
     with torch.no_grad():
-        every_row = torch.ones(len(inputs), dtype=torch.bool)
-        outputs = client.setup.task.predictor()(params, inputs, every_row)
-    classes: list[int] = outputs.argmax(-1).tolist()
-    return classes
+        every_row = torch.ones(num_rows(inputs), dtype=torch.bool)
+        return client.setup.algorithm.predict(params, inputs, every_row)

@@ -10,26 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from glocal.algorithms.contract import Message
+from glocal.core import trees
 from glocal.core.errors import InputError
 from glocal.core.files import Json, read_tensors, write_tensors
+from glocal.core.spec import Spec, describe_spec, first_difference
 from glocal.core.trees import Params
 from glocal.deploy.flower.protocol import Instructions
-from glocal.deploy.project import TrainingSetup
+from glocal.deploy.setup import TrainingSetup
+from glocal.wire import Schema
 
 NO_ROUND = -1
 
 
 class PrivateState(NamedTuple):
-    """Private state before and after a round, and the shared part that came last.
+    """Private state before and after a round, and the message that came last.
 
-    `before_round` and `after_round` are the rounds of the two states, NO_ROUND before the first.
+    A private state is what the algorithm keeps and what the codec remembers. `before_round` and
+    `after_round` are the rounds of the two, NO_ROUND before the first.
     """
 
     before: Params
     before_round: int
     after: Params
     after_round: int
-    shared: Params
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -41,25 +46,25 @@ class PrivateStateFile:
     client: int
 
     def load(self) -> PrivateState | None:
-        """The stored state or None; one of another model, split, algorithm or client is refused."""
+        """The stored state or None; one of another model, algorithm or client is refused."""
         if not self.path.exists():
             return None
         tensors, header = read_tensors(self.path)
         self._require_same_owner(header)
-        shared, private = self.setup.algorithm.init(self.setup.params)
+        wire = self.setup.wire
         return PrivateState(
-            before=self._read_tree(tensors, "before", private),
+            before=self._read_tree(tensors, "before", wire.private),
             before_round=header["before_round"],
-            after=self._read_tree(tensors, "after", private),
+            after=self._read_tree(tensors, "after", wire.private),
             after_round=header["after_round"],
-            shared=self._read_tree(tensors, "shared", shared),
+            message=self._read_tree(tensors, "message", wire.download),
         )
 
     def starting_state(self, instructions: Instructions) -> tuple[Params, str]:
         """The private state that a round starts from, and a note if it is not as expected."""
         state, last = self.load(), instructions.last_included
         if state is None:
-            initial = self.setup.algorithm.init(self.setup.params)[1]
+            initial = self.setup.private
             if last == NO_ROUND:
                 return initial, ""
             return initial, f"its private state is gone, it starts anew after {_round_name(last)}"
@@ -78,19 +83,19 @@ class PrivateStateFile:
         with suppress(OSError):  # `write_tensors` reports the error
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.with_name(f"{self.path.name}.half").touch(mode=0o600)
-        trees = {"before": state.before, "after": state.after, "shared": state.shared}
-        tensors = {}
-        for part, tree in trees.items():
-            for name, tensor in tree.items():
-                tensors[f"{part}/{name}"] = tensor.clone()
+        parts = {"before": state.before, "after": state.after, "message": state.message}
+        tensors: Params = {}
+        for part, tree in parts.items():
+            tensors |= trees.with_prefix(f"{part}/", tree)
+        copied = {name: tensor.clone() for name, tensor in tensors.items()}
         rounds = {"before_round": state.before_round, "after_round": state.after_round}
-        header = {**rounds, "client": self.client, **self.setup.about()}
-        write_tensors(self.path, tensors, header)
+        header = {**rounds, "client": self.client, **self.setup.about}
+        write_tensors(self.path, copied, header)
 
-    def _read_tree(self, tensors: Params, part: str, like: Params) -> Params:
+    def _read_tree(self, tensors: Params, part: str, schema: Schema) -> Params:
         """One of the three trees; tensors that do not fit the header are refused."""
         tree = {}
-        for name, expected in like.items():
+        for name, expected in schema.items():
             tensor = tensors.get(f"{part}/{name}")
             if tensor is None:
                 raise self._damaged(f"'{part}/{name}' is missing")
@@ -105,17 +110,12 @@ class PrivateStateFile:
         )
 
     def _require_same_owner(self, header: Json) -> None:
-        expected = {**self.setup.about(), "client": self.client}
-        if not {*expected, "before_round", "after_round"} <= header.keys():
+        if not header.keys() >= {"model", "algorithm", "client", "before_round", "after_round"}:
             raise InputError(f"private state: {self.path} was not written by glocal; move it away")
-        for key, own in expected.items():
-            if header[key] == own:
+        for key, own in {**self.setup.about, "client": self.client}.items():
+            if header.get(key) == own:
                 continue
-            stored: object = header[key]
-            current: object = own
-            if key == "model":
-                stored = _first_difference(header[key], own)
-                current = _first_difference(own, header[key])
+            stored, current = _differing(key, header.get(key), own)
             raise InputError(
                 f"private state: {self.path} belongs to another {key} ({stored}) than this one "
                 f"({current}); move it away, or go back to the settings that it was made with"
@@ -126,7 +126,18 @@ def _round_name(index: int) -> str:
     return "no round" if index == NO_ROUND else f"round {index + 1}"
 
 
-def _first_difference(model: Json, other: Json) -> str:
+def _differing(key: str, stored: Spec, own: Spec) -> tuple[str, str]:
+    """In a few words each, what a file has and what is expected, where they differ first."""
+    if key == "model":
+        return _model_difference(stored, own), _model_difference(own, stored)
+    difference = first_difference(stored, own)
+    assert difference is not None
+    place, before, after = difference
+    place = f"{place} " if place else ""
+    return f"{place}{describe_spec(before)}", f"{place}{describe_spec(after)}"
+
+
+def _model_difference(model: Json, other: Json) -> str:
     """The first tensor in which a model or split differs from another one."""
     for side in ("shared", "private"):
         for name in sorted({*model[side], *other[side]}):

@@ -1,7 +1,5 @@
 """A project folder of the server or of a client: its settings, its algorithm and its model."""
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,28 +9,28 @@ from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import torch
-from torch import nn
 
-from glocal.algorithms.contract import Algorithm
-from glocal.algorithms.privacy import DifferentialPrivacy, secure_noise, with_differential_privacy
 from glocal.core.data import ClientData, Examples, concatenate, hold_out
 from glocal.core.errors import InputError
 from glocal.core.files import Json
-from glocal.core.model_tensors import base_fingerprint
 from glocal.core.modules import params_of
 from glocal.core.sampling import Plan
-from glocal.core.task import Task, classification
-from glocal.core.trees import Params
 from glocal.datasets.federated import FederatedData
 from glocal.deploy.settings import ClientSettings, DeploymentSettings, read_settings
+from glocal.deploy.setup import TrainingSetup, require_maskable, require_private, uplink_codec
 from glocal.deploy.version import require_current_folder
-from glocal.studies.build import OWN_TEST_FRACTION, Components, build_algorithm, build_model
+from glocal.studies.build import (
+    OWN_TEST_FRACTION,
+    Components,
+    build_algorithm,
+    build_model,
+    build_task,
+)
 from glocal.studies.run import plans_of
 from glocal.studies.settings import Settings, from_toml
 from glocal.studies.user_functions import call_user_function, import_function
-from glocal.wire import pack
+from glocal.wire import parse_codec
 
 STUDY, DEPLOYMENT, CLIENT = "study.toml", "deploy.toml", "client.toml"
 
@@ -65,37 +63,33 @@ class Project:
         return read_settings(ClientSettings, self.folder / CLIENT)
 
     @cached_property
-    def setup(self) -> "TrainingSetup":
+    def setup(self) -> TrainingSetup:
         """The algorithm and its initial model: the same on the server and on every client."""
         self.make_importable()
         example = torch.zeros(1)  # a user's own model knows its inputs
-        model = build_model(self.study.model, example, 0, seed=self.study.plan.seed)
+        seed, nothing = self.study.plan.seed, _empty_data()
+        model = build_model(self.study.model, example, 0, seed=seed)
+        task = build_task(self.study, model, nothing)
         name, experiment = next(iter(self.study.experiments.items()))
-        parts = Components(
-            classification(model),
-            (self.study.plan.seed,),
-            (_empty_data(self.deployment.clients),),
-            (params_of(model),),
-        )
+        parts = Components(task, (seed,), (nothing,), (params_of(model),))
         algorithm = build_algorithm(self.study, experiment, parts)
+        uplink = parse_codec(self.study.plan.uplink or (), "plan.uplink")
+        codec = uplink_codec(uplink, self.deployment.privacy)
+        params = algorithm.task.initial_params()
+        setup = TrainingSetup(name, algorithm, codec, params, self._training_settings())
         if self.deployment.privacy is not None:
-            _require_equal_weights(self.study, algorithm, parts.params[0])
-            privacy = self.deployment.privacy
-            bounds = DifferentialPrivacy(privacy.clip_norm, privacy.noise_multiplier)
-            algorithm = with_differential_privacy(algorithm, bounds, draw=secure_noise)
+            require_private(setup)
         if self.deployment.secure_aggregation:
             _require_enough_clients(self)
-            _require_maskable(algorithm, parts.params[0])
-        return TrainingSetup(
-            name, algorithm, parts.task, parts.params[0], self._training_settings()
-        )
+            require_maskable(setup)
+        return setup
 
     def _training_settings(self) -> Json:
-        """The settings that a client must share with the server, beside algorithm and model.
+        """The settings that a client must share with the server, beside algorithm and codec.
 
         The number of rounds and the time limits are the server's own.
         """
-        names = ("local_epochs", "batch_size", "max_tokens", "seed", "weighting")
+        names = ("local_epochs", "batch_size", "max_tokens", "seed")
         return {
             **{name: getattr(self.study.plan, name) for name in names},
             "validation": self.study.data.validation,
@@ -123,7 +117,7 @@ class Project:
 
     def _user_modules(self) -> set[str]:
         """The modules of the user's functions that the settings name."""
-        addresses = [self.study.model.name, self.deployment.data]
+        addresses = [self.study.model.name, self.study.task.kind, self.deployment.data]
         addresses += [experiment.algorithm for experiment in self.study.experiments.values()]
         return {address.partition(":")[0] for address in addresses if ":" in address}
 
@@ -166,51 +160,6 @@ class Project:
         return FederatedData(*(ClientData(own.examples, (rows,)) for rows in (train, val, test)))
 
 
-@dataclass(frozen=True)
-class TrainingSetup:
-    """What the server and all clients must have in common."""
-
-    experiment: str
-    algorithm: Algorithm
-    task: Task
-    params: Params
-    training: Json
-
-    @property
-    def model(self) -> nn.Module:
-        """The task's model."""
-        return self.task.model
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of algorithm, split, tensor shapes, initial values and training settings."""
-        about = json.dumps({**self.about(), "training": self.training}, sort_keys=True).encode()
-        return hashlib.sha256(about + pack(self.params)).hexdigest()[:16]
-
-    def about(self) -> Json:
-        """Algorithm, split and shapes in readable form, for a file's header.
-
-        Of frozen tensors only the fingerprint: they are in no message and no file.
-        """
-        shared, private = self.algorithm.init(self.params)
-        about: Json = {
-            "algorithm": f"{self.algorithm.name}: {self.algorithm.description}",
-            "model": {"shared": _shapes(shared), "private": _shapes(private)},
-        }
-        if self.base:
-            about["base of frozen tensors"] = self.base
-        return about
-
-    @cached_property
-    def base(self) -> str:
-        """The fingerprint of the frozen tensors, hashed once: every private state names it."""
-        return base_fingerprint(self.model)
-
-
-def _shapes(tree: Params) -> dict[str, list[int | str]]:
-    return {name: [*tensor.shape, str(tensor.dtype)] for name, tensor in tree.items()}
-
-
 def _unload_modules(folder: Path) -> dict[str, ModuleType]:
     """Unload and return the modules of a folder; their next import reads the files again."""
     prefix, unloaded = f"{folder}{os.sep}", {}
@@ -222,11 +171,10 @@ def _unload_modules(folder: Path) -> dict[str, ModuleType]:
     return unloaded
 
 
-def _empty_data(clients: int) -> FederatedData:
-    """A federation of `clients` clients without any examples."""
+def _empty_data() -> FederatedData:
+    """A federation without clients: no data are needed to build an algorithm."""
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
-    no_rows = tuple(np.zeros(0, dtype=np.int64) for _ in range(clients))
-    empty = ClientData(nothing, no_rows)
+    empty = ClientData(nothing, ())
     return FederatedData(empty, empty, empty)
 
 
@@ -270,36 +218,4 @@ def _require_enough_clients(project: Project) -> None:
         raise InputError(
             "deploy: secure_aggregation hides a client among others, but only "
             f"{clients_per_round} is sampled per round; have at least 2 clients"
-        )
-
-
-def _require_maskable(algorithm: Algorithm, params: Params) -> None:
-    _require_averaging(algorithm, params, "secure_aggregation")
-    shared = algorithm.init(params)[0]
-    counters = [name for name, tensor in shared.items() if not tensor.is_floating_point()]
-    if counters:
-        raise InputError(
-            f"deploy: secure_aggregation cannot mask {counters}, which hold whole numbers; "
-            "keep that layer local"
-        )
-
-
-def _require_equal_weights(study: Settings, algorithm: Algorithm, params: Params) -> None:
-    if study.plan.weighting != "equal":
-        raise InputError(
-            "deploy: privacy needs the same weight for every client; "
-            "set plan.weighting = 'equal' in study.toml"
-        )
-    _require_averaging(algorithm, params, "privacy")
-
-
-def _require_averaging(algorithm: Algorithm, params: Params, setting: str) -> None:
-    if not algorithm.is_mean:
-        raise InputError(
-            f"deploy: {setting} needs an algorithm that averages uploads (is_mean), "
-            f"and {algorithm.name} does not; choose another algorithm, or leave it out"
-        )
-    if not algorithm.init(params)[0]:
-        raise InputError(
-            f"deploy: {setting} protects uploads, and {algorithm.name} sends nothing; leave it out"
         )

@@ -125,39 +125,47 @@ def build_components(settings: Settings, report: datasets.ProgressCallback) -> C
     """Load and partition the data, and build the model, once per seed."""
     runs = restarts_of(settings.plan)
     seeds = tuple(run.seed for run in runs)
-    loaded = build_data(settings.data, report)
-    if isinstance(loaded, Dataset) and loaded.questions:
-        refuse_non_vqa_settings(settings)
-        require_questions(loaded)
-        with_images = with_image_control(loaded, settings.data.pictures)
-        loaded = with_frozen_features(
-            settings.model, with_images, settings.run.options().torch_device, report=report
-        )
-    else:
-        refuse_vqa_settings(settings)
-    data_seeds = sorted({run.data_seed for run in runs})
-    partitions = dict(
-        zip(data_seeds, partition_seeds(loaded, settings.data, data_seeds), strict=True)
-    )
-    federations = tuple(partitions[run.data_seed] for run in runs)
+    loaded = _load(settings, report)
     questions = loaded.questions if isinstance(loaded, Dataset) else None
-    outputs = _num_outputs(loaded, federations[0], settings.task)
-    example = map_tensors(lambda tensor: tensor[0], federations[0].train.examples.x)
+    data_seeds = sorted({run.data_seed for run in runs})
+    partitions = partition_seeds(loaded, settings.data, data_seeds)
+    outputs = _num_outputs(loaded, partitions[0], settings.task)
+    example = map_tensors(lambda tensor: tensor[0], partitions[0].train.examples.x)
     models = [
         build_model(settings.model, example, outputs, seed=seed, questions=questions)
         for seed in seeds
     ]
     params = tuple(params_of(model) for model in models)
-    task = build_task(settings, models[0], federations[0], questions)
-    prepared = prepare_all(federations, task)
+    task = build_task(settings, models[0], partitions[0], questions)
+    prepared = prepare_all(partitions, task)
     if any(has_ignored_targets(task, each) for each in prepared):
         task = replace(task, has_ignored=True)
-    if questions is None:
-        return Components(task, seeds, tuple(prepared), params)
+    by_data_seed = dict(zip(data_seeds, prepared, strict=True))
+    federations = tuple(by_data_seed[run.data_seed] for run in runs)
+    about = {} if questions is None else _about_questions(settings, questions, params[0])
+    return Components(task, seeds, federations, params, about)
+
+
+def _load(settings: Settings, report: datasets.ProgressCallback) -> Loaded:
+    """The data; with questions about images, the images as the settings want them."""
+    loaded = build_data(settings.data, report)
+    if not isinstance(loaded, Dataset) or not loaded.questions:
+        refuse_vqa_settings(settings)
+        return loaded
+    refuse_non_vqa_settings(settings)
+    require_questions(loaded)
+    with_images = with_image_control(loaded, settings.data.pictures)
+    return with_frozen_features(
+        settings.model, with_images, settings.run.options().torch_device, report=report
+    )
+
+
+def _about_questions(settings: Settings, questions: VQAMetadata, params: Params) -> Json:
+    """The images, and the model's pretrained weights."""
     about = {"pictures": questions.pictures.content_hash}
     if settings.model.weights is not None:
-        about |= {"weights": hashlib.sha256(pack(params[0])).hexdigest()[:16]}
-    return Components(task, seeds, tuple(prepared), params, about)
+        about |= {"weights": hashlib.sha256(pack(params)).hexdigest()[:16]}
+    return about
 
 
 def build_task(

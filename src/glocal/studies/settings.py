@@ -157,6 +157,8 @@ class RunSettings:
                 f"settings: run.tests is '{self.tests}'; "
                 "it must be 'both' or 'local' (no New Test)"
             )
+        self.options()
+        self.evaluation()
 
     def options(self) -> Options:
         """How to run."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from glocal.federate.fitting import Options
 from glocal.studies.audit import AuditSettings
 from glocal.studies.pretext import PretextSettings
 from glocal.studies.settings import (
@@ -18,6 +17,7 @@ from glocal.studies.settings import (
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
+    RunSettings,
     Settings,
     SplitSettings,
 )
@@ -29,7 +29,7 @@ WIDTHS = (1, 2, 8, 32)
 LIMIT = 0.57  # the AUC that fresh attackers may reach on validation data
 _SPLITS = {"iid": 10, "noniid": 2}  # as the published tables number them
 _ADVERSARY = PretextSettings("adversary", layer="encoder", hidden=(32, 32, 32))
-_RUN = Options(save="metrics", checkpoint_every=250)
+_RUN = RunSettings(save="metrics", checkpoint_every=250)
 
 _PAPER = Settings(
     data=DataSettings(source="adult", clients=10),

@@ -7,7 +7,6 @@ their quarters. Then it takes part in LG-FedAvg with the labels.
 
 from dataclasses import replace
 
-from glocal.federate.fitting import Options
 from glocal.studies.pretext import PretextSettings
 from glocal.studies.settings import (
     DataSettings,
@@ -15,6 +14,7 @@ from glocal.studies.settings import (
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
+    RunSettings,
     Settings,
     SplitSettings,
 )
@@ -41,7 +41,7 @@ _MNIST = Settings(
     split=SplitSettings(local=("encoder",)),
     optimizer=OptimizerSettings("adam", lr=0.002),
     plan=PlanSettings(rounds=100, clients_per_round=10, batch_size=20, seeds=10),
-    run=Options(select="best", save="metrics", validate_every=10),
+    run=RunSettings(select="best", save="metrics", validate_every=10),
     experiments=_EXPERIMENTS,
 )
 

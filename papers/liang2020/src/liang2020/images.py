@@ -9,13 +9,13 @@ learning rate.
 from dataclasses import replace
 from itertools import pairwise
 
-from glocal.federate.fitting import Options
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
+    RunSettings,
     Settings,
     SplitSettings,
 )
@@ -35,7 +35,7 @@ _LAYERS = {
 ENDS = ("first", "last")  # from which the layers are shared, in the sweep of splits
 _OURS = {"mnist": "last 3 shared", "cifar10": "first 2 shared"}
 _STARTS = {"mnist": (400, 500, 600, 700, 800), "cifar10": (1000, 1200, 1400, 1600, 1800)}
-_SELECTED = Options(select="best", save="metrics", validate_every=5, checkpoint_every=250)
+_SELECTED = RunSettings(select="best", save="metrics", validate_every=5, checkpoint_every=250)
 
 _MNIST_BASE = Settings(
     data=DataSettings(source="mnist", clients=100, validation=0.05),
@@ -149,7 +149,7 @@ def _released(base: Settings, classes: int) -> StudyPart:
         _named(base, f"{data}, released, {classes} classes", classes),
         model=replace(base.model, name="softmax_mlp") if mnist else base.model,
         optimizer=base.optimizer if mnist else replace(base.optimizer, lr=0.1),
-        plan=replace(base.plan, weighting="equal"),
+        plan=replace(base.plan, aggregation="mean(clients)"),
         run=replace(base.run, select="last"),
         experiments=_experiments(data, 0.1 if mnist else None),
     )

@@ -3,75 +3,84 @@
 Clients count their labels. In a model of zeros, the counts are the bias of the last layer.
 """
 
-from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
-from glocal.algorithms.contract import Algorithm, Update
+from glocal.algorithms.contract import (
+    Algorithm,
+    Message,
+    State,
+    Update,
+    Uploads,
+    add_change,
+)
 from glocal.core.errors import InputError
-from glocal.core.modules import params_of
-from glocal.core.optimizers import Optimizer
 from glocal.core.split import last_layers
-from glocal.core.training import ModelLoss, Objective, Work
-from glocal.core.trees import Params
+from glocal.core.training import ModelLoss, WeightedSum, Work
+from glocal.core.trees import Params, pick, scale, zeros_like
+from glocal.wire import Aggregation, Mean
 
 
-def majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
+class Majority(Algorithm):
     """The most frequent label over all clients; one round with all of them."""
-    init, count, predict = _counting(objective)
 
-    def client_update(shared: Params, private: Params, work: Work) -> Update:
-        counts = count(work)
-        return Update(counts, {}, torch.zeros((), device=work.order.device))
+    aggregation: Aggregation = Mean(by="clients")
 
-    def aggregate(shared: Params, uploads: Params, weights: torch.Tensor) -> Params:
-        return {name: tensor.sum(0) for name, tensor in uploads.items()}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.objective.loss, ModelLoss):
+            raise InputError(
+                "majority: it counts labels and is not trained; leave data.augment and pretext out"
+            )
 
-    return Algorithm(
-        "majority",
-        lambda params: (init(params), {}),
-        client_update,
-        aggregate,
-        lambda shared, _: predict(shared),
-    )
+    @cached_property
+    def bias(self) -> str:
+        """The tensor that holds the counts."""
+        return f"{last_layers(self.task.model, 1)[0]}.bias"
 
+    def init(self, params: Params) -> State:
+        """No counts yet."""
+        return State(shared=zeros_like(pick(params, [self.bias])))
 
-def own_majority(objective: Objective, optimizer: Optimizer) -> Algorithm:
-    """Each client's own most frequent label; nothing is sent."""
-    init, count, predict = _counting(objective)
+    def client_update(self, message: Message, private: Params, work: Work) -> Update:
+        """The counts of the client's labels."""
+        return Update(self.count(message[self.bias], work), {}, {"loss": _no_loss(work)})
 
-    def client_update(shared: Params, private: Params, work: Work) -> Update:
-        return Update({}, count(work), torch.zeros((), device=work.order.device))
+    def server_update(
+        self, shared: Params, server: Params, uploads: Uploads
+    ) -> tuple[Params, Params]:
+        """All counts together."""
+        total = scale(uploads.num_sampled, uploads.aggregate())
+        return add_change(shared, total), server
 
-    return Algorithm(
-        "own_majority",
-        lambda params: ({}, init(params)),
-        client_update,
-        lambda shared, *_: shared,
-        lambda _, own: predict(own),
-    )
-
-
-def _counting(
-    objective: Objective,
-) -> tuple[Callable[[Params], Params], Callable[[Work], Params], Callable[[Params], Params]]:
-    """The initial counts, the counts of a client's work, and the model that predicts by them."""
-    if not isinstance(objective.loss, ModelLoss):
-        raise InputError(
-            "majority: it counts labels and is not trained; leave data.augment and pretext out"
-        )
-    model = objective.loss.model
-    params = params_of(model)
-    bias = f"{last_layers(model, 1)[0]}.bias"
-
-    def count(work: Work) -> Params:
+    def count(self, like: torch.Tensor, work: Work) -> Params:
+        """How often each class occurs among a client's labels."""
         labels = torch.where(work.order >= 0, work.examples.y[work.order.clamp(min=0)], -1)
-        classes = torch.arange(len(params[bias]), device=labels.device)
-        return {bias: (labels.flatten()[:, None] == classes).sum(0).float()}
+        classes = torch.arange(len(like), device=labels.device)
+        return {self.bias: (labels.flatten()[:, None] == classes).sum(0).to(like)}
 
-    def predict(counts: Params) -> Params:
-        device = counts[bias].device  # a CUDA graph cannot copy from the host
-        zeros = {name: torch.zeros_like(tensor, device=device) for name, tensor in params.items()}
-        return {**zeros, bias: counts[bias]}
+    def personal(self, shared: Params, private: Params) -> Params:
+        """A model of zeros with the counts as the bias of the last layer."""
+        counts = {**shared, **private}[self.bias]
+        zeros = {}
+        for name, tensor in self.task.initial_params().items():
+            zeros[name] = torch.zeros_like(tensor, device=counts.device)
+        return {**zeros, self.bias: counts}
 
-    return lambda params: {bias: torch.zeros_like(params[bias])}, count, predict
+
+class OwnMajority(Majority):
+    """Each client's own most frequent label; nothing is sent."""
+
+    def init(self, params: Params) -> State:
+        """No counts yet."""
+        return State(shared={}, private=zeros_like(pick(params, [self.bias])))
+
+    def client_update(self, message: Message, private: Params, work: Work) -> Update:
+        """The counts of the client's labels stay with it."""
+        return Update({}, self.count(private[self.bias], work), {"loss": _no_loss(work)})
+
+
+def _no_loss(work: Work) -> WeightedSum:
+    zero = torch.zeros((), device=work.order.device)
+    return WeightedSum(zero, zero + 1)

@@ -8,7 +8,6 @@ and the number of rounds; they are set below.
 
 from dataclasses import replace
 
-from glocal.federate.fitting import Options
 from glocal.studies.ordinal import OrdinalSettings
 from glocal.studies.settings import (
     DataSettings,
@@ -16,6 +15,7 @@ from glocal.studies.settings import (
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
+    RunSettings,
     Settings,
 )
 from glocal.studies.study import Claim, Measurement, Study, StudyPart
@@ -109,7 +109,7 @@ _ESSAYS = Settings(
         restarts=5,
     ),
     # 10 splits x 5 restarts x 14 people in chunks of 100: few shapes
-    run=Options(
+    run=RunSettings(
         select="best", save="metrics", validate_every=1, checkpoint_every=1000, chunk_size=100
     ),
     ordinal=OrdinalSettings(bag_of_words=True),

@@ -7,7 +7,6 @@ need for about the published numbers; LG-FedAvg gets as many as they do.
 
 from dataclasses import replace
 
-from glocal.federate.fitting import Options
 from glocal.personalize.onboarding import JoinPlan
 from glocal.studies.new_client_trial import NewClientSettings
 from glocal.studies.settings import (
@@ -16,6 +15,7 @@ from glocal.studies.settings import (
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
+    RunSettings,
     Settings,
     SplitSettings,
 )
@@ -35,7 +35,7 @@ _BASE = Settings(
     split=SplitSettings(shared=("layer[3-5]",)),
     optimizer=OptimizerSettings(lr=0.05, momentum=0.5),
     plan=PlanSettings(clients_per_round=10, batch_size=10, seeds=10),
-    run=Options(select="best", save="metrics", validate_every=5, checkpoint_every=250),
+    run=RunSettings(select="best", save="metrics", validate_every=5, checkpoint_every=250),
     new_client=NewClientSettings(rotate=90, train=3000, test=500),
 )
 

@@ -9,13 +9,13 @@ steps in a round: five. `paper` has the text's settings. `longer` takes four tim
 from dataclasses import replace
 from typing import NamedTuple
 
-from glocal.federate.fitting import Options
 from glocal.studies.settings import (
     DataSettings,
     ExperimentSettings,
     ModelSettings,
     OptimizerSettings,
     PlanSettings,
+    RunSettings,
     Settings,
     SplitSettings,
 )
@@ -36,10 +36,10 @@ _TIMES = {4: "four times", 6: "six times"}
 _CONTROLS = {"none": "questions only", "shuffled": "shuffled pictures"}
 _MAJORITY = {
     "Majority answer": ExperimentSettings(
-        "liang2020.majority:majority", rounds=1, clients_per_round=_CLIENTS
+        "liang2020.majority:Majority", rounds=1, clients_per_round=_CLIENTS
     ),
     "Majority answer of each client": ExperimentSettings(
-        "liang2020.majority:own_majority", rounds=1, clients_per_round=_CLIENTS
+        "liang2020.majority:OwnMajority", rounds=1, clients_per_round=_CLIENTS
     ),
 }
 _TEXT = Settings(
@@ -49,7 +49,7 @@ _TEXT = Settings(
     split=SplitSettings(shared=SHARED),
     optimizer=OptimizerSettings(lr=0.01, momentum=0.9, lr_decay=0.0005),
     plan=PlanSettings(clients_per_round=5, batch_size=100, seeds=3),
-    run=Options(
+    run=RunSettings(
         engine="looped",  # convolutions as wide as these are slower when clients share a batch
         precision="tf32",
         select="best",
@@ -86,7 +86,7 @@ class _Protocol(NamedTuple):
     times: int
     earlier_starts: tuple[int, ...]
     seeds: int
-    run: Options
+    run: RunSettings
     start_model: str | None = None
     local_epochs: int = 0
 

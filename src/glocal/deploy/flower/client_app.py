@@ -7,14 +7,13 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from glocal.core.errors import InputError
-from glocal.core.trees import Params
 from glocal.deploy.flower.protocol import Client, ClientResult, DataError, Instructions
-from glocal.deploy.flower.records import read_instructions, refusal_to_record, result_to_record
+from glocal.deploy.flower.records import read_request, refusal_to_record, result_to_record
 from glocal.deploy.flower.secagg_client import is_masked, masked_reply
-from glocal.wire import UploadError
+from glocal.wire import WireError
 
 OpenClient = Callable[[Mapping[str, object]], Client]
-ClientTask = Callable[[Client, Params, Instructions], ClientResult]
+ClientTask = Callable[[Client, bytes, Instructions], ClientResult]
 MessageHandler = Callable[[Message, Context], Message]
 _LOG = logging.getLogger("glocal")
 
@@ -44,10 +43,10 @@ def _message_handler(task: ClientTask, open_client: OpenClient) -> MessageHandle
 
     def handle(message: Message, context: Context) -> Message:
         try:
-            shared, instructions = read_instructions(message.content)
-            result = task(open_client(context.node_config), shared, instructions)
+            received, instructions = read_request(message.content)
+            result = task(open_client(context.node_config), received, instructions)
             content = result_to_record(result)
-        except (InputError, UploadError) as error:
+        except (InputError, WireError) as error:
             content = refusal_to_record(_public_message(error, context))
         except Exception as error:
             # Flower sends the text of any exception to the server
@@ -63,7 +62,7 @@ def _public_message(error: Exception, context: Context) -> str:
     An error that may quote an example is reduced to its kind. Files are named relative to the
     client's folder, so that neither its path nor a user name leaves the client.
     """
-    if isinstance(error, InputError | UploadError) and not isinstance(error, DataError):
+    if isinstance(error, InputError | WireError) and not isinstance(error, DataError):
         return str(error).replace(f"{context.node_config.get('folder')}/", "")
     _LOG.error("the full error; the server gets only its type", exc_info=error)
     if isinstance(error, DataError):
@@ -73,25 +72,25 @@ def _public_message(error: Exception, context: Context) -> str:
     return f"{summary}; see the client's own log"
 
 
-def _handshake(client: Client, _: Params, instructions: Instructions) -> ClientResult:
+def _handshake(client: Client, _: bytes, instructions: Instructions) -> ClientResult:
     return ClientResult(None, 0, client.handshake(instructions))
 
 
-def _adapt(client: Client, shared: Params, instructions: Instructions) -> ClientResult:
-    return client.adapt(shared, instructions)
+def _adapt(client: Client, message: bytes, instructions: Instructions) -> ClientResult:
+    return client.adapt(message, instructions)
 
 
-def _evaluate(client: Client, shared: Params, instructions: Instructions) -> ClientResult:
-    return client.evaluate(shared, instructions)
+def _evaluate(client: Client, message: bytes, instructions: Instructions) -> ClientResult:
+    return client.evaluate(message, instructions)
 
 
-def _train_unmasked(client: Client, shared: Params, instructions: Instructions) -> ClientResult:
+def _train_unmasked(client: Client, message: bytes, instructions: Instructions) -> ClientResult:
     if client.secure_aggregation:
         raise InputError(
             "this client sends masked uploads only, and the server requested a plain one; "
             "set secure_aggregation on the server too"
         )
-    return client.train(shared, instructions)
+    return client.train(message, instructions)
 
 
 def _train_masked(message: Message, context: Context, client: Client) -> Message:
@@ -100,4 +99,4 @@ def _train_masked(message: Message, context: Context, client: Client) -> Message
             "the server requested a masked upload, and this client's deploy.toml does not set "
             "secure_aggregation; copy the server's"
         )
-    return masked_reply(message, context, client.shared_names, client.train)
+    return masked_reply(message, context, client.train)

@@ -20,7 +20,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.common.constant import TIMESTAMP_HEADER, ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import (
     RECORD_KEY_CONFIGS as SECAGG_RECORD,
@@ -67,7 +67,6 @@ __all__ = [  # including the names that secagg_client.py needs
     "Status",
     "legacy",
     "ndarrays_to_parameters",
-    "parameters_to_ndarrays",
     "secaggplus_mod",
 ]
 

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from glocal.algorithms.contract import Message
 from glocal.core.errors import InputError
 from glocal.core.files import Json
-from glocal.core.trees import Params
-from glocal.wire import Upload
+from glocal.wire import Schema
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,25 @@ class Instructions:
 
 
 @dataclass(frozen=True)
-class ClientResult:
-    """What a client returns: an upload where one is requested, its weight, and metrics."""
+class Request:
+    """What a client is sent: instructions, and a message where its task needs one.
 
-    upload: Upload | None
+    Clients that are sent the same have the same message object: it is packed once.
+    """
+
+    instructions: Instructions
+    message: Message | None = None
+
+
+@dataclass(frozen=True)
+class ClientResult:
+    """What a client returns: a payload where one is requested, its weight, and metrics.
+
+    A metric of training is a pair [total, weight]. Those of an evaluation are under "validation"
+    and "test", each under its own name.
+    """
+
+    payload: Message | None
     num_examples: int
     metrics: Json
 
@@ -50,12 +65,13 @@ class ClientResult:
 class Reply:
     """A client's reply before any check.
 
-    `fault` is the reason why there is no result. `lost` means that the client never sent a reply.
+    `payload` are the bytes as they came. `fault` is the reason why there is no result. `lost` means
+    that the client never sent a reply.
     """
 
-    tensors: Params
+    payload: bytes = b""
     num_examples: int = 0
-    metrics: Json | None = None
+    metrics: Json = field(default_factory=dict)
     fault: str = ""
     lost: bool = False
 
@@ -68,26 +84,22 @@ class DataError(InputError):
 
 
 class Client(Protocol):
-    """One client of a federation."""
+    """One client of a federation; messages are bytes, which it checks before it reads them."""
 
     @property
     def secure_aggregation(self) -> bool:
         """Whether uploads leave the client only masked."""
 
-    @property
-    def shared_names(self) -> list[str]:
-        """The names of the shared tensors, in order."""
-
     def handshake(self, instructions: Instructions) -> Json:
         """Its number, its settings' fingerprint and its weight."""
 
-    def train(self, shared: Params, instructions: Instructions) -> ClientResult:
+    def train(self, message: bytes, instructions: Instructions) -> ClientResult:
         """Train for one round."""
 
-    def adapt(self, shared: Params, instructions: Instructions) -> ClientResult:
+    def adapt(self, message: bytes, instructions: Instructions) -> ClientResult:
         """Fit the private part alone, as a new client does."""
 
-    def evaluate(self, shared: Params, instructions: Instructions) -> ClientResult:
+    def evaluate(self, message: bytes, instructions: Instructions) -> ClientResult:
         """Evaluate its own model on its own data."""
 
 
@@ -95,8 +107,8 @@ class Server(Protocol):
     """What a server decides and stores; nodes are Flower's numbers of the clients."""
 
     @property
-    def shared(self) -> Params:
-        """The current shared tree."""
+    def payload_schema(self) -> Schema:
+        """What a client sends back: names, shapes and types, in order."""
 
     @property
     def secure_aggregation(self) -> bool:
@@ -118,8 +130,8 @@ class Server(Protocol):
     def handshake_timeout(self) -> float:
         """Seconds to wait for the handshakes of new nodes."""
 
-    def configure_handshake(self, nodes: Mapping[int, str]) -> dict[int, Instructions]:
-        """Instructions for the connected nodes, given with their keys, that owe a handshake."""
+    def configure_handshake(self, nodes: Mapping[int, str]) -> dict[int, Request]:
+        """Requests for the connected nodes, given with their keys, that owe a handshake."""
 
     def needs_more_clients(self) -> bool:
         """Whether too few clients are connected; an error once the time limit has passed."""
@@ -127,26 +139,26 @@ class Server(Protocol):
     def accept_handshakes(self, replies: Mapping[int, Reply]) -> None:
         """Accept or refuse the clients of these handshakes."""
 
-    def configure_adaptation(self) -> dict[int, Instructions]:
-        """Instructions for the clients that fit their private part before they take part."""
+    def configure_adaptation(self) -> dict[int, Request]:
+        """Requests for the clients that fit their private part before they take part."""
 
     def aggregate_adaptation(self, replies: Mapping[int, Reply]) -> None:
         """Record which clients have adapted."""
 
-    def configure_train(self) -> dict[int, Instructions]:
-        """Instructions for the sampled clients of the next round."""
+    def configure_train(self) -> dict[int, Request]:
+        """Requests for the sampled clients of the next round."""
 
     def on_reply(self, node: int) -> None:
         """A reply has arrived; others are still awaited."""
 
     def aggregate_train(self, replies: Mapping[int, Reply]) -> Json:
-        """Check all replies, average the valid ones and save the round; its row."""
+        """Check all replies, collect the valid ones and save the round; its row."""
 
-    def aggregate_masked(self, mean: Params | None, replies: Mapping[int, Reply]) -> Json:
+    def aggregate_masked(self, mean: Message | None, replies: Mapping[int, Reply]) -> Json:
         """The same where only the mean is known, None if too few clients stayed until the end."""
 
-    def configure_evaluate(self) -> dict[int, Instructions]:
-        """Instructions for the clients that evaluate now."""
+    def configure_evaluate(self) -> dict[int, Request]:
+        """Requests for the clients that evaluate now."""
 
     def aggregate_evaluate(self, replies: Mapping[int, Reply]) -> Json:
         """Save and summarise the evaluation."""

@@ -1,7 +1,8 @@
 """Conversion between our messages and Flower's records.
 
 A tree is sent as one blob: Flower sends every array with several requests, so that sixty tensors
-would take many seconds. The blob names its tensors and is read as data.
+would take many seconds. The blob has the numbers alone, as both ends know the schema; whoever
+receives it checks it against that before it is read.
 """
 
 import json
@@ -10,70 +11,64 @@ import secrets
 from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from safetensors.torch import load, save
 
 from glocal.core.errors import describe_error
 from glocal.core.files import Json
 from glocal.core.trees import Params
 from glocal.deploy.flower.client_internals import ErrorCode
 from glocal.deploy.flower.protocol import ClientResult, Instructions, Reply
+from glocal.wire import pack
 
-_SHARED, _CONFIG, _BLOB = "shared", "config", "blob"
-_TEXT_METRICS = ("note", "fingerprint")  # all other metrics are numbers
-_ACCURACIES = ("test", "validation")  # metrics from 0 to 1
+_TREE, _CONFIG, _BLOB = "tree", "config", "blob"
+_TEXT_METRICS = ("note", "fingerprint")  # all other metrics are numbers, pairs or tables of numbers
 _MAX_TEXT = 500  # characters of a client's text that are read
+_MAX_METRICS = 100  # in a table
 MAX_EXAMPLES = 2**53  # examples that a client may report
 
 
 def to_record(tree: Params) -> ConfigRecord:
-    """Named tensors as one blob; the names are the model's own.
+    """A tree as one blob.
 
     >>> import torch
-    >>> from_record(to_record({"w": torch.ones(2)}))
-    {'w': tensor([1., 1.])}
+    >>> len(from_record(to_record({"w": torch.ones(2)})))
+    8
     """
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tree.items()}
-    return ConfigRecord({_BLOB: save(contiguous)})
+    return ConfigRecord({_BLOB: pack(tree)})
 
 
-def from_record(record: ConfigRecord) -> Params:
-    """The tree of a blob; the order of its names is not preserved.
-
-    The tensors are copied: their alignment within the blob would change how sums of products round.
-    """
-    blob = record[_BLOB]
+def from_record(record: ConfigRecord | None) -> bytes:
+    """The bytes of a blob; none where there is no record."""
+    blob = b"" if record is None else record[_BLOB]
     if not isinstance(blob, bytes):
         raise TypeError(f"its tensors are {type(blob).__name__}")
-    return {name: tensor.clone() for name, tensor in load(blob).items()}
+    return blob
 
 
-def instructions_to_record(shared: ConfigRecord | None, instructions: Instructions) -> RecordDict:
+def request_to_record(tree: ConfigRecord | None, instructions: Instructions) -> RecordDict:
     """The content of a message to a client."""
     config = ConfigRecord({"instructions": instructions.to_json()})
-    if shared is None:
+    if tree is None:
         return RecordDict({_CONFIG: config})
-    return RecordDict({_CONFIG: config, _SHARED: shared})
+    return RecordDict({_CONFIG: config, _TREE: tree})
 
 
-def read_instructions(content: RecordDict) -> tuple[Params, Instructions]:
-    """The shared tree, empty where none was sent, and the instructions in a message."""
-    shared = content.config_records.get(_SHARED)
+def read_request(content: RecordDict) -> tuple[bytes, Instructions]:
+    """The packed tree, empty where none was sent, and the instructions in a message."""
     text = str(content.config_records[_CONFIG]["instructions"])
-    instructions = Instructions.from_json(text)
-    return from_record(shared) if shared is not None else {}, instructions
+    return from_record(content.config_records.get(_TREE)), Instructions.from_json(text)
 
 
 def result_to_record(result: ClientResult) -> RecordDict:
-    """The content of a client's reply: an upload, its weight, and metrics.
+    """The content of a client's reply: a payload, its weight, and metrics.
 
     Flower names a record by the hash of its content. The nonce keeps another client that guesses
     the metrics from finding them by that name.
     """
     metrics, nonce = json.dumps(result.metrics), secrets.token_hex(16)
     config = ConfigRecord({"num_examples": result.num_examples, "metrics": metrics, "nonce": nonce})
-    if result.upload is None:
+    if result.payload is None:
         return RecordDict({_CONFIG: config})
-    return RecordDict({_CONFIG: config, _SHARED: to_record(result.upload.tensors)})
+    return RecordDict({_CONFIG: config, _TREE: to_record(result.payload)})
 
 
 def refusal_to_record(reason: str) -> RecordDict:
@@ -87,16 +82,16 @@ def read_reply(message: Message) -> Reply:
         return _lost_reply(message)
     try:
         records = message.content.config_records
-        config, shared = records[_CONFIG], records.get(_SHARED)
+        config = records[_CONFIG]
         if "fault" in config:
-            return Reply({}, fault=str(config["fault"])[:_MAX_TEXT])
+            return Reply(fault=str(config["fault"])[:_MAX_TEXT])
         num_examples = int(str(config["num_examples"]))
         if not 0 <= num_examples <= MAX_EXAMPLES:
             raise ValueError(f"it reports {num_examples} examples")
-        tensors = from_record(shared) if shared is not None else {}
-        return Reply(tensors, num_examples, read_metrics(str(config["metrics"])))
+        payload = from_record(records.get(_TREE))
+        return Reply(payload, num_examples, read_metrics(str(config["metrics"])))
     except Exception as error:  # a broken or hostile client may send anything
-        return Reply({}, fault=f"its reply cannot be read ({describe_error(error)})")
+        return Reply(fault=f"its reply cannot be read ({describe_error(error)})")
 
 
 def _lost_reply(message: Message) -> Reply:
@@ -105,32 +100,47 @@ def _lost_reply(message: Message) -> Reply:
         reason = "it was restarted or disconnected before it replied"
     else:
         reason = f"Flower reports: {error.reason or f'error {error.code}'}"
-    return Reply({}, fault=reason, lost=True)
+    return Reply(fault=reason, lost=True)
 
 
 def read_metrics(text: str) -> Json:
-    """A client's metrics: finite numbers, and text under the names that stand for text.
+    """A client's metrics: finite numbers, pairs and tables of them, and text where it stands.
 
+    >>> read_metrics('{"loss": [3.5, 7], "test": {"accuracy": 0.5}}')
+    {'loss': [3.5, 7], 'test': {'accuracy': 0.5}}
     >>> read_metrics('{"loss": "low"}')
     Traceback (most recent call last):
     ...
     ValueError: its metric 'loss' is 'low'; a finite number was expected
     """
-    metrics = json.loads(text)
-    if not isinstance(metrics, Mapping):
-        raise TypeError("its metrics are not a table")
-    return {name: _check_metric(name, value) for name, value in metrics.items()}
+    return {name: _check_metric(name, value) for name, value in _table(json.loads(text)).items()}
 
 
 def _check_metric(name: str, value: object) -> object:
     if name in _TEXT_METRICS:
         return str(value)[:_MAX_TEXT]
+    if isinstance(value, list) and len(value) == 2:
+        return [_check_number(name, each) for each in value]
+    if isinstance(value, Mapping):
+        return {inner: _check_number(inner, each) for inner, each in _table(value).items()}
+    return _check_number(name, value)
+
+
+def _table(metrics: object) -> Mapping[str, object]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError("its metrics are not a table")
+    if len(metrics) > _MAX_METRICS or max(map(len, metrics), default=0) > _MAX_TEXT:
+        raise ValueError(
+            f"it reports {len(metrics)} metrics; at most {_MAX_METRICS} with short names expected"
+        )
+    return metrics
+
+
+def _check_number(name: str, value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _is_bounded(value):
         raise ValueError(
             f"its metric '{name[:40]}' is {str(value)[:40]!r}; a finite number was expected"
         )
-    if name in _ACCURACIES and not 0 <= value <= 1:
-        raise ValueError(f"its metric '{name}' is {value}; a number from 0 to 1 was expected")
     return value
 
 

@@ -16,10 +16,10 @@ from flwr.serverapp import Grid
 from glocal.core.errors import InputError, describe_error
 from glocal.core.files import Json
 from glocal.core.trees import Params
-from glocal.deploy.flower.protocol import Instructions, Reply
+from glocal.deploy.flower.protocol import Reply, Request
 from glocal.deploy.flower.records import read_metrics
 from glocal.deploy.flower.secagg_checks import CheckedGrid
-from glocal.deploy.flower.secagg_client import CLIPPING_RANGE
+from glocal.deploy.flower.secagg_client import BLOB, CLIPPING_RANGE, INSTRUCTIONS
 from glocal.deploy.flower.server_internals import (
     MAIN_CONFIGS_RECORD,
     MAIN_PARAMS_RECORD,
@@ -32,6 +32,7 @@ from glocal.deploy.flower.server_internals import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
+from glocal.wire import Schema, pack
 
 # The share of the sampled clients that must stay until the end, and that can unmask an upload.
 _THRESHOLD = 0.5
@@ -45,28 +46,31 @@ class _ClientProxy:
 
 
 class _RoundStrategy:
-    """A legacy strategy for one round: it holds the instructions and collects the results."""
+    """A legacy strategy for one round: it holds the requests and collects the results."""
 
-    def __init__(self, instructions: Mapping[int, Instructions]) -> None:
-        self.instructions = instructions
+    def __init__(self, requests: Mapping[int, Request]) -> None:
+        self.requests = requests
         self.arrays: list[Any] | None = None
         self.replies: dict[int, Reply] = {}
 
     def configure_fit(
         self, server_round: int, parameters: Any, client_manager: Any
     ) -> list[tuple[_ClientProxy, FitIns]]:
-        requests = []
-        for node, instructions in self.instructions.items():
-            fit_ins = FitIns(parameters, {"instructions": instructions.to_json()})
-            requests.append((_ClientProxy(node), fit_ins))
+        """The requests; Flower's own place for arrays stays empty."""
+        requests: list[tuple[_ClientProxy, FitIns]] = []
+        for node, request in self.requests.items():
+            blob = pack(request.message or {})
+            config: dict[str, Any] = {INSTRUCTIONS: request.instructions.to_json(), BLOB: blob}
+            requests.append((_ClientProxy(node), FitIns(parameters, config)))
         return requests
 
     def aggregate_fit(
         self, server_round: int, results: list[tuple[_ClientProxy, FitRes]], failures: Any
     ) -> tuple[None, dict[str, Any]]:
+        """Keep the mean, which each of the results has, and what the clients say beside it."""
         for node, result in results:
             self.arrays = parameters_to_ndarrays(result.parameters)
-            self.replies[node.node_id] = Reply({}, result.num_examples, _client_metrics(result))
+            self.replies[node.node_id] = Reply(b"", result.num_examples, _client_metrics(result))
         return None, {}
 
 
@@ -118,8 +122,8 @@ class _SecAggWorkflow(SecAggPlusWorkflow):
 
 def secure_mean(
     grid: Grid,
-    shared: Params,
-    instructions: Mapping[int, Instructions],
+    requests: Mapping[int, Request],
+    schema: Schema,
     *,
     timeout: float,
     max_weight: float,
@@ -130,39 +134,42 @@ def secure_mean(
     here says why; after the mean has been masked, a note does.
     `max_weight` is the largest weight: the nearer the others are to it, the finer is the mean.
     """
-    strategy = _RoundStrategy(instructions)
-    context = _legacy_context(shared, strategy)
+    strategy = _RoundStrategy(requests)
     workflow = _SecAggWorkflow(
         1.0, _THRESHOLD, max_weight=max_weight, clipping_range=CLIPPING_RANGE, timeout=timeout
     )
-    shapes = [(1,), *(tuple(tensor.shape) for tensor in shared.values())]  # first, the weight
+    shapes = [(1,), *(form.shape for form in schema.values())]  # first, the weight
     checked: Any = CheckedGrid(grid, shapes)  # the workflow sends and receives, and no more
-    workflow(checked, context)
-    replies = dict(strategy.replies)
-    for node, fault in checked.faults.items():
-        if node in replies:  # its upload is part of the mean
-            replies[node] = replace(
-                replies[node], metrics={**(replies[node].metrics or {}), "note": fault}
-            )
-        else:
-            replies[node] = Reply({}, fault=fault)
+    workflow(checked, _legacy_context(strategy))
+    replies = _with_faults(strategy.replies, checked.faults)
     if strategy.arrays is None:
         return None, replies
     mean = {}
-    for name, array in zip(shared, strategy.arrays, strict=True):
-        mean[name] = torch.from_numpy(np.array(array)).to(shared[name])
+    for (name, form), array in zip(schema.items(), strategy.arrays, strict=True):
+        mean[name] = torch.from_numpy(np.array(array)).to(form.dtype)
     return mean, replies
 
 
-def _legacy_context(shared: Params, strategy: _RoundStrategy) -> LegacyContext:
+def _with_faults(replies: Mapping[int, Reply], faults: Mapping[int, str]) -> dict[int, Reply]:
+    """The replies, and those of clients whose reply in one of the stages could not be used."""
+    known = dict(replies)
+    for node, fault in faults.items():
+        if node in replies:  # its upload is part of the mean
+            metrics = {**replies[node].metrics, "note": fault}
+            known[node] = replace(replies[node], metrics=metrics)
+        else:
+            known[node] = Reply(fault=fault)
+    return known
+
+
+def _legacy_context(strategy: _RoundStrategy) -> LegacyContext:
     """What the legacy workflow reads and writes in one round."""
     state = RecordDict()
-    arrays = ndarrays_to_parameters([tensor.numpy() for tensor in shared.values()])
-    record = legacy.parameters_to_arrayrecord(arrays, keep_input=True)
+    record = legacy.parameters_to_arrayrecord(ndarrays_to_parameters([]), keep_input=True)
     state.array_records[MAIN_PARAMS_RECORD] = record
-    round_index = next(iter(strategy.instructions.values())).round_index
+    round_index = next(iter(strategy.requests.values())).instructions.round_index
     state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round_index})
     # Flower's types ask for its whole Strategy and ClientManager: the workflow calls these parts
-    manager: Any = _ClientManager(len(strategy.instructions))
+    manager: Any = _ClientManager(len(strategy.requests))
     parts: Any = strategy
     return LegacyContext(Context(0, 0, {}, state, {}), None, parts, manager)

@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives import serialization
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from glocal.deploy.flower.protocol import Instructions, Reply, Server
-from glocal.deploy.flower.records import instructions_to_record, read_reply, to_record
+from glocal.deploy.flower.protocol import Reply, Request, Server
+from glocal.deploy.flower.records import read_reply, request_to_record, to_record
 from glocal.deploy.flower.secagg_server import secure_mean
 
 _POLL = 0.05  # seconds
@@ -29,9 +29,8 @@ class RunLoop:
         if self.server.secure_aggregation:
             self._train_masked()
         else:
-            instructions = self.server.configure_train()
-            replies = self._send_and_receive(instructions, MessageType.TRAIN, self._shared())
-            self.server.aggregate_train(replies)
+            requests = self.server.configure_train()
+            self.server.aggregate_train(self._send_and_receive(requests, MessageType.TRAIN))
         self._evaluate()
 
     def adapt_and_evaluate(self) -> None:
@@ -39,16 +38,13 @@ class RunLoop:
         self._wait_for_clients()
         self._evaluate()
 
-    def _shared(self) -> ConfigRecord:
-        return to_record(self.server.shared)
-
     def _train_masked(self) -> None:
         """Train; only the mean of the sampled clients' uploads is unmasked."""
-        instructions = self.server.configure_train()
+        requests = self.server.configure_train()
         mean, replies = secure_mean(
             self.grid,
-            self.server.shared,
-            instructions,
+            requests,
+            self.server.payload_schema,
             timeout=self.server.round_timeout,
             max_weight=self.server.max_weight,
         )
@@ -56,9 +52,9 @@ class RunLoop:
 
     def _evaluate(self) -> None:
         """Let every client evaluate its own model, if it is time to."""
-        instructions = self.server.configure_evaluate()
-        if instructions:
-            replies = self._send_and_receive(instructions, MessageType.EVALUATE, self._shared())
+        requests = self.server.configure_evaluate()
+        if requests:
+            replies = self._send_and_receive(requests, MessageType.EVALUATE)
             self.server.aggregate_evaluate(replies)
 
     def _wait_for_clients(self) -> None:
@@ -67,28 +63,22 @@ class RunLoop:
             nodes = {node.node_id: ssh_key(node.public_key) for node in self.grid.get_nodes()}
             pending = self.server.configure_handshake(nodes)
             timeout = self.server.handshake_timeout
-            replies = self._send_and_receive(pending, MessageType.QUERY, None, timeout=timeout)
+            replies = self._send_and_receive(pending, MessageType.QUERY, timeout=timeout)
             self.server.accept_handshakes(replies)
             if not self.server.needs_more_clients():
                 break
             time.sleep(_POLL)
-        instructions = self.server.configure_adaptation()
-        replies = self._send_and_receive(instructions, ADAPT, self._shared())
+        replies = self._send_and_receive(self.server.configure_adaptation(), ADAPT)
         self.server.aggregate_adaptation(replies)
 
     def _send_and_receive(
-        self,
-        instructions: Mapping[int, Instructions],
-        kind: str,
-        shared: ConfigRecord | None,
-        *,
-        timeout: float | None = None,
+        self, requests: Mapping[int, Request], kind: str, *, timeout: float | None = None
     ) -> dict[int, Reply]:
-        if not instructions:
+        if not requests:
             return {}
         seconds = self.server.round_timeout if timeout is None else timeout
-        requests = messages(instructions, kind, shared)
-        return replies_by_node(self.grid.send_and_receive(requests, timeout=seconds))
+        replies = self.grid.send_and_receive(messages(requests, kind), timeout=seconds)
+        return replies_by_node(replies)
 
 
 def ssh_key(key: bytes) -> str:
@@ -101,15 +91,19 @@ def ssh_key(key: bytes) -> str:
     return line.decode()
 
 
-def messages(
-    instructions: Mapping[int, Instructions], kind: str, shared: ConfigRecord | None
-) -> list[Message]:
-    """One message per node."""
-    requests = []
-    for node, own in instructions.items():
-        content, group = instructions_to_record(shared, own), str(own.round_index)
-        requests.append(Message(content, node, kind, group_id=group, ttl=_DAY))
-    return requests
+def messages(requests: Mapping[int, Request], kind: str) -> list[Message]:
+    """One message per node; what several nodes are sent is packed once."""
+    packed: dict[int, ConfigRecord] = {}
+    outgoing = []
+    for node, request in requests.items():
+        tree, record = request.message, None
+        if tree is not None:
+            record = packed.get(id(tree)) or to_record(tree)
+            packed[id(tree)] = record
+        content = request_to_record(record, request.instructions)
+        group = str(request.instructions.round_index)
+        outgoing.append(Message(content, node, kind, group_id=group, ttl=_DAY))
+    return outgoing
 
 
 def replies_by_node(replies: Iterable[Message]) -> dict[int, Reply]:
